@@ -1,0 +1,5 @@
+"""The one error family of this room."""
+
+
+class ScheduleError(ValueError):
+    """A schedule that cannot be built, or that breaks one of its rules: what, where, received, expected, what to do."""

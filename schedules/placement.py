@@ -1,0 +1,43 @@
+"""Which rank owns which stage."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Stages on ranks. `kind` is one of
+
+    * `linear`: stage s on rank s (one chunk a rank);
+    * `looped`: stage s on rank s mod p;
+    * `v`: two chunks a rank, stage s on rank s for s < p and on rank 2p-1-s for s >= p;
+    * `dual`: two copies of the model, copy 0 has stage s on rank s, copy 1 on rank p-1-s.
+    """
+
+    kind: str
+    ranks: int
+    chunks: int = 1
+
+    @property
+    def stages(self) -> int:
+        return self.ranks if self.kind == "dual" else self.ranks * self.chunks
+
+    def rank(self, stage: int, copy: int = 0) -> int:
+        """The rank that owns `stage` (of model copy `copy`; only `dual` has a copy 1)."""
+        if self.kind == "dual":
+            return self.ranks - 1 - stage if copy else stage
+        if self.kind == "v":
+            return stage if stage < self.ranks else 2 * self.ranks - 1 - stage
+        return stage % self.ranks
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages of `rank` in ascending order."""
+        return self._stages_of[rank]
+
+    @cached_property
+    def _stages_of(self) -> tuple[tuple[int, ...], ...]:
+        owned: list[set[int]] = [set() for _ in range(self.ranks)]
+        for stage in range(self.stages):
+            for copy in (0, 1) if self.kind == "dual" else (0,):
+                owned[self.rank(stage, copy)].add(stage)
+        return tuple(tuple(sorted(stages)) for stages in owned)

@@ -1,0 +1,49 @@
+"""A schedule is data: for every rank the order of its compute actions, and where each stage lives."""
+
+from dataclasses import dataclass
+
+from zbcompile.schedules.actions import BW, W, Step, flatten
+from zbcompile.schedules.placement import Placement
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """`orders[rank]` is the tuple of that rank's actions (or pairs of them), compute only."""
+
+    name: str
+    placement: Placement
+    microbatches: int
+    orders: tuple[tuple[Step, ...], ...]
+
+    @property
+    def ranks(self) -> int:
+        return self.placement.ranks
+
+    @property
+    def stages(self) -> int:
+        return self.placement.stages
+
+    def copy_of(self, microbatch: int) -> int:
+        """The model copy that a microbatch runs through: 0, or 1 for the second half under `dual`."""
+        return int(self.placement.kind == "dual" and microbatch >= self.microbatches // 2)
+
+    def rank_of(self, stage: int, microbatch: int) -> int:
+        return self.placement.rank(stage, self.copy_of(microbatch))
+
+    def weight_order(self, stage: int) -> tuple[int, ...]:
+        """The microbatches in the order in which the weight gradients of `stage` accumulate (per model copy)."""
+        ranks = sorted({self.rank_of(stage, 0), self.rank_of(stage, self.microbatches - 1)})
+        return tuple(a.microbatch for r in ranks for a in flatten(self.orders[r]) if a.op in (W, BW) and a.stage == stage)
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A schedule with its communication: `programs[rank]` is the order with SEND and RECV actions placed in it.
+
+    Execution semantics, which `check` proves safe and every runtime must keep: a RECV posts a receive and goes on; a compute
+    action waits for the receives it needs; a SEND may block until the matching receive is posted. On every channel (ordered
+    pair of ranks) receives are posted in the order in which the peer sends.
+    """
+
+    schedule: Schedule
+    programs: tuple[tuple[Step, ...], ...]
