@@ -1,8 +1,8 @@
 """What a rank can be told to do: one operation on one stage for one microbatch.
 
-The letters are those of the papers: F forward, B input gradient, W weight gradient, BW the fused backward, S and T the
-two vocabulary passes. A lowered program also holds SEND_F, RECV_F, SEND_B and RECV_B. torch writes I for our B, W for our
-W and B for our BW; `zbcompile.schedules` reads and writes both.
+The letters are those of the papers: F forward, B input gradient, W weight gradient, BW the fused backward, S and T
+the two vocabulary passes. A lowered program also holds SEND_F, RECV_F, SEND_B and RECV_B. torch writes I for our B, W
+for our W and B for our BW; `zbcompile.schedules` reads and writes both.
 """
 
 from typing import NamedTuple
@@ -16,9 +16,9 @@ COMMUNICATION = frozenset((SEND_F, RECV_F, SEND_B, RECV_B))
 class Action(NamedTuple):
     """One operation: `op` on `stage` for `microbatch`, printed as `F0.3`.
 
-    In a lowered program `SEND_F` stage s sends what s made in F to stage s+1 and `RECV_F` stage s receives what stage s-1
-    sent; `SEND_B` stage s sends the gradient of its input to stage s-1 and `RECV_B` stage s receives the gradient of its
-    output from stage s+1. A receive is posted, never waited for: the compute action that needs the value waits.
+    In a lowered program `SEND_F` stage s sends what s made in F to stage s+1 and `RECV_F` stage s receives what stage
+    s-1 sent; `SEND_B` stage s sends the gradient of its input to stage s-1 and `RECV_B` stage s receives the gradient
+    of its output from stage s+1. A receive is posted, never waited for: the compute action that needs the value waits.
     """
 
     op: str

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from zbcompile.schedules.actions import BW, W, Step, flatten
+from zbcompile.schedules.actions import BW, Step, W, flatten
 from zbcompile.schedules.placement import Placement
 
 
@@ -33,16 +33,17 @@ class Schedule:
     def weight_order(self, stage: int) -> tuple[int, ...]:
         """The microbatches in the order in which the weight gradients of `stage` accumulate (per model copy)."""
         ranks = sorted({self.rank_of(stage, 0), self.rank_of(stage, self.microbatches - 1)})
-        return tuple(a.microbatch for r in ranks for a in flatten(self.orders[r]) if a.op in (W, BW) and a.stage == stage)
+        actions = (action for rank in ranks for action in flatten(self.orders[rank]))
+        return tuple(action.microbatch for action in actions if action.op in (W, BW) and action.stage == stage)
 
 
 @dataclass(frozen=True)
 class Lowered:
     """A schedule with its communication: `programs[rank]` is the order with SEND and RECV actions placed in it.
 
-    Execution semantics, which `check` proves safe and every runtime must keep: a RECV posts a receive and goes on; a compute
-    action waits for the receives it needs; a SEND may block until the matching receive is posted. On every channel (ordered
-    pair of ranks) receives are posted in the order in which the peer sends.
+    Execution semantics, which `check` proves safe and every runtime must keep: a RECV posts a receive and goes on; a
+    compute action waits for the receives it needs; a SEND may block until the matching receive is posted. On every
+    channel (ordered pair of ranks) receives are posted in the order in which the peer sends.
     """
 
     schedule: Schedule
