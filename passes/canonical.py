@@ -1,0 +1,205 @@
+"""The canonical graph: one placeholder per tensor, nothing that computes nothing, and what each value is.
+
+Every later pass reads `node.meta["val"]` (a fake tensor), `node.meta["differentiable"]` and `node.meta["slot"]` (on
+placeholders), all set here.
+"""
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Interpreter, Node
+
+from zbcompile.passes.capture import Captured
+from zbcompile.passes.errors import CaptureError
+from zbcompile.passes.slots import Slot
+from zbcompile.passes.torch_private import FakeTensorMode
+
+aten = torch.ops.aten
+_CHECKS = (aten._assert_tensor_metadata.default, aten._assert_scalar.default, aten._assert_async.msg)
+
+
+@dataclass(frozen=True)
+class Canonical:
+    """A captured graph in canonical form. `outputs` pairs each role with the node that makes it."""
+
+    captured: Captured
+    module: GraphModule
+    mode: FakeTensorMode
+
+    @property
+    def graph(self) -> Graph:
+        return self.module.graph
+
+    @property
+    def outputs(self) -> list[tuple[Slot, Any]]:
+        return list(zip(self.captured.outputs, output_values(self.graph), strict=True))
+
+
+def output_values(graph: Graph) -> list[Any]:
+    """What a graph returns, as a flat list of nodes (or constants)."""
+    (values,) = graph.output_node().args
+    return list(values) if isinstance(values, tuple | list) else [values]
+
+
+def canonicalise(captured: Captured) -> Canonical:
+    """Copy the captured graph and run every canonicalisation over the copy, in order."""
+    module = GraphModule(captured.module, _copy_graph(captured))
+    slots = merge_tied_placeholders(module.graph, captured.inputs)
+    drop_checks(module.graph)
+    drop_no_ops(module.graph)
+    drop_dead_code(module.graph)
+    captured = replace(captured, inputs=tuple(slot for slot in slots if slot is not None))
+    module.recompile()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    _refuse_sparse_gradients(module.graph)
+    infer_values(module, captured, mode)
+    return Canonical(captured, module, mode)
+
+
+def _copy_graph(captured: Captured) -> Graph:
+    graph = Graph()
+    output = graph.graph_copy(captured.module.graph, val_map={})
+    graph.output(output)
+    for node, slot in zip(graph.find_nodes(op="placeholder"), captured.inputs, strict=True):
+        node.meta["slot"] = slot
+    return graph
+
+
+def merge_tied_placeholders(graph: Graph, slots: tuple[Slot, ...]) -> list[Slot]:
+    """Tied parameters arrive as several placeholders; keep the first of each slot. Drop the unused ones."""
+    first: dict[Slot, Node] = {}
+    for node, slot in zip(graph.find_nodes(op="placeholder"), slots, strict=True):
+        keeper = first.setdefault(slot, node)
+        if keeper is not node:
+            node.replace_all_uses_with(keeper)
+    for node in graph.find_nodes(op="placeholder"):
+        if not node.users:
+            graph.erase_node(node)
+    return [node.meta["slot"] for node in graph.find_nodes(op="placeholder")]
+
+
+def drop_checks(graph: Graph) -> None:
+    """Run-time assertions on metadata: shapes are static here, and a check must never become a cut."""
+    for node in list(graph.nodes):
+        if node.target in _CHECKS:
+            graph.erase_node(node)
+
+
+def drop_no_ops(graph: Graph) -> None:
+    """Casts to the dtype a value has, dropout that drops nothing, and detaches of integers."""
+    for node in list(graph.nodes):
+        rule = _NO_OPS.get(node.target)
+        if rule is not None and isinstance(node.args[0], Node) and rule(node):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+
+
+def _same_tensor(node: Node) -> bool:
+    before, after = node.args[0].meta.get("val"), node.meta.get("val")  # type: ignore[union-attr]
+    if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor) or node.kwargs.get("copy"):
+        return False
+    same = before.dtype == after.dtype and before.device == after.device and before.stride() == after.stride()
+    return same and before.shape == after.shape and True not in node.args[1:]
+
+
+def _drops_nothing(node: Node) -> bool:
+    return node.args[1] == 0.0 or node.args[2] is False
+
+
+def _integer(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex())
+
+
+_NO_OPS: dict[Any, Callable[[Node], bool]] = {
+    aten.to.dtype: _same_tensor,
+    aten.to.dtype_layout: _same_tensor,
+    aten.to.device: _same_tensor,
+    aten.dropout.default: _drops_nothing,
+    aten.detach.default: _integer,
+    aten.alias.default: lambda node: True,
+}
+
+
+def is_random(node: Node) -> bool:
+    """Whether a node draws random numbers. Such a node moves the generator: never dropped, copied or reordered."""
+    if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return False
+    return _argument(node, "dropout_p", 1.0) != 0.0  # attention without dropout carries the tag but draws nothing
+
+
+def _argument(node: Node, name: str, missing: Any) -> Any:
+    """The value of the named argument of an operator call, its default included; `missing` if there is none so named."""
+    for index, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if argument.name == name:
+            given = node.args[index] if index < len(node.args) else argument.default_value
+            return node.kwargs.get(name, given)
+    return missing
+
+
+def drop_dead_code(graph: Graph) -> None:
+    """Remove what no output needs; eager draws random numbers even for unused values, so those stay."""
+    graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output") or is_random(node))
+    for node in graph.find_nodes(op="placeholder"):
+        if not node.users:
+            graph.erase_node(node)
+
+
+def _refuse_sparse_gradients(graph: Graph) -> None:
+    for node in graph.nodes:
+        if node.target is aten.embedding.default and True in node.args[4:5]:
+            raise CaptureError(
+                f"{node.name} is an embedding with sparse=True ({source_line(node)}); zbcompile accumulates dense gradients "
+                "only. Use sparse=False."
+            )
+
+
+def source_line(node: Node) -> str:
+    """The line of the user's model that made `node`, or the compiler pass that did."""
+    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip()]
+    files = [i for i, line in enumerate(lines) if line.startswith("File ")]
+    if not files:
+        return f"made by {node.meta.get('pass', 'zbcompile')}"
+    code = lines[files[-1] + 1] if files[-1] + 1 < len(lines) else ""
+    return f"{lines[files[-1]]}: {code}"
+
+
+class _Values(Interpreter):
+    """Runs the graph on fake tensors with autograd on, noting each value and whether a gradient reaches it."""
+
+    def run_node(self, n: Node) -> Any:
+        value = super().run_node(n)
+        n.meta["differentiable"] = any(t.requires_grad for t in _tensors(value))
+        n.meta["val"] = torch.fx.node.map_aggregate(value, _detached)  # type: ignore[arg-type]
+        return value
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    values = value if isinstance(value, tuple | list) else [value]
+    return [v for v in values if isinstance(v, torch.Tensor)]
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+def infer_values(module: GraphModule, captured: Captured, mode: FakeTensorMode) -> None:
+    """Set `val` and `differentiable` of every node by one run on fake tensors."""
+    with mode, torch.enable_grad():
+        inputs = [_fake_input(node, captured) for node in module.graph.find_nodes(op="placeholder")]
+        _Values(module, garbage_collect_values=False).run(*inputs)
+
+
+def _fake_input(node: Node, captured: Captured) -> Any:
+    slot, old = node.meta["slot"], node.meta["val"]
+    if not isinstance(old, torch.Tensor):
+        return old
+    new = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device=old.device)
+    return new.requires_grad_(slot.kind == "parameter" and slot.name in captured.trainable)
+
+
+def is_getitem(node: Node) -> bool:
+    return node.target is operator.getitem

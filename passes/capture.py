@@ -1,0 +1,275 @@
+"""Capture: an nn.Module and one microbatch become a functional ATen graph whose inputs and outputs have roles.
+
+`torch.export` (non-strict) followed by `run_decompositions({})`: the empty table functionalises, inlines autocast and
+keeps composite operations (linear, attention, cross entropy) whole.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
+from torch.fx import GraphModule
+
+from zbcompile.passes.errors import CaptureError
+from zbcompile.passes.refusals import refuse_unsupported
+from zbcompile.passes.slots import Kind, Slot
+from zbcompile.passes.torch_private import pytree, watch_autograd_functions
+
+LossFunction = Callable[[Any, Any], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A functional graph of the whole model; `inputs` and `outputs` give its placeholders and results their roles.
+
+    `names` maps every parameter and buffer FQN to the first FQN of the same tensor (tied parameters share it).
+    A training graph has the one output `loss`; of an inference graph `structure` rebuilds the model's output from its
+    leaves, some of which may be `constant_leaves` (None, numbers).
+    """
+
+    module: GraphModule
+    inputs: tuple[Slot, ...]
+    outputs: tuple[Slot, ...]
+    names: Mapping[str, str]
+    trainable: frozenset[str]
+    constants: Mapping[str, torch.Tensor]
+    structure: Any
+    constant_leaves: Mapping[str, Any]
+
+
+class TrainingStep(nn.Module):
+    """The model followed by its loss. Everything else the model returns is dropped."""
+
+    def __init__(self, model: nn.Module, loss: LossFunction | None) -> None:
+        super().__init__()
+        self.model = model
+        self.loss = loss
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> torch.Tensor:
+        output = self.model(*args, **kwargs)
+        return check_loss(loss_in(output) if self.loss is None else self.loss(output, target))
+
+
+class Inference(nn.Module):
+    """The model alone, returning whatever it returns."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Any:
+        return self.model(*args, **kwargs)
+
+
+def loss_in(output: Any) -> torch.Tensor:
+    """The loss in a model's output: the output itself, or its `loss` entry or attribute."""
+    if isinstance(output, torch.Tensor):
+        return output
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(loss, torch.Tensor):
+        return loss
+    raise CaptureError(
+        f"the model returned {type(output).__name__} without a loss; expected a scalar tensor, or a mapping or object with "
+        ".loss. Return the loss from forward, or pass loss=fn(output, target)."
+    )
+
+
+def check_loss(loss: Any) -> torch.Tensor:
+    """The loss itself when it is a differentiable scalar; CaptureError otherwise."""
+    if not isinstance(loss, torch.Tensor):
+        raise CaptureError(f"the loss is a {type(loss).__name__}; expected a scalar tensor.")
+    if loss.ndim != 0:
+        raise CaptureError(
+            f"the loss has shape {tuple(loss.shape)}; expected a scalar. Reduce it (for example .mean()), or pass "
+            "loss=fn(output, target) when forward returns an output rather than a loss."
+        )
+    if not loss.is_floating_point():
+        raise CaptureError(f"the loss has dtype {loss.dtype}; expected a floating-point scalar.")
+    return loss
+
+
+def capture(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None, loss: LossFunction | None = None
+) -> Captured:
+    """Capture the training step of `model` for ONE microbatch, in the mode (train or eval) its modules are in.
+
+    Raises CaptureError for what cannot be captured or would lose gradients.
+    """
+    refuse_unsupported(model)
+    if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
+        raise CaptureError(
+            f"the loss module {type(loss).__name__} has parameters of its own; they would belong to no stage. "
+            "Move it into the model and return the loss from forward."
+        )
+    captured = _export(TrainingStep(model, loss), model, args, kwargs, target)
+    as_loss = {Slot("output", "0"): Slot("loss")}
+    return replace(captured, outputs=tuple(as_loss.get(slot, slot) for slot in captured.outputs))
+
+
+def capture_inference(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
+    """Capture the model alone in eval mode; every module's mode is restored."""
+    refuse_unsupported(model)
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad():
+            return _export(Inference(model), model, args, kwargs, None)
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def _export(wrapper: nn.Module, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Captured:
+    example = pytree.tree_map_only(torch.Tensor, _stand_in, (args, kwargs, target))
+    custom: list[type] = []
+    try:
+        with watch_autograd_functions(custom.append):
+            program = torch.export.export(wrapper, example, strict=False)
+    except CaptureError:
+        raise
+    except Exception as error:
+        _refuse_custom(custom)
+        raise CaptureError(_export_failure(model, error)) from error
+    _refuse_custom(custom)
+    _detach_no_grad_regions(program.graph_module)
+    program = program.run_decompositions({})
+    return _with_roles(program, model, example)
+
+
+def _stand_in(leaf: torch.Tensor) -> torch.Tensor:
+    """A tensor of its own for every leaf: torch.export merges inputs that are the same object, without a word."""
+    return leaf.detach().clone()
+
+
+def _refuse_custom(functions: list[type]) -> None:
+    ours = [f for f in functions if not f.__module__.startswith(("torch._", "torch.fx"))]
+    if ours:
+        name = f"{ours[0].__module__}.{ours[0].__qualname__}"
+        raise CaptureError(
+            f"the model applies the custom autograd.Function {name}; torch.export traces through its forward and loses its "
+            "backward in silence. Register it with torch.library.custom_op and register_autograd, or write it with "
+            "differentiable operations (torch.utils.checkpoint: pass use_reentrant=False)."
+        )
+
+
+def _export_failure(model: nn.Module, error: Exception) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    first = lines[0] if lines else type(error).__name__
+    place = next((line.strip() for line in lines if line.strip().startswith("File ")), "")
+    return (
+        f"torch.export cannot capture {type(model).__name__}: {type(error).__name__}: {first}"
+        + (f" ({place})" if place else "")
+        + ". Data-dependent Python control flow must become torch.cond or tensor operations."
+    )
+
+
+def _detach_no_grad_regions(module: GraphModule) -> None:
+    """Put a detach after every result of a no_grad region: run_decompositions({}) drops the region itself."""
+    for child in module.children():
+        if isinstance(child, GraphModule):
+            _detach_no_grad_regions(child)
+    for node in list(module.graph.nodes):
+        if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled and node.args[0] is False:
+            for result in [user for user in node.users if user.target.__name__ == "getitem"] or [node]:
+                _detach_after(module.graph, result)
+    module.recompile()
+
+
+def _detach_after(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return
+    with graph.inserting_after(node):
+        detached = graph.call_function(torch.ops.aten.detach.default, (node,))
+    detached.meta = dict(node.meta)
+    node.replace_all_uses_with(detached, delete_user_cb=lambda user: user is not detached)
+
+
+def _with_roles(program: torch.export.ExportedProgram, model: nn.Module, example: Any) -> Captured:
+    names = first_names(model)
+    outputs, constant_leaves = _output_slots(program, names)
+    return Captured(
+        module=program.graph_module,
+        inputs=_input_slots(program, names, example),
+        outputs=outputs,
+        names=names,
+        trainable=frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad),
+        constants=_constants(program),
+        structure=program.call_spec.out_spec,
+        constant_leaves=constant_leaves,
+    )
+
+
+def _constants(program: torch.export.ExportedProgram) -> dict[str, torch.Tensor]:
+    """Lifted tensors, and the buffers of a loss module: they belong to no module of the model."""
+    targets = [
+        spec.target
+        for spec in program.graph_signature.input_specs
+        if spec.target and (spec.kind is InputKind.CONSTANT_TENSOR or _of_loss(spec))
+    ]
+    return {target: _constant(program, target) for target in targets}
+
+
+def _of_loss(spec: Any) -> bool:
+    return spec.kind is InputKind.BUFFER and not spec.target.startswith("model.")
+
+
+def _constant(program: torch.export.ExportedProgram, name: str) -> torch.Tensor:
+    value = program.constants.get(name, program.state_dict.get(name))
+    if not isinstance(value, torch.Tensor):
+        raise CaptureError(f"the graph refers to a constant {name} that torch.export did not keep as a tensor.")
+    return value.detach()
+
+
+def first_names(model: nn.Module) -> dict[str, str]:
+    """Every parameter and buffer FQN -> the first FQN of the same tensor, which is eager's name for it."""
+    first: dict[int, str] = {}
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {name: first.setdefault(id(tensor), name) for name, tensor in named}
+
+
+def input_paths(example: Any) -> list[str]:
+    """The path of every leaf of `(args, kwargs, target)`: args[0], kwargs['mask'], target."""
+    leaves, _ = pytree.tree_flatten_with_path(example)
+    top = ("args", "kwargs", "target")
+    return [top[path[0].idx] + pytree.keystr(path[1:]) for path, _ in leaves]  # type: ignore[attr-defined]
+
+
+def _input_slots(program: torch.export.ExportedProgram, names: Mapping[str, str], example: Any) -> tuple[Slot, ...]:
+    paths = iter(input_paths(example))
+    return tuple(_input_slot(spec, names, paths) for spec in program.graph_signature.input_specs)
+
+
+def _input_slot(spec: Any, names: Mapping[str, str], paths: Iterator[str]) -> Slot:
+    if spec.kind is InputKind.USER_INPUT:
+        return Slot("input", next(paths))
+    if spec.kind is InputKind.CONSTANT_TENSOR or _of_loss(spec):
+        return Slot("constant", spec.target)
+    if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+        kind: Kind = "parameter" if spec.kind is InputKind.PARAMETER else "buffer"
+        return Slot(kind, names[spec.target.removeprefix("model.")])
+    raise CaptureError(f"the graph has an input of kind {spec.kind.name} ({spec.target}), which no stage can own.")
+
+
+def _output_slots(
+    program: torch.export.ExportedProgram, names: Mapping[str, str]
+) -> tuple[tuple[Slot, ...], dict[str, Any]]:
+    slots: list[Slot] = []
+    constant_leaves: dict[str, Any] = {}
+    for spec in program.graph_signature.output_specs:
+        leaf = str(sum(slot.kind == "output" for slot in slots))
+        if spec.kind is OutputKind.BUFFER_MUTATION:
+            slots.append(Slot("mutation", names[(spec.target or "").removeprefix("model.")]))
+        elif spec.kind is OutputKind.USER_OUTPUT:
+            slots.append(Slot("output", leaf))
+            if isinstance(spec.arg, ConstantArgument):
+                constant_leaves[leaf] = spec.arg.value
+        else:
+            raise CaptureError(
+                f"the model changes {spec.kind.name.lower().replace('_', ' ')} {spec.target} in place; only buffers may be "
+                "changed in forward. Work on a copy."
+            )
+    return tuple(slots), constant_leaves

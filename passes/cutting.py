@@ -1,0 +1,183 @@
+"""Cutting: from the canonical graph and an assignment of its nodes to stages to one graph per stage."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from zbcompile.passes.canonical import Canonical, is_getitem, is_random
+from zbcompile.passes.errors import PartitionError
+from zbcompile.passes.liveness import Line, replicable
+from zbcompile.passes.partition import Cuts
+from zbcompile.passes.slots import Slot
+
+aten = torch.ops.aten
+Assignment = Mapping[Node, int]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A pure forward graph: every input is a placeholder with `meta["slot"]`, `outputs` names what it returns.
+
+    A value that later stages need passes through every stage between: its running gradient then comes back through the
+    same stages, last consumer first, which is the order in which eager autograd adds.
+    """
+
+    index: int
+    module: GraphModule
+    outputs: tuple[Slot, ...]
+    random: bool
+
+    @property
+    def inputs(self) -> tuple[Slot, ...]:
+        return tuple(node.meta["slot"] for node in self.module.graph.find_nodes(op="placeholder"))
+
+    def named(self, kind: str) -> tuple[str, ...]:
+        """The names of the inputs of one kind."""
+        return tuple(slot.name for slot in self.inputs if slot.kind == kind)
+
+
+def assign_by_cuts(line: Line, cuts: Cuts) -> dict[Node, int]:
+    """The stage of every node on the line."""
+    return {node: cuts.stage_of(i) for i, node in enumerate(line.nodes)}
+
+
+def assign_by_parameters(canonical: Canonical, line: Line, homes: Mapping[str, tuple[int, ...]]) -> dict[Node, int]:
+    """The stage of every node when each parameter and buffer already has its stages (`homes`), as in evaluation.
+
+    A node runs in the first stage that is not before its inputs' and that holds all its parameters.
+    """
+    assigned: dict[Node, int] = {}
+    for node in line.nodes:
+        earliest = max((assigned[a] for a in node.all_input_nodes if a in assigned), default=0)
+        assigned[node] = earliest if is_getitem(node) else _home(node, earliest, homes)
+    return assigned
+
+
+def _home(node: Node, earliest: int, homes: Mapping[str, tuple[int, ...]]) -> int:
+    owned = [homes[slot.name] for slot in _parameters_behind(node) if slot.name in homes]
+    stages = sorted(set.intersection(*map(set, owned))) if owned else [earliest]
+    later = [stage for stage in stages if stage >= earliest]
+    if not later:
+        raise PartitionError(
+            f"{node.name} needs its inputs from stage {earliest} and parameters that live on stages {owned}: this graph uses "
+            "them in another order than the training graph that placed them. Compile a pipeline of its own for it."
+        )
+    return later[0]
+
+
+def _parameters_behind(node: Node) -> list[Slot]:
+    """The parameters and buffers that a node reads, directly or through replicated views of them."""
+    found, queue = [], [a for a in node.all_input_nodes if a.op == "placeholder" or _only_views(a)]
+    while queue:
+        current = queue.pop()
+        slot = current.meta.get("slot")
+        if slot is not None and slot.kind in ("parameter", "buffer"):
+            found.append(slot)
+        queue.extend(current.all_input_nodes)
+    return found
+
+
+def _only_views(node: Node) -> bool:
+    sources = node.all_input_nodes
+    return bool(sources) and all(a.op == "placeholder" or _only_views(a) for a in sources)
+
+
+def cut(canonical: Canonical, line: Line, assigned: Assignment, stages: int) -> tuple[Stage, ...]:
+    """One graph per stage. What a stage can compute for itself (`replicable`) is copied into it, not sent."""
+    anywhere = replicable(canonical, line.flops)
+    boundaries = [_boundary(line, assigned, s) for s in range(stages)]
+    return tuple(_build(canonical, line, assigned, anywhere, boundaries, s) for s in range(stages))
+
+
+def _boundary(line: Line, assigned: Assignment, stage: int) -> list[Node]:
+    """The values that cross from `stage` to the next, in execution order."""
+    return [n for n in line.nodes if assigned[n] <= stage and any(assigned.get(u, -1) > stage for u in n.users)]
+
+
+class _Builder:
+    """Copies nodes of the canonical graph into one stage, making placeholders on first use."""
+
+    def __init__(self, canonical: Canonical, anywhere: set[Node], arriving: list[Node]) -> None:
+        self.graph = Graph()
+        self.anywhere = anywhere
+        self.source = canonical.module
+        self.copies: dict[Node, Node] = {}
+        for node in arriving:
+            self.copies[node] = self._placeholder(node, Slot("activation", node.name))
+
+    def value(self, node: Node) -> Node:
+        """The stage's own node for a node of the canonical graph."""
+        if node not in self.copies:
+            if node.op == "placeholder":
+                self.copies[node] = self._placeholder(node, node.meta["slot"])
+            elif node in self.anywhere:
+                self.copies[node] = self.graph.node_copy(node, self.value)
+            else:
+                raise PartitionError(f"{node.name} is used by a stage before the one that computes it.")
+        return self.copies[node]
+
+    def compute(self, node: Node) -> None:
+        self.copies[node] = self.graph.node_copy(node, self.value)
+
+    def dense(self, node: Node) -> Node:
+        """A value as it can be sent: a dense tensor in its own order of strides."""
+        own = self.value(node)
+        if is_dense(node.meta["val"]):
+            return own
+        copy = self.graph.call_function(aten.clone.default, (own,), {"memory_format": torch.contiguous_format})
+        copy.meta = {**own.meta, "val": dense_like(own.meta["val"]), "pass": "cut"}
+        return copy
+
+    def _placeholder(self, node: Node, slot: Slot) -> Node:
+        new = self.graph.placeholder(f"{slot.kind}_{node.name}")
+        new.meta = {**node.meta, "slot": slot}
+        if slot.kind == "activation":
+            new.meta["val"] = dense_like(node.meta["val"])
+        return new
+
+
+def _build(
+    canonical: Canonical, line: Line, assigned: Assignment, anywhere: set[Node], boundaries: list[list[Node]], stage: int
+) -> Stage:
+    arriving = boundaries[stage - 1] if stage else []
+    builder = _Builder(canonical, anywhere, arriving)
+    own = [node for node in line.nodes if assigned[node] == stage]
+    for node in own:
+        builder.compute(node)
+    leaving = boundaries[stage] if stage < len(boundaries) - 1 else []
+    outputs = [(Slot("activation", node.name), builder.dense(node)) for node in leaving]
+    for slot, node in canonical.outputs:
+        if isinstance(node, Node) and assigned.get(node, 0) == stage:
+            outputs.append((slot, builder.value(node)))
+    builder.graph.output(tuple(node for _, node in outputs))
+    _placeholders_first(builder.graph)
+    module = GraphModule(canonical.module, builder.graph, class_name=f"Stage{stage}")
+    return Stage(stage, module, tuple(slot for slot, _ in outputs), any(is_random(node) for node in own))
+
+
+def _placeholders_first(graph: Graph) -> None:
+    first = next(iter(graph.nodes))
+    for node in reversed(graph.find_nodes(op="placeholder")):
+        if node is not first:
+            first.prepend(node)
+            first = node
+
+
+def is_dense(value: torch.Tensor) -> bool:
+    """Whether the elements fill a block of memory without gaps or overlap, in any order of dimensions."""
+    expected = 1
+    for size, stride in sorted(zip(value.shape, value.stride(), strict=True), key=lambda pair: (pair[1], pair[0])):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def dense_like(value: torch.Tensor) -> torch.Tensor:
+    """The fake tensor of the same shape that a boundary carries: the value's strides if dense, else contiguous."""
+    with value.fake_mode:  # type: ignore[attr-defined]
+        if is_dense(value):
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+        return torch.empty(value.shape, dtype=value.dtype, device=value.device)

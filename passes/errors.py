@@ -1,0 +1,13 @@
+"""The one error family of this room."""
+
+
+class CompileError(RuntimeError):
+    """A model that cannot be compiled as asked: what, where, received, expected, what to do."""
+
+
+class CaptureError(CompileError):
+    """The model cannot be captured, or capturing it would lose gradients in silence."""
+
+
+class PartitionError(CompileError):
+    """The model cannot be cut into the stages that the schedule needs."""

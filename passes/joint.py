@@ -1,0 +1,124 @@
+"""The joint graph of a stage: its forward and the whole backward in one graph, made by tracing autograd itself.
+
+Tracing runs from the last stage to the first, because a tangent must have the strides with which the next stage's
+gradient really arrives: other strides, other kernels, other bits.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Interpreter, Node
+from torch.fx.traceback import preserve_node_meta
+
+from zbcompile.passes.canonical import output_values
+from zbcompile.passes.cutting import Stage, dense_like
+from zbcompile.passes.errors import CaptureError
+from zbcompile.passes.slots import Slot
+from zbcompile.passes.torch_private import FakeTensorMode, make_fx, single_threaded_backward
+
+
+@dataclass(frozen=True)
+class Joint:
+    """Forward and backward of a stage. Inputs are the stage's and its tangents; outputs the stage's and gradients.
+
+    `gradient_of_input` maps each activation that gets a gradient to the fake tensor of that gradient.
+    """
+
+    stage: Stage
+    module: GraphModule
+    inputs: tuple[tuple[Slot, Node], ...]
+    outputs: tuple[tuple[Slot, Node], ...]
+    gradient_of_input: Mapping[str, torch.Tensor]
+
+
+def trace_joint(stage: Stage, trainable: frozenset[str], tangents: Mapping[str, torch.Tensor]) -> Joint:
+    """Trace forward and backward of `stage`.
+
+    `tangents` maps each activation the stage sends, to the fake gradient that comes back for it ("loss": the factor of
+    this microbatch's loss). An activation without an entry gets no gradient.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    holders = stage.module.graph.find_nodes(op="placeholder")
+    slots = [*stage.inputs, *(Slot("tangent", name) for name in tangents)]
+    with mode:
+        primals = [_leaf(node, trainable) for node in holders]
+        arriving = [_fresh(value) for value in tangents.values()]
+    run = _Run(stage, len(primals), tuple(tangents))
+    with mode, single_threaded_backward(), preserve_node_meta():
+        module = make_fx(run)(*primals, *arriving)
+    names = [*(slot for slot in stage.outputs), *run.gradients]
+    nodes = module.graph.find_nodes(op="placeholder")
+    outputs = [
+        (slot, node) for slot, node in zip(names, output_values(module.graph), strict=True) if isinstance(node, Node)
+    ]
+    leaving = {slot.name: dense_like(node.meta["val"]) for slot, node in outputs if slot.kind == "input_gradient"}
+    for node, slot in zip(nodes, slots, strict=True):
+        node.meta["slot"] = slot
+    return Joint(stage, module, tuple(zip(slots, nodes, strict=True)), tuple(outputs), leaving)
+
+
+class _Run:
+    """The function that is traced: the stage's forward, then `torch.autograd.grad` for whatever wants a gradient."""
+
+    def __init__(self, stage: Stage, primals: int, tangents: tuple[str, ...]) -> None:
+        self.stage = stage
+        self.primals = primals
+        self.tangents = tangents
+        self.gradients: list[Slot] = []
+
+    def __call__(self, *flat: Any) -> list[Any]:
+        primals, tangents = flat[: self.primals], flat[self.primals :]
+        with torch.enable_grad():
+            outputs = Interpreter(self.stage.module).run(*primals)
+        wanted = [i for i, value in enumerate(primals) if isinstance(value, torch.Tensor) and value.requires_grad]
+        self.gradients = [_gradient_slot(self.stage.inputs[i]) for i in wanted]
+        return [*outputs, *self._backward(outputs, [primals[i] for i in wanted], tangents)]
+
+    def _backward(self, outputs: Any, wanted: list[torch.Tensor], tangents: tuple[Any, ...]) -> list[Any]:
+        by_name = {(slot.name or "loss"): value for slot, value in zip(self.stage.outputs, outputs, strict=True)}
+        roots = [by_name[name] for name in self.tangents]
+        for name, root in zip(self.tangents, roots, strict=True):
+            if not root.requires_grad:
+                raise CaptureError(f"{name} gets a gradient but depends on no parameter or activation that requires one.")
+        if not wanted or not roots:
+            return [None] * len(wanted)
+        return list(torch.autograd.grad(roots, wanted, grad_outputs=tangents, allow_unused=True))
+
+
+def _gradient_slot(slot: Slot) -> Slot:
+    return Slot("gradient" if slot.kind == "parameter" else "input_gradient", slot.name)
+
+
+def _leaf(node: Node, trainable: frozenset[str]) -> Any:
+    slot, value = node.meta["slot"], node.meta["val"]
+    if not isinstance(value, torch.Tensor):
+        return value
+    wants = slot.name in trainable if slot.kind == "parameter" else slot.kind == "activation" and node.meta["differentiable"]
+    return _fresh(value).requires_grad_(wants)
+
+
+def _fresh(value: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
+def trace_all(stages: tuple[Stage, ...], trainable: frozenset[str]) -> list[Joint]:
+    """The joint graphs of all stages, traced from the last to the first."""
+    joints: list[Joint] = []
+    for stage in reversed(stages):
+        joints.append(trace_joint(stage, trainable, _tangents(stage, joints[-1] if joints else None)))
+    return joints[::-1]
+
+
+def _tangents(stage: Stage, following: Joint | None) -> dict[str, torch.Tensor]:
+    if following is not None:
+        return {s.name: following.gradient_of_input[s.name] for s in stage.outputs if _comes_back(s, following)}
+    loss = [node for slot, node in zip(stage.outputs, output_values(stage.module.graph), strict=True) if slot.kind == "loss"]
+    if not loss or not loss[0].meta["differentiable"]:
+        raise CaptureError("the loss depends on no parameter that requires a gradient; there is nothing to train.")
+    return {"loss": loss[0].meta["val"]}
+
+
+def _comes_back(slot: Slot, following: Joint) -> bool:
+    return slot.kind == "activation" and slot.name in following.gradient_of_input

@@ -1,0 +1,80 @@
+"""What crosses each position of the canonical graph, and what needs no crossing because any stage can remake it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from zbcompile.passes.canonical import Canonical, is_getitem, is_random
+from zbcompile.passes.costs import count_flops, is_view, storage_bytes, tensors_of
+
+
+@dataclass(frozen=True)
+class Line:
+    """The nodes that belong to exactly one stage, in execution order, and the values alive after each.
+
+    `live[i]` are the values that cross a cut placed after `nodes[i]`; `allowed[i]` says whether a cut may be there.
+    `flops` counts every node of the graph, the replicated ones too.
+    """
+
+    nodes: tuple[Node, ...]
+    live: tuple[tuple[Node, ...], ...]
+    allowed: tuple[bool, ...]
+    flops: Mapping[Node, int]
+
+    def boundary_bytes(self, position: int) -> int:
+        return storage_bytes([t for node in self.live[position] for t in tensors_of(node.meta["val"])])
+
+
+def draw_line(canonical: Canonical) -> Line:
+    """Lay the graph out as a line of nodes between which it can be cut."""
+    flops = count_flops(canonical.module, canonical.mode)
+    anywhere = replicable(canonical, flops)
+    nodes = [n for n in canonical.graph.nodes if n.op == "call_function" and n not in anywhere]
+    live = _live_after(nodes, [value for slot, value in canonical.outputs if slot.kind == "loss"])
+    allowed = [_may_cut(node, crossing) for node, crossing in zip(nodes, live, strict=True)]
+    return Line(tuple(nodes), tuple(live), tuple(allowed), flops)
+
+
+def replicable(canonical: Canonical, flops: Mapping[Node, int]) -> set[Node]:
+    """Nodes that every stage can compute for itself: made of inputs and constants, or a view of a parameter.
+
+    Position ids, masks, rotary tables and casts of a mask then cross no boundary. Nothing with a contraction, nothing
+    random and nothing that a gradient must be summed through is ever computed twice.
+    """
+    mutated = {slot.name for slot in canonical.captured.outputs if slot.kind == "mutation"}
+    found: set[Node] = set()
+    for node in canonical.graph.nodes:
+        if node.op == "get_attr":
+            found.add(node)
+        elif node.op == "placeholder" and not (node.meta["slot"].kind == "buffer" and node.meta["slot"].name in mutated):
+            found.add(node)
+        elif node.op == "call_function" and _is_cheap(node, flops) and all(a in found for a in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _is_cheap(node: Node, flops: Mapping[Node, int]) -> bool:
+    if is_random(node) or flops.get(node, 0):
+        return False
+    return not node.meta["differentiable"] or is_view(node)
+
+
+def _live_after(nodes: list[Node], to_the_end: list[Node]) -> list[tuple[Node, ...]]:
+    position = {node: i for i, node in enumerate(nodes)}
+    last_use = {node: max((position.get(user, -1) for user in node.users), default=-1) for node in nodes}
+    last_use.update({node: len(nodes) - 1 for node in to_the_end})  # the last stage returns the loss
+    live: list[tuple[Node, ...]] = []
+    current: list[Node] = []
+    for i, node in enumerate(nodes):
+        current = [n for n in [*current, node] if last_use[n] > i]
+        live.append(tuple(current))
+    return live
+
+
+def _may_cut(node: Node, crossing: tuple[Node, ...]) -> bool:
+    """Never at a tuple, never right after a view, and only where a gradient can flow back."""
+    maker = node.args[0] if is_getitem(node) else node
+    if is_view(maker) or any(isinstance(n.meta["val"], tuple | list) for n in crossing):  # type: ignore[arg-type]
+        return False
+    return any(n.meta["differentiable"] for n in crossing)

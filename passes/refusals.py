@@ -1,0 +1,69 @@
+"""What would be lost in silence is refused before anything is traced."""
+
+import torch
+from torch import nn
+
+from zbcompile.passes.errors import CaptureError
+from zbcompile.passes.torch_private import is_compiled, module_hooks, tensor_hooks
+
+
+def refuse_unsupported(model: nn.Module) -> None:
+    """Raise CaptureError when `model` has something that a captured graph would drop without a word."""
+    for name, module in model.named_modules():
+        _refuse_compiled(name, module)
+        _refuse_module_hooks(name, module)
+        _refuse_sparse_embedding(name, module)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        _refuse_tensor_hooks(name, parameter)
+    _refuse_shared_storage(model)
+
+
+def _where(name: str, module: nn.Module) -> str:
+    return f"module {name or '(the model itself)'} ({type(module).__name__})"
+
+
+def _refuse_compiled(name: str, module: nn.Module) -> None:
+    if is_compiled(module):
+        raise CaptureError(
+            f"{_where(name, module)} was already wrapped by torch.compile; zbcompile traces the plain module. "
+            "Pass the module as it was before torch.compile (model._orig_mod)."
+        )
+
+
+def _refuse_module_hooks(name: str, module: nn.Module) -> None:
+    hooks = module_hooks(module)
+    if hooks:
+        raise CaptureError(
+            f"{_where(name, module)} has {', '.join(hooks)}; a compiled stage never calls the module, so a hook would be "
+            "lost in silence. Remove the hook before compiling, or move what it does into forward."
+        )
+
+
+def _refuse_tensor_hooks(name: str, tensor: torch.Tensor) -> None:
+    hooks = tensor_hooks(tensor)
+    if hooks:
+        raise CaptureError(
+            f"parameter {name} has {', '.join(hooks)}; gradients of a compiled stage do not pass through autograd, so the "
+            "hook would never fire. Remove it before compiling and work on .grad after step() instead."
+        )
+
+
+def _refuse_sparse_embedding(name: str, module: nn.Module) -> None:
+    if getattr(module, "sparse", False) is True and isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        raise CaptureError(
+            f"{_where(name, module)} has sparse=True; zbcompile accumulates dense gradients only. Build it with sparse=False."
+        )
+
+
+def _refuse_shared_storage(model: nn.Module) -> None:
+    """Two Parameter objects over one storage: eager updates it twice, ranks apart would silently diverge."""
+    owners: dict[int, tuple[str, nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.numel() == 0 or parameter.device.type == "meta":
+            continue
+        first = owners.setdefault(parameter.untyped_storage().data_ptr(), (name, parameter))
+        if first[1] is not parameter:
+            raise CaptureError(
+                f"parameters {first[0]} and {name} are different Parameter objects over the same memory; on different "
+                "ranks they would drift apart. Tie them by assigning one Parameter to both, or clone one of them."
+            )

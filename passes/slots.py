@@ -1,0 +1,48 @@
+"""What a graph's inputs and outputs mean. Passes and runtime find values by slot, never by position."""
+
+from typing import Literal, NamedTuple
+
+Kind = Literal[
+    "parameter",  # name: the model's FQN (the first one, where parameters are tied)
+    "buffer",  # name: the model's FQN
+    "constant",  # name: torch.export's name of a lifted tensor
+    "input",  # name: the user's input path, such as args[0] or kwargs['mask']
+    "activation",  # name: the node that makes a value which crosses a stage boundary
+    "tangent",  # name: the activation (or "loss") whose gradient arrives
+    "input_gradient",  # name: the activation whose gradient leaves towards the previous stage
+    "gradient",  # name: the FQN of the parameter
+    "accumulator",  # name: the FQN of the parameter whose gradient buffer is added into
+    "saved",  # name: the node whose value F keeps for B or W, or B for W
+    "mutation",  # name: the FQN of the buffer that takes this value
+    "loss",
+    "output",  # name: the index of the leaf in the model's output
+]
+
+
+class Slot(NamedTuple):
+    """One input or output of a graph, identified by its meaning."""
+
+    kind: Kind
+    name: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name}".rstrip()
+
+
+class TensorSpec(NamedTuple):
+    """Shape, dtype, strides and device of a tensor: enough to allocate one that a graph accepts."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: str
+    device: str
+    needs_gradient: bool = False
+
+    @property
+    def bytes(self) -> int:
+        import torch
+
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count * getattr(torch, self.dtype).itemsize

@@ -1,0 +1,102 @@
+"""What the compiler knows of one stage: its graphs, what they keep and send, and what they cost."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from zbcompile.passes.accumulate import accumulate_in_place, own_gradients
+from zbcompile.passes.canonical import output_values
+from zbcompile.passes.costs import count_flops
+from zbcompile.passes.cutting import Stage, dense_like
+from zbcompile.passes.slots import Slot, TensorSpec
+from zbcompile.passes.split import Crossing, Piece, Split
+from zbcompile.passes.torch_private import FakeTensorMode
+
+
+@dataclass(frozen=True)
+class StageProgram:
+    """One compiled stage. `pieces` has F, B, W and BW; boundary tensors are listed in the order in which they travel.
+
+    `receives` and `sends` are the activations that arrive and leave in F; `gradients_in` and `gradients_out` the gradients
+    that arrive and leave in B, by the name of their activation. `flops` is per pass and microbatch, a multiply-add is two.
+    """
+
+    stage: int
+    pieces: Mapping[str, Piece]
+    receives: Mapping[str, TensorSpec]
+    sends: Mapping[str, TensorSpec]
+    gradients_in: Mapping[str, TensorSpec]
+    gradients_out: Mapping[str, TensorSpec]
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
+    trained: tuple[str, ...]
+    random: bool
+    crossing: Crossing
+    flops: Mapping[str, int]
+
+    @property
+    def receive_bytes(self) -> int:
+        """Bytes of activations that arrive per microbatch."""
+        return sum(spec.bytes for spec in self.receives.values())
+
+    @property
+    def send_bytes(self) -> int:
+        """Bytes of activations that leave per microbatch."""
+        return sum(spec.bytes for spec in self.sends.values())
+
+
+def finish_stage(split: Split, exact: bool, shared: frozenset[str]) -> StageProgram:
+    """Choose how gradients accumulate and describe the stage.
+
+    `shared` names the parameters that several stages use: with `exact=True` their gradients are summed per microbatch over
+    the stages, by the runtime.
+    """
+    stage = split.joint.stage
+    raw = {"F": split.forward, "B": split.backward, "W": split.weight, "BW": split.fused}
+    accumulate = own_gradients if exact else accumulate_in_place
+    pieces = {name: accumulate(piece) if name in ("W", "BW") else piece for name, piece in raw.items()}
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    gradients = dict(split.joint.gradient_of_input)
+    tangents = {slot.name: node for slot, node in split.joint.inputs if slot.kind == "tangent"}
+    return StageProgram(
+        stage=stage.index,
+        pieces=pieces,
+        receives=_received(stage, gradients),
+        sends=_sent(stage, tangents),
+        gradients_in={name: tensor_spec(node.meta["val"]) for name, node in tangents.items() if name != "loss"},
+        gradients_out={name: tensor_spec(value) for name, value in gradients.items()},
+        parameters=stage.named("parameter"),
+        buffers=stage.named("buffer"),
+        trained=tuple(slot.name for slot, _ in split.joint.outputs if slot.kind == "gradient"),
+        random=stage.random,
+        crossing=split.crossing,
+        flops={name: sum(count_flops(piece.module, mode).values()) for name, piece in raw.items()},
+    )
+
+
+def inference_pieces(stage: Stage) -> Piece:
+    """The forward of a stage alone."""
+    return Piece("F", stage.module, stage.inputs, stage.outputs)
+
+
+def _received(stage: Stage, gradients: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:
+    nodes = [n for n in stage.module.graph.find_nodes(op="placeholder") if n.meta["slot"].kind == "activation"]
+    return {n.meta["slot"].name: tensor_spec(n.meta["val"], n.meta["slot"].name in gradients) for n in nodes}
+
+
+def _sent(stage: Stage, tangents: Mapping[str, object]) -> dict[str, TensorSpec]:
+    pairs: list[tuple[Slot, torch.fx.Node]] = list(
+        zip(stage.outputs, output_values(stage.module.graph), strict=True)
+    )
+    return {
+        slot.name: tensor_spec(dense_like(node.meta["val"]), slot.name in tangents)
+        for slot, node in pairs
+        if slot.kind == "activation"
+    }
+
+
+def tensor_spec(value: torch.Tensor, needs_gradient: bool = False) -> TensorSpec:
+    """Shape, strides, dtype and device of a (fake) tensor."""
+    dtype = str(value.dtype).removeprefix("torch.")
+    return TensorSpec(tuple(value.shape), tuple(value.stride()), dtype, str(value.device), needs_gradient)

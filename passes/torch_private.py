@@ -1,0 +1,71 @@
+"""Every private PyTorch name that this room uses, with the reason and the versions that have it.
+
+Supporting a newer torch starts here: run the test suite, and mend what moved in this file.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor  # 2.11-2.13: no public name for the class
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode  # 2.11-2.13: shapes without memory
+from torch.fx.experimental.proxy_tensor import make_fx as make_fx  # 2.11-2.13: documented as functorch.make_fx
+from torch.fx.graph import _BoxedCodeGen  # 2.11-2.13: the only code generator that frees inputs as they are used
+from torch.utils import _pytree as pytree  # 2.11-2.13: torch.export uses it; torch.utils.pytree is newer
+
+pytree = pytree
+
+
+def use_boxed_calls(module: torch.fx.GraphModule) -> None:
+    """Make `module` take one list, which it empties: each input can be freed at its last use."""
+    module.graph.set_codegen(_BoxedCodeGen())
+    module.recompile()
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether `torch.compile(module)` or `module.compile()` made this module (2.11-2.13: no public predicate)."""
+    wrapped = isinstance(module, torch._dynamo.eval_frame.OptimizedModule)
+    return wrapped or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def module_hooks(module: torch.nn.Module) -> list[str]:
+    """The kinds of hook registered on `module` itself (2.11-2.13: torch offers no public way to ask)."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return [kind.strip("_") for kind in kinds if getattr(module, kind, None)]
+
+
+def tensor_hooks(tensor: torch.Tensor) -> list[str]:
+    """The kinds of hook registered on `tensor` (2.11-2.13: torch offers no public way to ask)."""
+    kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    return [kind.strip("_") for kind in kinds if getattr(tensor, kind, None)]
+
+
+@contextlib.contextmanager
+def watch_autograd_functions(seen: Callable[[type], None]) -> Iterator[None]:
+    """Call `seen(cls)` for every custom autograd.Function applied inside.
+
+    torch.export traces through `forward` and loses `backward` in silence (2.11-2.13), and offers no hook to notice it, so
+    the class method is replaced for the time of the capture.
+    """
+    original = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        seen(cls)
+        return original.__get__(None, cls)(*args, **kwargs)
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = original  # type: ignore[method-assign]
+
+
+def storage_key(value: torch.Tensor) -> int:
+    """Equal for tensors, fake ones too, that share a storage (2.11-2.13: a fake storage has no data pointer)."""
+    return value.untyped_storage()._cdata
+
+
+def single_threaded_backward() -> contextlib.AbstractContextManager[None]:
+    """Run autograd on the calling thread, so that the tracer, which is thread-local, sees the backward (2.11-2.13)."""
+    return torch.autograd.set_multithreading_enabled(False)  # type: ignore[attr-defined, no-any-return]
