@@ -75,9 +75,12 @@ def _rebuild(piece: Piece, graph: Graph, inputs: tuple[Slot, ...], outputs: list
 
 def _drop_unused(graph: Graph) -> None:
     for node in reversed(list(graph.nodes)):
-        pure = node.op == "call_function" and not str(node.target).split(".")[1].endswith("_")
-        if not node.users and (pure or node.op == "get_attr"):
+        if not node.users and (node.op == "get_attr" or (node.op == "call_function" and not _writes(node))):
             graph.erase_node(node)
+
+
+def _writes(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def _accumulator(graph: Graph, slot: Slot, gradient: Node) -> Node:
