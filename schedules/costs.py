@@ -148,12 +148,12 @@ class Costs:
         """Time of the compute operation `op` on `stage`."""
         return self.times(op)[stage]
 
-    def pair_time(self, forward_stage: int, backward_stage: int) -> float:
-        """Time of an overlapped pair: F of one stage with BW of another."""
+    def pair_time(self, forward_stage: int, backward_stage: int, backward_op: str = BW) -> float:
+        """Time of an overlapped pair: F of one stage with BW (or B) of another."""
         for pair in self.pairs:
             if (pair.forward_stage, pair.backward_stage) == (forward_stage, backward_stage):
                 return pair.time
-        forward, backward = self.forward[forward_stage], self.time(BW, backward_stage)
+        forward, backward = self.forward[forward_stage], self.time(backward_op, backward_stage)
         return forward + backward - self.overlap * min(forward, backward) if self.overlap else forward + backward
 
     def hop(self, stage: int, source: int, destination: int) -> float:

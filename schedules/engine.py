@@ -1,0 +1,215 @@
+"""Runs the orders of all ranks against each other: the one loop under `lower`, `check` and `simulate`.
+
+Every action waits for one event and makes one event. Ranks share nothing but events and each event has one maker, so
+whether the ranks finish, and when, does not depend on who is asked first (a Kahn network): a run that finishes IS a
+proof that the orders cannot deadlock, a run that does not finish shows who waits for whom.
+
+Events are integers so that they index a flat list: one band of stages x microbatches events per kind of operation.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from zbcompile.schedules.actions import BW, RECV_B, RECV_F, SEND_B, SEND_F, Action, B, F, Pair, S, Step, T, W
+from zbcompile.schedules.costs import Costs
+from zbcompile.schedules.errors import ScheduleError
+from zbcompile.schedules.schedule import Lowered, Schedule
+
+BANDS = (F, B, RECV_F, RECV_B, SEND_F, SEND_B, S, T)
+COMPUTE_BANDS, MESSAGE_BANDS = 2, 6
+
+
+class Row(NamedTuple):
+    """What an operation on one stage does: wait for event `need` + microbatch and `delay` more, take `time`, `make`."""
+
+    need: int
+    delay: float
+    time: float | None  # None: part of a step that is timed elsewhere
+    make: int
+
+
+Rows = dict[Any, dict[int, Row]]  # by operation (or by a part of a pair), then by stage
+Triple = tuple[Any, int, int]  # an action, or a part of a pair: key of rows, stage, microbatch
+
+
+class Events(NamedTuple):
+    """Numbers of events. The first `microbatches` of them have always happened, the last ones say nothing."""
+
+    stages: int
+    microbatches: int
+    bands: int
+
+    def first(self, op: str, stage: int) -> int:
+        """The event of `op` on `stage` for microbatch 0; B and BW are the same event: the input gradient exists."""
+        return (1 + BANDS.index(B if op == BW else op) * self.stages + stage) * self.microbatches
+
+    def action(self, event: int) -> Action:
+        """What makes `event`, with B for BW."""
+        row, microbatch = divmod(event, self.microbatches)
+        band, stage = divmod(row - 1, self.stages)
+        return Action(BANDS[band], stage, microbatch)
+
+    @property
+    def nothing(self) -> int:
+        return (1 + self.bands * self.stages) * self.microbatches
+
+
+class Run(NamedTuple):
+    """What happened: `begin[rank]` and `end[rank]` of every step that was run, and who stopped.
+
+    `happened[event]` is a time or `None`; `blocked[rank]` is the event that a rank still waits for.
+    """
+
+    begin: list[list[Any]]
+    end: list[list[Any]]
+    happened: list[Any]
+    blocked: Mapping[int, int]
+    events: Events
+
+
+def parts(program: Schedule | Lowered) -> tuple[Schedule, tuple[tuple[Step, ...], ...]]:
+    """The schedule, and what its ranks run."""
+    return (program.schedule, program.programs) if isinstance(program, Lowered) else (program, program.orders)
+
+
+def has_pairs(order: Sequence[Step]) -> bool:
+    return Pair in set(map(type, order))
+
+
+def run(program: Schedule | Lowered, costs: Costs) -> Run:
+    """Run every rank until it is done or waits for what nobody makes any more.
+
+    A schedule is run with messages buffered without limit, a lowered program with sends that wait for their receive.
+    """
+    schedule, orders = parts(program)
+    shards = sorted({step.stage for order in orders for step in order if step[0] == S and isinstance(step, Action)})
+    bands = len(BANDS) if shards else MESSAGE_BANDS if isinstance(program, Lowered) else COMPUTE_BANDS
+    events = Events(schedule.stages, schedule.microbatches, bands)
+    happened: list[Any] = [None] * (events.nothing + events.microbatches)
+    happened[: events.microbatches] = [0] * events.microbatches
+    begin: list[list[Any]] = [[] for _ in orders]
+    end: list[list[Any]] = [[] for _ in orders]
+    waiting: dict[int, list[int]] = {}
+    ready = list(range(schedule.ranks))[::-1]
+    routines = []
+    for rank, order in enumerate(orders):
+        rows = _rows(schedule, costs, events, rank, isinstance(program, Lowered))
+        triples = _triples(order, rows, costs, events, shards) if shards or has_pairs(order) else order
+        routines.append(_rank(rank, triples, rows, begin[rank], end[rank], happened, waiting, ready))
+    while ready:
+        rank = ready.pop()
+        for need in routines[rank]:  # it yields when it has to wait; the maker of the event makes it ready again
+            waiting.setdefault(need, []).append(rank)
+            break
+    blocked = {rank: need for need, ranks in waiting.items() for rank in ranks}
+    return Run(begin, end, happened, blocked, events)
+
+
+def _rank(
+    rank: int,
+    triples: Iterable[Any],
+    rows: Rows,
+    begin: list[Any],
+    end: list[Any],
+    happened: list[Any],
+    waiting: dict[int, list[int]],
+    ready: list[int],
+) -> Iterator[int]:
+    """One rank; written for speed, everything that is not the common case is in `_triples`."""
+    now = 0
+    try:
+        for op, stage, microbatch in triples:
+            need, delay, time, make = rows[op][stage]
+            arrival = happened[need + microbatch]
+            if arrival is None:
+                yield need + microbatch
+                arrival = happened[need + microbatch]
+            arrival += delay
+            if arrival > now:
+                now = arrival
+            if time is not None:
+                begin.append(now)
+                now += time
+                end.append(now)
+            make += microbatch
+            happened[make] = now
+            if make in waiting:
+                ready.extend(waiting.pop(make))
+    except (KeyError, IndexError):
+        raise ScheduleError(f"rank {rank}, step {len(begin)}: not this rank's to run; `check` shows what") from None
+
+
+def _triples(
+    order: Sequence[Step], rows: Rows, costs: Costs, events: Events, shards: Sequence[int]
+) -> Iterator[Triple]:
+    """An order with everything opened that waits for more than one event; adds what that needs to `rows`."""
+    for step in order:
+        if isinstance(step, Pair):
+            yield from _pair_triples(step, rows, costs, events)
+            continue
+        if step.op == T or (step.op in (B, BW) and step.stage == events.stages - 1):
+            for shard in shards:  # the reduction over the vocabulary is complete when S of every shard is
+                yield "after S", shard, step.microbatch
+        yield step
+
+
+def _pair_triples(pair: Pair, rows: Rows, costs: Costs, events: Events) -> Iterator[Triple]:
+    """Both halves begin when both may and end together: wait for the forward's input, run both, note the forward."""
+    (_, f_stage, f_microbatch), (b_op, b_stage, b_microbatch) = pair
+    both = (f_stage, b_op)
+    if b_stage not in rows.setdefault(both, {}):
+        time = costs.pair_time(f_stage, b_stage, b_op)
+        rows[both][b_stage] = rows[b_op][b_stage]._replace(time=time)
+    yield "may F", f_stage, f_microbatch
+    yield both, b_stage, b_microbatch
+    yield "did F", f_stage, f_microbatch
+
+
+def _rows(schedule: Schedule, costs: Costs, events: Events, rank: int, lowered: bool) -> Rows:
+    """What each operation waits for, takes and makes on this rank, for each of its stages."""
+    rows: Rows = {op: {} for op in (F, B, BW, W, S, T, RECV_F, RECV_B, SEND_F, SEND_B, "may F", "did F", "after S")}
+    nothing = events.nothing
+    for stage in schedule.placement.stages_of(rank):
+        for op in (F, B, BW):
+            rows[op][stage] = _dependent_row(schedule, costs, events, rank, op, stage, lowered)
+        rows[W][stage] = Row(events.first(B, stage), 0, costs.weight[stage], nothing)
+        rows["may F"][stage] = rows[F][stage]._replace(time=None, make=nothing)
+        rows["did F"][stage] = Row(0, 0, None, events.first(F, stage))
+        if lowered:
+            _add_message_rows(rows, events, stage)
+        if events.bands == len(BANDS):
+            output = events.first(F, events.stages - 1)
+            rows[S][stage] = Row(output, costs.comm, costs.vocab_s[stage], events.first(S, stage))
+            rows[T][stage] = Row(output, 0, costs.vocab_t[stage], nothing)
+    if events.bands == len(BANDS):
+        rows["after S"] = {s: Row(events.first(S, s), costs.comm, None, nothing) for s in range(events.stages)}
+    return rows
+
+
+def _dependent_row(
+    schedule: Schedule, costs: Costs, events: Events, rank: int, op: str, stage: int, lowered: bool
+) -> Row:
+    """F waits for the stage before, B and BW for the stage behind: through a message where that is another rank."""
+    neighbour = stage - 1 if op == F else stage + 1
+    time, make = costs.time(op, stage), events.first(op, stage)
+    if neighbour < 0:
+        return Row(0, 0, time, make)
+    if neighbour == schedule.stages:
+        return Row(events.first(F, stage), 0, time, make)
+    copy = int(schedule.placement.rank(stage) != rank)
+    source = schedule.placement.rank(neighbour, copy)
+    if source == rank:
+        return Row(events.first(op, neighbour), 0, time, make)
+    message = SEND_F if op == F else SEND_B
+    need = events.first(message if lowered else op, neighbour)
+    return Row(need, costs.hop(min(stage, neighbour), source, rank), time, make)
+
+
+def _add_message_rows(rows: Rows, events: Events, stage: int) -> None:
+    """A receive is posted and goes on; a send waits until the other side has posted (rendezvous)."""
+    rows[RECV_F][stage] = Row(0, 0, 0, events.first(RECV_F, stage))
+    rows[RECV_B][stage] = Row(0, 0, 0, events.first(RECV_B, stage))
+    if stage + 1 < events.stages:
+        rows[SEND_F][stage] = Row(events.first(RECV_F, stage + 1), 0, 0, events.first(SEND_F, stage))
+    if stage > 0:
+        rows[SEND_B][stage] = Row(events.first(RECV_B, stage - 1), 0, 0, events.first(SEND_B, stage))
