@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from zbcompile.schedules import one_chunk, vee, zero_bubble
+from zbcompile.schedules import dualpipe, interleaved, one_chunk, vee, zero_bubble
 from zbcompile.schedules.costs import Costs
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.placement import Placement
@@ -22,6 +22,9 @@ class Rule:
 
 
 ANY_COUNT = Rule("any number of microbatches", lambda ranks, microbatches: True)
+EVEN_GROUPS = Rule("multiples of max(1, microbatches // ranks): groups of equal size", interleaved.even_groups)
+WIDE = Rule("microbatches >= 2 x ranks", dualpipe.wide_enough)
+WIDE_AND_EVEN = Rule("even ranks and even microbatches >= 2 x ranks", dualpipe.wide_enough_and_even)
 
 
 @dataclass(frozen=True)
@@ -42,15 +45,24 @@ class Family:
     aliases: tuple[str, ...] = ()
 
 
+def _interleaved(name: str, generate: Generator, *aliases: str) -> Family:
+    return Family(name, generate, "looped", chunks=2, free_chunks=True, rule=EVEN_GROUPS, aliases=aliases)
+
+
 FAMILIES = (
     Family("gpipe", one_chunk.gpipe),
     Family("1f1b", one_chunk.one_f_one_b, aliases=("pipedream-flush",)),
     Family("eager-1f1b", one_chunk.eager_one_f_one_b),
     Family("1f1b-overlap", one_chunk.overlapped_one_f_one_b),
+    _interleaved("interleaved-1f1b", interleaved.interleaved_one_f_one_b),
+    _interleaved("interleaved-1f1b-overlap", interleaved.overlapped_interleaved),
     Family("zb-h1", zero_bubble.zb_h1),
     Family("zb-h1-lazy", zero_bubble.zb_h1_lazy, options=("exact",)),
     Family("zb-h2", zero_bubble.zb_h2),
+    _interleaved("interleaved-zb", interleaved.interleaved_zero_bubble, "interleaved-zero-bubble"),
     Family("zb-v", vee.zb_v, placement="v", chunks=2, aliases=("zbv-zero-bubble",)),
+    Family("dualpipe", dualpipe.dualpipe, placement="dual", rule=WIDE_AND_EVEN),
+    Family("dualpipe-v", dualpipe.dualpipe_v, placement="v", chunks=2, rule=WIDE),
 )
 
 
