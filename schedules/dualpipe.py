@@ -1,16 +1,15 @@
 """DualPipe and DualPipeV: two directions at once, in overlapped pairs (DeepSeek-V3, arXiv 2412.19437, section 3.2.1).
 
-Both follow the same eight phases. A rank has a *near* side, whose microbatches reach it early, and a *far* side: two model
-copies that run in opposite directions (DualPipe), or the two chunks of a V (DualPipeV: DualPipe cut in half, without
-the second copy). `depth` is the distance from the near side's entrance and `turn` the number of ranks up to the turn.
+Both follow the same eight phases. A rank has a *near* side, whose microbatches reach it early, and a *far* side: two
+model copies that run in opposite directions (DualPipe), or the two chunks of a V (DualPipeV: DualPipe cut in half,
+without the second copy). `depth` is the distance from the near side's entrance and `turn` the number of ranks up to the turn.
 
-Both accept fused and split backwards side by side; where a W runs alone it is always the oldest pending one of its rank.
+Fused and split backwards stand side by side; a W that runs alone is always the oldest pending one of its rank.
 """
 
 from collections import deque
 from dataclasses import dataclass, field
 
-from zbcompile.schedules.actions import Step
 from zbcompile.schedules.task import Order, Task, each_rank
 from zbcompile.schedules.writer import Writer
 
