@@ -2,7 +2,8 @@
 
 Both follow the same eight phases. A rank has a *near* side, whose microbatches reach it early, and a *far* side: two
 model copies that run in opposite directions (DualPipe), or the two chunks of a V (DualPipeV: DualPipe cut in half,
-without the second copy). `depth` is the distance from the near side's entrance and `turn` the number of ranks up to the turn.
+without the second copy). `depth` is the distance from the near side's entrance, `turn` the number of ranks up to the
+turn.
 
 Fused and split backwards stand side by side; a W that runs alone is always the oldest pending one of its rank.
 """
