@@ -1,0 +1,190 @@
+"""Is this schedule, or this lowered program, right? One function per rule, errors with the grid around the culprit."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple, cast
+
+from zbcompile.schedules.actions import BW, COMMUNICATION, COMPUTE, Action, B, F, S, Step, T, W, flatten
+from zbcompile.schedules.communication import check_communication
+from zbcompile.schedules.costs import Costs
+from zbcompile.schedules.deadlock import require_finished
+from zbcompile.schedules.engine import has_pairs, run
+from zbcompile.schedules.errors import ScheduleError
+from zbcompile.schedules.excerpt import culprit_error
+from zbcompile.schedules.memory import first_beyond, peak_memory
+from zbcompile.schedules.schedule import Lowered, Schedule
+from zbcompile.schedules.vocabulary import check_vocabulary
+
+ABSENT, FORWARD, HALF, DONE = range(4)  # how far a microbatch is on a stage
+TRANSITIONS = {F: (ABSENT, FORWARD), B: (FORWARD, HALF), BW: (FORWARD, DONE), W: (HALF, DONE)}
+VOCABULARY = frozenset((S, T))
+OWN_WEIGHT_ORDER = frozenset(("zb-h1-lazy",))  # declares another order of accumulation than that of the microbatches
+WeightOrder = Literal["microbatch", "any"]
+
+
+class Report(NamedTuple):
+    """What `check` found out about a right schedule, per rank.
+
+    `peak_memory` is in the unit of `costs.activation`; `receive_buffers` is the largest number of receives that are
+    posted and not yet consumed, `None` for a schedule that is not lowered.
+    """
+
+    peak_memory: tuple[float, ...]
+    receive_buffers: tuple[int, ...] | None
+
+
+def check(
+    program: Schedule | Lowered,
+    costs: Costs | None = None,
+    memory_limit: float | None = None,
+    weight_order: WeightOrder | None = None,
+) -> Report:
+    """Raise `ScheduleError` with the culprit shown unless `program` is right.
+
+    A schedule: every microbatch runs F and B+W (or BW) once on every stage, on the stage's rank, in an order that its
+    dependencies allow; forwards of the last stage in the order of microbatches (per model copy), weight gradients too
+    (`weight_order`; `None`: unless the schedule of this name declares otherwise); peak memory within `memory_limit`
+    (unit of `costs.activation`, default 1 per stage). A lowered program moreover: its messages are exactly those
+    needed, none overtakes another on a channel, and it cannot deadlock even if every send waits for its receive.
+
+    >>> from zbcompile.schedules import build
+    >>> check(build("1f1b", ranks=2, microbatches=4)).peak_memory
+    (2, 1)
+    """
+    schedule = program.schedule if isinstance(program, Lowered) else program
+    costs = costs or Costs.uniform(schedule.stages)
+    _check_ranks(schedule)
+    check_vocabulary(schedule)
+    for rank, order in enumerate(schedule.orders):
+        _check_actions(schedule, rank, order)
+        _check_sequences(schedule, rank, order, weight_order)
+    buffers = None
+    if isinstance(program, Lowered):
+        buffers = check_communication(program)
+    else:
+        require_finished(schedule, run(schedule, Costs.uniform(schedule.stages)))
+    peaks = _check_memory(schedule, costs, memory_limit)
+    return Report(peaks, buffers)
+
+
+def _check_ranks(schedule: Schedule) -> None:
+    if len(schedule.orders) != schedule.ranks:
+        raise ScheduleError(f"{schedule.name}: {len(schedule.orders)} orders for {schedule.ranks} ranks; give one each")
+    if schedule.placement.kind == "dual" and (schedule.ranks % 2 or schedule.microbatches % 2):
+        counts = f"{schedule.ranks} ranks and {schedule.microbatches} microbatches"
+        raise ScheduleError(f"{schedule.name}: {counts}; two model copies need an even number of both")
+
+
+def _check_actions(schedule: Schedule, rank: int, order: Sequence[Step]) -> None:
+    """Completeness, placement, and F before B before W on every stage."""
+    progress = _progress(schedule, rank)
+    index, action = 0, None
+    try:
+        for index, action in _numbered(order):  # noqa: B007 the error below uses them
+            op, stage, microbatch = action
+            expected, reached = TRANSITIONS[op]
+            states = progress[stage]
+            if states[microbatch] != expected:
+                raise KeyError
+            states[microbatch] = reached
+    except (KeyError, TypeError, ValueError):
+        raise _wrong_action(schedule, rank, index, action, progress) from None
+    for stage, states in progress.items():
+        for microbatch, state in states.items():
+            if state != DONE:
+                missing = {ABSENT: "F", FORWARD: "B or BW", HALF: "W"}[state]
+                what = f"rank {rank} never runs {missing} of stage {stage}, microbatch {microbatch}"
+                raise culprit_error(f"{schedule.name}: {what}", schedule.orders, rank, len(order) - 1)
+
+
+def _progress(schedule: Schedule, rank: int) -> dict[int, dict[int, int]]:
+    """Of every stage of `rank`, every microbatch that runs through it there."""
+    every = range(schedule.microbatches)
+    if schedule.placement.kind != "dual":
+        return {stage: dict.fromkeys(every, ABSENT) for stage in schedule.placement.stages_of(rank)}
+    return {
+        stage: {m: ABSENT for m in every if schedule.rank_of(stage, m) == rank}
+        for stage in schedule.placement.stages_of(rank)
+    }
+
+
+def _numbered(order: Sequence[Step]) -> Iterable[tuple[int, Any]]:
+    """The actions other than vocabulary passes, with the index of their step."""
+    if not has_pairs(order) and not any(step[0] in VOCABULARY for step in order):
+        return enumerate(order)
+    opened = ((index, action) for index, step in enumerate(order) for action in flatten((step,)))
+    return ((index, action) for index, action in opened if action[0] not in VOCABULARY)
+
+
+def _wrong_action(
+    schedule: Schedule, rank: int, index: int, action: Any, progress: Mapping[int, Mapping[int, int]]
+) -> ScheduleError:
+    """The error for an action that may not stand where it stands."""
+    try:
+        op, stage, microbatch = action
+        reason = _why_wrong(schedule, rank, op, stage, microbatch, progress)
+    except (TypeError, ValueError):
+        reason = f"{action!r} is no action; expected Action(op, stage, microbatch)"
+    return culprit_error(f"{schedule.name}: rank {rank}, step {index}: {reason}", schedule.orders, rank, index)
+
+
+def _why_wrong(
+    schedule: Schedule, rank: int, op: str, stage: int, microbatch: int, progress: Mapping[int, Mapping[int, int]]
+) -> str:
+    name = f"{op}{stage}.{microbatch}"
+    if op in COMMUNICATION:
+        return f"{name} among the compute actions; SEND and RECV belong into a lowered program (see `lower`)"
+    if op not in COMPUTE:
+        return f"{name} has an unknown operation; expected one of {', '.join(sorted(COMPUTE))}"
+    if stage not in range(schedule.stages):
+        return f"{name} names stage {stage}; this schedule has stages 0 to {schedule.stages - 1}"
+    if microbatch not in range(schedule.microbatches):
+        return f"{name} names microbatch {microbatch}; this schedule has 0 to {schedule.microbatches - 1}"
+    if microbatch not in progress.get(stage, {}):
+        return f"{name} is on rank {rank}; its place is rank {schedule.rank_of(stage, microbatch)}"
+    state = progress[stage][microbatch]
+    done = {F: state >= FORWARD, B: state >= HALF, BW: state == DONE, W: state == DONE}[op]
+    if done:
+        return f"{name} comes a second time (or after a BW that does the same)"
+    if op == BW and state == HALF:
+        return f"{name} after B{stage}.{microbatch}; a backward is either split (B, W) or fused (BW)"
+    return f"{name} comes before {'B' if op == W else 'F'}{stage}.{microbatch}"
+
+
+def _check_sequences(schedule: Schedule, rank: int, order: tuple[Step, ...], weight_order: WeightOrder | None) -> None:
+    """Losses and weight gradients add up in the order of microbatches: it decides the bits of the result."""
+    actions = cast(Sequence[Action], flatten(order) if has_pairs(order) else order)
+    promised = weight_order != "any" and (weight_order or schedule.name not in OWN_WEIGHT_ORDER)
+    for stage in schedule.placement.stages_of(rank):
+        if stage == schedule.stages - 1:
+            forwards = [a.microbatch for a in actions if a[0] == F and a[1] == stage]
+            _require_ascending(schedule, rank, forwards, f"forwards of the last stage ({stage})", (F,), stage)
+        if promised:
+            weights = [a.microbatch for a in actions if a[1] == stage and a[0] in (W, BW)]
+            _require_ascending(schedule, rank, weights, f"weight gradients of stage {stage}", (W, BW), stage)
+
+
+def _require_ascending(
+    schedule: Schedule, rank: int, microbatches: list[int], what: str, ops: tuple[str, ...], stage: int
+) -> None:
+    if microbatches == sorted(microbatches):
+        return
+    place = next(i for i, (a, b) in enumerate(pairwise(microbatches), 1) if a > b)
+    late, early = microbatches[place - 1], microbatches[place]
+    message = f"{schedule.name}: rank {rank}: {what} run microbatch {late} before {early}; expected ascending order"
+    wrong = {(op, stage, early) for op in ops}
+    order = schedule.orders[rank]
+    index = next(i for i, step in enumerate(order) if wrong & set(flatten((step,))))
+    raise culprit_error(message, schedule.orders, rank, index)
+
+
+def _check_memory(schedule: Schedule, costs: Costs, limit: float | None) -> tuple[float, ...]:
+    peaks = peak_memory(schedule, costs)
+    if limit is None:
+        return peaks
+    for rank, peak in enumerate(peaks):
+        if peak > limit * (1 + 1e-9):  # sums of floats differ in their last bits with the order of the additions
+            index = first_beyond(schedule.orders[rank], costs, limit)
+            message = f"{schedule.name}: rank {rank} needs {peak} of memory, the limit is {limit}; it is exceeded here"
+            raise culprit_error(message, schedule.orders, rank, index)
+    return peaks

@@ -1,0 +1,38 @@
+"""How much a rank holds: F adds `activation`, B leaves `residue` of it, W frees that; BW frees all."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import cast
+
+from zbcompile.schedules.actions import BW, COMPUTE, Action, B, F, Step, W, flatten
+from zbcompile.schedules.costs import Costs
+from zbcompile.schedules.engine import has_pairs
+from zbcompile.schedules.schedule import Schedule
+
+
+def peak_memory(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
+    """The most that each rank holds at any time, in the unit of `costs.activation`.
+
+    What F adds is held from its start, what B or W frees is held until its end; a pair holds both.
+    """
+    return tuple(max(accumulate(deltas(order, costs)), default=0) for order in schedule.orders)
+
+
+def deltas(order: Sequence[Step], costs: Costs) -> list[float]:
+    """The change of memory with each action of one rank, pairs opened forward first."""
+    kept = [a - r for a, r in zip(costs.activation, costs.residue, strict=True)]
+    change: dict[str, list[float]] = {op: [0] * costs.stages for op in COMPUTE}
+    change[F] = list(costs.activation)
+    change[B] = [-amount for amount in kept]
+    change[W] = [-amount for amount in costs.residue]
+    change[BW] = [-amount for amount in costs.activation]
+    actions = cast(Sequence[Action], flatten(tuple(order)) if has_pairs(order) else order)
+    return [change[op][stage] for op, stage, _ in actions]
+
+
+def first_beyond(order: Sequence[Step], costs: Costs, limit: float) -> int:
+    """Index of the first step of one rank after which it holds more than `limit`."""
+    sizes = [len(flatten((step,))) for step in order]
+    owner = [index for index, size in enumerate(sizes) for _ in range(size)]
+    held = accumulate(deltas(order, costs))
+    return next(index for index, amount in zip(owner, held, strict=True) if amount > limit)
