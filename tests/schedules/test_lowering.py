@@ -1,0 +1,69 @@
+"""Lowered programs: what is placed where, and that no cost can make them deadlock."""
+
+import random
+from collections import Counter
+
+import pytest
+
+from tests.schedules.family import random_costs, small_schedules
+from zbcompile.schedules import Action, Schedule, ScheduleError, build, check, lower, simulate
+
+
+def test_every_program_of_the_family_is_right() -> None:
+    generator = random.Random(0)
+    for schedule in small_schedules(range(1, 7), range(1, 14, 2)):
+        check(lower(schedule))
+        check(lower(schedule, random_costs(generator, schedule.stages)))
+
+
+def test_wide_and_long_programs_are_right() -> None:
+    for name in ("1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "interleaved-zb", "zb-v", "dualpipe", "dualpipe-v"):
+        check(lower(build(name, ranks=16, microbatches=64)))
+
+
+@pytest.mark.parametrize(
+    ("name", "per_microbatch"), [("1f1b", 2 * 3), ("zb-v", 4 * 3), ("interleaved-1f1b", 2 * 7), ("dualpipe", 2 * 3)]
+)
+def test_message_counts(name: str, per_microbatch: int) -> None:
+    """2(p-1) on one chunk or two copies, 4(p-1) on a V, 2(vp-1) on a loop."""
+    lowered = lower(build(name, ranks=4, microbatches=8))
+    ops = Counter(step[0] for program in lowered.programs for step in program)
+    assert ops["SEND_F"] == ops["RECV_F"] and ops["SEND_B"] == ops["RECV_B"]
+    assert ops["SEND_F"] + ops["SEND_B"] == 8 * per_microbatch
+
+
+def test_one_rank_sends_nothing() -> None:
+    schedule = build("zb-v", ranks=1, microbatches=4)
+    assert lower(schedule).programs == schedule.orders
+
+
+def test_receives_do_not_pile_up() -> None:
+    """The number of open receives does not grow with the number of microbatches."""
+    for name in ("1f1b", "eager-1f1b", "zb-h1", "zb-h2", "zb-v", "dualpipe-v", "interleaved-1f1b"):
+        short, long = (check(lower(build(name, 4, m))).receive_buffers for m in (16, 128))
+        assert short == long, name
+    assert max(check(lower(build("zb-v", ranks=8, microbatches=64))).receive_buffers or ()) == 3
+    assert max(check(lower(build("1f1b", ranks=8, microbatches=64))).receive_buffers or ()) == 3
+
+
+def test_sends_that_block_cost_nothing_when_costs_are_known() -> None:
+    """A receive is posted before its message is made: the program is as fast as with unlimited buffers."""
+    generator = random.Random(1)
+    for schedule in small_schedules(range(2, 6), range(4, 14, 4)):
+        costs = random_costs(generator, schedule.stages)
+        assert simulate(lower(schedule, costs), costs).makespan == simulate(schedule, costs).makespan
+
+
+def test_an_edited_order_is_lowered_safely() -> None:
+    """Any order that can run at all: here rank 0 delays its backwards, rank 1 runs its forwards late."""
+    schedule = build("zb-h1", ranks=2, microbatches=4)
+    eager = [Action("F", 0, m) for m in range(4)] + [Action(op, 0, m) for m in range(4) for op in "BW"]
+    edited = Schedule("edited", schedule.placement, 4, (tuple(eager), schedule.orders[1]))
+    check(lower(edited))
+
+
+def test_orders_that_wait_for_each_other_are_refused() -> None:
+    schedule = build("1f1b", ranks=2, microbatches=2)
+    orders = (schedule.orders[0], tuple(reversed(schedule.orders[1])))
+    with pytest.raises(ScheduleError, match=r"(?s)deadlock|never makes.*rank 1 stops at BW1.1"):
+        lower(Schedule("edited", schedule.placement, 2, orders))
