@@ -46,12 +46,8 @@ class StageProgram:
         return sum(spec.bytes for spec in self.sends.values())
 
 
-def finish_stage(split: Split, exact: bool, shared: frozenset[str]) -> StageProgram:
-    """Choose how gradients accumulate and describe the stage.
-
-    `shared` names the parameters that several stages use: with `exact=True` their gradients are summed per microbatch over
-    the stages, by the runtime.
-    """
+def finish_stage(split: Split, exact: bool) -> StageProgram:
+    """Choose how gradients accumulate (see `zbcompile.passes.accumulate`) and describe the stage."""
     stage = split.joint.stage
     raw = {"F": split.forward, "B": split.backward, "W": split.weight, "BW": split.fused}
     accumulate = own_gradients if exact else accumulate_in_place
@@ -75,7 +71,7 @@ def finish_stage(split: Split, exact: bool, shared: frozenset[str]) -> StageProg
     )
 
 
-def inference_pieces(stage: Stage) -> Piece:
+def inference_piece(stage: Stage) -> Piece:
     """The forward of a stage alone."""
     return Piece("F", stage.module, stage.inputs, stage.outputs)
 

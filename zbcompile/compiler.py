@@ -1,0 +1,120 @@
+"""The compiler: the passes, in order."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from zbcompile.batch import Microbatch
+from zbcompile.passes.canonical import Canonical, canonicalise, output_values
+from zbcompile.passes.capture import Captured, LossFunction, capture, capture_inference
+from zbcompile.passes.cutting import Assignment, Stage, assign_by_cuts, assign_by_parameters, cut
+from zbcompile.passes.joint import trace_all
+from zbcompile.passes.liveness import Line, draw_line
+from zbcompile.passes.partition import Cuts, choose_cuts
+from zbcompile.passes.split import split
+from zbcompile.passes.stage_program import finish_stage, tensor_spec
+from zbcompile.program import Program
+from zbcompile.schedules import lower
+from zbcompile.schedules.placement import Placement
+from zbcompile.schedules.schedule import Schedule
+
+
+def compile_step(
+    model: nn.Module,
+    microbatch: Microbatch,
+    loss: LossFunction | None,
+    schedule: Schedule,
+    exact: bool = False,
+    like: Program | None = None,
+) -> Program:
+    """Compile the training step of `model` for one microbatch's shapes.
+
+    `like` is a program of the same model for other shapes: every parameter then stays on the stage where it is.
+    """
+    args, kwargs, target = microbatch.example
+    captured = capture(model, args, kwargs, target, loss)
+    canonical = canonicalise(captured)
+    line = draw_line(canonical)
+    cuts, assigned = _assign(canonical, line, schedule.placement, like)
+    stages = cut(canonical, line, assigned, schedule.stages)
+    joints = trace_all(stages, captured.trainable)
+    programs = tuple(finish_stage(split(joint), exact) for joint in joints)
+    return Program(
+        captured=captured,
+        cuts=cuts,
+        stages=programs,
+        lowered=lower(schedule),
+        homes=like.homes if like else place(model, captured, stages),
+        exact=exact,
+        loss_dtype=_loss_dtype(stages[-1]),
+        inputs={path: (tuple(t.shape), str(t.dtype)) for path, t in microbatch.tensors.items()},
+        canonical_targets=_targets(line),
+    )
+
+
+def _assign(
+    canonical: Canonical, line: Line, placement: Placement, like: Program | None
+) -> tuple[Cuts, Assignment]:
+    if like is None:
+        ranks_of = [placement.rank(stage) for stage in range(placement.stages)]
+        cuts = choose_cuts(line, placement.stages, ranks_of)
+        return cuts, assign_by_cuts(line, cuts)
+    if _targets(line) == like.canonical_targets:  # the same operations on other shapes: the same cuts
+        return like.cuts, assign_by_cuts(line, like.cuts)
+    return like.cuts, assign_by_parameters(canonical, line, like.homes)
+
+
+def _targets(line: Line) -> tuple[str, ...]:
+    return tuple(str(node.target) for node in line.nodes)
+
+
+def _loss_dtype(stage: Stage) -> str:
+    results = zip(stage.outputs, output_values(stage.module.graph), strict=True)
+    return next(tensor_spec(node.meta["val"]).dtype for slot, node in results if slot.kind == "loss")
+
+
+def place(model: nn.Module, captured: Captured, stages: tuple[Stage, ...]) -> dict[str, tuple[int, ...]]:
+    """The stages that hold each parameter and buffer, by first name.
+
+    What the training graph does not use lives with its nearest relative in the module tree, else on the first stage.
+    """
+    homes: dict[str, tuple[int, ...]] = {}
+    for stage in stages:
+        for name in (*stage.named("parameter"), *stage.named("buffer")):
+            homes[name] = (*homes.get(name, ()), stage.index)
+    for name in dict.fromkeys(captured.names.values()):
+        if name not in homes:
+            homes[name] = _relative(name, homes)
+    return homes
+
+
+def _relative(name: str, homes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+    prefix = name
+    while "." in prefix:
+        prefix = prefix.rpartition(".")[0]
+        near = [stages for other, stages in homes.items() if other.startswith(prefix + ".")]
+        if near:
+            return (near[0][0],)
+    return (0,)
+
+
+@dataclass(frozen=True)
+class Inference:
+    """The forward-only program of a pipeline: one forward graph per stage."""
+
+    captured: Captured
+    stages: tuple[Stage, ...]
+    output_stage: Mapping[str, int]
+
+
+def compile_inference(model: nn.Module, microbatch: Microbatch, like: Program) -> Inference:
+    """Capture `model` in eval mode and cut it so that each parameter is used on the stage where it trains."""
+    args, kwargs, _ = microbatch.example
+    captured = capture_inference(model, args, kwargs)
+    canonical = canonicalise(captured)
+    line = draw_line(canonical)
+    assigned = assign_by_parameters(canonical, line, like.homes)
+    stages = cut(canonical, line, assigned, like.schedule.stages)
+    makers = {slot.name: stage.index for stage in stages for slot in stage.outputs if slot.kind == "output"}
+    return Inference(captured, stages, makers)

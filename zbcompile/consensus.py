@@ -1,0 +1,47 @@
+"""Agreement of all ranks: a failure on one is raised on all, and ranks that compiled different programs do not start."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from zbcompile.engine import Distributed, Engine
+from zbcompile.errors import PipelineError
+from zbcompile.program import Program
+
+Result = TypeVar("Result")
+
+
+def together(engine: Engine, what: str, make: Callable[[], Result]) -> Result:
+    """Run `make` on every rank; when it fails on any, every rank raises: its own error, or one that names the rank."""
+    if not isinstance(engine, Distributed):
+        return make()
+    result, error = None, None
+    try:
+        result = make()
+    except Exception as caught:
+        error = caught
+    reports: list[str | None] = [None] * engine.ranks
+    report = None if error is None else f"{type(error).__name__}: {error}"
+    dist.all_gather_object(reports, report, group=engine.group)
+    if error is not None:
+        raise error
+    failed = [(rank, text) for rank, text in enumerate(reports) if text is not None]
+    if failed:
+        raise PipelineError(f"{what} failed on rank {failed[0][0]}: {failed[0][1]}")
+    return result  # type: ignore[return-value]
+
+
+def require_equal_programs(engine: Engine, program: Program) -> None:
+    """Raise on every rank when the manifests differ, naming what differs and where."""
+    if not isinstance(engine, Distributed):
+        return
+    manifests: list[dict[str, object]] = [{}] * engine.ranks
+    dist.all_gather_object(manifests, program.manifest, group=engine.group)
+    for rank, other in enumerate(manifests):
+        for key, value in manifests[0].items():
+            if other[key] != value:
+                raise PipelineError(
+                    f"the ranks compiled different programs: {key} is {value} on rank 0 and {other[key]} on rank {rank}. Every "
+                    "rank must build the same model, use the same versions and pass the same batch shapes and options."
+                )

@@ -1,0 +1,90 @@
+"""The front door: `zbcompile.pipeline`, as a call and as a decorator."""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, overload
+
+from torch import nn
+
+from zbcompile.errors import PipelineError
+from zbcompile.options import Options
+from zbcompile.passes.capture import LossFunction
+from zbcompile.pipe import Pipeline
+from zbcompile.schedules import Schedule
+
+
+@overload
+def pipeline(model: nn.Module, **options: Any) -> Pipeline: ...
+@overload
+def pipeline(model: None = None, **options: Any) -> Callable[[Callable[..., nn.Module]], Callable[..., Pipeline]]: ...
+@overload
+def pipeline(model: Callable[..., nn.Module], **options: Any) -> Callable[..., Pipeline]: ...
+
+
+def pipeline(
+    model: Any = None,
+    *,
+    schedule: str | Schedule = "zb-v",
+    microbatches: int | None = None,
+    ranks: int | None = None,
+    loss: LossFunction | None = None,
+    loss_reduction: str = "mean",
+    exact: bool = False,
+    split: Mapping[str, bool] | None = None,
+    chunks: int | None = None,
+    example: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
+    mesh: Any = None,
+    seed: int = 0,
+) -> Any:
+    """Turn `model` into a pipeline, or decorate an nn.Module class or a function that returns a module.
+
+    Args:
+        schedule: a name in any spelling (`zbcompile.schedules.names()`) or a `Schedule`.
+        microbatches: how many equal parts each batch is split into; default: the smallest count from 2 x stages on.
+        ranks: without torchrun, how many ranks to run inside this process. Under torchrun the process group decides.
+        loss: `loss(output, target)`; without it, forward returns the loss, or something with a `.loss`.
+        loss_reduction: "mean" (the step's loss is the mean over microbatches) or "sum". A mean of means is not the mean
+            over the batch when microbatches count differently (ignore_index); use "sum" with a divisor of your own there.
+        exact: gradients bitwise equal to eager gradient accumulation (fp32); else weight gradients are added inside the
+            GEMM, equal within 1e-6 of the largest gradient entry.
+        split: which inputs are split into microbatches, by path or keyword name, where the default rule is wrong.
+        chunks: stages per rank, for the interleaved schedules.
+        example: `(args, kwargs)` of one batch (`target` among the keywords); compiles at once.
+        mesh: a DeviceMesh with a "pp" dimension.
+        seed: enters `zbcompile.microbatch_seed`.
+
+    Raises PipelineError, CompileError or ScheduleError with what to do, on every rank.
+
+    >>> pipe = zbcompile.pipeline(model, schedule="zbv", microbatches=8, loss=loss_fn)      # doctest: +SKIP
+    >>> loss = pipe.step(inputs, target=targets)                                            # doctest: +SKIP
+    """
+    options = Options(schedule, microbatches, loss, loss_reduction, exact, split, chunks, seed)
+
+    def build(module: Any) -> Pipeline:
+        if not isinstance(module, nn.Module):
+            raise PipelineError(f"expected an nn.Module to pipeline, received {type(module).__name__}.")
+        pipe = Pipeline(module, options, ranks, mesh)
+        if example is not None:
+            args, kwargs = example
+            pipe.compile(*args, **kwargs)
+        return pipe
+
+    if isinstance(model, nn.Module):
+        return build(model)
+    if model is None:
+        return lambda maker: _decorate(maker, build)
+    return _decorate(model, build)
+
+
+def _decorate(maker: Any, build: Callable[[Any], Pipeline]) -> Callable[..., Pipeline]:
+    if not (inspect.isfunction(maker) or (inspect.isclass(maker) and issubclass(maker, nn.Module))):
+        raise PipelineError(
+            f"pipeline decorates an nn.Module class or a function that returns a module; received {type(maker).__name__}."
+        )
+
+    @functools.wraps(maker, updated=())
+    def make(*args: Any, **kwargs: Any) -> Pipeline:
+        return build(maker(*args, **kwargs))
+
+    return make

@@ -1,0 +1,75 @@
+"""Where the ranks come from: a mesh, a process group, torchrun's environment, or this process alone."""
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zbcompile.engine import Distributed, Engine, InProcess
+from zbcompile.errors import PipelineError
+
+
+def make_engine(model: nn.Module, ranks: int | None, mesh: Any) -> Engine:
+    """The engine for this process: distributed when a mesh, a process group or torchrun gives ranks, else in-process."""
+    if mesh is not None:
+        return _distributed(model, _pipeline_group(mesh), ranks)
+    if dist.is_available() and dist.is_initialized():
+        return _distributed(model, dist.group.WORLD, ranks)
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        _initialise()
+        return _distributed(model, dist.group.WORLD, ranks)
+    if ranks is None:
+        print("zbcompile: neither torchrun nor ranks= gives a number of ranks; running as one rank in this process.")
+    count = 1 if ranks is None else ranks
+    if count < 1:
+        raise PipelineError(f"ranks={count}; expected a positive number of ranks.")
+    return InProcess(count, device_of(model))
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The device of the model's parameters; a pipeline stage lives on one device."""
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    if len(devices) > 1:
+        raise PipelineError(
+            f"the model's tensors are on several devices: {', '.join(sorted(map(str, devices)))}. Move it to one: "
+            "model.to(device)."
+        )
+    return devices.pop() if devices else torch.device("cpu")
+
+
+def _initialise() -> None:
+    """What a script under torchrun would write itself: each local rank takes its own GPU, gloo without CUDA."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.init_process_group("nccl")
+    else:
+        dist.init_process_group("gloo")
+
+
+def _pipeline_group(mesh: Any) -> dist.ProcessGroup:
+    names = tuple(mesh.mesh_dim_names or ())
+    if "pp" not in names:
+        raise PipelineError(f'mesh= has dimensions {names or "without names"}; expected one called "pp".')
+    others = {name: mesh[name].size() for name in names if name != "pp" and mesh[name].size() > 1}
+    if others:
+        raise PipelineError(
+            f"mesh= has more than one rank in {others}; data parallelism beside the pipeline is not supported yet. Use a mesh "
+            'whose only dimension is "pp".'
+        )
+    return mesh["pp"].get_group()  # type: ignore[no-any-return]
+
+
+def _distributed(model: nn.Module, group: Any, ranks: int | None) -> Distributed:
+    size = dist.get_world_size(group)
+    if ranks is not None and ranks != size:
+        raise PipelineError(
+            f"ranks={ranks}, but the process group has {size} ranks. Leave ranks= out, or start {ranks} processes."
+        )
+    members = dist.get_process_group_ranks(group)
+    if dist.get_backend(group) == "gloo":
+        up = down = group  # gloo pairs messages by tag: one group carries both directions
+    else:
+        up, down = dist.new_group(members), dist.new_group(members)
+    return Distributed(group, dist.get_rank(group), size, device_of(model), up, down)

@@ -1,0 +1,61 @@
+"""What a user may ask of a pipeline, checked before anything is compiled."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from zbcompile.errors import PipelineError
+from zbcompile.passes.capture import LossFunction
+from zbcompile.schedules import Schedule, build, smallest_microbatches
+
+
+@dataclass(frozen=True)
+class Options:
+    """The keywords of `zbcompile.pipeline`; see there."""
+
+    schedule: str | Schedule
+    microbatches: int | None
+    loss: LossFunction | None
+    loss_reduction: str
+    exact: bool
+    split: Mapping[str, bool] | None
+    chunks: int | None
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.loss_reduction not in ("mean", "sum"):
+            raise PipelineError(f'loss_reduction={self.loss_reduction!r}; expected "mean" or "sum".')
+        if self.microbatches is not None and (not isinstance(self.microbatches, int) or self.microbatches < 1):
+            raise PipelineError(f"microbatches={self.microbatches!r}; expected a positive number of microbatches.")
+        if self.loss is not None and not callable(self.loss):
+            raise PipelineError(f"loss= is a {type(self.loss).__name__}; expected a function loss(output, target).")
+
+
+def resolve_schedule(options: Options, ranks: int, announce: bool) -> Schedule:
+    """The schedule for `ranks` ranks. Raises ScheduleError or PipelineError for one that does not fit them."""
+    if isinstance(options.schedule, str):
+        return _named(options, options.schedule, ranks, announce)
+    schedule: Any = options.schedule
+    if not isinstance(schedule, Schedule):
+        raise PipelineError(f"schedule= is a {type(schedule).__name__}; expected a name, a CSV file or a Schedule.")
+    if schedule.ranks != ranks:
+        raise PipelineError(
+            f"the schedule {schedule.name} is for {schedule.ranks} ranks ({schedule.stages} stages), but there are {ranks}. "
+            f"Build it with ranks={ranks}, or start {schedule.ranks} ranks."
+        )
+    if options.microbatches not in (None, schedule.microbatches):
+        raise PipelineError(
+            f"microbatches={options.microbatches}, but the schedule {schedule.name} is for {schedule.microbatches}."
+        )
+    return schedule
+
+
+def _named(options: Options, name: str, ranks: int, announce: bool) -> Schedule:
+    if options.microbatches is not None:
+        return build(name, ranks, options.microbatches, chunks=options.chunks)
+    stages = build(name, ranks, smallest_microbatches(name, ranks), chunks=options.chunks).stages
+    count = smallest_microbatches(name, ranks, at_least=2 * stages, chunks=options.chunks)
+    if announce:
+        print(f"zbcompile: microbatches= not given; using {count}, the smallest {name} admits from 2 x {stages} stages on.")
+    return build(name, ranks, count, chunks=options.chunks)
+

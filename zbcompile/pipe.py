@@ -1,0 +1,184 @@
+"""The pipeline object: a model's training step, compiled for the shapes it meets."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from zbcompile.batch import Batch, Microbatch, flatten_batch, require_divisible
+from zbcompile.compiler import compile_step
+from zbcompile.consensus import require_equal_programs, together
+from zbcompile.engine import StepInput
+from zbcompile.errors import PipelineError
+from zbcompile.evaluation import EvaluationPlan, evaluate, plan_evaluation
+from zbcompile.group import make_engine
+from zbcompile.options import Options, resolve_schedule
+from zbcompile.passes.slots import Slot
+from zbcompile.program import Program
+from zbcompile.record import StepRecord
+from zbcompile.stage_run import CompiledStage, prepare_stage
+from zbcompile.state import full_state, load_state, own_state, owned_parameters
+
+
+class Pipeline:
+    """A model as a pipeline; made by `zbcompile.pipeline`. Not an nn.Module: it holds this process's share of one.
+
+    The first `step` compiles for the shapes of its microbatches. `record = True` makes `last_step` hold the measured
+    spans of the next steps. `step_index` counts steps; it enters `zbcompile.microbatch_seed`.
+    """
+
+    def __init__(self, model: nn.Module, options: Options, ranks: int | None, mesh: Any) -> None:
+        self.options = options
+        self.record = False
+        self.step_index = 0
+        self._model = model
+        self._engine = make_engine(model, ranks, mesh)
+        self._announces = 0 in self._engine.local
+        self._schedule = resolve_schedule(options, self._ranks, self._announces)
+        self._first: Program | None = None
+        self._compiled: dict[Any, tuple[Program, dict[int, CompiledStage]]] = {}
+        self._evaluations: dict[Any, EvaluationPlan] = {}
+        self._bound: dict[Slot, torch.Tensor] = {}
+
+    @property
+    def _ranks(self) -> int:
+        return getattr(self._engine, "ranks")  # noqa: B009
+
+    @property
+    def program(self) -> Program:
+        """The compiled program (of the first shapes that were compiled)."""
+        if self._first is None:
+            raise PipelineError(
+                "the pipeline is not compiled yet, so it is unknown which parameters are this rank's. Call "
+                "pipe.compile(*args, target=..., **kwargs) with a batch, or pass example=, or run a step first."
+            )
+        return self._first
+
+    @property
+    def last_step(self) -> StepRecord | None:
+        """The record of the last step that ran with `record = True`."""
+        return self._engine.last_step
+
+    def compile(self, *args: Any, target: Any = None, **kwargs: Any) -> "Pipeline":
+        """Compile for the shapes of this batch (as `step` takes it) without running it."""
+        self._program_for(self._split(args, kwargs, target))
+        return self
+
+    def step(self, *args: Any, target: Any = None, **kwargs: Any) -> torch.Tensor:
+        """Forward and backward of one batch: gradients accumulate into `.grad`, the loss is returned on every rank.
+
+        Every rank passes the same whole batch. Raises PipelineError for a batch that cannot be split.
+        """
+        batch = self._split(args, kwargs, target)
+        program, stages = self._program_for(batch)
+        count = program.schedule.microbatches
+        given = StepInput(
+            microbatches=[batch.microbatch(i, count).tensors for i in range(count)],
+            index=self.step_index,
+            seed=self.options.seed,
+            reduction=self.options.loss_reduction,
+            record=self.record,
+        )
+        loss = self._engine.step(program, stages, given, self._parameters_by_name())
+        self.step_index += 1
+        return loss
+
+    def eval(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output in eval mode, without gradients, on every rank. Needs no divisible batch."""
+        batch = flatten_batch(args, kwargs, None, self.options.split)
+        program = self.program if self._first else self._program_for(self._split(args, kwargs, None))[0]
+        key = batch.rows(0, batch.size).signature
+        if key not in self._evaluations:
+            plan = together(self._engine, "compiling eval", lambda: plan_evaluation(self._model, batch, program))
+            self._evaluations[key] = plan
+        plan = self._evaluations[key]
+        resident = self._resident(plan.inference.captured.constants)
+        return evaluate(plan, batch, program, self._engine, resident)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """This process's parameters, for an optimizer. Tied parameters appear once."""
+        return iter([parameter for _, parameter in self.named_parameters()])
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This process's parameters under the model's own names."""
+        self.program  # noqa: B018  raises before compiling
+        return iter(list(owned_parameters(self._model, self._engine, self._owners)))
+
+    def state_dict(self, full: bool = False) -> dict[str, Any]:
+        """Eager's state dict: this process's share, or with `full=True` all of it, on every rank."""
+        self.program  # noqa: B018  raises before compiling
+        return (full_state if full else own_state)(self._model, self._engine, self._owners)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load this process's share of a full state dict; strict over the whole model."""
+        self.program  # noqa: B018  raises before compiling
+        load_state(self._model, self._engine, self._owners, state)
+
+    def _owners(self, name: str) -> tuple[int, ...]:
+        """The ranks that hold a parameter or buffer; what is neither lives on rank 0."""
+        program = self.program
+        stages = program.homes.get(name, (0,))
+        return tuple(dict.fromkeys(program.rank_of(stage) for stage in stages))
+
+    def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Batch:
+        if self.options.loss is None and target is not None:
+            raise PipelineError("step received target=, but the pipeline has no loss=; forward returns the loss itself.")
+        batch = flatten_batch(args, kwargs, target, self.options.split)
+        require_divisible(batch, self._schedule.microbatches)
+        return batch
+
+    def _program_for(self, batch: Batch) -> tuple[Program, dict[int, CompiledStage]]:
+        microbatch = batch.microbatch(0, self._schedule.microbatches)
+        key = (microbatch.signature, self._modes())
+        if key not in self._compiled:
+            self._compiled[key] = self._compile(microbatch)
+        self._require_same_tensors()
+        return self._compiled[key]
+
+    def _modes(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+        """What a captured graph depends on beside its inputs: train or eval of each module, frozen parameters."""
+        training = tuple(module.training for module in self._model.modules())
+        return training, tuple(parameter.requires_grad for parameter in self._model.parameters())
+
+    def _compile(self, microbatch: Microbatch) -> tuple[Program, dict[int, CompiledStage]]:
+        if self._first is not None and self._announces:
+            print(f"zbcompile: compiling again for microbatches of {microbatch.summary()}.")
+        program = together(self._engine, "compiling", lambda: self._make_program(microbatch))
+        require_equal_programs(self._engine, program)
+        stages = self._prepare(program)
+        self._first = self._first or program
+        return program, stages
+
+    def _make_program(self, microbatch: Microbatch) -> Program:
+        options = self.options
+        return compile_step(self._model, microbatch, options.loss, self._schedule, options.exact, self._first)
+
+    def _prepare(self, program: Program) -> dict[int, CompiledStage]:
+        resident = self._resident(program.captured.constants)
+        self._bound = {slot: tensor for slot, tensor in resident.items() if slot.kind != "constant"}
+        own = sorted(stage for rank in self._engine.local for stage in program.stages_of(rank))
+        device, until = self._engine.device, program.random_until
+        return {i: prepare_stage(program.stages[i], resident, device, until) for i in own}
+
+    def _parameters_by_name(self) -> dict[str, nn.Parameter]:
+        return dict(self._model.named_parameters())
+
+    def _resident(self, constants: Mapping[str, torch.Tensor]) -> dict[Slot, torch.Tensor]:
+        """The model's tensors as the graphs ask for them."""
+        found: dict[Slot, torch.Tensor] = {Slot("constant", name): tensor for name, tensor in constants.items()}
+        found.update({Slot("parameter", name): tensor for name, tensor in self._model.named_parameters()})
+        found.update({Slot("buffer", name): tensor for name, tensor in self._model.named_buffers()})
+        return found
+
+    def _require_same_tensors(self) -> None:
+        """Weights changed in place are seen; a replaced Parameter would silently stop training."""
+        if not self._bound:
+            return
+        current = self._resident({})
+        for slot, tensor in self._bound.items():
+            if current.get(slot) is not tensor:
+                raise PipelineError(
+                    f"{slot} was replaced by another tensor after compiling; the pipeline would go on with the old one. Change "
+                    "it in place (tensor.copy_), use pipe.load_state_dict, or make a new pipeline."
+                )

@@ -1,0 +1,82 @@
+"""The program: everything that the compiler decided, for all ranks, printable and hashable."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from zbcompile.passes.capture import Captured
+from zbcompile.passes.partition import Cuts
+from zbcompile.passes.stage_program import StageProgram
+from zbcompile.schedules.schedule import Lowered, Schedule
+from zbcompile.version import __version__
+
+
+@dataclass(frozen=True)
+class Program:
+    """A compiled training step.
+
+    `stages[i]` is the program of stage i, `lowered.programs[rank]` the actions of a rank with their communication,
+    `homes` the stages that use each parameter and buffer (tied ones under their first name), `cuts` where the model was cut.
+    """
+
+    captured: Captured
+    cuts: Cuts
+    stages: tuple[StageProgram, ...]
+    lowered: Lowered
+    homes: Mapping[str, tuple[int, ...]]
+    exact: bool
+    loss_dtype: str
+    inputs: Mapping[str, tuple[tuple[int, ...], str]]
+    canonical_targets: tuple[str, ...] = field(repr=False)
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.lowered.schedule
+
+    @property
+    def shared(self) -> frozenset[str]:
+        """Trained parameters that live on several stages: their gradients are summed over the stages."""
+        trained = {name for stage in self.stages for name in stage.trained}
+        return frozenset(name for name in trained if len(self.homes[name]) > 1)
+
+    @property
+    def random_until(self) -> int:
+        """The last stage that draws random numbers; -1 if none does. Generator state travels up to it."""
+        return max((stage.stage for stage in self.stages if stage.random), default=-1)
+
+    def rank_of(self, stage: int) -> int:
+        return self.schedule.placement.rank(stage)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        return self.schedule.placement.stages_of(rank)
+
+    @cached_property
+    def manifest(self) -> dict[str, Any]:
+        """What must be equal on every rank, as plain data."""
+        return {
+            "zbcompile": __version__,
+            "torch": torch.__version__,
+            "schedule": self.schedule.name,
+            "ranks": self.schedule.ranks,
+            "stages": self.schedule.stages,
+            "microbatches": self.schedule.microbatches,
+            "exact": self.exact,
+            "threads": torch.get_num_threads(),
+            "inputs": {path: list(map(str, spec)) for path, spec in self.inputs.items()},
+            "cuts": list(self.cuts.after),
+            "graphs": [_digest(stage.pieces["BW"].module.code) for stage in self.stages],
+        }
+
+    @property
+    def hash(self) -> str:
+        """Equal on all ranks of one run, or the run must not start."""
+        return _digest(json.dumps(self.manifest, sort_keys=True))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,50 @@
+"""Random numbers: one seed per step and microbatch, handed from stage to stage as generator state.
+
+How far a generator moves depends on the shapes drawn, so a stage cannot compute where its own draws begin; the stage
+before tells it. An eager run seeded by `microbatch_seed` before each microbatch's forward draws the same numbers.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+_MASK = (1 << 64) - 1
+
+
+def microbatch_seed(step: int, microbatch: int, seed: int = 0) -> int:
+    """The seed of one microbatch's forward: a pure function of step (from 0), microbatch and the pipeline's `seed`.
+
+    >>> import torch, zbcompile
+    >>> _ = torch.manual_seed(zbcompile.microbatch_seed(step=0, microbatch=3))
+    """
+    mixed = 0
+    for value in (seed, step, microbatch):  # the finaliser of splitmix64: neighbours get unrelated seeds
+        mixed = (mixed + value + 0x9E3779B97F4A7C15) & _MASK
+        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
+        mixed ^= mixed >> 31
+    return mixed >> 1
+
+
+@contextmanager
+def undisturbed(device: torch.device) -> Iterator[None]:
+    """Give the caller's generators back as they were: a step must not move them."""
+    devices = [device.index or 0] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        yield
+
+
+def generator_state(device: torch.device) -> torch.Tensor:
+    """The state of the default generator of `device`, as a tensor on that device (so that any backend can send it)."""
+    if device.type == "cuda":
+        return torch.cuda.get_rng_state(device).to(device)
+    return torch.get_rng_state()
+
+
+def set_generator_state(device: torch.device, state: torch.Tensor) -> None:
+    """Continue where `state` was taken."""
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state.cpu(), device)
+    else:
+        torch.set_rng_state(state)
