@@ -5,11 +5,10 @@ from collections import Counter
 
 import pytest
 
-from tests.schedules.family import random_costs, small_schedules
 from zbcompile.schedules import Action, Schedule, ScheduleError, build, check, lower, simulate
 
 
-def test_every_program_of_the_family_is_right() -> None:
+def test_every_program_of_the_family_is_right(small_schedules, random_costs) -> None:
     generator = random.Random(0)
     for schedule in small_schedules(range(1, 7), range(1, 14, 2)):
         check(lower(schedule))
@@ -28,7 +27,8 @@ def test_message_counts(name: str, per_microbatch: int) -> None:
     """2(p-1) on one chunk or two copies, 4(p-1) on a V, 2(vp-1) on a loop."""
     lowered = lower(build(name, ranks=4, microbatches=8))
     ops = Counter(step[0] for program in lowered.programs for step in program)
-    assert ops["SEND_F"] == ops["RECV_F"] and ops["SEND_B"] == ops["RECV_B"]
+    assert ops["SEND_F"] == ops["RECV_F"]
+    assert ops["SEND_B"] == ops["RECV_B"]
     assert ops["SEND_F"] + ops["SEND_B"] == 8 * per_microbatch
 
 
@@ -46,7 +46,7 @@ def test_receives_do_not_pile_up() -> None:
     assert max(check(lower(build("1f1b", ranks=8, microbatches=64))).receive_buffers or ()) == 3
 
 
-def test_sends_that_block_cost_nothing_when_costs_are_known() -> None:
+def test_sends_that_block_cost_nothing_when_costs_are_known(small_schedules, random_costs) -> None:
     """A receive is posted before its message is made: the program is as fast as with unlimited buffers."""
     generator = random.Random(1)
     for schedule in small_schedules(range(2, 6), range(4, 14, 4)):

@@ -1,13 +1,26 @@
-"""Every schedule at small sizes, for tests over the whole family."""
+"""Helpers for tests over the whole family of schedules."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+
+import pytest
 
 from zbcompile.schedules import Costs, Schedule, ScheduleError, build, names
 
 
-def small_schedules(ranks: range, microbatches: range) -> Iterator[Schedule]:
-    """Every name at every admitted size."""
+@pytest.fixture
+def small_schedules() -> Callable[[range, range], Iterator[Schedule]]:
+    """`small_schedules(ranks, microbatches)`: every name at every admitted size."""
+    return _small_schedules
+
+
+@pytest.fixture
+def random_costs() -> Callable[[random.Random, int], Costs]:
+    """`random_costs(generator, stages)`: whole numbers, so that every sum is exact; some passes empty."""
+    return _random_costs
+
+
+def _small_schedules(ranks: range, microbatches: range) -> Iterator[Schedule]:
     for name in names():
         for p in ranks:
             for m in microbatches:
@@ -18,9 +31,7 @@ def small_schedules(ranks: range, microbatches: range) -> Iterator[Schedule]:
                         raise
 
 
-def random_costs(generator: random.Random, stages: int) -> Costs:
-    """Whole numbers, so that every sum is exact; some passes empty, some hops free."""
-
+def _random_costs(generator: random.Random, stages: int) -> Costs:
     def draw(low: int, high: int) -> tuple[int, ...]:
         return tuple(generator.randint(low, high) for _ in range(stages))
 
