@@ -5,9 +5,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from zbcompile.schedules import dualpipe, interleaved, one_chunk, vee, zero_bubble
+from zbcompile.schedules import controllable, dualpipe, interleaved, one_chunk, vee, zero_bubble
 from zbcompile.schedules.costs import Costs
 from zbcompile.schedules.errors import ScheduleError
+from zbcompile.schedules.memory import peak_memory
 from zbcompile.schedules.placement import Placement
 from zbcompile.schedules.schedule import Schedule
 from zbcompile.schedules.task import Generator, Task
@@ -61,6 +62,8 @@ FAMILIES = (
     Family("zb-h2", zero_bubble.zb_h2),
     _interleaved("interleaved-zb", interleaved.interleaved_zero_bubble, "interleaved-zero-bubble"),
     Family("zb-v", vee.zb_v, placement="v", chunks=2, aliases=("zbv-zero-bubble",)),
+    Family("v-half", controllable.v_half, placement="v", chunks=2),
+    Family("v-min", controllable.v_min, placement="v", chunks=2),
     Family("dualpipe", dualpipe.dualpipe, placement="dual", rule=WIDE_AND_EVEN),
     Family("dualpipe-v", dualpipe.dualpipe_v, placement="v", chunks=2, rule=WIDE),
 )
@@ -121,8 +124,22 @@ def build(
         raise ScheduleError(f"{family.name}: unknown option {', '.join(unknown)}; {expected}")
     if costs is not None and costs.stages != placement.stages:
         raise ScheduleError(f"{family.name}: costs of {costs.stages} stages for a schedule of {placement.stages}")
-    orders = family.generate(Task(placement, microbatches, costs, memory_limit), **options)
-    return Schedule(family.name, placement, microbatches, orders)
+    task = Task(placement, microbatches, costs, memory_limit)
+    schedule = Schedule(family.name, placement, microbatches, family.generate(task, **options))
+    _require_within(schedule, task)
+    return schedule
+
+
+def _require_within(schedule: Schedule, task: Task) -> None:
+    if task.memory_limit is None:
+        return
+    peaks = peak_memory(schedule, task.costs_or_equal)
+    rank = max(range(task.ranks), key=peaks.__getitem__)
+    if peaks[rank] > task.memory_limit:
+        raise ScheduleError(
+            f"{schedule.name}: rank {rank} holds {peaks[rank]} at its peak, memory_limit is {task.memory_limit}; "
+            "raise the limit or take a schedule that needs less (v-half, v-min)"
+        )
 
 
 def admits(name: str, ranks: int, microbatches: int) -> bool:

@@ -1,0 +1,166 @@
+"""V-Half and V-Min: half and a third of 1F1B's memory (Qi et al., Controllable Memory, arXiv 2405.15362, section 4).
+
+A *building block* gives every pass of one microbatch a slot; repeated every six slots it is a schedule whose memory
+follows from the lifespans inside the block. Then, as in the paper, it is squeezed (every rank runs its order as early
+as it can) and its warm-up and cool-down are reordered without raising the peak.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from zbcompile.schedules.actions import Action, B, F, W
+from zbcompile.schedules.dispatch import Floor, begins, dispatch, spans
+from zbcompile.schedules.memory import peak_memory
+from zbcompile.schedules.placement import Placement
+from zbcompile.schedules.schedule import Schedule
+from zbcompile.schedules.task import Orders, Task
+
+Actions = tuple[tuple[Action, ...], ...]
+PERIOD = 6  # F, B and W of two chunks, one slot each
+
+
+class Block(NamedTuple):
+    """Slots of the passes of microbatch 0 on one rank; 0 is the chunk on the way down, 1 the one on the way up."""
+
+    f0: int
+    f1: int
+    b1: int
+    b0: int
+
+    def slots(self) -> dict[tuple[str, int], int]:
+        """Slot by (operation, chunk): W stands in the first slot after its B that is free in every period."""
+        taken = {(F, 0): self.f0, (F, 1): self.f1, (B, 1): self.b1, (B, 0): self.b0}
+        for chunk in (1, 0):
+            slot = taken[B, chunk] + 1
+            while slot % PERIOD in {other % PERIOD for other in taken.values()}:
+                slot += 1
+            taken[W, chunk] = slot
+        return taken
+
+
+def v_min_block(p: int, rank: int) -> Block:
+    """One slot per hop in all four directions (table 8)."""
+    gap = 0 if p % 3 else 2
+    return Block(rank, 2 * p - 1 - rank, 2 * p + gap + rank, 4 * p + gap - 1 - rank)
+
+
+def v_half_block(p: int, rank: int) -> Block:
+    """Two slots per hop for F0 and B1, one for F1 and B0 (table 9)."""
+    gap = 0 if p % 2 else 3
+    return Block(2 * rank, 3 * p - 2 - rank, 3 * p + gap - 1 + 2 * rank, 6 * p + gap - 2 - rank)
+
+
+def v_min(task: Task) -> Orders:
+    """A third of 1F1B's memory: peak (p+4)//3 microbatches, bubble about 4p chunk passes at equal times (figure 3c).
+
+    With unequal times every microbatch adds to the bubble. The block on 2 ranks, chunks 0 and 1 of microbatch 0::
+
+        rank 0   F0         F1  B1  W1  B0  W0
+        rank 1       F0 F1          B1  B0  W1 W0
+    """
+    return _from_block(task, v_min_block)
+
+
+def v_half(task: Task) -> Orders:
+    """Half of 1F1B's memory: peak (p+2)//2 microbatches, bubble about 3p chunk passes at equal times (figure 3b).
+
+    The steady state is free of bubbles where T_W + 2 T_B >= 2 T_F and T_W + 2 T_F >= 2 T_B.
+    """
+    return _from_block(task, v_half_block)
+
+
+def _from_block(task: Task, block: Callable[[int, int], Block]) -> Orders:
+    enough = min(
+        task.microbatches, 4 * task.ranks
+    )  # which cool-down is best does not depend on m once there is a steady state
+    sizes = (0, task.ranks // 2, task.ranks // 2 + 1)
+    outcomes = {size: _outcome(task, _reordered(task, block, enough, size), enough) for size in sizes}
+    limit = outcomes[0].peak
+    best = min((size for size in sizes if outcomes[size].peak <= limit), key=lambda size: outcomes[size].spans)
+    return _reordered(task, block, task.microbatches, best)
+
+
+class _Outcome(NamedTuple):
+    spans: tuple[float, float]
+    peak: float
+
+
+def _outcome(task: Task, orders: Orders, microbatches: int) -> _Outcome:
+    costs = task.costs_or_equal
+    peak = max(peak_memory(Schedule("", task.placement, microbatches, orders), costs))
+    return _Outcome(spans(task.placement, microbatches, orders, costs), peak)
+
+
+def _repeated(placement: Placement, microbatches: int, block: Callable[[int, int], Block]) -> Actions:
+    """The building block for every microbatch, each rank sorted by slot."""
+    orders = []
+    for rank in range(placement.ranks):
+        stages = placement.stages_of(rank)
+        slots = block(placement.ranks, rank).slots()
+        timed = [
+            (slot + PERIOD * microbatch, Action(op, stages[chunk], microbatch))
+            for (op, chunk), slot in slots.items()
+            for microbatch in range(microbatches)
+        ]
+        orders.append(tuple(action for _, action in sorted(timed)))
+    return tuple(orders)
+
+
+def _reordered(task: Task, block: Callable[[int, int], Block], microbatches: int, cool_down: int) -> Orders:
+    costs = task.costs_or_equal
+    orders = _repeated(task.placement, microbatches, block)
+    limit = max(peak_memory(Schedule("", task.placement, microbatches, orders), costs))
+    squeezed = begins(task.placement, microbatches, orders, costs)
+    reorder = _Reorder(orders, squeezed, limit, free_from=microbatches - cool_down)
+    return dispatch(Floor(task.placement, microbatches, costs), reorder.choose)
+
+
+class _Reorder:
+    """Chooses the next action of a rank so that none begins later than in the squeezed order.
+
+    Idle gaps are filled with actions from further on that end before the next one in order begins. From the B of
+    microbatch `free_from` on, a rank is in its cool-down: backwards as soon as they can, W in the time that is left.
+    """
+
+    def __init__(self, orders: Actions, begins: Mapping[Action, float], limit: float, free_from: int) -> None:
+        self._orders = orders
+        self._begins = begins
+        self._limit = limit
+        self._free_from = free_from
+        self._reached = [0] * len(orders)
+        self._cooling = [False] * len(orders)
+
+    def choose(self, floor: Floor, rank: int) -> Action | None:
+        head = self._head(floor, rank)
+        if head is None:
+            return None
+        self._cooling[rank] |= head.op == B and head.microbatch >= self._free_from
+        ready = sorted(floor.ready(rank), key=self._begins.__getitem__)
+        if self._cooling[rank]:
+            return min(ready, key=lambda action: "FBW".index(action.op), default=None)
+        if head in ready:
+            return head
+        return next((action for action in ready if self._fits(floor, rank, action, head)), None)
+
+    def _head(self, floor: Floor, rank: int) -> Action | None:
+        order, at = self._orders[rank], self._reached[rank]
+        while at < len(order) and floor.started[order[at].op, order[at].stage] > order[at].microbatch:
+            at += 1
+        self._reached[rank] = at
+        return order[at] if at < len(order) else None
+
+    def _fits(self, floor: Floor, rank: int, action: Action, head: Action) -> bool:
+        """Whether `action` may run before `head`: it delays nothing and no later peak grows beyond the limit."""
+        if floor.now + floor.time(action) > self._begins[head]:
+            return False
+        memory = floor.memory[rank] + floor.added(action)
+        if floor.added(action) <= 0:
+            return True
+        for skipped in self._orders[rank][self._reached[rank] :]:
+            if memory > self._limit:
+                return False
+            if skipped == action:
+                return True
+            if floor.started[skipped.op, skipped.stage] <= skipped.microbatch:
+                memory += floor.added(skipped)
+        return False
