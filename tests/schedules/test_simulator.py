@@ -1,0 +1,155 @@
+"""`simulate`: figures of the literature, what hops, pairs, links and barriers mean, the bookkeeping of idle time."""
+
+import random
+from collections import Counter
+
+import pytest
+
+from zbcompile.schedules import Action, Costs, Link, Pair, Placement, Schedule, ScheduleError, build, lower, simulate
+
+
+def test_known_figures_of_1f1b_and_zero_bubble() -> None:
+    """p=4, m=8 at equal times: (p-1)T, (p-1)(T_F+T_B-T_W), zero on a rank's own clock."""
+    work = 24
+    for name, cost, makespan in (("1f1b", 33, 33), ("zb-h1", 27, 27), ("zb-h2", 24, 27)):
+        t = simulate(build(name, ranks=4, microbatches=8))
+        assert (t.cost, t.makespan, t.work) == (cost, makespan, work)
+        assert (t.bubble, t.cost_bubble) == (1 - work / makespan, 1 - work / cost)
+    zbv = simulate(build("zb-v", ranks=4, microbatches=8))
+    assert (zbv.cost, zbv.makespan, zbv.work) == (48, 51, 48)
+
+
+def test_communication_makes_every_microbatch_of_1f1b_pay() -> None:
+    """[2(p-1)m/p + 2p-4] hops, against 4(p-1) hops of ZB-H1 whatever m is."""
+    for m, hops in ((8, 16), (16, 28), (32, 52)):
+        base = simulate(build("1f1b", 4, m), Costs.uniform(4, 100, 100, 100))
+        assert simulate(build("1f1b", 4, m), Costs.uniform(4, 100, 100, 100, comm=1)).cost == base.cost + hops
+        base = simulate(build("zb-h1", 4, m), Costs.uniform(4, 100, 100, 100))
+        assert simulate(build("zb-h1", 4, m), Costs.uniform(4, 100, 100, 100, comm=1)).cost == base.cost + 12
+
+
+def test_a_hop_delays_but_does_not_occupy() -> None:
+    t = simulate(build("gpipe", ranks=2, microbatches=2), Costs.uniform(2, forward=10, comm=3))
+    assert [(s.start, s.end) for s in t.spans_of(1)][:2] == [(13, 23), (23, 33)]
+
+
+def test_the_turn_of_a_v_is_free() -> None:
+    t = simulate(build("zb-v", ranks=1, microbatches=1), Costs.uniform(2, comm=100))
+    assert t.makespan == 6
+
+
+def test_links_have_latency_and_bandwidth() -> None:
+    costs = Costs((10, 10), (10, 10), (0, 0), message=(6, 0), links=(Link(0, 1, 1, 2), Link(1, 0, 5, 3)))
+    t = simulate(build("gpipe", ranks=2, microbatches=1), costs)
+    assert t.makespan == 10 + (1 + 6 / 2) + 20 + (5 + 6 / 3) + 10
+
+
+def test_a_pair_runs_as_one_step() -> None:
+    schedule = build("1f1b-overlap", ranks=1, microbatches=3)
+    paired = sum(isinstance(step, Pair) for step in schedule.orders[0])
+    assert paired
+    plain = simulate(schedule, Costs.uniform(1, 2, 3, 1))
+    hidden = simulate(schedule, Costs.uniform(1, 2, 3, 1, overlap=1))
+    assert plain.makespan == 3 * 6
+    assert hidden.makespan == 3 * 6 - 2 * paired
+    assert [s.end - s.start for s in hidden.spans if isinstance(s.step, Pair)] == [4] * paired
+
+
+def test_barrier_and_optimizer_lengthen_the_step() -> None:
+    schedule = build("zb-h2", ranks=4, microbatches=8)
+    plain = simulate(schedule)
+    whole = simulate(schedule, Costs.uniform(4, optimizer=5, barrier=2))
+    assert whole.makespan == plain.makespan + 2 + 5
+    assert (whole.cost, whole.work) == (plain.cost + 5, plain.work + 5)
+
+
+def test_memory_counts_what_b_leaves_for_w() -> None:
+    """ZB-H1: (p-r) activations + r residues; ZB-H2: (2p-2r-1) and 2r."""
+    costs = Costs.uniform(4, activation=10, residue=4)
+    assert simulate(build("zb-h1", 4, 12), costs).peak_memory == tuple((4 - r) * 10 + r * 4 for r in range(4))
+    assert simulate(build("zb-h2", 4, 12), costs).peak_memory == tuple((7 - 2 * r) * 10 + 2 * r * 4 for r in range(4))
+
+
+def test_the_memory_curve_ends_empty_and_peaks_at_the_peak(small_schedules, random_costs) -> None:
+    generator = random.Random(2)
+    for schedule in small_schedules(range(1, 5), range(1, 10, 3)):
+        t = simulate(schedule, random_costs(generator, schedule.stages))
+        for rank in range(schedule.ranks):
+            curve = t.memory_curve(rank)
+            assert curve[-1][1] == 0
+            assert max(amount for _, amount in curve) == t.peak_memory[rank]
+            assert [time for time, _ in curve] == sorted(time for time, _ in curve)
+
+
+def test_time_is_either_work_or_idle(small_schedules, random_costs) -> None:
+    generator = random.Random(3)
+    for schedule in small_schedules(range(1, 6), range(1, 12, 3)):
+        costs = random_costs(generator, schedule.stages)
+        for program in (schedule, lower(schedule)):
+            t = simulate(program, costs)
+            idle = Counter()
+            for interval in t.idle:
+                assert interval.end > interval.start
+                idle[interval.rank] += interval.end - interval.start
+            assert all(idle[r] + t.busy[r] == t.finish for r in range(schedule.ranks))
+            assert t.makespan == t.finish
+
+
+def test_causes_of_idle_time() -> None:
+    t = simulate(build("1f1b", ranks=2, microbatches=4), Costs.uniform(2, 10, 10, 10, comm=1))
+    told = [str(interval) for interval in t.idle if interval.rank == 0]
+    assert told[:2] == [
+        "rank 0 idle 20 to 41: warm-up, waits for BW1.0 of rank 1",
+        "rank 0 idle 41 to 42: communication, waits for BW1.0 of rank 1",
+    ]
+    assert str(t.idle[-1]) == "rank 1 idle 133 to 154: cool-down, waits until the last rank has finished"
+
+
+def test_a_heavy_rank_is_blamed_through_its_neighbours() -> None:
+    """The last of four stages is heavy: in the steady phase rank 0 waits for rank 1, but because of rank 3."""
+    costs = Costs((10, 10, 10, 30), (10, 10, 10, 30), (10, 10, 10, 30))
+    t = simulate(build("1f1b", ranks=4, microbatches=32), costs)
+    steady = [i for i in t.idle if i.rank == 0 and i.cause in ("wait", "imbalance")]
+    assert {i.cause for i in steady} == {"imbalance"}
+    assert {i.source for i in steady} == {1}
+
+
+def test_a_send_that_waits_for_its_receive_is_communication() -> None:
+    """Rank 1 posts late: its program was lowered for other costs."""
+    schedule = build("gpipe", ranks=2, microbatches=4)
+    t = simulate(lower(schedule), Costs((1, 50), (1, 1), (1, 1)))
+    waits = [i for i in t.idle if i.rank == 0 and i.step is not None and i.step[0] == "SEND_F"]
+    assert waits
+    assert {i.cause for i in waits} == {"communication"}
+    assert all(i.action is not None and i.action.op == "RECV_F" for i in waits)
+
+
+def test_vocabulary_passes_wait_for_the_last_stage_and_for_each_other() -> None:
+    """S after the last forward, the last backward and T after S of every shard."""
+    orders = (
+        tuple(Action(*a) for a in (("F", 0, 0), ("S", 0, 0), ("T", 0, 0), ("BW", 0, 0))),
+        tuple(Action(*a) for a in (("F", 1, 0), ("S", 1, 0), ("BW", 1, 0), ("T", 1, 0))),
+    )
+    schedule = Schedule("vocabulary", Placement("linear", 2), 1, orders)
+    costs = Costs((1, 1), (1, 1), (1, 1), vocab_s=(5, 3), vocab_t=(2, 2), comm=1)
+    t = simulate(schedule, costs)
+    assert [(str(s.step), s.start, s.end) for s in t.spans] == [
+        ("F0.0", 0, 1),
+        ("S0.0", 4, 9),
+        ("T0.0", 10, 12),
+        ("BW0.0", 13, 15),
+        ("F1.0", 2, 3),
+        ("S1.0", 4, 7),
+        ("BW1.0", 10, 12),
+        ("T1.0", 12, 14),
+    ]
+    assert {i.cause for i in t.idle if i.step == Action("BW", 1, 0)} == {"warm-up", "communication"}
+
+
+def test_what_cannot_run_is_refused() -> None:
+    schedule = build("1f1b", ranks=2, microbatches=2)
+    with pytest.raises(ScheduleError, match=r"costs of 4 stages for 2 stages of 1f1b; see costs.resized\(2\)"):
+        simulate(schedule, Costs.uniform(4))
+    incomplete = Schedule("1f1b", schedule.placement, 2, (schedule.orders[0][1:], schedule.orders[1]))
+    with pytest.raises(ScheduleError, match="rank 0"):
+        simulate(incomplete)
