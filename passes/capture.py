@@ -4,6 +4,7 @@
 keeps composite operations (linear, attention, cross entropy) whole.
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -92,7 +93,11 @@ def check_loss(loss: Any) -> torch.Tensor:
 
 
 def capture(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None, loss: LossFunction | None = None
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    target: Any = None,
+    loss: LossFunction | None = None,
 ) -> Captured:
     """Capture the training step of `model` for ONE microbatch, in the mode (train or eval) its modules are in.
 
@@ -122,11 +127,16 @@ def capture_inference(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
             module.training = training
 
 
-def _export(wrapper: nn.Module, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Captured:
+def _export(
+    wrapper: nn.Module, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
+) -> Captured:
     example = pytree.tree_map_only(torch.Tensor, _stand_in, (args, kwargs, target))
     custom: list[type] = []
     try:
-        with watch_autograd_functions(custom.append):
+        with watch_autograd_functions(custom.append), warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", message=".*LeafSpec.*", category=FutureWarning
+            )  # torch warns about itself
             program = torch.export.export(wrapper, example, strict=False)
     except CaptureError:
         raise
@@ -135,7 +145,9 @@ def _export(wrapper: nn.Module, model: nn.Module, args: tuple[Any, ...], kwargs:
         raise CaptureError(_export_failure(model, error)) from error
     _refuse_custom(custom)
     _detach_no_grad_regions(program.graph_module)
-    program = program.run_decompositions({})
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
+        program = program.run_decompositions({})
     return _with_roles(program, model, example)
 
 

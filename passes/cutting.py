@@ -139,7 +139,12 @@ class _Builder:
 
 
 def _build(
-    canonical: Canonical, line: Line, assigned: Assignment, anywhere: set[Node], boundaries: list[list[Node]], stage: int
+    canonical: Canonical,
+    line: Line,
+    assigned: Assignment,
+    anywhere: set[Node],
+    boundaries: list[list[Node]],
+    stage: int,
 ) -> Stage:
     arriving = boundaries[stage - 1] if stage else []
     builder = _Builder(canonical, anywhere, arriving)

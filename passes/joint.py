@@ -81,7 +81,9 @@ class _Run:
         roots = [by_name[name] for name in self.tangents]
         for name, root in zip(self.tangents, roots, strict=True):
             if not root.requires_grad:
-                raise CaptureError(f"{name} gets a gradient but depends on no parameter or activation that requires one.")
+                raise CaptureError(
+                    f"{name} gets a gradient but depends on no parameter or activation that requires one."
+                )
         if not wanted or not roots:
             return [None] * len(wanted)
         return list(torch.autograd.grad(roots, wanted, grad_outputs=tangents, allow_unused=True))
@@ -95,7 +97,11 @@ def _leaf(node: Node, trainable: frozenset[str]) -> Any:
     slot, value = node.meta["slot"], node.meta["val"]
     if not isinstance(value, torch.Tensor):
         return value
-    wants = slot.name in trainable if slot.kind == "parameter" else slot.kind == "activation" and node.meta["differentiable"]
+    wants = (
+        slot.name in trainable
+        if slot.kind == "parameter"
+        else slot.kind == "activation" and node.meta["differentiable"]
+    )
     return _fresh(value).requires_grad_(wants)
 
 
@@ -114,7 +120,9 @@ def trace_all(stages: tuple[Stage, ...], trainable: frozenset[str]) -> list[Join
 def _tangents(stage: Stage, following: Joint | None) -> dict[str, torch.Tensor]:
     if following is not None:
         return {s.name: following.gradient_of_input[s.name] for s in stage.outputs if _comes_back(s, following)}
-    loss = [node for slot, node in zip(stage.outputs, output_values(stage.module.graph), strict=True) if slot.kind == "loss"]
+    loss = [
+        node for slot, node in zip(stage.outputs, output_values(stage.module.graph), strict=True) if slot.kind == "loss"
+    ]
     if not loss or not loss[0].meta["differentiable"]:
         raise CaptureError("the loss depends on no parameter that requires a gradient; there is nothing to train.")
     return {"loss": loss[0].meta["val"]}

@@ -47,7 +47,9 @@ def replicable(canonical: Canonical, flops: Mapping[Node, int]) -> set[Node]:
     for node in canonical.graph.nodes:
         if node.op == "get_attr":
             found.add(node)
-        elif node.op == "placeholder" and not (node.meta["slot"].kind == "buffer" and node.meta["slot"].name in mutated):
+        elif node.op == "placeholder" and not (
+            node.meta["slot"].kind == "buffer" and node.meta["slot"].name in mutated
+        ):
             found.add(node)
         elif node.op == "call_function" and _is_cheap(node, flops) and all(a in found for a in node.all_input_nodes):
             found.add(node)

@@ -210,5 +210,9 @@ def _crossing(joint: Joint, pieces: _Extractor) -> Crossing:
         return storage_bytes([t for n in nodes for t in tensors_of(n.meta["val"])], keep)
 
     return Crossing(
-        size(before_backward), size(made_before), size(made_later), size({*before_backward, *made_before}), size(for_weight)
+        size(before_backward),
+        size(made_before),
+        size(made_later),
+        size({*before_backward, *made_before}),
+        size(for_weight),
     )

@@ -82,9 +82,7 @@ def _received(stage: Stage, gradients: Mapping[str, torch.Tensor]) -> dict[str, 
 
 
 def _sent(stage: Stage, tangents: Mapping[str, object]) -> dict[str, TensorSpec]:
-    pairs: list[tuple[Slot, torch.fx.Node]] = list(
-        zip(stage.outputs, output_values(stage.module.graph), strict=True)
-    )
+    pairs: list[tuple[Slot, torch.fx.Node]] = list(zip(stage.outputs, output_values(stage.module.graph), strict=True))
     return {
         slot.name: tensor_spec(dense_like(node.meta["val"]), slot.name in tangents)
         for slot, node in pairs

@@ -77,13 +77,23 @@ def flatten_batch(
     Raises PipelineError for a batch without tensors, an ambiguous leaf and an override that matches nothing.
     """
     pairs, structure = pytree.tree_flatten_with_path((args, kwargs, target))
-    paths = tuple(_TOP[path[0].idx] + pytree.keystr(path[1:]) for path, _ in pairs)  # type: ignore[attr-defined]
+    paths = tuple(_path(path) for path, _ in pairs)
     leaves = tuple(leaf for _, leaf in pairs)
     chosen = _overrides(paths, split or {})
     first = _first_batched(paths, leaves, chosen)
     size = leaves[first].shape[0]
     is_split = tuple(_decide(paths[i], leaves[i], size, chosen, i == first) for i in range(len(leaves)))
     return Batch(leaves, paths, is_split, structure, size)
+
+
+def input_tensors(args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> dict[str, torch.Tensor]:
+    """The tensors of one microbatch by path."""
+    pairs, _ = pytree.tree_flatten_with_path((args, kwargs, target))
+    return {_path(path): leaf for path, leaf in pairs if isinstance(leaf, torch.Tensor)}
+
+
+def _path(path: Any) -> str:
+    return _TOP[path[0].idx] + pytree.keystr(path[1:])
 
 
 def _overrides(paths: tuple[str, ...], split: Mapping[str, bool]) -> dict[str, bool]:

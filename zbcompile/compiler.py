@@ -53,9 +53,7 @@ def compile_step(
     )
 
 
-def _assign(
-    canonical: Canonical, line: Line, placement: Placement, like: Program | None
-) -> tuple[Cuts, Assignment]:
+def _assign(canonical: Canonical, line: Line, placement: Placement, like: Program | None) -> tuple[Cuts, Assignment]:
     if like is None:
         ranks_of = [placement.rank(stage) for stage in range(placement.stages)]
         cuts = choose_cuts(line, placement.stages, ranks_of)

@@ -39,7 +39,11 @@ class Engine(Protocol):
     last_step: StepRecord | None
 
     def step(
-        self, program: Program, stages: Mapping[int, CompiledStage], given: StepInput, parameters: Mapping[str, nn.Parameter]
+        self,
+        program: Program,
+        stages: Mapping[int, CompiledStage],
+        given: StepInput,
+        parameters: Mapping[str, nn.Parameter],
     ) -> torch.Tensor: ...
 
 
@@ -84,7 +88,11 @@ class InProcess:
         return tuple(range(self.ranks))
 
     def step(
-        self, program: Program, stages: Mapping[int, CompiledStage], given: StepInput, parameters: Mapping[str, nn.Parameter]
+        self,
+        program: Program,
+        stages: Mapping[int, CompiledStage],
+        given: StepInput,
+        parameters: Mapping[str, nn.Parameter],
     ) -> torch.Tensor:
         gradients = Gradients(parameters, program.shared)
         runs = _begin(program, stages, given, gradients)
@@ -128,7 +136,11 @@ class Distributed:
         return (self.rank,)
 
     def step(
-        self, program: Program, stages: Mapping[int, CompiledStage], given: StepInput, parameters: Mapping[str, nn.Parameter]
+        self,
+        program: Program,
+        stages: Mapping[int, CompiledStage],
+        given: StepInput,
+        parameters: Mapping[str, nn.Parameter],
     ) -> torch.Tensor:
         gradients = Gradients(parameters, program.shared)
         runs = _begin(program, stages, given, gradients)

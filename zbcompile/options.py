@@ -56,6 +56,7 @@ def _named(options: Options, name: str, ranks: int, announce: bool) -> Schedule:
     stages = build(name, ranks, smallest_microbatches(name, ranks), chunks=options.chunks).stages
     count = smallest_microbatches(name, ranks, at_least=2 * stages, chunks=options.chunks)
     if announce:
-        print(f"zbcompile: microbatches= not given; using {count}, the smallest {name} admits from 2 x {stages} stages on.")
+        print(
+            f"zbcompile: microbatches= not given; using {count}, the smallest {name} admits from 2 x {stages} stages on."
+        )
     return build(name, ranks, count, chunks=options.chunks)
-

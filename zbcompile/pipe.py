@@ -1,7 +1,7 @@
 """The pipeline object: a model's training step, compiled for the shapes it meets."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -9,7 +9,7 @@ from torch import nn
 from zbcompile.batch import Batch, Microbatch, flatten_batch, require_divisible
 from zbcompile.compiler import compile_step
 from zbcompile.consensus import require_equal_programs, together
-from zbcompile.engine import StepInput
+from zbcompile.engine import Distributed, StepInput
 from zbcompile.errors import PipelineError
 from zbcompile.evaluation import EvaluationPlan, evaluate, plan_evaluation
 from zbcompile.group import make_engine
@@ -19,6 +19,9 @@ from zbcompile.program import Program
 from zbcompile.record import StepRecord
 from zbcompile.stage_run import CompiledStage, prepare_stage
 from zbcompile.state import full_state, load_state, own_state, owned_parameters
+
+if TYPE_CHECKING:
+    from zbcompile.generated import CompiledPipelineStage
 
 
 class Pipeline:
@@ -96,6 +99,27 @@ class Pipeline:
         resident = self._resident(plan.inference.captured.constants)
         return evaluate(plan, batch, program, self._engine, resident)
 
+    def stages(self) -> "list[CompiledPipelineStage]":
+        """This rank's stages as torch.distributed.pipelining stages, for torch's own schedules.
+
+        Raises PipelineError in one process (torch's stage needs a process group) and where a parameter trains on several
+        stages: torch's schedules have no place to sum its gradients.
+        """
+        from zbcompile.generated import CompiledPipelineStage, StageContext
+
+        program, engine = self.program, self._engine
+        if not isinstance(engine, Distributed):
+            raise PipelineError("stages() needs a process group: start the script with torchrun.")
+        if program.shared:
+            raise PipelineError(
+                f"{sorted(program.shared)[0]} trains on several stages; torch's schedules cannot sum its gradients over them. "
+                "Use pipe.step, or untie the parameter."
+            )
+        _, stages = next(iter(self._compiled.values()))
+        parameters = self._parameters_by_name()
+        context = StageContext(program, engine.group, parameters, self.options.loss_reduction, self.options.seed)
+        return [CompiledPipelineStage(stage, context) for stage in stages.values()]
+
     def parameters(self) -> Iterator[nn.Parameter]:
         """This process's parameters, for an optimizer. Tied parameters appear once."""
         return iter([parameter for _, parameter in self.named_parameters()])
@@ -123,7 +147,9 @@ class Pipeline:
 
     def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Batch:
         if self.options.loss is None and target is not None:
-            raise PipelineError("step received target=, but the pipeline has no loss=; forward returns the loss itself.")
+            raise PipelineError(
+                "step received target=, but the pipeline has no loss=; forward returns the loss itself."
+            )
         batch = flatten_batch(args, kwargs, target, self.options.split)
         require_divisible(batch, self._schedule.microbatches)
         return batch
