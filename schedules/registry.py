@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from zbcompile.schedules import controllable, dualpipe, interleaved, one_chunk, vee, zero_bubble
+from zbcompile.schedules import automatic, controllable, dualpipe, interleaved, one_chunk, vee, zero_bubble
 from zbcompile.schedules.costs import Costs
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.memory import peak_memory
@@ -60,6 +60,8 @@ FAMILIES = (
     Family("zb-h1", zero_bubble.zb_h1),
     Family("zb-h1-lazy", zero_bubble.zb_h1_lazy, options=("exact",)),
     Family("zb-h2", zero_bubble.zb_h2),
+    Family("zb-1p", automatic.zb_1p, options=("objective",)),
+    Family("zb-2p", automatic.zb_2p, options=("objective",)),
     _interleaved("interleaved-zb", interleaved.interleaved_zero_bubble, "interleaved-zero-bubble"),
     Family("zb-v", vee.zb_v, placement="v", chunks=2, aliases=("zbv-zero-bubble",)),
     Family("v-half", controllable.v_half, placement="v", chunks=2),
