@@ -15,11 +15,13 @@ _HOME = {
     "costs": ("Costs", "Link", "PairTime"),
     "checker": ("check",),
     "errors": ("ScheduleError",),
+    "files": ("from_csv", "from_json", "load", "save", "to_csv", "to_json"),
     "lowering": ("lower",),
     "placement": ("Placement",),
     "registry": ("admits", "build", "names", "smallest_microbatches"),
     "schedule": ("Lowered", "Schedule"),
     "simulator": ("simulate",),
+    "text": ("format_order", "format_schedule", "format_step", "parse_order", "parse_schedule", "parse_step"),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 __all__ = sorted(_MODULE_OF)  # pyright: ignore[reportUnsupportedDunderAll]

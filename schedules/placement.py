@@ -1,7 +1,13 @@
 """Which rank owns which stage."""
 
+import sys
 from dataclasses import dataclass
 from functools import cached_property
+
+from zbcompile.schedules.errors import ScheduleError
+
+ANY = range(1, sys.maxsize)
+KINDS = {"linear": (1,), "looped": ANY, "v": (2,), "dual": (1,)}
 
 
 @dataclass(frozen=True)
@@ -17,6 +23,13 @@ class Placement:
     kind: str
     ranks: int
     chunks: int = 1
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ScheduleError(f"placement {self.kind!r}; expected one of {', '.join(KINDS)}")
+        if min(self.ranks, self.chunks) < 1 or self.chunks not in KINDS[self.kind]:
+            counts = f"{self.ranks} ranks with {self.chunks} chunks each"
+            raise ScheduleError(f"placement {self.kind!r} of {counts}: linear and dual hold 1 chunk a rank, v holds 2")
 
     @property
     def stages(self) -> int:

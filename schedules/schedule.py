@@ -1,6 +1,7 @@
 """A schedule is data: for every rank the order of its compute actions, and where each stage lives."""
 
 from dataclasses import dataclass
+from importlib import import_module
 
 from zbcompile.schedules.actions import BW, Step, W, flatten
 from zbcompile.schedules.placement import Placement
@@ -22,6 +23,10 @@ class Schedule:
     @property
     def stages(self) -> int:
         return self.placement.stages
+
+    def __str__(self) -> str:
+        """The grid of `text.format_schedule`, which `text.parse_schedule` reads back."""
+        return import_module("zbcompile.schedules.text").format_schedule(self)  # text builds on this module
 
     def copy_of(self, microbatch: int) -> int:
         """The model copy that a microbatch runs through: 0, or 1 for the second half under `dual`."""
@@ -48,3 +53,7 @@ class Lowered:
 
     schedule: Schedule
     programs: tuple[tuple[Step, ...], ...]
+
+    def __str__(self) -> str:
+        """As of a schedule, with the messages."""
+        return import_module("zbcompile.schedules.text").format_schedule(self)  # text builds on this module
