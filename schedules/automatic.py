@@ -24,13 +24,22 @@ def zb_1p(task: Task, objective: str = "cost") -> Orders:
     """The shortest order found in the memory of 1F1B: p activations of its own stage on every rank.
 
     Equals ZB-H1, which is optimal there, where all stages are alike. `objective="makespan"` minimises the step with an
-    optimizer barrier instead of the longest own span of a rank.
+    optimizer barrier instead of the longest own span of a rank. On 2 ranks, 3 microbatches at equal times::
+
+        F0.0  F0.1        B0.0  W0.0  F0.2  B0.1  W0.1  B0.2  W0.2
+              F1.0  B1.0  F1.1  B1.1  W1.0  F1.2  B1.2  W1.1  W1.2
     """
     return _automatic(task, 1, objective)
 
 
 def zb_2p(task: Task, objective: str = "cost") -> Orders:
-    """The shortest order found in twice the memory of 1F1B: almost no bubble on a rank's own clock where W is light."""
+    """The shortest order found in twice the memory of 1F1B: almost no bubble on a rank's own clock where W is light.
+
+    `objective` as for `zb_1p`. On 2 ranks, 3 microbatches at equal times::
+
+        F0.0  F0.1  F0.2  B0.0  W0.0  B0.1  W0.1  B0.2  W0.2
+              F1.0  B1.0  F1.1  B1.1  F1.2  B1.2  W1.0  W1.1  W1.2
+    """
     return _automatic(task, 2, objective)
 
 

@@ -1,4 +1,4 @@
-"""V-Half and V-Min: half and a third of 1F1B's memory (Qi et al., Controllable Memory, arXiv 2405.15362, section 4).
+"""V-Half and V-Min: half and a third of 1F1B's memory (Qi et al., Controllable Memory, arXiv 2405.15362).
 
 A *building block* gives every pass of one microbatch a slot; repeated every six slots it is a schedule whose memory
 follows from the lifespans inside the block. Then, as in the paper, it is squeezed (every rank runs its order as early
@@ -51,20 +51,27 @@ def v_half_block(p: int, rank: int) -> Block:
 
 
 def v_min(task: Task) -> Orders:
-    """A third of 1F1B's memory: peak (p+4)//3 microbatches, bubble about 4p chunk passes at equal times (figure 3c).
+    """A third of 1F1B's memory: peak (p+4)//3 microbatches, bubble about 4p chunk passes at equal times.
 
-    With unequal times every microbatch adds to the bubble. The block on 2 ranks, chunks 0 and 1 of microbatch 0::
+    With unequal times every microbatch adds to the bubble. On
+    3 ranks, 2 microbatches::
 
-        rank 0   F0         F1  B1  W1  B0  W0
-        rank 1       F0 F1          B1  B0  W1 W0
+        F0.0  F0.1                    F5.0  B5.0  F5.1  B5.1  W5.0  W5.1  B0.0  W0.0  B0.1  W0.1
+              F1.0  F1.1        F4.0        F4.1  B4.0  W4.0  B4.1  B1.0  W1.0  B1.1  W4.1  W1.1
+                    F2.0  F3.0  F2.1  F3.1              B3.0  B2.0  B3.1  B2.1  W3.0  W2.0  W3.1  W2.1
     """
     return _from_block(task, v_min_block)
 
 
 def v_half(task: Task) -> Orders:
-    """Half of 1F1B's memory: peak (p+2)//2 microbatches, bubble about 3p chunk passes at equal times (figure 3b).
+    """Half of 1F1B's memory: peak (p+2)//2 microbatches, bubble about 3p chunk passes at equal times.
 
-    The steady state is free of bubbles where T_W + 2 T_B >= 2 T_F and T_W + 2 T_F >= 2 T_B.
+    The steady state is free of bubbles where T_W + 2 T_B >= 2 T_F and T_W + 2 T_F >= 2 T_B. On
+    3 ranks, 2 microbatches::
+
+        F0.0  F0.1                    F5.0  B5.0  F5.1  B5.1  W5.0  W5.1  B0.0  W0.0  B0.1  W0.1
+              F1.0  F1.1        F4.0        F4.1  B4.0  W4.0  B4.1  B1.0  W4.1  B1.1  W1.0  W1.1
+                    F2.0  F3.0  F2.1  F3.1              B3.0  B2.0  B3.1  B2.1  W3.0  W2.0  W3.1  W2.1
     """
     return _from_block(task, v_half_block)
 

@@ -31,9 +31,11 @@ def dualpipe(task: Task, rank: int) -> Order:
 
     Microbatches below m/2 enter at rank 0 (copy 0), the others at rank p-1 (copy 1). Idle time with F = T_B:
     (p/2-1)(F&B + T_B+T_W - 3 T_W), F&B the time of a pair; peak p+1 activations; twice the parameters. The gradients
-    of a stage add up copy by copy. The first actions on 2 ranks, 4 microbatches (stage 1 of copy 1 lives on rank 0)::
+    of a stage add up copy by copy. On 2 ranks, 4 microbatches (microbatches 2 and 3 run through copy 1, whose stage 0
+    lives on rank 1)::
 
-        F0.0  F1.2 ...
+        F0.0  F1.2  F0.1  BW1.2  (F1.3|BW0.0)  BW1.3  B0.1  W0.1
+        F0.2  F1.0  F0.3  BW1.0  (F1.1|BW0.2)  BW1.1  B0.3  W0.3
     """
     half, p = task.microbatches // 2, task.ranks
     mirrored = p - 1 - rank
@@ -47,7 +49,14 @@ def dualpipe(task: Task, rank: int) -> Order:
 def dualpipe_v(task: Task, rank: int) -> Order:
     """DualPipe on a V placement: one copy of the model, two chunks a rank (DeepSeek's and Sea AI Lab's "cut-in-half").
 
-    Idle time with F = T_B per chunk: (p-1)(F&B + T_B+T_W - 3 T_W) in times of a chunk; peak 2p+1 chunk activations.
+    Idle time with F = T_B per chunk: (p-1)(F&B + T_B+T_W - 3 T_W) in times of a chunk; peak 2p+1 chunk activations. On
+    2 ranks, 4 microbatches::
+
+        F0.0  F0.1  F0.2  F3.0  B3.0  W3.0   F3.1  (F0.3|BW3.1)
+              F1.0  F2.0  F1.1  F2.1  F1.2   BW2.0
+
+        (F3.2|BW0.0)  BW3.2         (F3.3|BW0.1)         BW3.3  B0.2  W0.2  B0.3  W0.3
+        (F2.2|BW1.0)  (F1.3|BW2.1)  (F2.3|BW1.1)  BW2.2  BW1.2  B2.3  B1.3  W2.3  W1.3
     """
     write = Writer(task.microbatches)
     sides = _Sides(write, rank, 2 * task.ranks - 1 - rank)

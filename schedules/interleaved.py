@@ -27,8 +27,8 @@ def interleaved_one_f_one_b(task: Task, rank: int) -> Order:
     Warm-up of (v-1)g + 2(p-1-r) chunk forwards with groups of g microbatches (g = p if p divides m). Bubble
     (p-1)(T_F+T_B+T_W)/v, peak vp + p - 1 chunk activations on rank 0. On 2 ranks, 2 chunks, 2 microbatches::
 
-        F0.0  F0.1  F2.0  F2.1         BW2.0         BW2.1  BW0.0         BW0.1
-              F1.0  F1.1  F3.0  BW3.0  F3.1   BW3.1  BW1.0         BW1.1
+        F0.0  F0.1  F2.0  F2.1         BW2.0         BW2.1  BW0.0  BW0.1
+              F1.0  F1.1  F3.0  BW3.0  F3.1   BW3.1  BW1.0  BW1.1
     """
     write, forwards, backwards, _ = _start(task, rank, 2 * (task.ranks - 1 - rank))
     for stage in backwards:
@@ -44,8 +44,8 @@ def overlapped_interleaved(task: Task, rank: int) -> Order:
 
     The order of Megatron-LM's combined 1F1B with expert-parallel overlap. On 2 ranks, 2 chunks, 2 microbatches::
 
-        F0.0  F0.1  F2.0  F2.1                BW2.0         BW2.1  BW0.0         BW0.1
-              F1.0  F1.1  F3.0  (F3.1|BW3.0)         BW3.1  BW1.0         BW1.1
+        F0.0  F0.1  F2.0  F2.1                BW2.0  BW2.1  BW0.0  BW0.1
+              F1.0  F1.1  F3.0  (F3.1|BW3.0)  BW3.1  BW1.0  BW1.1
     """
     write, forwards, backwards, _ = _start(task, rank, 2 * (task.ranks - 1 - rank) + 1)
     for stage in backwards:

@@ -10,8 +10,8 @@ def gpipe(task: Task, rank: int) -> Order:
 
     Bubble (p-1)(T_F+T_B+T_W), peak memory m activations. On 2 ranks, 3 microbatches::
 
-        F0.0   F0.1   F0.2                 BW0.0  BW0.1  BW0.2
-               F1.0   F1.1   F1.2   BW1.0  BW1.1  BW1.2
+        F0.0  F0.1  F0.2               BW0.0  BW0.1  BW0.2
+              F1.0  F1.1  F1.2  BW1.0  BW1.1  BW1.2
     """
     write = Writer(task.microbatches)
     for _ in range(task.microbatches):
@@ -27,8 +27,8 @@ def one_f_one_b(task: Task, rank: int) -> Order:
 
     Bubble (p-1)(T_F+T_B+T_W), peak memory p-r activations on rank r. On 2 ranks, 3 microbatches::
 
-        F0.0   F0.1          BW0.0  F0.2          BW0.1         BW0.2
-               F1.0   BW1.0  F1.1   BW1.1  F1.2   BW1.2
+        F0.0  F0.1         BW0.0         F0.2  BW0.1         BW0.2
+              F1.0  BW1.0  F1.1   BW1.1        F1.2   BW1.2
     """
     return _alternate(task, rank, warm_up=task.ranks - 1 - rank)
 
@@ -40,8 +40,8 @@ def eager_one_f_one_b(task: Task, rank: int) -> Order:
     Bubble (p-1)(T_F+T_B+T_W) + 2(p-1) hops, independent of m where that of 1F1B grows with it; peak 2(p-r)-1
     activations on rank r (Megatron-LM's and AWS Neuron's "eager 1F1B"). On 2 ranks, 4 microbatches::
 
-        F0.0   F0.1   F0.2   BW0.0  F0.3   BW0.1         BW0.2         BW0.3
-               F1.0   BW1.0  F1.1   BW1.1  F1.2   BW1.2  F1.3   BW1.3
+        F0.0  F0.1  F0.2   BW0.0         F0.3  BW0.1         BW0.2         BW0.3
+              F1.0  BW1.0  F1.1   BW1.1        F1.2   BW1.2  F1.3   BW1.3
     """
     return _alternate(task, rank, warm_up=2 * (task.ranks - 1 - rank))
 
@@ -64,8 +64,8 @@ def overlapped_one_f_one_b(task: Task, rank: int) -> Order:
     Warm-up of 2(p-1-r)+1 forwards: the extra one makes the two halves of a pair independent. Peak 2(p-r) activations on
     rank r (the steady state of Megatron-LM's 1F1B with expert-parallel overlap). On 2 ranks, 4 microbatches::
 
-        F0.0  F0.1  F0.2         (F0.3|BW0.0)  BW0.1         BW0.2  BW0.3
-              F1.0  (F1.1|BW1.0) (F1.2|BW1.1)  (F1.3|BW1.2)  BW1.3
+        F0.0  F0.1  F0.2          (F0.3|BW0.0)  BW0.1         BW0.2  BW0.3
+              F1.0  (F1.1|BW1.0)  (F1.2|BW1.1)  (F1.3|BW1.2)  BW1.3
     """
     write = Writer(task.microbatches)
     for _ in range(min(task.microbatches, 2 * (task.ranks - 1 - rank) + 1)):

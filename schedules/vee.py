@@ -1,4 +1,4 @@
-"""ZB-V: two chunks a rank, down the ranks and back up (Qi et al., Zero Bubble, arXiv 2401.10241, section 6)."""
+"""ZB-V: two chunks a rank, down the ranks and back up (Qi et al., Zero Bubble, arXiv 2401.10241, figure 8)."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ from zbcompile.schedules.writer import Writer
 
 
 def zb_v(task: Task) -> Orders:
-    """Zero bubble at equal times in the memory of 1F1B (figure 8).
+    """Zero bubble at equal times in the memory of 1F1B.
 
     For m >= 2p-1 the paper's handcrafted order: no bubble on a rank's own clock at equal times, (p-1)(max(T_F,T_B)-T_W)
     otherwise; with an optimizer barrier (p-1)T_F/2 at equal times. Peak 2p chunk activations on every rank. On 2 ranks,

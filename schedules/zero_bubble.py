@@ -37,8 +37,8 @@ def zb_h1_lazy(task: Task, rank: int, exact: bool = False) -> Order:
     in the place of the fused backward, which restores the order of microbatches. Time and memory are those of ZB-H1
     without communication; with it the bubble grows with m as 1F1B's does. On 2 ranks, 4 microbatches::
 
-        F0.0  F0.1        BW0.0       F0.2  BW0.1       F0.3  BW0.2       BW0.3
-              F1.0  B1.0  F1.1  BW1.1       F1.2  BW1.2       F1.3  B1.3  W1.0  W1.3
+        F0.0  F0.1        BW0.0         F0.2  BW0.1         F0.3  BW0.2        BW0.3
+              F1.0  B1.0  F1.1   BW1.1        F1.2   BW1.2        F1.3   B1.3  W1.0   W1.3
     """
     write = Writer(task.microbatches)
     warm_up = min(task.microbatches, task.ranks - 1 - rank)
