@@ -53,8 +53,8 @@ def v_half_block(p: int, rank: int) -> Block:
 def v_min(task: Task) -> Orders:
     """A third of 1F1B's memory: peak (p+4)//3 microbatches, bubble about 4p chunk passes at equal times.
 
-    With unequal times every microbatch adds to the bubble. On
-    3 ranks, 2 microbatches::
+    With unequal times every microbatch adds to the bubble.
+    On 3 ranks, 2 microbatches::
 
         F0.0  F0.1                    F5.0  B5.0  F5.1  B5.1  W5.0  W5.1  B0.0  W0.0  B0.1  W0.1
               F1.0  F1.1        F4.0        F4.1  B4.0  W4.0  B4.1  B1.0  W1.0  B1.1  W4.1  W1.1
@@ -66,8 +66,8 @@ def v_min(task: Task) -> Orders:
 def v_half(task: Task) -> Orders:
     """Half of 1F1B's memory: peak (p+2)//2 microbatches, bubble about 3p chunk passes at equal times.
 
-    The steady state is free of bubbles where T_W + 2 T_B >= 2 T_F and T_W + 2 T_F >= 2 T_B. On
-    3 ranks, 2 microbatches::
+    The steady state is free of bubbles where T_W + 2 T_B >= 2 T_F and T_W + 2 T_F >= 2 T_B.
+    On 3 ranks, 2 microbatches::
 
         F0.0  F0.1                    F5.0  B5.0  F5.1  B5.1  W5.0  W5.1  B0.0  W0.0  B0.1  W0.1
               F1.0  F1.1        F4.0        F4.1  B4.0  W4.0  B4.1  B1.0  W4.1  B1.1  W1.0  W1.1
@@ -77,9 +77,7 @@ def v_half(task: Task) -> Orders:
 
 
 def _from_block(task: Task, block: Callable[[int, int], Block]) -> Orders:
-    enough = min(
-        task.microbatches, 4 * task.ranks
-    )  # which cool-down is best does not depend on m once there is a steady state
+    enough = min(task.microbatches, 4 * task.ranks)  # to have a steady state; the best cool-down is the same for more
     sizes = (0, task.ranks // 2, task.ranks // 2 + 1)
     outcomes = {size: _outcome(task, _reordered(task, block, enough, size), enough) for size in sizes}
     limit = outcomes[0].peak
