@@ -1,6 +1,6 @@
 """Cutting: from the canonical graph and an assignment of its nodes to stages to one graph per stage."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,39 +49,38 @@ def assign_by_parameters(canonical: Canonical, line: Line, homes: Mapping[str, t
     A node runs in the first stage that is not before its inputs' and that holds all its parameters.
     """
     assigned: dict[Node, int] = {}
+    on_line = frozenset(line.nodes)
     for node in line.nodes:
         earliest = max((assigned[a] for a in node.all_input_nodes if a in assigned), default=0)
-        assigned[node] = earliest if is_getitem(node) else _home(node, earliest, homes)
+        owned = [homes[slot.name] for slot in _parameters_behind(node, on_line) if slot.name in homes]
+        assigned[node] = earliest if is_getitem(node) else _home(node, earliest, owned)
     return assigned
 
 
-def _home(node: Node, earliest: int, homes: Mapping[str, tuple[int, ...]]) -> int:
-    owned = [homes[slot.name] for slot in _parameters_behind(node) if slot.name in homes]
+def _home(node: Node, earliest: int, owned: Sequence[tuple[int, ...]]) -> int:
     stages = sorted(set.intersection(*map(set, owned))) if owned else [earliest]
     later = [stage for stage in stages if stage >= earliest]
     if not later:
         raise PartitionError(
-            f"{node.name} needs its inputs from stage {earliest} and parameters that live on stages {owned}: this graph uses "
-            "them in another order than the training graph that placed them. Compile a pipeline of its own for it."
+            f"{node.name} needs its inputs from stage {earliest} and parameters that live on stages {owned}: this "
+            "graph uses them in another order than the training graph that placed them. Compile a pipeline of its "
+            "own for it."
         )
     return later[0]
 
 
-def _parameters_behind(node: Node) -> list[Slot]:
-    """The parameters and buffers that a node reads, directly or through replicated views of them."""
-    found, queue = [], [a for a in node.all_input_nodes if a.op == "placeholder" or _only_views(a)]
+def _parameters_behind(node: Node, on_line: frozenset[Node]) -> list[Slot]:
+    """The parameters and buffers that a node reads, directly or through values that its stage computes for itself."""
+    found, queue, seen = [], [node], {node}
     while queue:
-        current = queue.pop()
-        slot = current.meta.get("slot")
-        if slot is not None and slot.kind in ("parameter", "buffer"):
-            found.append(slot)
-        queue.extend(current.all_input_nodes)
+        for argument in queue.pop().all_input_nodes:
+            if argument in seen or argument in on_line:
+                continue
+            seen.add(argument)
+            queue.append(argument)
+            if argument.op == "placeholder" and argument.meta["slot"].kind in ("parameter", "buffer"):
+                found.append(argument.meta["slot"])
     return found
-
-
-def _only_views(node: Node) -> bool:
-    sources = node.all_input_nodes
-    return bool(sources) and all(a.op == "placeholder" or _only_views(a) for a in sources)
 
 
 def cut(canonical: Canonical, line: Line, assigned: Assignment, stages: int) -> tuple[Stage, ...]:
