@@ -35,7 +35,8 @@ def accumulate_in_place(piece: Piece) -> Piece:
 def own_gradients(piece: Piece) -> Piece:
     """Make every gradient output a tensor of its own, so that it may become `.grad` without a copy at run time.
 
-    Two parameters can share one gradient (the biases on both sides of an addition), and a gradient can be a saved value.
+    Two parameters can share one gradient (the biases on both sides of an addition), and a gradient can be a saved
+    value.
     """
     graph, outputs = _copy(piece)
     foreign = {storage_key_of(n.meta["val"]) for n in graph.find_nodes(op="placeholder") if _is_tensor(n)}

@@ -132,7 +132,8 @@ def is_random(node: Node) -> bool:
 
 
 def _argument(node: Node, name: str, missing: Any) -> Any:
-    """The value of the named argument of an operator call, its default included; `missing` if there is none so named."""
+    """The value of the named argument of an operator call, its default included; `missing` if there is none so
+    named."""
     for index, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
         if argument.name == name:
             given = node.args[index] if index < len(node.args) else argument.default_value
@@ -152,8 +153,8 @@ def _refuse_sparse_gradients(graph: Graph) -> None:
     for node in graph.nodes:
         if node.target is aten.embedding.default and True in node.args[4:5]:
             raise CaptureError(
-                f"{node.name} is an embedding with sparse=True ({source_line(node)}); zbcompile accumulates dense gradients "
-                "only. Use sparse=False."
+                f"{node.name} is an embedding with sparse=True ({source_line(node)}); zbcompile accumulates dense "
+                "gradients only. Use sparse=False."
             )
 
 

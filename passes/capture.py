@@ -73,8 +73,8 @@ def loss_in(output: Any) -> torch.Tensor:
     if isinstance(loss, torch.Tensor):
         return loss
     raise CaptureError(
-        f"the model returned {type(output).__name__} without a loss; expected a scalar tensor, or a mapping or object with "
-        ".loss. Return the loss from forward, or pass loss=fn(output, target)."
+        f"the model returned {type(output).__name__} without a loss; expected a scalar tensor, or a mapping or "
+        "object with .loss. Return the loss from forward, or pass loss=fn(output, target)."
     )
 
 
@@ -106,8 +106,8 @@ def capture(
     refuse_unsupported(model)
     if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
         raise CaptureError(
-            f"the loss module {type(loss).__name__} has parameters of its own; they would belong to no stage. "
-            "Move it into the model and return the loss from forward."
+            f"the loss module {type(loss).__name__} has parameters of its own; they would belong to no stage. Move "
+            "it into the model and return the loss from forward."
         )
     captured = _export(TrainingStep(model, loss), model, args, kwargs, target)
     as_loss = {Slot("output", "0"): Slot("loss")}
@@ -161,9 +161,9 @@ def _refuse_custom(functions: list[type]) -> None:
     if ours:
         name = f"{ours[0].__module__}.{ours[0].__qualname__}"
         raise CaptureError(
-            f"the model applies the custom autograd.Function {name}; torch.export traces through its forward and loses its "
-            "backward in silence. Register it with torch.library.custom_op and register_autograd, or write it with "
-            "differentiable operations (torch.utils.checkpoint: pass use_reentrant=False)."
+            f"the model applies the custom autograd.Function {name}; torch.export traces through its forward and "
+            "loses its backward in silence. Register it with torch.library.custom_op and register_autograd, or "
+            "write it with differentiable operations (torch.utils.checkpoint: pass use_reentrant=False)."
         )
 
 
@@ -281,7 +281,7 @@ def _output_slots(
                 constant_leaves[leaf] = spec.arg.value
         else:
             raise CaptureError(
-                f"the model changes {spec.kind.name.lower().replace('_', ' ')} {spec.target} in place; only buffers may be "
-                "changed in forward. Work on a copy."
+                f"the model changes {spec.kind.name.lower().replace('_', ' ')} {spec.target} in place; only buffers "
+                "may be changed in forward. Work on a copy."
             )
     return tuple(slots), constant_leaves

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Interpreter, Node
+from torch.fx import GraphModule, Node
 from torch.fx.traceback import preserve_node_meta
 
 from zbcompile.passes.canonical import output_values
 from zbcompile.passes.cutting import Stage, dense_like
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.slots import Slot
+from zbcompile.passes.sources import MarkingInterpreter, described_backward
 from zbcompile.passes.torch_private import FakeTensorMode, make_fx, single_threaded_backward
 
 
@@ -71,7 +72,7 @@ class _Run:
     def __call__(self, *flat: Any) -> list[Any]:
         primals, tangents = flat[: self.primals], flat[self.primals :]
         with torch.enable_grad():
-            outputs = Interpreter(self.stage.module).run(*primals)
+            outputs = MarkingInterpreter(self.stage.module).run(*primals)
         wanted = [i for i, value in enumerate(primals) if isinstance(value, torch.Tensor) and value.requires_grad]
         self.gradients = [_gradient_slot(self.stage.inputs[i]) for i in wanted]
         return [*outputs, *self._backward(outputs, [primals[i] for i in wanted], tangents)]
@@ -86,7 +87,8 @@ class _Run:
                 )
         if not wanted or not roots:
             return [None] * len(wanted)
-        return list(torch.autograd.grad(roots, wanted, grad_outputs=tangents, allow_unused=True))
+        with described_backward():
+            return list(torch.autograd.grad(roots, wanted, grad_outputs=tangents, allow_unused=True))
 
 
 def _gradient_slot(slot: Slot) -> Slot:

@@ -45,15 +45,15 @@ def replicable(canonical: Canonical, flops: Mapping[Node, int]) -> set[Node]:
     mutated = {slot.name for slot in canonical.captured.outputs if slot.kind == "mutation"}
     found: set[Node] = set()
     for node in canonical.graph.nodes:
-        if node.op == "get_attr":
-            found.add(node)
-        elif node.op == "placeholder" and not (
-            node.meta["slot"].kind == "buffer" and node.meta["slot"].name in mutated
-        ):
-            found.add(node)
-        elif node.op == "call_function" and _is_cheap(node, flops) and all(a in found for a in node.all_input_nodes):
+        resident = node.op == "get_attr" or (node.op == "placeholder" and not _is_mutated(node, mutated))
+        remade = node.op == "call_function" and _is_cheap(node, flops) and all(a in found for a in node.all_input_nodes)
+        if resident or remade:
             found.add(node)
     return found
+
+
+def _is_mutated(node: Node, mutated: set[str]) -> bool:
+    return node.meta["slot"].kind == "buffer" and node.meta["slot"].name in mutated
 
 
 def _is_cheap(node: Node, flops: Mapping[Node, int]) -> bool:

@@ -7,6 +7,7 @@ embedding and the head both on rank 0, two light chunks beat one balanced and on
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 from zbcompile.passes.costs import Machine, bytes_moved, machine_for, tensors_of
@@ -49,8 +50,8 @@ def choose_cuts(line: Line, stages: int, ranks_of: Sequence[int]) -> Cuts:
     places = [i for i, allowed in enumerate(line.allowed) if allowed]
     if len(places) < stages - 1:
         raise PartitionError(
-            f"the model can be cut in {len(places)} places, so into at most {len(places) + 1} stages; the schedule needs "
-            f"{stages}. Use fewer ranks or chunks, or a deeper model."
+            f"the model can be cut in {len(places)} places, so into at most {len(places) + 1} stages; the schedule "
+            f"needs {stages}. Use fewer ranks or chunks, or a deeper model."
         )
     solve = _solver(totals, stages, ranks_of)
     best, _ = solve(places)
@@ -104,7 +105,7 @@ def _machine(line: Line) -> Machine:
 
 def _cuts(after: list[int], totals: list[float], ranks_of: Sequence[int]) -> Cuts:
     edges = [0, *(i + 1 for i in after), len(totals) - 1]
-    seconds = tuple(totals[b] - totals[a] for a, b in zip(edges, edges[1:], strict=False))
+    seconds = tuple(totals[b] - totals[a] for a, b in pairwise(edges))
     loads = [0.0] * (max(ranks_of) + 1)
     for stage, time in enumerate(seconds):
         loads[ranks_of[stage]] += time

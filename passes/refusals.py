@@ -25,8 +25,8 @@ def _where(name: str, module: nn.Module) -> str:
 def _refuse_compiled(name: str, module: nn.Module) -> None:
     if is_compiled(module):
         raise CaptureError(
-            f"{_where(name, module)} was already wrapped by torch.compile; zbcompile traces the plain module. "
-            "Pass the module as it was before torch.compile (model._orig_mod)."
+            f"{_where(name, module)} was already wrapped by torch.compile; zbcompile traces the plain module. Pass "
+            "the module as it was before torch.compile (model._orig_mod)."
         )
 
 
@@ -34,8 +34,8 @@ def _refuse_module_hooks(name: str, module: nn.Module) -> None:
     hooks = module_hooks(module)
     if hooks:
         raise CaptureError(
-            f"{_where(name, module)} has {', '.join(hooks)}; a compiled stage never calls the module, so a hook would be "
-            "lost in silence. Remove the hook before compiling, or move what it does into forward."
+            f"{_where(name, module)} has {', '.join(hooks)}; a compiled stage never calls the module, so a hook "
+            "would be lost in silence. Remove the hook before compiling, or move what it does into forward."
         )
 
 
@@ -43,15 +43,16 @@ def _refuse_tensor_hooks(name: str, tensor: torch.Tensor) -> None:
     hooks = tensor_hooks(tensor)
     if hooks:
         raise CaptureError(
-            f"parameter {name} has {', '.join(hooks)}; gradients of a compiled stage do not pass through autograd, so the "
-            "hook would never fire. Remove it before compiling and work on .grad after step() instead."
+            f"parameter {name} has {', '.join(hooks)}; gradients of a compiled stage do not pass through autograd, "
+            "so the hook would never fire. Remove it before compiling and work on .grad after step() instead."
         )
 
 
 def _refuse_sparse_embedding(name: str, module: nn.Module) -> None:
     if getattr(module, "sparse", False) is True and isinstance(module, nn.Embedding | nn.EmbeddingBag):
         raise CaptureError(
-            f"{_where(name, module)} has sparse=True; zbcompile accumulates dense gradients only. Build it with sparse=False."
+            f"{_where(name, module)} has sparse=True; zbcompile accumulates dense gradients only. Build it with "
+            "sparse=False."
         )
 
 
@@ -64,6 +65,7 @@ def _refuse_shared_storage(model: nn.Module) -> None:
         first = owners.setdefault(parameter.untyped_storage().data_ptr(), (name, parameter))
         if first[1] is not parameter:
             raise CaptureError(
-                f"parameters {first[0]} and {name} are different Parameter objects over the same memory; on different "
-                "ranks they would drift apart. Tie them by assigning one Parameter to both, or clone one of them."
+                f"parameters {first[0]} and {name} are different Parameter objects over the same memory; on "
+                "different ranks they would drift apart. Tie them by assigning one Parameter to both, or clone one "
+                "of them."
             )

@@ -18,8 +18,9 @@ from zbcompile.passes.torch_private import FakeTensorMode
 class StageProgram:
     """One compiled stage. `pieces` has F, B, W and BW; boundary tensors are listed in the order in which they travel.
 
-    `receives` and `sends` are the activations that arrive and leave in F; `gradients_in` and `gradients_out` the gradients
-    that arrive and leave in B, by the name of their activation. `flops` is per pass and microbatch, a multiply-add is two.
+    `receives` and `sends` are the activations that arrive and leave in F; `gradients_in` and `gradients_out` the
+    gradients that arrive and leave in B, by the name of their activation. `flops` is per pass and microbatch, a
+    multiply-add is two.
     """
 
     stage: int

@@ -45,8 +45,8 @@ def tensor_hooks(tensor: torch.Tensor) -> list[str]:
 def watch_autograd_functions(seen: Callable[[type], None]) -> Iterator[None]:
     """Call `seen(cls)` for every custom autograd.Function applied inside.
 
-    torch.export traces through `forward` and loses `backward` in silence (2.11-2.13), and offers no hook to notice it, so
-    the class method is replaced for the time of the capture.
+    torch.export traces through `forward` and loses `backward` in silence (2.11-2.13), and offers no hook to notice it,
+    so the class method is replaced for the time of the capture.
     """
     original = torch.autograd.Function.__dict__["apply"]
 

@@ -72,8 +72,8 @@ def flatten_batch(
 ) -> Batch:
     """Flatten a step's inputs and decide which leaves are split.
 
-    The first tensor with dimensions gives the batch size; every tensor whose dimension 0 has that size is split. `split`
-    overrides by path (`args[0]`, `kwargs['mask']`, `target`) or by the bare name of a keyword (`mask`).
+    The first tensor with dimensions gives the batch size; every tensor whose dimension 0 has that size is split.
+    `split` overrides by path (`args[0]`, `kwargs['mask']`, `target`) or by the bare name of a keyword (`mask`).
     Raises PipelineError for a batch without tensors, an ambiguous leaf and an override that matches nothing.
     """
     pairs, structure = pytree.tree_flatten_with_path((args, kwargs, target))
@@ -125,8 +125,8 @@ def _decide(path: str, leaf: Any, size: int, chosen: Mapping[str, bool], defines
     square = leaf.ndim >= 2 and leaf.shape[1] == size
     if square and not defines_size and not path.startswith("target"):
         raise PipelineError(
-            f"{path} has shape {list(leaf.shape)} and the batch size is {size}: it may be one row per sample or one table "
-            f"for all. Say which: split={{{path!r}: True}} or split={{{path!r}: False}}."
+            f"{path} has shape {list(leaf.shape)} and the batch size is {size}: it may be one row per sample or one "
+            f"table for all. Say which: split={{{path!r}: True}} or split={{{path!r}: False}}."
         )
     return True
 
@@ -142,6 +142,6 @@ def require_divisible(batch: Batch, microbatches: int) -> None:
     if batch.size % microbatches:
         near = [n for n in range(1, batch.size + 1) if batch.size % n == 0]
         raise PipelineError(
-            f"a batch of {batch.size} samples cannot be split into {microbatches} equal microbatches. Pass a batch size "
-            f"divisible by {microbatches}, or choose microbatches= among {near}."
+            f"a batch of {batch.size} samples cannot be split into {microbatches} equal microbatches. Pass a batch "
+            f"size divisible by {microbatches}, or choose microbatches= among {near}."
         )

@@ -1,4 +1,5 @@
-"""Agreement of all ranks: a failure on one is raised on all, and ranks that compiled different programs do not start."""
+"""Agreement of all ranks: a failure on one is raised on all, and ranks that compiled different programs do not
+start."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -42,6 +43,7 @@ def require_equal_programs(engine: Engine, program: Program) -> None:
         for key, value in manifests[0].items():
             if other[key] != value:
                 raise PipelineError(
-                    f"the ranks compiled different programs: {key} is {value} on rank 0 and {other[key]} on rank {rank}. Every "
-                    "rank must build the same model, use the same versions and pass the same batch shapes and options."
+                    f"the ranks compiled different programs: {key} is {value} on rank 0 and {other[key]} on rank "
+                    f"{rank}. Every rank must build the same model, use the same versions and pass the same batch "
+                    "shapes and options."
                 )

@@ -31,7 +31,8 @@ class EvaluationPlan:
 
 
 def plan_evaluation(model: nn.Module, batch: Batch, program: Program) -> EvaluationPlan:
-    """Compile the forward for this batch. It runs in microbatches when every output has one row per sample; an output of
+    """Compile the forward for this batch. It runs in microbatches when every output has one row per sample; an output
+    of
     another kind (a loss, say) is computed on the whole batch, so that it is what the model itself returns."""
     whole = compile_inference(model, batch.microbatch(0, 1), program)
     wanted = program.schedule.microbatches

@@ -21,7 +21,8 @@ def sum_shared_in_process(program: Program, gradients: Gradients) -> None:
 
 
 def sum_shared(program: Program, gradients: Gradients, rank: int, group: dist.ProcessGroup) -> None:
-    """The running sum walks from the rank of the last use to that of the first, which hands the total to all holders."""
+    """The running sum walks from the rank of the last use to that of the first, which hands the total to all
+    holders."""
     for name, stages in shared_stages(program).items():
         holders = sorted({program.rank_of(stage) for stage in program.homes[name]})
         if rank in holders:

@@ -45,7 +45,8 @@ def pipeline(
         ranks: without torchrun, how many ranks to run inside this process. Under torchrun the process group decides.
         loss: `loss(output, target)`; without it, forward returns the loss, or something with a `.loss`.
         loss_reduction: "mean" (the step's loss is the mean over microbatches) or "sum". A mean of means is not the mean
-            over the batch when microbatches count differently (ignore_index); use "sum" with a divisor of your own there.
+            over the batch when microbatches count differently (ignore_index); use "sum" with a divisor of your own
+            there.
         exact: gradients bitwise equal to eager gradient accumulation (fp32); else weight gradients are added inside the
             GEMM, equal within 1e-6 of the largest gradient entry.
         split: which inputs are split into microbatches, by path or keyword name, where the default rule is wrong.
@@ -80,7 +81,8 @@ def pipeline(
 def _decorate(maker: Any, build: Callable[[Any], Pipeline]) -> Callable[..., Pipeline]:
     if not (inspect.isfunction(maker) or (inspect.isclass(maker) and issubclass(maker, nn.Module))):
         raise PipelineError(
-            f"pipeline decorates an nn.Module class or a function that returns a module; received {type(maker).__name__}."
+            "pipeline decorates an nn.Module class or a function that returns a module; received "
+            f"{type(maker).__name__}."
         )
 
     @functools.wraps(maker, updated=())

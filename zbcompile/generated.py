@@ -108,8 +108,9 @@ class CompiledPipelineStage(PipelineStage):
         missing = [s.name for s in self._forward_inputs if s.kind == "input" and s.name not in run.inputs[microbatch]]
         if missing:
             raise PipelineError(
-                f"stage {self.stage_index} reads the input {missing[0]}, which did not reach it: torch's schedules hand "
-                "positional arguments to the first stage only. Pass it to schedule.step as a keyword on every rank."
+                f"stage {self.stage_index} reads the input {missing[0]}, which did not reach it: torch's schedules "
+                "hand positional arguments to the first stage only. Pass it to schedule.step as a keyword on every "
+                "rank."
             )
         with undisturbed(self._compiled.device):
             self._made["F", microbatch] = run.forward(microbatch, self._arrived.pop(("F", microbatch), []))
@@ -163,6 +164,10 @@ class CompiledPipelineStage(PipelineStage):
     def _operation(self, operation: Callable[..., Any], tensor: torch.Tensor, stage: int) -> dist.P2POp:
         peer = self.stage_index_to_group_rank[stage]
         return dist.P2POp(operation, as_contiguous(tensor), group=self.group, group_peer=peer)
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """Nothing to warm up: torch 2.11 would make a V's turning rank send to itself, which gloo cannot."""
+        return []
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
         """Input gradients for a stage on the same rank."""

@@ -12,8 +12,8 @@ from torch import nn
 class Gradients:
     """The gradients of one rank during one step.
 
-    `partial[name][stage][microbatch]` holds, for shared parameters in exact mode, one gradient per microbatch and stage;
-    `sums[name, stage]` the running sum of a shared parameter's stage otherwise.
+    `partial[name][stage][microbatch]` holds, for shared parameters in exact mode, one gradient per microbatch and
+    stage; `sums[name, stage]` the running sum of a shared parameter's stage otherwise.
     """
 
     parameters: Mapping[str, nn.Parameter]

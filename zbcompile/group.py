@@ -12,7 +12,8 @@ from zbcompile.errors import PipelineError
 
 
 def make_engine(model: nn.Module, ranks: int | None, mesh: Any) -> Engine:
-    """The engine for this process: distributed when a mesh, a process group or torchrun gives ranks, else in-process."""
+    """The engine for this process: distributed when a mesh, a process group or torchrun gives ranks, else
+    in-process."""
     if mesh is not None:
         return _distributed(model, _pipeline_group(mesh), ranks)
     if dist.is_available() and dist.is_initialized():
@@ -55,7 +56,8 @@ def _pipeline_group(mesh: Any) -> dist.ProcessGroup:
     others = {name: mesh[name].size() for name in names if name != "pp" and mesh[name].size() > 1}
     if others:
         raise PipelineError(
-            f"mesh= has more than one rank in {others}; data parallelism beside the pipeline is not supported yet. Use a mesh "
+            f"mesh= has more than one rank in {others}; data parallelism beside the pipeline is not supported yet. "
+            "Use a mesh "
             'whose only dimension is "pp".'
         )
     return mesh["pp"].get_group()  # type: ignore[no-any-return]

@@ -40,8 +40,8 @@ def resolve_schedule(options: Options, ranks: int, announce: bool) -> Schedule:
         raise PipelineError(f"schedule= is a {type(schedule).__name__}; expected a name, a CSV file or a Schedule.")
     if schedule.ranks != ranks:
         raise PipelineError(
-            f"the schedule {schedule.name} is for {schedule.ranks} ranks ({schedule.stages} stages), but there are {ranks}. "
-            f"Build it with ranks={ranks}, or start {schedule.ranks} ranks."
+            f"the schedule {schedule.name} is for {schedule.ranks} ranks ({schedule.stages} stages), but there are "
+            f"{ranks}. Build it with ranks={ranks}, or start {schedule.ranks} ranks."
         )
     if options.microbatches not in (None, schedule.microbatches):
         raise PipelineError(
@@ -57,6 +57,7 @@ def _named(options: Options, name: str, ranks: int, announce: bool) -> Schedule:
     count = smallest_microbatches(name, ranks, at_least=2 * stages, chunks=options.chunks)
     if announce:
         print(
-            f"zbcompile: microbatches= not given; using {count}, the smallest {name} admits from 2 x {stages} stages on."
+            f"zbcompile: microbatches= not given; using {count}, the smallest {name} admits from 2 x {stages} stages "
+            "on."
         )
     return build(name, ranks, count, chunks=options.chunks)

@@ -102,7 +102,8 @@ class Pipeline:
     def stages(self) -> "list[CompiledPipelineStage]":
         """This rank's stages as torch.distributed.pipelining stages, for torch's own schedules.
 
-        Raises PipelineError in one process (torch's stage needs a process group) and where a parameter trains on several
+        Raises PipelineError in one process (torch's stage needs a process group) and where a parameter trains on
+        several
         stages: torch's schedules have no place to sum its gradients.
         """
         from zbcompile.generated import CompiledPipelineStage, StageContext
@@ -112,8 +113,8 @@ class Pipeline:
             raise PipelineError("stages() needs a process group: start the script with torchrun.")
         if program.shared:
             raise PipelineError(
-                f"{sorted(program.shared)[0]} trains on several stages; torch's schedules cannot sum its gradients over them. "
-                "Use pipe.step, or untie the parameter."
+                f"{sorted(program.shared)[0]} trains on several stages; torch's schedules cannot sum its gradients "
+                "over them. Use pipe.step, or untie the parameter."
             )
         _, stages = next(iter(self._compiled.values()))
         parameters = self._parameters_by_name()
@@ -205,6 +206,6 @@ class Pipeline:
         for slot, tensor in self._bound.items():
             if current.get(slot) is not tensor:
                 raise PipelineError(
-                    f"{slot} was replaced by another tensor after compiling; the pipeline would go on with the old one. Change "
-                    "it in place (tensor.copy_), use pipe.load_state_dict, or make a new pipeline."
+                    f"{slot} was replaced by another tensor after compiling; the pipeline would go on with the old "
+                    "one. Change it in place (tensor.copy_), use pipe.load_state_dict, or make a new pipeline."
                 )

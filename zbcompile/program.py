@@ -21,7 +21,8 @@ class Program:
     """A compiled training step.
 
     `stages[i]` is the program of stage i, `lowered.programs[rank]` the actions of a rank with their communication,
-    `homes` the stages that use each parameter and buffer (tied ones under their first name), `cuts` where the model was cut.
+    `homes` the stages that use each parameter and buffer (tied ones under their first name), `cuts` where the model
+    was cut.
     """
 
     captured: Captured

@@ -21,8 +21,8 @@ class Span(NamedTuple):
 class StepRecord:
     """What `pipe.last_step` holds after a recorded step.
 
-    `spans[rank]` are the actions in the order in which they ran, `peak_activation_bytes[rank]` the most bytes that waited
-    for B and W after any action, counted by storage, `step_time` the seconds of the whole step on this process.
+    `spans[rank]` are the actions in the order in which they ran, `peak_activation_bytes[rank]` the most bytes that
+    waited for B and W after any action, counted by storage, `step_time` the seconds of the whole step on this process.
     """
 
     spans: dict[int, list[Span]]

@@ -20,7 +20,8 @@ RESIDENT = ("parameter", "buffer", "constant")
 
 @dataclass(frozen=True)
 class CompiledStage:
-    """A stage ready to run. `resident` holds its parameters, buffers and constants; `kept[piece]` the slots that a later
+    """A stage ready to run. `resident` holds its parameters, buffers and constants; `kept[piece]` the slots that a
+    later
     pass reads, so must survive `piece`. `generator_travels` says whether generator state arrives and leaves with F."""
 
     program: StageProgram
@@ -154,8 +155,8 @@ class StageRun:
         """After a step nothing may wait; anything that does is a fault of the schedule or of this runtime."""
         if self.frames:
             raise PipelineError(
-                f"stage {self.stage.index} ended the step with microbatches {sorted(self.frames)} still waiting for their "
-                "weight gradients; the schedule must give every F its B and W."
+                f"stage {self.stage.index} ended the step with microbatches {sorted(self.frames)} still waiting for "
+                "their weight gradients; the schedule must give every F its B and W."
             )
 
 

@@ -68,8 +68,9 @@ def _check_keys(target: Mapping[str, Any], state: Mapping[str, Any]) -> None:
     missing, unexpected = sorted(set(target) - set(state)), sorted(set(state) - set(target))
     if missing or unexpected:
         raise PipelineError(
-            f"the state dict does not fit the model: missing {missing or 'nothing'}, unexpected {unexpected or 'nothing'}. "
-            "load_state_dict takes the full dict, as model.state_dict() or pipe.state_dict(full=True) makes it."
+            f"the state dict does not fit the model: missing {missing or 'nothing'}, unexpected "
+            f"{unexpected or 'nothing'}. load_state_dict takes the full dict, as model.state_dict() or "
+            "pipe.state_dict(full=True) makes it."
         )
     for key, value in target.items():
         if isinstance(value, torch.Tensor) and value.shape != state[key].shape:
