@@ -1,0 +1,136 @@
+"""Names, spellings, admitted counts, and the errors for everything else."""
+
+import subprocess
+import sys
+
+import pytest
+
+from zbcompile import schedules
+from zbcompile.schedules import Costs, ScheduleError, admits, build, names, smallest_microbatches
+
+LINEAR = ("gpipe", "1f1b", "eager-1f1b", "1f1b-overlap", "zb-h1", "zb-h1-lazy", "zb-h2", "zb-1p", "zb-2p")
+CHUNKED = ("interleaved-1f1b", "interleaved-1f1b-overlap", "interleaved-zb", "zb-v", "v-half", "v-min", "dualpipe-v")
+CANONICAL = (*LINEAR, *CHUNKED, "dualpipe")
+
+
+def test_names_are_the_canonical_ones() -> None:
+    assert set(names()) == set(CANONICAL)
+    assert len(names()) == len(CANONICAL)
+
+
+@pytest.mark.parametrize("spelling", ["zbv", "ZB-V", "zb_v", "Zb V", "ZBVZeroBubble", "ScheduleZBVZeroBubble"])
+def test_any_spelling_builds_the_same(spelling: str) -> None:
+    assert build(spelling, ranks=4, microbatches=8) == build("zb-v", ranks=4, microbatches=8)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("ScheduleGPipe", "gpipe"),
+        ("Schedule1F1B", "1f1b"),
+        ("ScheduleInterleaved1F1B", "interleaved-1f1b"),
+        ("ScheduleInterleavedZeroBubble", "interleaved-zb"),
+        ("ScheduleZBVZeroBubble", "zb-v"),
+        ("ScheduleDualPipeV", "dualpipe-v"),
+    ],
+)
+def test_torch_class_names_are_spellings(theirs: str, ours: str) -> None:
+    assert build(theirs, ranks=2, microbatches=4).name == ours
+
+
+def test_unknown_name_shows_the_nearest() -> None:
+    with pytest.raises(ScheduleError, match=r"no schedule is called 'zb-h3'; did you mean .*zb-h[12]"):
+        build("zb-h3", ranks=2, microbatches=4)
+    with pytest.raises(ScheduleError, match="known names: gpipe, "):
+        build("?", ranks=2, microbatches=4)
+
+
+def test_auto_is_a_clear_error() -> None:
+    with pytest.raises(ScheduleError, match=r'"auto".*does not exist yet'):
+        build("auto", ranks=2, microbatches=4)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "microbatches", "message"),
+    [
+        ("interleaved-1f1b", 4, 11, r"groups of equal size; the nearest that work: 10 and 12"),
+        ("interleaved-zb", 4, 9, r"the nearest that work: 8 and 10"),
+        ("dualpipe", 4, 7, r"microbatches >= 2 x ranks; the nearest that work: 8"),
+        ("dualpipe", 4, 13, r"the nearest that work: 12 and 14"),
+        ("dualpipe", 3, 8, r"even ranks .*; no number works on 3 ranks"),
+        ("dualpipe-v", 4, 7, r"microbatches >= 2 x ranks; the nearest that work: 8"),
+    ],
+)
+def test_inadmissible_counts_name_the_rule_and_the_nearest(
+    name: str, ranks: int, microbatches: int, message: str
+) -> None:
+    assert not admits(name, ranks, microbatches)
+    with pytest.raises(ScheduleError, match=message):
+        build(name, ranks, microbatches)
+
+
+def test_nearest_counts_work() -> None:
+    for name in names():
+        for ranks in range(1, 9):
+            for microbatches in range(1, 25):
+                if not admits(name, ranks, microbatches) and (ranks % 2 == 0 or name != "dualpipe"):
+                    nearest = smallest_microbatches(name, ranks, at_least=microbatches)
+                    assert nearest > microbatches
+                    assert admits(name, ranks, nearest)
+
+
+def test_smallest_microbatches() -> None:
+    assert smallest_microbatches("1f1b", ranks=4, at_least=8) == 8
+    assert smallest_microbatches("interleaved-zb", ranks=4, at_least=17, chunks=3) == 20
+    assert smallest_microbatches("dualpipe", ranks=4) == 8
+    with pytest.raises(ScheduleError, match="no number of microbatches works on 3 ranks"):
+        smallest_microbatches("dualpipe", ranks=3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"ranks": 0}, "ranks=0; expected a whole number"),
+        ({"microbatches": 2.5}, "microbatches=2.5; expected a whole number"),
+        ({"chunks": 2}, "chunks=2; a rank holds exactly 1"),
+        ({"exact": True}, "unknown option exact; it has none"),
+        ({"costs": Costs.uniform(3)}, "costs of 3 stages for a schedule of 4"),
+        ({"memory_limit": 3}, r"rank 0 holds 4 at its peak, memory_limit is 3; raise the limit"),
+    ],
+)
+def test_wrong_arguments(arguments: dict, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        build("1f1b", **{"ranks": 4, "microbatches": 8, **arguments})
+
+
+def test_unknown_option_lists_the_known_ones() -> None:
+    with pytest.raises(ScheduleError, match="unknown option exakt; expected exact"):
+        build("zb-h1-lazy", ranks=2, microbatches=4, exakt=True)
+
+
+def test_import_is_light() -> None:
+    """Neither torch nor sympy, and under 0.3 s (interpreter start excluded)."""
+    program = (
+        "import sys, time; start = time.perf_counter(); import zbcompile.schedules as s; s.build('zb-v', 4, 8); "
+        "print(time.perf_counter() - start, 'torch' in sys.modules, 'sympy' in sys.modules)"
+    )
+    outcome = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    seconds, torch, sympy = outcome.stdout.split()
+    assert (torch, sympy) == ("False", "False")
+    assert float(seconds) < 0.3
+
+
+def test_everything_public_exists() -> None:
+    for name in schedules.__all__:
+        assert getattr(schedules, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'biuld'"):
+        schedules.biuld  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_refuses_a_wrong_import_name(tmp_path) -> None:
+    """A user's own `schedules` on sys.path must not silently be this package."""
+    folder = schedules.__path__[0]
+    (tmp_path / "schedules").symlink_to(folder)
+    command = [sys.executable, "-c", "import schedules"]
+    outcome = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
+    assert "import this package as 'zbcompile.schedules', not as 'schedules'" in outcome.stderr
