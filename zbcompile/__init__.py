@@ -2,7 +2,21 @@
 
 from importlib import import_module
 
+from typing import TYPE_CHECKING
+
 from zbcompile.version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from zbcompile import passes as passes
+    from zbcompile import schedules as schedules
+    from zbcompile.errors import PipelineError as PipelineError
+    from zbcompile.front import pipeline as pipeline
+    from zbcompile.passes.errors import CaptureError as CaptureError
+    from zbcompile.passes.errors import CompileError as CompileError
+    from zbcompile.passes.errors import PartitionError as PartitionError
+    from zbcompile.pipe import Pipeline as Pipeline
+    from zbcompile.schedules.errors import ScheduleError as ScheduleError
+    from zbcompile.seeds import microbatch_seed as microbatch_seed
 
 _HOME = {
     "front": ("pipeline",),

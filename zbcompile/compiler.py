@@ -15,7 +15,7 @@ from zbcompile.passes.partition import Cuts, choose_cuts
 from zbcompile.passes.split import split
 from zbcompile.passes.stage_program import finish_stage, tensor_spec
 from zbcompile.program import Program
-from zbcompile.schedules import lower
+from zbcompile.schedules.lowering import lower
 from zbcompile.schedules.placement import Placement
 from zbcompile.schedules.schedule import Schedule
 

@@ -34,9 +34,14 @@ class StepInput:
 class Engine(Protocol):
     """Runs compiled steps. `local` are the ranks whose stages live in this process."""
 
-    local: tuple[int, ...]
-    device: torch.device
-    last_step: StepRecord | None
+    @property
+    def local(self) -> tuple[int, ...]: ...
+    @property
+    def ranks(self) -> int: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def last_step(self) -> StepRecord | None: ...
 
     def step(
         self,

@@ -11,7 +11,7 @@ from zbcompile.errors import PipelineError
 from zbcompile.options import Options
 from zbcompile.passes.capture import LossFunction
 from zbcompile.pipe import Pipeline
-from zbcompile.schedules import Schedule
+from zbcompile.schedules.schedule import Schedule
 
 
 @overload

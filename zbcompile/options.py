@@ -6,7 +6,9 @@ from typing import Any
 
 from zbcompile.errors import PipelineError
 from zbcompile.passes.capture import LossFunction
-from zbcompile.schedules import Schedule, build, smallest_microbatches
+from zbcompile.schedules.files import load
+from zbcompile.schedules.registry import build, smallest_microbatches
+from zbcompile.schedules.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -33,9 +35,21 @@ class Options:
 
 def resolve_schedule(options: Options, ranks: int, announce: bool) -> Schedule:
     """The schedule for `ranks` ranks. Raises ScheduleError or PipelineError for one that does not fit them."""
-    if isinstance(options.schedule, str):
+    schedule = _find(options, ranks, announce)
+    if schedule.placement.kind == "dual":
+        raise PipelineError(
+            f"{schedule.name} keeps two copies of the model, which this runtime does not execute yet; dualpipe-v has the "
+            "same overlap with one copy."
+        )
+    return schedule
+
+
+def _find(options: Options, ranks: int, announce: bool) -> Schedule:
+    if isinstance(options.schedule, str) and not options.schedule.endswith(".csv"):
         return _named(options, options.schedule, ranks, announce)
     schedule: Any = options.schedule
+    if isinstance(schedule, str):
+        schedule = load(schedule)
     if not isinstance(schedule, Schedule):
         raise PipelineError(f"schedule= is a {type(schedule).__name__}; expected a name, a CSV file or a Schedule.")
     if schedule.ranks != ranks:

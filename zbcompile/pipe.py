@@ -38,15 +38,11 @@ class Pipeline:
         self._model = model
         self._engine = make_engine(model, ranks, mesh)
         self._announces = 0 in self._engine.local
-        self._schedule = resolve_schedule(options, self._ranks, self._announces)
+        self._schedule = resolve_schedule(options, self._engine.ranks, self._announces)
         self._first: Program | None = None
         self._compiled: dict[Any, tuple[Program, dict[int, CompiledStage]]] = {}
         self._evaluations: dict[Any, EvaluationPlan] = {}
         self._bound: dict[Slot, torch.Tensor] = {}
-
-    @property
-    def _ranks(self) -> int:
-        return getattr(self._engine, "ranks")  # noqa: B009
 
     @property
     def program(self) -> Program:
