@@ -9,22 +9,122 @@ if __name__ != "zbcompile.schedules":  # a folder called "schedules" on sys.path
     raise ImportError(f"import this package as 'zbcompile.schedules', not as {__name__!r}")
 
 from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # what `__getattr__` finds, for editors and type checkers; a test keeps the lists equal
+    from zbcompile.schedules.actions import Action, Pair
+    from zbcompile.schedules.checker import Report, check
+    from zbcompile.schedules.closed_forms import ClosedForm, closed_form
+    from zbcompile.schedules.costs import Costs, Link, PairTime
+    from zbcompile.schedules.errors import ScheduleError
+    from zbcompile.schedules.files import from_csv, from_json, load, save, to_csv, to_json
+    from zbcompile.schedules.lowering import lower
+    from zbcompile.schedules.memory import peak_memory
+    from zbcompile.schedules.placement import Placement
+    from zbcompile.schedules.registry import admits, build, names, smallest_microbatches
+    from zbcompile.schedules.schedule import Lowered, Schedule
+    from zbcompile.schedules.simulator import simulate
+    from zbcompile.schedules.text import (
+        format_order,
+        format_schedule,
+        format_step,
+        parse_order,
+        parse_schedule,
+        parse_step,
+    )
+    from zbcompile.schedules.timeline import Span, Timeline
 
 _HOME = {
-    "actions": ("Action", "Pair"),
-    "costs": ("Costs", "Link", "PairTime"),
-    "checker": ("check",),
+    "actions": (
+        "Action",
+        "Pair",
+    ),
+    "checker": (
+        "Report",
+        "check",
+    ),
+    "closed_forms": (
+        "ClosedForm",
+        "closed_form",
+    ),
+    "costs": (
+        "Costs",
+        "Link",
+        "PairTime",
+    ),
     "errors": ("ScheduleError",),
-    "files": ("from_csv", "from_json", "load", "save", "to_csv", "to_json"),
+    "files": (
+        "from_csv",
+        "from_json",
+        "load",
+        "save",
+        "to_csv",
+        "to_json",
+    ),
     "lowering": ("lower",),
+    "memory": ("peak_memory",),
     "placement": ("Placement",),
-    "registry": ("admits", "build", "names", "smallest_microbatches"),
-    "schedule": ("Lowered", "Schedule"),
+    "registry": (
+        "admits",
+        "build",
+        "names",
+        "smallest_microbatches",
+    ),
+    "schedule": (
+        "Lowered",
+        "Schedule",
+    ),
     "simulator": ("simulate",),
-    "text": ("format_order", "format_schedule", "format_step", "parse_order", "parse_schedule", "parse_step"),
+    "text": (
+        "format_order",
+        "format_schedule",
+        "format_step",
+        "parse_order",
+        "parse_schedule",
+        "parse_step",
+    ),
+    "timeline": (
+        "Span",
+        "Timeline",
+    ),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
-__all__ = sorted(_MODULE_OF)  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = [
+    "Action",
+    "ClosedForm",
+    "Costs",
+    "Link",
+    "Lowered",
+    "Pair",
+    "PairTime",
+    "Placement",
+    "Report",
+    "Schedule",
+    "ScheduleError",
+    "Span",
+    "Timeline",
+    "admits",
+    "build",
+    "check",
+    "closed_form",
+    "format_order",
+    "format_schedule",
+    "format_step",
+    "from_csv",
+    "from_json",
+    "load",
+    "lower",
+    "names",
+    "parse_order",
+    "parse_schedule",
+    "parse_step",
+    "peak_memory",
+    "save",
+    "simulate",
+    "smallest_microbatches",
+    "to_csv",
+    "to_json",
+]
 
 
 def __getattr__(name: str) -> object:

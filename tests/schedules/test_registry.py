@@ -1,5 +1,7 @@
 """Names, spellings, admitted counts, and the errors for everything else."""
 
+import ast
+import inspect
 import subprocess
 import sys
 
@@ -125,6 +127,15 @@ def test_everything_public_exists() -> None:
         assert getattr(schedules, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'biuld'"):
         schedules.biuld  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_type_checkers_see_what_exists() -> None:
+    """The imports under TYPE_CHECKING are those that `__getattr__` makes."""
+    tree = ast.parse(inspect.getsource(schedules))
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
+    seen = {alias.name: node.module for node in imports for alias in node.names if node.module.startswith("zbcompile")}
+    assert seen == {name: f"zbcompile.schedules.{module}" for name, module in schedules._MODULE_OF.items()}
+    assert set(schedules.__all__) == set(seen)
 
 
 def test_refuses_a_wrong_import_name(tmp_path) -> None:

@@ -1,0 +1,185 @@
+"""Schedules as text and files: what is written is read back, in the papers' letters and in torch's."""
+
+import pytest
+
+from zbcompile.schedules import (
+    Action,
+    Costs,
+    Lowered,
+    Pair,
+    Placement,
+    Schedule,
+    ScheduleError,
+    build,
+    format_order,
+    format_schedule,
+    format_step,
+    from_csv,
+    from_json,
+    load,
+    lower,
+    names,
+    parse_order,
+    parse_schedule,
+    parse_step,
+    save,
+    to_csv,
+    to_json,
+)
+
+SIZES = ((2, 4), (4, 8), (4, 12))
+
+
+@pytest.mark.parametrize(
+    ("papers", "torch", "step"),
+    [
+        ("F0.3", "0F3", Action("F", 0, 3)),
+        ("B12.3", "12I3", Action("B", 12, 3)),
+        ("W1.10", "1W10", Action("W", 1, 10)),
+        ("BW1.0", "1B0", Action("BW", 1, 0)),
+        ("SEND_F0.3", "0SEND_F3", Action("SEND_F", 0, 3)),
+        ("RECV_B2.1", "2RECV_B1", Action("RECV_B", 2, 1)),
+        ("(F0.3|BW3.1)", "(0F3;3B1)OVERLAP_F_B", Pair(Action("F", 0, 3), Action("BW", 3, 1))),
+    ],
+)
+def test_both_letters_both_ways(papers: str, torch: str, step: Action | Pair) -> None:
+    assert (format_step(step), format_step(step, "torch")) == (papers, torch)
+    assert parse_step(papers) == parse_step(torch) == step
+
+
+def test_vocabulary_passes_have_no_torch_letter() -> None:
+    assert parse_step("S1.2") == Action("S", 1, 2)
+    with pytest.raises(ScheduleError, match=r"S1.2: torch has no letter for S"):
+        format_step(Action("S", 1, 2), "torch")
+
+
+@pytest.mark.parametrize("text", ["X0.0", "F0", "0F", "F0.0.0", "0BW0", "I0.0", "(F0.0)", "(F0.0|BW0.0", "F-1.0", ""])
+def test_nonsense_is_no_action(text: str) -> None:
+    with pytest.raises(ScheduleError, match=r"is no action; expected one like F0\.3"):
+        parse_step(text)
+
+
+@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize(("ranks", "microbatches"), SIZES)
+def test_every_form_round_trips(name: str, ranks: int, microbatches: int) -> None:
+    schedule = build(name, ranks, microbatches)
+    for program in (schedule, lower(schedule)):
+        assert parse_schedule(str(program)) == program
+        assert parse_schedule(format_schedule(program, width=70)) == program
+        assert from_json(to_json(program)).program == program
+        assert from_csv(to_csv(program, "papers"), name) == program
+    for order in schedule.orders:
+        assert parse_order(format_order(order)) == order
+
+
+@pytest.mark.parametrize("name", [name for name in names() if name != "dualpipe"])
+def test_torch_letters_round_trip(name: str) -> None:
+    schedule = build(name, ranks=4, microbatches=8)
+    for program in (schedule, lower(schedule)):
+        assert from_csv(to_csv(program), name) == program
+        assert parse_schedule(format_schedule(program, "torch")) == program
+
+
+def test_torch_csv_has_no_second_copy() -> None:
+    with pytest.raises(ScheduleError, match="dualpipe: torch knows one copy of a stage; write dualpipe-v"):
+        to_csv(build("dualpipe", ranks=2, microbatches=4))
+
+
+def test_bubbles_and_parameter_actions_of_torch_are_left_out() -> None:
+    """What torch's `_dump_csv` writes: empty cells where a rank waits, FSDP's actions between the others."""
+    text = "0UNSHARD,0F0,0F1,,,0B0,0B1,0REDUCE_GRAD,0RESHARD\n,1F0,1B0,1F1,1B1\n"
+    schedule = from_csv(text)
+    assert isinstance(schedule, Schedule)
+    assert list(map(format_order, schedule.orders)) == ["F0.0 F0.1 BW0.0 BW0.1", "F1.0 BW1.0 F1.1 BW1.1"]
+
+
+def test_program_with_messages_comes_back_lowered() -> None:
+    program = from_csv("0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n")
+    assert isinstance(program, Lowered)
+    assert format_order(program.schedule.orders[1]) == "F1.0 BW1.0"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0F0,0X0\n", "CSV row 1, cell 2: '0X0' is no action"),
+        ("", "holds no actions; expected one row of actions per rank"),
+        ("0F0\n3F0\n", r"rank 0: 0; rank 1: 3\) follow no known placement"),
+    ],
+)
+def test_broken_csv(text: str, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        from_csv(text)
+
+
+def test_json_carries_the_costs() -> None:
+    costs = Costs.uniform(4, forward=1.5, comm=0.25)
+    document = from_json(to_json(build("1f1b", ranks=4, microbatches=4), costs))
+    assert document.costs == costs
+    assert document.program.name == "1f1b" if isinstance(document.program, Schedule) else False
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("{", "not JSON"), ('{"version": 1}', "JSON without what a schedule needs: KeyError"), ("[]", "JSON without")],
+)
+def test_broken_json(text: str, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        from_json(text)
+
+
+def test_json_of_a_later_version() -> None:
+    text = to_json(build("1f1b", ranks=2, microbatches=2)).replace('"version": 1', '"version": 2')
+    with pytest.raises(ScheduleError, match="JSON version 2; this release reads version 1"):
+        from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "first line ''; expected 'NAME: P ranks"),
+        ("x: 2 ranks, 1 microbatches, linear placement, 1 chunk\nrank 2  F0.0", "with R from 0 to 1"),
+        ("x: 2 ranks, 1 microbatches, ring placement, 1 chunk", "placement 'ring'; expected one of linear, looped"),
+        ("x: 2 ranks, 1 microbatches, v placement, 3 chunks", "placement 'v' of 2 ranks with 3 chunks each"),
+    ],
+)
+def test_broken_grid(text: str, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        parse_schedule(text)
+
+
+def test_grid_fits_the_terminal() -> None:
+    grid = format_schedule(build("zb-v", ranks=4, microbatches=8), width=80)
+    assert max(map(len, grid.splitlines())) <= 80
+    assert grid.splitlines()[1].startswith("rank 0  F0.0  F0.1")
+
+
+@pytest.mark.parametrize("ending", ["csv", "json", "txt"])
+def test_files_round_trip(tmp_path, ending: str) -> None:
+    schedule = build("zb-v", ranks=4, microbatches=8)
+    path = tmp_path / f"zb-v.{ending}"
+    for program in (schedule, lower(schedule)):
+        save(program, path)
+        assert load(path) == program
+
+
+def test_unknown_ending(tmp_path) -> None:
+    with pytest.raises(ScheduleError, match=r"ending '.yaml'; expected .csv, .json or .txt"):
+        save(build("1f1b", ranks=2, microbatches=2), tmp_path / "schedule.yaml")
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [
+        Placement("linear", 4),
+        Placement("looped", 4, 2),
+        Placement("looped", 3, 4),
+        Placement("v", 4, 2),
+        Placement("dual", 4),
+    ],
+)
+def test_placement_is_read_off_the_rows(placement: Placement) -> None:
+    rows = [" ".join(f"F{stage}.0" for stage in placement.stages_of(rank)) for rank in range(placement.ranks)]
+    program = from_csv("\n".join(row.replace(" ", ",") for row in rows))
+    assert isinstance(program, Schedule)
+    assert program.placement == placement
