@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from zbcompile import passes as passes
     from zbcompile import schedules as schedules
     from zbcompile.errors import PipelineError as PipelineError
+    from zbcompile.example import Example as Example
     from zbcompile.front import pipeline as pipeline
     from zbcompile.passes.errors import CaptureError as CaptureError
     from zbcompile.passes.errors import CompileError as CompileError
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from zbcompile.seeds import microbatch_seed as microbatch_seed
 
 _HOME = {
+    "example": ("Example",),
     "front": ("pipeline",),
     "pipe": ("Pipeline",),
     "seeds": ("microbatch_seed",),

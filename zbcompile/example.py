@@ -1,0 +1,42 @@
+"""What a command line needs of a model: how to build it and what one microbatch looks like."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from zbcompile.errors import PipelineError
+
+
+@dataclass(frozen=True)
+class Example:
+    """A model with the inputs of ONE microbatch, as a function named on the command line returns it.
+
+    `args` and `kwargs` are those of the model's forward; `loss(output, target)` and `target` as in
+    `zbcompile.pipeline`:
+    without `loss`, forward returns the loss. Raises PipelineError for parts that do not fit together.
+
+    >>> def example():
+    ...     return zbcompile.Example(GPT(), (tokens,), loss=next_byte_loss, target=tokens)      # doctest: +SKIP
+    """
+
+    model: nn.Module
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    loss: Callable[[Any, Any], Any] | None = None
+    target: Any = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, nn.Module):
+            raise PipelineError(f"the model of an example is a {type(self.model).__name__}; expected an nn.Module.")
+        if not isinstance(self.args, tuple):
+            raise PipelineError(
+                f"args of an example is a {type(self.args).__name__}; expected a tuple such as (tokens,)."
+            )
+        if not isinstance(self.kwargs, Mapping):
+            raise PipelineError(f"kwargs of an example is a {type(self.kwargs).__name__}; expected a dict.")
+        if self.target is not None and self.loss is None:
+            raise PipelineError(
+                "an example has target= but no loss=; pass loss=fn(output, target), or leave target out."
+            )

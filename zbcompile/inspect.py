@@ -1,0 +1,90 @@
+"""`python -m zbcompile.inspect TARGET`: what zbcompile makes of a model, without running it."""
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from zbcompile.errors import PipelineError
+from zbcompile.inspect_commands import Request, run
+from zbcompile.passes.errors import CompileError
+from zbcompile.schedules import ScheduleError
+
+USAGE_ERROR = 2
+EXAMPLES = """examples:
+  python -m zbcompile.inspect examples/gpt.py:example
+  python -m zbcompile.inspect examples/gpt.py:example --schedule zb-h1 --ranks 4 --microbatches 8
+  python -m zbcompile.inspect examples/gpt.py:example --graph 1.B
+  python -m zbcompile.inspect examples/gpt.py:example --graphs graphs/
+  python -m zbcompile.inspect examples/gpt.py:example --compare 1f1b,zb-h1,zb-v
+  python -m zbcompile.inspect mypackage.models:seventy_billion --fake --ranks 8 --json
+
+TARGET is called without arguments and returns (model, args), (model, args, kwargs) or
+zbcompile.Example(model, args, kwargs, loss, target); args are those of one microbatch.
+docs/inspect.md explains every table and the fields of --json.
+exit status: 0, or 2 with one line on standard error when the request cannot be met.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    chosen = _parser().parse_args(arguments)
+    try:
+        run(Request(**{name: value for name, value in vars(chosen).items() if name != "debug"}))
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader of a pipe has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (PipelineError, CompileError, ScheduleError, OSError) as error:
+        return _fail(error, chosen.debug)
+    return 0
+
+
+def _fail(error: Exception, debug: bool) -> int:
+    if debug:
+        traceback.print_exc()
+    else:
+        first = next(iter(str(error).splitlines()), type(error).__name__)
+        print(f"zbcompile.inspect: {first}", file=sys.stderr)
+    return USAGE_ERROR
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m zbcompile.inspect",
+        description="Show how zbcompile cuts, splits and schedules a model. Runs no step, needs no GPU.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("target", metavar="TARGET", help="package.module:name or path/file.py:name")
+    _add_plan(parser.add_argument_group("what to compile"))
+    _add_output(parser.add_argument_group("what to show (default: a summary)"))
+    return parser
+
+
+def _add_plan(group: Any) -> None:
+    group.add_argument("--schedule", default="zb-v", help="a name, or a .csv, .json or .txt file (default: zb-v)")
+    group.add_argument("--ranks", type=int, help="how many ranks (default: 2, or those of a schedule file)")
+    group.add_argument("--microbatches", type=int, help="default: the smallest count from 2 x stages on")
+    group.add_argument("--chunks", type=int, help="stages per rank, for the interleaved schedules")
+    group.add_argument("--exact", action="store_true", help="the graphs of exact=True")
+    group.add_argument("--loss-reduction", choices=("mean", "sum"), default="mean")
+    group.add_argument("--fake", action="store_true", help="build the model without memory (CPU fake tensors)")
+    group.add_argument(
+        "--costs", default="flops", metavar="flops|uniform|FILE", help="times to predict with (default: flops)"
+    )
+
+
+def _add_output(group: Any) -> None:
+    shown = group.add_mutually_exclusive_group()
+    shown.add_argument("--graph", metavar="STAGE.PASS", help="one graph as Python, such as 1.B (passes F, B, W, BW)")
+    shown.add_argument("--graphs", metavar="DIR", type=Path, help="write all graphs as Python files")
+    shown.add_argument("--compare", metavar="NAME,NAME", help="predict the step under several schedules")
+    group.add_argument("--json", action="store_true", help="the summary, or the comparison, as JSON")
+    group.add_argument("--debug", action="store_true", help="errors with their traceback")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,164 @@
+"""What the inspect command line can do: a summary, graphs as Python, a comparison of schedules."""
+
+import contextlib
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from zbcompile.errors import PipelineError
+from zbcompile.example import Example
+from zbcompile.inspected import Inspected, compile_example
+from zbcompile.options import Options, resolve_schedule
+from zbcompile.passes.errors import PartitionError
+from zbcompile.passes.printing import print_piece
+from zbcompile.passes.torch_private import FakeTensorMode
+from zbcompile.prediction import basis_of, predict
+from zbcompile.report import Compared, format_comparison, format_summary
+from zbcompile.schedules import Schedule, ScheduleError, load, lower, smallest_microbatches
+from zbcompile.schedules.placement import Placement
+from zbcompile.schedules.schedule import Lowered
+from zbcompile.summary import SCHEMA, prediction_of, summarise
+from zbcompile.target import load_example
+
+PASSES = ("F", "B", "W", "BW")
+RANKS = 2
+
+
+@dataclass(frozen=True)
+class Request:
+    """The arguments of the command line; `python -m zbcompile.inspect --help` explains them."""
+
+    target: str
+    schedule: str
+    ranks: int | None
+    microbatches: int | None
+    chunks: int | None
+    exact: bool
+    loss_reduction: str
+    fake: bool
+    costs: str
+    graph: str | None
+    graphs: Path | None
+    compare: str | None
+    json: bool
+
+
+def run(request: Request) -> None:
+    """Do what is asked and print the result; raises the project's errors and OSError."""
+    if request.json and (request.graph or request.graphs):
+        raise PipelineError("--json writes the summary or the comparison; graphs are Python. Leave one of the two out.")
+    chosen = None if request.graph is None else _stage_and_pass(request.graph)
+    with FakeTensorMode() if request.fake else contextlib.nullcontext():
+        example = load_example(request.target)
+    if request.compare:
+        _compare(example, request)
+        return
+    schedule = _schedule(request, request.schedule)
+    _progress(f"compiling {type(example.model).__name__} for {schedule.name}")
+    inspected = compile_example(example, schedule, request.exact)
+    if chosen:
+        print(_printed(inspected, *chosen), end="")
+    elif request.graphs:
+        _write_graphs(inspected, request.graphs)
+    else:
+        _show_summary(inspected, request)
+
+
+def _progress(text: str) -> None:
+    """A sign of life while a large model compiles; nothing where standard error is not a terminal."""
+    if sys.stderr.isatty():
+        print(f"zbcompile.inspect: {text} ...", file=sys.stderr)
+
+
+def _schedule(request: Request, name: str) -> Schedule:
+    """The schedule called `name`, or in the file `name`, for the ranks and microbatches that were asked for."""
+    found: str | Schedule = name
+    ranks = request.ranks or RANKS
+    if Path(name).suffix in (".csv", ".json", ".txt"):
+        loaded = load(name)
+        found = loaded.schedule if isinstance(loaded, Lowered) else loaded
+        ranks = request.ranks or found.ranks
+    options = Options(
+        found, request.microbatches, None, request.loss_reduction, request.exact, None, request.chunks, seed=0
+    )
+    return resolve_schedule(options, ranks, announce=False)
+
+
+def _show_summary(inspected: Inspected, request: Request) -> None:
+    summary = summarise(inspected, basis_of(inspected.program, request.costs), request.loss_reduction)
+    if request.json:
+        print(json.dumps(summary.to_dict(), indent=1))
+    else:
+        print(format_summary(summary, inspected.program.schedule), end="")
+
+
+def _stage_and_pass(text: str) -> tuple[int, str]:
+    stage, _, name = text.partition(".")
+    if not stage.isdecimal() or name.upper() not in PASSES:
+        raise PipelineError(
+            f"--graph {text}: expected STAGE.PASS such as 1.B, with one of the passes {', '.join(PASSES)}."
+        )
+    return int(stage), name.upper()
+
+
+def _printed(inspected: Inspected, stage: int, name: str) -> str:
+    """One graph as Python."""
+    program = inspected.program
+    if stage >= len(program.stages):
+        raise PipelineError(
+            f"there is no stage {stage}: {program.schedule.name} on {program.schedule.ranks} ranks has stages 0 to "
+            f"{len(program.stages) - 1}."
+        )
+    flops = program.stages[stage].flops[name]
+    title = f"{name} of stage {stage} of {type(inspected.example.model).__name__}: {flops:,} FLOPs for one microbatch."
+    return print_piece(program.stages[stage].pieces[name], title)
+
+
+def _write_graphs(inspected: Inspected, directory: Path) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    for stage in range(len(inspected.program.stages)):
+        for name in PASSES:
+            path = directory / f"stage{stage}_{name}.py"
+            path.write_text(_printed(inspected, stage, name), encoding="utf-8")
+            print(path)
+
+
+def _compare(example: Example, request: Request) -> None:
+    """Compile once per placement, since a schedule changes the graphs by nothing else, and predict each schedule."""
+    names = [name.strip() for name in (request.compare or "").split(",") if name.strip()]
+    request = replace(request, microbatches=request.microbatches or _common_microbatches(names, request))
+    compiled: dict[Placement, Inspected] = {}
+    compared = [_compared(example, request, name, compiled) for name in names]
+    if not any(line.prediction for line in compared):
+        raise PipelineError(
+            "; ".join(f"{line.schedule}: {line.reason}" for line in compared) or "--compare names nothing"
+        )
+    if request.json:
+        print(json.dumps({"schema": SCHEMA, "compared": [asdict(line) for line in compared]}, indent=1))
+    else:
+        print(format_comparison(compared), end="")
+
+
+def _common_microbatches(names: Sequence[str], request: Request) -> int:
+    """A count that the schedules admit: steps of equal work are compared."""
+    ranks, counts = request.ranks or RANKS, [4 * (request.ranks or RANKS)]
+    for name in names:
+        with contextlib.suppress(ScheduleError):  # what is wrong with this one is said in its line
+            counts.append(smallest_microbatches(name, ranks, at_least=max(counts)))
+    return max(counts)
+
+
+def _compared(example: Example, request: Request, name: str, compiled: dict[Placement, Inspected]) -> Compared:
+    try:
+        schedule = _schedule(request, name)
+        if schedule.placement not in compiled:
+            _progress(f"compiling for {schedule.stages} stages")
+            compiled[schedule.placement] = compile_example(example, schedule, request.exact)
+    except (PipelineError, PartitionError, ScheduleError) as error:
+        return Compared(name, 0, request.microbatches or 0, None, str(error).splitlines()[0])
+    program = replace(compiled[schedule.placement].program, lowered=lower(schedule))
+    basis = basis_of(program, request.costs)
+    prediction = prediction_of(program, basis, predict(program, basis.costs))
+    return Compared(schedule.name, schedule.stages, schedule.microbatches, prediction)

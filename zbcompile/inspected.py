@@ -1,0 +1,77 @@
+"""Compile an example to look at it: no rank, no process group and no step is needed."""
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zbcompile.batch import Microbatch
+from zbcompile.compiler import compile_step
+from zbcompile.example import Example
+from zbcompile.passes.capture import input_paths, loss_in
+from zbcompile.program import Program
+from zbcompile.schedules.schedule import Schedule
+from zbcompile.torch_private import pytree
+
+_NOT_THE_MODELS = (DeprecationWarning, FutureWarning, PendingDeprecationWarning)
+
+
+@dataclass(frozen=True)
+class Inspected:
+    """A compiled example. `dropped` names outputs that training does not keep, `warnings` what capturing warned of."""
+
+    example: Example
+    program: Program
+    dropped: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+
+def compile_example(example: Example, schedule: Schedule, exact: bool) -> Inspected:
+    """Compile the training step of `example` for `schedule`; raises CompileError for a model that cannot be."""
+    dropped: list[str] = []
+    loss = example.loss or _loss_and_names(dropped)
+    with _warnings() as seen:
+        program = compile_step(example.model, one_microbatch(example), loss, schedule, exact)
+    return Inspected(example, program, tuple(dict.fromkeys(dropped)), tuple(seen))
+
+
+def one_microbatch(example: Example) -> Microbatch:
+    """The inputs of an example as the compiler takes them."""
+    whole = (example.args, dict(example.kwargs), example.target)
+    leaves, structure = pytree.tree_flatten(whole)
+    return Microbatch(tuple(leaves), tuple(input_paths(whole)), structure)
+
+
+def _loss_and_names(dropped: list[str]) -> Callable[[Any, Any], torch.Tensor]:
+    """The loss in the model's output, noting the names of all else that is there."""
+
+    def loss(output: Any, target: Any) -> torch.Tensor:
+        dropped.extend(name for name in _names(output) if name != "loss")
+        return loss_in(output)
+
+    return loss
+
+
+def _names(output: Any) -> list[str]:
+    if isinstance(output, torch.Tensor):
+        return []
+    if isinstance(output, Mapping):
+        return [str(name) for name, value in output.items() if value is not None]
+    if dataclasses.is_dataclass(output):
+        return [field.name for field in dataclasses.fields(output) if getattr(output, field.name) is not None]
+    return [name for name, value in vars(output).items() if value is not None] if hasattr(output, "__dict__") else []
+
+
+@contextmanager
+def _warnings() -> Iterator[list[str]]:
+    """Collect what is warned of inside, once each, without what concerns torch's own developers."""
+    seen: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield seen
+    texts = [str(w.message).strip() for w in caught if not issubclass(w.category, _NOT_THE_MODELS)]
+    seen.extend(dict.fromkeys(text.splitlines()[0] for text in texts if text))

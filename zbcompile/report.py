@@ -1,0 +1,219 @@
+"""Tables for a terminal: at most 100 columns, no colour."""
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tabulate import tabulate
+
+from zbcompile.passes.printing import format_bytes
+from zbcompile.schedules import Schedule, format_schedule
+from zbcompile.summary import Cut, Prediction, Summary
+
+WIDTH = 100
+_LONGEST_CUT = 50
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One line of `--compare`: a prediction, or why there is none."""
+
+    schedule: str
+    stages: int
+    microbatches: int
+    prediction: Prediction | None
+    reason: str = ""
+
+
+def format_summary(summary: Summary, schedule: Schedule) -> str:
+    """The default report."""
+    parts = [
+        _heading(summary),
+        _titled("Stages, FLOPs per microbatch (a multiply-add is two)", _stages(summary)),
+        _titled("Bytes per microbatch that wait between the passes, and that travel", _bytes(summary)),
+        _titled(f"Ranks, predicted {summary.prediction.basis}", _ranks(summary)),
+        _verdict(summary),
+        _titled("The order of every rank", format_schedule(schedule, width=WIDTH)),
+        _notes(summary),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _titled(title: str, body: str) -> str:
+    return f"{title}\n\n{body}"
+
+
+def _heading(s: Summary) -> str:
+    inputs = ", ".join(f"{path} {kind}" for path, kind in s.inputs.items())
+    model = f"{s.model}: {format_count(s.parameters)} parameters, {format_bytes(s.parameter_bytes)}"
+    counts = ((s.ranks, "rank"), (len(s.stages), "stage"), (s.microbatches, "microbatch"))
+    plan = f"{s.schedule} on {', '.join(_number(count, word) for count, word in counts)}"
+    details = f"{s.loss_reduction} of their losses, {'exact' if s.exact else 'in-place'} gradient accumulation"
+    lines = (model, f"one microbatch: {inputs}", f"{plan}; {details}")
+    return "\n".join(part for line in lines for part in _wrap(line))
+
+
+def _number(count: int, word: str) -> str:
+    plural = "es" if word.endswith("ch") else "s"
+    return f"{count} {word}{plural * (count != 1)}"
+
+
+def _wrap(text: str, indent: str = "  ") -> list[str]:
+    return textwrap.wrap(text, WIDTH, subsequent_indent=indent)
+
+
+def _table(rows: Sequence[Sequence[str]], headers: Sequence[str], left: Sequence[str] = ()) -> str:
+    """Numbers to the right, the columns in `left` to the left."""
+    align = ["left" if header in left else "right" for header in headers]
+    return tabulate(rows, headers, tablefmt="simple", colalign=align, disable_numparse=True)
+
+
+def _stages(s: Summary) -> str:
+    headers = ["stage", "rank", "cut after", "parameters", "F", "B", "W"]
+    rows = [
+        [
+            str(stage.stage),
+            ", ".join(map(str, stage.ranks)),
+            format_cut(stage.cut),
+            format_count(stage.parameters),
+            *(format_count(stage.flops[op]) for op in ("F", "B", "W")),
+        ]
+        for stage in s.stages
+    ]
+    return _table(rows, headers, left=("cut after",))
+
+
+def format_cut(cut: Cut | None) -> str:
+    """Where a stage ends: module, line and, where it fits, the operation."""
+    if cut is None:
+        return "(the loss)"
+    file = cut.file.rpartition("/")[2]
+    place = f"{cut.module or 'model'} {file}:{cut.line}" if file else "loss"
+    whole = f"{place} {cut.operation}"
+    if len(whole) <= _LONGEST_CUT:
+        return whole
+    return place if len(place) <= _LONGEST_CUT else f"...{place[3 - _LONGEST_CUT :]}"
+
+
+def _bytes(s: Summary) -> str:
+    headers = ["stage", "F->B", "F->W", "B->W", "kept F..B", "residue B..W", "receives", "sends"]
+    rows = [
+        [
+            str(stage.stage),
+            *(format_bytes(n) for n in (stage.forward_to_backward, stage.forward_to_weight, stage.backward_to_weight)),
+            *(format_bytes(n) for n in (stage.kept, stage.residue, stage.receive_bytes, stage.send_bytes)),
+        ]
+        for stage in s.stages
+    ]
+    return _table(rows, headers)
+
+
+def _ranks(s: Summary) -> str:
+    headers = ["rank", "stages", "parameters", "FLOPs of a step", "share", "busy", "idle", "peak activations"]
+    total = sum(rank.flops for rank in s.per_rank) or 1
+    rows = [
+        [
+            str(rank.rank),
+            ", ".join(map(str, rank.stages)),
+            format_count(rank.parameters),
+            format_count(rank.flops),
+            format_share(rank.flops / total),
+            format_time(rank.busy, s.prediction.unit),
+            format_share(rank.idle_share),
+            format_bytes(rank.peak_bytes),
+        ]
+        for rank in s.per_rank
+    ]
+    return _table(rows, headers)
+
+
+def _verdict(s: Summary) -> str:
+    p = s.prediction
+    step = f"step {format_time(p.step, p.unit)}, bubble {format_share(p.bubble)}"
+    peak = f"peak activations {format_bytes(p.peak_bytes)}"
+    sent = f"{p.messages.count} messages of {format_bytes(p.messages.bytes)} altogether"
+    return "\n".join(
+        _wrap(f"Predicted: {step}, {peak}; {sent}; the heaviest rank has {s.imbalance:.2f} times the mean FLOPs.")
+    )
+
+
+def _notes(s: Summary) -> str:
+    notes = (
+        [f"{', '.join(s.dropped_outputs)}: returned beside the loss, dropped in training."] if s.dropped_outputs else []
+    )
+    random = [str(stage.stage) for stage in s.stages if stage.random]
+    if random:
+        notes.append(
+            f"stages that draw random numbers: {', '.join(random)}; the generator's state travels with the activations."
+        )
+    if s.shared_parameters:
+        notes.append(f"on several stages, gradients summed over them: {', '.join(s.shared_parameters)}.")
+    notes += [f"warning while capturing: {text}" for text in s.warnings]
+    lines = [line for note in notes for line in textwrap.wrap(f"- {note}", WIDTH, subsequent_indent="  ")]
+    return _titled("Notes", "\n".join(lines)) if lines else ""
+
+
+def format_comparison(compared: Sequence[Compared]) -> str:
+    """The table of `--compare`."""
+    headers = ["schedule", "stages", "microbatches", "step", "bubble", "peak activations", "messages", "sent"]
+    rows = [_compared(line) for line in compared if line.prediction]
+    table = _table(rows, headers, left=("schedule",)) if rows else ""
+    left_out = [line for c in compared if not c.prediction for line in _wrap(_reason(c))]
+    bases = {c.prediction.basis for c in compared if c.prediction}
+    title = f"Predicted {', '.join(sorted(bases))}; one step, on the busiest rank" if bases else ""
+    return "\n\n".join(part for part in (title, table, "\n".join(left_out)) if part) + "\n"
+
+
+def _reason(line: Compared) -> str:
+    return line.reason if line.reason.startswith(line.schedule) else f"{line.schedule}: {line.reason}"
+
+
+def _compared(line: Compared) -> list[str]:
+    p = line.prediction
+    assert p is not None
+    return [
+        line.schedule,
+        str(line.stages),
+        str(line.microbatches),
+        format_time(p.step, p.unit),
+        format_share(p.bubble),
+        format_bytes(p.peak_bytes),
+        str(p.messages.count),
+        format_bytes(p.messages.bytes),
+    ]
+
+
+def format_count(count: float) -> str:
+    """A number with a decimal unit.
+
+    >>> format_count(999), format_count(10485760)
+    ('999', '10.5M')
+    """
+    for unit in ("", "k", "M", "G", "T"):
+        if count < 999.95 or (not unit and count < 1000):
+            return f"{count:.1f}{unit}" if unit else f"{count:.0f}"
+        count /= 1000
+    return f"{count:.1f}P"
+
+
+def format_share(share: float) -> str:
+    """A share of the whole in per cent; what rounds to nothing has no sign.
+
+    >>> format_share(0.125), format_share(-1e-16)
+    ('12.5%', '0.0%')
+    """
+    return f"{round(share, 3) + 0.0:.1%}"
+
+
+def format_time(value: float, unit: str) -> str:
+    """A time in the unit of a prediction.
+
+    >>> format_time(0.0123, "s"), format_time(33, "passes")
+    ('12.3 ms', '33 passes')
+    """
+    if unit != "s":
+        return f"{value:g} {unit}"
+    for scale, name in ((1, "s"), (1e-3, "ms")):
+        if value >= scale:
+            return f"{value / scale:.3g} {name}"
+    return f"{value * 1e6:.3g} us"

@@ -1,0 +1,210 @@
+"""The summary of a compiled program as plain data: what the tables show and what `--json` writes."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from zbcompile.inspected import Inspected
+from zbcompile.passes.canonical import is_getitem, output_values
+from zbcompile.passes.origin import Origin, origin_of, shown_path
+from zbcompile.passes.stage_program import StageProgram
+from zbcompile.prediction import Basis, Messages, count_messages, predict
+from zbcompile.program import Program
+from zbcompile.schedules.actions import flatten
+from zbcompile.schedules.schedule import Schedule
+from zbcompile.schedules.timeline import Timeline
+
+SCHEMA = "zbcompile.inspect/1"
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The last operation of a stage whose result leaves it: `operation`, in `module`, written at `file`:`line`."""
+
+    module: str
+    operation: str
+    file: str
+    line: int
+    code: str
+
+
+@dataclass(frozen=True)
+class StageSummary:
+    """One stage. `cut` is where it ends (None: the loss). FLOPs and bytes are per microbatch.
+
+    `forward_to_backward`, `forward_to_weight`, `backward_to_weight` are the bytes by the pass that made (or received)
+    them and the pass that needs them; `kept` waits between F and B, `residue` between B and W.
+    """
+
+    stage: int
+    ranks: tuple[int, ...]
+    cut: Cut | None
+    parameters: int
+    parameter_bytes: int
+    flops: Mapping[str, int]
+    forward_to_backward: int
+    forward_to_weight: int
+    backward_to_weight: int
+    kept: int
+    residue: int
+    receive_bytes: int
+    send_bytes: int
+    random: bool
+
+
+@dataclass(frozen=True)
+class RankSummary:
+    """One rank: its stages, its FLOPs in a step, and what is predicted (`busy` in the prediction's unit; bytes)."""
+
+    rank: int
+    stages: tuple[int, ...]
+    parameters: int
+    flops: int
+    busy: float
+    idle_share: float
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A simulated step: `step`, in `unit`, up to an optimizer barrier; `bubble` is the idle share of the busiest rank."""
+
+    basis: str
+    unit: str
+    step: float
+    bubble: float
+    peak_bytes: int
+    messages: Messages
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Everything that the default report shows. `imbalance` is the heaviest rank's FLOPs over the mean rank's."""
+
+    model: str
+    parameters: int
+    parameter_bytes: int
+    inputs: Mapping[str, str]
+    schedule: str
+    ranks: int
+    microbatches: int
+    exact: bool
+    loss_reduction: str
+    imbalance: float
+    prediction: Prediction
+    stages: tuple[StageSummary, ...]
+    per_rank: tuple[RankSummary, ...]
+    orders: tuple[tuple[str, ...], ...]
+    programs: tuple[tuple[str, ...], ...]
+    shared_parameters: tuple[str, ...]
+    dropped_outputs: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `--json` writes; docs/inspect.md describes every field."""
+        return {"schema": SCHEMA, **asdict(self)}
+
+
+def summarise(inspected: Inspected, basis: Basis, loss_reduction: str) -> Summary:
+    """Describe a compiled example and predict its step under `basis`."""
+    program, model = inspected.program, inspected.example.model
+    timeline = predict(program, basis.costs)
+    sizes = {name: (p.numel(), p.numel() * p.element_size()) for name, p in model.named_parameters()}
+    stages = tuple(_stage(stage, program, sizes) for stage in program.stages)
+    ranks = tuple(_rank(rank, program, sizes, timeline) for rank in range(program.schedule.ranks))
+    return Summary(
+        model=type(model).__name__,
+        parameters=sum(count for count, _ in sizes.values()),
+        parameter_bytes=sum(size for _, size in sizes.values()),
+        inputs={
+            path: f"{dtype.removeprefix('torch.')}{list(shape)}" for path, (shape, dtype) in program.inputs.items()
+        },
+        schedule=program.schedule.name,
+        ranks=program.schedule.ranks,
+        microbatches=program.schedule.microbatches,
+        exact=program.exact,
+        loss_reduction=loss_reduction,
+        imbalance=_imbalance([rank.flops for rank in ranks]),
+        prediction=prediction_of(program, basis, timeline),
+        stages=stages,
+        per_rank=ranks,
+        orders=tuple(tuple(map(str, order)) for order in program.schedule.orders),
+        programs=tuple(tuple(map(str, order)) for order in program.lowered.programs),
+        shared_parameters=tuple(sorted(program.shared)),
+        dropped_outputs=inspected.dropped,
+        warnings=inspected.warnings,
+    )
+
+
+def prediction_of(program: Program, basis: Basis, timeline: Timeline) -> Prediction:
+    peak = int(max(timeline.peak_memory))
+    return Prediction(basis.text, basis.unit, timeline.makespan, timeline.bubble, peak, count_messages(program))
+
+
+def _imbalance(loads: list[int]) -> float:
+    return max(loads) * len(loads) / sum(loads) if sum(loads) else 1.0
+
+
+def _stage(stage: StageProgram, program: Program, sizes: Mapping[str, tuple[int, int]]) -> StageSummary:
+    crossing = stage.crossing
+    return StageSummary(
+        stage=stage.stage,
+        ranks=ranks_of(program.schedule, stage.stage),
+        cut=cut_of(stage),
+        parameters=sum(sizes[name][0] for name in stage.parameters),
+        parameter_bytes=sum(sizes[name][1] for name in stage.parameters),
+        flops=dict(stage.flops),
+        forward_to_backward=crossing.forward_to_backward,
+        forward_to_weight=crossing.forward_to_weight,
+        backward_to_weight=crossing.backward_to_weight,
+        kept=crossing.kept,
+        residue=crossing.residue,
+        receive_bytes=stage.receive_bytes,
+        send_bytes=stage.send_bytes,
+        random=stage.random,
+    )
+
+
+def ranks_of(schedule: Schedule, stage: int) -> tuple[int, ...]:
+    """The ranks that hold a stage: two where the schedule has two copies of the model."""
+    return tuple(rank for rank in range(schedule.ranks) if stage in schedule.placement.stages_of(rank))
+
+
+def cut_of(stage: StageProgram) -> Cut | None:
+    """Where the model was cut behind `stage`: the last value that it makes and sends on."""
+    piece = stage.pieces["F"]
+    order = {node: i for i, node in enumerate(piece.module.graph.nodes)}
+    pairs = zip(piece.outputs, output_values(piece.module.graph), strict=True)
+    made = [node for slot, node in pairs if slot.kind == "activation" and node.op == "call_function"]
+    if not made:
+        return None
+    last = max(made, key=order.__getitem__)
+    origin = origin_of(last) or Origin("", "", 0, "")
+    return Cut(
+        origin.module, _operation(last), shown_path(origin.file) if origin.file else "", origin.line, origin.code
+    )
+
+
+def _operation(node: Node) -> str:
+    """The short name of the operator, of a part of a result that of the whole."""
+    maker: Any = node.args[0] if is_getitem(node) else node
+    target = maker.target
+    return target.overloadpacket.__name__ if isinstance(target, torch._ops.OpOverload) else maker.name
+
+
+def _rank(rank: int, program: Program, sizes: Mapping[str, tuple[int, int]], timeline: Timeline) -> RankSummary:
+    stages = program.schedule.placement.stages_of(rank)
+    names = {name for stage in stages for name in program.stages[stage].parameters}
+    actions = flatten(program.schedule.orders[rank])
+    return RankSummary(
+        rank=rank,
+        stages=stages,
+        parameters=sum(sizes[name][0] for name in names),
+        flops=sum(program.stages[action.stage].flops.get(action.op, 0) for action in actions),
+        busy=timeline.busy[rank],
+        idle_share=1 - timeline.busy[rank] / timeline.makespan if timeline.makespan else 0.0,
+        peak_bytes=int(timeline.peak_memory[rank]),
+    )
