@@ -13,13 +13,14 @@ from zbcompile.inspect_commands import Request, run
 from zbcompile.passes.errors import CompileError
 from zbcompile.schedules import ScheduleError
 
-USAGE_ERROR = 2
+FAILED = 2
+_EXPECTED = (PipelineError, CompileError, ScheduleError, OSError)
 EXAMPLES = """examples:
-  python -m zbcompile.inspect examples/gpt.py:example
-  python -m zbcompile.inspect examples/gpt.py:example --schedule zb-h1 --ranks 4 --microbatches 8
-  python -m zbcompile.inspect examples/gpt.py:example --graph 1.B
-  python -m zbcompile.inspect examples/gpt.py:example --graphs graphs/
-  python -m zbcompile.inspect examples/gpt.py:example --compare 1f1b,zb-h1,zb-v
+  python -m zbcompile.inspect examples/targets.py:gpt
+  python -m zbcompile.inspect examples/targets.py:gpt --schedule zb-h1 --ranks 4 --microbatches 8
+  python -m zbcompile.inspect examples/targets.py:gpt --graph 1.B
+  python -m zbcompile.inspect examples/targets.py:gpt --graphs graphs/
+  python -m zbcompile.inspect examples/targets.py:gpt --compare 1f1b,zb-h1,zb-v
   python -m zbcompile.inspect mypackage.models:seventy_billion --fake --ranks 8 --json
 
 TARGET is called without arguments and returns (model, args), (model, args, kwargs) or
@@ -37,18 +38,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except BrokenPipeError:  # the reader of a pipe has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (PipelineError, CompileError, ScheduleError, OSError) as error:
+    except Exception as error:
         return _fail(error, chosen.debug)
     return 0
 
 
 def _fail(error: Exception, debug: bool) -> int:
+    """One line on standard error (with `debug` the traceback); what no one foresaw says so."""
     if debug:
         traceback.print_exc()
-    else:
-        first = next(iter(str(error).splitlines()), type(error).__name__)
-        print(f"zbcompile.inspect: {first}", file=sys.stderr)
-    return USAGE_ERROR
+    first = next(iter(str(error).splitlines()), "")
+    if isinstance(error, OSError) and error.filename:
+        first = f"{error.filename}: {error.strerror}"
+    elif not isinstance(error, _EXPECTED):
+        first = f"unexpected {type(error).__name__}: {first} (--debug shows where)"
+    print(f"zbcompile.inspect: {first}", file=sys.stderr)
+    return FAILED
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -50,6 +50,8 @@ def run(request: Request) -> None:
     if request.json and (request.graph or request.graphs):
         raise PipelineError("--json writes the summary or the comparison; graphs are Python. Leave one of the two out.")
     chosen = None if request.graph is None else _stage_and_pass(request.graph)
+    if request.graphs:
+        request.graphs.mkdir(parents=True, exist_ok=True)  # a wrong path is known before a long compilation
     with FakeTensorMode() if request.fake else contextlib.nullcontext():
         example = load_example(request.target)
     if request.compare:
@@ -117,7 +119,6 @@ def _printed(inspected: Inspected, stage: int, name: str) -> str:
 
 
 def _write_graphs(inspected: Inspected, directory: Path) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
     for stage in range(len(inspected.program.stages)):
         for name in PASSES:
             path = directory / f"stage{stage}_{name}.py"

@@ -70,7 +70,7 @@ class RankSummary:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A simulated step: `step`, in `unit`, up to an optimizer barrier; `bubble` is the idle share of the busiest rank."""
+    """A simulated step: `step`, in `unit`, up to an optimizer barrier; `bubble`: the busiest rank's idle share."""
 
     basis: str
     unit: str

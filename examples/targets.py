@@ -1,0 +1,60 @@
+"""Small models to look at: `python -m zbcompile.inspect examples/targets.py:gpt` (or :llama, :unet)."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from gpt import GPT, VOCABULARY, next_byte_loss
+from torch import Tensor, nn
+
+import zbcompile
+
+
+def gpt() -> zbcompile.Example:
+    """A byte-level GPT whose loss is a function of its output."""
+    model = GPT(layers=4, width=64, length=32, dropout=0.1, tied=True)
+    tokens = torch.randint(VOCABULARY, (2, 33))
+    return zbcompile.Example(model, (tokens[:, :-1],), loss=next_byte_loss, target=tokens[:, 1:].contiguous())
+
+
+def llama() -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """transformers' Llama with random weights: it returns its loss, and logits beside it."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    tokens = torch.randint(config.vocab_size, (2, 32))
+    return LlamaForCausalLM(config), (), {"input_ids": tokens, "labels": tokens}
+
+
+class UNet(nn.Module):
+    """Two levels down and up again; what each level passes to its opposite skips the stages between."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.enter = nn.Conv2d(3, width, 3, padding=1)
+        self.down = nn.Conv2d(width, 2 * width, 3, stride=2, padding=1)
+        self.middle = nn.Conv2d(2 * width, 2 * width, 3, padding=1)
+        self.norm = nn.BatchNorm2d(2 * width)
+        self.up = nn.ConvTranspose2d(4 * width, width, 2, stride=2)
+        self.leave = nn.Conv2d(2 * width, 3, 3, padding=1)
+
+    def forward(self, noisy: Tensor, clean: Tensor) -> dict[str, Tensor]:
+        fine = F.relu(self.enter(noisy))
+        coarse = F.relu(self.down(fine))
+        deepest = F.relu(self.norm(self.middle(coarse)))
+        upper = F.relu(self.up(torch.cat([deepest, coarse], dim=1)))
+        image = self.leave(torch.cat([upper, fine], dim=1))
+        return {"loss": F.mse_loss(image, clean), "image": image}
+
+
+def unet() -> tuple[nn.Module, tuple[Any, ...]]:
+    """A small U-Net with skip connections and batch norm: its loss is one entry of what it returns."""
+    clean = torch.randn(2, 3, 16, 16)
+    return UNet(), (clean + 0.1 * torch.randn_like(clean), clean)
