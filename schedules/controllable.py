@@ -77,7 +77,7 @@ def v_half(task: Task) -> Orders:
 
 
 def _from_block(task: Task, block: Callable[[int, int], Block]) -> Orders:
-    enough = min(task.microbatches, 4 * task.ranks)  # to have a steady state; the best cool-down is the same for more
+    enough = min(task.microbatches, 3 * task.ranks)  # to have a steady state; the best cool-down is the same for more
     sizes = (0, task.ranks // 2, task.ranks // 2 + 1)
     outcomes = {size: _outcome(task, _reordered(task, block, enough, size), enough) for size in sizes}
     limit = outcomes[0].peak
@@ -140,12 +140,15 @@ class _Reorder:
         if head is None:
             return None
         self._cooling[rank] |= head.op == B and head.microbatch >= self._free_from
-        ready = sorted(floor.ready(rank), key=self._begins.__getitem__)
         if self._cooling[rank]:
-            return min(ready, key=lambda action: "FBW".index(action.op), default=None)
-        if head in ready:
+            return min(floor.ready(rank), key=self._cool_down_preference, default=None)
+        if floor.is_ready(head):
             return head
-        return next((action for action in ready if self._fits(floor, rank, action, head)), None)
+        fillers = [action for action in floor.ready(rank) if self._fits(floor, rank, action, head)]
+        return min(fillers, key=self._begins.__getitem__, default=None)
+
+    def _cool_down_preference(self, action: Action) -> tuple[int, float]:
+        return "FBW".index(action.op), self._begins[action]
 
     def _head(self, floor: Floor, rank: int) -> Action | None:
         order, at = self._orders[rank], self._reached[rank]

@@ -5,8 +5,10 @@ V-Half and V-Min) state what a rank prefers and read the order off the clock.
 """
 
 import heapq
+import math
 from collections.abc import Callable
 from operator import itemgetter
+from typing import NamedTuple
 
 from zbcompile.schedules.actions import Action, B, F, W
 from zbcompile.schedules.costs import Costs
@@ -14,6 +16,15 @@ from zbcompile.schedules.engine import run
 from zbcompile.schedules.placement import Placement
 from zbcompile.schedules.schedule import Schedule
 from zbcompile.schedules.task import Orders
+
+
+class Link(NamedTuple):
+    """An operation that waits for another one, and how long the message to its rank takes."""
+
+    op: str
+    stage: int
+    rank: int
+    delay: float
 
 
 class Floor:
@@ -30,11 +41,16 @@ class Floor:
         self._times = {op: costs.times(op) for op in (F, B, W)}
         freed = [left - whole for left, whole in zip(costs.residue, costs.activation, strict=True)]
         self._memory = {F: costs.activation, B: tuple(freed), W: tuple(-left for left in costs.residue)}
+        self._links = {(op, stage): self._links_from(op, stage) for op, stage in self.started}
+
+    def is_ready(self, action: Action) -> bool:
+        """Whether `action` could begin now."""
+        return self.ready_at.get(action, math.inf) <= self.now
 
     def ready(self, rank: int) -> list[Action]:
         """Per operation and stage of `rank` the next action, if it could begin now."""
         heads = (Action(op, stage, self.started[op, stage]) for stage in self.placement.stages_of(rank) for op in "FBW")
-        return [head for head in heads if self.ready_at.get(head, self.now + 1) <= self.now]
+        return list(filter(self.is_ready, heads))
 
     def time(self, action: Action) -> float:
         return self._times[action.op][action.stage]
@@ -44,27 +60,32 @@ class Floor:
         return self._memory[action.op][action.stage]
 
     def start(self, rank: int, action: Action) -> tuple[float, list[tuple[float, int]]]:
-        """Run `action` now; return its end and the (time, rank) at which something becomes ready because of it."""
-        end = self.now + self.time(action)
-        self.started[action.op, action.stage] += 1
-        self.memory[rank] += self.added(action)
-        wakes = []
-        for follower, stage in self._followers(action):
-            there = self.placement.rank(follower.stage)
-            self.ready_at[follower] = end + self.costs.hop(stage, rank, there)
-            wakes.append((self.ready_at[follower], there))
-        return end, wakes
-
-    def _followers(self, action: Action) -> list[tuple[Action, int]]:
-        """What waits for `action`, with the stage whose output has to travel."""
+        """Run `action` now; return its end, and when it makes something ready on which other rank."""
         op, stage, microbatch = action
+        end = self.now + self._times[op][stage]
+        self.started[op, stage] += 1
+        self.memory[rank] += self._memory[op][stage]
+        arrivals = []
+        for link in self._links[op, stage]:
+            ready_at = end + link.delay
+            self.ready_at[Action(link.op, link.stage, microbatch)] = ready_at
+            if link.rank != rank:
+                arrivals.append((ready_at, link.rank))
+        return end, arrivals
+
+    def _links_from(self, op: str, stage: int) -> list[Link]:
+        """What waits for `op` on `stage`."""
+        here = self.placement.rank(stage)
         if op == F and stage + 1 < self.placement.stages:
-            return [(Action(F, stage + 1, microbatch), stage)]
+            there = self.placement.rank(stage + 1)
+            return [Link(F, stage + 1, there, self.costs.hop(stage, here, there))]
         if op == F:
-            return [(Action(B, stage, microbatch), stage)]
+            return [Link(B, stage, here, 0)]
+        links = [Link(W, stage, here, 0)] if op == B else []
         if op == B and stage > 0:
-            return [(Action(W, stage, microbatch), stage), (Action(B, stage - 1, microbatch), stage - 1)]
-        return [(Action(W, stage, microbatch), stage)] if op == B else []
+            there = self.placement.rank(stage - 1)
+            links.append(Link(B, stage - 1, there, self.costs.hop(stage - 1, here, there)))
+        return links
 
 
 Choice = Callable[[Floor, int], Action | None]
@@ -81,9 +102,11 @@ def dispatch(floor: Floor, choose: Choice) -> Orders:
         if action is None:
             continue
         orders[rank].append(action)
-        free_at[rank], woken = floor.start(rank, action)
-        for wake in (*woken, (free_at[rank], rank)):
-            heapq.heappush(wakes, (max(wake[0], free_at[wake[1]]), wake[1]))
+        free_at[rank], arrivals = floor.start(rank, action)
+        heapq.heappush(wakes, (free_at[rank], rank))
+        for time, there in arrivals:
+            if time >= free_at[there]:  # else it chooses again anyway when it is free
+                heapq.heappush(wakes, (time, there))
     return tuple(map(tuple, orders))
 
 
