@@ -4,10 +4,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gpt import GPT, VOCABULARY, next_byte_loss
 from torch import Tensor, nn
 
 import zbcompile
+from gpt import GPT, VOCABULARY, next_byte_loss
 
 
 def gpt() -> zbcompile.Example:
