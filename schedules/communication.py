@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import cast
+from typing import NamedTuple, cast
 
 from zbcompile.schedules.actions import (
     BW,
@@ -26,8 +26,17 @@ from zbcompile.schedules.excerpt import culprit_error
 from zbcompile.schedules.schedule import Lowered, Schedule
 
 Channel = tuple[int, int]  # source rank, destination rank
-Message = tuple[str, int, int]  # RECV_F or RECV_B, receiving stage, microbatch
-Routes = dict[tuple[str, int], tuple[Channel, str, int]]  # (op, stage) -> channel, and the message less its microbatch
+Message = int  # ((receiving stage) * 2 + (0 forward, 1 backward)) * microbatches + microbatch
+
+
+class Route(NamedTuple):
+    """Where messages of one kind and stage travel, and the message of microbatch 0."""
+
+    channel: Channel
+    first: Message
+
+
+Routes = dict[tuple[str, int], Route]
 
 
 def check_communication(lowered: Lowered) -> tuple[int, ...]:
@@ -55,34 +64,32 @@ def check_communication(lowered: Lowered) -> tuple[int, ...]:
 
 
 def _routes(schedule: Schedule, rank: int) -> Routes:
-    """Every kind of message that `rank` sends or receives."""
+    """Every kind of message that `rank` sends or receives, by (op, stage)."""
     routes: Routes = {}
-    placement = schedule.placement
+    placement, count = schedule.placement, schedule.microbatches
     for stage in placement.stages_of(rank):
         copy = int(placement.rank(stage) != rank)
-        for step, outward, inward in ((1, SEND_F, RECV_B), (-1, SEND_B, RECV_F)):
-            other = stage + step
+        for other, outward, inward in ((stage + 1, SEND_F, RECV_B), (stage - 1, SEND_B, RECV_F)):
             if 0 <= other < schedule.stages and placement.rank(other, copy) != rank:
                 peer = placement.rank(other, copy)
-                routes[outward, stage] = (rank, peer), RECV_F if outward == SEND_F else RECV_B, other
-                routes[inward, stage] = (peer, rank), inward, stage
+                routes[outward, stage] = Route((rank, peer), (2 * other + (outward == SEND_B)) * count)
+                routes[inward, stage] = Route((peer, rank), (2 * stage + (inward == RECV_B)) * count)
     return routes
 
 
 def _check_computation(lowered: Lowered, rank: int) -> None:
     """Without its messages the program is the order."""
     order, program = lowered.schedule.orders[rank], lowered.programs[rank]
-    computed = [(index, step) for index, step in enumerate(program) if step[0] not in COMMUNICATION]
-    if len(computed) == len(order) and all(a[1] == b for a, b in zip(computed, order, strict=True)):
+    computed = [step for step in program if step[0] not in COMMUNICATION]
+    if computed == list(order):
         return
-    place = next((i for i, (a, b) in enumerate(zip(computed, order, strict=False)) if a[1] != b), None)
-    if place is None:
-        place = min(len(computed), len(order))
-    found = str(computed[place][1]) if place < len(computed) else "nothing more"
+    places = [index for index, step in enumerate(program) if step[0] not in COMMUNICATION]
+    common = min(len(computed), len(order))
+    place = next((i for i in range(common) if computed[i] != order[i]), common)
+    found = str(computed[place]) if place < len(computed) else "nothing more"
     wanted = str(order[place]) if place < len(order) else "nothing more"
-    index = computed[place][0] if place < len(computed) else len(program) - 1
     message = f"{lowered.schedule.name}: rank {rank}: the program computes {found} where the order has {wanted}"
-    raise culprit_error(message, lowered.programs, rank, index)
+    raise culprit_error(message, lowered.programs, rank, places[place] if place < len(places) else len(program) - 1)
 
 
 def _collect_messages(
@@ -93,34 +100,37 @@ def _collect_messages(
     received: Mapping[Channel, list[Message]],
 ) -> None:
     """Append this rank's sends and receives to their channels."""
+    count = lowered.schedule.microbatches
+    lanes = {
+        key: ((sent if route.channel[0] == rank else received)[route.channel], route.first)
+        for key, route in routes.items()
+    }
     for index, step in enumerate(lowered.programs[rank]):
         if step[0] not in COMMUNICATION:
             continue
         op, stage, microbatch = cast(Action, step)
-        route = routes.get((op, stage))
-        if route is None:
-            message = (
-                f"{lowered.schedule.name}: rank {rank}: {step} is not a message of this rank: it has no such stage"
-            )
-            raise culprit_error(f"{message}, or the other side is on the same rank", lowered.programs, rank, index)
-        channel, receive, target = route
-        (sent if channel[0] == rank else received)[channel].append((receive, target, microbatch))
+        if (op, stage) not in lanes or not 0 <= microbatch < count:
+            reason = "no such stage or microbatch here, or the other side is on the same rank"
+            message = f"{lowered.schedule.name}: rank {rank}: {step} is not a message of this rank: {reason}"
+            raise culprit_error(message, lowered.programs, rank, index)
+        lane, first = lanes[op, stage]
+        lane.append(first + microbatch)
 
 
 def _expected(schedule: Schedule, routes: Sequence[Routes]) -> dict[Channel, list[Message]]:
     """The messages of every channel in any order."""
     expected: dict[Channel, list[Message]] = defaultdict(list)
-    every = range(schedule.microbatches)
     for rank in range(schedule.ranks):
-        for (op, stage), (channel, receive, target) in routes[rank].items():
+        for (op, stage), route in routes[rank].items():
             if op in (SEND_F, SEND_B):
-                own = (
-                    every
-                    if schedule.placement.kind != "dual"
-                    else [m for m in every if schedule.rank_of(stage, m) == rank]
-                )
-                expected[channel] += [(receive, target, m) for m in own]
+                expected[route.channel] += [route.first + m for m in _microbatches_of(schedule, rank, stage)]
     return expected
+
+
+def _microbatches_of(schedule: Schedule, rank: int, stage: int) -> Sequence[int]:
+    """Those that run through `stage` on this rank: all, or those of one model copy."""
+    every = range(schedule.microbatches)
+    return every if schedule.placement.kind != "dual" else [m for m in every if schedule.rank_of(stage, m) == rank]
 
 
 def _check_sends(lowered: Lowered, channel: Channel, sent: Sequence[Message], expected: Sequence[Message]) -> None:
@@ -131,11 +141,11 @@ def _check_sends(lowered: Lowered, channel: Channel, sent: Sequence[Message], ex
     name = f"{lowered.schedule.name}: channel {source} -> {destination}"
     missing = sorted(set(expected) - set(sent))
     if missing:
-        raise ScheduleError(f"{name}: {_send_of(missing[0])} is missing in the program of rank {source}")
+        raise ScheduleError(f"{name}: {_send_of(lowered, missing[0])} is missing in the program of rank {source}")
     seen: set[Message] = set()
     for message in sent:
         if message in seen or message not in expected:
-            send = _send_of(message)
+            send = _send_of(lowered, message)
             index = _last_index(lowered.programs[source], send)
             text = f"{name}: {send} comes twice or belongs to no microbatch of this channel"
             raise culprit_error(text, lowered.programs, source, index)
@@ -150,11 +160,11 @@ def _check_receives(lowered: Lowered, channel: Channel, sent: Sequence[Message],
     name = f"{lowered.schedule.name}: channel {source} -> {destination}"
     place = next((i for i, (a, b) in enumerate(zip(sent, received, strict=False)) if a != b), None)
     if place is None and len(received) < len(sent):
-        missing = Action(*sent[len(received)])
+        missing = _receive_of(lowered, sent[len(received)])
         raise ScheduleError(f"{name}: {missing} is missing in the program of rank {destination}")
     place = len(sent) if place is None else place
-    posted = Action(*received[place])
-    due = _send_of(sent[place]) if place < len(sent) else "nothing more"
+    posted = _receive_of(lowered, received[place])
+    due = _send_of(lowered, sent[place]) if place < len(sent) else "nothing more"
     text = f"{name}: message {place} is {due}, but rank {destination} posts {posted} for it"
     raise culprit_error(text, lowered.programs, destination, _last_index(lowered.programs[destination], posted))
 
@@ -167,9 +177,7 @@ def _check_sends_follow(lowered: Lowered, rank: int, routes: Routes, outcome: Ru
             continue
         made, sent = events.first(F if op == SEND_F else B, stage), events.first(op, stage)
         pairs = zip(happened[made : made + count], happened[sent : sent + count], strict=True)
-        early = [m for m, (a, b) in enumerate(pairs) if b is not None and b < a]
-        if early and lowered.schedule.placement.kind == "dual":
-            early = [m for m in early if lowered.schedule.rank_of(stage, m) == rank]
+        early = [m for m, (a, b) in enumerate(pairs) if b < a and lowered.schedule.rank_of(stage, m) == rank]
         if early:
             send = Action(op, stage, early[0])
             text = f"{lowered.schedule.name}: rank {rank}: {send} stands before the pass that makes what it sends"
@@ -188,9 +196,14 @@ def _receive_buffers(lowered: Lowered, rank: int, routes: Routes) -> int:
     return max(accumulate(change.get((op, stage), 0) for op, stage, _ in actions), default=0)
 
 
-def _send_of(message: Message) -> Action:
+def _receive_of(lowered: Lowered, message: Message) -> Action:
+    kind, microbatch = divmod(message, lowered.schedule.microbatches)
+    return Action(RECV_B if kind % 2 else RECV_F, kind // 2, microbatch)
+
+
+def _send_of(lowered: Lowered, message: Message) -> Action:
     """The send that the receive of `message` waits for."""
-    receive, target, microbatch = message
+    receive, target, microbatch = _receive_of(lowered, message)
     return Action(SEND_F, target - 1, microbatch) if receive == RECV_F else Action(SEND_B, target + 1, microbatch)
 
 
