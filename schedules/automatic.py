@@ -51,8 +51,13 @@ def _automatic(task: Task, times_1f1b: int, objective: str) -> Orders:
     switches = (Switches(*flags) for flags in product((False, True), repeat=3))
     found = [Heuristic(task, limits, each).orders() for each in switches]
     handcrafted = (orders for orders in (zb_h1(task), zb_h2(task)) if _within(task, orders, limits))
-    direction = 1 if objective == "cost" else -1
-    return min((*found, *handcrafted), key=lambda orders: _spans(task, orders)[::direction])
+
+    def preference(orders: Orders) -> tuple[float, float, float]:
+        cost, makespan = spans(task.placement, task.microbatches, orders, task.costs_or_equal)
+        spent = (cost, makespan) if objective == "cost" else (makespan, cost)
+        return *spent, max(_peaks(task, orders))
+
+    return min((*found, *handcrafted), key=preference)
 
 
 def _limits(task: Task, times_1f1b: int) -> list[float]:
@@ -67,13 +72,11 @@ def _limits(task: Task, times_1f1b: int) -> list[float]:
 
 
 def _within(task: Task, orders: Orders, limits: Sequence[float]) -> bool:
-    schedule = Schedule("", task.placement, task.microbatches, orders)
-    peaks = peak_memory(schedule, task.costs_or_equal)
-    return all(peak <= limit + EPSILON for peak, limit in zip(peaks, limits, strict=True))
+    return all(peak <= limit + EPSILON for peak, limit in zip(_peaks(task, orders), limits, strict=True))
 
 
-def _spans(task: Task, orders: Orders) -> tuple[float, float]:
-    return spans(task.placement, task.microbatches, orders, task.costs_or_equal)
+def _peaks(task: Task, orders: Orders) -> tuple[float, ...]:
+    return peak_memory(Schedule("", task.placement, task.microbatches, orders), task.costs_or_equal)
 
 
 class Switches(NamedTuple):

@@ -105,6 +105,15 @@ def test_zb_h1_lazy_exact_accumulates_as_1f1b() -> None:
             assert all(exact.weight_order(stage) == tuple(range(microbatches)) for stage in range(ranks))
 
 
+def test_zb_h1_lazy_exact_is_as_short() -> None:
+    """Without communication; both are as short as ZB-H1."""
+    for ranks in (1, 2, 4, 8):
+        for microbatches in (1, ranks, 3 * ranks):
+            lazy, exact = (build("zb-h1-lazy", ranks, microbatches, exact=exact) for exact in (False, True))
+            timelines = [simulate(each) for each in (build("zb-h1", ranks, microbatches), lazy, exact)]
+            assert len({timeline.makespan for timeline in timelines}) == 1
+
+
 def test_zb_h1_lazy_never_splits_on_rank_0() -> None:
     schedule = build("zb-h1-lazy", ranks=4, microbatches=8)
     assert not any(action.op in (B, W) for action in flatten(schedule.orders[0]))

@@ -148,6 +148,15 @@ def test_broken_grid(text: str, message: str) -> None:
         parse_schedule(text)
 
 
+@pytest.mark.parametrize("name", names())
+def test_golden_grid(name: str, golden) -> None:
+    """4 ranks, 8 microbatches, as a person would look at it; what is shown is read back."""
+    schedule = build(name, ranks=4, microbatches=8)
+    grid = format_schedule(schedule, width=120)
+    golden(f"schedules/{name}.txt", grid + "\n")
+    assert parse_schedule(grid) == schedule
+
+
 def test_grid_fits_the_terminal() -> None:
     grid = format_schedule(build("zb-v", ranks=4, microbatches=8), width=80)
     assert max(map(len, grid.splitlines())) <= 80
