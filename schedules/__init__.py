@@ -18,12 +18,16 @@ if TYPE_CHECKING:  # what `__getattr__` finds, for editors and type checkers; a 
     from zbcompile.schedules.costs import Costs, Link, PairTime
     from zbcompile.schedules.errors import ScheduleError
     from zbcompile.schedules.files import from_csv, from_json, load, save, to_csv, to_json
+    from zbcompile.schedules.html_picture import to_html
+    from zbcompile.schedules.idle import Idle
     from zbcompile.schedules.lowering import lower
     from zbcompile.schedules.memory import peak_memory
+    from zbcompile.schedules.pictures import write_picture
     from zbcompile.schedules.placement import Placement
     from zbcompile.schedules.registry import admits, build, names, smallest_microbatches
     from zbcompile.schedules.schedule import Lowered, Schedule
     from zbcompile.schedules.simulator import simulate
+    from zbcompile.schedules.svg_picture import to_svg
     from zbcompile.schedules.text import (
         format_order,
         format_schedule,
@@ -33,66 +37,37 @@ if TYPE_CHECKING:  # what `__getattr__` finds, for editors and type checkers; a 
         parse_step,
     )
     from zbcompile.schedules.timeline import Span, Timeline
+    from zbcompile.schedules.timeline_text import format_timeline, summary
+    from zbcompile.schedules.trace_picture import to_chrome_trace
 
 _HOME = {
-    "actions": (
-        "Action",
-        "Pair",
-    ),
-    "checker": (
-        "Report",
-        "check",
-    ),
-    "closed_forms": (
-        "ClosedForm",
-        "closed_form",
-    ),
-    "costs": (
-        "Costs",
-        "Link",
-        "PairTime",
-    ),
+    "actions": ("Action", "Pair"),
+    "checker": ("Report", "check"),
+    "closed_forms": ("ClosedForm", "closed_form"),
+    "costs": ("Costs", "Link", "PairTime"),
     "errors": ("ScheduleError",),
-    "files": (
-        "from_csv",
-        "from_json",
-        "load",
-        "save",
-        "to_csv",
-        "to_json",
-    ),
+    "files": ("from_csv", "from_json", "load", "save", "to_csv", "to_json"),
+    "html_picture": ("to_html",),
+    "idle": ("Idle",),
     "lowering": ("lower",),
     "memory": ("peak_memory",),
+    "pictures": ("write_picture",),
     "placement": ("Placement",),
-    "registry": (
-        "admits",
-        "build",
-        "names",
-        "smallest_microbatches",
-    ),
-    "schedule": (
-        "Lowered",
-        "Schedule",
-    ),
+    "registry": ("admits", "build", "names", "smallest_microbatches"),
+    "schedule": ("Lowered", "Schedule"),
     "simulator": ("simulate",),
-    "text": (
-        "format_order",
-        "format_schedule",
-        "format_step",
-        "parse_order",
-        "parse_schedule",
-        "parse_step",
-    ),
-    "timeline": (
-        "Span",
-        "Timeline",
-    ),
+    "svg_picture": ("to_svg",),
+    "text": ("format_order", "format_schedule", "format_step", "parse_order", "parse_schedule", "parse_step"),
+    "timeline": ("Span", "Timeline"),
+    "timeline_text": ("format_timeline", "summary"),
+    "trace_picture": ("to_chrome_trace",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 __all__ = [
     "Action",
     "ClosedForm",
     "Costs",
+    "Idle",
     "Link",
     "Lowered",
     "Pair",
@@ -110,6 +85,7 @@ __all__ = [
     "format_order",
     "format_schedule",
     "format_step",
+    "format_timeline",
     "from_csv",
     "from_json",
     "load",
@@ -122,8 +98,13 @@ __all__ = [
     "save",
     "simulate",
     "smallest_microbatches",
+    "summary",
+    "to_chrome_trace",
     "to_csv",
+    "to_html",
     "to_json",
+    "to_svg",
+    "write_picture",
 ]
 
 

@@ -163,9 +163,9 @@ class Heuristic:
         self._warm_up()
         self._backwards()
         for microbatch in range(1, self.microbatches):
-            for rank, granted in enumerate(self._grants(microbatch)):
+            for index, granted in enumerate(self._grants(microbatch)):
                 if granted:
-                    self._forward(rank)
+                    self._forward(index)
             self._backwards()
         for rank in self.ranks:
             rank.flush()
