@@ -16,7 +16,6 @@ the producers on one rank begin in the order in which they send, each channel's 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import NamedTuple, cast
 
 from zbcompile.schedules.actions import (
@@ -29,6 +28,7 @@ from zbcompile.schedules.actions import (
     Action,
     B,
     F,
+    Pair,
     Step,
     flatten,
 )
@@ -37,7 +37,7 @@ from zbcompile.schedules.deadlock import require_finished
 from zbcompile.schedules.engine import Run, has_pairs, run
 from zbcompile.schedules.schedule import Lowered, Schedule
 
-Messages = list[list[Action] | None]  # by the index of a step
+Posts = list[list[Action] | None]  # the receives in front of each step of one rank
 
 
 class Peer(NamedTuple):
@@ -46,6 +46,9 @@ class Peer(NamedTuple):
     rank: int
     sends: list[Action]
     receives: list[Action]
+
+
+Peers = dict[str, dict[int, Peer]]  # by operation, then by stage
 
 
 def lower(schedule: Schedule, costs: Costs | None = None) -> Lowered:
@@ -60,9 +63,11 @@ def lower(schedule: Schedule, costs: Costs | None = None) -> Lowered:
     """
     outcome = run(schedule, _positive(costs or Costs.uniform(schedule.stages)))
     require_finished(schedule, outcome)
-    posts: list[Messages] = [[None] * len(order) for order in schedule.orders]
-    sends = [_place_messages(schedule, rank, outcome, posts) for rank in range(schedule.ranks)]
-    return Lowered(schedule, tuple(map(_interleave, schedule.orders, posts, sends)))
+    peers = [_peers(schedule, rank) for rank in range(schedule.ranks)]
+    posts: list[Posts] = [[None] * len(order) for order in schedule.orders]
+    for rank, order in enumerate(schedule.orders):
+        _post_receives(order, outcome.begin[rank], peers[rank], outcome, posts)
+    return Lowered(schedule, tuple(map(_interleave, schedule.orders, peers, posts)))
 
 
 def _positive(costs: Costs) -> Costs:
@@ -73,44 +78,37 @@ def _positive(costs: Costs) -> Costs:
     return replace(costs, pairs=pairs, **{op: tuple(t or tiny for t in values) for op, values in times.items()})
 
 
-def _place_messages(schedule: Schedule, rank: int, outcome: Run, posts: list[Messages]) -> Messages:
-    """The sends after each step of `rank`; their receives are entered into `posts` of the receiving ranks."""
-    order, begins = schedule.orders[rank], outcome.begin[rank]
-    peers = _peers(schedule, rank)
+def _post_receives(
+    order: Sequence[Step], begins: Sequence[float], peers: Peers, outcome: Run, posts: Sequence[Posts]
+) -> None:
+    """Enter the receives of everything that one rank sends into the `posts` of the receiving ranks."""
     reached = dict.fromkeys((peer.rank for stages in peers.values() for peer in stages.values()), 0)
-    sends: Messages = [None] * len(order)
-    for index, (op, stage, microbatch) in _numbered(order):
+    for begin, (op, stage, microbatch) in _timed(order, begins):
         peer = peers[op].get(stage)
         if peer is None:
             continue
-        there, begin = peer.rank, begins[index]
+        there = peer.rank
         place = bisect_left(outcome.begin[there], begin, reached[there])
         if place and outcome.end[there][place - 1] > begin:
             place -= 1
         reached[there] = place
-        _append(posts[there], place, peer.receives[microbatch])
-        _append(sends, index, peer.sends[microbatch])
-    return sends
+        present = posts[there][place]
+        if present is None:
+            posts[there][place] = [peer.receives[microbatch]]
+        else:
+            present.append(peer.receives[microbatch])
 
 
-def _append(messages: Messages, index: int, action: Action) -> None:
-    present = messages[index]
-    if present is None:
-        messages[index] = [action]
-    else:
-        present.append(action)
+def _timed(order: Sequence[Step], begins: Sequence[float]) -> Iterable[tuple[float, Action]]:
+    """The actions with the begin of their step."""
+    if not has_pairs(order):
+        return zip(begins, cast(Sequence[Action], order), strict=True)
+    return ((begin, action) for begin, step in zip(begins, order, strict=True) for action in flatten((step,)))
 
 
-def _numbered(order: Sequence[Step]) -> Iterable[tuple[int, Action]]:
-    """The actions with the index of their step."""
-    if has_pairs(order):
-        return ((i, action) for i, step in enumerate(order) for action in flatten((step,)))
-    return enumerate(cast(Sequence[Action], order))
-
-
-def _peers(schedule: Schedule, rank: int) -> dict[str, dict[int, Peer]]:
+def _peers(schedule: Schedule, rank: int) -> Peers:
     """By operation and stage; nothing is sent within a rank."""
-    peers: dict[str, dict[int, Peer]] = {op: {} for op in COMPUTE}
+    peers: Peers = {op: {} for op in COMPUTE}
     for stage in schedule.placement.stages_of(rank):
         copy = int(schedule.placement.rank(stage) != rank)
         forward = _peer(schedule, rank, copy, stage, stage + 1, (SEND_F, RECV_F))
@@ -132,15 +130,19 @@ def _peer(schedule: Schedule, rank: int, copy: int, stage: int, target: int, ops
     return Peer(schedule.placement.rank(target, copy), sends, receives)
 
 
-def _interleave(order: Sequence[Step], posts: Messages, sends: Messages) -> tuple[Step, ...]:
+def _interleave(order: Sequence[Step], peers: Peers, posts: Posts) -> tuple[Step, ...]:
     """Steps with the receives in front of them; sends follow their step, after the receives of the next."""
     program: list[Step] = []
-    for step, received, sent in zip(order, posts, chain((None,), sends), strict=False):
-        if received is not None:
-            program += received
-        if sent is not None:
-            program += sent
+    sends: list[Action] = []
+    for step, receives in zip(order, posts, strict=True):
+        if receives is not None:
+            program += receives
+        if sends:
+            program += sends
+            sends.clear()
         program.append(step)
-    if sends and sends[-1] is not None:
-        program += sends[-1]
-    return tuple(program)
+        for op, stage, microbatch in step if isinstance(step, Pair) else (step,):
+            peer = peers[op].get(stage)
+            if peer is not None:
+                sends.append(peer.sends[microbatch])
+    return tuple(program + sends)
