@@ -3,7 +3,6 @@
 import os
 import re
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch.fx import Node
@@ -15,51 +14,53 @@ _FRAME = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+)')
 
 @dataclass(frozen=True)
 class Origin:
-    """`module` is the path of the innermost module ("" for the model itself), `file` is "" for the loss function."""
+    """`module` is the path of the innermost module ("" for the model itself).
+
+    `file` is "" for the loss function, and inside regions (torch.no_grad, autocast) whose lines torch.export forgets.
+    """
 
     module: str
     file: str
     line: int
     code: str
 
-    @property
-    def place(self) -> str:
-        """The module, or what stands for it, and the line: `blocks.1.mlp_in gpt.py:27`."""
-        return f"{self.module or 'model'} {Path(self.file).name}:{self.line}" if self.file else "loss"
-
     def __str__(self) -> str:
-        return f"{self.module or 'model'}  {shown_path(self.file)}:{self.line}  {self.code}" if self.file else self.code
+        place = f"{shown_path(self.file)}:{self.line}  {self.code}" if self.file else self.code
+        return f"{self.module or 'model'}  {place}" if self.file or self.module else place
 
 
 def origin_of(node: Node) -> Origin | None:
-    """Where `node` comes from; None for what no line of the model wrote.
+    """Where `node` comes from; None for what no module and no line of the model made.
 
     The innermost frame outside torch counts; a model made of torch's own modules alone has only torch's frames.
     """
     frames = _frames(node.meta.get("stack_trace") or "")
     users = [frame for frame in frames if not os.path.realpath(frame[0]).startswith((_TORCH, _OWN))]
-    module = _module(node)
+    path = _module_path(node)
+    module = path.removeprefix("model").removeprefix(".")
     if users:
         return Origin(module, *users[-1])
-    if frames and not module:  # the training step itself calls the loss, whose frames torch.export leaves out
+    if frames and not path:  # the training step itself calls the loss, whose frames torch.export leaves out
         return Origin("", "", 0, "loss(output, target)")
-    return Origin(module, *frames[-1]) if frames else None
+    if frames:
+        return Origin(module, *frames[-1])
+    return Origin(module, "", 0, "(torch.export keeps no line here)") if module else None
 
 
 def _frames(trace: str) -> list[tuple[str, int, str]]:
     lines = [line.strip() for line in trace.splitlines()]
     found = []
     for text, code in zip(lines, [*lines[1:], ""], strict=False):
-        if match := _FRAME.match(text):
+        match = _FRAME.match(text)
+        if match and not match["file"].startswith("<"):  # a generated function has no file to look at
             found.append((match["file"], int(match["line"]), "" if _FRAME.match(code) else code))
     return found
 
 
-def _module(node: Node) -> str:
-    """The innermost module by its name in the user's model; the training step around it is not one."""
+def _module_path(node: Node) -> str:
+    """The innermost module as the training step names it: `model` for the user's, "" for the training step itself."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
-    path = stack[-1][0] if stack else ""
-    return path.removeprefix("model").removeprefix(".")
+    return stack[-1][0] if stack else ""
 
 
 def shown_path(file: str) -> str:

@@ -138,7 +138,7 @@ class _Writer:
     def _heading(self, node: Node) -> str:
         origin = origin_of(node)
         if origin is None:
-            return f"made by {node.meta['pass']}" if "pass" in node.meta else "made by the tracing of the backward"
+            return f"made by {node.meta.get('pass', 'zbcompile')}"
         return f"backward of {origin}" if self.backward else str(origin)
 
     def _statement(self, node: Node) -> list[str]:

@@ -20,6 +20,7 @@ EXAMPLES = """examples:
   python -m zbcompile.inspect examples/targets.py:gpt --schedule zb-h1 --ranks 4 --microbatches 8
   python -m zbcompile.inspect examples/targets.py:gpt --graph 1.B
   python -m zbcompile.inspect examples/targets.py:gpt --graphs graphs/
+  python -m zbcompile.inspect examples/targets.py:gpt --ranks 4 --timeline step.svg
   python -m zbcompile.inspect examples/targets.py:gpt --compare 1f1b,zb-h1,zb-v
   python -m zbcompile.inspect mypackage.models:seventy_billion --fake --ranks 8 --json
 
@@ -86,6 +87,7 @@ def _add_output(group: Any) -> None:
     shown = group.add_mutually_exclusive_group()
     shown.add_argument("--graph", metavar="STAGE.PASS", help="one graph as Python, such as 1.B (passes F, B, W, BW)")
     shown.add_argument("--graphs", metavar="DIR", type=Path, help="write all graphs as Python files")
+    shown.add_argument("--timeline", metavar="FILE", type=Path, help="draw the step: .txt, .svg, .html, .json (Chrome)")
     shown.add_argument("--compare", metavar="NAME,NAME", help="predict the step under several schedules")
     group.add_argument("--json", action="store_true", help="the summary, or the comparison, as JSON")
     group.add_argument("--debug", action="store_true", help="errors with their traceback")

@@ -14,11 +14,13 @@ from zbcompile.options import Options, resolve_schedule
 from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.printing import print_piece
 from zbcompile.passes.torch_private import FakeTensorMode
-from zbcompile.prediction import basis_of, predict
+from zbcompile.prediction import Basis, basis_of, predict
 from zbcompile.report import Compared, format_comparison, format_summary
 from zbcompile.schedules import Schedule, ScheduleError, load, lower, smallest_microbatches
+from zbcompile.schedules.pictures import ENDINGS, write_picture
 from zbcompile.schedules.placement import Placement
 from zbcompile.schedules.schedule import Lowered
+from zbcompile.schedules.timeline import Timeline
 from zbcompile.summary import SCHEMA, prediction_of, summarise
 from zbcompile.target import load_example
 
@@ -42,16 +44,19 @@ class Request:
     graph: str | None
     graphs: Path | None
     compare: str | None
+    timeline: Path | None
     json: bool
 
 
 def run(request: Request) -> None:
     """Do what is asked and print the result; raises the project's errors and OSError."""
-    if request.json and (request.graph or request.graphs):
-        raise PipelineError("--json writes the summary or the comparison; graphs are Python. Leave one of the two out.")
+    if request.json and (request.graph or request.graphs or request.timeline):
+        raise PipelineError("--json writes the summary or the comparison; leave it out, or leave the other out.")
     chosen = None if request.graph is None else _stage_and_pass(request.graph)
-    if request.graphs:
-        request.graphs.mkdir(parents=True, exist_ok=True)  # a wrong path is known before a long compilation
+    if request.graphs:  # a wrong path is known before a long compilation
+        request.graphs.mkdir(parents=True, exist_ok=True)
+    if request.timeline and request.timeline.suffix not in ENDINGS:
+        raise PipelineError(f"--timeline {request.timeline}: expected a file that ends in {', '.join(ENDINGS)}.")
     with FakeTensorMode() if request.fake else contextlib.nullcontext():
         example = load_example(request.target)
     if request.compare:
@@ -64,6 +69,8 @@ def run(request: Request) -> None:
         print(_printed(inspected, *chosen), end="")
     elif request.graphs:
         _write_graphs(inspected, request.graphs)
+    elif request.timeline:
+        _write_timeline(inspected, request)
     else:
         _show_summary(inspected, request)
 
@@ -89,11 +96,23 @@ def _schedule(request: Request, name: str) -> Schedule:
 
 
 def _show_summary(inspected: Inspected, request: Request) -> None:
-    summary = summarise(inspected, basis_of(inspected.program, request.costs), request.loss_reduction)
+    timeline, basis = _predicted(inspected, request)
+    summary = summarise(inspected, basis, timeline, request.loss_reduction)
     if request.json:
         print(json.dumps(summary.to_dict(), indent=1))
     else:
-        print(format_summary(summary, inspected.program.schedule), end="")
+        print(format_summary(summary, timeline), end="")
+
+
+def _predicted(inspected: Inspected, request: Request) -> tuple[Timeline, Basis]:
+    basis = basis_of(inspected.program, request.costs)
+    return predict(inspected.program, basis.costs), basis
+
+
+def _write_timeline(inspected: Inspected, request: Request) -> None:
+    assert request.timeline is not None
+    timeline, _ = _predicted(inspected, request)
+    print(write_picture(timeline, request.timeline))
 
 
 def _stage_and_pass(text: str) -> tuple[int, str]:

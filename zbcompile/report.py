@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from tabulate import tabulate
 
 from zbcompile.passes.printing import format_bytes
-from zbcompile.schedules import Schedule, format_schedule
+from zbcompile.schedules import format_schedule
+from zbcompile.schedules.timeline import Timeline
+from zbcompile.schedules.timeline_text import format_timeline
 from zbcompile.summary import Cut, Prediction, Summary
 
 WIDTH = 100
@@ -25,18 +27,24 @@ class Compared:
     reason: str = ""
 
 
-def format_summary(summary: Summary, schedule: Schedule) -> str:
-    """The default report."""
+def format_summary(summary: Summary, timeline: Timeline) -> str:
+    """The default report; `timeline` is the predicted step."""
     parts = [
         _heading(summary),
         _titled("Stages, FLOPs per microbatch (a multiply-add is two)", _stages(summary)),
         _titled("Bytes per microbatch that wait between the passes, and that travel", _bytes(summary)),
         _titled(f"Ranks, predicted {summary.prediction.basis}", _ranks(summary)),
         _verdict(summary),
-        _titled("The order of every rank", format_schedule(schedule, width=WIDTH)),
+        _titled("The predicted step, to scale (dots are idle time)", _picture(timeline)),
+        _titled("The order of every rank", format_schedule(timeline.schedule, width=WIDTH)),
         _notes(summary),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _picture(timeline: Timeline) -> str:
+    _, *rows = format_timeline(timeline, width=WIDTH).splitlines()
+    return "\n".join(rows)
 
 
 def _titled(title: str, body: str) -> str:
@@ -45,7 +53,7 @@ def _titled(title: str, body: str) -> str:
 
 def _heading(s: Summary) -> str:
     inputs = ", ".join(f"{path} {kind}" for path, kind in s.inputs.items())
-    model = f"{s.model}: {format_count(s.parameters)} parameters, {format_bytes(s.parameter_bytes)}"
+    model = f"{s.model}: {format_count(s.parameters, 'B')} parameters, {format_bytes(s.parameter_bytes)}"
     counts = ((s.ranks, "rank"), (len(s.stages), "stage"), (s.microbatches, "microbatch"))
     plan = f"{s.schedule} on {', '.join(_number(count, word) for count, word in counts)}"
     details = f"{s.loss_reduction} of their losses, {'exact' if s.exact else 'in-place'} gradient accumulation"
@@ -75,7 +83,7 @@ def _stages(s: Summary) -> str:
             str(stage.stage),
             ", ".join(map(str, stage.ranks)),
             format_cut(stage.cut),
-            format_count(stage.parameters),
+            format_count(stage.parameters, "B"),
             *(format_count(stage.flops[op]) for op in ("F", "B", "W")),
         ]
         for stage in s.stages
@@ -115,7 +123,7 @@ def _ranks(s: Summary) -> str:
         [
             str(rank.rank),
             ", ".join(map(str, rank.stages)),
-            format_count(rank.parameters),
+            format_count(rank.parameters, "B"),
             format_count(rank.flops),
             format_share(rank.flops / total),
             format_time(rank.busy, s.prediction.unit),
@@ -183,13 +191,13 @@ def _compared(line: Compared) -> list[str]:
     ]
 
 
-def format_count(count: float) -> str:
-    """A number with a decimal unit.
+def format_count(count: float, billion: str = "G") -> str:
+    """A number with a decimal unit; people count parameters in billions, not in giga.
 
-    >>> format_count(999), format_count(10485760)
-    ('999', '10.5M')
+    >>> format_count(999), format_count(10485760), format_count(7e10, "B")
+    ('999', '10.5M', '70.0B')
     """
-    for unit in ("", "k", "M", "G", "T"):
+    for unit in ("", "k", "M", billion, "T"):
         if count < 999.95 or (not unit and count < 1000):
             return f"{count:.1f}{unit}" if unit else f"{count:.0f}"
         count /= 1000
@@ -213,6 +221,8 @@ def format_time(value: float, unit: str) -> str:
     """
     if unit != "s":
         return f"{value:g} {unit}"
+    if value >= 1000:
+        return f"{value:,.0f} s"
     for scale, name in ((1, "s"), (1e-3, "ms")):
         if value >= scale:
             return f"{value / scale:.3g} {name}"

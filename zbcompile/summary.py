@@ -11,7 +11,7 @@ from zbcompile.inspected import Inspected
 from zbcompile.passes.canonical import is_getitem, output_values
 from zbcompile.passes.origin import Origin, origin_of, shown_path
 from zbcompile.passes.stage_program import StageProgram
-from zbcompile.prediction import Basis, Messages, count_messages, predict
+from zbcompile.prediction import Basis, Messages, count_messages
 from zbcompile.program import Program
 from zbcompile.schedules.actions import flatten
 from zbcompile.schedules.schedule import Schedule
@@ -108,10 +108,9 @@ class Summary:
         return {"schema": SCHEMA, **asdict(self)}
 
 
-def summarise(inspected: Inspected, basis: Basis, loss_reduction: str) -> Summary:
-    """Describe a compiled example and predict its step under `basis`."""
+def summarise(inspected: Inspected, basis: Basis, timeline: Timeline, loss_reduction: str) -> Summary:
+    """Describe a compiled example; `timeline` is its step as `predict` sees it under `basis`."""
     program, model = inspected.program, inspected.example.model
-    timeline = predict(program, basis.costs)
     sizes = {name: (p.numel(), p.numel() * p.element_size()) for name, p in model.named_parameters()}
     stages = tuple(_stage(stage, program, sizes) for stage in program.stages)
     ranks = tuple(_rank(rank, program, sizes, timeline) for rank in range(program.schedule.ranks))
