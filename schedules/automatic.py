@@ -17,7 +17,7 @@ from zbcompile.schedules.schedule import Schedule
 from zbcompile.schedules.task import Orders, Task
 from zbcompile.schedules.zero_bubble import zb_h1, zb_h2
 
-EPSILON = 1e-9  # sums of measured times and sizes are compared up to rounding
+ROUNDING = 1e-9  # share up to which sums of measured times and sizes count as equal
 
 
 def zb_1p(task: Task, objective: str = "cost") -> Orders:
@@ -72,7 +72,7 @@ def _limits(task: Task, times_1f1b: int) -> list[float]:
 
 
 def _within(task: Task, orders: Orders, limits: Sequence[float]) -> bool:
-    return all(peak <= limit + EPSILON for peak, limit in zip(_peaks(task, orders), limits, strict=True))
+    return all(peak <= limit * (1 + ROUNDING) for peak, limit in zip(_peaks(task, orders), limits, strict=True))
 
 
 def _peaks(task: Task, orders: Orders) -> tuple[float, ...]:
@@ -98,7 +98,7 @@ class _Rank:
 
     def __init__(self, costs: Costs, stage: int, limit: float) -> None:
         self.stage = stage
-        self.limit = limit + EPSILON
+        self.limit = limit * (1 + ROUNDING)
         self.forward, self.backward, self.weight = costs.forward[stage], costs.backward[stage], costs.weight[stage]
         self.activation, self.residue = costs.activation[stage], costs.residue[stage]
         self.clock: float = 0
@@ -156,6 +156,7 @@ class Heuristic:
         self.microbatches = task.microbatches
         self.switches = switches
         self.ranks = [_Rank(costs, stage, limit) for stage, limit in enumerate(limits)]
+        self._tolerance = ROUNDING * max((*costs.forward, *costs.backward, *costs.weight))
         self._hop_down = [0, *(costs.hop(stage, stage, stage + 1) for stage in range(task.ranks - 1))]
         self._hop_up = [*(costs.hop(stage, stage + 1, stage) for stage in range(task.ranks - 1)), 0]
 
@@ -197,8 +198,8 @@ class Heuristic:
         if rank.memory + (issued + 1) * rank.activation > rank.limit:
             return False
         if self.switches.spare_first_backward:
-            return now + rank.forward <= ready + EPSILON
-        return now < ready - EPSILON
+            return now + rank.forward <= ready + self._tolerance
+        return now < ready - self._tolerance
 
     def _backwards(self) -> None:
         for index in reversed(range(len(self.ranks))):
@@ -231,11 +232,15 @@ class Heuristic:
         while rank.pending and rank.clock + rank.weight <= arrival:
             rank.run_weight()
         wait = arrival - rank.clock
-        if rank.pending and wait > EPSILON and (self.switches.fill_every_gap or rank.bubble + wait > self._worst()):
+        if (
+            rank.pending
+            and wait > self._tolerance
+            and (self.switches.fill_every_gap or rank.bubble + wait > self._worst())
+        ):
             rank.run_weight()
 
     def _worst(self) -> float:
-        return max(rank.bubble for rank in self.ranks) + EPSILON
+        return max(rank.bubble for rank in self.ranks) + self._tolerance
 
     def _grants(self, microbatch: int) -> list[bool]:
         """Which ranks issue a forward before B of `microbatch`; no rank does whose successor does not."""
