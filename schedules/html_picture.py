@@ -2,7 +2,8 @@
 
 from html import escape
 
-from zbcompile.schedules.svg_picture import IDLE_COLOURS, to_svg
+from zbcompile.schedules.idle import CAUSES
+from zbcompile.schedules.svg_picture import to_svg
 from zbcompile.schedules.timeline import Timeline
 from zbcompile.schedules.timeline_text import summary
 
@@ -51,10 +52,8 @@ def to_html(timeline: Timeline, width: int | None = None) -> str:
 
 
 def _table(timeline: Timeline) -> str:
-    idle = [dict.fromkeys(IDLE_COLOURS, 0.0) for _ in range(timeline.schedule.ranks)]
-    for gap in timeline.idle:
-        idle[gap.rank][gap.cause] += gap.end - gap.start
-    heads = ("rank", "work", *(f"idle: {cause}" for cause in IDLE_COLOURS), "peak memory")
+    idle = timeline.idle_by_cause
+    heads = ("rank", "work", *(f"idle: {cause}" for cause in CAUSES), "peak memory")
     rows = [
         (rank, timeline.busy[rank], *idle[rank].values(), timeline.peak_memory[rank])
         for rank in range(timeline.schedule.ranks)

@@ -1,7 +1,7 @@
 """Why a rank stands still: the cause of every gap in a simulated step."""
 
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from zbcompile.schedules.actions import (
     BW,
@@ -23,6 +23,7 @@ from zbcompile.schedules.engine import Run, parts
 from zbcompile.schedules.schedule import Lowered, Schedule
 
 Cause = Literal["warm-up", "wait", "imbalance", "communication", "cool-down"]
+CAUSES: tuple[Cause, ...] = get_args(Cause)
 
 
 class Idle(NamedTuple):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from zbcompile.schedules.actions import COMMUNICATION, Step, flatten
 from zbcompile.schedules.costs import Costs
 from zbcompile.schedules.engine import Run, parts
-from zbcompile.schedules.idle import Idle, idle_intervals
+from zbcompile.schedules.idle import CAUSES, Cause, Idle, idle_intervals
 from zbcompile.schedules.memory import deltas
 from zbcompile.schedules.schedule import Lowered, Schedule
 
@@ -95,6 +95,14 @@ class Timeline:
     @cached_property
     def idle(self) -> tuple[Idle, ...]:
         return idle_intervals(self.program, self.costs, self.run)
+
+    @cached_property
+    def idle_by_cause(self) -> tuple[dict[Cause, float], ...]:
+        """For every rank how long it stands still for each cause."""
+        totals: tuple[dict[Cause, float], ...] = tuple(dict.fromkeys(CAUSES, 0) for _ in range(self.schedule.ranks))
+        for gap in self.idle:
+            totals[gap.rank][gap.cause] += gap.end - gap.start
+        return totals
 
     def memory_curve(self, rank: int) -> tuple[tuple[float, float], ...]:
         """What `rank` holds from each time on, as (time, amount); 0 before the first."""

@@ -1,0 +1,188 @@
+"""`python -m zbcompile.schedules`: list schedules, show one, compare several. Needs neither torch nor a GPU."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tabulate import tabulate
+
+from zbcompile.schedules.checker import check
+from zbcompile.schedules.costs import Costs
+from zbcompile.schedules.errors import ScheduleError
+from zbcompile.schedules.files import load, save
+from zbcompile.schedules.idle import CAUSES
+from zbcompile.schedules.lowering import lower
+from zbcompile.schedules.pictures import ENDINGS, write_picture
+from zbcompile.schedules.registry import FAMILIES, build, find, names
+from zbcompile.schedules.schedule import Lowered, Schedule
+from zbcompile.schedules.simulator import simulate
+from zbcompile.schedules.text import format_schedule
+from zbcompile.schedules.timeline import Timeline
+from zbcompile.schedules.timeline_text import format_timeline, summary
+
+EXAMPLES = """examples:
+  python -m zbcompile.schedules list
+  python -m zbcompile.schedules show zb-v --ranks 4 --microbatches 8
+  python -m zbcompile.schedules show zb-h1 --ranks 4 --microbatches 8 --times 10,12,8 --comm 1 --picture step.html
+  python -m zbcompile.schedules show edited.csv --lowered
+  python -m zbcompile.schedules compare 1f1b zb-h1 zb-v --ranks 8 --microbatches 24 --costs costs.json
+
+A costs file is a JSON object with a list per stage, e.g. {"forward": [1, 1], "backward": [1, 1], "weight": [1, 1],
+"comm": 0.1}; neighbours are merged, or stages cut evenly, for schedules with another number of stages.
+exit codes: 0 done, 1 an impossible schedule or an unreadable file, 2 wrong arguments
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command line; returns the exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        options.command(options)
+    except BrokenPipeError:  # the reader of a pipe (`| head`) has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (ScheduleError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "python -m zbcompile.schedules",
+        description="Pipeline schedules: list them, show one, compare several, draw pictures.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    listing = commands.add_parser("list", help="all schedules with what they need")
+    listing.set_defaults(command=_list)
+    show = commands.add_parser("show", help="one schedule: its orders, its figures, where its time goes")
+    show.add_argument("schedule", help="a name in any spelling, or a file (.csv, .json, .txt)")
+    show.add_argument("--lowered", action="store_true", help="with SEND and RECV")
+    show.add_argument("--time", action="store_true", help="draw true to time instead of step by step")
+    show.add_argument("--picture", action="append", default=[], metavar="FILE", help=f"write {', '.join(ENDINGS)}")
+    show.add_argument("--save", metavar="FILE", help="write the schedule itself: .csv, .json or .txt")
+    show.set_defaults(command=_show)
+    compare = commands.add_parser("compare", help="a table of several schedules on the same model")
+    compare.add_argument("schedules", nargs="*", metavar="schedule", help="names or files (default: all names)")
+    compare.add_argument("--sort", choices=("given", "makespan", "cost", "memory"), default="given")
+    compare.set_defaults(command=_compare)
+    for command in (show, compare):
+        _add_model_arguments(command)
+    return parser
+
+
+def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--ranks", type=_count, default=4, metavar="N", help="default 4")
+    add("--microbatches", type=_count, default=8, metavar="N", help="default 8")
+    add("--chunks", type=_count, metavar="N", help="stages per rank, for the interleaved schedules")
+    add("--memory-limit", type=float, metavar="X", help="for zb-1p and zb-2p, in units of activation")
+    add("--costs", type=Path, metavar="FILE", help="per stage, as JSON (`--help` without a command)")
+    add(
+        "--times", type=_times, default=(1, 1, 1), metavar="F,B,W", help="of a rank's share of the model; default 1,1,1"
+    )
+    add("--comm", type=float, default=0, metavar="X", help="time of a hop between ranks; default 0")
+    add("--residue", type=float, metavar="X", help="what B leaves of an activation of 1; default all")
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}; expected a whole number of at least 1")
+    return int(text)
+
+
+def _times(text: str) -> tuple[float, float, float]:
+    parts = [float(part) for part in text.split(",")]
+    if len(parts) != 3:
+        raise argparse.ArgumentTypeError(f"{text!r} has {len(parts)} numbers; expected three: F,B,W")
+    forward, backward, weight = parts
+    return forward, backward, weight
+
+
+def _step(text: str, options: argparse.Namespace) -> tuple[Schedule, Costs]:
+    """A schedule by its name or file, and the costs of the model on its stages."""
+    if Path(text).suffix in (".csv", ".json", ".txt"):
+        loaded = load(text)
+        schedule = loaded.schedule if isinstance(loaded, Lowered) else loaded
+        return schedule, _model(options, schedule.ranks).resized(schedule.stages)
+    chunks = options.chunks if find(text).free_chunks else None
+    stages = build(text, options.ranks, options.microbatches, chunks=chunks).stages
+    costs = _model(options, options.ranks).resized(stages)
+    return build(text, options.ranks, options.microbatches, costs, options.memory_limit, chunks), costs
+
+
+def _model(options: argparse.Namespace, ranks: int) -> Costs:
+    """What all schedules run: the stages of the costs file, or an equal share for every rank."""
+    if options.costs is not None:
+        return Costs.from_json(options.costs.read_text(encoding="utf-8"))
+    return Costs.uniform(ranks, *options.times, comm=options.comm, residue=options.residue)
+
+
+def _list(options: argparse.Namespace) -> None:
+    rows = [(f.name, f.placement, f"{f.chunks} or more" if f.free_chunks else f.chunks, f.rule.text) for f in FAMILIES]
+    print(tabulate(rows, headers=("schedule", "placement", "stages per rank", "microbatches"), disable_numparse=True))
+
+
+def _show(options: argparse.Namespace) -> None:
+    schedule, costs = _step(options.schedule, options)
+    lowered = lower(schedule)
+    report = check(lowered)
+    timeline = simulate(schedule, costs)
+    width = None if not sys.stdout.isatty() else os.get_terminal_size().columns
+    if options.time:
+        print(format_timeline(timeline, width))
+    else:
+        print(format_schedule(lowered if options.lowered else schedule, width=width))
+        print(summary(timeline))
+    print()
+    print(_rank_table(timeline, report.receive_buffers or ()))
+    for path in options.picture:
+        print(f"wrote {write_picture(timeline, path)}")
+    if options.save:
+        save(lowered if options.lowered else schedule, options.save)
+        print(f"wrote {options.save}")
+
+
+def _rank_table(timeline: Timeline, receive_buffers: Sequence[int]) -> str:
+    idle = timeline.idle_by_cause
+    rows = [
+        (rank, timeline.busy[rank], *idle[rank].values(), timeline.peak_memory[rank], receive_buffers[rank])
+        for rank in range(timeline.schedule.ranks)
+    ]
+    heads = ("rank", "work", *(f"idle: {cause}" for cause in CAUSES), "peak memory", "receive buffers")
+    return tabulate(rows, headers=heads, floatfmt=".5g")
+
+
+def _compare(options: argparse.Namespace) -> None:
+    rows, refused = [], []
+    for text in options.schedules or names():
+        try:
+            schedule, costs = _step(text, options)
+            check(schedule)
+            rows.append(_figures(simulate(schedule, costs)))
+        except ScheduleError as error:
+            if options.schedules:
+                raise
+            refused.append(str(error))
+    column = {"makespan": 1, "cost": 3, "memory": 5}.get(options.sort)
+    if column is not None:
+        rows.sort(key=lambda row: row[column])
+    heads = ("schedule", "makespan", "bubble", "cost", "cost bubble", "peak memory", "messages")
+    print(tabulate(rows, headers=heads, floatfmt=("", ".6g", ".1%", ".6g", ".1%", ".4g", "")))
+    for reason in refused:
+        print(f"left out: {reason}")
+
+
+def _figures(timeline: Timeline) -> tuple[str, float, float, float, float, float, int]:
+    t, schedule = timeline, timeline.schedule
+    rank = schedule.placement.rank
+    hops = sum(rank(stage) != rank(stage + 1) for stage in range(schedule.stages - 1))
+    messages = 2 * hops * schedule.microbatches
+    return (schedule.name, t.makespan, t.bubble, t.cost, t.cost_bubble, max(t.peak_memory), messages)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

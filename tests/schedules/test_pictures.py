@@ -1,0 +1,93 @@
+"""Pictures hold what the timeline holds, load nothing from anywhere and are well-formed."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from zbcompile.schedules import Costs, ScheduleError, build, simulate
+from zbcompile.schedules.html_picture import to_html
+from zbcompile.schedules.pictures import write_picture
+from zbcompile.schedules.svg_picture import COLOURS, HATCHES, to_svg
+from zbcompile.schedules.timeline import Timeline
+from zbcompile.schedules.timeline_text import format_timeline
+from zbcompile.schedules.trace_picture import to_chrome_trace
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def timeline(name: str = "zb-v", ranks: int = 4, microbatches: int = 8) -> Timeline:
+    schedule = build(name, ranks, microbatches)
+    return simulate(schedule, Costs.uniform(schedule.stages, 10, 12, 8, 1))
+
+
+def titles(svg: str, kind: str) -> list[str]:
+    """The texts on hover of all boxes of one class."""
+    boxes = ElementTree.fromstring(svg).iter(f"{SVG}rect")
+    found = (box.find(f"{SVG}title") for box in boxes if box.get("class") == kind)
+    return [title.text or "" for title in found if title is not None]
+
+
+@pytest.mark.parametrize("name", ["zb-v", "1f1b", "dualpipe", "interleaved-zb"])
+def test_svg_shows_every_step_and_every_idle_interval(name: str) -> None:
+    t = timeline(name)
+    svg = to_svg(t)
+    pairs = sum(len(span.step) == 2 for span in t.spans)
+    assert len(titles(svg, "span")) == len(t.spans) + pairs
+    assert titles(svg, "idle") == [str(gap) for gap in t.idle]
+    assert svg.count('class="memory"') == 4
+    for rank in range(4):
+        assert f"memory of rank {rank}, peak {t.peak_memory[rank]:g}" in svg
+
+
+def test_operations_differ_in_colour_hatching_and_letter() -> None:
+    assert len(set(COLOURS.values())) == len(set(HATCHES.values())) == 6
+    assert {">F0<", ">B0<", ">W0<"} <= {f">{text}<" for text in ("F0", "B0", "W0") if f">{text}<" in to_svg(timeline())}
+
+
+def test_a_large_picture_is_small() -> None:
+    """64 ranks and 128 microbatches: 49,152 steps in a file that a viewer opens in seconds."""
+    t = timeline("zb-v", 64, 128)
+    svg = to_svg(t)
+    ElementTree.fromstring(svg)
+    assert len(svg) < 6_000_000
+    assert titles(svg, "idle")
+
+
+def test_width_is_respected() -> None:
+    root = ElementTree.fromstring(to_svg(timeline(), width=2000))
+    assert float(root.get("width", "0")) == pytest.approx(2000)
+
+
+def test_html_is_self_contained_and_has_a_row_per_rank() -> None:
+    page = to_html(timeline())
+    assert page.count("<tr>") == 1 + 4
+    assert "http://www.w3.org/2000/svg" in page
+    assert all(reference not in page for reference in ("src=", "href=", "@import", "https://"))
+
+
+def test_chrome_trace_has_every_step_idle_interval_and_memory_change() -> None:
+    t = timeline()
+    events = json.loads(to_chrome_trace(t, microseconds=10))["traceEvents"]
+    kinds = Counter(event["ph"] for event in events)
+    assert kinds == {"M": 8, "X": len(t.spans) + len(t.idle), "C": sum(len(t.memory_curve(r)) for r in range(4))}
+    steps = [event for event in events if event["ph"] == "X" and event["cat"] != "idle"]
+    assert max(event["ts"] + event["dur"] for event in steps) == 10 * t.finish
+    assert steps[0]["args"]["actions"] == [{"op": "F", "stage": 0, "microbatch": 0}]
+
+
+def test_text_is_true_to_time() -> None:
+    lines = format_timeline(simulate(build("zb-h1", ranks=2, microbatches=3))).splitlines()
+    assert lines[1:] == [
+        "rank 0  F0.0 F0.1 .....B0.0 W0.0 F0.2 B0.1 W0.1 B0.2 W0.2",
+        "rank 1  .....F1.0 B1.0 F1.1 B1.1 W1.0 F1.2 B1.2 W1.1 W1.2",
+    ]
+    narrow = format_timeline(simulate(build("zb-h1", ranks=2, microbatches=3)), width=28).splitlines()
+    assert narrow[1:] == ["rank 0  F F ..B W F B W B W", "rank 1  ..F B F B W F B W W"]
+
+
+def test_unknown_endings_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ScheduleError, match=r"expected one of .txt, .svg, .html, .json"):
+        write_picture(timeline(), tmp_path / "step.png")
