@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gpt import GPT, next_byte_loss
 from torch import Tensor, nn
 
 import zbcompile
+from gpt import GPT, next_byte_loss
 
 Loss = Callable[[Any, Any], Tensor]
 Gradients = dict[str, Tensor | None]

@@ -1,14 +1,13 @@
 """Agreement of all ranks: a failure on one is raised on all, and ranks that compiled different programs do not
 start."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import torch.distributed as dist
 
 from zbcompile.engine import Distributed, Engine
 from zbcompile.errors import PipelineError
-from zbcompile.program import Program
 
 Result = TypeVar("Result")
 
@@ -33,12 +32,12 @@ def together(engine: Engine, what: str, make: Callable[[], Result]) -> Result:
     return result  # type: ignore[return-value]
 
 
-def require_equal_programs(engine: Engine, program: Program) -> None:
+def require_equal_programs(engine: Engine, manifest: Mapping[str, object]) -> None:
     """Raise on every rank when the manifests differ, naming what differs and where."""
     if not isinstance(engine, Distributed):
         return
-    manifests: list[dict[str, object]] = [{}] * engine.ranks
-    dist.all_gather_object(manifests, program.manifest, group=engine.group)
+    manifests: list[Mapping[str, object]] = [{}] * engine.ranks
+    dist.all_gather_object(manifests, dict(manifest), group=engine.group)
     for rank, other in enumerate(manifests):
         for key, value in manifests[0].items():
             if other[key] != value:

@@ -168,7 +168,8 @@ class Pipeline:
         if self._first is not None and self._announces:
             print(f"zbcompile: compiling again for microbatches of {microbatch.summary()}.")
         program = together(self._engine, "compiling", lambda: self._make_program(microbatch))
-        require_equal_programs(self._engine, program)
+        options = {"loss_reduction": self.options.loss_reduction, "seed": self.options.seed}
+        require_equal_programs(self._engine, {**program.manifest, **options})
         stages = self._prepare(program)
         self._first = self._first or program
         return program, stages
