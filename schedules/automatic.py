@@ -156,6 +156,7 @@ class Heuristic:
         self.microbatches = task.microbatches
         self.switches = switches
         self.ranks = [_Rank(costs, stage, limit) for stage, limit in enumerate(limits)]
+        self._worst_bubble: float = 0
         self._tolerance = ROUNDING * max((*costs.forward, *costs.backward, *costs.weight))
         self._hop_down = [0, *(costs.hop(stage, stage, stage + 1) for stage in range(task.ranks - 1))]
         self._hop_up = [*(costs.hop(stage, stage + 1, stage) for stage in range(task.ranks - 1)), 0]
@@ -214,6 +215,7 @@ class Heuristic:
             rank.run_weight()
         self._fill(rank, arrival)
         rank.run_forward(arrival)
+        self._worst_bubble = max(self._worst_bubble, rank.bubble)
 
     def _backward(self, index: int) -> None:
         rank = self.ranks[index]
@@ -226,21 +228,16 @@ class Heuristic:
             arrival = rank.forward_ends[microbatch]
         self._fill(rank, arrival)
         rank.run_backward(arrival)
+        self._worst_bubble = max(self._worst_bubble, rank.bubble)
 
     def _fill(self, rank: _Rank, arrival: float) -> None:
         """Run the W that fit before `arrival`, and one that does not where idling would make the worst rank worse."""
         while rank.pending and rank.clock + rank.weight <= arrival:
             rank.run_weight()
         wait = arrival - rank.clock
-        if (
-            rank.pending
-            and wait > self._tolerance
-            and (self.switches.fill_every_gap or rank.bubble + wait > self._worst())
-        ):
+        costly = rank.bubble + wait > self._worst_bubble + self._tolerance
+        if rank.pending and wait > self._tolerance and (costly or self.switches.fill_every_gap):
             rank.run_weight()
-
-    def _worst(self) -> float:
-        return max(rank.bubble for rank in self.ranks) + self._tolerance
 
     def _grants(self, microbatch: int) -> list[bool]:
         """Which ranks issue a forward before B of `microbatch`; no rank does whose successor does not."""
@@ -265,4 +262,4 @@ class Heuristic:
             return False
         end = rank.clock + rank.weights_before_forward() * rank.weight + rank.forward
         bubble = max(0, arrival - rank.clock - len(rank.pending) * rank.weight)
-        return arrival < end and rank.bubble + bubble <= self._worst()
+        return arrival < end and rank.bubble + bubble <= self._worst_bubble + self._tolerance
