@@ -1,0 +1,46 @@
+"""Real text that every machine has: the source of the Python standard library that runs the script."""
+
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
+HELD_OUT = 20  # every 20th file is for validation
+
+
+@dataclass(frozen=True)
+class Text:
+    """Bytes as two int64 vectors, whole files in either."""
+
+    train: Tensor
+    validation: Tensor
+
+
+def load() -> Text:
+    """The library's files in the order of their names, every 20th held out for validation."""
+    root = Path(sysconfig.get_path("stdlib"))
+    names = sorted(
+        p.relative_to(root).as_posix() for p in root.rglob("*.py") if not SKIPPED & set(p.relative_to(root).parts)
+    )
+    if len(names) < HELD_OUT:
+        raise FileNotFoundError(f"{root} has {len(names)} source files of the standard library, too few to train on")
+    held_out = [i % HELD_OUT == HELD_OUT - 1 for i in range(len(names))]
+    return Text(
+        _read(root / n for n, out in zip(names, held_out, strict=True) if not out),
+        _read(root / n for n, out in zip(names, held_out, strict=True) if out),
+    )
+
+
+def _read(files: Iterator[Path]) -> Tensor:
+    return torch.frombuffer(bytearray(b"".join(f.read_bytes() for f in files)), dtype=torch.uint8).long()
+
+
+def random_batch(text: Tensor, batch: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """`batch` windows of `length` bytes at random places and, for each byte, the one that follows: two `[batch, length]`."""
+    starts = torch.randint(len(text) - length, (batch,), generator=generator)
+    windows = text[starts[:, None] + torch.arange(length + 1)]
+    return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
