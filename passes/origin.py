@@ -24,9 +24,15 @@ class Origin:
     line: int
     code: str
 
+    @property
+    def place(self) -> str:
+        """Module, file and line: `blocks.1.mlp_in  examples/gpt.py:27`."""
+        if self.file:
+            return f"{self.module or 'model'}  {shown_path(self.file)}:{self.line}"
+        return self.module or "the loss"
+
     def __str__(self) -> str:
-        place = f"{shown_path(self.file)}:{self.line}  {self.code}" if self.file else self.code
-        return f"{self.module or 'model'}  {place}" if self.file or self.module else place
+        return f"{self.place}  {self.code}"
 
 
 def origin_of(node: Node) -> Origin | None:

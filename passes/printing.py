@@ -122,7 +122,7 @@ class _Writer:
 
     def body(self) -> list[str]:
         lines: list[str] = []
-        heading = ""
+        heading = ("", "")
         for node in self.module.graph.nodes:
             if node.op not in ("call_function", "placeholder", "output", "get_attr"):
                 raise CompileError(
@@ -130,16 +130,17 @@ class _Writer:
                 )
             if node.op == "call_function":
                 now = self._heading(node)
-                lines += _shortened_comment(now) if now != heading else []
+                lines += _heading_lines(*now) if now != heading else []
                 lines += self._statement(node)
                 heading = now
         return lines
 
-    def _heading(self, node: Node) -> str:
+    def _heading(self, node: Node) -> tuple[str, str]:
+        """Where a node is from, and the code there."""
         origin = origin_of(node)
         if origin is None:
-            return f"made by {node.meta.get('pass', 'zbcompile')}"
-        return f"backward of {origin}" if self.backward else str(origin)
+            return f"made by {node.meta.get('pass', 'zbcompile')}", ""
+        return f"backward of {origin.place}" if self.backward else origin.place, origin.code
 
     def _statement(self, node: Node) -> list[str]:
         comment = _comment(node)
@@ -156,8 +157,13 @@ def _wrapped_arguments(node: Node) -> list[str]:
     return textwrap.wrap(f"{', '.join(_arguments(node))},", initial_indent=" " * 8, subsequent_indent=" " * 8, **_WRAP)
 
 
-def _shortened_comment(text: str) -> list[str]:
-    return ["", f"    # {text}" if len(text) <= WIDTH - 6 else f"    # {text[: WIDTH - 10]} ..."]
+def _heading_lines(place: str, code: str) -> list[str]:
+    """A blank line and the heading, the code on a line of its own where both do not fit on one."""
+    whole = f"    # {place}  {code}".rstrip()
+    if len(whole) <= WIDTH:
+        return ["", whole]
+    code = f"    #     {code}"
+    return ["", f"    # {place}", code if len(code) <= WIDTH else f"{code[: WIDTH - 4]} ..."]
 
 
 def _comment(node: Node) -> str:

@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     chosen = _parser().parse_args(arguments)
     try:
-        run(Request(**{name: value for name, value in vars(chosen).items() if name != "debug"}))
+        run(Request(**vars(chosen)))
         sys.stdout.flush()
     except BrokenPipeError:  # the reader of a pipe has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

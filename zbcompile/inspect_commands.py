@@ -1,9 +1,11 @@
 """What the inspect command line can do: a summary, graphs as Python, a comparison of schedules."""
 
 import contextlib
+import io
 import json
+import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -46,6 +48,7 @@ class Request:
     compare: str | None
     timeline: Path | None
     json: bool
+    debug: bool
 
 
 def run(request: Request) -> None:
@@ -57,14 +60,11 @@ def run(request: Request) -> None:
         request.graphs.mkdir(parents=True, exist_ok=True)
     if request.timeline and request.timeline.suffix not in ENDINGS:
         raise PipelineError(f"--timeline {request.timeline}: expected a file that ends in {', '.join(ENDINGS)}.")
-    with FakeTensorMode() if request.fake else contextlib.nullcontext():
-        example = load_example(request.target)
+    example = _example(request)
     if request.compare:
         _compare(example, request)
         return
-    schedule = _schedule(request, request.schedule)
-    _progress(f"compiling {type(example.model).__name__} for {schedule.name}")
-    inspected = compile_example(example, schedule, request.exact)
+    inspected = _compiled(example, _schedule(request, request.schedule), request)
     if chosen:
         print(_printed(inspected, *chosen), end="")
     elif request.graphs:
@@ -75,10 +75,28 @@ def run(request: Request) -> None:
         _show_summary(inspected, request)
 
 
-def _progress(text: str) -> None:
-    """A sign of life while a large model compiles; nothing where standard error is not a terminal."""
+def _example(request: Request) -> Example:
+    """The model; what it prints while it is built is no part of the report."""
+    with contextlib.redirect_stdout(sys.stderr), FakeTensorMode() if request.fake else contextlib.nullcontext():
+        return load_example(request.target)
+
+
+def _compiled(example: Example, schedule: Schedule, request: Request) -> Inspected:
+    """Compile; where that fails torch prints whole graphs, which only `--debug` shows."""
     if sys.stderr.isatty():
-        print(f"zbcompile.inspect: {text} ...", file=sys.stderr)
+        print(f"zbcompile.inspect: compiling for {schedule.name}, {schedule.stages} stages ...", file=sys.stderr)
+    with contextlib.nullcontext() if request.debug else _silence():
+        return compile_example(example, schedule, request.exact)
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    logging.disable(logging.WARNING)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def _schedule(request: Request, name: str) -> Schedule:
@@ -174,8 +192,7 @@ def _compared(example: Example, request: Request, name: str, compiled: dict[Plac
     try:
         schedule = _schedule(request, name)
         if schedule.placement not in compiled:
-            _progress(f"compiling for {schedule.stages} stages")
-            compiled[schedule.placement] = compile_example(example, schedule, request.exact)
+            compiled[schedule.placement] = _compiled(example, schedule, request)
     except (PipelineError, PartitionError, ScheduleError) as error:
         return Compared(name, 0, request.microbatches or 0, None, str(error).splitlines()[0])
     program = replace(compiled[schedule.placement].program, lowered=lower(schedule))

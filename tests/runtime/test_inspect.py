@@ -1,0 +1,248 @@
+"""`python -m zbcompile.inspect`: what it prints for three models, and one clear line for whatever it cannot do."""
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zbcompile
+from zbcompile.inspect import main
+from zbcompile.report import WIDTH
+from zbcompile.target import load_example
+
+ROOT = Path(__file__).parents[2]
+TARGETS = "examples/targets.py"
+TINY = """
+import torch
+from torch import nn
+import zbcompile
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
+    def forward(self, x, scale=1.0):
+        return (self.layers(x) * scale).square().mean()
+
+class Branching(Net):
+    def forward(self, x):
+        return super().forward(x) if x.sum() > 0 else x.mean()
+
+def two(): return Net(), (torch.ones(2, 8),)
+def three(): return Net(), (torch.ones(2, 8),), {"scale": 2.0}
+def example():
+    print("building")
+    return zbcompile.Example(nn.Linear(8, 8), (torch.ones(2, 8),), loss=nn.MSELoss(), target=torch.ones(2, 8))
+def branching(): return Branching(), (torch.ones(2, 8),)
+def nothing(): return None
+def wide(): return Net(), (), {}, 1
+def listed(): return Net(), [torch.ones(2, 8)]
+def broken(): raise ValueError("no such checkpoint")
+def stray(): return zbcompile.Example(Net(), (torch.ones(2, 8),), target=torch.ones(2))
+"""
+
+needs_torch_2_13 = pytest.mark.skipif(
+    not torch.__version__.startswith("2.13"), reason="golden files show the graphs that torch 2.13 makes"
+)
+
+
+@pytest.fixture(autouse=True)
+def _at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paths are printed relative to the working directory."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.py"
+    path.write_text(TINY)
+    return path
+
+
+@pytest.fixture
+def inspect(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run the command in this process; returns what it prints."""
+
+    def run(*arguments: object) -> str:
+        status = main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        assert (status, captured.err) == (0, ""), captured.err
+        return captured.out
+
+    return run
+
+
+@pytest.fixture
+def refuse(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run the command, which must fail with one line; returns that line."""
+
+    def run(*arguments: object) -> str:
+        status = main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        assert (status, captured.out) == (2, "")
+        assert captured.err.count("\n") == 1, captured.err
+        return captured.err
+
+    return run
+
+
+@needs_torch_2_13
+@pytest.mark.parametrize("model", ["gpt", "llama", "unet"])
+def test_summary(model: str, inspect: Callable[..., str], golden: Callable[[str, str], None]) -> None:
+    text = inspect(f"{TARGETS}:{model}")
+    assert max(map(len, text.splitlines())) <= WIDTH
+    golden(f"inspect_{model}.txt", text)
+
+
+@needs_torch_2_13
+@pytest.mark.parametrize("graph", ["0.F", "1.B", "1.W"])
+def test_graph(graph: str, inspect: Callable[..., str], golden: Callable[[str, str], None]) -> None:
+    text = inspect(f"{TARGETS}:gpt", "--graph", graph.lower())
+    assert max(map(len, text.splitlines())) <= WIDTH
+    golden(f"inspect_gpt_{graph}.py.txt", text)
+
+
+@needs_torch_2_13
+def test_comparison(inspect: Callable[..., str], golden: Callable[[str, str], None]) -> None:
+    text = inspect(f"{TARGETS}:gpt", "--compare", "1f1b,ZBH1,zb-v,v-min,dualpipe,zb-x")
+    assert max(map(len, text.splitlines())) <= WIDTH
+    golden("inspect_gpt_compare.txt", text)
+
+
+def test_fake_tensors_show_the_same(inspect: Callable[..., str]) -> None:
+    assert inspect(f"{TARGETS}:llama", "--fake") == inspect(f"{TARGETS}:llama")
+
+
+def test_json_agrees_with_itself(inspect: Callable[..., str]) -> None:
+    data = json.loads(inspect(f"{TARGETS}:unet", "--json", "--ranks", 2, "--microbatches", 4, "--schedule", "zbh1"))
+    assert data["schema"] == "zbcompile.inspect/1"
+    assert (data["schedule"], data["ranks"], data["microbatches"], len(data["stages"])) == ("zb-h1", 2, 4, 2)
+    assert sum(stage["parameters"] for stage in data["stages"]) == data["parameters"]
+    assert [stage["ranks"] for stage in data["stages"]] == [[0], [1]]
+    assert data["stages"][0]["send_bytes"] == data["stages"][1]["receive_bytes"] > 0
+    assert data["stages"][0]["cut"]["file"] == TARGETS
+    assert data["stages"][1]["cut"] is None
+    assert data["dropped_outputs"] == ["image"]
+    for rank, stage in zip(data["per_rank"], data["stages"], strict=True):
+        assert rank["flops"] == 4 * sum(stage["flops"][op] for op in "FBW")
+        assert stage["flops"]["BW"] == stage["flops"]["B"] + stage["flops"]["W"]
+        assert rank["peak_bytes"] >= stage["kept"]
+    sends = [action for program in data["programs"] for action in program if action.startswith("SEND")]
+    assert data["prediction"]["messages"]["count"] == len(sends) == 8
+
+
+def test_uniform_costs_are_the_textbooks(tiny: Path, inspect: Callable[..., str]) -> None:
+    given = (f"{tiny}:two", "--schedule", "1f1b", "--ranks", 2, "--microbatches", 4, "--json")
+    data = json.loads(inspect(*given, "--costs", "uniform"))
+    assert data["prediction"]["step"] == (4 + 2 - 1) * 3
+    costs = tiny.with_name("costs.json")
+    costs.write_text('{"forward": [2, 2], "backward": [2, 2], "weight": [2, 2]}')
+    assert json.loads(inspect(*given, "--costs", costs))["prediction"]["step"] == (4 + 2 - 1) * 6
+
+
+def test_all_graphs_are_written(tiny: Path, inspect: Callable[..., str]) -> None:
+    directory = tiny.with_name("graphs") / "deep"
+    files = inspect(f"{tiny}:two", "--schedule", "1f1b", "--graphs", directory).split()
+    assert sorted(files) == sorted(
+        f"{directory}/stage{stage}_{name}.py" for stage in (0, 1) for name in ("F", "B", "W", "BW")
+    )
+    for file in files:
+        ast.parse(Path(file).read_text())
+
+
+@pytest.mark.parametrize("ending", ["txt", "svg", "html", "json"])
+def test_a_timeline_is_written(tiny: Path, ending: str, inspect: Callable[..., str]) -> None:
+    file = tiny.with_name(f"step.{ending}")
+    assert inspect(f"{tiny}:two", "--schedule", "1f1b", "--timeline", file).strip() == str(file)
+    assert "F0.0" in file.read_text() or '"F"' in file.read_text()
+
+
+def test_a_schedule_from_a_file(tiny: Path, inspect: Callable[..., str]) -> None:
+    file = tiny.with_name("mine.csv")
+    zbcompile.schedules.save(zbcompile.schedules.build("zb-h1", ranks=3, microbatches=6), file)
+    data = json.loads(inspect(f"{tiny}:two", "--schedule", file, "--json"))
+    assert (data["ranks"], data["microbatches"], len(data["stages"])) == (3, 6, 3)
+
+
+@pytest.mark.parametrize("name", ["two", "three", "example"])
+def test_what_a_target_may_return(name: str, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    example = load_example(f"{tiny}:{name}")
+    assert isinstance(example, zbcompile.Example)
+    monkeypatch.syspath_prepend(tiny.parent)
+    again: Any = load_example(f"tiny:{name}")
+    assert (again.kwargs, [a.shape for a in again.args]) == (example.kwargs, [a.shape for a in example.args])
+
+
+@pytest.mark.parametrize(
+    ("target", "says"),
+    [
+        ("nothing", "names no function; expected package.module:name or path/file.py:name"),
+        ("no.such.module:f", "No module named 'no'"),
+        ("no/such/file.py:f", "there is no file no/such/file.py"),
+        ("{tiny}:f", "has no f; it defines Net, Branching, two"),
+        ("{tiny}:torch", "is a module; expected a function without arguments"),
+        ("{tiny}:nothing", "returned a NoneType; expected (model, args)"),
+        ("{tiny}:wide", "returned a tuple of 4"),
+        ("{tiny}:listed", "args of an example is a list; expected a tuple"),
+        ("{tiny}:broken", "ValueError: no such checkpoint"),
+        ("{tiny}:stray", "target= but no loss="),
+        ("{tiny}:branching", "torch.export cannot capture Branching"),
+        (".", "is a directory"),
+    ],
+)
+def test_a_wrong_target_is_one_line(target: str, says: str, tiny: Path, refuse: Callable[..., str]) -> None:
+    assert says in refuse(target.format(tiny=tiny))
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "says"),
+    [
+        ("--graph", "7.B", "there is no stage 7: zb-v on 2 ranks has stages 0 to 3"),
+        ("--graph", "1.X", "expected STAGE.PASS such as 1.B"),
+        ("--graphs", "{tiny}/graphs", "Not a directory"),
+        ("--timeline", "{tiny}/step.svg", "Not a directory"),
+        ("--timeline", "step.png", "expected a file that ends in .txt"),
+        ("--schedule", "zb-x", "no schedule is called 'zb-x'"),
+        ("--schedule", "missing.csv", "missing.csv: No such file"),
+        ("--ranks", "64", "can be cut in"),
+        ("--microbatches", "0", "microbatches=0"),
+        ("--costs", "missing.json", "no such file"),
+        ("--compare", "zb-x", "no schedule is called 'zb-x'"),
+    ],
+)
+def test_a_wrong_option_is_one_line(option: str, value: str, says: str, tiny: Path, refuse: Callable[..., str]) -> None:
+    assert says in refuse(f"{tiny}:two", option, value.format(tiny=tiny))
+
+
+def test_what_the_target_prints_is_no_part_of_the_report(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([f"{tiny}:example", "--ranks", "1", "--schedule", "1f1b", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["model"] == "Linear"
+    assert captured.err == "building\n"
+
+
+def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["no.such.module:f", "--debug"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_the_command_itself_piped(tiny: Path) -> None:
+    command = [sys.executable, "-m", "zbcompile.inspect", f"{tiny}:two", "--schedule", "1f1b"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\x1b" not in done.stdout
+    assert done.stdout.startswith("Net: 432 parameters")
+
+
+def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["--help"])
+    assert stopped.value.code == 0
+    assert "python -m zbcompile.inspect examples/targets.py:gpt --graph 1.B" in capsys.readouterr().out
