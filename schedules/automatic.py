@@ -261,5 +261,5 @@ class Heuristic:
         if len(rank.forward_ends) < len(successor.forward_ends) + 2:
             return False
         end = rank.clock + rank.weights_before_forward() * rank.weight + rank.forward
-        bubble = max(0, arrival - rank.clock - len(rank.pending) * rank.weight)
+        bubble = max(0, arrival - rank.clock)
         return arrival < end and rank.bubble + bubble <= self._worst_bubble + self._tolerance
