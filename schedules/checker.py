@@ -2,9 +2,10 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
-from zbcompile.schedules.actions import BW, COMMUNICATION, COMPUTE, Action, B, F, S, Step, T, W, flatten
+from zbcompile.schedules.actions import BW, COMMUNICATION, COMPUTE, B, F, Pair, S, Step, T, W, flatten
+from zbcompile.schedules.bulk import without_collector
 from zbcompile.schedules.communication import check_communication
 from zbcompile.schedules.costs import Costs
 from zbcompile.schedules.deadlock import require_finished
@@ -33,6 +34,7 @@ class Report(NamedTuple):
     receive_buffers: tuple[int, ...] | None
 
 
+@without_collector
 def check(
     program: Schedule | Lowered,
     costs: Costs | None = None,
@@ -56,8 +58,9 @@ def check(
     _check_ranks(schedule)
     check_vocabulary(schedule)
     for rank, order in enumerate(schedule.orders):
-        _check_actions(schedule, rank, order)
-        _check_sequences(schedule, rank, order, weight_order)
+        _check_pairs(schedule, rank, order)
+        finished = _check_actions(schedule, rank, order)
+        _check_sequences(schedule, rank, order, finished, weight_order)
     buffers = None
     if isinstance(program, Lowered):
         buffers = check_communication(program)
@@ -75,9 +78,22 @@ def _check_ranks(schedule: Schedule) -> None:
         raise ScheduleError(f"{schedule.name}: {counts}; two model copies need an even number of both")
 
 
-def _check_actions(schedule: Schedule, rank: int, order: Sequence[Step]) -> None:
-    """Completeness, placement, and F before B before W on every stage."""
+def _check_pairs(schedule: Schedule, rank: int, order: Sequence[Step]) -> None:
+    if not has_pairs(order):
+        return
+    for index, step in enumerate(order):
+        if isinstance(step, Pair) and (step.forward.op != F or step.backward.op not in (B, BW)):
+            message = f"{schedule.name}: rank {rank}, step {index}: a pair is a forward F and a backward B or BW"
+            raise culprit_error(message, schedule.orders, rank, index)
+
+
+def _check_actions(schedule: Schedule, rank: int, order: Sequence[Step]) -> Mapping[int, Sequence[int]]:
+    """Completeness, placement, and F before B before W on every stage.
+
+    Returns, for every stage of the rank, its microbatches in the order in which they were finished.
+    """
     progress = _progress(schedule, rank)
+    finished: dict[int, list[int]] = {stage: [] for stage in progress}
     index, action = 0, None
     try:
         for index, action in _numbered(order):  # noqa: B007 the error below uses them
@@ -87,6 +103,8 @@ def _check_actions(schedule: Schedule, rank: int, order: Sequence[Step]) -> None
             if states[microbatch] != expected:
                 raise KeyError
             states[microbatch] = reached
+            if reached == DONE:
+                finished[stage].append(microbatch)
     except (KeyError, TypeError, ValueError):
         raise _wrong_action(schedule, rank, index, action, progress) from None
     for stage, states in progress.items():
@@ -95,6 +113,7 @@ def _check_actions(schedule: Schedule, rank: int, order: Sequence[Step]) -> None
                 missing = {ABSENT: "F", FORWARD: "B or BW", HALF: "W"}[state]
                 what = f"rank {rank} never runs {missing} of stage {stage}, microbatch {microbatch}"
                 raise culprit_error(f"{schedule.name}: {what}", schedule.orders, rank, len(order) - 1)
+    return finished
 
 
 def _progress(schedule: Schedule, rank: int) -> dict[int, dict[int, int]]:
@@ -151,23 +170,27 @@ def _why_wrong(
     return f"{name} comes before {'B' if op == W else 'F'}{stage}.{microbatch}"
 
 
-def _check_sequences(schedule: Schedule, rank: int, order: tuple[Step, ...], weight_order: WeightOrder | None) -> None:
+def _check_sequences(
+    schedule: Schedule,
+    rank: int,
+    order: tuple[Step, ...],
+    finished: Mapping[int, Sequence[int]],
+    weight_order: WeightOrder | None,
+) -> None:
     """Losses and weight gradients add up in the order of microbatches: it decides the bits of the result."""
-    actions = cast(Sequence[Action], flatten(order) if has_pairs(order) else order)
     promised = weight_order != "any" and (weight_order or schedule.name not in OWN_WEIGHT_ORDER)
-    for stage in schedule.placement.stages_of(rank):
-        if stage == schedule.stages - 1:
-            forwards = [a.microbatch for a in actions if a[0] == F and a[1] == stage]
-            _require_ascending(schedule, rank, forwards, f"forwards of the last stage ({stage})", (F,), stage)
+    for stage, microbatches in finished.items():
         if promised:
-            weights = [a.microbatch for a in actions if a[1] == stage and a[0] in (W, BW)]
-            _require_ascending(schedule, rank, weights, f"weight gradients of stage {stage}", (W, BW), stage)
+            _require_ascending(schedule, rank, microbatches, f"weight gradients of stage {stage}", (W, BW), stage)
+        if stage == schedule.stages - 1:
+            forwards = [a.microbatch for a in flatten(order) if a.op == F and a.stage == stage]
+            _require_ascending(schedule, rank, forwards, f"forwards of the last stage ({stage})", (F,), stage)
 
 
 def _require_ascending(
-    schedule: Schedule, rank: int, microbatches: list[int], what: str, ops: tuple[str, ...], stage: int
+    schedule: Schedule, rank: int, microbatches: Sequence[int], what: str, ops: tuple[str, ...], stage: int
 ) -> None:
-    if microbatches == sorted(microbatches):
+    if list(microbatches) == sorted(microbatches):
         return
     place = next(i for i, (a, b) in enumerate(pairwise(microbatches), 1) if a > b)
     late, early = microbatches[place - 1], microbatches[place]

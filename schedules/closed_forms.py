@@ -8,6 +8,9 @@ at all, were found with the simulator, and every one is tested against it over r
 The only module of this package that imports sympy.
 """
 
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportReturnType=false
+# sympy's relations are annotated as unions with Integer, which its own And, Or and Piecewise do not accept.
+
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any

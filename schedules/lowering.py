@@ -32,6 +32,7 @@ from zbcompile.schedules.actions import (
     Step,
     flatten,
 )
+from zbcompile.schedules.bulk import without_collector
 from zbcompile.schedules.costs import Costs
 from zbcompile.schedules.deadlock import require_finished
 from zbcompile.schedules.engine import Run, has_pairs, run
@@ -51,6 +52,7 @@ class Peer(NamedTuple):
 Peers = dict[str, dict[int, Peer]]  # by operation, then by stage
 
 
+@without_collector
 def lower(schedule: Schedule, costs: Costs | None = None) -> Lowered:
     """Place SEND and RECV actions in every rank's order.
 

@@ -1,5 +1,6 @@
 """Predict a step: when everything runs, how long it takes, what every rank holds and why it waits."""
 
+from zbcompile.schedules.bulk import without_collector
 from zbcompile.schedules.costs import Costs
 from zbcompile.schedules.deadlock import require_finished
 from zbcompile.schedules.engine import parts, run
@@ -9,6 +10,7 @@ from zbcompile.schedules.schedule import Lowered, Schedule
 from zbcompile.schedules.timeline import Timeline
 
 
+@without_collector
 def simulate(program: Schedule | Lowered, costs: Costs | None = None) -> Timeline:
     """Run a schedule, or a lowered program, under `costs` (default: every pass takes 1, hops are free).
 

@@ -275,6 +275,14 @@ def test_a_damaged_program_is_caught(name: str, damage: Damage) -> None:
             check(Lowered(lowered.schedule, tuple(map(tuple, programs))))
 
 
+def test_a_pair_is_a_forward_and_a_backward() -> None:
+    schedule = build("1f1b-overlap", ranks=1, microbatches=3)
+    turned = tuple(Pair(step.backward, step.forward) if isinstance(step, Pair) else step for step in schedule.orders[0])
+    assert turned != schedule.orders[0]
+    with pytest.raises(ScheduleError, match="a pair is a forward F and a backward B or BW"):
+        check(replace(schedule, orders=(turned,)))
+
+
 def test_receives_right_before_their_use_deadlock_under_rendezvous() -> None:
     """The naive placement: in 1F1B two neighbours send to each other at the same time, and neither has posted."""
     lowered = lower(build("1f1b", ranks=2, microbatches=4))
