@@ -25,14 +25,17 @@ class Origin:
     code: str
 
     @property
-    def place(self) -> str:
-        """Module, file and line: `blocks.1.mlp_in  examples/gpt.py:27`."""
-        if self.file:
-            return f"{self.module or 'model'}  {shown_path(self.file)}:{self.line}"
-        return self.module or "the loss"
+    def owner(self) -> str:
+        """The module: `blocks.1.mlp_in`."""
+        return self.module or ("the model" if self.file else "the loss")
+
+    @property
+    def text(self) -> str:
+        """The line: `examples/gpt.py:27  return self.mlp_out(x)`."""
+        return f"{shown_path(self.file)}:{self.line}  {self.code}" if self.file else self.code
 
     def __str__(self) -> str:
-        return f"{self.place}  {self.code}"
+        return f"{self.owner}  {self.text}"
 
 
 def origin_of(node: Node) -> Origin | None:

@@ -4,7 +4,6 @@ Every operation stands on a line of its own, under the line of the model that it
 what it makes. `forward` in the printed module takes and returns what the graph does and computes the same bits.
 """
 
-import keyword
 import math
 import operator
 import textwrap
@@ -136,11 +135,11 @@ class _Writer:
         return lines
 
     def _heading(self, node: Node) -> tuple[str, str]:
-        """Where a node is from, and the code there."""
+        """The module that a node is from, and the line in it."""
         origin = origin_of(node)
         if origin is None:
             return f"made by {node.meta.get('pass', 'zbcompile')}", ""
-        return f"backward of {origin.place}" if self.backward else origin.place, origin.code
+        return f"backward of {origin.owner}" if self.backward else origin.owner, origin.text
 
     def _statement(self, node: Node) -> list[str]:
         comment = _comment(node)
@@ -157,13 +156,13 @@ def _wrapped_arguments(node: Node) -> list[str]:
     return textwrap.wrap(f"{', '.join(_arguments(node))},", initial_indent=" " * 8, subsequent_indent=" " * 8, **_WRAP)
 
 
-def _heading_lines(place: str, code: str) -> list[str]:
-    """A blank line and the heading, the code on a line of its own where both do not fit on one."""
-    whole = f"    # {place}  {code}".rstrip()
+def _heading_lines(owner: str, line: str) -> list[str]:
+    """A blank line and the heading, the line of the model below its module where both do not fit on one."""
+    whole = f"    # {owner}  {line}".rstrip()
     if len(whole) <= WIDTH:
         return ["", whole]
-    code = f"    #     {code}"
-    return ["", f"    # {place}", code if len(code) <= WIDTH else f"{code[: WIDTH - 4]} ..."]
+    line = f"    #     {line}"
+    return ["", f"    # {owner}", line if len(line) <= WIDTH else f"{line[: WIDTH - 4]} ..."]
 
 
 def _comment(node: Node) -> str:
@@ -191,7 +190,7 @@ def _target(node: Node) -> str:
     target: Any = node.target
     if isinstance(target, torch._ops.OpOverload):
         namespace, name, overload = str(target).split(".")
-        return _member(_member("aten" if namespace == "aten" else f"torch.ops.{namespace}", name), overload)
+        return f"{'' if namespace == 'aten' else 'torch.ops.'}{namespace}.{name}.{overload}"
     if isinstance(target, torch._ops.HigherOrderOperator):
         return f"torch.ops.higher_order.{target.name()}"
     if _module_of(target) in ("operator", "math"):
@@ -203,11 +202,6 @@ def _target(node: Node) -> str:
 
 def _module_of(target: Any) -> str:
     return (getattr(target, "__module__", None) or "").removeprefix("_")
-
-
-def _member(owner: str, name: str) -> str:
-    """`owner.name`, also where the name is a word of the language (`aten.random.from`)."""
-    return f"getattr({owner}, {name!r})" if keyword.iskeyword(name) else f"{owner}.{name}"
 
 
 def _imports(module: GraphModule) -> set[str]:

@@ -164,15 +164,11 @@ def test_not_a_number_survives() -> None:
     assert math.isnan(_printed(graph)["forward"]()[0])
 
 
-def test_functions_of_the_standard_library_and_reserved_words() -> None:
+def test_functions_of_the_standard_library() -> None:
     graph = Graph()
-    x = graph.placeholder("x")
-    drawn = graph.call_function(getattr(torch.ops.aten.random_, "from"), (x, 3, 4))
     number = graph.call_function(operator.add, (graph.call_function(math.floor, (2.5,)), 1))
-    graph.output([drawn, number])
-    drawn_now, three = _printed(graph)["forward"](torch.zeros(2))
-    assert drawn_now.tolist() == [3.0, 3.0]
-    assert three == 3
+    graph.output([number])
+    assert _printed(graph)["forward"]() == [3]
 
 
 def test_tensors_held_by_the_graph_keep_their_bits() -> None:
@@ -202,6 +198,6 @@ def test_what_has_no_notation_is_refused() -> None:
     with pytest.raises(CompileError, match="cannot be written as Python"):
         _printed(graph)
     graph = Graph()
-    graph.output([graph.call_function(operator.add, (object(), 2))])  # pyright: ignore[reportArgumentType]
-    with pytest.raises(CompileError, match="argument of type object"):
+    graph.output([graph.call_function(operator.add, (range(3), 2))])
+    with pytest.raises(CompileError, match="argument of type range"):
         _printed(graph)
