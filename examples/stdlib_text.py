@@ -40,7 +40,7 @@ def _read(files: Iterator[Path]) -> Tensor:
 
 
 def random_batch(text: Tensor, batch: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """`batch` windows of `length` bytes at random places and, for each byte, the one that follows: two `[batch, length]`."""
+    """`batch` windows of `length` bytes at random places, and the byte that follows each: two `[batch, length]`."""
     starts = torch.randint(len(text) - length, (batch,), generator=generator)
     windows = text[starts[:, None] + torch.arange(length + 1)]
     return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()

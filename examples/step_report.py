@@ -1,0 +1,105 @@
+"""What a schedule promised and what it kept: predicted and measured step time and bubble of every rank."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch.distributed as dist
+from tabulate import tabulate
+
+from zbcompile.record import StepRecord
+from zbcompile.schedules import Costs, Schedule, simulate
+
+COMPUTE = ("F", "B", "W", "BW")
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of a step, and of each rank the share of it without computation."""
+
+    step: float
+    bubble: tuple[float, ...]
+
+
+def gather(record: StepRecord) -> StepRecord:
+    """The record of all ranks: under torchrun each process has seen its own rank only."""
+    if record.in_process:
+        return record
+    parts: list[StepRecord | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, record)
+    seen = [part for part in parts if part is not None]
+    spans = {rank: spans for part in seen for rank, spans in part.spans.items()}
+    peaks = {rank: peak for part in seen for rank, peak in part.peak_activation_bytes.items()}
+    return StepRecord(spans, peaks, max(part.step_time for part in seen), in_process=False)
+
+
+def measured_costs(records: Iterable[StepRecord], stages: int) -> Costs:
+    """Seconds of each stage's passes: the median over microbatches and steps. Messages are free."""
+    seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for record in records:
+        for spans in record.spans.values():
+            for span in spans:
+                op, stage = _pass_of(span.action)
+                seconds[op, stage].append(span.end - span.start)
+    typical = {key: median(values) for key, values in seconds.items()}
+
+    def of(op: str) -> tuple[float, ...]:
+        return tuple(typical.get((op, stage), 0.0) for stage in range(stages))
+
+    whole = tuple(0.0 if ("B", stage) in typical else bw for stage, bw in enumerate(of("BW")))
+    return Costs(forward=of("F"), backward=tuple(map(sum, zip(of("B"), whole, strict=True))), weight=of("W"))
+
+
+def simulated(schedule: Schedule, costs: Costs) -> Times:
+    """The step as the simulator sees it, every rank with a processor of its own."""
+    timeline = simulate(schedule, costs)
+    return Times(timeline.makespan, tuple(1 - busy / timeline.makespan for busy in timeline.busy))
+
+
+def observed(records: Sequence[StepRecord], ranks: int) -> Times:
+    """What the ranks' own clocks saw: the median step, and of it the share without computation."""
+    step = median(record.step_time for record in records)
+    busy = [median(_busy(record, rank) for record in records) for rank in range(ranks)]
+    return Times(step, tuple(1 - seconds / step for seconds in busy))
+
+
+def report(schedule: Schedule, early: Sequence[StepRecord], late: Sequence[StepRecord]) -> str:
+    """The table, with lines that say where its numbers are from: predicted from early steps, measured in late ones."""
+    predicted = simulated(schedule, measured_costs(early, schedule.stages))
+    if late[0].in_process:
+        measured = simulated(schedule, measured_costs(late, schedule.stages))
+        whole = _milliseconds(median(record.step_time for record in late))
+        source = f"one process ran all ranks in turn ({whole} a step); its action times, replayed through the simulator"
+    else:
+        measured = observed(late, schedule.ranks)
+        source = "each rank's own clock"
+    rows = [
+        [
+            rank,
+            _milliseconds(predicted.step),
+            _milliseconds(measured.step),
+            f"{predicted.bubble[rank]:.1%}",
+            f"{measured.bubble[rank]:.1%}",
+            f"{max(record.peak_activation_bytes[rank] for record in late) / 1e6:.2f} MB",
+        ]
+        for rank in range(schedule.ranks)
+    ]
+    headers = ["rank", "step predicted", "measured", "bubble predicted", "measured", "peak activations"]
+    title = f"{schedule.name}: {schedule.ranks} ranks, {schedule.stages} stages, {schedule.microbatches} microbatches"
+    table = tabulate(rows, headers, colalign=["right"] * len(headers), disable_numparse=True)
+    return f"{title}\n{table}\npredicted: the simulator, with the action times of early steps\nmeasured: {source}"
+
+
+def _pass_of(action: str) -> tuple[str, int]:
+    """`("BW", 2)` of `"BW2.5"`; the stage is -1 for a message."""
+    op = action.rstrip("0123456789.")
+    return (op, int(action[len(op) :].partition(".")[0])) if op in COMPUTE else (op, -1)
+
+
+def _busy(record: StepRecord, rank: int) -> float:
+    return sum(span.end - span.start for span in record.spans[rank] if _pass_of(span.action)[0] in COMPUTE)
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms"
