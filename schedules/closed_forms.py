@@ -88,7 +88,7 @@ class ClosedForm:
         return Formula(1 - self.work / length.value.subs(T_P, T / v), valid, length.source)
 
 
-def values(schedule: Schedule, costs: Costs) -> Mapping[sympy.Symbol, Any]:
+def values(schedule: Schedule, costs: Costs) -> dict[Any, Any]:
     """What the symbols are; raises `ScheduleError` unless all stages and all hops are equal."""
     equal = ("forward", "backward", "weight", "activation", "residue")
     if any(len(set(getattr(costs, name))) > 1 for name in equal) or costs.links or costs.pairs or costs.bandwidth:

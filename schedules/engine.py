@@ -20,8 +20,8 @@ COMPUTE_BANDS, MESSAGE_BANDS = 2, 6
 
 
 # What an operation on one stage does: it waits for event `need` + microbatch and `delay` more, takes `time` (`None`:
-# part of a step that is timed elsewhere), makes event `make` + microbatch. A plain tuple unpacks ten times faster than a
-# named one.
+# part of a step that is timed elsewhere), makes event `make` + microbatch. A plain tuple unpacks ten times faster than
+# a named one.
 Row = tuple[int, float, float | None, int]  # need, delay, time, make
 Rows = dict[Any, dict[int, Row]]  # by operation (or by a part of a pair), then by stage
 Triple = tuple[Any, int, int]  # an action, or a part of a pair: key of rows, stage, microbatch
@@ -111,7 +111,7 @@ def _rank(
     ready: list[int],
 ) -> Iterator[int]:
     """One rank; written for speed, everything that is not the common case is in `_triples`."""
-    now = 0
+    now: float = 0
     try:
         for op, stage, microbatch in triples:
             need, delay, time, make = rows[op][stage]

@@ -37,11 +37,9 @@ def measure(name: str, ranks: int, microbatches: int) -> None:
     )
     rate = sum(seconds) / actions * 1e6
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    print(
-        f"{name} {ranks} x {microbatches}: {actions:,} actions  {steps}  all {sum(seconds):6.2f} s = {rate:.1f} us per action,"
-        f" {peak:.1f} GiB; makespan {makespan:g}, at most {max(report.receive_buffers or (0,))} receive buffers",
-        flush=True,
-    )
+    print(f"{name} {ranks} x {microbatches}: {actions:,} actions  {steps}  all {sum(seconds):6.2f} s", flush=True)
+    buffers = max(report.receive_buffers or (0,))
+    print(f"    {rate:.1f} us per action, {peak:.1f} GiB; makespan {makespan:g}, at most {buffers} receive buffers")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,57 @@
+"""For every name x ranks 1..8 x microbatches 1..24 and random costs: right, within its promised memory, consistent."""
+
+import random
+
+import pytest
+
+from zbcompile.schedules import Costs, Schedule, ScheduleError, build, check, lower, names, simulate
+from zbcompile.schedules.closed_forms import closed_form
+
+
+def sizes(name: str, generator: random.Random) -> list[Schedule]:
+    """A third of all sizes, as far as they are admitted; another third for every name."""
+    schedules = []
+    for ranks in range(1, 9):
+        for microbatches in generator.sample(range(1, 25), 8):
+            try:
+                schedules.append(build(name, ranks, microbatches))
+            except ScheduleError as error:
+                if "admits" not in str(error):
+                    raise
+    return schedules
+
+
+@pytest.mark.parametrize("name", names())
+def test_right_and_consistent(name: str, random_costs) -> None:
+    generator = random.Random(name)
+    for schedule in sizes(name, generator):
+        costs = random_costs(generator, schedule.stages)
+        lowered = lower(schedule, costs)
+        report = check(lowered, costs)
+        t = simulate(schedule, costs)
+        assert report.peak_memory == t.peak_memory
+        assert t.work <= t.cost <= t.makespan
+        assert 0 <= t.cost_bubble <= t.bubble < 1
+        assert simulate(lowered, costs).makespan == t.makespan
+        assert t.makespan >= _critical_path(schedule, costs)
+
+
+def _critical_path(schedule: Schedule, costs: Costs) -> float:
+    """One microbatch forwards through all stages and back: no schedule is shorter."""
+    first = schedule.microbatches - 1
+    ranks = [schedule.rank_of(stage, first) for stage in range(schedule.stages)]
+    hops = sum(costs.hop(s, ranks[s], ranks[s + 1]) for s in range(schedule.stages - 1))
+    return sum(costs.forward) + sum(costs.backward) + 2 * hops
+
+
+@pytest.mark.parametrize("name", names())
+def test_peak_memory_is_within_the_promise(name: str) -> None:
+    """The closed form's peak, with M_W <= M_B, wherever its conditions hold."""
+    peak, generator = closed_form(name).peak, random.Random(name)
+    met = 0
+    for schedule in sizes(name, generator):
+        costs = Costs.uniform(schedule.stages, activation=10, residue=generator.randint(0, 10))
+        if peak.holds(schedule, costs):
+            met += 1
+            assert max(simulate(schedule, costs).peak_memory) <= peak.at(schedule, costs)
+    assert met >= 3
