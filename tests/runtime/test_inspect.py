@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -136,6 +137,22 @@ def test_json_agrees_with_itself(inspect: Callable[..., str]) -> None:
         assert rank["peak_bytes"] >= stage["kept"]
     sends = [action for program in data["programs"] for action in program if action.startswith("SEND")]
     assert data["prediction"]["messages"]["count"] == len(sends) == 8
+
+
+def _fields(data: Any) -> set[str]:
+    """The names of all objects' members, but for those that are data themselves: input paths."""
+    if isinstance(data, list):
+        return {name for item in data for name in _fields(item)}
+    if not isinstance(data, dict):
+        return set()
+    return {*data, *(name for key, value in data.items() if key not in ("inputs", "flops") for name in _fields(value))}
+
+
+def test_every_field_of_the_json_is_documented(tiny: Path, inspect: Callable[..., str]) -> None:
+    words = set(re.findall(r"[`\"](\w+)[`\"]", (ROOT / "docs" / "inspect.md").read_text()))
+    given = (f"{tiny}:two", "--schedule", "1f1b", "--json")
+    assert _fields(json.loads(inspect(*given))) <= words
+    assert _fields(json.loads(inspect(*given, "--compare", "1f1b"))) <= words
 
 
 def test_uniform_costs_are_the_textbooks(tiny: Path, inspect: Callable[..., str]) -> None:
