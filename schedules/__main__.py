@@ -118,7 +118,8 @@ def _model(options: argparse.Namespace, ranks: int) -> Costs:
     """What all schedules run: the stages of the costs file, or an equal share for every rank."""
     if options.costs is not None:
         return Costs.from_json(options.costs.read_text(encoding="utf-8"))
-    return Costs.uniform(ranks, *options.times, comm=options.comm, residue=options.residue)
+    forward, backward, weight = options.times
+    return Costs.uniform(ranks, forward, backward, weight, comm=options.comm, residue=options.residue)
 
 
 def _list(options: argparse.Namespace) -> None:

@@ -3,8 +3,8 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import NamedTuple
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, NamedTuple
 
 from zbcompile.schedules.actions import BW, COMPUTE, B, F, S, T, W
 from zbcompile.schedules.errors import ScheduleError
@@ -181,10 +181,10 @@ class Costs:
             raise ScheduleError(f"costs of {self.stages} stages cannot serve {stages}: give costs for {stages} stages")
         if self.pairs:
             raise ScheduleError(f"costs: explicit `pairs` belong to {self.stages} stages, not {stages}; use `overlap`")
-        values = {name: _resized(getattr(self, name), stages) for name in PER_STAGE}
+        values: dict[str, Any] = {name: _resized(getattr(self, name), stages) for name in PER_STAGE}
         last = [((stage + 1) * self.stages - 1) // stages for stage in range(stages)]
         values["message"] = tuple(self.message[stage] for stage in last)  # what leaves the last of the merged stages
-        return Costs(**values, **{f.name: getattr(self, f.name) for f in fields(self) if f.name not in PER_STAGE})
+        return replace(self, **values)
 
     def to_json(self) -> str:
         """One JSON object, as `from_json` reads it; fractions become floats."""
@@ -204,7 +204,7 @@ class Costs:
         return cls.from_dict(data)
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, object]) -> "Costs":
+    def from_dict(cls, data: Mapping[str, Any]) -> "Costs":
         """As `from_json`, from what `json.loads` returned."""
         known = [f.name for f in fields(cls)]
         if not isinstance(data, Mapping):
@@ -217,7 +217,7 @@ class Costs:
         for name in (*PER_STAGE, "links", "pairs"):
             if not isinstance(data.get(name, []), Sequence):
                 raise ScheduleError(f"costs: `{name}` is {data[name]!r}; expected a list")
-        return cls(**data)  # pyright: ignore[reportArgumentType]
+        return cls(**data)
 
 
 def _require_amount(where: str, value: float) -> None:

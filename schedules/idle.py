@@ -105,7 +105,8 @@ class _Waits:
         last_forward = max((i for i, kinds in enumerate(ops) if F in kinds), default=-1)
         for index, (previous, start) in enumerate(zip([0, *end[:-1]], begin, strict=True)):
             if start > previous:
-                phase = "warm-up" if index <= first_backward else "cool-down" if index > last_forward else None
+                late: Cause | None = "cool-down" if index > last_forward else None
+                phase = "warm-up" if index <= first_backward else late
                 yield from self._explain(rank, _Gap(previous, start, index), phase)
         if end and self.finish > end[-1]:
             yield Idle(rank, end[-1], self.finish, "cool-down", None, None, None)

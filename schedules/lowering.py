@@ -16,7 +16,7 @@ the producers on one rank begin in the order in which they send, each channel's 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from zbcompile.schedules.actions import (
     BW,
@@ -77,7 +77,8 @@ def _positive(costs: Costs) -> Costs:
     times = {op: getattr(costs, op) for op in ("forward", "backward", "weight", "vocab_s", "vocab_t")}
     tiny = min((t for values in times.values() for t in values if t > 0), default=1) / 1024
     pairs = tuple(pair._replace(time=pair.time or tiny) for pair in costs.pairs)
-    return replace(costs, pairs=pairs, **{op: tuple(t or tiny for t in values) for op, values in times.items()})
+    positive: dict[str, Any] = {op: tuple(t or tiny for t in values) for op, values in times.items()}
+    return replace(costs, pairs=pairs, **positive)
 
 
 def _post_receives(
@@ -147,4 +148,4 @@ def _interleave(order: Sequence[Step], peers: Peers, posts: Posts) -> tuple[Step
             peer = peers[op].get(stage)
             if peer is not None:
                 sends.append(peer.sends[microbatch])
-    return tuple(program + sends)
+    return (*program, *sends)
