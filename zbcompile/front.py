@@ -22,7 +22,7 @@ def pipeline(model: None = None, **options: Any) -> Callable[[Callable[..., nn.M
 def pipeline(model: Callable[..., nn.Module], **options: Any) -> Callable[..., Pipeline]: ...
 
 
-def pipeline(
+def pipeline(  # type: ignore[misc]  # the overloads differ in `model` alone and leave the keywords to this list
     model: Any = None,
     *,
     schedule: str | Schedule = "zb-v",
