@@ -1,0 +1,142 @@
+"""The package can be imported from a wheel, an sdist, an editable install and a bare checkout, and cheaply."""
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+IMPORTS = "import zbcompile, zbcompile.passes, zbcompile.schedules; print(zbcompile.schedules.__file__)"
+SOURCES = ("pyproject.toml", "README.md", "LICENSE", "zbcompile", "passes", "schedules")
+
+
+def run(command: list[str], folder: Path, **environment: str) -> str:
+    """Run without what this process has on its path, and return what was printed."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "PIP_"))}
+    done = subprocess.run(command, cwd=folder, env=clean | environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout.strip()
+
+
+def python(code: str, folder: Path, path: Path) -> str:
+    """Run `code` where `path` comes before anything that is installed."""
+    return run([sys.executable, "-c", code], folder, PYTHONPATH=str(path), PYTHONDONTWRITEBYTECODE="1")
+
+
+def pip(folder: Path, *arguments: str) -> None:
+    run([sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", *arguments], folder)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what is packaged, links kept: builds leave files behind."""
+    folder = tmp_path_factory.mktemp("source")
+    for name in SOURCES:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / name, folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    pip(source, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(source))
+    return next(folder.glob("zbcompile-*.whl"))
+
+
+@pytest.fixture(scope="module")
+def sdist(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sdist")
+    build = f"from setuptools.build_meta import build_sdist; build_sdist({str(folder)!r})"
+    run([sys.executable, "-c", build], source)
+    return next(folder.glob("zbcompile-*.tar.gz"))
+
+
+def test_wheel(wheel: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path)
+    assert {path.name for path in tmp_path.iterdir() if path.suffix != ".dist-info"} == {"zbcompile"}
+    assert (tmp_path / "zbcompile" / "py.typed").exists()
+    assert python(IMPORTS, tmp_path.parent, tmp_path).startswith(str(tmp_path))
+
+
+def test_sdist_builds_the_same_wheel(sdist: Path, wheel: Path, tmp_path: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    unpacked = next(tmp_path.iterdir())
+    pip(tmp_path, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path), str(unpacked))
+    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as ours, zipfile.ZipFile(wheel) as theirs:
+        assert sorted(ours.namelist()) == sorted(theirs.namelist())
+
+
+@pytest.mark.parametrize("mode", ["lenient", "strict", "compat"])
+def test_editable(mode: str, source: Path, tmp_path: Path) -> None:
+    """Into a folder of its own, read as site-packages so that its .pth file takes effect."""
+    pip(
+        tmp_path, "install", "--no-deps", "--no-build-isolation", "--target", str(tmp_path),
+        "--config-settings", f"editable_mode={mode}", "--editable", str(source),
+    )  # fmt: skip
+    code = f"import site; site.addsitedir({str(tmp_path)!r}); {IMPORTS}"
+    printed = run([sys.executable, "-S", "-c", code], tmp_path)
+    assert "schedules" in printed
+    assert printed.startswith(str(source)) or mode == "strict"
+
+
+def test_bare_checkout(source: Path, tmp_path: Path) -> None:
+    assert python(IMPORTS, tmp_path, source) == str(source / "zbcompile" / "schedules" / "__init__.py")
+
+
+@pytest.mark.parametrize("room", ["schedules", "passes"])
+def test_rooms_refuse_another_name(room: str, source: Path, tmp_path: Path) -> None:
+    """A user's own folder called `schedules` must never be taken for ours, nor ours for theirs."""
+    code = f"try:\n    import {room}\nexcept ImportError as error:\n    print(error)"
+    assert f"zbcompile.{room}" in python(code, tmp_path, source)
+
+
+@pytest.mark.parametrize("module", ["zbcompile", "zbcompile.schedules", "zbcompile.passes"])
+def test_import_is_light(module: str, tmp_path: Path) -> None:
+    """Looking at a schedule must not cost the seconds that torch takes."""
+    code = f"import sys, {module}; print(*sorted({{'torch', 'sympy', 'numpy'}} & set(sys.modules)))"
+    assert python(code, tmp_path, ROOT) == ""
+
+
+def test_schedules_never_import_torch(tmp_path: Path) -> None:
+    """Not even when they are used."""
+    code = (
+        "import sys, zbcompile.schedules as s\n"
+        "s.check(s.build('zb-v', ranks=2, microbatches=4)); s.simulate(s.build('1f1b', ranks=2, microbatches=4))\n"
+        "print('torch' in sys.modules)"
+    )
+    assert python(code, tmp_path, ROOT) == "False"
+
+
+@pytest.mark.parametrize(("room", "banned"), [("schedules", "torch"), ("passes", "torch.distributed")])
+def test_rooms_never_import(room: str, banned: str) -> None:
+    for file in (ROOT / room).glob("*.py"):
+        for name in imported(file):
+            assert not f"{name}.".startswith(f"{banned}."), f"{room}/{file.name} imports {name}"
+
+
+def imported(file: Path) -> Iterator[str]:
+    """The dotted name of every module, or of the thing in it, that a file imports anywhere."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_the_package_functorch_is_not_installed() -> None:
+    """functorch is the module inside torch; the package of that name replaces it by an old one."""
+    with pytest.raises(PackageNotFoundError):
+        distribution("functorch")
