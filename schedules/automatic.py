@@ -13,7 +13,6 @@ from zbcompile.schedules.costs import Costs
 from zbcompile.schedules.dispatch import spans
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.memory import peak_memory
-from zbcompile.schedules.schedule import Schedule
 from zbcompile.schedules.task import Orders, Task
 from zbcompile.schedules.zero_bubble import zb_h1, zb_h2
 
@@ -53,7 +52,7 @@ def _automatic(task: Task, times_1f1b: int, objective: str) -> Orders:
     handcrafted = (orders for orders in (zb_h1(task), zb_h2(task)) if _within(task, orders, limits))
 
     def preference(orders: Orders) -> tuple[float, float, float]:
-        cost, makespan = spans(task.placement, task.microbatches, orders, task.costs_or_equal)
+        cost, makespan = spans(task, orders)
         spent = (cost, makespan) if objective == "cost" else (makespan, cost)
         return *spent, max(_peaks(task, orders))
 
@@ -76,7 +75,7 @@ def _within(task: Task, orders: Orders, limits: Sequence[float]) -> bool:
 
 
 def _peaks(task: Task, orders: Orders) -> tuple[float, ...]:
-    return peak_memory(Schedule("", task.placement, task.microbatches, orders), task.costs_or_equal)
+    return peak_memory(task.schedule(orders), task.costs_or_equal)
 
 
 class Switches(NamedTuple):

@@ -6,13 +6,13 @@ as it can) and its warm-up and cool-down are reordered without raising the peak.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 from zbcompile.schedules.actions import Action, B, F, W
 from zbcompile.schedules.dispatch import Floor, begins, dispatch, spans
 from zbcompile.schedules.memory import peak_memory
 from zbcompile.schedules.placement import Placement
-from zbcompile.schedules.schedule import Schedule
 from zbcompile.schedules.task import Orders, Task
 
 Actions = tuple[tuple[Action, ...], ...]
@@ -77,23 +77,32 @@ def v_half(task: Task) -> Orders:
 
 
 def _from_block(task: Task, block: Callable[[int, int], Block]) -> Orders:
-    enough = min(task.microbatches, 3 * task.ranks)  # to have a steady state; the best cool-down is the same for more
-    sizes = (0, task.ranks // 2, task.ranks // 2 + 1)
-    outcomes = {size: _outcome(task, _reordered(task, block, enough, size), enough) for size in sizes}
-    limit = outcomes[0].peak
-    best = min((size for size in sizes if outcomes[size].peak <= limit), key=lambda size: outcomes[size].spans)
-    return _reordered(task, block, task.microbatches, best)
+    """The block repeated, squeezed and reordered with the cool-down that makes the shortest step in the same memory.
+
+    Which cool-down that is does not depend on m once there is a steady state: it is sought with 3p microbatches.
+    """
+    small = replace(task, microbatches=min(task.microbatches, 3 * task.ranks))
+    plain, *others = (_reordered(small, block, size) for size in (0, task.ranks // 2, task.ranks // 2 + 1))
+    limit = _peak(small, plain.orders)
+    fitting = [plain, *(each for each in others if _peak(small, each.orders) <= limit)]
+    best = min(fitting, key=lambda each: spans(small, each.orders))
+    return best.orders if small == task else _reordered(task, block, best.cool_down).orders
 
 
-class _Outcome(NamedTuple):
-    spans: tuple[float, float]
-    peak: float
+class _Reordered(NamedTuple):
+    cool_down: int
+    orders: Orders
 
 
-def _outcome(task: Task, orders: Orders, microbatches: int) -> _Outcome:
-    costs = task.costs_or_equal
-    peak = max(peak_memory(Schedule("", task.placement, microbatches, orders), costs))
-    return _Outcome(spans(task.placement, microbatches, orders, costs), peak)
+def _peak(task: Task, orders: Orders) -> float:
+    return max(peak_memory(task.schedule(orders), task.costs_or_equal))
+
+
+def _reordered(task: Task, block: Callable[[int, int], Block], cool_down: int) -> _Reordered:
+    """The repeated block with its idle gaps filled and a cool-down of the last `cool_down` microbatches."""
+    orders = _repeated(task.placement, task.microbatches, block)
+    reorder = _Reorder(orders, begins(task, orders), _peak(task, orders), task.microbatches - cool_down)
+    return _Reordered(cool_down, dispatch(Floor(task), reorder.choose))
 
 
 def _repeated(placement: Placement, microbatches: int, block: Callable[[int, int], Block]) -> Actions:
@@ -109,15 +118,6 @@ def _repeated(placement: Placement, microbatches: int, block: Callable[[int, int
         ]
         orders.append(tuple(action for _, action in sorted(timed)))
     return tuple(orders)
-
-
-def _reordered(task: Task, block: Callable[[int, int], Block], microbatches: int, cool_down: int) -> Orders:
-    costs = task.costs_or_equal
-    orders = _repeated(task.placement, microbatches, block)
-    limit = max(peak_memory(Schedule("", task.placement, microbatches, orders), costs))
-    squeezed = begins(task.placement, microbatches, orders, costs)
-    reorder = _Reorder(orders, squeezed, limit, free_from=microbatches - cool_down)
-    return dispatch(Floor(task.placement, microbatches, costs), reorder.choose)
 
 
 class _Reorder:

@@ -7,15 +7,12 @@ V-Half and V-Min) state what a rank prefers and read the order off the clock.
 import heapq
 import math
 from collections.abc import Callable
-from operator import itemgetter
+from itertools import chain
 from typing import NamedTuple
 
-from zbcompile.schedules.actions import Action, B, F, W
-from zbcompile.schedules.costs import Costs
+from zbcompile.schedules.actions import Action, B, F, W, flatten
 from zbcompile.schedules.engine import run
-from zbcompile.schedules.placement import Placement
-from zbcompile.schedules.schedule import Schedule
-from zbcompile.schedules.task import Orders
+from zbcompile.schedules.task import Orders, Task
 
 
 class Link(NamedTuple):
@@ -30,12 +27,11 @@ class Link(NamedTuple):
 class Floor:
     """What the ranks see: the clock, which actions are ready since when, what has been started, memory in use."""
 
-    def __init__(self, placement: Placement, microbatches: int, costs: Costs) -> None:
-        self.placement = placement
-        self.microbatches = microbatches
-        self.costs = costs
+    def __init__(self, task: Task) -> None:
+        self.placement = placement = task.placement
+        self.costs = costs = task.costs_or_equal
         self.now: float = 0
-        self.ready_at: dict[Action, float] = {Action(F, 0, microbatch): 0 for microbatch in range(microbatches)}
+        self.ready_at: dict[Action, float] = {Action(F, 0, microbatch): 0 for microbatch in range(task.microbatches)}
         self.started = {(op, stage): 0 for op in (F, B, W) for stage in range(placement.stages)}
         self.memory: list[float] = [0] * placement.ranks
         self._times = {op: costs.times(op) for op in (F, B, W)}
@@ -110,14 +106,15 @@ def dispatch(floor: Floor, choose: Choice) -> Orders:
     return tuple(map(tuple, orders))
 
 
-def begins(placement: Placement, microbatches: int, orders: Orders, costs: Costs) -> dict[Action, float]:
-    """When every action of unpaired `orders` begins, each as early as it can."""
-    times = run(Schedule("", placement, microbatches, orders), costs).begin
-    return {action: time for rank, order in enumerate(orders) for action, time in zip(order, times[rank], strict=True)}  # type: ignore[misc]
+def begins(task: Task, orders: Orders) -> dict[Action, float]:
+    """When every action of `orders` (no pairs) begins, each as early as it can."""
+    times = run(task.schedule(orders), task.costs_or_equal).begin
+    actions = (action for order in orders for action in flatten(order))
+    return dict(zip(actions, chain.from_iterable(times), strict=True))
 
 
-def spans(placement: Placement, microbatches: int, orders: Orders, costs: Costs) -> tuple[float, float]:
+def spans(task: Task, orders: Orders) -> tuple[float, float]:
     """Cost (longest own span of a rank) and makespan of `orders`."""
-    result = run(Schedule("", placement, microbatches, orders), costs)
-    pairs = [(begin[0], end[-1]) for begin, end in zip(result.begin, result.end, strict=True)]
-    return max(end - begin for begin, end in pairs), max(map(itemgetter(1), pairs))
+    outcome = run(task.schedule(orders), task.costs_or_equal)
+    ends = [end[-1] for end in outcome.end]
+    return max(end - begin[0] for end, begin in zip(ends, outcome.begin, strict=True)), max(ends)

@@ -8,6 +8,7 @@ from typing import Any
 from zbcompile.schedules.actions import Step
 from zbcompile.schedules.costs import Costs
 from zbcompile.schedules.placement import Placement
+from zbcompile.schedules.schedule import Schedule
 
 Order = tuple[Step, ...]
 Orders = tuple[Order, ...]
@@ -37,6 +38,10 @@ class Task:
     def costs_or_equal(self) -> Costs:
         """The given costs, or the textbook's: F, B and W take the same time and messages none."""
         return self.costs or Costs.uniform(self.placement.stages)
+
+    def schedule(self, orders: Orders) -> Schedule:
+        """These orders as a schedule without a name."""
+        return Schedule("", self.placement, self.microbatches, orders)
 
 
 Generator = Callable[..., Orders]

@@ -1,6 +1,7 @@
 """ZB-V: two chunks a rank, down the ranks and back up (Qi et al., Zero Bubble, arXiv 2401.10241, figure 8)."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from zbcompile.schedules.actions import Action, B, F, W, flatten
 from zbcompile.schedules.costs import Costs
@@ -78,8 +79,8 @@ def _deleted(orders: Orders, microbatches: int) -> Orders:
 
 def _dispatched(task: Task, handcrafted: Orders) -> list[Orders]:
     """Two orders of ranks that never wait: by the clock of the handcrafted order, and backwards first."""
-    p, costs = task.ranks, task.costs_or_equal
-    clock = begins(task.placement, 2 * p - 1, handcrafted, costs)
+    p = task.ranks
+    clock = begins(replace(task, microbatches=2 * p - 1), handcrafted)
     classes = {(B, False): 0, (B, True): 1, (F, True): 2, (F, False): 3}
 
     def by_clock(action: Action) -> tuple[float, float]:
@@ -88,8 +89,7 @@ def _dispatched(task: Task, handcrafted: Orders) -> list[Orders]:
     def backwards_first(action: Action) -> tuple[float, float]:
         return classes[action.op, action.stage >= p], action.microbatch
 
-    preferences = (by_clock, backwards_first)
-    return [dispatch(Floor(task.placement, task.microbatches, costs), _never_wait(prefer)) for prefer in preferences]
+    return [dispatch(Floor(task), _never_wait(prefer)) for prefer in (by_clock, backwards_first)]
 
 
 def _never_wait(prefer: Callable[[Action], tuple[float, float]]) -> Callable[[Floor, int], Action | None]:
@@ -125,8 +125,6 @@ def _limit(costs: Costs, stages: tuple[int, ...]) -> float:
 
 def _shortest(task: Task, candidates: list[Orders]) -> Orders:
     """The least cost, then makespan, among the orders whose makespan is no longer than that of the first one."""
-    measured = [
-        (spans(task.placement, task.microbatches, orders, task.costs_or_equal), orders) for orders in candidates
-    ]
+    measured = [(spans(task, orders), orders) for orders in candidates]
     baseline = measured[0][0][1]
     return min((each for each in measured if each[0][1] <= baseline), key=lambda each: each[0])[1]
