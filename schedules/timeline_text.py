@@ -23,8 +23,8 @@ def format_timeline(timeline: Timeline, width: int | None = None) -> str:
     >>> from zbcompile.schedules import build, simulate
     >>> print(format_timeline(simulate(build("gpipe", ranks=2, microbatches=1))))
     gpipe, 2 ranks, 1 microbatches: makespan 6 (bubble 50.0%), cost 6 (bubble 50.0%), peak memory 1
-    rank 0  F0.0 ...............BW0.0.....
-    rank 1  .....F1.0 BW1.0.....
+    rank 0  F0.0 ...............BW0.0
+    rank 1  .....F1.0 BW1.0     ..........
     """
     labels = [f"rank {rank}" for rank in range(timeline.schedule.ranks)]
     room = None if width is None else width - max(map(len, labels)) - 2
