@@ -88,10 +88,13 @@ class Pool:
             self.group = None  # it may hold messages that nobody took: the next task gets a new one
         return outcomes
 
-    def close(self) -> None:
+    def close(self, patience: float = 5) -> None:
+        """End the workers: a closed pipe asks them to, and what is busy is killed after `patience` seconds."""
         for worker in self.workers:
+            worker.pipe.close()
+        for worker in self.workers:
+            worker.process.join(patience)
             worker.process.kill()
-            worker.process.join()
         self.workers.clear()
         self.group = None
 
@@ -129,7 +132,7 @@ class Pool:
         time.sleep(0.5)
         texts = {rank: outcome.trace or "fine" for rank, outcome in found.items()}
         texts |= {rank: f"still running:\n{self.workers[rank].stacks.read_text()}" for rank in hanging}
-        self.close()
+        self.close(patience=0)
         return f"ranks {hanging} did not end in time\n" + "\n".join(f"rank {r}: {texts[r]}" for r in range(ranks))
 
 
