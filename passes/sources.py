@@ -7,7 +7,7 @@ autograd forms after one grad_fn and before the next, is described like the grad
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.autograd.graph import Node as GradFn
@@ -36,9 +36,12 @@ def _mark(tensor: torch.Tensor, source: Node) -> None:
     queue = [tensor.grad_fn]
     while queue:
         grad_fn = queue.pop()
-        if grad_fn is None or _MARK in grad_fn.metadata:
+        if grad_fn is None:
             continue
-        grad_fn.metadata[_MARK] = source
+        metadata = cast(dict[str, Any], grad_fn.metadata)  # torch's stub declares a method
+        if _MARK in metadata:
+            continue
+        metadata[_MARK] = source
         _describe_before(grad_fn, {key: source.meta[key] for key in _DESCRIPTION if key in source.meta})
         queue.extend(following for following, _ in grad_fn.next_functions)
 
