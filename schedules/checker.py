@@ -9,7 +9,7 @@ from zbcompile.schedules.bulk import without_collector
 from zbcompile.schedules.communication import check_communication
 from zbcompile.schedules.costs import Costs
 from zbcompile.schedules.deadlock import require_finished
-from zbcompile.schedules.engine import has_pairs, run
+from zbcompile.schedules.engine import has_pairs, require_fit, run
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.excerpt import culprit_error
 from zbcompile.schedules.memory import first_beyond, peak_memory
@@ -55,7 +55,8 @@ def check(
     """
     schedule = program.schedule if isinstance(program, Lowered) else program
     costs = costs or Costs.uniform(schedule.stages)
-    _check_ranks(schedule)
+    require_fit(schedule, costs)
+    _check_copies(schedule)
     check_vocabulary(schedule)
     for rank, order in enumerate(schedule.orders):
         _check_pairs(schedule, rank, order)
@@ -70,9 +71,7 @@ def check(
     return Report(peaks, buffers)
 
 
-def _check_ranks(schedule: Schedule) -> None:
-    if len(schedule.orders) != schedule.ranks:
-        raise ScheduleError(f"{schedule.name}: {len(schedule.orders)} orders for {schedule.ranks} ranks; give one each")
+def _check_copies(schedule: Schedule) -> None:
     if schedule.placement.kind == "dual" and (schedule.ranks % 2 or schedule.microbatches % 2):
         counts = f"{schedule.ranks} ranks and {schedule.microbatches} microbatches"
         raise ScheduleError(f"{schedule.name}: {counts}; two model copies need an even number of both")

@@ -72,11 +72,27 @@ def has_pairs(order: Sequence[Step]) -> bool:
     return Pair in set(map(type, order))
 
 
+def require_fit(program: Schedule | Lowered, costs: Costs) -> None:
+    """Raise `ScheduleError` unless there is one order of actions and pairs per rank, and one cost per stage."""
+    schedule, orders = parts(program)
+    if len(orders) != schedule.ranks:
+        raise ScheduleError(f"{schedule.name}: {len(orders)} orders for {schedule.ranks} ranks; give one each")
+    for rank, order in enumerate(orders):
+        if not set(map(type, order)) <= {Action, Pair}:
+            index, step = next((i, step) for i, step in enumerate(order) if type(step) not in (Action, Pair))
+            what = f"rank {rank}, step {index}: {step!r} is no action; expected Action(op, stage, microbatch) or a Pair"
+            raise ScheduleError(f"{schedule.name}: {what}")
+    if costs.stages != schedule.stages:
+        hint = f"see costs.resized({schedule.stages})"
+        raise ScheduleError(f"costs of {costs.stages} stages for {schedule.stages} stages of {schedule.name}; {hint}")
+
+
 def run(program: Schedule | Lowered, costs: Costs) -> Run:
     """Run every rank until it is done or waits for what nobody makes any more.
 
     A schedule is run with messages buffered without limit, a lowered program with sends that wait for their receive.
     """
+    require_fit(program, costs)
     schedule, orders = parts(program)
     shards = sorted({step.stage for order in orders for step in order if step[0] == S and isinstance(step, Action)})
     bands = len(BANDS) if shards else MESSAGE_BANDS if isinstance(program, Lowered) else COMPUTE_BANDS
@@ -131,7 +147,7 @@ def _rank(
             happened[make] = now
             if make in waiting:
                 ready.extend(waiting.pop(make))
-    except (KeyError, IndexError):
+    except (KeyError, IndexError, TypeError, ValueError):
         raise ScheduleError(f"rank {rank}, step {len(begin)}: not this rank's to run; `check` shows what") from None
 
 

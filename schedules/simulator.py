@@ -4,7 +4,6 @@ from zbcompile.schedules.bulk import without_collector
 from zbcompile.schedules.costs import Costs
 from zbcompile.schedules.deadlock import require_finished
 from zbcompile.schedules.engine import parts, run
-from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.memory import peak_memory
 from zbcompile.schedules.schedule import Lowered, Schedule
 from zbcompile.schedules.timeline import Timeline
@@ -26,11 +25,6 @@ def simulate(program: Schedule | Lowered, costs: Costs | None = None) -> Timelin
     """
     schedule, _ = parts(program)
     costs = costs or Costs.uniform(schedule.stages)
-    if costs.stages != schedule.stages:
-        hint = f"costs.resized({schedule.stages})"
-        raise ScheduleError(
-            f"costs of {costs.stages} stages for {schedule.stages} stages of {schedule.name}; see {hint}"
-        )
     outcome = run(program, costs)
     require_finished(program, outcome)
     return Timeline(program, costs, outcome, peak_memory(schedule, costs))

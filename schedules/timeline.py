@@ -53,7 +53,7 @@ class Timeline:
     @cached_property
     def finish(self) -> float:
         """When the last pass of any rank ends; the first one starts at 0."""
-        return max(end[-1] for end in self.run.end if end)
+        return max((end[-1] for end in self.run.end if end), default=0)
 
     @cached_property
     def optimizer(self) -> tuple[float, ...]:
@@ -68,7 +68,7 @@ class Timeline:
     @cached_property
     def cost(self) -> float:
         spans = zip(self.run.begin, self.run.end, self.optimizer, strict=True)
-        return max(end[-1] - begin[0] + optimizer for begin, end, optimizer in spans if end)
+        return max((end[-1] - begin[0] + optimizer for begin, end, optimizer in spans if end), default=0)
 
     @cached_property
     def work(self) -> float:

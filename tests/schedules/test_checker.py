@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from zbcompile.schedules import Action, Costs, Lowered, Schedule, ScheduleError, build, check, lower
+from zbcompile.schedules import Action, Costs, Lowered, Schedule, ScheduleError, build, check, lower, simulate
 from zbcompile.schedules.actions import COMMUNICATION, Pair, Step
 
 NAMES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "interleaved-zb", "zb-v", "1f1b-overlap", "dualpipe")
@@ -298,6 +298,30 @@ def test_receives_right_before_their_use_deadlock_under_rendezvous() -> None:
         programs.append(tuple(late))
     with pytest.raises(ScheduleError, match=r"(?s)deadlock: these ranks wait for each other.*rank 0 stops at SEND_F0"):
         check(Lowered(lowered.schedule, tuple(programs)))
+
+
+@pytest.mark.parametrize("judge", [check, lower, simulate], ids=["check", "lower", "simulate"])
+def test_what_is_no_schedule_is_refused_by_all(judge: Callable[..., object]) -> None:
+    """Never an error of ours, always one that says what is wrong with theirs."""
+    good = build("1f1b", ranks=2, microbatches=2)
+    f, b = good.orders
+    bad = (
+        (f,),
+        (f, b, ()),
+        (f, ("F1.0",)),
+        (f, (3, *b)),
+        (f, (Action("F", 1, None), *b)),
+        (f, (Action("X", 1, 0), *b)),
+        (f, (Action("F", 7, 0), *b)),
+        (f, (Action("F", 1, 99), *b)),
+        (f, b[:-2]),
+        (f, b[::-1]),
+    )
+    for orders in bad:
+        with pytest.raises(ScheduleError):
+            judge(replace(good, orders=orders))
+    with pytest.raises(ScheduleError, match="costs of 3 stages for 2 stages"):
+        judge(good, Costs.uniform(3))
 
 
 def test_an_error_shows_the_grid_around_the_culprit() -> None:
