@@ -21,9 +21,9 @@ class Writer:
     def __init__(self, microbatches: int, first: Mapping[int, int] | None = None) -> None:
         self.order: list[Step] = []
         self._microbatches = microbatches
-        self._first = first or {}
-        self._forwards: dict[int, int] = defaultdict(int)
-        self._backwards: dict[int, int] = defaultdict(int)
+        self._first = dict(first or {})
+        self._forwards: dict[int, int] = defaultdict(int, self._first)  # by stage, the next microbatch
+        self._backwards: dict[int, int] = defaultdict(int, self._first)
         self._pending: dict[int, deque[int]] = defaultdict(deque)
 
     def f(self, stage: int) -> None:
@@ -56,20 +56,20 @@ class Writer:
                 self.w(stage)
 
     def has_f(self, stage: int) -> bool:
-        return self._forwards[stage] < self._microbatches
+        return self._forwards[stage] < self._first.get(stage, 0) + self._microbatches
 
     def has_b(self, stage: int) -> bool:
-        return self._backwards[stage] < self._microbatches
+        return self._backwards[stage] < self._first.get(stage, 0) + self._microbatches
 
     def has_w(self, stage: int) -> bool:
         return bool(self._pending[stage])
 
     def _forward(self, stage: int) -> Action:
-        microbatch = self._first.get(stage, 0) + self._forwards[stage]
-        self._forwards[stage] += 1
+        microbatch = self._forwards[stage]
+        self._forwards[stage] = microbatch + 1
         return Action(F, stage, microbatch)
 
     def _backward(self, stage: int) -> int:
-        microbatch = self._first.get(stage, 0) + self._backwards[stage]
-        self._backwards[stage] += 1
+        microbatch = self._backwards[stage]
+        self._backwards[stage] = microbatch + 1
         return microbatch
