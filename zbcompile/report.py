@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from tabulate import tabulate
 
+from zbcompile.advice import Alternative, format_idle
 from zbcompile.passes.printing import format_bytes
 from zbcompile.schedules import format_schedule
 from zbcompile.schedules.timeline import Timeline
@@ -35,6 +36,7 @@ def format_summary(summary: Summary, timeline: Timeline) -> str:
         _titled("Bytes per microbatch that wait between the passes, and that travel", _bytes(summary)),
         _titled(f"Ranks, predicted {summary.prediction.basis}", _ranks(summary)),
         _verdict(summary),
+        _advice(summary),
         _titled("The predicted step, to scale (dots are idle time)", _picture(timeline)),
         _titled("The order of every rank", format_schedule(timeline.schedule, width=WIDTH)),
         _notes(summary),
@@ -140,9 +142,20 @@ def _verdict(s: Summary) -> str:
     step = f"step {format_time(p.step, p.unit)}, bubble {format_share(p.bubble)}"
     peak = f"peak activations {format_bytes(p.peak_bytes)}"
     sent = f"{p.messages.count} messages of {format_bytes(p.messages.bytes)} altogether"
-    return "\n".join(
-        _wrap(f"Predicted: {step}, {peak}; {sent}; the heaviest rank has {s.imbalance:.2f} times the mean FLOPs.")
-    )
+    return "\n".join(_wrap(f"Predicted: {step}, {peak}; {sent}."))
+
+
+def _advice(s: Summary) -> str:
+    """What the time is lost to, and what the same stages would do otherwise."""
+    lines = _wrap(f"{format_idle(s.idle)} The heaviest rank has {s.imbalance:.2f} times the mean FLOPs.")
+    lines += [line for a in s.alternatives for line in _wrap(f"- {_alternative(a)}")]
+    lines += [] if s.alternatives else ["Nothing tried on the same stages is faster or leaner."]
+    return _titled("What limits it, and what the same stages would do otherwise (predicted)", "\n".join(lines))
+
+
+def _alternative(a: Alternative) -> str:
+    time, peak = (f"{ratio - 1:+.1%}" for ratio in (a.time_ratio, a.peak_ratio))
+    return f"{a.change}: {time} time per microbatch, bubble {format_share(a.bubble)}, {peak} peak activations"
 
 
 def _notes(s: Summary) -> str:

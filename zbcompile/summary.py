@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from zbcompile.advice import Alternative, alternatives, idle_by_cause
 from zbcompile.inspected import Inspected
 from zbcompile.passes.canonical import is_getitem, output_values
 from zbcompile.passes.origin import Origin, origin_of, shown_path
@@ -82,7 +83,10 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Summary:
-    """Everything that the default report shows. `imbalance` is the heaviest rank's FLOPs over the mean rank's."""
+    """Everything that the default report shows.
+
+    `imbalance` is the heaviest rank's FLOPs over the mean rank's, `idle` the share of time lost to each cause.
+    """
 
     model: str
     parameters: int
@@ -95,6 +99,8 @@ class Summary:
     loss_reduction: str
     imbalance: float
     prediction: Prediction
+    idle: Mapping[str, float]
+    alternatives: tuple[Alternative, ...]
     stages: tuple[StageSummary, ...]
     per_rank: tuple[RankSummary, ...]
     orders: tuple[tuple[str, ...], ...]
@@ -128,6 +134,8 @@ def summarise(inspected: Inspected, basis: Basis, timeline: Timeline, loss_reduc
         loss_reduction=loss_reduction,
         imbalance=_imbalance([rank.flops for rank in ranks]),
         prediction=prediction_of(program, basis, timeline),
+        idle=idle_by_cause(timeline),
+        alternatives=alternatives(timeline),
         stages=stages,
         per_rank=ranks,
         orders=tuple(tuple(map(str, order)) for order in program.schedule.orders),
