@@ -13,6 +13,7 @@ from zbcompile.passes.canonical import output_values
 from zbcompile.passes.costs import storage_key_of
 from zbcompile.passes.slots import Slot
 from zbcompile.passes.split import Piece
+from zbcompile.passes.torch_private import is_in_place
 
 aten = torch.ops.aten
 
@@ -76,12 +77,8 @@ def _rebuild(piece: Piece, graph: Graph, inputs: tuple[Slot, ...], outputs: list
 
 def _drop_unused(graph: Graph) -> None:
     for node in reversed(list(graph.nodes)):
-        if not node.users and (node.op == "get_attr" or (node.op == "call_function" and not _writes(node))):
+        if not node.users and (node.op == "get_attr" or (node.op == "call_function" and not is_in_place(node.target))):
             graph.erase_node(node)
-
-
-def _writes(node: Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def _accumulator(graph: Graph, slot: Slot, gradient: Node) -> Node:

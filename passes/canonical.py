@@ -15,10 +15,9 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from zbcompile.passes.capture import Captured
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.slots import Slot
-from zbcompile.passes.torch_private import FakeTensorMode
+from zbcompile.passes.torch_private import ASSERTIONS, FakeTensorMode, OpOverload, arguments_of
 
 aten = torch.ops.aten
-_CHECKS = (aten._assert_tensor_metadata.default, aten._assert_scalar.default, aten._assert_async.msg)
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ def merge_tied_placeholders(graph: Graph, slots: tuple[Slot, ...]) -> list[Slot]
 def drop_checks(graph: Graph) -> None:
     """Run-time assertions on metadata: shapes are static here, and a check must never become a cut."""
     for node in list(graph.nodes):
-        if node.target in _CHECKS:
+        if node.target in ASSERTIONS:
             graph.erase_node(node)
 
 
@@ -102,11 +101,11 @@ def _same_tensor(node: Node) -> bool:
     if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor) or node.kwargs.get("copy"):
         return False
     same = before.dtype == after.dtype and before.device == after.device and before.stride() == after.stride()
-    return same and before.shape == after.shape and True not in node.args[1:]
+    return same and before.shape == after.shape and not any(arg is True for arg in node.args[1:])
 
 
 def _drops_nothing(node: Node) -> bool:
-    return node.args[1] == 0.0 or node.args[2] is False
+    return bool(node.args[1] == 0.0) or node.args[2] is False
 
 
 def _integer(node: Node) -> bool:
@@ -126,7 +125,7 @@ _NO_OPS: dict[Any, Callable[[Node], bool]] = {
 
 def is_random(node: Node) -> bool:
     """Whether a node draws random numbers. Such a node moves the generator: never dropped, copied or reordered."""
-    if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
+    if not isinstance(node.target, OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
         return False
     return _argument(node, "dropout_p", 1.0) != 0.0  # attention without dropout carries the tag but draws nothing
 
@@ -134,7 +133,7 @@ def is_random(node: Node) -> bool:
 def _argument(node: Node, name: str, missing: Any) -> Any:
     """The value of the named argument of an operator call, its default included; `missing` if there is none so
     named."""
-    for index, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+    for index, argument in enumerate(arguments_of(node.target)):  # type: ignore[arg-type]
         if argument.name == name:
             given = node.args[index] if index < len(node.args) else argument.default_value
             return node.kwargs.get(name, given)

@@ -7,9 +7,7 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 from torch.utils.flop_counter import FlopCounterMode
 
-from zbcompile.passes.torch_private import FakeTensorMode, storage_key
-
-aten = torch.ops.aten
+from zbcompile.passes.torch_private import CPU_ATTENTION, CPU_ATTENTION_BACKWARD, FakeTensorMode, storage_key
 
 
 @dataclass(frozen=True)
@@ -43,8 +41,8 @@ def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *args: 
 
 # torch's flop counter (2.11-2.13) has no formula for the CPU's attention kernel.
 _MISSING = {
-    aten._scaled_dot_product_flash_attention_for_cpu: _attention_forward,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    CPU_ATTENTION: _attention_forward,
+    CPU_ATTENTION_BACKWARD: _attention_backward,
 }
 
 

@@ -18,7 +18,7 @@ from zbcompile.passes.costs import is_view, tensors_of
 from zbcompile.passes.errors import CompileError
 from zbcompile.passes.origin import origin_of
 from zbcompile.passes.split import Piece
-from zbcompile.passes.torch_private import FakeTensor
+from zbcompile.passes.torch_private import FakeTensor, HigherOrderOperator, OpOverload, is_in_place
 
 WIDTH = 100
 COMMENT_COLUMN = 52
@@ -167,12 +167,8 @@ def _heading_lines(owner: str, line: str) -> list[str]:
 
 def _comment(node: Node) -> str:
     value = describe_value(node.meta.get("val"))
-    view = " (in place)" if _writes(node) else " (view)" if not is_getitem(node) and is_view(node) else ""
+    view = " (in place)" if is_in_place(node.target) else " (view)" if not is_getitem(node) and is_view(node) else ""
     return f"{value}{view}{' by ' + node.meta['pass'] if 'pass' in node.meta else ''}"
-
-
-def _writes(node: Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def _expression(node: Node) -> str:
@@ -188,10 +184,10 @@ def _arguments(node: Node) -> list[str]:
 def _target(node: Node) -> str:
     """The Python expression of the function that a node calls."""
     target: Any = node.target
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         namespace, name, overload = str(target).split(".")
         return f"{'' if namespace == 'aten' else 'torch.ops.'}{namespace}.{name}.{overload}"
-    if isinstance(target, torch._ops.HigherOrderOperator):
+    if isinstance(target, HigherOrderOperator):
         return f"torch.ops.higher_order.{target.name()}"
     if _module_of(target) in ("operator", "math"):
         return f"{_module_of(target)}.{target.__name__}"

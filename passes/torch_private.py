@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch._ops import HigherOrderOperator as HigherOrderOperator  # 2.11-2.13: the class of torch.ops.higher_order.*
+from torch._ops import OpOverload as OpOverload  # 2.11-2.13: the class of torch.ops.aten.*.*
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor  # 2.11-2.13: no public name for the class
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode  # 2.11-2.13: shapes without memory
 from torch.fx.experimental.proxy_tensor import make_fx as make_fx  # 2.11-2.13: documented as functorch.make_fx
@@ -15,6 +17,23 @@ from torch.fx.graph import _BoxedCodeGen  # 2.11-2.13: the only code generator t
 from torch.utils import _pytree as pytree  # 2.11-2.13: torch.export uses it; torch.utils.pytree is newer
 
 pytree = pytree
+aten = torch.ops.aten
+
+# 2.11-2.13: what torch.export makes of checks of shapes and values, its own and the model's.
+ASSERTIONS = (aten._assert_tensor_metadata.default, aten._assert_scalar.default, aten._assert_async.msg)
+# 2.11-2.13: the CPU's attention kernel and its gradient; joint graphs call them by these names.
+CPU_ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu
+CPU_ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def is_in_place(operation: object) -> bool:
+    """Whether `operation` works in place (2.11-2.13: the schema of an operator has no public name)."""
+    return isinstance(operation, OpOverload) and bool(operation._schema.is_mutable)
+
+
+def arguments_of(operation: OpOverload) -> list[Any]:
+    """The declared arguments of an operator, each with `name` and `default_value` (2.11-2.13: see above)."""
+    return list(operation._schema.arguments)
 
 
 def use_boxed_calls(module: torch.fx.GraphModule) -> None:
