@@ -189,7 +189,7 @@ def parameter_tree(parameters: Mapping[str, nn.Parameter]) -> nn.Module:
         *path, leaf = name.split(".")
         module = root
         for part in path:
-            if part not in module._modules:
+            if part not in dict(module.named_children()):
                 module.add_module(part, nn.Module())
             module = module.get_submodule(part)
         module.register_parameter(leaf, parameter)
