@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
 from torch.fx import Node
 
 from zbcompile.advice import Alternative, alternatives, idle_by_cause
@@ -12,6 +11,7 @@ from zbcompile.inspected import Inspected
 from zbcompile.passes.canonical import is_getitem, output_values
 from zbcompile.passes.origin import Origin, origin_of, shown_path
 from zbcompile.passes.stage_program import StageProgram
+from zbcompile.passes.torch_private import OpOverload
 from zbcompile.prediction import Basis, Messages, count_messages
 from zbcompile.program import Program
 from zbcompile.schedules.actions import flatten
@@ -199,7 +199,7 @@ def _operation(node: Node) -> str:
     """The short name of the operator, of a part of a result that of the whole."""
     maker: Any = node.args[0] if is_getitem(node) else node
     target = maker.target
-    return target.overloadpacket.__name__ if isinstance(target, torch._ops.OpOverload) else maker.name
+    return target.overloadpacket.__name__ if isinstance(target, OpOverload) else maker.name
 
 
 def _rank(rank: int, program: Program, sizes: Mapping[str, tuple[int, int]], timeline: Timeline) -> RankSummary:
