@@ -1,8 +1,8 @@
 """A pool of worker processes that take the part of ranks.
 
 Starting a process and importing torch takes seconds; a process group takes milliseconds. So the workers are started
-once, and each task runs on the first 1, 2 or 4 of them with a process group of exactly that size as WORLD, as under
-torchrun. A task is a function of a module, found by its import path, with arguments that pickle.
+once, when first needed, and each task runs on the first 1, 2 or 4 of them, with a process group of exactly that size
+as WORLD, as under torchrun. A task is a function of a module, found by its import path, with arguments that pickle.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-WORKERS = 4
+DIED = "Died"
 GRACE = 15.0  # seconds that the other ranks have once one has failed: an error must reach all of them
 
 
@@ -76,9 +76,9 @@ class Pool:
             raise TaskFailed("\n".join(f"rank {rank}: {o.trace or 'fine'}" for rank, o in enumerate(outcomes)))
         return [outcome.value for outcome in outcomes]
 
-    def outcomes(self, function: Callable[..., Any], *args: Any, ranks: int = 2, timeout: float = 60) -> list[Outcome]:
+    def outcomes(self, function: Callable[..., Any], *args: Any, ranks: int = 2, timeout: float = 120) -> list[Outcome]:
         """As `run`, but a rank's exception is an outcome. TaskFailed, with all stacks, if a rank does not end."""
-        self._start()
+        self._start(ranks)
         path = f"{function.__module__}:{function.__qualname__}"
         store = self._store(ranks)
         for rank in range(ranks):
@@ -86,6 +86,8 @@ class Pool:
         outcomes = self._collect(ranks, timeout)
         if any(outcome.error for outcome in outcomes):
             self.group = None  # it may hold messages that nobody took: the next task gets a new one
+        if any(outcome.error == DIED for outcome in outcomes):
+            self.close(patience=0)
         return outcomes
 
     def close(self, patience: float = 5) -> None:
@@ -98,9 +100,9 @@ class Pool:
         self.workers.clear()
         self.group = None
 
-    def _start(self) -> None:
-        if not self.workers:
-            self.workers = [_start_worker(self.folder / f"stacks-{index}") for index in range(WORKERS)]
+    def _start(self, ranks: int) -> None:
+        for index in range(len(self.workers), ranks):
+            self.workers.append(_start_worker(self.folder / f"stacks-{index}"))
 
     def _store(self, ranks: int) -> str:
         """The file where the group meets: the same one for as long as its size stays and it is healthy."""
@@ -159,8 +161,8 @@ def _start_worker(stacks: Path) -> Worker:
 def _receive(pipe: Connection) -> Outcome:
     try:
         return pickle.loads(pipe.recv_bytes())
-    except EOFError:
-        return Outcome(error="Died", text="the process ended", trace="the process ended in the middle of the task")
+    except (EOFError, OSError):
+        return Outcome(error=DIED, text="the process ended", trace="the process ended in the middle of the task")
 
 
 def serve(pipe: Connection, stacks: str) -> None:

@@ -51,7 +51,7 @@ def expected(size: int, with_loss: bool) -> dict[str, Any]:
 
 
 def assert_same_output(ours: Any, theirs: Any) -> None:
-    """Equal structure, equal values; rows may differ in the last bit where a GEMM of fewer rows sums in another order."""
+    """Equal structure and values; the last bit of a row may depend on how many rows its GEMM has."""
     assert type(ours) is type(theirs)
     if isinstance(theirs, dict):
         assert ours.keys() == theirs.keys()
