@@ -38,7 +38,7 @@ def parse() -> argparse.Namespace:
     add("--width", type=int, default=128, help="width of the residual stream (default: %(default)s)")
     add("--heads", type=int, default=4, help="attention heads (default: %(default)s)")
     add("--sequence-length", type=int, default=64, help="bytes per sample (default: %(default)s)")
-    add("--steps", type=int, default=400, help="optimizer steps (default: %(default)s)")
+    add("--steps", type=int, default=500, help="optimizer steps (default: %(default)s)")
     add("--batch", type=int, default=16, help="samples per step (default: %(default)s)")
     add("--lr", type=float, default=4e-3, help="highest learning rate of AdamW (default: %(default)s)")
     add("--dropout", type=float, default=0.0, help="dropout probability (default: %(default)s)")
