@@ -1,50 +1,63 @@
-"""How long the four steps take, in seconds of one core (CPU time, so that a busy machine does not fail them)."""
+"""How long the four steps take: CPU seconds in a process of their own, so that a busy machine does not fail them."""
 
-from collections.abc import Callable
-from time import process_time
-from typing import Any
+import json
+import subprocess
+import sys
 
 import pytest
 
+PROGRAM = """
+import json, sys
+from time import process_time
 from zbcompile.schedules import build, check, lower, simulate
 
-
-def _seconds(work: Callable[[], Any]) -> tuple[float, Any]:
+def seconds(work):
     start = process_time()
     result = work()
     return process_time() - start, result
 
+name, ranks, microbatches = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+generating, schedule = seconds(lambda: build(name, ranks, microbatches))
+simulating, makespan = seconds(lambda: simulate(schedule).makespan)
+lowering, lowered = seconds(lambda: lower(schedule))
+checking, _ = seconds(lambda: check(lowered))
+times = {"generate": generating, "lower": lowering, "check": checking, "simulate": simulating}
+print(json.dumps({"actions": sum(map(len, schedule.orders)), "makespan": makespan, "seconds": times}))
+"""
+
+
+def _measured(name: str, ranks: int, microbatches: int) -> dict:
+    command = [sys.executable, "-c", PROGRAM, name, str(ranks), str(microbatches)]
+    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=600).stdout)
+
 
 def test_zb_v_on_64_ranks_with_512_microbatches() -> None:
-    """Generate, lower, check and simulate 196,608 actions in 3 seconds, generate alone in half a second."""
-    attempts = [_four_steps() for _ in range(2)]
-    assert min(sum(attempt) for attempt in attempts) < 3
-    assert min(attempt[0] for attempt in attempts) < 0.5
-
-
-def _four_steps() -> tuple[float, ...]:
-    generating, schedule = _seconds(lambda: build("zb-v", 64, 512))
-    lowering, lowered = _seconds(lambda: lower(schedule))
-    checking, _ = _seconds(lambda: check(lowered))
-    simulating, _ = _seconds(lambda: simulate(schedule))
-    return generating, lowering, checking, simulating
+    """Generate, lower, check and simulate in 3 seconds, generate alone in half a second; best of up to three runs."""
+    best = {"all": float("inf"), "generate": float("inf")}
+    for _ in range(3):
+        measured = _measured("zb-v", 64, 512)
+        assert measured["actions"] == 196_608
+        seconds = measured["seconds"]
+        best = {"all": min(best["all"], sum(seconds.values())), "generate": min(best["generate"], seconds["generate"])}
+        if best["all"] < 3 and best["generate"] < 0.5:
+            return
+    pytest.fail(f"seconds: {best}")
 
 
 @pytest.mark.slow
 def test_zb_h1_on_1024_ranks_with_2048_microbatches() -> None:
-    """6,291,456 actions: each of the four steps within a minute, in 3 GB."""
-    generating, schedule = _seconds(lambda: build("zb-h1", 1024, 2048))
-    simulating, timeline = _seconds(lambda: simulate(schedule))
-    assert timeline.makespan == 3 * 2048 + 1023
-    del timeline
-    lowering, lowered = _seconds(lambda: lower(schedule))
-    checking, _ = _seconds(lambda: check(lowered))
-    assert max(generating, simulating, lowering, checking) < 60
+    """Each of the four steps within a minute."""
+    measured = _measured("zb-h1", 1024, 2048)
+    assert measured["actions"] == 6_291_456
+    assert measured["makespan"] == 3 * 2048 + 1023
+    assert max(measured["seconds"].values()) < 60
 
 
-def test_generation_grows_linearly() -> None:
-    small, large = build("zb-h1", 64, 256), build("zb-h1", 64, 1024)
-    assert sum(map(len, large.orders)) == 4 * sum(map(len, small.orders))
-    fast = min(_seconds(lambda: build("zb-h1", 64, 256))[0] for _ in range(3))
-    slow = min(_seconds(lambda: build("zb-h1", 64, 1024))[0] for _ in range(3))
-    assert slow < 8 * fast
+def test_four_steps_grow_linearly() -> None:
+    """Four times the microbatches take no more than eight times as long; quadratic growth would take sixteen times."""
+    small, large = (min(_total(m) for _ in range(2)) for m in (128, 512))
+    assert large < 8 * small
+
+
+def _total(microbatches: int) -> float:
+    return sum(_measured("zb-h1", 64, microbatches)["seconds"].values())
