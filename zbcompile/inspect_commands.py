@@ -70,7 +70,7 @@ def run(request: Request) -> None:
     elif request.graphs:
         _write_graphs(inspected, request.graphs)
     elif request.timeline:
-        _write_timeline(inspected, request)
+        print(write_picture(_predicted(inspected, request)[0], request.timeline))
     else:
         _show_summary(inspected, request)
 
@@ -125,12 +125,6 @@ def _show_summary(inspected: Inspected, request: Request) -> None:
 def _predicted(inspected: Inspected, request: Request) -> tuple[Timeline, Basis]:
     basis = basis_of(inspected.program, request.costs)
     return predict(inspected.program, basis.costs), basis
-
-
-def _write_timeline(inspected: Inspected, request: Request) -> None:
-    assert request.timeline is not None
-    timeline, _ = _predicted(inspected, request)
-    print(write_picture(timeline, request.timeline))
 
 
 def _stage_and_pass(text: str) -> tuple[int, str]:

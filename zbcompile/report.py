@@ -177,7 +177,7 @@ def _notes(s: Summary) -> str:
 def format_comparison(compared: Sequence[Compared]) -> str:
     """The table of `--compare`."""
     headers = ["schedule", "stages", "microbatches", "step", "bubble", "peak activations", "messages", "sent"]
-    rows = [_compared(line) for line in compared if line.prediction]
+    rows = [_compared(line, line.prediction) for line in compared if line.prediction]
     table = _table(rows, headers, left=("schedule",)) if rows else ""
     left_out = [line for c in compared if not c.prediction for line in _wrap(_reason(c))]
     bases = {c.prediction.basis for c in compared if c.prediction}
@@ -189,9 +189,7 @@ def _reason(line: Compared) -> str:
     return line.reason if line.reason.startswith(line.schedule) else f"{line.schedule}: {line.reason}"
 
 
-def _compared(line: Compared) -> list[str]:
-    p = line.prediction
-    assert p is not None
+def _compared(line: Compared, p: Prediction) -> list[str]:
     return [
         line.schedule,
         str(line.stages),
