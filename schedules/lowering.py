@@ -65,7 +65,8 @@ def lower(schedule: Schedule, costs: Costs | None = None) -> Lowered:
     """
     outcome = run(schedule, _positive(costs or Costs.uniform(schedule.stages)))
     require_finished(schedule, outcome)
-    peers = [_peers(schedule, rank) for rank in range(schedule.ranks)]
+    microbatches = tuple(range(schedule.microbatches))  # one object per number, not one per action
+    peers = [_peers(schedule, rank, microbatches) for rank in range(schedule.ranks)]
     posts: list[Posts] = [[None] * len(order) for order in schedule.orders]
     for rank, order in enumerate(schedule.orders):
         _post_receives(order, outcome.begin[rank], peers[rank], outcome, posts)
@@ -109,13 +110,13 @@ def _timed(order: Sequence[Step], begins: Sequence[float]) -> Iterable[tuple[flo
     return ((begin, action) for begin, step in zip(begins, order, strict=True) for action in flatten((step,)))
 
 
-def _peers(schedule: Schedule, rank: int) -> Peers:
+def _peers(schedule: Schedule, rank: int, microbatches: Sequence[int]) -> Peers:
     """By operation and stage; nothing is sent within a rank."""
     peers: Peers = {op: {} for op in COMPUTE}
     for stage in schedule.placement.stages_of(rank):
         copy = int(schedule.placement.rank(stage) != rank)
-        forward = _peer(schedule, rank, copy, stage, stage + 1, (SEND_F, RECV_F))
-        backward = _peer(schedule, rank, copy, stage, stage - 1, (SEND_B, RECV_B))
+        forward = _peer(schedule, rank, copy, stage, stage + 1, (SEND_F, RECV_F), microbatches)
+        backward = _peer(schedule, rank, copy, stage, stage - 1, (SEND_B, RECV_B), microbatches)
         if forward:
             peers[F][stage] = forward
         if backward:
@@ -123,11 +124,12 @@ def _peers(schedule: Schedule, rank: int) -> Peers:
     return peers
 
 
-def _peer(schedule: Schedule, rank: int, copy: int, stage: int, target: int, ops: tuple[str, str]) -> Peer | None:
+def _peer(
+    schedule: Schedule, rank: int, copy: int, stage: int, target: int, ops: tuple[str, str], microbatches: Sequence[int]
+) -> Peer | None:
     if not 0 <= target < schedule.stages or schedule.placement.rank(target, copy) == rank:
         return None
     send, receive = ops
-    microbatches = range(schedule.microbatches)
     sends = [Action(send, stage, m) for m in microbatches]
     receives = [Action(receive, target, m) for m in microbatches]
     return Peer(schedule.placement.rank(target, copy), sends, receives)
