@@ -11,7 +11,7 @@ import copy
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ WARM_UP = 2  # steps before the first one that is timed
 RECORDED = 5  # steps timed early on, which the prediction is made from, and as many at the end, to hold it against
 
 
-def parse() -> argparse.Namespace:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--schedule", default="zb-v", help="a name from zbcompile.schedules.names() (default: %(default)s)")
@@ -45,7 +45,7 @@ def parse() -> argparse.Namespace:
     add("--tied", action="store_true", help="one matrix as token embedding and as output head")
     add("--seed", type=int, default=0, help="seed of weights, batches and dropout (default: %(default)s)")
     add("--verify", action="store_true", help="exact mode; compare the first step with eager gradient accumulation")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     for name in ("microbatches", "layers", "width", "heads", "sequence_length", "batch"):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} is {getattr(options, name)}; expected at least 1")
