@@ -1,5 +1,8 @@
 """Every closed form equals the simulator, and every message count the lowered program, inside its conditions."""
 
+# pyright: reportArgumentType=false
+# Fractions stand for floats: they stay exact.
+
 import random
 from fractions import Fraction
 

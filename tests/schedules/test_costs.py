@@ -1,3 +1,6 @@
+# pyright: reportArgumentType=false
+# Fractions stand for floats: they stay exact.
+
 from fractions import Fraction
 
 import pytest

@@ -1,7 +1,7 @@
 """`simulate`: figures of the literature, what hops, pairs, links and barriers mean, the bookkeeping of idle time."""
 
 import random
-from collections import Counter
+from collections import defaultdict
 
 import pytest
 
@@ -87,7 +87,7 @@ def test_time_is_either_work_or_idle(small_schedules, random_costs) -> None:
         costs = random_costs(generator, schedule.stages)
         for program in (schedule, lower(schedule)):
             t = simulate(program, costs)
-            idle = Counter()
+            idle: dict[int, float] = defaultdict(float)
             for interval in t.idle:
                 assert interval.end > interval.start
                 idle[interval.rank] += interval.end - interval.start
