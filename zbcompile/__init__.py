@@ -1,7 +1,6 @@
 """zbcompile: a zero-bubble pipeline compiler for PyTorch."""
 
 from importlib import import_module
-
 from typing import TYPE_CHECKING
 
 from zbcompile.version import __version__ as __version__

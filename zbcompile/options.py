@@ -38,8 +38,8 @@ def resolve_schedule(options: Options, ranks: int, announce: bool) -> Schedule:
     schedule = _find(options, ranks, announce)
     if schedule.placement.kind == "dual":
         raise PipelineError(
-            f"{schedule.name} keeps two copies of the model, which this runtime does not execute yet; dualpipe-v has the "
-            "same overlap with one copy."
+            f"{schedule.name} keeps two copies of the model, which this runtime does not execute yet; dualpipe-v has "
+            "the same overlap with one copy."
         )
     return schedule
 
