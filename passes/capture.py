@@ -109,6 +109,8 @@ def capture(
             f"the loss module {type(loss).__name__} has parameters of its own; they would belong to no stage. Move "
             "it into the model and return the loss from forward."
         )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise CaptureError(f"no parameter of {type(model).__name__} requires a gradient; there is nothing to train.")
     captured = _export(TrainingStep(model, loss), model, args, kwargs, target)
     as_loss = {Slot("output", "0"): Slot("loss")}
     return replace(captured, outputs=tuple(as_loss.get(slot, slot) for slot in captured.outputs))
@@ -145,6 +147,7 @@ def _export(
         raise CaptureError(_export_failure(model, error)) from error
     _refuse_custom(custom)
     _detach_no_grad_regions(program.graph_module)
+    _keep_source_lines(program.graph_module)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
         program = program.run_decompositions({})
@@ -176,6 +179,13 @@ def _export_failure(model: nn.Module, error: Exception) -> str:
         + (f" ({place})" if place else "")
         + ". Data-dependent Python control flow must become torch.cond or tensor operations."
     )
+
+
+def _keep_source_lines(module: GraphModule) -> None:
+    """Regions (no_grad, autocast) that run node by node, instead of as generated code, keep their source lines."""
+    for child in module.modules():
+        if isinstance(child, GraphModule) and child is not module:
+            child.forward = torch.fx.Interpreter(child).run  # type: ignore[method-assign]
 
 
 def _detach_no_grad_regions(module: GraphModule) -> None:

@@ -4,18 +4,29 @@ import torch
 from torch import nn
 
 from zbcompile.passes.errors import CaptureError
-from zbcompile.passes.torch_private import is_compiled, module_hooks, tensor_hooks
+from zbcompile.passes.torch_private import global_hooks, is_compiled, module_hooks, tensor_hooks
 
 
 def refuse_unsupported(model: nn.Module) -> None:
     """Raise CaptureError when `model` has something that a captured graph would drop without a word."""
+    refuse_hooks(model)
     for name, module in model.named_modules():
         _refuse_compiled(name, module)
-        _refuse_module_hooks(name, module)
         _refuse_sparse_embedding(name, module)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        _refuse_tensor_hooks(name, parameter)
     _refuse_shared_storage(model)
+
+
+def refuse_hooks(model: nn.Module) -> None:
+    """Raise CaptureError for a hook on a module or parameter; cheap enough to ask before every step."""
+    if global_hooks():
+        raise CaptureError(
+            f"{', '.join(global_hooks())} for all modules are registered; a compiled stage never calls a module, so "
+            "they would be lost in silence. Remove them before step()."
+        )
+    for name, module in model.named_modules():
+        _refuse_module_hooks(name, module)
+    for name, parameter in model.named_parameters():
+        _refuse_tensor_hooks(name, parameter)
 
 
 def _where(name: str, module: nn.Module) -> str:
@@ -62,7 +73,7 @@ def _refuse_shared_storage(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter.numel() == 0 or parameter.device.type == "meta":
             continue
-        first = owners.setdefault(parameter.untyped_storage().data_ptr(), (name, parameter))
+        first = owners.setdefault(storage_key(parameter), (name, parameter))
         if first[1] is not parameter:
             raise CaptureError(
                 f"parameters {first[0]} and {name} are different Parameter objects over the same memory; on "

@@ -54,6 +54,12 @@ def module_hooks(module: torch.nn.Module) -> list[str]:
     return [kind.strip("_") for kind in kinds if getattr(module, kind, None)]
 
 
+def global_hooks() -> list[str]:
+    """The kinds of hook registered for all modules (2.11-2.13: torch offers no public way to ask)."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return [kind.strip("_") for kind in kinds if getattr(torch.nn.modules.module, f"_global{kind}", None)]
+
+
 def tensor_hooks(tensor: torch.Tensor) -> list[str]:
     """The kinds of hook registered on `tensor` (2.11-2.13: torch offers no public way to ask)."""
     kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")

@@ -137,6 +137,16 @@ def _checked(path: str, leaf: torch.Tensor, size: int) -> bool:
     return True
 
 
+def refuse_input_gradients(batch: Batch) -> None:
+    """Raise PipelineError for an input that requires a gradient: a step gives gradients to parameters only."""
+    for path, leaf in zip(batch.paths, batch.leaves, strict=True):
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            raise PipelineError(
+                f"{path} requires a gradient; a step gives gradients to the model's parameters only. Pass "
+                "tensor.detach(), or make what computes it part of the model."
+            )
+
+
 def require_divisible(batch: Batch, microbatches: int) -> None:
     """Raise PipelineError when the batch cannot be cut into equal microbatches."""
     if batch.size % microbatches:

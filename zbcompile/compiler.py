@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from zbcompile.batch import Microbatch
@@ -34,6 +35,18 @@ def compile_step(
     """
     args, kwargs, target = microbatch.example
     captured = capture(model, args, kwargs, target, loss)
+    with without_autocast(microbatch):
+        return _compile_captured(model, microbatch, captured, schedule, exact, like)
+
+
+def without_autocast(microbatch: Microbatch) -> torch.autocast:
+    """Capture has put the casts into the graph; the passes, which trace it again, must not cast once more."""
+    return torch.autocast(next(iter(microbatch.tensors.values())).device.type, enabled=False)
+
+
+def _compile_captured(
+    model: nn.Module, microbatch: Microbatch, captured: Captured, schedule: Schedule, exact: bool, like: Program | None
+) -> Program:
     canonical = canonicalise(captured)
     line = draw_line(canonical)
     cuts, assigned = _assign(canonical, line, schedule.placement, like)

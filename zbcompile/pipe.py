@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from zbcompile.batch import Batch, Microbatch, flatten_batch, require_divisible
+from zbcompile.batch import Batch, Microbatch, flatten_batch, refuse_input_gradients, require_divisible
 from zbcompile.compiler import compile_step
 from zbcompile.consensus import require_equal_programs, together
 from zbcompile.engine import Distributed, StepInput
@@ -14,6 +14,7 @@ from zbcompile.errors import PipelineError
 from zbcompile.evaluation import EvaluationPlan, evaluate, plan_evaluation
 from zbcompile.group import make_engine
 from zbcompile.options import Options, resolve_schedule
+from zbcompile.passes.refusals import refuse_hooks
 from zbcompile.passes.slots import Slot
 from zbcompile.program import Program
 from zbcompile.record import StepRecord
@@ -79,21 +80,23 @@ class Pipeline:
             reduction=self.options.loss_reduction,
             record=self.record,
         )
-        loss = self._engine.step(program, stages, given, self._parameters_by_name())
+        with self._as_captured():
+            loss = self._engine.step(program, stages, given, self._parameters_by_name())
         self.step_index += 1
         return loss
 
     def eval(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output in eval mode, without gradients, on every rank. Needs no divisible batch."""
         batch = flatten_batch(args, kwargs, None, self.options.split)
-        program = self.program if self._first else self._program_for(self._split(args, kwargs, None))[0]
-        key = batch.rows(0, batch.size).signature
+        program = self._program_for_eval(args, kwargs)
+        key = (batch.rows(0, batch.size).signature, self._autocast())
         if key not in self._evaluations:
             plan = together(self._engine, "compiling eval", lambda: plan_evaluation(self._model, batch, program))
             self._evaluations[key] = plan
         plan = self._evaluations[key]
         resident = self._resident(plan.inference.captured.constants)
-        return evaluate(plan, batch, program, self._engine, resident)
+        with self._as_captured():
+            return evaluate(plan, batch, program, self._engine, resident)
 
     def stages(self) -> "list[CompiledPipelineStage]":
         """This rank's stages as torch.distributed.pipelining stages, for torch's own schedules.
@@ -148,21 +151,38 @@ class Pipeline:
                 "step received target=, but the pipeline has no loss=; forward returns the loss itself."
             )
         batch = flatten_batch(args, kwargs, target, self.options.split)
+        refuse_input_gradients(batch)
         require_divisible(batch, self._schedule.microbatches)
         return batch
 
+    def _program_for_eval(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
+        """Parameters stay where they train. Where forward gives the loss, these inputs are enough to compile that."""
+        if self._first is not None or self.options.loss is not None:
+            return self.program
+        return self._program_for(self._split(args, kwargs, None))[0]
+
     def _program_for(self, batch: Batch) -> tuple[Program, dict[int, CompiledStage]]:
         microbatch = batch.microbatch(0, self._schedule.microbatches)
-        key = (microbatch.signature, self._modes())
+        key = (microbatch.signature, self._modes(), self._autocast())
         if key not in self._compiled:
             self._compiled[key] = self._compile(microbatch)
         self._require_same_tensors()
+        refuse_hooks(self._model)
         return self._compiled[key]
 
     def _modes(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
         """What a captured graph depends on beside its inputs: train or eval of each module, frozen parameters."""
         training = tuple(module.training for module in self._model.modules())
         return training, tuple(parameter.requires_grad for parameter in self._model.parameters())
+
+    def _autocast(self) -> tuple[bool, torch.dtype]:
+        """Autocast at the time of capture becomes part of the graphs."""
+        device = self._engine.device.type
+        return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+
+    def _as_captured(self) -> torch.autocast:
+        """The casts are in the graphs: autocast around a running graph would cast what the model left uncast."""
+        return torch.autocast(self._engine.device.type, enabled=False)
 
     def _compile(self, microbatch: Microbatch) -> tuple[Program, dict[int, CompiledStage]]:
         if self._first is not None and self._announces:

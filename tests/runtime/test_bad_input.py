@@ -64,6 +64,10 @@ def split_of_other_size() -> None:
     pipe.step(ROWS, mask=torch.ones(5))
 
 
+def input_that_requires_a_gradient() -> None:
+    train(MLP(), ROWS.clone().requires_grad_())
+
+
 def target_without_loss() -> None:
     train(MLP(), loss=None)
 
@@ -211,6 +215,18 @@ def shared_memory() -> None:
     train(model)
 
 
+def all_frozen() -> None:
+    train(MLP().requires_grad_(False))
+
+
+def hook_for_all_modules() -> None:
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        train(MLP())
+    finally:
+        handle.remove()
+
+
 def not_a_module() -> None:
     train([nn.Linear(WIDTH, WIDTH)])  # type: ignore[arg-type]
 
@@ -246,6 +262,18 @@ def program_before_compiling() -> None:
     uncompiled("program")
 
 
+def eval_before_compiling() -> None:
+    uncompiled("eval")(ROWS)
+
+
+def hook_after_compiling() -> None:
+    model = MLP()
+    pipe = zbcompile.pipeline(model, schedule="1f1b", microbatches=4, ranks=2, loss=F.mse_loss)
+    pipe.compile(ROWS, target=ROWS)
+    model.layers[3].register_forward_hook(lambda *_: None)
+    pipe.step(ROWS, target=ROWS)
+
+
 def replaced_parameter() -> None:
     model = MLP()
     pipe = zbcompile.pipeline(model, schedule="1f1b", microbatches=4, ranks=2, loss=F.mse_loss)
@@ -262,6 +290,7 @@ BAD: list[tuple[Callable[[], None], str, str]] = [
     (ambiguous_leaf, PIPELINE, r"kwargs\['mask'\] has shape \[8, 8\].*split=\{"),
     (split_of_unknown_input, PIPELINE, r"'msak', which no input has; the inputs are args\[0\], kwargs\['mask'\]"),
     (split_of_other_size, PIPELINE, r"kwargs\['mask'\] of shape \[5\], but the batch size is 8"),
+    (input_that_requires_a_gradient, PIPELINE, r"args\[0\] requires a gradient.*detach"),
     (target_without_loss, PIPELINE, r"target=, but the pipeline has no loss="),
     (too_many_stages, PARTITION, r"at most 2 stages; the schedule needs 4"),
     (schedule_for_other_ranks, PIPELINE, r"for 3 ranks .* there are 2"),
@@ -287,6 +316,8 @@ BAD: list[tuple[Callable[[], None], str, str]] = [
     (compiled_child, CAPTURE, r"layers\.3 .*already wrapped by torch.compile"),
     (sparse_embedding, CAPTURE, r"module 0 \(Embedding\) has sparse=True"),
     (shared_memory, CAPTURE, r"layers\.0\.weight and layers\.1\.weight .* same memory"),
+    (all_frozen, CAPTURE, r"no parameter of MLP requires a gradient"),
+    (hook_for_all_modules, CAPTURE, r"forward_hooks for all modules.*lost in silence"),
     (not_a_module, PIPELINE, r"nn.Module.*received list"),
     (function_without_module, PIPELINE, r"expected an nn.Module to pipeline, received int"),
     (parameters_before_compiling, PIPELINE, r"not compiled yet.*pipe\.compile"),
@@ -294,6 +325,8 @@ BAD: list[tuple[Callable[[], None], str, str]] = [
     (state_dict_before_compiling, PIPELINE, r"not compiled yet"),
     (load_state_dict_before_compiling, PIPELINE, r"not compiled yet"),
     (program_before_compiling, PIPELINE, r"not compiled yet"),
+    (eval_before_compiling, PIPELINE, r"not compiled yet"),
+    (hook_after_compiling, CAPTURE, r"layers\.3 .*forward_hooks.*Remove"),
     (replaced_parameter, PIPELINE, r"layers\.\d\.weight was replaced by another tensor.*in place"),
 ]
 IDS = [function.__name__ for function, _, _ in BAD]

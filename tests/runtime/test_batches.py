@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zbcompile
-from tests.oracle import MLP, WIDTH, Batch, eager_step
+from tests.oracle import MLP, WIDTH, Batch, eager_step, microbatch_loss
 from tests.runtime.pool import Pool
 from tests.runtime.training import Trained, assert_same_tensors, gradients_of, join
 
@@ -157,3 +157,40 @@ def test_module_in_eval_mode_trains_without_dropout() -> None:
     whole = pipe.step(*batch.args, target=batch.target)
     assert torch.equal(whole, eager_step(model, F.mse_loss, batch, 2, 1))
     assert not torch.equal(whole, dropped)
+
+
+class PartlyUncast(MLP):
+    """Opts out of autocast for some of its layers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            x = self.layers[0](x.float())
+        return super().forward(x)
+
+
+def autocast_forward_only(model: nn.Module, batch: Batch, enabled: bool) -> Tensor:
+    """Eager accumulation as torch recommends: autocast around forward and loss, never around backward."""
+    total = torch.zeros(())
+    for part in batch.parts(4):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            loss = microbatch_loss(model, F.mse_loss, part) / 4
+        loss.backward()
+        total = total + loss.detach()
+    return total
+
+
+def test_autocast_is_that_of_each_step() -> None:
+    """A step inside autocast and one outside are compiled apart; both have eager's bits."""
+    torch.manual_seed(0)
+    model = PartlyUncast()
+    other = PartlyUncast()
+    other.load_state_dict(model.state_dict())
+    pipe = zbcompile.pipeline(model, schedule="zb-v", microbatches=4, ranks=2, loss=F.mse_loss, exact=True)
+    batch = rows(8)
+    for enabled in (False, True, False):
+        model.zero_grad()
+        other.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            loss = pipe.step(*batch.args, target=batch.target)
+        assert torch.equal(loss, autocast_forward_only(other, batch, enabled))
+        assert_same_tensors(gradients_of(pipe), gradients_of(other), "gradient of")
