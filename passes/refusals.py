@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from zbcompile.passes.errors import CaptureError
-from zbcompile.passes.torch_private import global_hooks, is_compiled, module_hooks, tensor_hooks
+from zbcompile.passes.torch_private import global_hooks, is_compiled, module_hooks, storage_key, tensor_hooks
 
 
 def refuse_unsupported(model: nn.Module) -> None:
