@@ -86,7 +86,7 @@ def report(schedule: Schedule, early: Sequence[StepRecord], late: Sequence[StepR
         for rank in range(schedule.ranks)
     ]
     headers = ["rank", "step predicted", "measured", "bubble predicted", "measured", "peak activations"]
-    title = f"{schedule.name}: {schedule.ranks} ranks, {schedule.stages} stages, {schedule.microbatches} microbatches"
+    title = f"{schedule.name}: ranks {schedule.ranks}, stages {schedule.stages}, microbatches {schedule.microbatches}"
     table = tabulate(rows, headers, colalign=["right"] * len(headers), disable_numparse=True)
     return f"{title}\n{table}\npredicted: the simulator, with the action times of early steps\nmeasured: {source}"
 

@@ -31,7 +31,7 @@ def check_output(printed: str, schedule: str, ranks: int, source: str) -> None:
     losses = re.search(r"validation loss: ([\d.]+) before, ([\d.]+) after 12 steps", printed)
     assert losses, printed
     assert float(losses[2]) < float(losses[1])
-    assert f"{schedule}: {ranks} ranks" in printed
+    assert f"{schedule}: ranks {ranks}," in printed
     assert source in printed
 
 
