@@ -8,6 +8,7 @@ in for an input gradient), so that its B and W balance like those of a middle st
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import torch
 from torch.fx import Graph, GraphModule, Node
 
 from zbcompile.passes.canonical import is_getitem, is_random
@@ -178,9 +179,9 @@ class _Extractor:
 def _result(graph: Graph, slot: Slot, node: Node, copies: dict[Node, Node], extractor: _Extractor) -> Node:
     if slot.kind != "saved" or not extractor._must_copy("F", node):
         return copies[node]
-    import torch
-
-    return graph.call_function(torch.ops.aten.clone.default, (copies[node],))
+    clone = graph.call_function(torch.ops.aten.clone.default, (copies[node],))
+    clone.meta = {**node.meta, "pass": "split"}
+    return clone
 
 
 def _belongs(slot: Slot, piece: str) -> bool:
@@ -196,7 +197,8 @@ def _identifier(slot: Slot) -> str:
 
 
 def _crossing(joint: Joint, pieces: _Extractor) -> Crossing:
-    resident = [n for slot, n in joint.inputs if slot.kind in ("parameter", "buffer", "constant", "input", "tangent")]
+    whole = ("parameter", "buffer", "constant", "input", "tangent")
+    resident = [n for slot, n in joint.inputs if slot.kind in whole and not pieces._must_copy("F", n)]
     free = {storage_key_of(t) for n in resident for t in tensors_of(n.meta["val"])}
     for_backward, for_weight = pieces.arriving("B"), pieces.arriving("W")
     of_backward = pieces.pieces["B"]

@@ -114,6 +114,7 @@ def _forward(
         specs = [tensor_spec(n.meta["val"]) for n in graph.module.graph.find_nodes(op="placeholder") if _arrives(n)]
         transport.post(message, specs, program.rank_of(stage - 1))
     if stage:
+        transport.wait(message)
         values.update(zip(arriving, transport.take(message), strict=True))
     results = run_forward_only(inference_piece(graph), values)
     for slot, value in results.items():

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -30,17 +31,15 @@ class RankRun:
         """Carry out the rank's order. Yields an action for as long as its input has not arrived."""
         for step in self.order:
             for action in step if isinstance(step, Pair) else (step,):
-                while not self._can_run(action):
-                    yield action
-                handler = HANDLERS[action.op]
+                needed = self._needs(action)
+                if needed is not None:
+                    while not self.transport.ready(needed):
+                        yield action
+                    self.transport.wait(needed)
                 if self.observe is None:
-                    handler(self, action)
+                    HANDLERS[action.op](self, action)
                 else:
-                    self.observe(action, self, lambda handler=handler, action=action: handler(self, action))  # type: ignore
-
-    def _can_run(self, action: Action) -> bool:
-        needed = self._needs(action)
-        return needed is None or self.transport.ready(needed)
+                    self.observe(action, self, partial(HANDLERS[action.op], self, action))
 
     def _needs(self, action: Action) -> Message | None:
         if action.op == "F" and action.stage > 0:

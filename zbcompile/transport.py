@@ -20,12 +20,17 @@ class Message(NamedTuple):
 
 
 class Transport(Protocol):
-    """Moves messages between stages. `deliver` is for a stage on the same rank; `post` announces a receive."""
+    """Moves messages between stages.
+
+    `deliver` is for a stage on the same rank; `post` announces a receive; `ready` says whether `wait` may be called,
+    which returns once the message is there.
+    """
 
     def deliver(self, message: Message, tensors: list[torch.Tensor]) -> None: ...
     def send(self, message: Message, tensors: list[torch.Tensor], peer: int) -> None: ...
     def post(self, message: Message, specs: Sequence[TensorSpec], peer: int) -> None: ...
     def ready(self, message: Message) -> bool: ...
+    def wait(self, message: Message) -> None: ...
     def take(self, message: Message) -> list[torch.Tensor]: ...
     def finish(self) -> None: ...
 
@@ -47,6 +52,9 @@ class Mailboxes:
 
     def ready(self, message: Message) -> bool:
         return message in self.boxes
+
+    def wait(self, message: Message) -> None:
+        pass
 
     def take(self, message: Message) -> list[torch.Tensor]:
         return self.boxes.pop(message)
@@ -75,14 +83,21 @@ class Channels:
         return number * 64 + index
 
 
+class Receive(NamedTuple):
+    """A posted receive: the buffers it fills and what to wait for."""
+
+    buffers: list[torch.Tensor]
+    works: list[dist.Work]
+
+
 @dataclass
 class PointToPoint:
-    """Messages between processes. Sends are kept alive until they are complete; receives are waited for when taken."""
+    """Messages between processes. Sends are kept alive until they are complete."""
 
     channels: Channels
     device: torch.device
     boxes: dict[Message, list[torch.Tensor]] = field(default_factory=dict)
-    receives: dict[Message, tuple[list[torch.Tensor], list[dist.Work]]] = field(default_factory=dict)
+    receives: dict[Message, Receive] = field(default_factory=dict)
     sends: list[tuple[torch.Tensor, dist.Work]] = field(default_factory=list)
 
     def deliver(self, message: Message, tensors: list[torch.Tensor]) -> None:
@@ -106,7 +121,7 @@ class PointToPoint:
             work = dist.irecv(flat, group=group, group_src=peer, tag=self.channels.tag(message, index))
             if work is not None:
                 works.append(work)
-        self.receives[message] = (buffers, works)
+        self.receives[message] = Receive(buffers, works)
 
     def _allocate(self, spec: TensorSpec) -> torch.Tensor:
         return torch.empty_strided(spec.shape, spec.stride, dtype=getattr(torch, spec.dtype), device=self.device)
@@ -114,13 +129,15 @@ class PointToPoint:
     def ready(self, message: Message) -> bool:
         return True
 
+    def wait(self, message: Message) -> None:
+        if message in self.receives:
+            for work in self.receives[message].works:
+                work.wait()
+
     def take(self, message: Message) -> list[torch.Tensor]:
         if message in self.boxes:
             return self.boxes.pop(message)
-        buffers, works = self.receives.pop(message)
-        for work in works:
-            work.wait()
-        return buffers
+        return self.receives.pop(message).buffers
 
     def finish(self) -> None:
         for _, work in self.sends:

@@ -88,9 +88,7 @@ def test_a_printed_graph_of_exact_mode_computes_the_same_bits(exact: Inspected) 
     _check_same_bits(exact)
 
 
-def test_every_operation_says_where_it_is_from(inspected: Inspected, request: pytest.FixtureRequest) -> None:
-    if any(slot.kind == "mutation" for piece in _pieces(inspected) for slot in piece.outputs):
-        request.applymarker(pytest.mark.xfail(reason="the copy of a mutated buffer does not say who made it"))
+def test_every_operation_says_where_it_is_from(inspected: Inspected) -> None:
     for piece in _pieces(inspected):
         for node in piece.module.graph.nodes:
             if node.op == "call_function":
