@@ -9,7 +9,7 @@ import torch.distributed as dist
 from tabulate import tabulate
 
 from zbcompile.record import StepRecord
-from zbcompile.schedules import Costs, Schedule, simulate
+from zbcompile.schedules import Costs, Schedule, format_timeline, simulate
 
 COMPUTE = ("F", "B", "W", "BW")
 
@@ -88,7 +88,18 @@ def report(schedule: Schedule, early: Sequence[StepRecord], late: Sequence[StepR
     headers = ["rank", "step predicted", "measured", "bubble predicted", "measured", "peak activations"]
     title = f"{schedule.name}: ranks {schedule.ranks}, stages {schedule.stages}, microbatches {schedule.microbatches}"
     table = tabulate(rows, headers, colalign=["right"] * len(headers), disable_numparse=True)
-    return f"{title}\n{table}\npredicted: the simulator, with the action times of early steps\nmeasured: {source}"
+    picture = format_timeline(simulate(schedule, in_milliseconds(measured_costs(late, schedule.stages))), width=110)
+    legend = f"predicted: the simulator, with the action times of early steps\nmeasured: {source}"
+    return f"{title}\n{table}\n{legend}\n\nthe last steps' action times on the schedule, in ms:\n{picture}"
+
+
+def in_milliseconds(costs: Costs) -> Costs:
+    """The same costs with times that read well."""
+
+    def scaled(times: Sequence[float]) -> tuple[float, ...]:
+        return tuple(1e3 * time for time in times)
+
+    return Costs(forward=scaled(costs.forward), backward=scaled(costs.backward), weight=scaled(costs.weight))
 
 
 def _pass_of(action: str) -> tuple[str, int]:
