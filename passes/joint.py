@@ -17,7 +17,7 @@ from zbcompile.passes.cutting import Stage, dense_like
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.slots import Slot
 from zbcompile.passes.sources import MarkingInterpreter, described_backward
-from zbcompile.passes.torch_private import FakeTensorMode, make_fx, single_threaded_backward
+from zbcompile.passes.torch_private import FakeTensorMode, functional, is_in_place, make_fx, single_threaded_backward
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,16 @@ class Joint:
     gradient_of_input: Mapping[str, torch.Tensor]
 
 
-def trace_joint(stage: Stage, trainable: frozenset[str], tangents: Mapping[str, torch.Tensor]) -> Joint:
+def trace_joint(
+    stage: Stage, trainable: frozenset[str], tangents: Mapping[str, torch.Tensor], exact: bool = False
+) -> Joint:
     """Trace forward and backward of `stage`.
 
     `tangents` maps each activation the stage sends, to the fake gradient that comes back for it ("loss": the factor of
     this microbatch's loss). An activation without an entry gets no gradient.
+
+    Some composite operations (recurrent cells) work in place below autograd; split between F and B, such a graph would
+    read what F has overwritten. It is traced again with copies instead, which `exact` forbids: CaptureError.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     holders = stage.module.graph.find_nodes(op="placeholder")
@@ -49,6 +54,9 @@ def trace_joint(stage: Stage, trainable: frozenset[str], tangents: Mapping[str, 
     run = _Run(stage, len(primals), tuple(tangents))
     with mode, single_threaded_backward(), preserve_node_meta():
         module = make_fx(run)(*primals, *arriving)
+        if _in_place(module):
+            module = _trace_functional(run, [*primals, *arriving], _in_place(module), exact)
+    _refuse_mode_dependent(module)
     names = [*(slot for slot in stage.outputs), *run.gradients]
     nodes = module.graph.find_nodes(op="placeholder")
     outputs = [
@@ -58,6 +66,43 @@ def trace_joint(stage: Stage, trainable: frozenset[str], tangents: Mapping[str, 
     for node, slot in zip(nodes, slots, strict=True):
         node.meta["slot"] = slot
     return Joint(stage, module, tuple(zip(slots, nodes, strict=True)), tuple(outputs), leaving)
+
+
+def _in_place(module: GraphModule) -> str:
+    """The name of an operation of the graph that writes into its input; empty if there is none."""
+    return next((str(node.target) for node in module.graph.nodes if is_in_place(node.target)), "")
+
+
+def _trace_functional(run: "_Run", values: list[Any], found: str, exact: bool) -> GraphModule:
+    if exact:
+        raise CaptureError(
+            f"stage {run.stage.index} contains {found}, which writes in place below autograd (torch's recurrent layers "
+            "do); the split form of it is not bitwise equal to eager. Use exact=False (equal within 1e-6), or write "
+            "the layer with ordinary tensor operations."
+        )
+    try:
+        module = make_fx(functional(run))(*values)
+    except Exception as error:
+        raise CaptureError(_no_functional_form(run, found, error)) from error
+    if _in_place(module):
+        raise CaptureError(_no_functional_form(run, found, None))
+    return module
+
+
+def _no_functional_form(run: "_Run", found: str, error: Exception | None) -> str:
+    return (
+        f"stage {run.stage.index} contains {found}, which writes in place below autograd, and torch has no form of the "
+        f"graph without it{f' ({error})' if error else ''}. Write that layer with ordinary tensor operations."
+    )
+
+
+def _refuse_mode_dependent(module: GraphModule) -> None:
+    """oneDNN's LSTM keeps what its backward needs only with grad mode on; compiled graphs run without it."""
+    if any(str(node.target).startswith("aten.mkldnn_rnn_layer") for node in module.graph.nodes):
+        raise CaptureError(
+            "the model runs an LSTM through oneDNN, whose backward cannot be separated from its forward. Set "
+            "torch.backends.mkldnn.enabled = False before compiling, or write the layer with ordinary operations."
+        )
 
 
 class _Run:
@@ -111,11 +156,11 @@ def _fresh(value: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
-def trace_all(stages: tuple[Stage, ...], trainable: frozenset[str]) -> list[Joint]:
+def trace_all(stages: tuple[Stage, ...], trainable: frozenset[str], exact: bool = False) -> list[Joint]:
     """The joint graphs of all stages, traced from the last to the first."""
     joints: list[Joint] = []
     for stage in reversed(stages):
-        joints.append(trace_joint(stage, trainable, _tangents(stage, joints[-1] if joints else None)))
+        joints.append(trace_joint(stage, trainable, _tangents(stage, joints[-1] if joints else None), exact))
     return joints[::-1]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch._ops import HigherOrderOperator as HigherOrderOperator  # 2.11-2.13: the class of torch.ops.higher_order.*
 from torch._ops import OpOverload as OpOverload  # 2.11-2.13: the class of torch.ops.aten.*.*
+from torch._subclasses import functional_tensor  # 2.11-2.13: what AOTAutograd functionalises with
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor  # 2.11-2.13: no public name for the class
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode  # 2.11-2.13: shapes without memory
 from torch.fx.experimental.proxy_tensor import make_fx as make_fx  # 2.11-2.13: documented as functorch.make_fx
@@ -94,3 +95,8 @@ def storage_key(value: torch.Tensor) -> int:
 def single_threaded_backward() -> contextlib.AbstractContextManager[None]:
     """Run autograd on the calling thread, so that the tracer, which is thread-local, sees the backward (2.11-2.13)."""
     return torch.autograd.set_multithreading_enabled(False)  # type: ignore[attr-defined, no-any-return]
+
+
+def functional(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run` without in-place operations below autograd (2.11-2.13: torch.func.functionalize acts above it only)."""
+    return functional_tensor.dispatch_functionalize(run, functional_tensor.FunctionalTensorMode())

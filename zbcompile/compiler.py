@@ -13,6 +13,7 @@ from zbcompile.passes.cutting import Assignment, Stage, assign_by_cuts, assign_b
 from zbcompile.passes.joint import trace_all
 from zbcompile.passes.liveness import Line, draw_line
 from zbcompile.passes.partition import Cuts, choose_cuts
+from zbcompile.passes.sharing import refuse_inexact_sharing
 from zbcompile.passes.split import split
 from zbcompile.passes.stage_program import finish_stage, tensor_spec
 from zbcompile.program import Program
@@ -51,7 +52,9 @@ def _compile_captured(
     line = draw_line(canonical)
     cuts, assigned = _assign(canonical, line, schedule.placement, like)
     stages = cut(canonical, line, assigned, schedule.stages)
-    joints = trace_all(stages, captured.trainable)
+    if exact:
+        refuse_inexact_sharing(stages, captured.trainable)
+    joints = trace_all(stages, captured.trainable, exact)
     programs = tuple(finish_stage(split(joint), exact) for joint in joints)
     return Program(
         captured=captured,

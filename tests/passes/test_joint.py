@@ -1,0 +1,90 @@
+"""What the joint trace cannot split exactly is refused, and in the default mode split within its bound."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import zbcompile
+
+WIDTH = 8
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer between linear ones."""
+
+    def __init__(self, layer: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.before = nn.Linear(WIDTH, WIDTH)
+        self.layer = layer(WIDTH, WIDTH, batch_first=True)
+        self.after = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(F.relu(self.layer(F.relu(self.before(x)))[0]))
+
+
+class Thrice(nn.Module):
+    """One layer used three times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(WIDTH, WIDTH)
+        self.own = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.own:
+            x = torch.tanh(self.shared(layer(x)))
+        return x
+
+
+def gru() -> nn.Module:
+    return Recurrent(nn.GRU)
+
+
+def lstm() -> nn.Module:
+    return Recurrent(nn.LSTM)
+
+
+def train(model: nn.Module, exact: bool) -> tuple[Tensor, Tensor]:
+    """One step of a pipeline; returns its input and target."""
+    x, y = torch.randn(8, 5, WIDTH), torch.randn(8, 5, WIDTH)
+    pipe = zbcompile.pipeline(model, schedule="zb-h1", ranks=2, microbatches=4, loss=F.mse_loss, exact=exact)
+    pipe.step(x, target=y)
+    return x, y
+
+
+@pytest.mark.parametrize(
+    ("make", "exact", "message"),
+    [
+        (gru, True, r"writes in place below autograd.*exact=False"),
+        (lstm, False, r"LSTM through oneDNN.*mkldnn.enabled = False"),
+        (Thrice, True, r"shared.weight is used 2 times on stage 0 and again on stage 1.*exact=False"),
+    ],
+)
+def test_refused(make: Callable[[], nn.Module], exact: bool, message: str) -> None:
+    with pytest.raises(zbcompile.CompileError, match=message):
+        train(make(), exact)
+
+
+@pytest.mark.parametrize("make", [gru, Thrice])
+def test_within_the_bound(make: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    model, eager = make(), make()
+    eager.load_state_dict(model.state_dict())
+    x, y = train(model, exact=False)
+    for part, target in zip(x.chunk(4), y.chunk(4), strict=True):
+        (F.mse_loss(eager(part), target) / 4).backward()
+    for ours, theirs in zip(model.parameters(), eager.parameters(), strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        assert (ours.grad - theirs.grad).abs().max() <= 1e-6 * theirs.grad.abs().max()
