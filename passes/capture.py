@@ -15,7 +15,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.fx import GraphModule
 
 from zbcompile.passes.errors import CaptureError
-from zbcompile.passes.refusals import refuse_unsupported
+from zbcompile.passes.refusals import refuse_trained_loss, refuse_unsupported
 from zbcompile.passes.slots import Kind, Slot
 from zbcompile.passes.torch_private import pytree, watch_autograd_functions
 
@@ -104,11 +104,7 @@ def capture(
     Raises CaptureError for what cannot be captured or would lose gradients.
     """
     refuse_unsupported(model)
-    if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
-        raise CaptureError(
-            f"the loss module {type(loss).__name__} has parameters of its own; they would belong to no stage. Move "
-            "it into the model and return the loss from forward."
-        )
+    refuse_trained_loss(loss)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise CaptureError(f"no parameter of {type(model).__name__} requires a gradient; there is nothing to train.")
     captured = _export(TrainingStep(model, loss), model, args, kwargs, target)

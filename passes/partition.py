@@ -53,6 +53,8 @@ def choose_cuts(line: Line, stages: int, ranks_of: Sequence[int]) -> Cuts:
             f"the model can be cut in {len(places)} places, so into at most {len(places) + 1} stages; the schedule "
             f"needs {stages}. Use fewer ranks or chunks, or a deeper model."
         )
+    if stages == 1:
+        return _cuts([], totals, ranks_of)
     solve = _solver(totals, stages, ranks_of)
     best, _ = solve(places)
     width = {i: line.boundary_bytes(i) for i in places}

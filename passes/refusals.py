@@ -1,5 +1,8 @@
 """What would be lost in silence is refused before anything is traced."""
 
+import inspect
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -27,6 +30,25 @@ def refuse_hooks(model: nn.Module) -> None:
         _refuse_module_hooks(name, module)
     for name, parameter in model.named_parameters():
         _refuse_tensor_hooks(name, parameter)
+
+
+def refuse_trained_loss(loss: Any) -> None:
+    """Raise CaptureError for a loss with parameters of its own: torch.export makes them constants, without a word."""
+    if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
+        raise CaptureError(
+            f"the loss module {type(loss).__name__} has parameters of its own; they would belong to no stage. Move "
+            "it into the model and return the loss from forward."
+        )
+    if not inspect.isfunction(loss):
+        return
+    seen = inspect.getclosurevars(loss)
+    for name, value in {**seen.globals, **seen.nonlocals}.items():
+        tensors = value.parameters() if isinstance(value, nn.Module) else [value]
+        if any(isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors):
+            raise CaptureError(
+                f"the loss function {loss.__name__} reads {name}, which requires a gradient but is no parameter of the "
+                "model; its gradient would be lost. Move it into the model and return the loss from forward."
+            )
 
 
 def _where(name: str, module: nn.Module) -> str:

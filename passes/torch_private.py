@@ -72,19 +72,49 @@ def watch_autograd_functions(seen: Callable[[type], None]) -> Iterator[None]:
     """Call `seen(cls)` for every custom autograd.Function applied inside.
 
     torch.export traces through `forward` and loses `backward` in silence (2.11-2.13), and offers no hook to notice it,
-    so the class method is replaced for the time of the capture.
+    so two things are replaced for the time of the capture: `forward` of every function class there is (models keep
+    `MyFunction.apply` in a variable), and `Function.apply` for classes that the model makes while it runs.
     """
-    original = torch.autograd.Function.__dict__["apply"]
+    with contextlib.ExitStack() as stack:
+        for cls in _all_functions(torch.autograd.Function):
+            if "forward" in cls.__dict__:
+                stack.enter_context(_replaced(cls, "forward", _watched_forward(cls, seen)))
+        original = torch.autograd.Function.__dict__["apply"]
+        stack.enter_context(_replaced(torch.autograd.Function, "apply", _watched_apply(original, seen)))
+        yield
 
+
+def _all_functions(base: type) -> list[type]:
+    below: list[type] = base.__subclasses__()
+    return [*below, *(cls for direct in below for cls in _all_functions(direct))]
+
+
+def _watched_forward(cls: type, seen: Callable[[type], None]) -> "staticmethod[..., Any]":
+    original = cls.__dict__["forward"]
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        seen(cls)
+        return original.__get__(None, cls)(*args, **kwargs)
+
+    return staticmethod(forward)
+
+
+def _watched_apply(original: Any, seen: Callable[[type], None]) -> "classmethod[Any, ..., Any]":
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         seen(cls)
         return original.__get__(None, cls)(*args, **kwargs)
 
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+    return classmethod(apply)
+
+
+@contextlib.contextmanager
+def _replaced(cls: type, name: str, value: Any) -> Iterator[None]:
+    original = cls.__dict__[name]
+    setattr(cls, name, value)
     try:
         yield
     finally:
-        torch.autograd.Function.apply = original  # type: ignore[method-assign]
+        setattr(cls, name, original)
 
 
 def storage_key(value: torch.Tensor) -> int:

@@ -88,3 +88,15 @@ def test_within_the_bound(make: Callable[[], nn.Module]) -> None:
         assert ours.grad is not None
         assert theirs.grad is not None
         assert (ours.grad - theirs.grad).abs().max() <= 1e-6 * theirs.grad.abs().max()
+
+
+def test_a_model_without_a_place_to_cut_runs_on_one_rank() -> None:
+    torch.manual_seed(0)
+    model, eager = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    eager.load_state_dict(model.state_dict())
+    x = torch.randn(4, WIDTH)
+    zbcompile.pipeline(model, schedule="1f1b", ranks=1, microbatches=1, loss=F.mse_loss, exact=True).step(x, target=x)
+    F.mse_loss(eager(x), x).backward()
+    assert eager.weight.grad is not None
+    assert model.weight.grad is not None
+    assert torch.equal(model.weight.grad, eager.weight.grad)

@@ -178,6 +178,22 @@ def custom_function() -> None:
     train(Custom())
 
 
+DOUBLED = Doubled.apply  # as many models keep it: bound before any capture
+
+
+def custom_function_in_a_variable() -> None:
+    class Custom(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(DOUBLED(super().forward(x)))  # type: ignore[arg-type]
+
+    train(Custom())
+
+
+def loss_that_trains() -> None:
+    scale = nn.Parameter(torch.ones(WIDTH))
+    train(MLP(), loss=lambda output, target: F.mse_loss(output * scale, target))
+
+
 def data_dependent_control_flow() -> None:
     class Branching(MLP):
         def forward(self, x: Tensor) -> Tensor:
@@ -310,6 +326,8 @@ BAD: list[tuple[Callable[[], None], str, str]] = [
     (no_loss_anywhere, CAPTURE, r"returned dict without a loss.*pass loss=fn"),
     (output_is_no_loss, CAPTURE, r"loss has shape \(2, 32\).*pass loss=fn"),
     (custom_function, CAPTURE, r"custom autograd.Function .*Doubled.*custom_op"),
+    (custom_function_in_a_variable, CAPTURE, r"custom autograd.Function .*Doubled.*custom_op"),
+    (loss_that_trains, CAPTURE, r"reads scale, which requires a gradient"),
     (data_dependent_control_flow, CAPTURE, r"torch.export cannot capture Branching.*control flow"),
     (compiled_model, CAPTURE, r"already wrapped by torch.compile"),
     (compiled_in_place, CAPTURE, r"already wrapped by torch.compile"),
