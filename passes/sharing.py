@@ -1,4 +1,4 @@
-"""Parameters that several stages use: where the order of eager's additions can be kept, and where not."""
+"""Parameters and buffers that several stages use: what cannot be kept as eager keeps it is refused."""
 
 from torch.fx import Node
 
@@ -22,6 +22,18 @@ def refuse_inexact_sharing(stages: tuple[Stage, ...], trainable: frozenset[str])
                     f"parameter {slot.name} is used {_uses(node)} times on stage {stage.index} and again on stage "
                     f"{last[slot.name]}; exact=True cannot keep the order in which eager adds these gradients. Use "
                     "exact=False (equal within 1e-6), or fewer stages."
+                )
+
+
+def refuse_shared_mutation(stages: tuple[Stage, ...]) -> None:
+    """Raise CompileError for a buffer that one stage changes and another reads: the reader would see stale values."""
+    for stage in stages:
+        for changed in (slot.name for slot in stage.outputs if slot.kind == "mutation"):
+            readers = [other.index for other in stages if changed in other.named("buffer") and other is not stage]
+            if readers:
+                raise CompileError(
+                    f"buffer {changed} is changed on stage {stage.index} and read on stage {readers[0]}, which would "
+                    "see stale values. Use fewer stages, so that both happen on one, or give the readers their own."
                 )
 
 

@@ -13,7 +13,7 @@ from zbcompile.passes.cutting import Assignment, Stage, assign_by_cuts, assign_b
 from zbcompile.passes.joint import trace_all
 from zbcompile.passes.liveness import Line, draw_line
 from zbcompile.passes.partition import Cuts, choose_cuts
-from zbcompile.passes.sharing import refuse_inexact_sharing
+from zbcompile.passes.sharing import refuse_inexact_sharing, refuse_shared_mutation
 from zbcompile.passes.split import split
 from zbcompile.passes.stage_program import finish_stage, tensor_spec
 from zbcompile.program import Program
@@ -52,6 +52,7 @@ def _compile_captured(
     line = draw_line(canonical)
     cuts, assigned = _assign(canonical, line, schedule.placement, like)
     stages = cut(canonical, line, assigned, schedule.stages)
+    refuse_shared_mutation(stages)
     if exact:
         refuse_inexact_sharing(stages, captured.trainable)
     joints = trace_all(stages, captured.trainable, exact)
