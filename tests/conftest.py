@@ -14,6 +14,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write the files in tests/golden anew")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With `-n N --dist loadgroup` one worker alone starts the processes that play the ranks."""
+    for item in items:
+        if "pool" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("ranks"))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> Iterator[None]:
     """Sums and norms change their bits with the number of threads. Tests that do without torch go on doing so."""

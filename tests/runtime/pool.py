@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 DIED = "Died"
+READY = b"ready"  # a worker's first message, when its imports are done
+START = 200.0  # seconds within which it must come
 GRACE = 15.0  # seconds that the other ranks have once one has failed: an error must reach all of them
 
 
@@ -101,8 +103,12 @@ class Pool:
         self.group = None
 
     def _start(self, ranks: int) -> None:
-        for index in range(len(self.workers), ranks):
-            self.workers.append(_start_worker(self.folder / f"stacks-{index}"))
+        """Start the workers that are missing. Their imports take long on a busy machine and count for no time-out."""
+        new = [_start_worker(self.folder / f"stacks-{index}") for index in range(len(self.workers), ranks)]
+        self.workers.extend(new)
+        for worker in new:
+            if not worker.pipe.poll(START) or worker.pipe.recv_bytes() != READY:
+                raise TaskFailed(f"a worker did not start within {START:.0f} s")
 
     def _store(self, ranks: int) -> str:
         """The file where the group meets: the same one for as long as its size stays and it is healthy."""
@@ -172,6 +178,7 @@ def serve(pipe: Connection, stacks: str) -> None:
         torch = importlib.import_module("torch")
         torch.set_num_threads(1)  # sums and norms change their bits with the number of threads
         importlib.import_module("zbcompile").pipeline  # noqa: B018  imports the runtime
+        pipe.send_bytes(READY)
         group = ""
         with contextlib.suppress(EOFError):
             while True:
