@@ -84,7 +84,7 @@ def _drop_unused(graph: Graph) -> None:
 def _accumulator(graph: Graph, slot: Slot, gradient: Node) -> Node:
     last = graph.find_nodes(op="placeholder")
     with graph.inserting_after(last[-1]) if last else graph.inserting_before(next(iter(graph.nodes))):
-        buffer = graph.placeholder("accumulator_" + "".join(c if c.isalnum() else "_" for c in slot.name))
+        buffer = graph.placeholder(slot.identifier)
     buffer.meta = {"slot": slot, "val": gradient.meta["val"], "pass": "accumulate"}
     return buffer
 

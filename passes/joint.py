@@ -156,24 +156,16 @@ def _fresh(value: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
-def trace_all(stages: tuple[Stage, ...], trainable: frozenset[str], exact: bool = False) -> list[Joint]:
-    """The joint graphs of all stages, traced from the last to the first."""
-    joints: list[Joint] = []
-    for stage in reversed(stages):
-        joints.append(trace_joint(stage, trainable, _tangents(stage, joints[-1] if joints else None), exact))
-    return joints[::-1]
+def tangents_of(stage: Stage, gradients: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
+    """The fake gradients that arrive for what `stage` sends; `gradients` are those that leave the next stage.
 
-
-def _tangents(stage: Stage, following: Joint | None) -> dict[str, torch.Tensor]:
-    if following is not None:
-        return {s.name: following.gradient_of_input[s.name] for s in stage.outputs if _comes_back(s, following)}
+    The last stage has none behind it (None): there the tangent is that of the loss.
+    """
+    if gradients is not None:
+        return {s.name: gradients[s.name] for s in stage.outputs if s.kind == "activation" and s.name in gradients}
     loss = [
         node for slot, node in zip(stage.outputs, output_values(stage.module.graph), strict=True) if slot.kind == "loss"
     ]
     if not loss or not loss[0].meta["differentiable"]:
         raise CaptureError("the loss depends on no parameter that requires a gradient; there is nothing to train.")
     return {"loss": loss[0].meta["val"]}
-
-
-def _comes_back(slot: Slot, following: Joint) -> bool:
-    return slot.kind == "activation" and slot.name in following.gradient_of_input

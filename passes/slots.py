@@ -28,6 +28,11 @@ class Slot(NamedTuple):
     def __str__(self) -> str:
         return f"{self.kind} {self.name}".rstrip()
 
+    @property
+    def identifier(self) -> str:
+        """The name of the placeholder that stands for it in a graph."""
+        return "".join(c if c.isalnum() else "_" for c in str(self))
+
 
 class TensorSpec(NamedTuple):
     """Shape, dtype, strides and device of a tensor: enough to allocate one that a graph accepts."""

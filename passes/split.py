@@ -164,7 +164,7 @@ class _Extractor:
         graph, copies = Graph(), {}
         inputs = [(self.slot(name, node), node) for node in self.arriving(name)]
         for slot, node in inputs:
-            copies[node] = graph.placeholder(_identifier(slot))
+            copies[node] = graph.placeholder(slot.identifier)
             copies[node].meta = {**node.meta, "slot": slot}
         outputs = [*self._outputs(name), *((Slot("saved", node.name), node) for node in self.saved(name))]
         kept_attributes = {a for n in self.pieces[name] for a in n.all_input_nodes if a.op == "get_attr"}
@@ -190,10 +190,6 @@ def _belongs(slot: Slot, piece: str) -> bool:
     if slot.kind == "gradient":
         return piece in ("W", "BW")
     return piece == "F"
-
-
-def _identifier(slot: Slot) -> str:
-    return "".join(c if c.isalnum() else "_" for c in f"{slot.kind}_{slot.name}".rstrip("_"))
 
 
 def _crossing(joint: Joint, pieces: _Extractor) -> Crossing:

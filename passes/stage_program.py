@@ -20,10 +20,11 @@ class StageProgram:
 
     `receives` and `sends` are the activations that arrive and leave in F; `gradients_in` and `gradients_out` the
     gradients that arrive and leave in B, by the name of their activation. `flops` is per pass and microbatch, a
-    multiply-add is two.
+    multiply-add is two. `original` is the stage that was compiled: another one where its graphs are used, renamed.
     """
 
     stage: int
+    original: int
     pieces: Mapping[str, Piece]
     receives: Mapping[str, TensorSpec]
     sends: Mapping[str, TensorSpec]
@@ -58,6 +59,7 @@ def finish_stage(split: Split, exact: bool) -> StageProgram:
     tangents = {slot.name: node for slot, node in split.joint.inputs if slot.kind == "tangent"}
     return StageProgram(
         stage=stage.index,
+        original=stage.index,
         pieces=pieces,
         receives=_received(stage, gradients),
         sends=_sent(stage, tangents),

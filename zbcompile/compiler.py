@@ -1,5 +1,6 @@
 """The compiler: the passes, in order."""
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -10,12 +11,13 @@ from zbcompile.batch import Microbatch
 from zbcompile.passes.canonical import Canonical, canonicalise, output_values
 from zbcompile.passes.capture import Captured, LossFunction, capture, capture_inference
 from zbcompile.passes.cutting import Assignment, Stage, assign_by_cuts, assign_by_parameters, cut
-from zbcompile.passes.joint import trace_all
+from zbcompile.passes.distinct import compile_distinct
+from zbcompile.passes.joint import trace_joint
 from zbcompile.passes.liveness import Line, draw_line
 from zbcompile.passes.partition import Cuts, choose_cuts
 from zbcompile.passes.sharing import refuse_inexact_sharing, refuse_shared_mutation
 from zbcompile.passes.split import split
-from zbcompile.passes.stage_program import finish_stage, tensor_spec
+from zbcompile.passes.stage_program import StageProgram, finish_stage, tensor_spec
 from zbcompile.program import Program
 from zbcompile.schedules.lowering import lower
 from zbcompile.schedules.placement import Placement
@@ -55,8 +57,8 @@ def _compile_captured(
     refuse_shared_mutation(stages)
     if exact:
         refuse_inexact_sharing(stages, captured.trainable)
-    joints = trace_all(stages, captured.trainable, exact)
-    programs = tuple(finish_stage(split(joint), exact) for joint in joints)
+    make = functools.partial(compile_stage, captured.trainable, exact)
+    programs = compile_distinct(stages, captured.trainable, make)
     return Program(
         captured=captured,
         cuts=cuts,
@@ -68,6 +70,14 @@ def _compile_captured(
         inputs={path: (tuple(t.shape), str(t.dtype)) for path, t in microbatch.tensors.items()},
         canonical_targets=_targets(line),
     )
+
+
+def compile_stage(
+    trainable: frozenset[str], exact: bool, stage: Stage, tangents: Mapping[str, torch.Tensor]
+) -> tuple[StageProgram, Mapping[str, torch.Tensor]]:
+    """One stage's program, and the fake gradient of each activation that it receives."""
+    joint = trace_joint(stage, trainable, tangents, exact)
+    return finish_stage(split(joint), exact), joint.gradient_of_input
 
 
 def _assign(canonical: Canonical, line: Line, placement: Placement, like: Program | None) -> tuple[Cuts, Assignment]:
