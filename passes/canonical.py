@@ -1,7 +1,7 @@
 """The canonical graph: one placeholder per tensor, nothing that computes nothing, and what each value is.
 
-Every later pass reads `node.meta["val"]` (a fake tensor), `node.meta["differentiable"]` and `node.meta["slot"]` (on
-placeholders), all set here.
+Every later pass reads `node.meta["val"]` (a fake tensor), `node.meta["differentiable"]`, `node.meta["slot"]` (on
+placeholders) and `node.meta["recompute"]` (in checkpoint regions), all set here.
 """
 
 import operator
@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from zbcompile.passes.capture import Captured
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.slots import Slot
-from zbcompile.passes.torch_private import ASSERTIONS, FakeTensorMode, OpOverload, arguments_of
+from zbcompile.passes.torch_private import ASSERTIONS, RECOMPUTE, FakeTensorMode, OpOverload, arguments_of
 
 aten = torch.ops.aten
 
@@ -46,6 +46,7 @@ def output_values(graph: Graph) -> list[Any]:
 def canonicalise(captured: Captured) -> Canonical:
     """Copy the captured graph and run every canonicalisation over the copy, in order."""
     module = GraphModule(captured.module, _copy_graph(captured))
+    keep_recompute_hints(module.graph)
     slots = merge_tied_placeholders(module.graph, captured.inputs)
     drop_checks(module.graph)
     drop_no_ops(module.graph)
@@ -65,6 +66,14 @@ def _copy_graph(captured: Captured) -> Graph:
     for node, slot in zip(graph.find_nodes(op="placeholder"), captured.inputs, strict=True):
         node.meta["slot"] = slot
     return graph
+
+
+def keep_recompute_hints(graph: Graph) -> None:
+    """`meta["recompute"]`: the number of the torch.utils.checkpoint region that the model computed a node in."""
+    for node in graph.nodes:
+        custom = node.meta.pop("custom", None) or {}
+        if node.op == "call_function" and RECOMPUTE in custom:
+            node.meta["recompute"] = custom[RECOMPUTE]
 
 
 def merge_tied_placeholders(graph: Graph, slots: tuple[Slot, ...]) -> list[Slot]:

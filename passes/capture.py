@@ -17,7 +17,7 @@ from torch.fx import GraphModule
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.refusals import refuse_trained_loss, refuse_unsupported
 from zbcompile.passes.slots import Kind, Slot
-from zbcompile.passes.torch_private import pytree, watch_autograd_functions
+from zbcompile.passes.torch_private import numbered_checkpoints, pytree, watch_autograd_functions
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
 
@@ -131,7 +131,7 @@ def _export(
     example = pytree.tree_map_only(torch.Tensor, _stand_in, (args, kwargs, target))
     custom: list[type] = []
     try:
-        with watch_autograd_functions(custom.append), warnings.catch_warnings():
+        with watch_autograd_functions(custom.append), numbered_checkpoints(), warnings.catch_warnings():
             warnings.filterwarnings(
                 "ignore", message=".*LeafSpec.*", category=FutureWarning
             )  # torch warns about itself

@@ -4,10 +4,12 @@ Supporting a newer torch starts here: run the test suite, and mend what moved in
 """
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch._ops import HigherOrderOperator as HigherOrderOperator  # 2.11-2.13: the class of torch.ops.higher_order.*
 from torch._ops import OpOverload as OpOverload  # 2.11-2.13: the class of torch.ops.aten.*.*
 from torch._subclasses import functional_tensor  # 2.11-2.13: what AOTAutograd functionalises with
@@ -15,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor as FakeTensor  # 2.11-2.13:
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode  # 2.11-2.13: shapes without memory
 from torch.fx.experimental.proxy_tensor import make_fx as make_fx  # 2.11-2.13: documented as functorch.make_fx
 from torch.fx.graph import _BoxedCodeGen  # 2.11-2.13: the only code generator that frees inputs as they are used
+from torch.fx.traceback import annotate, get_current_meta, preserve_node_meta
 from torch.utils import _pytree as pytree  # 2.11-2.13: torch.export uses it; torch.utils.pytree is newer
 
 pytree = pytree
@@ -82,6 +85,33 @@ def watch_autograd_functions(seen: Callable[[type], None]) -> Iterator[None]:
         original = torch.autograd.Function.__dict__["apply"]
         stack.enter_context(_replaced(torch.autograd.Function, "apply", _watched_apply(original, seen)))
         yield
+
+
+RECOMPUTE = "zbcompile.recompute"
+
+
+@contextlib.contextmanager
+def numbered_checkpoints() -> Iterator[None]:
+    """What torch.export traces inside a torch.utils.checkpoint region gets `meta["custom"][RECOMPUTE]`, its number.
+
+    Models keep the public function in variables, so the generator that it runs around the region is replaced
+    (2.11-2.13). The original's hooks for saved tensors have nothing to do in a trace, and in nested regions they switch
+    gradients off. A region inside another belongs to the outer one, which recomputes it.
+    """
+    original = torch.utils.checkpoint._checkpoint_without_reentrant_generator
+    numbers = itertools.count()
+
+    def numbered(*args: Any, **kwargs: Any) -> Iterator[None]:
+        around = get_current_meta().get("custom", {}).get(RECOMPUTE)
+        with annotate({RECOMPUTE: next(numbers) if around is None else around}):
+            yield
+
+    torch.utils.checkpoint._checkpoint_without_reentrant_generator = numbered
+    try:
+        with preserve_node_meta():  # annotations reach the nodes
+            yield
+    finally:
+        torch.utils.checkpoint._checkpoint_without_reentrant_generator = original
 
 
 def _all_functions(base: type) -> list[type]:
