@@ -16,13 +16,14 @@ if TYPE_CHECKING:  # what `__getattr__` finds, for editors and type checkers; a 
     from zbcompile.schedules.checker import Report, check
     from zbcompile.schedules.closed_forms import ClosedForm, closed_form
     from zbcompile.schedules.costs import Costs, Link, PairTime
+    from zbcompile.schedules.critical import Leg, chain, critical_path
     from zbcompile.schedules.errors import ScheduleError
     from zbcompile.schedules.files import from_csv, from_json, load, save, to_csv, to_json
     from zbcompile.schedules.html_picture import to_html
     from zbcompile.schedules.idle import Idle
     from zbcompile.schedules.lowering import lower
     from zbcompile.schedules.memory import peak_memory
-    from zbcompile.schedules.pictures import write_picture
+    from zbcompile.schedules.pictures import write_comparison, write_picture
     from zbcompile.schedules.placement import Placement
     from zbcompile.schedules.registry import admits, build, names, smallest_microbatches
     from zbcompile.schedules.schedule import Lowered, Schedule
@@ -45,13 +46,14 @@ _HOME = {
     "checker": ("Report", "check"),
     "closed_forms": ("ClosedForm", "closed_form"),
     "costs": ("Costs", "Link", "PairTime"),
+    "critical": ("Leg", "chain", "critical_path"),
     "errors": ("ScheduleError",),
     "files": ("from_csv", "from_json", "load", "save", "to_csv", "to_json"),
     "html_picture": ("to_html",),
     "idle": ("Idle",),
     "lowering": ("lower",),
     "memory": ("peak_memory",),
-    "pictures": ("write_picture",),
+    "pictures": ("write_comparison", "write_picture"),
     "placement": ("Placement",),
     "registry": ("admits", "build", "names", "smallest_microbatches"),
     "schedule": ("Lowered", "Schedule"),
@@ -68,6 +70,7 @@ __all__ = [
     "ClosedForm",
     "Costs",
     "Idle",
+    "Leg",
     "Link",
     "Lowered",
     "Pair",
@@ -80,8 +83,10 @@ __all__ = [
     "Timeline",
     "admits",
     "build",
+    "chain",
     "check",
     "closed_form",
+    "critical_path",
     "format_order",
     "format_schedule",
     "format_step",
@@ -104,6 +109,7 @@ __all__ = [
     "to_html",
     "to_json",
     "to_svg",
+    "write_comparison",
     "write_picture",
 ]
 

@@ -14,7 +14,7 @@ from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.files import load, save
 from zbcompile.schedules.idle import CAUSES
 from zbcompile.schedules.lowering import lower
-from zbcompile.schedules.pictures import ENDINGS, write_picture
+from zbcompile.schedules.pictures import ENDINGS, write_comparison, write_picture
 from zbcompile.schedules.registry import FAMILIES, build, find, names
 from zbcompile.schedules.schedule import Lowered, Schedule
 from zbcompile.schedules.simulator import simulate
@@ -28,6 +28,7 @@ EXAMPLES = """examples:
   python -m zbcompile.schedules show zb-h1 --ranks 4 --microbatches 8 --times 10,12,8 --comm 1 --picture step.html
   python -m zbcompile.schedules show edited.csv --lowered
   python -m zbcompile.schedules compare 1f1b zb-h1 zb-v --ranks 8 --microbatches 24 --costs costs.json
+  python -m zbcompile.schedules compare 1f1b zb-h1 zb-v --picture compared.svg
 
 A costs file is a JSON object with a list per stage, e.g. {"forward": [1, 1], "backward": [1, 1], "weight": [1, 1],
 "comm": 0.1}; neighbours are merged, or stages cut evenly, for schedules with another number of stages.
@@ -67,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     show.set_defaults(command=_show)
     compare = commands.add_parser("compare", help="a table of several schedules on the same model")
     compare.add_argument("schedules", nargs="*", metavar="schedule", help="names or files (default: all names)")
+    compare.add_argument("--picture", metavar="FILE", help="draw all on one time axis: .txt, .svg or .html")
     compare.add_argument("--sort", choices=("given", "makespan", "cost", "memory"), default="given")
     compare.set_defaults(command=_compare)
     for command in (show, compare):
@@ -158,16 +160,17 @@ def _rank_table(timeline: Timeline, receive_buffers: Sequence[int]) -> str:
 
 
 def _compare(options: argparse.Namespace) -> None:
-    rows, refused = [], []
+    timelines, refused = [], []
     for text in options.schedules or names():
         try:
             schedule, costs = _step(text, options)
             check(schedule)
-            rows.append(_figures(simulate(schedule, costs)))
+            timelines.append(simulate(schedule, costs))
         except ScheduleError as error:
             if options.schedules:
                 raise
             refused.append(str(error))
+    rows = [_figures(timeline) for timeline in timelines]
     column = {"makespan": 1, "cost": 3, "memory": 5}.get(options.sort)
     if column is not None:
         rows.sort(key=lambda row: row[column])
@@ -175,6 +178,8 @@ def _compare(options: argparse.Namespace) -> None:
     print(tabulate(rows, headers=heads, floatfmt=("", ".6g", ".1%", ".6g", ".1%", ".4g", "")))
     for reason in refused:
         print(f"left out: {reason}")
+    if options.picture:
+        print(f"wrote {write_comparison(timelines, options.picture)}")
 
 
 def _figures(timeline: Timeline) -> tuple[str, float, float, float, float, float, int]:

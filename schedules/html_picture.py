@@ -48,10 +48,11 @@ svg.addEventListener("mouseleave", () => tip.style.display = "none");
 def to_html(timeline: Timeline, width: int | None = None) -> str:
     """The page as text; it loads nothing from anywhere. `width` as for `to_svg`."""
     title = escape(summary(timeline))
-    return PAGE.format(title=title, svg=to_svg(timeline, width), table=_table(timeline))
+    return PAGE.format(title=title, svg=to_svg(timeline, width), table=rank_table(timeline))
 
 
-def _table(timeline: Timeline) -> str:
+def rank_table(timeline: Timeline) -> str:
+    """What every rank spends its time on, as an HTML table."""
     idle = timeline.idle_by_cause
     heads = ("rank", "work", *(f"idle: {cause}" for cause in CAUSES), "peak memory")
     rows = [

@@ -62,7 +62,7 @@ class _Gap(NamedTuple):
     before: int  # index of the step behind it
 
 
-class _Input(NamedTuple):
+class Input(NamedTuple):
     """Something that a step waited for: who made it, in which step, when it had arrived."""
 
     action: Action
@@ -72,16 +72,15 @@ class _Input(NamedTuple):
     arrived: float
 
 
-def idle_intervals(program: Schedule | Lowered, costs: Costs, outcome: Run) -> tuple[Idle, ...]:
+def idle_intervals(waits: "Waits") -> tuple[Idle, ...]:
     """Every interval in which a rank stands still, from the first start to the last end of all ranks, with its cause.
 
     On each rank the intervals add up to that time less the rank's passes.
     """
-    waits = _Waits(program, costs, outcome)
     return tuple(idle for rank in range(waits.schedule.ranks) for idle in waits.of_rank(rank))
 
 
-class _Waits:
+class Waits:
     """Follows waits back through a finished run."""
 
     def __init__(self, program: Schedule | Lowered, costs: Costs, outcome: Run) -> None:
@@ -114,7 +113,7 @@ class _Waits:
     def _explain(self, rank: int, gap: _Gap, phase: Cause | None) -> Iterator[Idle]:
         """The wait until what the next step needs was made, then its way to this rank."""
         step = self.orders[rank][gap.before]
-        needed = self._binding(rank, gap.before)
+        needed = self.binding(rank, gap.before)
         made = gap.start if step[0] in (SEND_F, SEND_B) else min(max(needed.made, gap.start), gap.end)
         if made > gap.start:
             cause = phase or ("imbalance" if self._has_more_work(self._root(needed), rank) else "wait")
@@ -125,20 +124,20 @@ class _Waits:
     def _has_more_work(self, rank: int, other: int) -> bool:
         return self.busy[rank] > self.busy[other] * (1 + 1e-9)  # sums of floats differ in their last bits
 
-    def _root(self, needed: _Input) -> int:
+    def _root(self, needed: Input) -> int:
         """The rank that was busy: go back from what was waited for while its rank stood still before it."""
         rank, index = needed.rank, needed.step
         while index and self.run.begin[rank][index] > self.run.end[rank][index - 1]:
-            needed = self._binding(rank, index)
+            needed = self.binding(rank, index)
             rank, index = needed.rank, needed.step
         return rank
 
-    def _binding(self, rank: int, index: int) -> _Input:
+    def binding(self, rank: int, index: int) -> Input:
         """What arrived last of all that a step needs."""
         inputs = (needed for action in flatten((self.orders[rank][index],)) for needed in self._inputs(rank, action))
         return max(inputs, key=lambda needed: needed.arrived)
 
-    def _inputs(self, rank: int, action: Action) -> Iterator[_Input]:
+    def _inputs(self, rank: int, action: Action) -> Iterator[Input]:
         """Everything that must have been made, here or on another rank, before `action` may begin."""
         op, stage, microbatch = action
         last = self.schedule.stages - 1
@@ -160,7 +159,7 @@ class _Waits:
         elif op == SEND_B:
             yield self._made(Action(RECV_B, stage - 1, microbatch), 0)
 
-    def _neighbour(self, rank: int, stage: int, action: Action) -> _Input:
+    def _neighbour(self, rank: int, stage: int, action: Action) -> Input:
         """What the neighbouring stage made, or its message where that is on another rank of a lowered program."""
         source, _ = self.place[action]
         if source == rank:
@@ -170,10 +169,10 @@ class _Waits:
             action = action._replace(op=SEND_F if action.op == F else SEND_B)
         return self._made(action, delay)
 
-    def _made(self, action: Action, delay: float) -> _Input:
+    def _made(self, action: Action, delay: float) -> Input:
         source, index = self.place[action]
         made = self.run.end[source][index]
-        return _Input(self._as_run(action, source, index), source, index, made, made + delay)
+        return Input(self._as_run(action, source, index), source, index, made, made + delay)
 
     def _as_run(self, action: Action, rank: int, index: int) -> Action:
         """B or BW, whichever it was."""

@@ -1,7 +1,9 @@
 """Write a timeline as a picture, by the ending of the file."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
+from zbcompile.schedules.comparison_picture import compare_html, compare_svg, compare_text
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.html_picture import to_html
 from zbcompile.schedules.svg_picture import to_svg
@@ -19,4 +21,15 @@ def write_picture(timeline: Timeline, path: str | Path) -> Path:
     if path.suffix not in drawers:
         raise ScheduleError(f"picture {path.name}: the ending says what to draw; expected one of {', '.join(ENDINGS)}")
     path.write_text(drawers[path.suffix](timeline) + "\n", encoding="utf-8")
+    return path
+
+
+def write_comparison(timelines: Sequence[Timeline], path: str | Path) -> Path:
+    """Write the timelines under each other on one time axis: .txt, .svg or .html; `ScheduleError` for other endings."""
+    path = Path(path)
+    drawers = dict(zip(ENDINGS, (compare_text, compare_svg, compare_html), strict=False))
+    if path.suffix not in drawers or not timelines:
+        what = f"the ending says what to draw; expected one of {', '.join(drawers)}" if timelines else "nothing to draw"
+        raise ScheduleError(f"picture {path.name} of several schedules: {what}")
+    path.write_text(drawers[path.suffix](timelines) + "\n", encoding="utf-8")
     return path

@@ -51,6 +51,14 @@ text { font: 11px sans-serif; fill: #111 }
 """
 
 
+MARGIN = 62 + 74  # pixels left and right of the time axis
+
+
+def natural_scale(timeline: Timeline) -> float:
+    """Pixels per unit of time at which the steps of a timeline can be read."""
+    return _Drawing(timeline, None).scale
+
+
 def to_svg(timeline: Timeline, width: int | None = None) -> str:
     """The picture as text; `width` in pixels (default: wide enough to read the steps, at most 6,000).
 
@@ -68,7 +76,7 @@ class _Drawing:
     timeline: Timeline
     wanted_width: int | None
 
-    LEFT, RIGHT, TOP = 62, 74, 62
+    LEFT, RIGHT, TOP = 62, MARGIN - 62, 62
 
     @cached_property
     def bar(self) -> float:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from zbcompile.schedules.actions import COMMUNICATION, Step, flatten
 from zbcompile.schedules.costs import Costs
 from zbcompile.schedules.engine import Run, parts
-from zbcompile.schedules.idle import CAUSES, Cause, Idle, idle_intervals
+from zbcompile.schedules.idle import CAUSES, Cause, Idle, Waits, idle_intervals
 from zbcompile.schedules.memory import deltas
 from zbcompile.schedules.schedule import Lowered, Schedule
 
@@ -94,7 +94,12 @@ class Timeline:
 
     @cached_property
     def idle(self) -> tuple[Idle, ...]:
-        return idle_intervals(self.program, self.costs, self.run)
+        return idle_intervals(self.waits)
+
+    @cached_property
+    def waits(self) -> Waits:
+        """Says of every step what held it up."""
+        return Waits(self.program, self.costs, self.run)
 
     @cached_property
     def idle_by_cause(self) -> tuple[dict[Cause, float], ...]:

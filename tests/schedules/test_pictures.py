@@ -8,8 +8,9 @@ from xml.etree import ElementTree
 import pytest
 
 from zbcompile.schedules import Costs, ScheduleError, build, simulate
+from zbcompile.schedules.comparison_picture import compare_svg, compare_text
 from zbcompile.schedules.html_picture import to_html
-from zbcompile.schedules.pictures import write_picture
+from zbcompile.schedules.pictures import write_comparison, write_picture
 from zbcompile.schedules.svg_picture import COLOURS, HATCHES, to_svg
 from zbcompile.schedules.timeline import Timeline
 from zbcompile.schedules.timeline_text import format_timeline
@@ -91,3 +92,25 @@ def test_text_is_true_to_time() -> None:
 def test_unknown_endings_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ScheduleError, match=r"expected one of .txt, .svg, .html, .json"):
         write_picture(timeline(), tmp_path / "step.png")
+
+
+def test_compared_timelines_share_one_axis(tmp_path: Path) -> None:
+    """The same time is as long in every picture, in pixels and in characters."""
+    timelines = [timeline(name) for name in ("1f1b", "zb-h1", "zb-v")]
+    root = ElementTree.fromstring(compare_svg(timelines))
+    inner = root.findall(f"{SVG}svg")
+    spans = [[box for box in svg.iter(f"{SVG}rect") if box.get("class") == "span" and len(box)] for svg in inner]
+    scales = {
+        round(float(box.get("width", 0)) / (span.end - span.start), 1)
+        for boxes, t in zip(spans, timelines, strict=True)
+        for box, span in zip(boxes, t.spans, strict=True)
+    }
+    assert len(inner) == 3
+    assert len(scales) == 1
+    rows = [text.splitlines()[1] for text in compare_text(timelines).split("\n\n")]
+    lengths = [len(row.rstrip(". ")) for row in rows]
+    assert sorted(lengths) == sorted(lengths, key=lambda n: -n)[::-1]
+    for ending in (".txt", ".svg", ".html"):
+        assert write_comparison(timelines, tmp_path / f"all{ending}").stat().st_size > 500
+    with pytest.raises(ScheduleError, match=r"expected one of \.txt, \.svg, \.html"):
+        write_comparison(timelines, tmp_path / "all.json")

@@ -1,0 +1,69 @@
+"""The critical path and the chains behind idle intervals, checked by what they mean: a path is a proof of a length."""
+
+import itertools
+import random
+
+import pytest
+
+from zbcompile.schedules import Costs, Lowered, Timeline, build, chain, critical_path, lower, names, simulate
+from zbcompile.schedules.critical import by_rank, time_by_kind
+
+
+def _timelines(random_costs) -> list[Timeline]:
+    generator = random.Random(7)
+    found = []
+    for name in names():
+        for ranks, microbatches in ((1, 3), (2, 4), (4, 8)):
+            if name == "dualpipe" and ranks == 1:
+                continue
+            schedule = build(name, ranks, microbatches + microbatches % 2)
+            costs = random_costs(generator, schedule.stages)
+            found += [simulate(schedule, costs), simulate(lower(schedule), costs)]
+    return found
+
+
+def test_a_critical_path_is_as_long_as_the_step(random_costs) -> None:
+    for timeline in _timelines(random_costs):
+        path = critical_path(timeline)
+        assert path[0].start == 0
+        assert path[-1].end == timeline.finish
+        for leg, following in itertools.pairwise(path):
+            assert following.start == pytest.approx(leg.end + leg.travel)
+            if not isinstance(timeline.program, Lowered):  # there a SEND may have waited for the very rank it sends to
+                assert leg.travel == 0 or leg.rank != following.rank
+        assert sum(time_by_kind(path).values()) == pytest.approx(timeline.finish)
+
+
+def test_shortening_what_is_on_the_path_shortens_the_step(random_costs) -> None:
+    """And nothing else does: a stage's pass that the path never takes may become 1% faster without any gain."""
+    generator = random.Random(8)
+    schedule = build("zb-h1", 4, 8)
+    costs = random_costs(generator, 4)
+    before = simulate(schedule, costs)
+    on_path = {(a.op, a.stage) for leg in critical_path(before) for a in [leg.step]}
+    assert on_path
+    for op, times in (("F", "forward"), ("B", "backward"), ("W", "weight")):
+        for stage in range(4):
+            faster = [t * (0.99 if s == stage else 1) for s, t in enumerate(getattr(costs, times))]
+            after = simulate(schedule, costs.__class__(**{**vars(costs), times: tuple(faster)}))
+            if (op, stage) not in on_path:
+                assert after.finish == pytest.approx(before.finish)
+
+
+def test_a_chain_covers_its_idle_interval(random_costs) -> None:
+    for timeline in _timelines(random_costs):
+        for idle in timeline.idle:
+            legs = chain(timeline, idle)
+            assert bool(legs) == (idle.step is not None)
+            if not legs:
+                continue
+            assert legs[0].start <= idle.start + 1e-9 or legs[0].start == 0
+            if not isinstance(timeline.program, Lowered):
+                assert legs[-1].rank == idle.source
+            for leg, following in itertools.pairwise(legs):
+                assert following.start == pytest.approx(leg.end + leg.travel)
+
+
+def test_by_rank_says_where_the_path_changes_hands() -> None:
+    path = critical_path(simulate(build("gpipe", ranks=2, microbatches=1), Costs.uniform(2)))
+    assert [[str(leg.step) for leg in legs] for legs in by_rank(path)] == [["F0.0"], ["F1.0", "BW1.0"], ["BW0.0"]]
