@@ -21,10 +21,22 @@ from zbcompile.passes.torch_private import FakeTensorMode, functional, is_in_pla
 
 
 @dataclass(frozen=True)
+class Recomputed:
+    """What the backward of a stage makes again, per microbatch: how many operations of the forward, their FLOPs, and
+    the bytes that wait between F and B without and with it."""
+
+    operations: int
+    flops: int
+    kept_before: int
+    kept_after: int
+
+
+@dataclass(frozen=True)
 class Joint:
     """Forward and backward of a stage. Inputs are the stage's and its tangents; outputs the stage's and gradients.
 
-    `gradient_of_input` maps each activation that gets a gradient to the fake tensor of that gradient.
+    `gradient_of_input` maps each activation that gets a gradient to the fake tensor of that gradient. `recomputed` is
+    set by the pass of that name.
     """
 
     stage: Stage
@@ -32,6 +44,7 @@ class Joint:
     inputs: tuple[tuple[Slot, Node], ...]
     outputs: tuple[tuple[Slot, Node], ...]
     gradient_of_input: Mapping[str, torch.Tensor]
+    recomputed: Recomputed | None = None
 
 
 def trace_joint(

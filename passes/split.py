@@ -61,11 +61,12 @@ class Crossing:
 
 def split(joint: Joint) -> Split:
     """Split the joint graph of a stage. Every value is computed in exactly one of F, B and W."""
-    forward = _close(_needed(joint, lambda slot: slot in joint.stage.outputs) | _random_nodes(joint), joint)
-    everything = _needed(joint, lambda slot: slot.kind in ("gradient", "input_gradient"))
-    early = _needed(joint, lambda slot: slot.kind == "input_gradient")
+    forward = forward_nodes(joint)
+    everything = needed_nodes(joint, lambda slot: slot.kind in ("gradient", "input_gradient"))
+    early = needed_nodes(joint, lambda slot: slot.kind == "input_gradient")
     if not any(slot.kind == "input_gradient" for slot, _ in joint.outputs):
         early = _shared_by_parameters(joint, everything - forward)
+    early |= {node for node in everything if "recomputed" in node.meta}  # W runs no operation of the forward
     backward = _close(early - forward, joint) & everything
     weight = everything - forward - backward
     pieces = _Extractor(joint, {"F": forward, "B": backward, "W": weight, "BW": backward | weight})
@@ -73,7 +74,12 @@ def split(joint: Joint) -> Split:
     return Split(joint, f, b, w, bw, _crossing(joint, pieces))
 
 
-def _needed(joint: Joint, wanted: Callable[[Slot], bool]) -> set[Node]:
+def forward_nodes(joint: Joint) -> set[Node]:
+    """What F computes: the stage's outputs, and every random number."""
+    return _close(needed_nodes(joint, lambda slot: slot in joint.stage.outputs) | _random_nodes(joint), joint)
+
+
+def needed_nodes(joint: Joint, wanted: Callable[[Slot], bool]) -> set[Node]:
     """The dependency closure of the chosen outputs, placeholders excluded."""
     found: set[Node] = set()
     queue = [node for slot, node in joint.outputs if wanted(slot)]
