@@ -35,7 +35,7 @@ _DESCRIPTION = ("stack_trace", "nn_module_stack")
 # What says where a node comes from, or is compared otherwise. Any other entry may steer a pass, so it must be equal.
 _NOT_WORK = frozenset(
     {*_DESCRIPTION, "val", "slot", "tensor_meta", "torch_fn", "from_node", "source_fn_stack", "original_aten"}
-    | {"seq_nr", "desc"}
+    | {"seq_nr", "desc", "recompute"}
 )
 
 
@@ -91,6 +91,7 @@ def _describe(
 ) -> str:
     steering = {key: value for key, value in node.meta.items() if key not in _NOT_WORK}
     what = [numbers[node], node.op, _spec(node.meta.get("val")), repr(sorted(steering.items()))]
+    what.append("recompute" * (node.meta.get("recompute") is not None))  # the number of the region steers nothing
     if node.op == "placeholder":
         slot: Slot = node.meta["slot"]
         return " ".join([*what, _anonymous(slot, names), str(slot.kind == "parameter" and slot.name in trainable)])

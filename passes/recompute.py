@@ -9,10 +9,10 @@ of other libraries and those that may not repeat their bits run once.
 """
 
 from dataclasses import replace
-from typing import Literal
 
 from torch.fx import Graph, GraphModule, Node
 
+from zbcompile.passes.choices import Recompute
 from zbcompile.passes.costs import count_flops, is_view
 from zbcompile.passes.errors import CompileError
 from zbcompile.passes.forward_values import Forward, has_hints, list_values
@@ -20,9 +20,6 @@ from zbcompile.passes.joint import Joint, Recomputed
 from zbcompile.passes.remaking import remake
 from zbcompile.passes.saving import Saving, Values, fit, smallest
 from zbcompile.passes.torch_private import FakeTensorMode
-
-Recompute = Literal["none", "hints", "selective", "full"] | int
-POLICIES = ("none", "hints", "selective", "full")
 
 
 def recompute(joint: Joint, policy: Recompute = "hints") -> Joint:
@@ -41,8 +38,12 @@ def recompute(joint: Joint, policy: Recompute = "hints") -> Joint:
     flops = count_flops(joint.module, FakeTensorMode(allow_non_fake_inputs=True))
     values = list_values(forward, flops, "full" if isinstance(policy, int) else policy)
     rewritten, again = _Rewriter(forward, _choose(values, policy, joint.stage.index)).run()
-    extra = sum(flops[node] for node in again)
-    report = Recomputed(sum(not is_view(node) for node in again), extra, forward.kept_bytes, Forward.of(rewritten).kept_bytes)
+    report = Recomputed(
+        operations=sum(not is_view(node) for node in again),
+        flops=sum(flops[node] for node in again),
+        kept_before=forward.kept_bytes,
+        kept_after=Forward.of(rewritten).kept_bytes,
+    )
     return replace(rewritten, recomputed=report)
 
 

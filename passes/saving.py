@@ -98,24 +98,30 @@ def _branches(values: Values, found: Fit) -> list[Values]:
 
 
 def _fit_on_hull(values: Values, budget: int) -> Fit | None:
-    """The best corner of the convex hull that fits. The line from it to its neighbour that does not fit bounds every
-    choice from below."""
+    """The best corner of the convex hull that fits."""
     over, under = _possible(quickest, values), _possible(smallest, values)
     if over is None or under is None or under.bytes > budget:
         return None
     if over.bytes <= budget:
         return Fit(over, over.time)
     uneven = replace(values, time={node: time * (_TIE + i) for i, (node, time) in enumerate(values.time.items())})
-    over, under = quickest(uneven), smallest(uneven)
+    over, under = _neighbours(uneven, budget)
+    slope_up, slope_down = under.time - over.time, over.bytes - under.bytes
+    least = under.time - slope_up * (budget - under.bytes) // slope_down
+    contested = tuple(node for node in values.bytes if (node in over.kept) != (node in under.kept))
+    best = replace(under, time=sum(values.time[node] for node in under.remade))
+    return Fit(best, least // (_TIE + len(uneven.time)), contested)
+
+
+def _neighbours(values: Values, budget: int) -> tuple[Saving, Saving]:
+    """The corners of the hull on both sides of the budget. The line between them bounds every choice from below."""
+    over, under = quickest(values), smallest(values)
     while True:
         of_bytes, of_time = under.time - over.time, over.bytes - under.bytes
-        between = _cut(uneven, of_bytes, of_time)
+        between = _cut(values, of_bytes, of_time)
         if of_bytes * between.bytes + of_time * between.time >= of_bytes * under.bytes + of_time * under.time:
-            break  # nothing below the line between the two: they are neighbours
+            return over, under  # nothing lies below the line
         over, under = (over, between) if between.bytes <= budget else (between, under)
-    least = under.time - of_bytes * (budget - under.bytes) // of_time
-    contested = tuple(node for node in values.bytes if (node in over.kept) != (node in under.kept))
-    return Fit(replace(under, time=sum(values.time[n] for n in under.remade)), least // (_TIE + len(uneven.time)), contested)
 
 
 def _possible(choose: Callable[[Values], Saving], values: Values) -> Saving | None:

@@ -9,6 +9,7 @@ from zbcompile.passes.accumulate import accumulate_in_place, own_gradients
 from zbcompile.passes.canonical import output_values
 from zbcompile.passes.costs import count_flops
 from zbcompile.passes.cutting import Stage, dense_like
+from zbcompile.passes.joint import Recomputed
 from zbcompile.passes.slots import Slot, TensorSpec
 from zbcompile.passes.split import Crossing, Piece, Split
 from zbcompile.passes.torch_private import FakeTensorMode
@@ -21,6 +22,7 @@ class StageProgram:
     `receives` and `sends` are the activations that arrive and leave in F; `gradients_in` and `gradients_out` the
     gradients that arrive and leave in B, by the name of their activation. `flops` is per pass and microbatch, a
     multiply-add is two. `original` is the stage that was compiled: another one where its graphs are used, renamed.
+    `recomputed` says what B makes again; None if nothing.
     """
 
     stage: int
@@ -36,6 +38,7 @@ class StageProgram:
     random: bool
     crossing: Crossing
     flops: Mapping[str, int]
+    recomputed: Recomputed | None = None
 
     @property
     def receive_bytes(self) -> int:
@@ -71,6 +74,7 @@ def finish_stage(split: Split, exact: bool) -> StageProgram:
         random=stage.random,
         crossing=split.crossing,
         flops={name: sum(count_flops(piece.module, mode).values()) for name, piece in raw.items()},
+        recomputed=split.joint.recomputed,
     )
 
 

@@ -10,11 +10,13 @@ from torch import nn
 from zbcompile.batch import Microbatch
 from zbcompile.passes.canonical import Canonical, canonicalise, output_values
 from zbcompile.passes.capture import Captured, LossFunction, capture, capture_inference
+from zbcompile.passes.choices import Choices
 from zbcompile.passes.cutting import Assignment, Stage, assign_by_cuts, assign_by_parameters, cut
 from zbcompile.passes.distinct import compile_distinct
 from zbcompile.passes.joint import trace_joint
 from zbcompile.passes.liveness import Line, draw_line
 from zbcompile.passes.partition import Cuts, choose_cuts
+from zbcompile.passes.recompute import recompute
 from zbcompile.passes.sharing import refuse_inexact_sharing, refuse_shared_mutation
 from zbcompile.passes.split import split
 from zbcompile.passes.stage_program import StageProgram, finish_stage, tensor_spec
@@ -29,7 +31,7 @@ def compile_step(
     microbatch: Microbatch,
     loss: LossFunction | None,
     schedule: Schedule,
-    exact: bool = False,
+    choices: Choices,
     like: Program | None = None,
 ) -> Program:
     """Compile the training step of `model` for one microbatch's shapes.
@@ -39,7 +41,7 @@ def compile_step(
     args, kwargs, target = microbatch.example
     captured = capture(model, args, kwargs, target, loss)
     with without_autocast(microbatch):
-        return _compile_captured(model, microbatch, captured, schedule, exact, like)
+        return _compile_captured(model, microbatch, captured, schedule, choices, like)
 
 
 def without_autocast(microbatch: Microbatch) -> torch.autocast:
@@ -48,16 +50,21 @@ def without_autocast(microbatch: Microbatch) -> torch.autocast:
 
 
 def _compile_captured(
-    model: nn.Module, microbatch: Microbatch, captured: Captured, schedule: Schedule, exact: bool, like: Program | None
+    model: nn.Module,
+    microbatch: Microbatch,
+    captured: Captured,
+    schedule: Schedule,
+    choices: Choices,
+    like: Program | None,
 ) -> Program:
     canonical = canonicalise(captured)
     line = draw_line(canonical)
     cuts, assigned = _assign(canonical, line, schedule.placement, like)
     stages = cut(canonical, line, assigned, schedule.stages)
     refuse_shared_mutation(stages)
-    if exact:
+    if choices.exact:
         refuse_inexact_sharing(stages, captured.trainable)
-    make = functools.partial(compile_stage, captured.trainable, exact)
+    make = functools.partial(compile_stage, captured.trainable, choices)
     programs = compile_distinct(stages, captured.trainable, make)
     return Program(
         captured=captured,
@@ -65,7 +72,7 @@ def _compile_captured(
         stages=programs,
         lowered=lower(schedule),
         homes=like.homes if like else place(model, captured, stages),
-        exact=exact,
+        choices=choices,
         loss_dtype=_loss_dtype(stages[-1]),
         inputs={path: (tuple(t.shape), str(t.dtype)) for path, t in microbatch.tensors.items()},
         canonical_targets=_targets(line),
@@ -73,11 +80,12 @@ def _compile_captured(
 
 
 def compile_stage(
-    trainable: frozenset[str], exact: bool, stage: Stage, tangents: Mapping[str, torch.Tensor]
+    trainable: frozenset[str], choices: Choices, stage: Stage, tangents: Mapping[str, torch.Tensor]
 ) -> tuple[StageProgram, Mapping[str, torch.Tensor]]:
     """One stage's program, and the fake gradient of each activation that it receives."""
-    joint = trace_joint(stage, trainable, tangents, exact)
-    return finish_stage(split(joint), exact), joint.gradient_of_input
+    joint = trace_joint(stage, trainable, tangents, choices.exact)
+    joint = recompute(joint, choices.recompute)
+    return finish_stage(split(joint), choices.exact), joint.gradient_of_input
 
 
 def _assign(canonical: Canonical, line: Line, placement: Placement, like: Program | None) -> tuple[Cuts, Assignment]:

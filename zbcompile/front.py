@@ -10,6 +10,7 @@ from torch import nn
 from zbcompile.errors import PipelineError
 from zbcompile.options import Options
 from zbcompile.passes.capture import LossFunction
+from zbcompile.passes.choices import Choices, Recompute
 from zbcompile.pipe import Pipeline
 from zbcompile.schedules.schedule import Schedule
 
@@ -31,6 +32,7 @@ def pipeline(  # type: ignore[misc]  # the overloads differ in `model` alone and
     loss: LossFunction | None = None,
     loss_reduction: str = "mean",
     exact: bool = False,
+    recompute: Recompute = "hints",
     split: Mapping[str, bool] | None = None,
     chunks: int | None = None,
     example: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
@@ -49,6 +51,11 @@ def pipeline(  # type: ignore[misc]  # the overloads differ in `model` alone and
             there.
         exact: gradients bitwise equal to eager gradient accumulation (fp32); else weight gradients are added inside the
             GEMM, equal within 1e-6 of the largest gradient entry.
+        recompute: what each backward computes again instead of keeping it from the forward (docs/memory.md). "hints":
+            `torch.utils.checkpoint` regions; "none": nothing, not even these; "selective": also what is cheap
+            (everything but products with parameters); "full": whatever can be, so that a stage keeps its inputs; an
+            int: as little as possible, such that a stage keeps at most so many bytes per microbatch between its F and
+            B. Gradients keep their bits; random numbers are not drawn again.
         split: which inputs are split into microbatches, by path or keyword name, where the default rule is wrong.
         chunks: stages per rank, for the interleaved schedules.
         example: `(args, kwargs)` of one batch (`target` among the keywords); compiles at once.
@@ -60,7 +67,7 @@ def pipeline(  # type: ignore[misc]  # the overloads differ in `model` alone and
     >>> pipe = zbcompile.pipeline(model, schedule="zbv", microbatches=8, loss=loss_fn)      # doctest: +SKIP
     >>> loss = pipe.step(inputs, target=targets)                                            # doctest: +SKIP
     """
-    options = Options(schedule, microbatches, loss, loss_reduction, exact, split, chunks, seed)
+    options = Options(schedule, microbatches, loss, loss_reduction, Choices(exact, recompute), split, chunks, seed)
 
     def build(module: Any) -> Pipeline:
         if not isinstance(module, nn.Module):

@@ -76,6 +76,12 @@ def _add_plan(group: Any) -> None:
     group.add_argument("--microbatches", type=int, help="default: the smallest count from 2 x stages on")
     group.add_argument("--chunks", type=int, help="stages per rank, for the interleaved schedules")
     group.add_argument("--exact", action="store_true", help="the graphs of exact=True")
+    group.add_argument(
+        "--recompute",
+        default="hints",
+        metavar="none|hints|selective|full|BYTES",
+        help="what B computes again (default: hints, the regions of torch.utils.checkpoint)",
+    )
     group.add_argument("--loss-reduction", choices=("mean", "sum"), default="mean")
     group.add_argument("--fake", action="store_true", help="build the model without memory (CPU fake tensors)")
     group.add_argument(

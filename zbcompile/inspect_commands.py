@@ -13,6 +13,7 @@ from zbcompile.errors import PipelineError
 from zbcompile.example import Example
 from zbcompile.inspected import Inspected, compile_example
 from zbcompile.options import Options, resolve_schedule
+from zbcompile.passes.choices import Choices
 from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.printing import print_piece
 from zbcompile.passes.torch_private import FakeTensorMode
@@ -40,6 +41,7 @@ class Request:
     microbatches: int | None
     chunks: int | None
     exact: bool
+    recompute: str
     loss_reduction: str
     fake: bool
     costs: str
@@ -86,7 +88,12 @@ def _compiled(example: Example, schedule: Schedule, request: Request) -> Inspect
     if sys.stderr.isatty():
         print(f"zbcompile.inspect: compiling for {schedule.name}, {schedule.stages} stages ...", file=sys.stderr)
     with contextlib.nullcontext() if request.debug else _silence():
-        return compile_example(example, schedule, request.exact)
+        return compile_example(example, schedule, _choices(request))
+
+
+def _choices(request: Request) -> Choices:
+    given = request.recompute
+    return Choices(request.exact, int(given) if given.isdecimal() else given)  # type: ignore[arg-type]  # checked later
 
 
 @contextlib.contextmanager
@@ -108,7 +115,7 @@ def _schedule(request: Request, name: str) -> Schedule:
         found = loaded.schedule if isinstance(loaded, Lowered) else loaded
         ranks = request.ranks or found.ranks
     options = Options(
-        found, request.microbatches, None, request.loss_reduction, request.exact, None, request.chunks, seed=0
+        found, request.microbatches, None, request.loss_reduction, _choices(request), None, request.chunks, seed=0
     )
     return resolve_schedule(options, ranks, announce=False)
 

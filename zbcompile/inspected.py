@@ -13,6 +13,7 @@ from zbcompile.batch import Microbatch
 from zbcompile.compiler import compile_step
 from zbcompile.example import Example
 from zbcompile.passes.capture import input_paths, loss_in
+from zbcompile.passes.choices import Choices
 from zbcompile.program import Program
 from zbcompile.schedules.schedule import Schedule
 from zbcompile.torch_private import pytree
@@ -30,12 +31,12 @@ class Inspected:
     warnings: tuple[str, ...]
 
 
-def compile_example(example: Example, schedule: Schedule, exact: bool) -> Inspected:
+def compile_example(example: Example, schedule: Schedule, choices: Choices) -> Inspected:
     """Compile the training step of `example` for `schedule`; raises CompileError for a model that cannot be."""
     dropped: list[str] = []
     loss = example.loss or _loss_and_names(dropped)
     with _warnings() as seen:
-        program = compile_step(example.model, one_microbatch(example), loss, schedule, exact)
+        program = compile_step(example.model, one_microbatch(example), loss, schedule, choices)
     return Inspected(example, program, tuple(dict.fromkeys(dropped)), tuple(seen))
 
 

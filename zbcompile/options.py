@@ -6,6 +6,7 @@ from typing import Any
 
 from zbcompile.errors import PipelineError
 from zbcompile.passes.capture import LossFunction
+from zbcompile.passes.choices import RECOMPUTE_POLICIES, Choices
 from zbcompile.schedules.files import load
 from zbcompile.schedules.registry import build, smallest_microbatches
 from zbcompile.schedules.schedule import Schedule
@@ -19,7 +20,7 @@ class Options:
     microbatches: int | None
     loss: LossFunction | None
     loss_reduction: str
-    exact: bool
+    choices: Choices
     split: Mapping[str, bool] | None
     chunks: int | None
     seed: int
@@ -31,6 +32,14 @@ class Options:
             raise PipelineError(f"microbatches={self.microbatches!r}; expected a positive number of microbatches.")
         if self.loss is not None and not callable(self.loss):
             raise PipelineError(f"loss= is a {type(self.loss).__name__}; expected a function loss(output, target).")
+        _check_recompute(self.choices.recompute)
+
+
+def _check_recompute(given: Any) -> None:
+    bytes_ = isinstance(given, int) and not isinstance(given, bool) and given >= 0
+    if not (bytes_ or given in RECOMPUTE_POLICIES):
+        names = ", ".join(f'"{name}"' for name in RECOMPUTE_POLICIES)
+        raise PipelineError(f"recompute={given!r}; expected {names}, or a number of bytes per microbatch and stage.")
 
 
 def resolve_schedule(options: Options, ranks: int, announce: bool) -> Schedule:

@@ -196,7 +196,7 @@ class Pipeline:
 
     def _make_program(self, microbatch: Microbatch) -> Program:
         options = self.options
-        return compile_step(self._model, microbatch, options.loss, self._schedule, options.exact, self._first)
+        return compile_step(self._model, microbatch, options.loss, self._schedule, options.choices, self._first)
 
     def _prepare(self, program: Program) -> dict[int, CompiledStage]:
         resident = self._resident(program.captured.constants)

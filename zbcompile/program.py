@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from zbcompile.passes.capture import Captured
+from zbcompile.passes.choices import Choices
 from zbcompile.passes.partition import Cuts
 from zbcompile.passes.stage_program import StageProgram
 from zbcompile.schedules.schedule import Lowered, Schedule
@@ -30,7 +31,7 @@ class Program:
     stages: tuple[StageProgram, ...]
     lowered: Lowered
     homes: Mapping[str, tuple[int, ...]]
-    exact: bool
+    choices: Choices
     loss_dtype: str
     inputs: Mapping[str, tuple[tuple[int, ...], str]]
     canonical_targets: tuple[str, ...] = field(repr=False)
@@ -38,6 +39,10 @@ class Program:
     @property
     def schedule(self) -> Schedule:
         return self.lowered.schedule
+
+    @property
+    def exact(self) -> bool:
+        return self.choices.exact
 
     @property
     def shared(self) -> frozenset[str]:
@@ -67,6 +72,7 @@ class Program:
             "stages": self.schedule.stages,
             "microbatches": self.schedule.microbatches,
             "exact": self.exact,
+            "recompute": self.choices.recompute,
             "threads": torch.get_num_threads(),
             "inputs": {path: list(map(str, spec)) for path, spec in self.inputs.items()},
             "cuts": list(self.cuts.after),

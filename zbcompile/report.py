@@ -34,6 +34,7 @@ def format_summary(summary: Summary, timeline: Timeline) -> str:
         _heading(summary),
         _titled("Stages, FLOPs per microbatch (a multiply-add is two)", _stages(summary)),
         _titled("Bytes per microbatch that wait between the passes, and that travel", _bytes(summary)),
+        _recomputed(summary),
         _titled(f"Ranks, predicted {summary.prediction.basis}", _ranks(summary)),
         _verdict(summary),
         _advice(summary),
@@ -116,6 +117,26 @@ def _bytes(s: Summary) -> str:
         for stage in s.stages
     ]
     return _table(rows, headers)
+
+
+def _recomputed(s: Summary) -> str:
+    if not any(stage.recomputed for stage in s.stages):
+        return ""
+    headers = ["stage", "operations", "FLOPs", "of F", "kept F..B without", "with"]
+    rows = [
+        [
+            str(stage.stage),
+            str(stage.recomputed.operations),
+            format_count(stage.recomputed.flops),
+            format_share(stage.recomputed.flops / (stage.flops["F"] or 1)),
+            format_bytes(stage.recomputed.kept_before),
+            format_bytes(stage.recomputed.kept_after),
+        ]
+        for stage in s.stages
+        if stage.recomputed
+    ]
+    policy = f"{s.recompute:,} bytes" if isinstance(s.recompute, int) else f'"{s.recompute}"'
+    return _titled(f"Made again in B (recompute={policy}), per microbatch", _table(rows, headers))
 
 
 def _ranks(s: Summary) -> str:

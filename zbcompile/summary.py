@@ -9,6 +9,8 @@ from torch.fx import Node
 from zbcompile.advice import Alternative, alternatives, idle_by_cause
 from zbcompile.inspected import Inspected
 from zbcompile.passes.canonical import is_getitem, output_values
+from zbcompile.passes.choices import Recompute
+from zbcompile.passes.joint import Recomputed
 from zbcompile.passes.origin import Origin, origin_of, shown_path
 from zbcompile.passes.stage_program import StageProgram
 from zbcompile.passes.torch_private import OpOverload
@@ -37,7 +39,8 @@ class StageSummary:
     """One stage. `cut` is where it ends (None: the loss). FLOPs and bytes are per microbatch.
 
     `forward_to_backward`, `forward_to_weight`, `backward_to_weight` are the bytes by the pass that made (or received)
-    them and the pass that needs them; `kept` waits between F and B, `residue` between B and W.
+    them and the pass that needs them; `kept` waits between F and B, `residue` between B and W. `recomputed` says what B
+    makes again; None if nothing.
     """
 
     stage: int
@@ -54,6 +57,7 @@ class StageSummary:
     receive_bytes: int
     send_bytes: int
     random: bool
+    recomputed: Recomputed | None
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,7 @@ class Summary:
     ranks: int
     microbatches: int
     exact: bool
+    recompute: Recompute
     loss_reduction: str
     imbalance: float
     prediction: Prediction
@@ -131,6 +136,7 @@ def summarise(inspected: Inspected, basis: Basis, timeline: Timeline, loss_reduc
         ranks=program.schedule.ranks,
         microbatches=program.schedule.microbatches,
         exact=program.exact,
+        recompute=program.choices.recompute,
         loss_reduction=loss_reduction,
         imbalance=_imbalance([rank.flops for rank in ranks]),
         prediction=prediction_of(program, basis, timeline),
@@ -172,6 +178,7 @@ def _stage(stage: StageProgram, program: Program, sizes: Mapping[str, tuple[int,
         receive_bytes=stage.receive_bytes,
         send_bytes=stage.send_bytes,
         random=stage.random,
+        recomputed=stage.recomputed,
     )
 
 

@@ -1,0 +1,15 @@
+"""How a model's stages are compiled, where there is a choice."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Recompute = Literal["none", "hints", "selective", "full"] | int
+RECOMPUTE_POLICIES = ("none", "hints", "selective", "full")
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The keywords of `zbcompile.pipeline` that change the graphs; see there."""
+
+    exact: bool = False
+    recompute: Recompute = "hints"

@@ -1,0 +1,84 @@
+"""The choice of what to keep against every choice there is, on small random forwards."""
+
+import itertools
+import random
+from collections.abc import Iterator
+
+import pytest
+from torch.fx import Graph, Node
+
+from zbcompile.passes.min_cut import SINK, SOURCE, Network
+from zbcompile.passes.saving import Values, fit, quickest, smallest
+
+
+def random_values(seed: int) -> Values:
+    """Ten values, each made of up to two earlier ones; some cannot be kept, some not be made again."""
+    rng, graph = random.Random(seed), Graph()
+    nodes = [graph.placeholder(f"v{i}") for i in range(10)]
+    inputs = {node: tuple(rng.sample(nodes[:i], min(i, rng.randint(0, 2)))) for i, node in enumerate(nodes)}
+    unkept = {node for node in nodes if rng.random() < 0.2}
+    return Values(
+        wanted=frozenset(rng.sample(nodes, 5)),
+        inputs=inputs,
+        bytes={node: rng.randint(1, 20) for node in nodes if node not in unkept},
+        time={node: rng.randint(0, 20) for node in nodes if node in unkept or rng.random() < 0.8},
+    )
+
+
+def every_choice(values: Values) -> Iterator[tuple[int, int]]:
+    """Bytes and time of every set of kept values from which the backward's can be made."""
+    for flags in itertools.product((False, True), repeat=len(values.bytes)):
+        kept = {node for node, flag in zip(values.bytes, flags, strict=True) if flag}
+        remade = _remade(values, kept)
+        if remade is not None:
+            yield sum(values.bytes[node] for node in kept), sum(values.time[node] for node in remade)
+
+
+def _remade(values: Values, kept: set[Node]) -> set[Node] | None:
+    """What must be made again if `kept` is kept; None if something cannot be."""
+    found: set[Node] = set()
+    queue = [node for node in values.wanted if node not in kept]
+    while queue:
+        node = queue.pop()
+        if node not in values.time:
+            return None
+        if node not in found:
+            found.add(node)
+            queue.extend(argument for argument in values.inputs[node] if argument not in kept)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_choice_is_better(seed: int) -> None:
+    values = random_values(seed)
+    choices = list(every_choice(values))
+    small, quick = smallest(values), quickest(values)
+    assert (small.bytes, small.time) == min(choices)
+    assert (quick.time, quick.bytes) == min((time, size) for size, time in choices)
+    for budget in range(small.bytes, quick.bytes + 1):
+        best = min(time for size, time in choices if size <= budget)
+        found = fit(values, budget, tries=1000, tolerance=0.0)
+        assert found is not None
+        assert found.saving.bytes <= budget
+        assert found.saving.time == best
+        bounded = fit(values, budget, tries=1)
+        assert bounded is not None
+        assert bounded.least_time <= best <= bounded.saving.time
+    assert fit(values, small.bytes - 1) is None
+
+
+def test_a_network_that_cannot_be_cut() -> None:
+    network = Network()
+    network.connect(SOURCE, "a")
+    network.connect("a", SINK)
+    with pytest.raises(ValueError, match="cannot be cut"):
+        network.source_side()
+
+
+def test_long_chains_need_no_recursion() -> None:
+    network = Network()
+    network.connect(SOURCE, 0, 5)
+    for i in range(5000):
+        network.connect(i, i + 1, 7 if i != 3000 else 2)
+    network.connect(5000, SINK, 5)
+    assert network.source_side() == {SOURCE, *range(3001)}
