@@ -8,7 +8,8 @@ from zbcompile.schedules.svg_picture import MARGIN, natural_scale, to_svg
 from zbcompile.schedules.timeline import Timeline
 from zbcompile.schedules.timeline_text import format_timeline, summary
 
-GAP = 18
+GAP = 18  # pixels between two pictures
+LARGEST = 6000  # pixels of the longest time axis
 
 
 def compare_svg(timelines: Sequence[Timeline], width: int | None = None) -> str:
@@ -19,7 +20,8 @@ def compare_svg(timelines: Sequence[Timeline], width: int | None = None) -> str:
     3
     """
     longest = max(t.finish for t in timelines)
-    scale = min(map(natural_scale, timelines)) if width is None else max(1, width - MARGIN) / (longest or 1)
+    natural = min(max(map(natural_scale, timelines)), LARGEST / (longest or 1))
+    scale = natural if width is None else max(1, width - MARGIN) / (longest or 1)
     pictures = [to_svg(t, round(MARGIN + t.finish * scale)) for t in timelines]
     sizes = [_size(picture) for picture in pictures]
     whole = max(w for w, _ in sizes), sum(h + GAP for _, h in sizes)

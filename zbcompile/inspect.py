@@ -21,7 +21,9 @@ EXAMPLES = """examples:
   python -m zbcompile.inspect examples/targets.py:gpt --graph 1.B
   python -m zbcompile.inspect examples/targets.py:gpt --graphs graphs/
   python -m zbcompile.inspect examples/targets.py:gpt --ranks 4 --timeline step.svg
-  python -m zbcompile.inspect examples/targets.py:gpt --compare 1f1b,zb-h1,zb-v
+  python -m zbcompile.inspect examples/targets.py:gpt --compare 1f1b,zb-h1,zb-v --timeline compared.svg
+  python -m zbcompile.inspect examples/targets.py:gpt --ranks 4 --explain-idle 2
+  python -m zbcompile.inspect examples/targets.py:gpt --ranks 4 --critical-path
   python -m zbcompile.inspect mypackage.models:seventy_billion --fake --ranks 8 --json
 
 TARGET is called without arguments and returns (model, args), (model, args, kwargs) or
@@ -93,8 +95,17 @@ def _add_output(group: Any) -> None:
     shown = group.add_mutually_exclusive_group()
     shown.add_argument("--graph", metavar="STAGE.PASS", help="one graph as Python, such as 1.B (passes F, B, W, BW)")
     shown.add_argument("--graphs", metavar="DIR", type=Path, help="write all graphs as Python files")
-    shown.add_argument("--timeline", metavar="FILE", type=Path, help="draw the step: .txt, .svg, .html, .json (Chrome)")
     shown.add_argument("--compare", metavar="NAME,NAME", help="predict the step under several schedules")
+    shown.add_argument(
+        "--explain-idle", metavar="RANK", type=int, help="the longest idle intervals and what caused them"
+    )
+    shown.add_argument("--critical-path", action="store_true", help="the chain of actions that makes the step's length")
+    group.add_argument(
+        "--timeline",
+        metavar="FILE",
+        type=Path,
+        help="draw the step, or those compared: .txt, .svg, .html, .json (Chrome)",
+    )
     group.add_argument("--json", action="store_true", help="the summary, or the comparison, as JSON")
     group.add_argument("--debug", action="store_true", help="errors with their traceback")
 

@@ -1,4 +1,4 @@
-"""What the inspect command line can do: a summary, graphs as Python, a comparison of schedules."""
+"""What the inspect command line can do: summary, graphs as Python, timelines and their causes, comparison."""
 
 import contextlib
 import io
@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from zbcompile.causes import format_critical_path, format_idle_intervals
 from zbcompile.errors import PipelineError
 from zbcompile.example import Example
 from zbcompile.inspected import Inspected, compile_example
@@ -20,7 +21,7 @@ from zbcompile.passes.torch_private import FakeTensorMode
 from zbcompile.prediction import Basis, basis_of, predict
 from zbcompile.report import Compared, format_comparison, format_summary
 from zbcompile.schedules import Schedule, ScheduleError, load, lower, smallest_microbatches
-from zbcompile.schedules.pictures import ENDINGS, write_picture
+from zbcompile.schedules.pictures import ENDINGS, write_comparison, write_picture
 from zbcompile.schedules.placement import Placement
 from zbcompile.schedules.schedule import Lowered
 from zbcompile.schedules.timeline import Timeline
@@ -48,6 +49,8 @@ class Request:
     graph: str | None
     graphs: Path | None
     compare: str | None
+    explain_idle: int | None
+    critical_path: bool
     timeline: Path | None
     json: bool
     debug: bool
@@ -55,8 +58,7 @@ class Request:
 
 def run(request: Request) -> None:
     """Do what is asked and print the result; raises the project's errors and OSError."""
-    if request.json and (request.graph or request.graphs or request.timeline):
-        raise PipelineError("--json writes the summary or the comparison; leave it out, or leave the other out.")
+    _refuse_combinations(request)
     chosen = None if request.graph is None else _stage_and_pass(request.graph)
     if request.graphs:  # a wrong path is known before a long compilation
         request.graphs.mkdir(parents=True, exist_ok=True)
@@ -71,10 +73,20 @@ def run(request: Request) -> None:
         print(_printed(inspected, *chosen), end="")
     elif request.graphs:
         _write_graphs(inspected, request.graphs)
+    elif request.explain_idle is not None or request.critical_path:
+        print(_causes(inspected, request), end="")
     elif request.timeline:
         print(write_picture(_predicted(inspected, request)[0], request.timeline))
     else:
         _show_summary(inspected, request)
+
+
+def _refuse_combinations(request: Request) -> None:
+    causes = request.explain_idle is not None or request.critical_path
+    if request.json and (request.graph or request.graphs or request.timeline or causes):
+        raise PipelineError("--json writes the summary or the comparison; leave it out, or leave the other out.")
+    if request.timeline and (request.graph or request.graphs or causes):
+        raise PipelineError("--timeline draws the step, or with --compare several; leave it out, or the other.")
 
 
 def _example(request: Request) -> Example:
@@ -134,6 +146,13 @@ def _predicted(inspected: Inspected, request: Request) -> tuple[Timeline, Basis]
     return predict(inspected.program, basis.costs), basis
 
 
+def _causes(inspected: Inspected, request: Request) -> str:
+    timeline, basis = _predicted(inspected, request)
+    if request.critical_path:
+        return format_critical_path(timeline, basis.unit)
+    return format_idle_intervals(timeline, request.explain_idle or 0, basis.unit)
+
+
 def _stage_and_pass(text: str) -> tuple[int, str]:
     stage, _, name = text.partition(".")
     if not stage.isdecimal() or name.upper() not in PASSES:
@@ -169,7 +188,8 @@ def _compare(example: Example, request: Request) -> None:
     names = [name.strip() for name in (request.compare or "").split(",") if name.strip()]
     request = replace(request, microbatches=request.microbatches or _common_microbatches(names, request))
     compiled: dict[Placement, Inspected] = {}
-    compared = [_compared(example, request, name, compiled) for name in names]
+    drawn: list[Timeline] = []
+    compared = [_compared(example, request, name, compiled, drawn) for name in names]
     if not any(line.prediction for line in compared):
         raise PipelineError(
             "; ".join(f"{line.schedule}: {line.reason}" for line in compared) or "--compare names nothing"
@@ -178,6 +198,8 @@ def _compare(example: Example, request: Request) -> None:
         print(json.dumps({"schema": SCHEMA, "compared": [asdict(line) for line in compared]}, indent=1))
     else:
         print(format_comparison(compared), end="")
+    if request.timeline:
+        print(write_comparison(drawn, request.timeline))
 
 
 def _common_microbatches(names: Sequence[str], request: Request) -> int:
@@ -189,7 +211,10 @@ def _common_microbatches(names: Sequence[str], request: Request) -> int:
     return max(counts)
 
 
-def _compared(example: Example, request: Request, name: str, compiled: dict[Placement, Inspected]) -> Compared:
+def _compared(
+    example: Example, request: Request, name: str, compiled: dict[Placement, Inspected], drawn: list[Timeline]
+) -> Compared:
+    """One line of the comparison; its timeline is added to `drawn`."""
     try:
         schedule = _schedule(request, name)
         if schedule.placement not in compiled:
@@ -198,5 +223,6 @@ def _compared(example: Example, request: Request, name: str, compiled: dict[Plac
         return Compared(name, 0, request.microbatches or 0, None, str(error).splitlines()[0])
     program = replace(compiled[schedule.placement].program, lowered=lower(schedule))
     basis = basis_of(program, request.costs)
-    prediction = prediction_of(program, basis, predict(program, basis.costs))
+    drawn.append(predict(program, basis.costs))
+    prediction = prediction_of(program, basis, drawn[-1])
     return Compared(schedule.name, schedule.stages, schedule.microbatches, prediction)

@@ -117,6 +117,20 @@ def test_comparison(inspect: Callable[..., str], golden: Callable[[str, str], No
     golden("inspect_gpt_compare.txt", text)
 
 
+def test_causes(tiny: Path, inspect: Callable[..., str], golden: Callable[[str, str], None]) -> None:
+    """The longest idle intervals with what caused them, and the critical path; with equal times, so for any torch."""
+    plan = (f"{tiny}:two", "--ranks", 4, "--microbatches", 4, "--schedule", "1f1b", "--costs", "uniform")
+    texts = [inspect(*plan, "--explain-idle", 2), inspect(*plan, "--critical-path")]
+    assert max(len(line) for text in texts for line in text.splitlines()) <= WIDTH
+    golden("inspect_causes.txt", "\n".join(texts))
+
+
+def test_compared_schedules_are_drawn(tmp_path: Path, tiny: Path, inspect: Callable[..., str]) -> None:
+    picture = tmp_path / "compared.svg"
+    assert str(picture) in inspect(f"{tiny}:two", "--compare", "1f1b,zb-h1", "--timeline", picture)
+    assert picture.read_text().count("<svg") == 3
+
+
 def test_fake_tensors_show_the_same(inspect: Callable[..., str]) -> None:
     assert inspect(f"{TARGETS}:llama", "--fake") == inspect(f"{TARGETS}:llama")
 
