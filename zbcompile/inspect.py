@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from zbcompile.errors import PipelineError
-from zbcompile.inspect_commands import Request, run
+from zbcompile.inspect_commands import FORMATS, Request, run
 from zbcompile.passes.errors import CompileError
 from zbcompile.schedules import ScheduleError
 
@@ -19,7 +19,7 @@ EXAMPLES = """examples:
   python -m zbcompile.inspect examples/targets.py:gpt
   python -m zbcompile.inspect examples/targets.py:gpt --schedule zb-h1 --ranks 4 --microbatches 8
   python -m zbcompile.inspect examples/targets.py:gpt --graph 1.B
-  python -m zbcompile.inspect examples/targets.py:gpt --graphs graphs/
+  python -m zbcompile.inspect examples/targets.py:gpt --graphs graphs/ --format html
   python -m zbcompile.inspect examples/targets.py:gpt --ranks 4 --timeline step.svg
   python -m zbcompile.inspect examples/targets.py:gpt --compare 1f1b,zb-h1,zb-v --timeline compared.svg
   python -m zbcompile.inspect examples/targets.py:gpt --ranks 4 --explain-idle 2
@@ -94,7 +94,7 @@ def _add_plan(group: Any) -> None:
 def _add_output(group: Any) -> None:
     shown = group.add_mutually_exclusive_group()
     shown.add_argument("--graph", metavar="STAGE.PASS", help="one graph as Python, such as 1.B (passes F, B, W, BW)")
-    shown.add_argument("--graphs", metavar="DIR", type=Path, help="write all graphs as Python files")
+    shown.add_argument("--graphs", metavar="DIR", type=Path, help="write all graphs: Python files, or as --format says")
     shown.add_argument("--compare", metavar="NAME,NAME", help="predict the step under several schedules")
     shown.add_argument(
         "--explain-idle", metavar="RANK", type=int, help="the longest idle intervals and what caused them"
@@ -106,6 +106,7 @@ def _add_output(group: Any) -> None:
         type=Path,
         help="draw the step, or those compared: .txt, .svg, .html, .json (Chrome)",
     )
+    group.add_argument("--format", choices=FORMATS, default="text", help="of --graph and --graphs (default: text)")
     group.add_argument("--json", action="store_true", help="the summary, or the comparison, as JSON")
     group.add_argument("--debug", action="store_true", help="errors with their traceback")
 

@@ -12,6 +12,9 @@ from pathlib import Path
 from zbcompile.causes import format_critical_path, format_idle_intervals
 from zbcompile.errors import PipelineError
 from zbcompile.example import Example
+from zbcompile.graph_data import PASSES, graph_of
+from zbcompile.graph_dot import to_dot
+from zbcompile.graph_page import to_page
 from zbcompile.inspected import Inspected, compile_example
 from zbcompile.options import Options, resolve_schedule
 from zbcompile.passes.choices import Choices
@@ -28,7 +31,7 @@ from zbcompile.schedules.timeline import Timeline
 from zbcompile.summary import SCHEMA, prediction_of, summarise
 from zbcompile.target import load_example
 
-PASSES = ("F", "B", "W", "BW")
+FORMATS = ("text", "json", "dot", "html")
 RANKS = 2
 
 
@@ -52,6 +55,7 @@ class Request:
     explain_idle: int | None
     critical_path: bool
     timeline: Path | None
+    format: str
     json: bool
     debug: bool
 
@@ -70,9 +74,9 @@ def run(request: Request) -> None:
         return
     inspected = _compiled(example, _schedule(request, request.schedule), request)
     if chosen:
-        print(_printed(inspected, *chosen), end="")
+        print(_graph(inspected, *chosen, request.format), end="")
     elif request.graphs:
-        _write_graphs(inspected, request.graphs)
+        _write_graphs(inspected, request.graphs, request.format)
     elif request.explain_idle is not None or request.critical_path:
         print(_causes(inspected, request), end="")
     elif request.timeline:
@@ -85,6 +89,10 @@ def _refuse_combinations(request: Request) -> None:
     causes = request.explain_idle is not None or request.critical_path
     if request.json and (request.graph or request.graphs or request.timeline or causes):
         raise PipelineError("--json writes the summary or the comparison; leave it out, or leave the other out.")
+    if request.format != "text" and not (request.graph or request.graphs):
+        raise PipelineError(f"--format {request.format} is for --graph or --graphs; the summary has --json.")
+    if request.format == "html" and request.graph:
+        raise PipelineError("--format html shows all graphs on one page; ask for it with --graphs DIR.")
     if request.timeline and (request.graph or request.graphs or causes):
         raise PipelineError("--timeline draws the step, or with --compare several; leave it out, or the other.")
 
@@ -175,11 +183,25 @@ def _printed(inspected: Inspected, stage: int, name: str) -> str:
     return print_piece(program.stages[stage].pieces[name], title)
 
 
-def _write_graphs(inspected: Inspected, directory: Path) -> None:
+def _graph(inspected: Inspected, stage: int, name: str, form: str) -> str:
+    """One graph in the form that was asked for."""
+    text = _printed(inspected, stage, name)
+    if form == "text":
+        return text
+    graph = graph_of(inspected.program, stage, name)
+    return to_dot(graph) if form == "dot" else json.dumps(graph.to_dict(), indent=1) + "\n"
+
+
+def _write_graphs(inspected: Inspected, directory: Path, form: str) -> None:
+    if form == "html":
+        page = directory / "graphs.html"
+        page.write_text(to_page(inspected.program, type(inspected.example.model).__name__), encoding="utf-8")
+        print(page)
+        return
     for stage in range(len(inspected.program.stages)):
         for name in PASSES:
-            path = directory / f"stage{stage}_{name}.py"
-            path.write_text(_printed(inspected, stage, name), encoding="utf-8")
+            path = directory / f"stage{stage}_{name}.{'py' if form == 'text' else form}"
+            path.write_text(_graph(inspected, stage, name, form), encoding="utf-8")
             print(path)
 
 

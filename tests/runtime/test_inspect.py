@@ -131,6 +131,31 @@ def test_compared_schedules_are_drawn(tmp_path: Path, tiny: Path, inspect: Calla
     assert picture.read_text().count("<svg") == 3
 
 
+def test_a_graph_in_other_forms(tiny: Path, inspect: Callable[..., str]) -> None:
+    """JSON and DOT hold every operation, and whatever it reads is there."""
+    graph = json.loads(inspect(f"{tiny}:two", "--graph", "1.B", "--format", "json"))
+    names = [op["name"] for op in graph["operations"]]
+    known = {*names, *(value["node"] for value in graph["inputs"])}
+    assert (graph["schema"], graph["stage"], graph["name"]) == ("zbcompile.graphs/1", 1, "B")
+    assert all(op["line"] or op["made_by"] for op in graph["operations"])
+    assert {name for op in graph["operations"] for name in op["inputs"]} <= known
+    dot = inspect(f"{tiny}:two", "--graph", "1.B", "--format", "dot")
+    assert dot.count("{") == dot.count("}")
+    assert all(f'"{name}" [label=' in dot for name in names)
+
+
+def test_all_graphs_on_one_page(tmp_path: Path, tiny: Path, inspect: Callable[..., str]) -> None:
+    """Every operation of F, B and W stands on the page, every hop with its bytes; nothing is loaded from elsewhere."""
+    inspect(f"{tiny}:two", "--graphs", tmp_path, "--format", "html")
+    page = (tmp_path / "graphs.html").read_text()
+    assert page.count('class="hop"') == page.count('<section class="stage">') - 1 == 3
+    assert "http" not in page
+    for name in ("F", "B", "W"):
+        graph = json.loads(inspect(f"{tiny}:two", "--graph", f"2.{name}", "--format", "json"))
+        shown = page.split("<h2>stage 2 ")[1].split("<h2>")[0]
+        assert shown.count(f'class="op {name}"') == len(graph["operations"])
+
+
 def test_fake_tensors_show_the_same(inspect: Callable[..., str]) -> None:
     assert inspect(f"{TARGETS}:llama", "--fake") == inspect(f"{TARGETS}:llama")
 
@@ -238,6 +263,7 @@ def test_a_wrong_target_is_one_line(target: str, says: str, tiny: Path, refuse: 
 @pytest.mark.parametrize(
     ("option", "value", "says"),
     [
+        ("--format", "dot", "is for --graph or --graphs"),
         ("--graph", "7.B", "there is no stage 7: zb-v on 2 ranks has stages 0 to 3"),
         ("--graph", "1.X", "expected STAGE.PASS such as 1.B"),
         ("--graphs", "{tiny}/graphs", "Not a directory"),
