@@ -8,6 +8,7 @@ from zbcompile.version import __version__ as __version__
 if TYPE_CHECKING:
     from zbcompile import passes as passes
     from zbcompile import schedules as schedules
+    from zbcompile.errors import FaultError as FaultError
     from zbcompile.errors import PipelineError as PipelineError
     from zbcompile.example import Example as Example
     from zbcompile.front import pipeline as pipeline
@@ -23,7 +24,7 @@ _HOME = {
     "front": ("pipeline",),
     "pipe": ("Pipeline",),
     "seeds": ("microbatch_seed",),
-    "errors": ("PipelineError",),
+    "errors": ("FaultError", "PipelineError"),
     "passes.errors": ("CompileError", "CaptureError", "PartitionError"),
     "schedules.errors": ("ScheduleError",),
 }

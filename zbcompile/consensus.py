@@ -23,12 +23,14 @@ def together(engine: Engine, what: str, make: Callable[[], Result]) -> Result:
         error = caught
     reports: list[str | None] = [None] * engine.ranks
     report = None if error is None else f"{type(error).__name__}: {error}"
-    dist.all_gather_object(reports, report, group=engine.group)
+    with engine.watch.position.waiting("the agreement"):
+        dist.all_gather_object(reports, report, group=engine.group)
     if error is not None:
-        raise error
+        raise engine.watch.known_to_all(error)
     failed = [(rank, text) for rank, text in enumerate(reports) if text is not None]
     if failed:
-        raise PipelineError(f"{what} failed on rank {failed[0][0]}: {failed[0][1]}")
+        text = f"{what} failed on rank {failed[0][0]}: {failed[0][1]}"
+        raise engine.watch.known_to_all(PipelineError(text))
     return result  # type: ignore[return-value]
 
 
@@ -37,12 +39,14 @@ def require_equal_programs(engine: Engine, manifest: Mapping[str, object]) -> No
     if not isinstance(engine, Distributed):
         return
     manifests: list[Mapping[str, object]] = [{}] * engine.ranks
-    dist.all_gather_object(manifests, dict(manifest), group=engine.group)
+    with engine.watch.position.waiting("the comparison of programs"):
+        dist.all_gather_object(manifests, dict(manifest), group=engine.group)
     for rank, other in enumerate(manifests):
         for key, value in manifests[0].items():
             if other[key] != value:
-                raise PipelineError(
+                text = (
                     f"the ranks compiled different programs: {key} is {value} on rank 0 and {other[key]} on rank "
                     f"{rank}. Every rank must build the same model, use the same versions and pass the same batch "
                     "shapes and options."
                 )
+                raise engine.watch.known_to_all(PipelineError(text))

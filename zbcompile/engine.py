@@ -1,7 +1,7 @@
 """The two ways to run a step: all ranks inside this process, or this process as one rank of a group."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -12,12 +12,14 @@ from zbcompile.errors import PipelineError
 from zbcompile.finish import share_loss, sum_shared, sum_shared_in_process, total_loss
 from zbcompile.gradients import Gradients
 from zbcompile.loop import RankRun
+from zbcompile.faults import Position
 from zbcompile.program import Program
 from zbcompile.record import Recorder, StepRecord
 from zbcompile.schedules.actions import Action
 from zbcompile.seeds import microbatch_seed, undisturbed
 from zbcompile.stage_run import CompiledStage, StageRun
 from zbcompile.transport import Channels, Mailboxes, PointToPoint, Transport
+from zbcompile.watch import Alone, Watch
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,11 @@ class StepInput:
 
 
 class Engine(Protocol):
-    """Runs compiled steps. `local` are the ranks whose stages live in this process."""
+    """Runs compiled steps. `local` are the ranks whose stages live in this process, `watch` guards what ranks do
+    together."""
 
+    @property
+    def watch(self) -> Alone | Watch: ...
     @property
     def local(self) -> tuple[int, ...]: ...
     @property
@@ -68,11 +73,16 @@ def _loss_factor(program: Program, given: StepInput, device: torch.device) -> to
 
 
 def _rank_run(
-    program: Program, rank: int, runs: Mapping[int, StageRun], transport: Transport, observe: Recorder | None
+    program: Program,
+    rank: int,
+    runs: Mapping[int, StageRun],
+    transport: Transport,
+    position: Position,
+    observe: Recorder | None,
 ) -> RankRun:
     own = {stage: runs[stage] for stage in program.stages_of(rank)}
     order = program.lowered.programs[rank]
-    return RankRun(rank, order, own, program.rank_of, program.schedule.stages - 1, transport, observe)
+    return RankRun(rank, order, own, program.rank_of, program.schedule.stages - 1, transport, position, observe)
 
 
 def _end(runs: Mapping[int, StageRun]) -> None:
@@ -86,6 +96,7 @@ class InProcess:
 
     ranks: int
     device: torch.device
+    watch: Alone = field(default_factory=lambda: Alone(Position()))
     last_step: StepRecord | None = None
 
     @property
@@ -102,8 +113,9 @@ class InProcess:
         gradients = Gradients(parameters, program.shared)
         runs = _begin(program, stages, given, gradients)
         mailboxes, observe = Mailboxes(), Recorder() if given.record else None
+        position = self.watch.position
         with undisturbed(self.device):
-            interleave([_rank_run(program, rank, runs, mailboxes, observe) for rank in self.local])
+            interleave([_rank_run(program, rank, runs, mailboxes, position, observe) for rank in self.local])
         mailboxes.finish()
         _end(runs)
         sum_shared_in_process(program, gradients)
@@ -116,12 +128,17 @@ def interleave(ranks: Sequence[RankRun]) -> None:
     running = {rank.rank: rank.run() for rank in ranks}
     before: dict[int, Action] = {}
     while running:
-        turns = {rank: next(program, None) for rank, program in running.items()}
+        turns = {rank: _turn(ranks[rank], program) for rank, program in running.items()}
         waiting = {rank: action for rank, action in turns.items() if action is not None}
         if waiting and waiting == before:
             stuck = ", ".join(f"rank {rank} at {action}" for rank, action in waiting.items())
             raise PipelineError(f"no rank can go on: {stuck}; the schedule's order is not executable")
         before, running = waiting, {rank: running[rank] for rank in waiting}
+
+
+def _turn(rank: RankRun, program: Iterator[Action]) -> Action | None:
+    rank.position.rank = rank.rank
+    return next(program, None)
 
 
 @dataclass
@@ -134,6 +151,7 @@ class Distributed:
     device: torch.device
     up: dist.ProcessGroup
     down: dist.ProcessGroup
+    watch: Watch
     last_step: StepRecord | None = None
 
     @property
@@ -150,17 +168,22 @@ class Distributed:
         gradients = Gradients(parameters, program.shared)
         runs = _begin(program, stages, given, gradients)
         transport = self._transport(program)
+        position = self.watch.position
         if given.record:
-            dist.barrier(self.group)
+            with position.waiting("the common start"):
+                dist.barrier(self.group)
         observe = Recorder() if given.record else None
         with undisturbed(self.device):
-            for action in _rank_run(program, self.rank, runs, transport, observe).run():
+            for action in _rank_run(program, self.rank, runs, transport, position, observe).run():
                 raise PipelineError(f"rank {self.rank} cannot run {action}: its input was never requested")
-        transport.finish()
+        with position.waiting("the last sends"):
+            transport.finish()
         _end(runs)
-        sum_shared(program, gradients, self.rank, self.group)
-        self.last_step = self._gather(observe) if observe else None
-        return self._loss(program, runs, given)
+        with position.waiting("the sum of tied gradients"):
+            sum_shared(program, gradients, self.rank, self.group)
+        with position.waiting("the end"):
+            self.last_step = self._gather(observe) if observe else None
+            return self._loss(program, runs, given)
 
     def _transport(self, program: Program) -> PointToPoint:
         channels = Channels(self.up, self.down, self.rank, program.schedule.microbatches)
@@ -171,7 +194,7 @@ class Distributed:
         count = program.schedule.microbatches
         own = total_loss(runs[last].losses, count, given.reduction) if last in runs else None
         like = torch.empty((), dtype=getattr(torch, program.loss_dtype), device=self.device)
-        return share_loss(own, like, program.rank_of(last), self.group)
+        return share_loss(own, like, self.group)
 
     def _gather(self, observe: Recorder) -> StepRecord:
         """Every rank learns every rank's record."""

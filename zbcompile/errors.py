@@ -3,3 +3,16 @@
 
 class PipelineError(RuntimeError):
     """A pipeline used or run in a way that cannot work: what, where, received, expected, what to do."""
+
+
+class FaultError(PipelineError):
+    """Something broke on one rank, and every rank ended for it: `rank`, `where` (the action) and `cause`.
+
+    The message is the same on all ranks. What is left behind is described in docs/faults.md.
+    """
+
+    def __init__(self, rank: int, where: str, cause: str) -> None:
+        super().__init__(f"rank {rank} failed at {where}: {cause}")
+        self.rank = rank
+        self.where = where
+        self.cause = cause

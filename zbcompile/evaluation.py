@@ -78,9 +78,11 @@ def evaluate(
     with undisturbed(engine.device):
         for stage, microbatch in _order(program, engine, plan.count):
             _forward(plan, program, engine, transport, resident, inputs, made, stage, microbatch)
-    transport.finish()
+    with engine.watch.position.waiting("the last sends"):
+        transport.finish()
     leaves = {name: torch.cat(parts) if plan.count > 1 else parts[0] for name, parts in made.items()}
-    return _rebuild(plan, _everywhere(plan, program, engine, leaves))
+    with engine.watch.position.waiting("the exchange of outputs"):
+        return _rebuild(plan, _everywhere(plan, program, engine, leaves))
 
 
 def _order(program: Program, engine: Engine, count: int) -> list[tuple[int, int]]:
@@ -114,7 +116,8 @@ def _forward(
         specs = [tensor_spec(n.meta["val"]) for n in graph.module.graph.find_nodes(op="placeholder") if _arrives(n)]
         transport.post(message, specs, program.rank_of(stage - 1))
     if stage:
-        transport.wait(message)
+        with engine.watch.position.waiting(f"F{stage}.{microbatch}"):
+            transport.wait(message)
         values.update(zip(arriving, transport.take(message), strict=True))
     results = run_forward_only(inference_piece(graph), values)
     for slot, value in results.items():

@@ -117,8 +117,12 @@ def total_loss(losses: Mapping[int, torch.Tensor], microbatches: int, reduction:
     return total.detach()
 
 
-def share_loss(loss: torch.Tensor | None, like: torch.Tensor, owner: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Give every rank the loss of the rank that computed it, as a tensor on the device."""
-    value = loss.clone() if loss is not None else like.clone()
-    dist.broadcast(value, group=group, group_src=owner)
+def share_loss(loss: torch.Tensor | None, like: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Give every rank the loss of the rank that computed it, as a tensor on the device.
+
+    The others add zeros, which changes no bit, so that no rank ends its step before all have run their passes: one that
+    did would update its parameters although another rank has failed.
+    """
+    value = torch.zeros_like(like) if loss is None else loss.clone()
+    dist.all_reduce(value, group=group)
     return value

@@ -38,6 +38,7 @@ def pipeline(  # type: ignore[misc]  # the overloads differ in `model` alone and
     example: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
     mesh: Any = None,
     seed: int = 0,
+    timeout: float = 300.0,
 ) -> Any:
     """Turn `model` into a pipeline, or decorate an nn.Module class or a function that returns a module.
 
@@ -61,13 +62,17 @@ def pipeline(  # type: ignore[misc]  # the overloads differ in `model` alone and
         example: `(args, kwargs)` of one batch (`target` among the keywords); compiles at once.
         mesh: a DeviceMesh with a "pp" dimension.
         seed: enters `zbcompile.microbatch_seed`.
+        timeout: seconds that a rank waits for another one, in a step, a compilation or at the start, before all ranks
+            end with an error that names it. A rank that fails or dies ends the others within 5 seconds.
 
-    Raises PipelineError, CompileError or ScheduleError with what to do, on every rank.
+    Raises PipelineError, CompileError or ScheduleError with what to do, on every rank; FaultError where one rank
+    failed in the middle of a step (docs/faults.md).
 
     >>> pipe = zbcompile.pipeline(model, schedule="zbv", microbatches=8, loss=loss_fn)      # doctest: +SKIP
     >>> loss = pipe.step(inputs, target=targets)                                            # doctest: +SKIP
     """
-    options = Options(schedule, microbatches, loss, loss_reduction, Choices(exact, recompute), split, chunks, seed)
+    choices = Choices(exact, recompute)
+    options = Options(schedule, microbatches, loss, loss_reduction, choices, split, chunks, seed, timeout)
 
     def build(module: Any) -> Pipeline:
         if not isinstance(module, nn.Module):

@@ -1,26 +1,30 @@
 """Where the ranks come from: a mesh, a process group, torchrun's environment, or this process alone."""
 
 import os
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from zbcompile.board import Board
 from zbcompile.engine import Distributed, Engine, InProcess
 from zbcompile.errors import PipelineError
+from zbcompile.faults import Position
+from zbcompile.watch import Watch
 
 
-def make_engine(model: nn.Module, ranks: int | None, mesh: Any) -> Engine:
+def make_engine(model: nn.Module, ranks: int | None, mesh: Any, timeout: float) -> Engine:
     """The engine for this process: distributed when a mesh, a process group or torchrun gives ranks, else
-    in-process."""
+    in-process. `timeout`: see `zbcompile.pipeline`."""
     if mesh is not None:
-        return _distributed(model, _pipeline_group(mesh), ranks)
+        return _distributed(model, _pipeline_group(mesh), ranks, timeout)
     if dist.is_available() and dist.is_initialized():
-        return _distributed(model, dist.group.WORLD, ranks)
+        return _distributed(model, dist.group.WORLD, ranks, timeout)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        _initialise()
-        return _distributed(model, dist.group.WORLD, ranks)
+        _initialise(timeout)
+        return _distributed(model, dist.group.WORLD, ranks, timeout)
     if ranks is None:
         print("zbcompile: neither torchrun nor ranks= gives a number of ranks; running as one rank in this process.")
     count = 1 if ranks is None else ranks
@@ -40,13 +44,17 @@ def device_of(model: nn.Module) -> torch.device:
     return devices.pop() if devices else torch.device("cpu")
 
 
-def _initialise() -> None:
+def _initialise(timeout: float) -> None:
     """What a script under torchrun would write itself: each local rank takes its own GPU, gloo without CUDA."""
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        dist.init_process_group("nccl")
-    else:
-        dist.init_process_group("gloo")
+    try:
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=timedelta(seconds=timeout))
+    except RuntimeError as error:
+        raise PipelineError(
+            f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} found no process group within {timeout:g} s: "
+            f"{error}. Start all processes, with the same MASTER_ADDR and MASTER_PORT, or give them more timeout=."
+        ) from error
 
 
 def _pipeline_group(mesh: Any) -> dist.ProcessGroup:
@@ -63,7 +71,7 @@ def _pipeline_group(mesh: Any) -> dist.ProcessGroup:
     return mesh["pp"].get_group()  # type: ignore[no-any-return]
 
 
-def _distributed(model: nn.Module, group: Any, ranks: int | None) -> Distributed:
+def _distributed(model: nn.Module, group: Any, ranks: int | None, timeout: float) -> Distributed:
     size = dist.get_world_size(group)
     if ranks is not None and ranks != size:
         raise PipelineError(
@@ -74,4 +82,6 @@ def _distributed(model: nn.Module, group: Any, ranks: int | None) -> Distributed
         up = down = group  # gloo pairs messages by tag: one group carries both directions
     else:
         up, down = dist.new_group(members), dist.new_group(members)
-    return Distributed(group, dist.get_rank(group), size, device_of(model), up, down)
+    own = dist.get_rank()
+    watch = Watch(Position(own), Board(group, members, own), tuple({group, up, down}), timeout)
+    return Distributed(group, dist.get_rank(group), size, device_of(model), up, down, watch)

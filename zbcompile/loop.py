@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 
+from zbcompile.faults import Position
 from zbcompile.passes.slots import TensorSpec
 from zbcompile.schedules.actions import Action, Pair, Step
 from zbcompile.stage_run import StageRun
@@ -16,7 +17,8 @@ Observer = Callable[[Action, "RankRun", Callable[[], None]], None]
 
 @dataclass
 class RankRun:
-    """One rank during one step. `runs[stage]` are its stages, `outbox` what was made but not yet sent."""
+    """One rank during one step. `runs[stage]` are its stages, `outbox` what was made but not yet sent,
+    `position` is where others look to see how far the rank is."""
 
     rank: int
     order: tuple[Step, ...]
@@ -24,6 +26,7 @@ class RankRun:
     rank_of: Callable[[int], int]
     last_stage: int
     transport: Transport
+    position: Position
     observe: Observer | None = None
     outbox: dict[Message, list[torch.Tensor]] = field(default_factory=dict)
 
@@ -32,10 +35,14 @@ class RankRun:
         for step in self.order:
             for action in step if isinstance(step, Pair) else (step,):
                 needed = self._needs(action)
+                self.position.action = action
                 if needed is not None:
                     while not self.transport.ready(needed):
                         yield action
+                        self.position.action = action
+                    self.position.waits = True
                     self.transport.wait(needed)
+                    self.position.waits = False
                 if self.observe is None:
                     HANDLERS[action.op](self, action)
                 else:

@@ -24,12 +24,15 @@ class Options:
     split: Mapping[str, bool] | None
     chunks: int | None
     seed: int
+    timeout: float = 300.0
 
     def __post_init__(self) -> None:
         if self.loss_reduction not in ("mean", "sum"):
             raise PipelineError(f'loss_reduction={self.loss_reduction!r}; expected "mean" or "sum".')
         if self.microbatches is not None and (not isinstance(self.microbatches, int) or self.microbatches < 1):
             raise PipelineError(f"microbatches={self.microbatches!r}; expected a positive number of microbatches.")
+        if not self.timeout > 0:
+            raise PipelineError(f"timeout={self.timeout!r}; expected a positive number of seconds.")
         if self.loss is not None and not callable(self.loss):
             raise PipelineError(f"loss= is a {type(self.loss).__name__}; expected a function loss(output, target).")
         _check_recompute(self.choices.recompute)

@@ -1,6 +1,8 @@
 """The pipeline object: a model's training step, compiled for the shapes it meets."""
 
+import weakref
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,9 +39,12 @@ class Pipeline:
         self.record = False
         self.step_index = 0
         self._model = model
-        self._engine = make_engine(model, ranks, mesh)
+        self._engine = make_engine(model, ranks, mesh, options.timeout)
+        self._watch = self._engine.watch
+        self._ended = weakref.finalize(self, self._watch.close)
         self._announces = 0 in self._engine.local
-        self._schedule = resolve_schedule(options, self._engine.ranks, self._announces)
+        with self._watch.region("making the pipeline"):
+            self._schedule = resolve_schedule(options, self._engine.ranks, self._announces)
         self._first: Program | None = None
         self._compiled: dict[Any, tuple[Program, dict[int, CompiledStage]]] = {}
         self._evaluations: dict[Any, EvaluationPlan] = {}
@@ -62,7 +67,8 @@ class Pipeline:
 
     def compile(self, *args: Any, target: Any = None, **kwargs: Any) -> "Pipeline":
         """Compile for the shapes of this batch (as `step` takes it) without running it."""
-        self._program_for(self._split(args, kwargs, target))
+        with self._watch.region("compiling"):
+            self._program_for(self._split(args, kwargs, target))
         return self
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> torch.Tensor:
@@ -70,28 +76,46 @@ class Pipeline:
 
         Every rank passes the same whole batch. Raises PipelineError for a batch that cannot be split.
         """
-        batch = self._split(args, kwargs, target)
-        program, stages = self._program_for(batch)
+        with self._watch.region(f"step {self.step_index}"):
+            batch = self._split(args, kwargs, target)
+            program, stages = self._program_for(batch)
+            with self._as_captured(), self._void_if_it_fails():
+                loss = self._engine.step(program, stages, self._step_input(batch, program), self._parameters_by_name())
+        self.step_index += 1
+        return loss
+
+    def _step_input(self, batch: Batch, program: Program) -> StepInput:
         count = program.schedule.microbatches
-        given = StepInput(
+        return StepInput(
             microbatches=[batch.microbatch(i, count).tensors for i in range(count)],
             index=self.step_index,
             seed=self.options.seed,
             reduction=self.options.loss_reduction,
             record=self.record,
         )
-        with self._as_captured():
-            loss = self._engine.step(program, stages, given, self._parameters_by_name())
-        self.step_index += 1
-        return loss
+
+    @contextmanager
+    def _void_if_it_fails(self) -> Iterator[None]:
+        """A step that fails leaves no partial sums: an optimizer that steps nevertheless finds no gradients."""
+        try:
+            yield
+        except BaseException:
+            for parameter in self._model.parameters():
+                parameter.grad = None
+            raise
 
     def eval(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output in eval mode, without gradients, on every rank. Needs no divisible batch."""
+        with self._watch.region("eval"):
+            return self._evaluate(args, kwargs)
+
+    def _evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         batch = flatten_batch(args, kwargs, None, self.options.split)
         program = self._program_for_eval(args, kwargs)
         key = (batch.rows(0, batch.size).signature, self._autocast())
         if key not in self._evaluations:
-            plan = together(self._engine, "compiling eval", lambda: plan_evaluation(self._model, batch, program))
+            with self._watch.position.turn_to(f"compiling eval for {batch.microbatch(0, 1).summary()}"):
+                plan = together(self._engine, "compiling eval", lambda: plan_evaluation(self._model, batch, program))
             self._evaluations[key] = plan
         plan = self._evaluations[key]
         resident = self._resident(plan.inference.captured.constants)
@@ -132,12 +156,23 @@ class Pipeline:
     def state_dict(self, full: bool = False) -> dict[str, Any]:
         """Eager's state dict: this process's share, or with `full=True` all of it, on every rank."""
         self.program  # noqa: B018  raises before compiling
-        return (full_state if full else own_state)(self._model, self._engine, self._owners)
+        if not full:
+            return own_state(self._model, self._engine, self._owners)
+        with self._watch.region("state_dict"):
+            return full_state(self._model, self._engine, self._owners)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load this process's share of a full state dict; strict over the whole model."""
         self.program  # noqa: B018  raises before compiling
         load_state(self._model, self._engine, self._owners, state)
+
+    def close(self) -> None:
+        """Stop watching over the other ranks and let go of the process group.
+
+        After this, and `torch.distributed.destroy_process_group()`, a new process group and a new pipeline can be made
+        in the same process. A pipeline that is garbage collected closes itself.
+        """
+        self._ended()
 
     def _owners(self, name: str) -> tuple[int, ...]:
         """The ranks that hold a parameter or buffer; what is neither lives on rank 0."""
@@ -165,7 +200,8 @@ class Pipeline:
         microbatch = batch.microbatch(0, self._schedule.microbatches)
         key = (microbatch.signature, self._modes(), self._autocast())
         if key not in self._compiled:
-            self._compiled[key] = self._compile(microbatch)
+            with self._watch.position.turn_to(f"compiling for microbatches of {microbatch.summary()}"):
+                self._compiled[key] = self._compile(microbatch)
         self._require_same_tensors()
         refuse_hooks(self._model)
         return self._compiled[key]

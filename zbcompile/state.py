@@ -35,7 +35,8 @@ def full_state(model: nn.Module, engine: Engine, owners: Owner) -> dict[str, Any
     names, gathered = first_names(model), {}
     for key, value in model.state_dict().items():
         owner = owners(names.get(key, key))[0]
-        gathered[key] = _broadcast(value, owner, engine)
+        with engine.watch.position.waiting(key):
+            gathered[key] = _broadcast(value, owner, engine)
     return gathered
 
 

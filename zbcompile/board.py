@@ -1,0 +1,61 @@
+"""The notice board: what the ranks of a pipeline tell each other beside their messages, through the group's store.
+
+It works when messages do not: a rank that failed, or one whose peer is gone, can still write to it and read from it.
+"""
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from zbcompile.faults import NEVER, Fault, Status
+
+
+class Board:
+    """One pipeline's keys in the store of its process group, over a connection of its own (a blocked call on the
+    group's own connection must not keep the watchdog from reading)."""
+
+    def __init__(self, group: dist.ProcessGroup, members: Sequence[int], rank: int) -> None:
+        self.members = tuple(members)
+        self.rank = rank
+        store = group.get_group_store().clone()
+        serial = store.add(f"zbcompile/made/{rank}", 1)  # every rank makes its pipelines in the same order
+        self._store = dist.PrefixStore(f"zbcompile/{serial}", store)
+
+    def beat(self, status: Status) -> None:
+        """Show that this process lives, and where it is."""
+        self._store.set(f"status/{self.rank}", status.text())
+
+    def statuses(self) -> dict[int, Status]:
+        """The latest of every rank; NEVER for one that has not been here."""
+        return {rank: self.status(rank) for rank in self.members}
+
+    def status(self, rank: int) -> Status:
+        key = f"status/{rank}"
+        return Status.read(self._store.get(key).decode()) if self._store.check([key]) else NEVER
+
+    def post(self, region: int, fault: Fault) -> Fault:
+        """Post a fault of a region. The first one stays: the result is the one that all ranks see."""
+        return Fault.read(self._store.compare_set(f"fault/{region}", "", fault.text()).decode())
+
+    def posted(self, region: int) -> Fault | None:
+        """The fault of a region, or the one that ended the process group's connections for good."""
+        for key in (f"fault/{region}", "ended"):
+            if self._store.check([key]):
+                return Fault.read(self._store.get(key).decode())
+        return None
+
+    def end(self, fault: Fault) -> None:
+        """Nothing can be sent any more, because of `fault`."""
+        self._store.set("ended", fault.text())
+
+    def leave(self, region: int) -> None:
+        """This rank has learnt of the fault of a region."""
+        self._store.add(f"left/{region}", 1)
+
+    def all_left(self, region: int) -> bool:
+        """Have all ranks?"""
+        return self._store.add(f"left/{region}", 0) >= len(self.members)
+
+    def close(self) -> None:
+        """Let go of the store: a process that keeps it can then end it."""
+        del self._store
