@@ -4,6 +4,7 @@ It works when messages do not: a rank that failed, or one whose peer is gone, ca
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch.distributed as dist
 
@@ -17,7 +18,8 @@ class Board:
     def __init__(self, group: dist.ProcessGroup, members: Sequence[int], rank: int) -> None:
         self.members = tuple(members)
         self.rank = rank
-        store = group.get_group_store().clone()
+        shared: Any = group.get_group_store()  # `clone` is missing in torch's type stubs (2.13)
+        store = shared.clone()
         serial = store.add(f"zbcompile/made/{rank}", 1)  # every rank makes its pipelines in the same order
         self._store = dist.PrefixStore(f"zbcompile/{serial}", store)
 

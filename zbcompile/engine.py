@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import nn
 
 from zbcompile.errors import PipelineError
+from zbcompile.faults import Position
 from zbcompile.finish import share_loss, sum_shared, sum_shared_in_process, total_loss
 from zbcompile.gradients import Gradients
 from zbcompile.loop import RankRun
-from zbcompile.faults import Position
 from zbcompile.program import Program
 from zbcompile.record import Recorder, StepRecord
 from zbcompile.schedules.actions import Action

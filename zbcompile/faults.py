@@ -94,11 +94,18 @@ class Status:
 NEVER = Status(beat=-1, region=-1, doing="its first call", action="", waits=False)
 
 
-def find_dead(before: Mapping[int, Status], after: Mapping[int, Status]) -> Fault | None:
+def find_dead(own: int, before: Mapping[int, Status], after: Mapping[int, Status]) -> Fault | None:
     """The first rank whose heart did not beat between two looks at all ranks."""
+    here = after[own]
     for rank, status in after.items():
         if status.beat == before[rank].beat:
-            return Fault(rank, status.where, "its process ended or its machine was lost (this is where it last was)")
+            where = status.where if status.region == here.region else here.doing
+            return Fault(
+                rank,
+                where,
+                f"its process ended, or its machine was lost. Its last sign of life came from {status.where}; rank "
+                f"{own} missed it at {here.where}",
+            )
     return None
 
 

@@ -149,7 +149,7 @@ class Watch:
             time.sleep(INTERVAL / 10)
         after = self.board.statuses()
         late = find_late(self.position.rank, after, self.timeout)
-        return find_dead(before, after) or Fault(late.rank, late.where, f"{late.cause}; {error}")
+        return find_dead(self.position.rank, before, after) or Fault(late.rank, late.where, f"{late.cause}; {error}")
 
     def _leave(self, region: int) -> None:
         """Stay until all ranks know: a launcher that sees one process end kills the others."""
