@@ -16,6 +16,7 @@ from zbcompile.passes.capture import Captured
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.slots import Slot
 from zbcompile.passes.torch_private import ASSERTIONS, RECOMPUTE, FakeTensorMode, OpOverload, arguments_of
+from zbcompile.passes.updates import make_copies_differentiable, separate_changing_buffers
 
 aten = torch.ops.aten
 
@@ -49,6 +50,8 @@ def canonicalise(captured: Captured) -> Canonical:
     keep_recompute_hints(module.graph)
     slots = merge_tied_placeholders(module.graph, captured.inputs)
     drop_checks(module.graph)
+    make_copies_differentiable(module.graph)
+    separate_changing_buffers(module.graph, captured.outputs)
     drop_no_ops(module.graph)
     drop_dead_code(module.graph)
     captured = replace(captured, inputs=tuple(slot for slot in slots if slot is not None))

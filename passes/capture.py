@@ -4,6 +4,8 @@
 keeps composite operations (linear, attention, cross entropy) whole.
 """
 
+import contextlib
+import dataclasses
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -14,10 +16,12 @@ from torch import nn
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.fx import GraphModule
 
+from zbcompile.passes.diagnosis import export_failure
 from zbcompile.passes.errors import CaptureError
-from zbcompile.passes.refusals import refuse_trained_loss, refuse_unsupported
+from zbcompile.passes.refusals import problems_of, raise_first, training_problems
 from zbcompile.passes.slots import Kind, Slot
-from zbcompile.passes.torch_private import numbered_checkpoints, pytree, watch_autograd_functions
+from zbcompile.passes.torch_private import numbered_checkpoints, pytree
+from zbcompile.passes.watching import Watch
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
 
@@ -41,28 +45,47 @@ class Captured:
     constant_leaves: Mapping[str, Any]
 
 
+def register_dataclasses(value: Any) -> None:
+    """Make torch's pytrees, which take outputs apart, know the dataclasses in `value`."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        if type(value) not in pytree.SUPPORTED_NODES:
+            torch.export.register_dataclass(type(value))
+        value = [getattr(value, f.name) for f in dataclasses.fields(value)]
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for part in value:
+            register_dataclasses(part)
+
+
 class TrainingStep(nn.Module):
     """The model followed by its loss. Everything else the model returns is dropped."""
 
-    def __init__(self, model: nn.Module, loss: LossFunction | None) -> None:
+    def __init__(self, model: nn.Module, loss: LossFunction | None, watch: Watch) -> None:
         super().__init__()
         self.model = model
         self.loss = loss
+        self.watch = watch
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> torch.Tensor:
-        output = self.model(*args, **kwargs)
-        return check_loss(loss_in(output) if self.loss is None else self.loss(output, target))
+        with self.watch.forward(self.model):
+            output = self.model(*args, **kwargs)
+            return check_loss(loss_in(output) if self.loss is None else self.loss(output, target))
 
 
 class Inference(nn.Module):
     """The model alone, returning whatever it returns."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, watch: Watch) -> None:
         super().__init__()
         self.model = model
+        self.watch = watch
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Any:
-        return self.model(*args, **kwargs)
+        with self.watch.forward(self.model):
+            output = self.model(*args, **kwargs)
+        register_dataclasses(output)
+        return output
 
 
 def loss_in(output: Any) -> torch.Tensor:
@@ -103,78 +126,79 @@ def capture(
 
     Raises CaptureError for what cannot be captured or would lose gradients.
     """
-    refuse_unsupported(model)
-    refuse_trained_loss(loss)
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise CaptureError(f"no parameter of {type(model).__name__} requires a gradient; there is nothing to train.")
-    captured = _export(TrainingStep(model, loss), model, args, kwargs, target)
+    raise_first(training_problems(model, loss))
+    watch = Watch()
+    captured = _export(TrainingStep(model, loss, watch), watch, args, kwargs, target)
     as_loss = {Slot("output", "0"): Slot("loss")}
     return replace(captured, outputs=tuple(as_loss.get(slot, slot) for slot in captured.outputs))
 
 
 def capture_inference(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
     """Capture the model alone in eval mode; every module's mode is restored."""
-    refuse_unsupported(model)
+    raise_first(problems_of(model))
     modes = {module: module.training for module in model.modules()}
+    watch = Watch()
     model.eval()
     try:
-        with torch.no_grad():
-            return _export(Inference(model), model, args, kwargs, None)
+        with torch.no_grad(), _without_fast_path():
+            return _export(Inference(model, watch), watch, args, kwargs, None)
     finally:
         for module, training in modes.items():
             module.training = training
 
 
 def _export(
-    wrapper: nn.Module, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
+    wrapper: "TrainingStep | Inference", watch: Watch, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
 ) -> Captured:
     example = pytree.tree_map_only(torch.Tensor, _stand_in, (args, kwargs, target))
-    custom: list[type] = []
     try:
-        with watch_autograd_functions(custom.append), numbered_checkpoints(), warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", message=".*LeafSpec.*", category=FutureWarning
-            )  # torch warns about itself
+        with watch.functions(), numbered_checkpoints(), _without_torchs_warnings():
             program = torch.export.export(wrapper, example, strict=False)
     except CaptureError:
         raise
     except Exception as error:
-        _refuse_custom(custom)
-        raise CaptureError(_export_failure(model, error)) from error
-    _refuse_custom(custom)
+        raise_first(watch.problems)
+        raise CaptureError(export_failure(wrapper.model, error)) from error
+    raise_first(watch.problems)
+    for text in dict.fromkeys(watch.warnings):
+        warnings.warn(f"zbcompile: {text}", stacklevel=2)
     _detach_no_grad_regions(program.graph_module)
     _keep_source_lines(program.graph_module)
+    with _without_torchs_warnings():
+        program = program.run_decompositions({})
+    return _with_roles(program, wrapper.model, example)
+
+
+@contextlib.contextmanager
+def _without_torchs_warnings() -> Iterator[None]:
+    """torch warns about what it does itself, and about attributes that `Watch` judges."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
-        program = program.run_decompositions({})
-    return _with_roles(program, model, example)
+        warnings.filterwarnings("ignore", message=".*assigned during export.*")
+        yield
+
+
+@contextlib.contextmanager
+def _without_fast_path() -> Iterator[None]:
+    """nn.TransformerEncoderLayer's fast path in eval mode is one operation, which no cut can divide."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def _stand_in(leaf: torch.Tensor) -> torch.Tensor:
-    """A tensor of its own for every leaf: torch.export merges inputs that are the same object, without a word."""
-    return leaf.detach().clone()
+    """A tensor of its own for every leaf: torch.export merges inputs that are the same object, without a word.
 
-
-def _refuse_custom(functions: list[type]) -> None:
-    ours = [f for f in functions if not f.__module__.startswith(("torch._", "torch.fx"))]
-    if ours:
-        name = f"{ours[0].__module__}.{ours[0].__qualname__}"
-        raise CaptureError(
-            f"the model applies the custom autograd.Function {name}; torch.export traces through its forward and "
-            "loses its backward in silence. Register it with torch.library.custom_op and register_autograd, or "
-            "write it with differentiable operations (torch.utils.checkpoint: pass use_reentrant=False)."
-        )
-
-
-def _export_failure(model: nn.Module, error: Exception) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    first = lines[0] if lines else type(error).__name__
-    place = next((line.strip() for line in lines if line.strip().startswith("File ")), "")
-    return (
-        f"torch.export cannot capture {type(model).__name__}: {type(error).__name__}: {first}"
-        + (f" ({place})" if place else "")
-        + ". Data-dependent Python control flow must become torch.cond or tensor operations."
-    )
+    It has the strides of `leaf`, gaps and overlaps included: the graph is run on such tensors.
+    """
+    if leaf.numel() == 0:
+        return leaf.detach().clone()
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True))
+    memory = leaf.detach().as_strided((reach,), (1,)).clone()
+    return memory.as_strided(leaf.shape, leaf.stride(), 0)
 
 
 def _keep_source_lines(module: GraphModule) -> None:
@@ -286,8 +310,17 @@ def _output_slots(
             if isinstance(spec.arg, ConstantArgument):
                 constant_leaves[leaf] = spec.arg.value
         else:
-            raise CaptureError(
-                f"the model changes {spec.kind.name.lower().replace('_', ' ')} {spec.target} in place; only buffers "
-                "may be changed in forward. Work on a copy."
-            )
+            raise CaptureError(_mutation(spec))
     return tuple(slots), constant_leaves
+
+
+def _mutation(spec: Any) -> str:
+    name = (spec.target or "").removeprefix("model.")
+    if spec.kind is OutputKind.USER_INPUT_MUTATION:
+        return f"forward changes its input {name} in place, and with it the batch. Work on a copy: {name}.clone()."
+    if spec.kind is OutputKind.PARAMETER_MUTATION:
+        return (
+            f"forward changes parameter {name} in place; every microbatch would start from another value. Do it "
+            "between the steps, under torch.no_grad()."
+        )
+    return f"the graph has an output of kind {spec.kind.name} ({name}), which no stage can make."

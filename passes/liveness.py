@@ -7,6 +7,7 @@ from torch.fx import Node
 
 from zbcompile.passes.canonical import Canonical, is_getitem, is_random
 from zbcompile.passes.costs import count_flops, is_view, storage_bytes, tensors_of
+from zbcompile.passes.slots import Slot
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,10 @@ def draw_line(canonical: Canonical) -> Line:
     anywhere = replicable(canonical, flops)
     nodes = [n for n in canonical.graph.nodes if n.op == "call_function" and n not in anywhere]
     live = _live_after(nodes, [value for slot, value in canonical.outputs if slot.kind == "loss"])
-    allowed = [_may_cut(node, crossing) for node, crossing in zip(nodes, live, strict=True)]
+    whole = _inside_an_update(canonical, nodes)
+    allowed = [
+        _may_cut(node, crossing) and i not in whole for i, (node, crossing) in enumerate(zip(nodes, live, strict=True))
+    ]
     return Line(tuple(nodes), tuple(live), tuple(allowed), flops)
 
 
@@ -43,11 +47,12 @@ def replicable(canonical: Canonical, flops: Mapping[Node, int]) -> set[Node]:
     random and nothing that a gradient must be summed through is ever computed twice.
     """
     mutated = {slot.name for slot in canonical.captured.outputs if slot.kind == "mutation"}
+    makers = {value for slot, value in canonical.outputs if slot.kind == "mutation"}
     found: set[Node] = set()
     for node in canonical.graph.nodes:
         resident = node.op == "get_attr" or (node.op == "placeholder" and not _is_mutated(node, mutated))
         remade = node.op == "call_function" and _is_cheap(node, flops) and all(a in found for a in node.all_input_nodes)
-        if resident or remade:
+        if resident or (remade and node not in makers):
             found.add(node)
     return found
 
@@ -72,6 +77,21 @@ def _live_after(nodes: list[Node], to_the_end: list[Node]) -> list[tuple[Node, .
         current = [n for n in [*current, node] if last_use[n] > i]
         live.append(tuple(current))
     return live
+
+
+def _inside_an_update(canonical: Canonical, nodes: list[Node]) -> set[int]:
+    """Positions between the first node that reads a changing buffer and the last that reads or makes it: one stage has
+    to do all of that, or some would see stale values."""
+    position = {node: i for i, node in enumerate(nodes)}
+    holders = {node.meta["slot"]: node for node in canonical.graph.find_nodes(op="placeholder")}
+    found: set[int] = set()
+    for slot, value in canonical.outputs:
+        if slot.kind == "mutation":
+            holder = holders.get(Slot("buffer", slot.name))
+            readers = list(holder.users) if holder else []
+            touching = [position[node] for node in (*readers, value) if node in position]
+            found |= set(range(min(touching, default=0), max(touching, default=0)))
+    return found
 
 
 def _may_cut(node: Node, crossing: tuple[Node, ...]) -> bool:

@@ -2,13 +2,17 @@
 
 import os
 import re
+import traceback
 from dataclasses import dataclass
 
 import torch
 from torch.fx import Node
 
+import zbcompile
+
 _TORCH = os.path.dirname(os.path.realpath(torch.__file__)) + os.sep
-_OWN = os.path.dirname(os.path.realpath(__file__)) + os.sep
+_OWN = tuple(os.path.dirname(os.path.realpath(file)) + os.sep for file in (__file__, zbcompile.__file__))
+_PYTHON = os.path.dirname(os.path.realpath(os.__file__)) + os.sep
 _FRAME = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+)')
 
 
@@ -44,7 +48,7 @@ def origin_of(node: Node) -> Origin | None:
     The innermost frame outside torch counts; a model made of torch's own modules alone has only torch's frames.
     """
     frames = _frames(node.meta.get("stack_trace") or "")
-    users = [frame for frame in frames if not os.path.realpath(frame[0]).startswith((_TORCH, _OWN))]
+    users = [frame for frame in frames if not os.path.realpath(frame[0]).startswith((_TORCH, *_OWN))]
     path = _module_path(node)
     module = path.removeprefix("model").removeprefix(".")
     if users:
@@ -54,6 +58,29 @@ def origin_of(node: Node) -> Origin | None:
     if frames:
         return Origin(module, *frames[-1])
     return Origin(module, "", 0, "(torch.export keeps no line here)") if module else None
+
+
+def calling_line() -> str:
+    """The line of the user's code that is running: `model.py:12: x.register_hook(f)`."""
+    return _innermost(traceback.extract_stack())
+
+
+def failing_line(error: BaseException) -> str:
+    """The line of the user's code in which `error` was raised; empty if none was involved."""
+    return _innermost(traceback.extract_tb(error.__traceback__))
+
+
+def _innermost(frames: traceback.StackSummary) -> str:
+    for frame in reversed(frames):
+        if not frame.filename.startswith("<") and not _is_foreign(os.path.realpath(frame.filename)):
+            return f"{shown_path(frame.filename)}:{frame.lineno}: {frame.line}"
+    return ""
+
+
+def _is_foreign(file: str) -> bool:
+    """Whether a file belongs to torch, to Python or to this project, rather than to a model."""
+    pythons = file.startswith(_PYTHON) and "site-packages" not in file
+    return pythons or file.startswith((_TORCH, *_OWN))
 
 
 def _frames(trace: str) -> list[tuple[str, int, str]]:

@@ -1,6 +1,10 @@
-"""What would be lost in silence is refused before anything is traced."""
+"""What would be lost in silence is refused before anything is traced.
+
+Each rule yields a sentence for every violation, so that `zbcompile.explain` can show all of them.
+"""
 
 import inspect
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -10,32 +14,49 @@ from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.torch_private import global_hooks, is_compiled, module_hooks, storage_key, tensor_hooks
 
 
-def refuse_unsupported(model: nn.Module) -> None:
-    """Raise CaptureError when `model` has something that a captured graph would drop without a word."""
-    refuse_hooks(model)
+def raise_first(problems: Iterable[str]) -> None:
+    """Raise CaptureError with the first problem, if there is one, and how many more there are."""
+    found = list(dict.fromkeys(problems))
+    if found:
+        more = f" ({len(found) - 1} more: zbcompile.explain lists them.)" if found[1:] else ""
+        raise CaptureError(found[0] + more)
+
+
+def training_problems(model: nn.Module, loss: Any) -> Iterator[str]:
+    """What forbids to train `model` with `loss`."""
+    yield from problems_of(model)
+    yield from _trained_loss(loss)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        yield f"no parameter of {type(model).__name__} requires a gradient; there is nothing to train."
+
+
+def problems_of(model: nn.Module) -> Iterator[str]:
+    """What a captured graph of `model` would drop without a word."""
+    yield from hook_problems(model)
     for name, module in model.named_modules():
-        _refuse_compiled(name, module)
-        _refuse_sparse_embedding(name, module)
-    _refuse_shared_storage(model)
+        yield from _compiled(name, module)
+        yield from _lazy(name, module)
+        yield from _sparse_embedding(name, module)
+    yield from _shared_storage(model)
 
 
-def refuse_hooks(model: nn.Module) -> None:
-    """Raise CaptureError for a hook on a module or parameter; cheap enough to ask before every step."""
+def hook_problems(model: nn.Module) -> Iterator[str]:
+    """Hooks on modules and parameters; cheap enough to ask before every step."""
     if global_hooks():
-        raise CaptureError(
+        yield (
             f"{', '.join(global_hooks())} for all modules are registered; a compiled stage never calls a module, so "
             "they would be lost in silence. Remove them before step()."
         )
     for name, module in model.named_modules():
-        _refuse_module_hooks(name, module)
+        yield from _module_hooks(name, module)
     for name, parameter in model.named_parameters():
-        _refuse_tensor_hooks(name, parameter)
+        yield from _tensor_hooks(name, parameter)
 
 
-def refuse_trained_loss(loss: Any) -> None:
-    """Raise CaptureError for a loss with parameters of its own: torch.export makes them constants, without a word."""
+def _trained_loss(loss: Any) -> Iterator[str]:
+    """A loss with parameters of its own: torch.export makes them constants, without a word."""
     if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
-        raise CaptureError(
+        yield (
             f"the loss module {type(loss).__name__} has parameters of its own; they would belong to no stage. Move "
             "it into the model and return the loss from forward."
         )
@@ -45,7 +66,7 @@ def refuse_trained_loss(loss: Any) -> None:
     for name, value in {**seen.globals, **seen.nonlocals}.items():
         tensors = value.parameters() if isinstance(value, nn.Module) else [value]
         if any(isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors):
-            raise CaptureError(
+            yield (
                 f"the loss function {loss.__name__} reads {name}, which requires a gradient but is no parameter of the "
                 "model; its gradient would be lost. Move it into the model and return the loss from forward."
             )
@@ -55,50 +76,70 @@ def _where(name: str, module: nn.Module) -> str:
     return f"module {name or '(the model itself)'} ({type(module).__name__})"
 
 
-def _refuse_compiled(name: str, module: nn.Module) -> None:
+def _compiled(name: str, module: nn.Module) -> Iterator[str]:
     if is_compiled(module):
-        raise CaptureError(
+        yield (
             f"{_where(name, module)} was already wrapped by torch.compile; zbcompile traces the plain module. Pass "
             "the module as it was before torch.compile (model._orig_mod)."
         )
 
 
-def _refuse_module_hooks(name: str, module: nn.Module) -> None:
+def _lazy(name: str, module: nn.Module) -> Iterator[str]:
+    if any(nn.parameter.is_lazy(tensor) for tensor in module.parameters(recurse=False)):
+        yield (
+            f"{_where(name, module)} is lazy and has no shapes yet. Call the model once with a batch before compiling, "
+            "or give the layer its sizes."
+        )
+
+
+def _module_hooks(name: str, module: nn.Module) -> Iterator[str]:
     hooks = module_hooks(module)
     if hooks:
-        raise CaptureError(
+        yield (
             f"{_where(name, module)} has {', '.join(hooks)}; a compiled stage never calls the module, so a hook "
             "would be lost in silence. Remove the hook before compiling, or move what it does into forward."
         )
 
 
-def _refuse_tensor_hooks(name: str, tensor: torch.Tensor) -> None:
+def _tensor_hooks(name: str, tensor: torch.Tensor) -> Iterator[str]:
     hooks = tensor_hooks(tensor)
     if hooks:
-        raise CaptureError(
+        yield (
             f"parameter {name} has {', '.join(hooks)}; gradients of a compiled stage do not pass through autograd, "
             "so the hook would never fire. Remove it before compiling and work on .grad after step() instead."
         )
 
 
-def _refuse_sparse_embedding(name: str, module: nn.Module) -> None:
+def _sparse_embedding(name: str, module: nn.Module) -> Iterator[str]:
     if getattr(module, "sparse", False) is True and isinstance(module, nn.Embedding | nn.EmbeddingBag):
-        raise CaptureError(
+        yield (
             f"{_where(name, module)} has sparse=True; zbcompile accumulates dense gradients only. Build it with "
             "sparse=False."
         )
 
 
-def _refuse_shared_storage(model: nn.Module) -> None:
-    """Two Parameter objects over one storage: eager updates it twice, ranks apart would silently diverge."""
-    owners: dict[int, tuple[str, nn.Parameter]] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.numel() == 0 or parameter.device.type == "meta":
-            continue
-        first = owners.setdefault(storage_key(parameter), (name, parameter))
-        if first[1] is not parameter:
-            raise CaptureError(
-                f"parameters {first[0]} and {name} are different Parameter objects over the same memory; on "
+def _shared_storage(model: nn.Module) -> Iterator[str]:
+    """Two Parameter objects over the same memory: eager updates it twice, ranks apart would silently diverge."""
+    tensors = [
+        (name, parameter)
+        for name, parameter in model.named_parameters()
+        if parameter.numel() and parameter.device.type != "meta" and not nn.parameter.is_lazy(parameter)
+    ]
+    reaches: dict[int, list[tuple[int, int, str]]] = {}
+    for name, parameter in tensors:
+        start, end = _extent(parameter)
+        near = reaches.setdefault(storage_key(parameter), [])
+        for other in (other for first, last, other in near if first < end and start < last):
+            yield (
+                f"parameters {other} and {name} are different Parameter objects over the same memory; on "
                 "different ranks they would drift apart. Tie them by assigning one Parameter to both, or clone one "
                 "of them."
             )
+        near.append((start, end, name))
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """The bytes of its storage that a tensor lies between: parts of one flat buffer (cuDNN's) do not overlap."""
+    last = sum((size - 1) * stride for size, stride in zip(map(int, tensor.shape), tensor.stride(), strict=True))
+    start = int(tensor.storage_offset()) * tensor.itemsize
+    return start, start + (last + 1) * tensor.itemsize

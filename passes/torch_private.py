@@ -81,9 +81,9 @@ def watch_autograd_functions(seen: Callable[[type], None]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for cls in _all_functions(torch.autograd.Function):
             if "forward" in cls.__dict__:
-                stack.enter_context(_replaced(cls, "forward", _watched_forward(cls, seen)))
+                stack.enter_context(replaced(cls, "forward", _watched_forward(cls, seen)))
         original = torch.autograd.Function.__dict__["apply"]
-        stack.enter_context(_replaced(torch.autograd.Function, "apply", _watched_apply(original, seen)))
+        stack.enter_context(replaced(torch.autograd.Function, "apply", _watched_apply(original, seen)))
         yield
 
 
@@ -138,7 +138,7 @@ def _watched_apply(original: Any, seen: Callable[[type], None]) -> "classmethod[
 
 
 @contextlib.contextmanager
-def _replaced(cls: type, name: str, value: Any) -> Iterator[None]:
+def replaced(cls: type, name: str, value: Any) -> Iterator[None]:
     original = cls.__dict__[name]
     setattr(cls, name, value)
     try:

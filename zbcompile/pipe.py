@@ -16,7 +16,7 @@ from zbcompile.errors import PipelineError
 from zbcompile.evaluation import EvaluationPlan, evaluate, plan_evaluation
 from zbcompile.group import make_engine
 from zbcompile.options import Options, resolve_schedule
-from zbcompile.passes.refusals import refuse_hooks
+from zbcompile.passes.refusals import hook_problems, raise_first
 from zbcompile.passes.slots import Slot
 from zbcompile.program import Program
 from zbcompile.record import StepRecord
@@ -203,7 +203,7 @@ class Pipeline:
             with self._watch.position.turn_to(f"compiling for microbatches of {microbatch.summary()}"):
                 self._compiled[key] = self._compile(microbatch)
         self._require_same_tensors()
-        refuse_hooks(self._model)
+        raise_first(hook_problems(self._model))
         return self._compiled[key]
 
     def _modes(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:

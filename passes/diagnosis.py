@@ -1,0 +1,56 @@
+"""Diagnosis: why torch.export failed, in terms of the user's model."""
+
+from torch import nn
+
+from zbcompile.passes.origin import failing_line
+
+_REMEDIES = (  # (words in the error, what it means, what to do)
+    (
+        ("data-dependent", "DataDependent", "Could not guard", ".item()"),
+        "decides in Python from the values of a tensor",
+        "Data-dependent Python control flow must become torch.cond or tensor operations such as torch.where; a number "
+        "read with .item() must stay a tensor.",
+    ),
+    (
+        ("DynamicOutputShape", "aten.nonzero", "unbacked symint", "aten.masked_select"),
+        "makes a tensor whose shape depends on the data",
+        "Use a mask or torch.where instead of nonzero, boolean indexing or unique (transformers' mixtures of experts: "
+        'model.set_experts_implementation("batched_mm")).',
+    ),
+    (
+        ("fake tensor in the exported program constant",),
+        "uses something that torch.export cannot trace",
+        "Often it is torch.tensor(...) or .numpy() of a tensor that forward computed; keep it a tensor.",
+    ),
+    (
+        ("does not have a registered fake impl", "no fake impl", "UnsupportedFakeTensor", "aren't valid for meta"),
+        "calls an operator whose shapes torch cannot infer",
+        "Register a fake implementation: @torch.library.register_fake(name).",
+    ),
+    (
+        ("same dtype", "dtypes", "!= "),
+        "mixes dtypes or shapes that do not fit together",
+        "If the model was converted (model.double(), model.to(dtype)), convert the batch as well.",
+    ),
+)
+
+
+def export_failure(model: nn.Module, error: BaseException) -> str:
+    """One message: what failed, where in the user's code, and the remedy where it is known."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    first = lines[0].strip() if lines else ""
+    place = failing_line(error)
+    meaning, remedy = _meaning(f"{type(error).__name__}: {error}")
+    return (
+        f"torch.export cannot capture {type(model).__name__}: "
+        + (f"{place} " if place else "")
+        + (f"{meaning}. {remedy} " if meaning else "")
+        + f"({type(error).__name__}: {first})"
+    )
+
+
+def _meaning(text: str) -> tuple[str, str]:
+    for words, meaning, remedy in _REMEDIES:
+        if any(word in text for word in words):
+            return meaning, remedy
+    return "", ""
