@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # what `__getattr__` finds, for editors and type checkers; a 
     from zbcompile.schedules.files import from_csv, from_json, load, save, to_csv, to_json
     from zbcompile.schedules.html_picture import to_html
     from zbcompile.schedules.idle import Idle
+    from zbcompile.schedules.interlaced_pipeline import interlaced
     from zbcompile.schedules.lowering import lower
     from zbcompile.schedules.memory import peak_memory
     from zbcompile.schedules.pictures import write_comparison, write_picture
@@ -40,6 +41,7 @@ if TYPE_CHECKING:  # what `__getattr__` finds, for editors and type checkers; a 
     from zbcompile.schedules.timeline import Span, Timeline
     from zbcompile.schedules.timeline_text import format_timeline, summary
     from zbcompile.schedules.trace_picture import to_chrome_trace
+    from zbcompile.schedules.vocabulary_insertion import with_vocabulary
 
 _HOME = {
     "actions": ("Action", "Pair"),
@@ -51,6 +53,7 @@ _HOME = {
     "files": ("from_csv", "from_json", "load", "save", "to_csv", "to_json"),
     "html_picture": ("to_html",),
     "idle": ("Idle",),
+    "interlaced_pipeline": ("interlaced",),
     "lowering": ("lower",),
     "memory": ("peak_memory",),
     "pictures": ("write_comparison", "write_picture"),
@@ -63,6 +66,7 @@ _HOME = {
     "timeline": ("Span", "Timeline"),
     "timeline_text": ("format_timeline", "summary"),
     "trace_picture": ("to_chrome_trace",),
+    "vocabulary_insertion": ("with_vocabulary",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 __all__ = [
@@ -93,6 +97,7 @@ __all__ = [
     "format_timeline",
     "from_csv",
     "from_json",
+    "interlaced",
     "load",
     "lower",
     "names",
@@ -109,6 +114,7 @@ __all__ = [
     "to_html",
     "to_json",
     "to_svg",
+    "with_vocabulary",
     "write_comparison",
     "write_picture",
 ]

@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from tabulate import tabulate
@@ -21,6 +22,7 @@ from zbcompile.schedules.simulator import simulate
 from zbcompile.schedules.text import format_schedule
 from zbcompile.schedules.timeline import Timeline
 from zbcompile.schedules.timeline_text import format_timeline, summary
+from zbcompile.schedules.vocabulary_insertion import textbook_costs, with_vocabulary
 
 EXAMPLES = """examples:
   python -m zbcompile.schedules list
@@ -87,6 +89,7 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--times", type=_times, default=(1, 1, 1), metavar="F,B,W", help="of a rank's share of the model; default 1,1,1"
     )
     add("--comm", type=float, default=0, metavar="X", help="time of a hop between ranks; default 0")
+    add("--barriers", type=int, choices=(1, 2), help="insert vocabulary passes S and T with so many barriers")
     add("--residue", type=float, metavar="X", help="what B leaves of an activation of 1; default all")
 
 
@@ -113,7 +116,13 @@ def _step(text: str, options: argparse.Namespace) -> tuple[Schedule, Costs]:
     chunks = options.chunks if find(text).free_chunks else None
     stages = build(text, options.ranks, options.microbatches, chunks=chunks).stages
     costs = _model(options, options.ranks).resized(stages)
-    return build(text, options.ranks, options.microbatches, costs, options.memory_limit, chunks), costs
+    schedule = build(text, options.ranks, options.microbatches, costs, options.memory_limit, chunks)
+    if options.barriers is None:
+        return schedule, costs
+    if not any(costs.vocab_s):
+        textbook = textbook_costs(schedule.stages)
+        costs = replace(costs, vocab_s=textbook.vocab_s, vocab_t=textbook.vocab_t)
+    return with_vocabulary(schedule, options.barriers, costs), costs
 
 
 def _model(options: argparse.Namespace, ranks: int) -> Costs:

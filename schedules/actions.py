@@ -1,16 +1,20 @@
 """What a rank can be told to do: one operation on one stage for one microbatch.
 
 The letters are those of the papers: F forward, B input gradient, W weight gradient, BW the fused backward, S and T
-the two vocabulary passes. A lowered program also holds SEND_F, RECV_F, SEND_B and RECV_B. torch writes I for our B, W
-for our W and B for our BW; `zbcompile.schedules` reads and writes both.
+the two vocabulary passes. A lowered program also holds SEND_F, RECV_F, SEND_B and RECV_B, and the collectives of the
+vocabulary passes: CAST, STATS and SUM. torch writes I for our B, W for our W and B for our BW; `zbcompile.schedules`
+reads and writes both.
 """
 
 from typing import NamedTuple
 
 F, B, W, BW, S, T = "F", "B", "W", "BW", "S", "T"
 SEND_F, RECV_F, SEND_B, RECV_B = "SEND_F", "RECV_F", "SEND_B", "RECV_B"
+CAST, STATS, SUM = "CAST", "STATS", "SUM"
 COMPUTE = frozenset((F, B, W, BW, S, T))
-COMMUNICATION = frozenset((SEND_F, RECV_F, SEND_B, RECV_B))
+MESSAGES = frozenset((SEND_F, RECV_F, SEND_B, RECV_B))
+COLLECTIVES = frozenset((CAST, STATS, SUM))
+COMMUNICATION = MESSAGES | COLLECTIVES
 
 
 class Action(NamedTuple):
@@ -19,6 +23,11 @@ class Action(NamedTuple):
     In a lowered program `SEND_F` stage s sends what s made in F to stage s+1 and `RECV_F` stage s receives what stage
     s-1 sent; `SEND_B` stage s sends the gradient of its input to stage s-1 and `RECV_B` stage s receives the gradient
     of its output from stage s+1. A receive is posted, never waited for: the compute action that needs the value waits.
+
+    S, T and the collectives name a shard of the vocabulary by the first stage of its rank. A collective is posted by
+    every shard and never waited for by the one that posts it: CAST carries the last stage's output to all shards (C0),
+    STATS what S made (C1; with one barrier the input gradient of the output layer too), SUM, with two barriers, that
+    input gradient once T has made it (C2).
     """
 
     op: str

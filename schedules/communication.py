@@ -8,6 +8,7 @@ from typing import NamedTuple, cast
 from zbcompile.schedules.actions import (
     BW,
     COMMUNICATION,
+    MESSAGES,
     RECV_B,
     RECV_F,
     SEND_B,
@@ -18,6 +19,7 @@ from zbcompile.schedules.actions import (
     Step,
     flatten,
 )
+from zbcompile.schedules.collectives import check_collectives
 from zbcompile.schedules.costs import Costs
 from zbcompile.schedules.deadlock import require_finished
 from zbcompile.schedules.engine import Run, has_pairs, run
@@ -56,6 +58,7 @@ def check_communication(lowered: Lowered) -> tuple[int, ...]:
     for channel, expected in _expected(schedule, routes).items():
         _check_sends(lowered, channel, sent[channel], expected)
         _check_receives(lowered, channel, sent[channel], received[channel])
+    check_collectives(lowered)
     outcome = run(lowered, Costs.uniform(schedule.stages))
     require_finished(lowered, outcome)
     for rank in range(schedule.ranks):
@@ -106,7 +109,7 @@ def _collect_messages(
         for key, route in routes.items()
     }
     for index, step in enumerate(lowered.programs[rank]):
-        if step[0] not in COMMUNICATION:
+        if step[0] not in MESSAGES:
             continue
         op, stage, microbatch = cast(Action, step)
         if (op, stage) not in lanes or not 0 <= microbatch < count:

@@ -76,6 +76,22 @@ def v_half(task: Task) -> Orders:
     return _from_block(task, v_half_block)
 
 
+BLOCKS: Mapping[str, Callable[[int, int], Block]] = {"v-min": v_min_block, "v-half": v_half_block}
+
+
+def repeated_with_barriers(name: str, placement: Placement, microbatches: int, barriers: int) -> Actions:
+    """The block of `name`, repeated, with room for the vocabulary's barriers: B1 and B0 come a period later for each.
+
+    Every barrier adds one microbatch to the peak (arXiv 2411.05288, section 5.3).
+    """
+
+    def block(p: int, rank: int) -> Block:
+        plain = BLOCKS[name](p, rank)
+        return plain._replace(b1=plain.b1 + PERIOD * barriers, b0=plain.b0 + PERIOD * barriers)
+
+    return _repeated(placement, microbatches, block)
+
+
 def _from_block(task: Task, block: Callable[[int, int], Block]) -> Orders:
     """The block repeated, squeezed and reordered with the cool-down that makes the shortest step in the same memory.
 

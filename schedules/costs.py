@@ -9,7 +9,18 @@ from typing import Any, NamedTuple
 from zbcompile.schedules.actions import BW, COMPUTE, B, F, S, T, W
 from zbcompile.schedules.errors import ScheduleError
 
-PER_STAGE = ("forward", "backward", "weight", "activation", "residue", "vocab_s", "vocab_t", "optimizer", "message")
+PER_STAGE = (
+    "forward",
+    "backward",
+    "weight",
+    "activation",
+    "residue",
+    "vocab_s",
+    "vocab_t",
+    "vocab_state",
+    "optimizer",
+    "message",
+)
 
 
 class Link(NamedTuple):
@@ -34,7 +45,9 @@ class Costs:
     """Times (any one unit) and memory (any one unit), one entry per stage; ints and fractions stay exact.
 
     * `forward`, `backward` (input gradient), `weight`: time of F, B and W; BW takes backward + weight; no work is 0.
-    * `vocab_s`, `vocab_t`: time of the vocabulary passes S and T; `optimizer`: time of the optimizer step of a stage.
+    * `vocab_s`, `vocab_t`: time of the vocabulary passes S and T of the shard that a stage names, `vocab_state` what
+      the shard holds from S to T; `cast`, `stats`: time of their collectives, C0 and C1 (or C2), by default `comm`.
+    * `optimizer`: time of the optimizer step of a stage.
     * `activation`: what F adds; `residue`: what is left of it after B until W (by default all of it).
     * `message`: size of what a stage sends onwards, and of the gradient that comes back for it.
     * `comm`: latency of a hop between two ranks, `bandwidth` its size term (`None`: none); `links` overrides both for
@@ -57,6 +70,7 @@ class Costs:
     residue: tuple[float, ...] = ()
     vocab_s: tuple[float, ...] = ()
     vocab_t: tuple[float, ...] = ()
+    vocab_state: tuple[float, ...] = ()
     optimizer: tuple[float, ...] = ()
     message: tuple[float, ...] = ()
     comm: float = 0
@@ -65,6 +79,8 @@ class Costs:
     overlap: float = 0
     pairs: tuple[PairTime, ...] = ()
     barrier: float = 0
+    cast: float | None = None
+    stats: float | None = None
 
     def __post_init__(self) -> None:
         stages = len(self.forward)
@@ -92,6 +108,9 @@ class Costs:
                 _require_amount(f"{name}[{stage}]", value)
         for name in ("comm", "overlap", "barrier"):
             _require_amount(name, getattr(self, name))
+        for name in ("cast", "stats"):
+            if getattr(self, name) is not None:
+                _require_amount(name, getattr(self, name))
         if self.overlap > 1:
             raise ScheduleError(f"costs: `overlap` is {self.overlap}; expected a share from 0 to 1")
         for link in self.links:
@@ -135,6 +154,16 @@ class Costs:
     @property
     def stages(self) -> int:
         return len(self.forward)
+
+    @property
+    def cast_time(self) -> float:
+        """From the end of the last stage's forward until every shard has its output (C0)."""
+        return self.comm if self.cast is None else self.cast
+
+    @property
+    def stats_time(self) -> float:
+        """From the last S (or, for the second barrier, the last T) until its result is everywhere (C1, C2)."""
+        return self.comm if self.stats is None else self.stats
 
     def times(self, op: str) -> tuple[float, ...]:
         """Time of the compute operation `op` on every stage."""

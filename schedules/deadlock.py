@@ -1,6 +1,6 @@
 """Who waits for whom, when orders did not run to their end."""
 
-from zbcompile.schedules.actions import RECV_B, RECV_F, SEND_B, SEND_F, Action, B
+from zbcompile.schedules.actions import COLLECTIVES, RECV_B, RECV_F, SEND_B, SEND_F, Action, B
 from zbcompile.schedules.engine import Run, parts
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.excerpt import excerpt
@@ -30,7 +30,7 @@ def require_finished(program: Schedule | Lowered, outcome: Run) -> None:
 
 
 def _deed(action: Action) -> str:
-    if action.op in (RECV_F, RECV_B):
+    if action.op in (RECV_F, RECV_B, *COLLECTIVES):
         return f"post {action}"
     if action.op in (SEND_F, SEND_B):
         return f"reach {action}"

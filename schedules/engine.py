@@ -11,12 +11,29 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from zbcompile.schedules.actions import BW, RECV_B, RECV_F, SEND_B, SEND_F, Action, B, F, Pair, S, Step, T, W
+from zbcompile.schedules.actions import (
+    BW,
+    CAST,
+    RECV_B,
+    RECV_F,
+    SEND_B,
+    SEND_F,
+    STATS,
+    SUM,
+    Action,
+    B,
+    F,
+    Pair,
+    S,
+    Step,
+    T,
+    W,
+)
 from zbcompile.schedules.costs import Costs
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.schedule import Lowered, Schedule
 
-BANDS = (F, B, RECV_F, RECV_B, SEND_F, SEND_B, S, T)
+BANDS = (F, B, RECV_F, RECV_B, SEND_F, SEND_B, S, T, CAST, STATS, SUM)
 COMPUTE_BANDS, MESSAGE_BANDS = 2, 6
 
 
@@ -94,7 +111,7 @@ def run(program: Schedule | Lowered, costs: Costs) -> Run:
     """
     require_fit(program, costs)
     schedule, orders = parts(program)
-    shards = sorted({step.stage for order in orders for step in order if step[0] == S and isinstance(step, Action)})
+    shards = schedule.shards
     bands = len(BANDS) if shards else MESSAGE_BANDS if isinstance(program, Lowered) else COMPUTE_BANDS
     events = Events(schedule.stages, schedule.microbatches, bands)
     happened: list[Any] = [None] * (events.nothing + events.microbatches)
@@ -106,7 +123,8 @@ def run(program: Schedule | Lowered, costs: Costs) -> Run:
     routines = []
     for rank, order in enumerate(orders):
         rows = _rows(schedule, costs, events, rank, isinstance(program, Lowered))
-        triples = _triples(order, rows, costs, events, shards) if shards or has_pairs(order) else order
+        awaits = awaited(schedule, isinstance(program, Lowered)) if shards else {}
+        triples = _triples(order, rows, costs, events, shards, awaits) if shards or has_pairs(order) else order
         routines.append(_rank(rank, triples, rows, begin[rank], end[rank], happened, waiting, ready))
     while ready:
         rank = ready.popleft()
@@ -151,18 +169,29 @@ def _rank(
         raise ScheduleError(f"rank {rank}, step {len(begin)}: not this rank's to run; `check` shows what") from None
 
 
+def awaited(schedule: Schedule, lowered: bool) -> dict[str, str]:
+    """What of EVERY shard an operation waits for: the operation that makes it, or in a lowered program its collective.
+
+    A collective is complete when every shard has posted it. B and BW stand for those of the last stage.
+    """
+    reduced = {1: (S, STATS), 2: (T, SUM)}[schedule.barriers][lowered]
+    found = {T: STATS if lowered else S, B: reduced, BW: reduced}
+    return found | {S: CAST} if lowered else found
+
+
 def _triples(
-    order: Sequence[Step], rows: Rows, costs: Costs, events: Events, shards: Sequence[int]
+    order: Sequence[Step], rows: Rows, costs: Costs, events: Events, shards: Sequence[int], awaits: Mapping[str, str]
 ) -> Iterator[Triple]:
     """An order with everything opened that waits for more than one event; adds what that needs to `rows`."""
     for step in order:
+        for op, stage, microbatch in step if isinstance(step, Pair) else (step,):
+            if op in awaits and (op in (S, T) or stage == events.stages - 1):
+                for shard in shards:
+                    yield ("after", awaits[op]), shard, microbatch
         if isinstance(step, Pair):
             yield from _pair_triples(step, rows, costs, events)
-            continue
-        if step.op == T or (step.op in (B, BW) and step.stage == events.stages - 1):
-            for shard in shards:  # the reduction over the vocabulary is complete when S of every shard is
-                yield "after S", shard, step.microbatch
-        yield step
+        else:
+            yield step
 
 
 def _pair_triples(pair: Pair, rows: Rows, costs: Costs, events: Events) -> Iterator[Triple]:
@@ -179,7 +208,7 @@ def _pair_triples(pair: Pair, rows: Rows, costs: Costs, events: Events) -> Itera
 
 def _rows(schedule: Schedule, costs: Costs, events: Events, rank: int, lowered: bool) -> Rows:
     """What each operation waits for, takes and makes on this rank, for each of its stages."""
-    rows: Rows = {op: {} for op in (F, B, BW, W, S, T, RECV_F, RECV_B, SEND_F, SEND_B, "may F", "did F", "after S")}
+    rows: Rows = {op: {} for op in (*BANDS, BW, W, "may F", "did F")}
     nothing = events.nothing
     for stage in schedule.placement.stages_of(rank):
         for op in (F, B, BW):
@@ -191,12 +220,26 @@ def _rows(schedule: Schedule, costs: Costs, events: Events, rank: int, lowered: 
         if lowered:
             _add_message_rows(rows, events, stage)
         if events.bands == len(BANDS):
-            output = events.first(F, events.stages - 1)
-            rows[S][stage] = (output, costs.comm, costs.vocab_s[stage], events.first(S, stage))
-            rows[T][stage] = (output, 0, costs.vocab_t[stage], nothing)
+            _add_vocabulary_rows(rows, schedule, costs, events, rank, stage, lowered)
     if events.bands == len(BANDS):
-        rows["after S"] = {s: (events.first(S, s), costs.comm, None, nothing) for s in range(events.stages)}
+        for op in (S, T, CAST, STATS, SUM):
+            delay = costs.cast_time if op == CAST else costs.stats_time
+            rows["after", op] = {s: (events.first(op, s), delay, None, nothing) for s in range(events.stages)}
     return rows
+
+
+def _add_vocabulary_rows(
+    rows: Rows, schedule: Schedule, costs: Costs, events: Events, rank: int, stage: int, lowered: bool
+) -> None:
+    """S waits for the last stage's output, T for S; a collective is posted after what it carries."""
+    output = events.first(F, events.stages - 1)
+    made_here = rank in {schedule.rank_of(events.stages - 1, m) for m in (0, events.microbatches - 1)}
+    arrives = (0, 0) if lowered else (output, costs.cast_time)
+    rows[S][stage] = (*arrives, costs.vocab_s[stage], events.first(S, stage))
+    rows[T][stage] = (events.first(S, stage), 0, costs.vocab_t[stage], events.first(T, stage))
+    rows[CAST][stage] = (output if made_here else 0, 0, 0, events.first(CAST, stage))
+    rows[STATS][stage] = (events.first(S, stage), 0, 0, events.first(STATS, stage))
+    rows[SUM][stage] = (events.first(T, stage), 0, 0, events.first(SUM, stage))
 
 
 def _dependent_row(

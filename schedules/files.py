@@ -36,6 +36,10 @@ def to_csv(program: Schedule | Lowered, letters: Letters = "torch") -> str:
     schedule = program.schedule if isinstance(program, Lowered) else program
     if letters == "torch" and schedule.placement.kind == "dual":
         raise ScheduleError(f"{schedule.name}: torch knows one copy of a stage; write dualpipe-v, or letters='papers'")
+    if schedule.barriers != 1:
+        raise ScheduleError(
+            f"{schedule.name}: a CSV has no place for its {schedule.barriers} barriers; write .json or .txt"
+        )
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     for order in program.programs if isinstance(program, Lowered) else program.orders:
@@ -107,6 +111,8 @@ def to_json(program: Schedule | Lowered, costs: Costs | None = None) -> str:
         "placement": asdict(schedule.placement),
         "microbatches": schedule.microbatches,
     }
+    if schedule.barriers != 1:
+        data["barriers"] = schedule.barriers
     if costs is not None:
         data["costs"] = json.loads(costs.to_json())
     lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in data.items()]
@@ -127,7 +133,8 @@ def from_json(text: str) -> Document:
         if data["version"] != JSON_VERSION:
             raise ScheduleError(f"JSON version {data['version']}; this release reads version {JSON_VERSION}")
         orders = _orders(data["orders"])
-        schedule = Schedule(data["name"], Placement(**data["placement"]), data["microbatches"], orders)
+        placement, barriers = Placement(**data["placement"]), data.get("barriers", 1)
+        schedule = Schedule(data["name"], placement, data["microbatches"], orders, barriers)
         program = Lowered(schedule, _orders(data["programs"])) if "programs" in data else schedule
         return Document(program, Costs.from_dict(data["costs"]) if "costs" in data else None)
     except json.JSONDecodeError as error:

@@ -5,10 +5,13 @@ from typing import Literal, NamedTuple, get_args
 
 from zbcompile.schedules.actions import (
     BW,
+    CAST,
     RECV_B,
     RECV_F,
     SEND_B,
     SEND_F,
+    STATS,
+    SUM,
     Action,
     B,
     F,
@@ -19,7 +22,7 @@ from zbcompile.schedules.actions import (
     flatten,
 )
 from zbcompile.schedules.costs import Costs
-from zbcompile.schedules.engine import Run, parts
+from zbcompile.schedules.engine import Run, awaited, parts
 from zbcompile.schedules.schedule import Lowered, Schedule
 
 Cause = Literal["warm-up", "wait", "imbalance", "communication", "cool-down"]
@@ -95,7 +98,8 @@ class Waits:
             for index, step in enumerate(order)
             for action in flatten((step,))
         }
-        self.shards = sorted({stage for op, stage, _ in self.place if op == S})
+        self.shards = self.schedule.shards
+        self.awaits = awaited(self.schedule, self.lowered) if self.shards else {}
 
     def of_rank(self, rank: int) -> Iterator[Idle]:
         order, begin, end = self.orders[rank], self.run.begin[rank], self.run.end[rank]
@@ -141,19 +145,21 @@ class Waits:
         """Everything that must have been made, here or on another rank, before `action` may begin."""
         op, stage, microbatch = action
         last = self.schedule.stages - 1
+        if op in self.awaits and (op in (S, T) or stage == last):
+            delay = self.costs.cast_time if self.awaits[op] == CAST else self.costs.stats_time
+            yield from (self._made(Action(self.awaits[op], shard, microbatch), delay) for shard in self.shards)
         if op == F and stage > 0:
             yield self._neighbour(rank, stage, Action(F, stage - 1, microbatch))
         elif op in (B, BW) and stage < last:
             yield self._neighbour(rank, stage, Action(B, stage + 1, microbatch))
-        elif op in (B, BW, T):
-            if op != T:
-                yield self._made(Action(F, stage, microbatch), 0)
-            for shard in self.shards:
-                yield self._made(Action(S, shard, microbatch), self.costs.comm)
+        elif op in (B, BW):
+            yield self._made(Action(F, stage, microbatch), 0)
         elif op == W:
             yield self._made(Action(B, stage, microbatch), 0)
         elif op == S:
-            yield self._made(Action(F, last, microbatch), self.costs.comm)
+            yield self._made(Action(F, last, microbatch), self.costs.cast_time)
+        elif op in (STATS, SUM):
+            yield self._made(Action(S if op == STATS else T, stage, microbatch), 0)
         elif op == SEND_F:
             yield self._made(Action(RECV_F, stage + 1, microbatch), 0)
         elif op == SEND_B:

@@ -1,4 +1,6 @@
-"""From compute orders to programs: where every SEND and RECV goes, safe even when every send blocks (rendezvous).
+"""From compute orders to programs: where every SEND, RECV and collective goes.
+
+It is safe even when every send blocks until its receive is posted (rendezvous).
 
 Run the orders once with messages that are buffered without limit: every compute action X gets a begin and an end. Then
 
@@ -33,12 +35,11 @@ from zbcompile.schedules.actions import (
     flatten,
 )
 from zbcompile.schedules.bulk import without_collector
+from zbcompile.schedules.collectives import Posts, post_collectives
 from zbcompile.schedules.costs import Costs
 from zbcompile.schedules.deadlock import require_finished
 from zbcompile.schedules.engine import Run, has_pairs, run
 from zbcompile.schedules.schedule import Lowered, Schedule
-
-Posts = list[list[Action] | None]  # the receives in front of each step of one rank
 
 
 class Peer(NamedTuple):
@@ -54,7 +55,7 @@ Peers = dict[str, dict[int, Peer]]  # by operation, then by stage
 
 @without_collector
 def lower(schedule: Schedule, costs: Costs | None = None) -> Lowered:
-    """Place SEND and RECV actions in every rank's order.
+    """Place SEND, RECV and (with vocabulary passes) collective actions in every rank's order.
 
     `costs` (default: uniform) only say when each receive will be needed; whatever they are, the program is safe.
     Raises `ScheduleError` if the orders wait for each other in a circle, which no placement of messages can mend.
@@ -70,6 +71,8 @@ def lower(schedule: Schedule, costs: Costs | None = None) -> Lowered:
     posts: list[Posts] = [[None] * len(order) for order in schedule.orders]
     for rank, order in enumerate(schedule.orders):
         _post_receives(order, outcome.begin[rank], peers[rank], outcome, posts)
+    if schedule.shards:
+        post_collectives(schedule, outcome, posts)
     return Lowered(schedule, tuple(map(_interleave, schedule.orders, peers, posts)))
 
 

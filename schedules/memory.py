@@ -1,10 +1,13 @@
-"""How much a rank holds: F adds `activation`, B leaves `residue` of it, W frees that; BW frees all."""
+"""How much a rank holds: F adds `activation`, B leaves `residue` of it, W frees that; BW frees all.
+
+A vocabulary shard holds `vocab_state` from S to T.
+"""
 
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import cast
 
-from zbcompile.schedules.actions import BW, COMPUTE, Action, B, F, Step, W, flatten
+from zbcompile.schedules.actions import BW, COMPUTE, Action, B, F, S, Step, T, W, flatten
 from zbcompile.schedules.costs import Costs
 from zbcompile.schedules.engine import has_pairs
 from zbcompile.schedules.schedule import Schedule
@@ -26,6 +29,8 @@ def deltas(order: Sequence[Step], costs: Costs) -> list[float]:
     change[B] = [-amount for amount in kept]
     change[W] = [-amount for amount in costs.residue]
     change[BW] = [-amount for amount in costs.activation]
+    change[S] = list(costs.vocab_state)
+    change[T] = [-amount for amount in costs.vocab_state]
     actions = cast(Sequence[Action], flatten(tuple(order)) if has_pairs(order) else order)
     return [change[op][stage] for op, stage, _ in actions]
 

@@ -3,18 +3,23 @@
 from dataclasses import dataclass
 from importlib import import_module
 
-from zbcompile.schedules.actions import BW, Step, W, flatten
+from zbcompile.schedules.actions import BW, Action, S, Step, W, flatten
 from zbcompile.schedules.placement import Placement
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """`orders[rank]` is the tuple of that rank's actions (or pairs of them), compute only."""
+    """`orders[rank]` is the tuple of that rank's actions (or pairs of them), compute only.
+
+    `barriers` says, where there are vocabulary passes, what the backward of the last stage waits for: S of every shard
+    (1), or T of every shard (2).
+    """
 
     name: str
     placement: Placement
     microbatches: int
     orders: tuple[tuple[Step, ...], ...]
+    barriers: int = 1
 
     @property
     def ranks(self) -> int:
@@ -34,6 +39,12 @@ class Schedule:
 
     def rank_of(self, stage: int, microbatch: int) -> int:
         return self.placement.rank(stage, self.copy_of(microbatch))
+
+    @property
+    def shards(self) -> tuple[int, ...]:
+        """The vocabulary shards, each named by a stage of its rank, in order of their ranks; none without S."""
+        found = ({step.stage for step in order if step[0] == S and isinstance(step, Action)} for order in self.orders)
+        return tuple(stage for stages in found for stage in sorted(stages))
 
     def weight_order(self, stage: int) -> tuple[int, ...]:
         """The microbatches in the order in which the weight gradients of `stage` accumulate (per model copy)."""

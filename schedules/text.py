@@ -22,7 +22,9 @@ _PAPERS = re.compile(r"([A-Z]+(?:_[FB])?)(\d+)\.(\d+)")
 _TORCH = re.compile(r"(\d+)([A-Z]+(?:_[FB])?)(\d+)")
 _PAPERS_PAIR = re.compile(r"\(([^|()]+)\|([^|()]+)\)")
 _TORCH_PAIR = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
-_HEADER = re.compile(r"(\S+): (\d+) ranks, (\d+) microbatches, (\w+) placement, (\d+) chunks?(, lowered)?")
+_HEADER = re.compile(
+    r"(\S+): (\d+) ranks, (\d+) microbatches, (\w+) placement, (\d+) chunks?(?:, (\d+) barriers)?(, lowered)?"
+)
 
 
 def format_step(step: Step, letters: Letters = "papers") -> str:
@@ -109,7 +111,8 @@ def _header(schedule: Schedule, lowered: bool) -> str:
     kind, chunks = schedule.placement.kind, schedule.placement.chunks
     counts = f"{schedule.ranks} ranks, {schedule.microbatches} microbatches"
     plural = "" if chunks == 1 else "s"
-    return f"{schedule.name}: {counts}, {kind} placement, {chunks} chunk{plural}" + ", lowered" * lowered
+    barriers = f", {schedule.barriers} barriers" * (schedule.barriers != 1)
+    return f"{schedule.name}: {counts}, {kind} placement, {chunks} chunk{plural}{barriers}" + ", lowered" * lowered
 
 
 def _columns(cells: Sequence[Sequence[str]]) -> list[list[str]]:
@@ -141,7 +144,7 @@ def parse_schedule(text: str) -> Schedule | Lowered:
     if not match:
         expected = "NAME: P ranks, M microbatches, KIND placement, V chunks"
         raise ScheduleError(f"first line {header!r}; expected {expected!r}")
-    name, ranks, microbatches, kind, chunks, lowered = match.groups()
+    name, ranks, microbatches, kind, chunks, barriers, lowered = match.groups()
     orders: list[list[Step]] = [[] for _ in range(int(ranks))]
     for line in lines:
         word, rank, *steps = line.split()
@@ -150,7 +153,7 @@ def parse_schedule(text: str) -> Schedule | Lowered:
         orders[int(rank)] += map(parse_step, steps)
     programs = tuple(map(tuple, orders))
     placement = Placement(kind, int(ranks), int(chunks))
-    schedule = Schedule(name, placement, int(microbatches), compute_only(programs))
+    schedule = Schedule(name, placement, int(microbatches), compute_only(programs), int(barriers or 1))
     return Lowered(schedule, programs) if lowered else schedule
 
 
