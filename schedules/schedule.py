@@ -47,8 +47,8 @@ class Schedule:
         return tuple(stage for stages in found for stage in sorted(stages))
 
     def weight_order(self, stage: int) -> tuple[int, ...]:
-        """The microbatches in the order in which the weight gradients of `stage` accumulate (per model copy)."""
-        ranks = sorted({self.rank_of(stage, 0), self.rank_of(stage, self.microbatches - 1)})
+        """The microbatches in the order in which the weight gradients of `stage` accumulate, model copy by copy."""
+        ranks = dict.fromkeys((self.rank_of(stage, 0), self.rank_of(stage, self.microbatches - 1)))
         actions = (action for rank in ranks for action in flatten(self.orders[rank]))
         return tuple(action.microbatch for action in actions if action.op in (W, BW) and action.stage == stage)
 

@@ -10,15 +10,17 @@ from torch import nn
 
 from zbcompile.errors import PipelineError
 from zbcompile.faults import Position
-from zbcompile.finish import share_loss, sum_shared, sum_shared_in_process, total_loss
+from zbcompile.finish import share_losses, sum_shared, sum_shared_in_process
 from zbcompile.gradients import Gradients
 from zbcompile.loop import RankRun
 from zbcompile.program import Program
+from zbcompile.rank_plan import RankPlan, plan_rank
 from zbcompile.record import Recorder, StepRecord
 from zbcompile.schedules.actions import Action
 from zbcompile.seeds import microbatch_seed, undisturbed
-from zbcompile.stage_run import CompiledStage, StageRun
-from zbcompile.transport import Channels, Mailboxes, PointToPoint, Transport
+from zbcompile.stage_plan import CompiledStage
+from zbcompile.stage_run import StageRun
+from zbcompile.transport import Channels, Mailboxes, PointToPoint, ReceiveBuffers, Transport
 from zbcompile.watch import Alone, Watch
 
 
@@ -31,6 +33,24 @@ class StepInput:
     seed: int
     reduction: str
     record: bool
+
+
+@dataclass(frozen=True)
+class Executable:
+    """A program with what this process runs of it: its compiled stages, the plans of its ranks, and their buffers."""
+
+    program: Program
+    stages: Mapping[int, CompiledStage]
+    plans: tuple[RankPlan, ...]
+    buffers: ReceiveBuffers
+
+
+def make_executable(
+    program: Program, stages: Mapping[int, CompiledStage], ranks: Sequence[int], device: torch.device
+) -> Executable:
+    """Plan the steps of `ranks`, whose stages are in `stages`."""
+    plans = tuple(plan_rank(program, rank, stages) for rank in ranks)
+    return Executable(program, stages, plans, ReceiveBuffers(device))
 
 
 class Engine(Protocol):
@@ -49,21 +69,29 @@ class Engine(Protocol):
     def last_step(self) -> StepRecord | None: ...
 
     def step(
-        self,
-        program: Program,
-        stages: Mapping[int, CompiledStage],
-        given: StepInput,
-        parameters: Mapping[str, nn.Parameter],
-    ) -> torch.Tensor: ...
+        self, executable: Executable, given: StepInput, parameters: Mapping[str, nn.Parameter]
+    ) -> list[torch.Tensor]:
+        """Run one step; gradients accumulate into the parameters. Returns the loss of each microbatch."""
+        ...
 
 
 def _begin(
-    program: Program, stages: Mapping[int, CompiledStage], given: StepInput, gradients: Gradients
-) -> dict[int, StageRun]:
-    factor = _loss_factor(program, given, next(iter(stages.values())).device)
-    count = program.schedule.microbatches
-    seeds = [microbatch_seed(given.index, i, given.seed) for i in range(count)]
-    return {i: StageRun(stage, gradients, given.microbatches, factor, seeds) for i, stage in stages.items()}
+    executable: Executable,
+    plan: RankPlan,
+    given: StepInput,
+    gradients: Gradients,
+    transport: Transport,
+    position: Position,
+    observe: Recorder | None,
+) -> RankRun:
+    program = executable.program
+    factor = _loss_factor(program, given, executable.buffers.device)
+    seeds = [microbatch_seed(given.index, i, given.seed) for i in range(program.schedule.microbatches)]
+    runs = {
+        stage: StageRun(executable.stages[stage], gradients, given.microbatches, factor, seeds)
+        for stage in program.stages_of(plan.rank)
+    }
+    return RankRun(plan, runs, transport, position, observe)
 
 
 def _loss_factor(program: Program, given: StepInput, device: torch.device) -> torch.Tensor:
@@ -72,22 +100,11 @@ def _loss_factor(program: Program, given: StepInput, device: torch.device) -> to
     return one / program.schedule.microbatches if given.reduction == "mean" else one
 
 
-def _rank_run(
-    program: Program,
-    rank: int,
-    runs: Mapping[int, StageRun],
-    transport: Transport,
-    position: Position,
-    observe: Recorder | None,
-) -> RankRun:
-    own = {stage: runs[stage] for stage in program.stages_of(rank)}
-    order = program.lowered.programs[rank]
-    return RankRun(rank, order, own, program.rank_of, program.schedule.stages - 1, transport, position, observe)
-
-
-def _end(runs: Mapping[int, StageRun]) -> None:
-    for run in runs.values():
-        run.check_empty()
+def _end(run: RankRun) -> dict[int, torch.Tensor]:
+    """Check that nothing is left; the losses of the microbatches whose last stage ran here."""
+    for stage in run.runs.values():
+        stage.check_empty()
+    return {i: loss for stage in run.runs.values() for i, loss in stage.losses.items()}
 
 
 @dataclass
@@ -104,23 +121,21 @@ class InProcess:
         return tuple(range(self.ranks))
 
     def step(
-        self,
-        program: Program,
-        stages: Mapping[int, CompiledStage],
-        given: StepInput,
-        parameters: Mapping[str, nn.Parameter],
-    ) -> torch.Tensor:
-        gradients = Gradients(parameters, program.shared)
-        runs = _begin(program, stages, given, gradients)
-        mailboxes, observe = Mailboxes(), Recorder() if given.record else None
-        position = self.watch.position
-        with undisturbed(self.device):
-            interleave([_rank_run(program, rank, runs, mailboxes, position, observe) for rank in self.local])
+        self, executable: Executable, given: StepInput, parameters: Mapping[str, nn.Parameter]
+    ) -> list[torch.Tensor]:
+        program, mailboxes, observe = executable.program, Mailboxes(), Recorder() if given.record else None
+        gradients = [Gradients(parameters, program.shared) for _ in self.local]
+        runs = [
+            _begin(executable, plan, given, own, mailboxes, self.watch.position, observe)
+            for plan, own in zip(executable.plans, gradients, strict=True)
+        ]
+        with undisturbed(self.device), torch.no_grad():
+            interleave(runs)
         mailboxes.finish()
-        _end(runs)
+        losses = {i: loss for run in runs for i, loss in _end(run).items()}
         sum_shared_in_process(program, gradients)
         self.last_step = observe.finish(in_process=True) if observe else None
-        return total_loss(runs[program.schedule.stages - 1].losses, program.schedule.microbatches, given.reduction)
+        return [losses[i].detach() for i in range(program.schedule.microbatches)]
 
 
 def interleave(ranks: Sequence[RankRun]) -> None:
@@ -159,42 +174,30 @@ class Distributed:
         return (self.rank,)
 
     def step(
-        self,
-        program: Program,
-        stages: Mapping[int, CompiledStage],
-        given: StepInput,
-        parameters: Mapping[str, nn.Parameter],
-    ) -> torch.Tensor:
-        gradients = Gradients(parameters, program.shared)
-        runs = _begin(program, stages, given, gradients)
-        transport = self._transport(program)
-        position = self.watch.position
+        self, executable: Executable, given: StepInput, parameters: Mapping[str, nn.Parameter]
+    ) -> list[torch.Tensor]:
+        program, transport = executable.program, self._transport(executable)
+        gradients, position = Gradients(parameters, program.shared), self.watch.position
         if given.record:
             with position.waiting("the common start"):
                 dist.barrier(self.group)
         observe = Recorder() if given.record else None
-        with undisturbed(self.device):
-            for action in _rank_run(program, self.rank, runs, transport, position, observe).run():
+        run = _begin(executable, executable.plans[0], given, gradients, transport, position, observe)
+        with undisturbed(self.device), torch.no_grad():
+            for action in run.run():
                 raise PipelineError(f"rank {self.rank} cannot run {action}: its input was never requested")
         with position.waiting("the last sends"):
             transport.finish()
-        _end(runs)
+        losses = _end(run)
         with position.waiting("the sum of tied gradients"):
             sum_shared(program, gradients, self.rank, self.group)
         with position.waiting("the end"):
             self.last_step = self._gather(observe) if observe else None
-            return self._loss(program, runs, given)
+            return share_losses(program, losses, self.device, self.group)
 
-    def _transport(self, program: Program) -> PointToPoint:
-        channels = Channels(self.up, self.down, self.rank, program.schedule.microbatches)
-        return PointToPoint(channels, self.device)
-
-    def _loss(self, program: Program, runs: Mapping[int, StageRun], given: StepInput) -> torch.Tensor:
-        last = program.schedule.stages - 1
-        count = program.schedule.microbatches
-        own = total_loss(runs[last].losses, count, given.reduction) if last in runs else None
-        like = torch.empty((), dtype=getattr(torch, program.loss_dtype), device=self.device)
-        return share_loss(own, like, self.group)
+    def _transport(self, executable: Executable) -> PointToPoint:
+        channels = Channels(self.up, self.down, self.rank, executable.program.schedule.microbatches)
+        return PointToPoint(channels, executable.buffers)
 
     def _gather(self, observe: Recorder) -> StepRecord:
         """Every rank learns every rank's record."""

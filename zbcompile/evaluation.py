@@ -16,10 +16,11 @@ from zbcompile.passes.slots import Slot
 from zbcompile.passes.stage_program import inference_piece, tensor_spec
 from zbcompile.passes.torch_private import use_boxed_calls
 from zbcompile.program import Program
+from zbcompile.rank_plan import Buffer, Message
 from zbcompile.seeds import undisturbed
 from zbcompile.stage_run import dense, run_forward_only
 from zbcompile.torch_private import pytree
-from zbcompile.transport import Channels, Mailboxes, Message, PointToPoint, Transport
+from zbcompile.transport import Channels, Mailboxes, PointToPoint, ReceiveBuffers, Transport
 
 
 @dataclass(frozen=True)
@@ -87,14 +88,15 @@ def evaluate(
 
 def _order(program: Program, engine: Engine, count: int) -> list[tuple[int, int]]:
     """Stage by stage: a rank's first chunk for all microbatches, then its next. In one process, all stages in turn."""
-    stages = sorted(stage for rank in engine.local for stage in program.stages_of(rank))
+    local = set(engine.local)
+    stages = [stage for stage in range(program.schedule.stages) if program.rank_of(stage) in local]
     return [(stage, microbatch) for stage in stages for microbatch in range(count)]
 
 
 def _transport(engine: Engine, count: int) -> Transport:
     if not isinstance(engine, Distributed):
         return Mailboxes()
-    return PointToPoint(Channels(engine.up, engine.down, engine.rank, count), engine.device)
+    return PointToPoint(Channels(engine.up, engine.down, engine.rank, count), ReceiveBuffers(engine.device))
 
 
 def _forward(
@@ -113,8 +115,9 @@ def _forward(
     arriving = [slot for slot in graph.inputs if slot.kind == "activation"]
     message = Message("F", stage, microbatch)
     if stage and program.rank_of(stage - 1) not in engine.local:
-        specs = [tensor_spec(n.meta["val"]) for n in graph.module.graph.find_nodes(op="placeholder") if _arrives(n)]
-        transport.post(message, specs, program.rank_of(stage - 1))
+        nodes = [n for n in graph.module.graph.find_nodes(op="placeholder") if _arrives(n)]
+        fresh = [Buffer(tensor_spec(n.meta["val"]), -1) for n in nodes]
+        transport.post(message, fresh, program.rank_of(stage - 1))
     if stage:
         with engine.watch.position.waiting(f"F{stage}.{microbatch}"):
             transport.wait(message)

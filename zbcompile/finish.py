@@ -1,10 +1,12 @@
-"""The end of a step: gradients of parameters that several stages train are summed, and every rank learns the loss.
+"""The end of a step: gradients of parameters that several stages train are summed, and every rank learns the losses.
 
 Eager autograd adds the uses of a parameter per microbatch, the last use first, and then accumulates the sums in
-microbatch order. So the stages' gradients are added from the last stage to the first and folded at the end.
+microbatch order. So the stages' gradients are added from the last stage to the first and folded at the end. Of two
+model copies (DualPipe) the first has the lower microbatches: its sums are folded first.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -13,116 +15,111 @@ from zbcompile.gradients import Gradients, add_uses, fold
 from zbcompile.program import Program
 
 
-def sum_shared_in_process(program: Program, gradients: Gradients) -> None:
-    """All stages are here: add the uses from the last stage to the first and accumulate once."""
-    for name, stages in shared_stages(program).items():
-        total = _add_all(gradients.waiting(name, stage, program.schedule.microbatches) for stage in stages)
-        fold(gradients.parameters[name], total)
+@dataclass(frozen=True)
+class Walk:
+    """How the gradients of a shared parameter are summed for one model copy: `stages` that train it, the last first,
+    on `ranks`. `pieces` is how many tensors a gradient is: one per microbatch in exact mode, else their sum."""
+
+    stages: tuple[int, ...]
+    ranks: tuple[int, ...]
+    pieces: int
+
+
+def walks(program: Program, name: str) -> list[Walk]:
+    """One walk per model copy, in the order in which their sums accumulate."""
+    stages = tuple(stage.stage for stage in reversed(program.stages) if name in stage.trained)
+    per_copy = program.schedule.microbatches // program.copies
+    return [
+        Walk(stages, tuple(program.rank_of(s, copy * per_copy) for s in stages), per_copy if program.exact else 1)
+        for copy in range(program.copies)
+    ]
+
+
+def sum_shared_in_process(program: Program, gradients: Sequence[Gradients]) -> None:
+    """All ranks are here: add the uses from the last stage to the first and accumulate once."""
+    for name in sorted(program.shared):
+        for walk in walks(program, name):
+            total: list[torch.Tensor] = []
+            for stage, rank in zip(walk.stages, walk.ranks, strict=True):
+                total = add_uses(total, gradients[rank].waiting(name, stage))
+            fold(gradients[0].parameters[name], total)
 
 
 def sum_shared(program: Program, gradients: Gradients, rank: int, group: dist.ProcessGroup) -> None:
     """The running sum walks from the rank of the last use to that of the first, which hands the total to all
     holders."""
-    for name, stages in shared_stages(program).items():
-        holders = sorted({program.rank_of(stage) for stage in program.homes[name]})
+    link = _Link(gradients, rank, group)
+    for name in sorted(program.shared):
+        holders = sorted({holder for stage in program.homes[name] for holder in program.ranks_of(stage)})
         if rank in holders:
-            total = _walk(program, gradients, name, stages, rank, group)
-            total = _share(program, gradients, name, total, holders, program.rank_of(stages[-1]), rank, group)
-            fold(gradients.parameters[name], total)
+            totals = [link.share(name, walk, link.walk(name, walk), holders) for walk in walks(program, name)]
+            for total in totals:
+                fold(gradients.parameters[name], total)
 
 
-def shared_stages(program: Program) -> dict[str, tuple[int, ...]]:
-    """Every shared parameter with the stages that train it, last stage first."""
-    trained = {name: tuple(s.stage for s in reversed(program.stages) if name in s.trained) for name in program.shared}
-    return dict(sorted(trained.items()))
+@dataclass(frozen=True)
+class _Link:
+    """One rank's part in the sums."""
+
+    gradients: Gradients
+    rank: int
+    group: dist.ProcessGroup
+
+    def walk(self, name: str, walk: Walk) -> list[torch.Tensor]:
+        """Take part in the walk; the rank of the first use ends with the total, others with an empty list."""
+        running: list[torch.Tensor] = []
+        before = walk.ranks[0]
+        for stage, here in zip(walk.stages, walk.ranks, strict=True):
+            if here != before and self.rank == before:
+                self._send(running, here)
+                running = []
+            if self.rank == here:
+                running = self._receive(name, before, walk.pieces) if here != before else running
+                running = add_uses(running, self.gradients.waiting(name, stage))
+            before = here
+        return running
+
+    def share(self, name: str, walk: Walk, total: list[torch.Tensor], holders: Sequence[int]) -> list[torch.Tensor]:
+        """The total, on every holder."""
+        owner = walk.ranks[-1]
+        if self.rank != owner:
+            return self._receive(name, owner, walk.pieces)
+        for holder in holders:
+            if holder != owner:
+                self._send(total, holder)
+        return total
+
+    def _send(self, tensors: Sequence[torch.Tensor], to: int) -> None:
+        for tensor in tensors:
+            dist.send(tensor.contiguous(), group=self.group, group_dst=to)
+
+    def _receive(self, name: str, source: int, count: int) -> list[torch.Tensor]:
+        like = self.gradients.parameters[name]
+        buffers = [torch.empty(like.shape, dtype=like.dtype, device=like.device) for _ in range(count)]
+        for buffer in buffers:
+            dist.recv(buffer, group=self.group, group_src=source)
+        return buffers
 
 
-def _add_all(uses: Iterable[list[torch.Tensor]]) -> list[torch.Tensor]:
-    total: list[torch.Tensor] = []
-    for use in uses:
-        total = add_uses(total, use) if total else use
-    return total
-
-
-def _walk(
-    program: Program, gradients: Gradients, name: str, stages: Sequence[int], rank: int, group: dist.ProcessGroup
-) -> list[torch.Tensor]:
-    """Take part in the walk; the rank of the first use ends with the total, others with an empty list."""
-    running: list[torch.Tensor] = []
-    for later, stage in zip((None, *stages), stages, strict=False):
-        here = program.rank_of(stage)
-        if later is not None and program.rank_of(later) != here:
-            running = _pass(program, gradients, name, running, program.rank_of(later), here, rank, group)
-        if rank == here:
-            own = gradients.waiting(name, stage, program.schedule.microbatches)
-            running = add_uses(running, own) if running else own
-    return running
-
-
-def _pass(
-    program: Program,
-    gradients: Gradients,
-    name: str,
-    running: list[torch.Tensor],
-    source: int,
-    destination: int,
-    rank: int,
-    group: dist.ProcessGroup,
-) -> list[torch.Tensor]:
-    if rank == source:
-        for tensor in running:
-            dist.send(tensor.contiguous(), group=group, group_dst=destination)
-        return []
-    if rank == destination:
-        return [_receive(gradients, name, source, group) for _ in range(_pieces(program))]
-    return running
-
-
-def _share(
-    program: Program,
-    gradients: Gradients,
-    name: str,
-    total: list[torch.Tensor],
-    holders: Sequence[int],
-    owner: int,
-    rank: int,
-    group: dist.ProcessGroup,
-) -> list[torch.Tensor]:
-    if rank != owner:
-        return [_receive(gradients, name, owner, group) for _ in range(_pieces(program))]
-    for holder in holders:
-        for tensor in total if holder != owner else ():
-            dist.send(tensor.contiguous(), group=group, group_dst=holder)
-    return total
-
-
-def _pieces(program: Program) -> int:
-    """How many tensors a shared gradient is: one per microbatch in exact mode, else their sum."""
-    return program.schedule.microbatches if program.exact else 1
-
-
-def _receive(gradients: Gradients, name: str, source: int, group: dist.ProcessGroup) -> torch.Tensor:
-    parameter = gradients.parameters[name]
-    buffer = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-    dist.recv(buffer, group=group, group_src=source)
-    return buffer
-
-
-def total_loss(losses: Mapping[int, torch.Tensor], microbatches: int, reduction: str) -> torch.Tensor:
+def total_loss(losses: Sequence[torch.Tensor], reduction: str) -> torch.Tensor:
     """The step's loss: the sum over microbatches, in their order, of loss_i / m (`mean`) or of loss_i (`sum`)."""
-    scaled = [losses[i] / microbatches if reduction == "mean" else losses[i] for i in range(microbatches)]
+    scaled = [loss / len(losses) if reduction == "mean" else loss for loss in losses]
     total = scaled[0]
     for value in scaled[1:]:
         total = total + value
-    return total.detach()
+    return total
 
 
-def share_loss(loss: torch.Tensor | None, like: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Give every rank the loss of the rank that computed it, as a tensor on the device.
+def share_losses(
+    program: Program, own: Mapping[int, torch.Tensor], device: torch.device, group: dist.ProcessGroup
+) -> list[torch.Tensor]:
+    """Give every rank the loss of every microbatch, as tensors on the device.
 
-    The others add zeros, which changes no bit, so that no rank ends its step before all have run their passes: one that
-    did would update its parameters although another rank has failed.
+    Each has one owner and the others add zeros, which changes no bit, so that no rank ends its step before all have run
+    their passes: one that did would update its parameters although another rank has failed.
     """
-    value = torch.zeros_like(like) if loss is None else loss.clone()
-    dist.all_reduce(value, group=group)
-    return value
+    losses = torch.zeros(program.schedule.microbatches, dtype=getattr(torch, program.loss_dtype), device=device)
+    for microbatch, loss in own.items():
+        losses[microbatch].copy_(loss)
+    dist.all_reduce(losses, group=group)
+    return list(losses.unbind())

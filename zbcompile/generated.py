@@ -17,11 +17,12 @@ from torch.distributed.pipelining import PipelineStage
 from zbcompile.batch import input_tensors
 from zbcompile.errors import PipelineError
 from zbcompile.gradients import Gradients
-from zbcompile.loop import generator_spec
 from zbcompile.passes.slots import Slot, TensorSpec
 from zbcompile.program import Program
+from zbcompile.rank_plan import generator_spec
 from zbcompile.seeds import microbatch_seed, undisturbed
-from zbcompile.stage_run import CompiledStage, StageRun
+from zbcompile.stage_plan import CompiledStage
+from zbcompile.stage_run import StageRun
 from zbcompile.transport import as_contiguous
 
 Tensors = list[torch.Tensor]
@@ -112,7 +113,7 @@ class CompiledPipelineStage(PipelineStage):
                 "hand positional arguments to the first stage only. Pass it to schedule.step as a keyword on every "
                 "rank."
             )
-        with undisturbed(self._compiled.device):
+        with undisturbed(self._compiled.device), torch.no_grad():
             self._made["F", microbatch] = run.forward(microbatch, self._arrived.pop(("F", microbatch), []))
 
     def backward_one_chunk(
@@ -121,12 +122,14 @@ class CompiledPipelineStage(PipelineStage):
         """B, or with `full_backward` BW, of one microbatch."""
         assert self._run is not None
         backward = self._run.full_backward if full_backward else self._run.backward
-        self._made["B", bwd_chunk_id] = backward(bwd_chunk_id, self._arrived.pop(("B", bwd_chunk_id), []))
+        with torch.no_grad():
+            self._made["B", bwd_chunk_id] = backward(bwd_chunk_id, self._arrived.pop(("B", bwd_chunk_id), []))
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *more: Any, **options: Any) -> None:
         """W of one microbatch."""
         assert self._run is not None
-        self._run.weight(bwd_chunk_id)
+        with torch.no_grad():
+            self._run.weight(bwd_chunk_id)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Receives of the activations, into buffers made now."""
@@ -134,7 +137,7 @@ class CompiledPipelineStage(PipelineStage):
             return []
         specs = list(self._compiled.program.receives.values())
         if self._compiled.generator_arrives:
-            specs.append(generator_spec(self._compiled.device))
+            specs.append(generator_spec(self._compiled))
         return self._receives(("F", fwd_chunk_id), specs, self.stage_index - 1)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:

@@ -40,12 +40,11 @@ class Gradients:
         else:
             accumulate(self.parameters[name], gradient)
 
-    def waiting(self, name: str, stage: int, microbatches: int) -> list[torch.Tensor]:
+    def waiting(self, name: str, stage: int) -> list[torch.Tensor]:
         """What this rank holds of a shared parameter for one stage: one tensor per microbatch, or one sum in all."""
         if (name, stage) in self.sums:
             return [self.sums.pop((name, stage))]
-        held = self.partial.pop((name, stage))
-        return [held[microbatch] for microbatch in range(microbatches)]
+        return [gradient for _, gradient in sorted(self.partial.pop((name, stage)).items())]
 
 
 def accumulate(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
@@ -60,8 +59,8 @@ def accumulate(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
 
 
 def add_uses(later: Sequence[torch.Tensor], earlier: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Sum two uses of a shared parameter, microbatch by microbatch: the later use in the model comes first."""
-    return [first + second for first, second in zip(later, earlier, strict=True)]
+    """Sum two uses of a shared parameter, microbatch by microbatch: the later use (none at first) comes first."""
+    return [first + second for first, second in zip(later, earlier, strict=True)] if later else list(earlier)
 
 
 def fold(parameter: nn.Parameter, sums: Sequence[torch.Tensor]) -> None:

@@ -47,16 +47,6 @@ def _check_recompute(given: Any) -> None:
 
 def resolve_schedule(options: Options, ranks: int, announce: bool) -> Schedule:
     """The schedule for `ranks` ranks. Raises ScheduleError or PipelineError for one that does not fit them."""
-    schedule = _find(options, ranks, announce)
-    if schedule.placement.kind == "dual":
-        raise PipelineError(
-            f"{schedule.name} keeps two copies of the model, which this runtime does not execute yet; dualpipe-v has "
-            "the same overlap with one copy."
-        )
-    return schedule
-
-
-def _find(options: Options, ranks: int, announce: bool) -> Schedule:
     if isinstance(options.schedule, str) and not options.schedule.endswith(".csv"):
         return _named(options, options.schedule, ranks, announce)
     schedule: Any = options.schedule

@@ -11,16 +11,17 @@ from torch import nn
 from zbcompile.batch import Batch, Microbatch, flatten_batch, refuse_input_gradients, require_divisible
 from zbcompile.compiler import compile_step
 from zbcompile.consensus import require_equal_programs, together
-from zbcompile.engine import Distributed, StepInput
+from zbcompile.engine import Distributed, Executable, StepInput, make_executable
 from zbcompile.errors import PipelineError
 from zbcompile.evaluation import EvaluationPlan, evaluate, plan_evaluation
+from zbcompile.finish import total_loss
 from zbcompile.group import make_engine
 from zbcompile.options import Options, resolve_schedule
 from zbcompile.passes.refusals import hook_problems, raise_first
 from zbcompile.passes.slots import Slot
 from zbcompile.program import Program
 from zbcompile.record import StepRecord
-from zbcompile.stage_run import CompiledStage, prepare_stage
+from zbcompile.stage_plan import prepare_stage
 from zbcompile.state import full_state, load_state, own_state, owned_parameters
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class Pipeline:
         with self._watch.region("making the pipeline"):
             self._schedule = resolve_schedule(options, self._engine.ranks, self._announces)
         self._first: Program | None = None
-        self._compiled: dict[Any, tuple[Program, dict[int, CompiledStage]]] = {}
+        self._compiled: dict[Any, Executable] = {}
         self._evaluations: dict[Any, EvaluationPlan] = {}
         self._bound: dict[Slot, torch.Tensor] = {}
 
@@ -76,13 +77,18 @@ class Pipeline:
 
         Every rank passes the same whole batch. Raises PipelineError for a batch that cannot be split.
         """
+        return total_loss(self._losses(args, target, kwargs), self.options.loss_reduction)
+
+    def _losses(self, args: tuple[Any, ...], target: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        """One step; the loss of every microbatch."""
         with self._watch.region(f"step {self.step_index}"):
             batch = self._split(args, kwargs, target)
-            program, stages = self._program_for(batch)
+            executable = self._program_for(batch)
+            given = self._step_input(batch, executable.program)
             with self._as_captured(), self._void_if_it_fails():
-                loss = self._engine.step(program, stages, self._step_input(batch, program), self._parameters_by_name())
+                losses = self._engine.step(executable, given, self._parameters_by_name())
         self.step_index += 1
-        return loss
+        return losses
 
     def _step_input(self, batch: Batch, program: Program) -> StepInput:
         count = program.schedule.microbatches
@@ -139,7 +145,7 @@ class Pipeline:
                 f"{sorted(program.shared)[0]} trains on several stages; torch's schedules cannot sum its gradients "
                 "over them. Use pipe.step, or untie the parameter."
             )
-        _, stages = next(iter(self._compiled.values()))
+        stages = next(iter(self._compiled.values())).stages
         parameters = self._parameters_by_name()
         context = StageContext(program, engine.group, parameters, self.options.loss_reduction, self.options.seed)
         return [CompiledPipelineStage(stage, context) for stage in stages.values()]
@@ -178,7 +184,7 @@ class Pipeline:
         """The ranks that hold a parameter or buffer; what is neither lives on rank 0."""
         program = self.program
         stages = program.homes.get(name, (0,))
-        return tuple(dict.fromkeys(program.rank_of(stage) for stage in stages))
+        return tuple(dict.fromkeys(rank for stage in stages for rank in program.ranks_of(stage)))
 
     def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Batch:
         if self.options.loss is None and target is not None:
@@ -194,9 +200,9 @@ class Pipeline:
         """Parameters stay where they train. Where forward gives the loss, these inputs are enough to compile that."""
         if self._first is not None or self.options.loss is not None:
             return self.program
-        return self._program_for(self._split(args, kwargs, None))[0]
+        return self._program_for(self._split(args, kwargs, None)).program
 
-    def _program_for(self, batch: Batch) -> tuple[Program, dict[int, CompiledStage]]:
+    def _program_for(self, batch: Batch) -> Executable:
         microbatch = batch.microbatch(0, self._schedule.microbatches)
         key = (microbatch.signature, self._modes(), self._autocast())
         if key not in self._compiled:
@@ -220,26 +226,27 @@ class Pipeline:
         """The casts are in the graphs: autocast around a running graph would cast what the model left uncast."""
         return torch.autocast(self._engine.device.type, enabled=False)
 
-    def _compile(self, microbatch: Microbatch) -> tuple[Program, dict[int, CompiledStage]]:
+    def _compile(self, microbatch: Microbatch) -> Executable:
         if self._first is not None and self._announces:
             print(f"zbcompile: compiling again for microbatches of {microbatch.summary()}.")
         program = together(self._engine, "compiling", lambda: self._make_program(microbatch))
         options = {"loss_reduction": self.options.loss_reduction, "seed": self.options.seed}
         require_equal_programs(self._engine, {**program.manifest, **options})
-        stages = self._prepare(program)
+        executable = self._prepare(program)
         self._first = self._first or program
-        return program, stages
+        return executable
 
     def _make_program(self, microbatch: Microbatch) -> Program:
         options = self.options
         return compile_step(self._model, microbatch, options.loss, self._schedule, options.choices, self._first)
 
-    def _prepare(self, program: Program) -> dict[int, CompiledStage]:
+    def _prepare(self, program: Program) -> Executable:
         resident = self._resident(program.captured.constants)
         self._bound = {slot: tensor for slot, tensor in resident.items() if slot.kind != "constant"}
-        own = sorted(stage for rank in self._engine.local for stage in program.stages_of(rank))
+        own = sorted({stage for rank in self._engine.local for stage in program.stages_of(rank)})
         device, until = self._engine.device, program.random_until
-        return {i: prepare_stage(program.stages[i], resident, device, until) for i in own}
+        stages = {i: prepare_stage(program.stages[i], resident, device, until) for i in own}
+        return make_executable(program, stages, self._engine.local, device)
 
     def _parameters_by_name(self) -> dict[str, nn.Parameter]:
         return dict(self._model.named_parameters())

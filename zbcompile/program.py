@@ -46,17 +46,27 @@ class Program:
 
     @property
     def shared(self) -> frozenset[str]:
-        """Trained parameters that live on several stages: their gradients are summed over the stages."""
+        """Trained parameters of several stages, or of two model copies: their gradients are summed over these."""
         trained = {name for stage in self.stages for name in stage.trained}
-        return frozenset(name for name in trained if len(self.homes[name]) > 1)
+        return frozenset(name for name in trained if self.copies > 1 or len(self.homes[name]) > 1)
+
+    @property
+    def copies(self) -> int:
+        """How many copies of the model the ranks hold together: 2 under DualPipe."""
+        return len(set(map(self.schedule.copy_of, range(self.schedule.microbatches))))
 
     @property
     def random_until(self) -> int:
         """The last stage that draws random numbers; -1 if none does. Generator state travels up to it."""
         return max((stage.stage for stage in self.stages if stage.random), default=-1)
 
-    def rank_of(self, stage: int) -> int:
-        return self.schedule.placement.rank(stage)
+    def rank_of(self, stage: int, microbatch: int = 0) -> int:
+        """The rank that runs `stage` for `microbatch`: with two model copies it depends on the microbatch."""
+        return self.schedule.rank_of(stage, microbatch)
+
+    def ranks_of(self, stage: int) -> tuple[int, ...]:
+        """The ranks that hold `stage`: one, or one per model copy."""
+        return tuple(dict.fromkeys((self.rank_of(stage), self.rank_of(stage, self.schedule.microbatches - 1))))
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         return self.schedule.placement.stages_of(rank)

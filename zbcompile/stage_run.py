@@ -1,6 +1,7 @@
-"""Running one stage: its graphs over values found by slot, each freed after the last pass that reads it."""
+"""Running one stage: its graphs over the registers of each microbatch, each value freed after the last pass that reads
+it."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,141 +12,121 @@ from zbcompile.gradients import Gradients
 from zbcompile.passes.cutting import is_dense
 from zbcompile.passes.slots import Slot, TensorSpec
 from zbcompile.passes.split import Piece
-from zbcompile.passes.stage_program import StageProgram
-from zbcompile.passes.torch_private import use_boxed_calls
 from zbcompile.seeds import generator_state, set_generator_state
+from zbcompile.stage_plan import Call, CompiledStage, Tensors
 
-RESIDENT = ("parameter", "buffer", "constant")
-
-
-@dataclass(frozen=True)
-class CompiledStage:
-    """A stage ready to run. `resident` holds its parameters, buffers and constants; `kept[piece]` the slots that a
-    later
-    pass reads, so must survive `piece`. `generator_travels` says whether generator state arrives and leaves with F."""
-
-    program: StageProgram
-    resident: Mapping[Slot, torch.Tensor]
-    kept: Mapping[str, frozenset[Slot]]
-    device: torch.device
-    generator_arrives: bool
-    generator_leaves: bool
-
-    @property
-    def index(self) -> int:
-        return self.program.stage
-
-
-def prepare_stage(
-    program: StageProgram, resident: Mapping[Slot, torch.Tensor], device: torch.device, random_until: int
-) -> CompiledStage:
-    """Bind a stage program to its tensors. Its graphs become boxed calls: each frees its inputs as it uses them."""
-    for piece in program.pieces.values():
-        use_boxed_calls(piece.module)
-    needs = {name: frozenset(program.pieces[name].inputs) for name in ("B", "W", "BW")}
-    kept = {"F": needs["B"] | needs["W"] | needs["BW"], "B": needs["W"], "W": frozenset(), "BW": frozenset()}
-    index = program.stage
-    return CompiledStage(program, resident, kept, device, 0 < index <= random_until, index < random_until)  # type: ignore
+Frame = list[torch.Tensor | None]
 
 
 @dataclass
 class StageRun:
-    """The mutable part of a stage during one step: `frames[microbatch]` holds what waits for B and W."""
+    """The mutable part of a stage during one step: `frames[microbatch]` holds what waits for B and W.
+
+    Its methods are called without gradient recording (`torch.no_grad`).
+    """
 
     stage: CompiledStage
     gradients: Gradients
     inputs: list[dict[str, torch.Tensor]]
     loss_factor: torch.Tensor
     seeds: list[int]
-    frames: dict[int, dict[Slot, torch.Tensor]] = field(default_factory=dict)
+    frames: dict[int, Frame] = field(default_factory=dict)
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
 
-    def forward(self, microbatch: int, arrived: list[torch.Tensor]) -> list[torch.Tensor]:
+    def forward(self, microbatch: int, arrived: Tensors) -> Tensors:
         """F: `arrived` and the result are the boundary tensors in the order of the stage's `receives` and `sends`."""
+        call = self.stage.calls["F"]
+        return self.end_forward(microbatch, call.run(self.begin_forward(microbatch, arrived)))
+
+    def backward(self, microbatch: int, arrived: Tensors) -> Tensors:
+        """B: gradients of the stage's inputs from those of its outputs; what W needs stays behind."""
+        return self._backward("B", microbatch, arrived)
+
+    def full_backward(self, microbatch: int, arrived: Tensors) -> Tensors:
+        """BW: input gradients and weight gradients in one graph; nothing stays behind."""
+        return self._backward("BW", microbatch, arrived)
+
+    def weight(self, microbatch: int) -> None:
+        """W: the weight gradients that B left for later."""
+        call = self.stage.calls["W"]
+        self._end(call, microbatch, call.run(self._take(call, self.frames.pop(microbatch))))
+
+    def begin_forward(self, microbatch: int, arrived: Tensors) -> Tensors:
+        """The inputs of F, in the order of its graph."""
         stage = self.stage
-        frame = self.frames[microbatch] = {}
+        frame = self.frames[microbatch] = list(stage.template)
+        if stage.loss_factor is not None:
+            frame[stage.loss_factor] = self.loss_factor
+        inputs = self.inputs[microbatch]
+        for place, path in stage.inputs:
+            frame[place] = inputs[path]
         self._position_generator(microbatch, arrived)
-        frame.update(zip((Slot("activation", n) for n in stage.program.receives), arrived, strict=False))
+        for place, value in zip(stage.arrivals, arrived, strict=True):
+            frame[place] = value
         arrived.clear()
-        leaving = self._call("F", microbatch, frame)
-        sends = [leaving.pop(Slot("activation", name)) for name in stage.program.sends]
-        sends = [dense(value, spec) for value, spec in zip(sends, stage.program.sends.values(), strict=True)]
+        return self._take(stage.calls["F"], frame)
+
+    def end_forward(self, microbatch: int, results: Sequence[torch.Tensor]) -> Tensors:
+        """Store the results of F; the tensors to pass on."""
+        stage, call = self.stage, self.stage.calls["F"]
+        frame = self.frames[microbatch]
+        for at, place in call.saves:
+            frame[place] = results[at]
+        if call.loss is not None:
+            self.losses[microbatch] = results[call.loss]
+        for at, name in call.mutations:
+            stage.resident[Slot("buffer", name)].copy_(results[at])
+        sends = [dense(results[at], spec) for at, spec in call.sends]
         if stage.generator_leaves:
             sends.append(generator_state(stage.device))
-        self._finish_forward(microbatch, leaving)
         return sends
 
-    def _position_generator(self, microbatch: int, arrived: list[torch.Tensor]) -> None:
+    def begin_backward(self, name: str, microbatch: int, arrived: Tensors) -> Tensors:
+        """The inputs of B or BW, in the order of its graph."""
+        frame = self.frames[microbatch] if name == "B" else self.frames.pop(microbatch)
+        for place, value in zip(self.stage.tangents, arrived, strict=True):
+            frame[place] = value
+        arrived.clear()
+        return self._take(self.stage.calls[name], frame)
+
+    def end_backward(self, name: str, microbatch: int, results: Sequence[torch.Tensor]) -> Tensors:
+        """Store the results of B or BW; the tensors to pass on."""
+        call = self.stage.calls[name]
+        if call.saves:
+            frame = self.frames[microbatch]
+            for at, place in call.saves:
+                frame[place] = results[at]
+        self._end(call, microbatch, results)
+        return [dense(results[at], spec) for at, spec in call.sends]
+
+    def _backward(self, name: str, microbatch: int, arrived: Tensors) -> Tensors:
+        run = self.stage.calls[name].run
+        return self.end_backward(name, microbatch, run(self.begin_backward(name, microbatch, arrived)))
+
+    def _position_generator(self, microbatch: int, arrived: Tensors) -> None:
         if self.stage.generator_arrives:
             set_generator_state(self.stage.device, arrived.pop())
         elif self.stage.program.random or self.stage.generator_leaves:
             torch.manual_seed(self.seeds[microbatch])
 
-    def _finish_forward(self, microbatch: int, leaving: dict[Slot, torch.Tensor]) -> None:
-        frame = self.frames[microbatch]
-        for slot, value in leaving.items():
-            if slot.kind == "saved":
-                frame[slot] = value
-            elif slot.kind == "loss":
-                self.losses[microbatch] = value
-            elif slot.kind == "mutation":
-                self.stage.resident[Slot("buffer", slot.name)].copy_(value)
+    def _take(self, call: Call, frame: Frame) -> Tensors:
+        """The inputs of a piece. What no later pass reads leaves the frame, so that the graph frees it at its last
+        use."""
+        for place, name in call.accumulators:
+            frame[place] = self.gradients.buffer(name, self.stage.index)
+        values = [frame[place] for place in call.takes]
+        for place in call.frees:
+            frame[place] = None
+        return values  # type: ignore[return-value]
 
-    def backward(self, microbatch: int, arrived: list[torch.Tensor]) -> list[torch.Tensor]:
-        """B: gradients of the stage's inputs from those of its outputs; what W needs stays behind."""
-        return self._backward("B", microbatch, arrived)
-
-    def full_backward(self, microbatch: int, arrived: list[torch.Tensor]) -> list[torch.Tensor]:
-        """BW: input gradients and weight gradients in one graph; nothing stays behind."""
-        sends = self._backward("BW", microbatch, arrived)
-        del self.frames[microbatch]
-        return sends
-
-    def _backward(self, name: str, microbatch: int, arrived: list[torch.Tensor]) -> list[torch.Tensor]:
-        program = self.stage.program
-        frame = self.frames[microbatch]
-        frame.update(zip((Slot("tangent", n) for n in program.gradients_in), arrived, strict=True))
-        arrived.clear()
-        if Slot("tangent", "loss") in program.pieces[name].inputs or Slot("tangent", "loss") in self.stage.kept[name]:
-            frame[Slot("tangent", "loss")] = self.loss_factor
-        leaving = self._call(name, microbatch, frame)
-        frame.update({slot: value for slot, value in leaving.items() if slot.kind == "saved"})
-        self._accumulate(microbatch, leaving)
-        sends = [leaving[Slot("input_gradient", n)] for n in program.gradients_out]
-        return [dense(value, spec) for value, spec in zip(sends, program.gradients_out.values(), strict=True)]
-
-    def weight(self, microbatch: int) -> None:
-        """W: the weight gradients that B left for later."""
-        leaving = self._call("W", microbatch, self.frames.pop(microbatch))
-        self._accumulate(microbatch, leaving)
-
-    def _accumulate(self, microbatch: int, leaving: dict[Slot, torch.Tensor]) -> None:
-        for slot in [slot for slot in leaving if slot.kind == "gradient"]:
-            self.gradients.add(slot.name, self.stage.index, microbatch, leaving.pop(slot))
-
-    def _call(self, name: str, microbatch: int, frame: dict[Slot, torch.Tensor]) -> dict[Slot, torch.Tensor]:
-        """Run one piece. Values that no later pass reads leave the frame and are freed inside the call."""
-        piece = self.stage.program.pieces[name]
-        kept = self.stage.kept[name]
-        values = [self._value(slot, microbatch, frame, slot in kept) for slot in piece.inputs]
-        for slot in [slot for slot in frame if slot not in kept]:
-            del frame[slot]
-        with torch.no_grad():
-            results = piece.module(values)
-        return dict(zip(piece.outputs, results, strict=True))
-
-    def _value(self, slot: Slot, microbatch: int, frame: dict[Slot, torch.Tensor], keep: bool) -> torch.Tensor:
-        if slot.kind in RESIDENT:
-            return self.stage.resident[slot]
-        if slot.kind == "input":
-            return self.inputs[microbatch][slot.name]
-        if slot.kind == "accumulator":
-            return self.gradients.buffer(slot.name, self.stage.index)
-        return frame[slot] if keep else frame.pop(slot)
+    def _end(self, call: Call, microbatch: int, results: Sequence[torch.Tensor]) -> None:
+        for at, name in call.gradients:
+            self.gradients.add(name, self.stage.index, microbatch, results[at])
 
     def live_bytes(self) -> int:
         """Bytes of the distinct storages that the frames hold, without parameters, inputs and the loss factor."""
-        return _storage_bytes((v for f in self.frames.values() for v in f.values()), self._not_counted())
+        held = (frame[place] for frame in self.frames.values() for place in self.stage.passing)
+        return _storage_bytes((value for value in held if value is not None), self._not_counted())
 
     def _not_counted(self) -> set[int]:
         whole = [*self.stage.resident.values(), self.loss_factor, *(t for mb in self.inputs for t in mb.values())]

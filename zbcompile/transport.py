@@ -2,36 +2,31 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from zbcompile.errors import PipelineError
-from zbcompile.passes.slots import TensorSpec
+from zbcompile.rank_plan import Buffer, Message
 
-
-class Message(NamedTuple):
-    """What travels: the `F` or `B` values that arrive at `stage` for `microbatch`."""
-
-    kind: str
-    stage: int
-    microbatch: int
+Tensors = list[torch.Tensor]
 
 
 class Transport(Protocol):
     """Moves messages between stages.
 
-    `deliver` is for a stage on the same rank; `post` announces a receive; `ready` says whether `wait` may be called,
-    which returns once the message is there.
+    `deliver` is for a stage on the same rank; `post` announces a receive into buffers; `ready` says whether `wait` may
+    be called, which returns once the message is there; `complete` lets go of sends that are known to have arrived.
     """
 
-    def deliver(self, message: Message, tensors: list[torch.Tensor]) -> None: ...
-    def send(self, message: Message, tensors: list[torch.Tensor], peer: int) -> None: ...
-    def post(self, message: Message, specs: Sequence[TensorSpec], peer: int) -> None: ...
+    def deliver(self, message: Message, tensors: Tensors) -> None: ...
+    def send(self, message: Message, tensors: Tensors, peer: int) -> None: ...
+    def post(self, message: Message, buffers: Sequence[Buffer], peer: int) -> None: ...
     def ready(self, message: Message) -> bool: ...
     def wait(self, message: Message) -> None: ...
-    def take(self, message: Message) -> list[torch.Tensor]: ...
+    def take(self, message: Message) -> Tensors: ...
+    def complete(self, messages: Sequence[Message]) -> None: ...
     def finish(self) -> None: ...
 
 
@@ -39,15 +34,15 @@ class Transport(Protocol):
 class Mailboxes:
     """All ranks in one process: a message is there as soon as it is sent."""
 
-    boxes: dict[Message, list[torch.Tensor]] = field(default_factory=dict)
+    boxes: dict[Message, Tensors] = field(default_factory=dict)
 
-    def deliver(self, message: Message, tensors: list[torch.Tensor]) -> None:
+    def deliver(self, message: Message, tensors: Tensors) -> None:
         self.boxes[message] = tensors
 
-    def send(self, message: Message, tensors: list[torch.Tensor], peer: int) -> None:
+    def send(self, message: Message, tensors: Tensors, peer: int) -> None:
         self.boxes[message] = tensors
 
-    def post(self, message: Message, specs: Sequence[TensorSpec], peer: int) -> None:
+    def post(self, message: Message, buffers: Sequence[Buffer], peer: int) -> None:
         pass
 
     def ready(self, message: Message) -> bool:
@@ -56,15 +51,18 @@ class Mailboxes:
     def wait(self, message: Message) -> None:
         pass
 
-    def take(self, message: Message) -> list[torch.Tensor]:
+    def take(self, message: Message) -> Tensors:
         return self.boxes.pop(message)
+
+    def complete(self, messages: Sequence[Message]) -> None:
+        pass
 
     def finish(self) -> None:
         if self.boxes:
             raise PipelineError(f"the step ended with messages that no stage took: {sorted(self.boxes)}")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Channels:
     """The process groups that carry messages: one per direction, so that what a pair of ranks says to each other in the
     two directions never shares a NCCL communicator, whose operations run strictly one after the other."""
@@ -83,68 +81,80 @@ class Channels:
         return number * 64 + index
 
 
-class Receive(NamedTuple):
-    """A posted receive: the buffers it fills and what to wait for."""
+@dataclass
+class ReceiveBuffers:
+    """The memory that messages arrive in, made at first use and kept over steps. `rank_plan` says who has it when.
 
-    buffers: list[torch.Tensor]
-    works: list[dist.Work]
+    On CUDA no event is needed between the last reader and the next message: a backend orders its transfer behind
+    whatever the compute stream was given before the receive was posted, and every reader was.
+    """
+
+    device: torch.device
+    made: dict[Buffer, torch.Tensor] = field(default_factory=dict)
+
+    def get(self, buffer: Buffer) -> torch.Tensor:
+        found = self.made.get(buffer)
+        if found is None:
+            spec = buffer.spec
+            dtype = getattr(torch, spec.dtype)
+            found = torch.empty_strided(spec.shape, spec.stride, dtype=dtype, device=self.device)
+            if buffer.number >= 0:
+                self.made[buffer] = found
+        return found
 
 
 @dataclass
 class PointToPoint:
-    """Messages between processes. Sends are kept alive until they are complete."""
+    """Messages between processes.
+
+    Nothing here blocks the host on CUDA: `wait` on a NCCL work makes the compute stream wait, and both ends of a
+    message start when the compute stream reaches where they were posted. A sent tensor is held until its work has
+    been waited for, so the caching allocator cannot hand out its memory while it is being read.
+    """
 
     channels: Channels
-    device: torch.device
-    boxes: dict[Message, list[torch.Tensor]] = field(default_factory=dict)
-    receives: dict[Message, Receive] = field(default_factory=dict)
-    sends: list[tuple[torch.Tensor, dist.Work]] = field(default_factory=list)
+    buffers: ReceiveBuffers
+    boxes: dict[Message, Tensors] = field(default_factory=dict)
+    receives: dict[Message, list[dist.Work]] = field(default_factory=dict)
+    sends: dict[Message, list[tuple[torch.Tensor, dist.Work]]] = field(default_factory=dict)
 
-    def deliver(self, message: Message, tensors: list[torch.Tensor]) -> None:
+    def deliver(self, message: Message, tensors: Tensors) -> None:
         self.boxes[message] = tensors
 
-    def send(self, message: Message, tensors: list[torch.Tensor], peer: int) -> None:
+    def send(self, message: Message, tensors: Tensors, peer: int) -> None:
         group = self.channels.group(self.channels.rank, peer)
-        self.sends = [(tensor, work) for tensor, work in self.sends if not work.is_completed()]
+        works = self.sends[message] = []
         for index, tensor in enumerate(tensors):
             flat = as_contiguous(tensor)
-            work = dist.isend(flat, group=group, group_dst=peer, tag=self.channels.tag(message, index))
-            if work is not None:
-                self.sends.append((flat, work))
+            works.append((flat, group.send([flat], peer, self.channels.tag(message, index))))
 
-    def post(self, message: Message, specs: Sequence[TensorSpec], peer: int) -> None:
+    def post(self, message: Message, buffers: Sequence[Buffer], peer: int) -> None:
         group = self.channels.group(peer, self.channels.rank)
-        buffers = [self._allocate(spec) for spec in specs]
-        works = []
-        for index, buffer in enumerate(buffers):
-            flat = as_contiguous(buffer)
-            work = dist.irecv(flat, group=group, group_src=peer, tag=self.channels.tag(message, index))
-            if work is not None:
-                works.append(work)
-        self.receives[message] = Receive(buffers, works)
-
-    def _allocate(self, spec: TensorSpec) -> torch.Tensor:
-        return torch.empty_strided(spec.shape, spec.stride, dtype=getattr(torch, spec.dtype), device=self.device)
+        tensors = self.boxes[message] = [self.buffers.get(buffer) for buffer in buffers]
+        self.receives[message] = [
+            group.recv([as_contiguous(tensor)], peer, self.channels.tag(message, index))
+            for index, tensor in enumerate(tensors)
+        ]
 
     def ready(self, message: Message) -> bool:
         return True
 
     def wait(self, message: Message) -> None:
-        if message in self.receives:
-            for work in self.receives[message].works:
+        for work in self.receives.pop(message, ()):
+            work.wait()
+
+    def take(self, message: Message) -> Tensors:
+        return self.boxes.pop(message)
+
+    def complete(self, messages: Sequence[Message]) -> None:
+        for message in messages:
+            for _, work in self.sends.pop(message):
                 work.wait()
 
-    def take(self, message: Message) -> list[torch.Tensor]:
-        if message in self.boxes:
-            return self.boxes.pop(message)
-        return self.receives.pop(message).buffers
-
     def finish(self) -> None:
-        for _, work in self.sends:
-            work.wait()
-        self.sends.clear()
-        if self.boxes or self.receives:
-            raise PipelineError(f"the step ended with messages not taken: {sorted([*self.boxes, *self.receives])}")
+        self.complete(list(self.sends))
+        if self.boxes:
+            raise PipelineError(f"the step ended with messages not taken: {sorted(self.boxes)}")
 
 
 def as_contiguous(tensor: torch.Tensor) -> torch.Tensor:
