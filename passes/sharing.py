@@ -1,4 +1,4 @@
-"""Parameters and buffers that several stages use: what cannot be kept as eager keeps it is refused."""
+"""Parameters and buffers that several stages or model copies use: what cannot be kept as eager keeps it is refused."""
 
 from torch.fx import Node
 
@@ -35,6 +35,18 @@ def refuse_shared_mutation(stages: tuple[Stage, ...]) -> None:
                     f"buffer {changed} is changed on stage {stage.index} and read on stage {readers[0]}, which would "
                     "see stale values. Use fewer stages, so that both happen on one, or give the readers their own."
                 )
+
+
+def refuse_mutation_of_copies(stages: tuple[Stage, ...]) -> None:
+    """Raise CompileError for a changed buffer under a schedule of two model copies: each copy would see half of it."""
+    changed = [(slot.name, s.index) for s in stages for slot in s.outputs if slot.kind == "mutation"]
+    if changed:
+        name, stage = changed[0]
+        raise CompileError(
+            f"buffer {name} is changed by the forward of stage {stage}. This schedule keeps two copies of the model, "
+            "each of which would change its own from half of the microbatches. Use dualpipe-v, which has the same "
+            "overlap with one copy."
+        )
 
 
 def _uses(node: Node) -> int:

@@ -46,6 +46,15 @@ def use_boxed_calls(module: torch.fx.GraphModule) -> None:
     module.recompile()
 
 
+def boxed(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """A copy of `module` with boxed calls (see `use_boxed_calls`); the module itself is shared, printed and hashed."""
+    graph = torch.fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    copy = torch.fx.GraphModule(module, graph, class_name=type(module).__name__)
+    use_boxed_calls(copy)
+    return copy
+
+
 def is_compiled(module: torch.nn.Module) -> bool:
     """Whether `torch.compile(module)` or `module.compile()` made this module (2.11-2.13: no public predicate)."""
     wrapped = isinstance(module, torch._dynamo.eval_frame.OptimizedModule)

@@ -17,7 +17,7 @@ from zbcompile.passes.joint import trace_joint
 from zbcompile.passes.liveness import Line, draw_line
 from zbcompile.passes.partition import Cuts, choose_cuts
 from zbcompile.passes.recompute import recompute
-from zbcompile.passes.sharing import refuse_inexact_sharing, refuse_shared_mutation
+from zbcompile.passes.sharing import refuse_inexact_sharing, refuse_mutation_of_copies, refuse_shared_mutation
 from zbcompile.passes.split import split
 from zbcompile.passes.stage_program import StageProgram, finish_stage, tensor_spec
 from zbcompile.program import Program
@@ -62,6 +62,8 @@ def _compile_captured(
     cuts, assigned = _assign(canonical, line, schedule.placement, like)
     stages = cut(canonical, line, assigned, schedule.stages)
     refuse_shared_mutation(stages)
+    if schedule.placement.kind == "dual":
+        refuse_mutation_of_copies(stages)
     if choices.exact:
         refuse_inexact_sharing(stages, captured.trainable)
     make = functools.partial(compile_stage, captured.trainable, choices)

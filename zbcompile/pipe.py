@@ -108,6 +108,8 @@ class Pipeline:
         except BaseException:
             for parameter in self._model.parameters():
                 parameter.grad = None
+            for executable in self._compiled.values():
+                executable.buffers.made.clear()  # a message may still arrive in them
             raise
 
     def eval(self, *args: Any, **kwargs: Any) -> Any:

@@ -15,7 +15,7 @@ from zbcompile.passes.costs import storage_key_of
 from zbcompile.passes.slots import Slot, TensorSpec
 from zbcompile.passes.split import Piece
 from zbcompile.passes.stage_program import StageProgram
-from zbcompile.passes.torch_private import use_boxed_calls
+from zbcompile.passes.torch_private import boxed
 
 RESIDENT = ("parameter", "buffer", "constant")
 LOSS_FACTOR = Slot("tangent", "loss")
@@ -74,8 +74,6 @@ def prepare_stage(
     program: StageProgram, resident: Mapping[Slot, torch.Tensor], device: torch.device, random_until: int
 ) -> CompiledStage:
     """Bind a stage program to its tensors. Its graphs become boxed calls: each frees its inputs as it uses them."""
-    for piece in program.pieces.values():
-        use_boxed_calls(piece.module)
     registers = _registers(program)
     index = program.stage
     return CompiledStage(
@@ -113,7 +111,7 @@ def _call(program: StageProgram, name: str, registers: Mapping[Slot, int]) -> Ca
     sent = {"F": ("activation", program.sends), "B": ("input_gradient", program.gradients_out)}
     kind, specs = sent.get("B" if name == "BW" else name, ("", {}))
     return Call(
-        run=piece.module.forward,
+        run=boxed(piece.module).forward,
         takes=tuple(registers[slot] for slot in piece.inputs),
         frees=tuple(place for slot, place in registers.items() if _passes(slot) and slot not in kept),
         accumulators=tuple((registers[slot], slot.name) for slot in piece.inputs if slot.kind == "accumulator"),

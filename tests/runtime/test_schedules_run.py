@@ -1,4 +1,12 @@
-"""Every schedule executes, with eager's bits in the order in which it declares to accumulate weight gradients."""
+"""Every schedule executes, with eager's bits in the order in which it declares to accumulate weight gradients.
+
+Pairwise: every schedule with every number of ranks that it admits among 1, 2 and 4, in one process and in several, and
+with both models: a GPT with tied embeddings, and a net with skip connections.
+"""
+
+import random
+import time
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -15,42 +23,102 @@ from tests.runtime.training import (
     join,
     pipeline_of,
     pipelined,
+    quickly,
     reference,
 )
-from zbcompile.schedules import build, names, smallest_microbatches
+from zbcompile.engine import Distributed
+from zbcompile.rank_plan import Message
+from zbcompile.schedules import ScheduleError, build, names, smallest_microbatches
+from zbcompile.transport import PointToPoint, Tensors
 
-RANKS = 2
-NAMES = [name for name in names() if name != "dualpipe"]  # two model copies: refused, see test_bad_input.py
-LAZY = [name for name in NAMES if name == "zb-h1-lazy"]
-
-
-def cases(problem: str) -> list[Case]:
-    return [Case(problem, name, RANKS, smallest_microbatches(name, RANKS, at_least=6), steps=1) for name in NAMES]
+LAZY = "zb-h1-lazy"
+MODELS = ("small-tied", "skips")
 
 
-@pytest.mark.parametrize("case", cases("small-dropout"), ids=lambda case: case.schedule)
-def test_dropout_is_that_of_a_seeded_eager_run(case: Case) -> None:
-    """Bitwise: the generator's state travels with the activations, whatever the order of the actions."""
-    ours = pipelined(case)
-    assert_same_tensors(ours.losses, reference(case).losses, "loss of step")
-    if case.schedule in LAZY:
+def admitted(name: str, ranks: int) -> bool:
+    """Whether the schedule exists for so many ranks, with stages enough for both models."""
+    try:
+        schedule = build(name, ranks, smallest_microbatches(name, ranks, at_least=2 * ranks))
+    except ScheduleError:
+        return False
+    return schedule.stages <= 8
+
+
+def case_of(name: str, ranks: int, model: int) -> Case:
+    count = smallest_microbatches(name, ranks, at_least=2 * ranks)
+    problem = MODELS[model % 2]
+    stages = build(name, ranks, count).stages
+    return Case("gpt-tied" if problem == "small-tied" and stages > 4 else problem, name, ranks, count, steps=1)
+
+
+IN_PROCESS = [
+    case_of(name, ranks, i + j)
+    for i, name in enumerate(names())
+    for j, ranks in enumerate((1, 2, 4))
+    if admitted(name, ranks)
+]
+IN_PROCESSES = [
+    case_of(name, ranks, i + j + 1)
+    for i, name in enumerate(names())
+    for j, ranks in enumerate((2, 4))
+    if admitted(name, ranks)
+]
+DELAYED = [
+    case for case in IN_PROCESSES if case.schedule in ("1f1b", "zb-v", "dualpipe-v", "dualpipe", "interleaved-zb")
+]
+
+
+def assert_declared(ours: Trained, case: Case) -> None:
+    """Eager's bits; for the lazy schedule in its own order of weight gradients."""
+    if case.schedule == LAZY and case.ranks > 1:
+        assert_same_tensors(ours.losses, reference(case).losses, "loss of step")
         assert_same_tensors(ours.gradients[0], folded(case).gradients[0], "gradient of")
     else:
         assert_bitwise(ours, reference(case))
 
 
+@pytest.mark.parametrize("case", IN_PROCESS, ids=str)
+def test_in_one_process(case: Case) -> None:
+    assert_declared(quickly(case), case)
+
+
+@pytest.mark.parametrize("case", IN_PROCESSES, ids=str)
+def test_in_processes(case: Case, pool: Pool) -> None:
+    """The order that runs in one process runs over messages, with the same bits."""
+    assert_declared(join(pool.run(quickly, case, ranks=case.ranks)), case)
+
+
+@pytest.mark.parametrize(
+    "case", [Case("mlp", "dualpipe", 6, 12), Case("mlp", "1f1b", 8, 8), Case("mlp", "zb-h1", 7, 7)]
+)
+def test_more_ranks_in_one_process(case: Case) -> None:
+    assert_bitwise(pipelined(case), reference(case))
+
+
+@pytest.mark.parametrize("name", ["zb-v", "dualpipe"])
+def test_dropout_is_that_of_a_seeded_eager_run(name: str, pool: Pool) -> None:
+    """Bitwise: the generator's state travels with the activations, whatever the order of the actions."""
+    case = Case("small-dropout", name, 2, 4, steps=2)
+    assert_bitwise(pipelined(case), reference(case))
+    assert_bitwise(join(pool.run(pipelined, case, ranks=case.ranks)), reference(case))
+
+
 def folded(case: Case) -> Trained:
-    """Eager's per-microbatch gradients added in the schedule's own order of each stage."""
-    program = pipeline_with_program(case)
+    """Eager's per-microbatch gradients added in the schedule's own order of each stage, tied ones in their own."""
+    program = program_of(case)
     problem = PROBLEMS[case.problem]
     model, batch = problem.model(), problem.batches(1, case.microbatches * ROWS)[0]
-    stages = {name: program.homes[name][0] for name, _ in model.named_parameters()}
-    orders = {name: program.schedule.weight_order(stage) for name, stage in stages.items()}
+    orders = {
+        name: range(case.microbatches)
+        if name in program.shared
+        else program.schedule.weight_order(program.homes[name][0])
+        for name, _ in model.named_parameters()
+    }
     loss = eager_step_in_order(model, problem.loss, batch, 0, orders)
     return Trained([loss], [gradients_of(model)], {})
 
 
-def pipeline_with_program(case: Case):
+def program_of(case: Case):
     pipe = pipeline_of(case)
     batch = PROBLEMS[case.problem].batches(1, case.microbatches * ROWS)[0]
     return pipe.compile(*batch.args, target=batch.target).program
@@ -58,31 +126,47 @@ def pipeline_with_program(case: Case):
 
 def test_only_the_lazy_schedule_declares_another_order() -> None:
     """The others accumulate in microbatch order on every stage, so they equal eager accumulation itself."""
-    for case in cases("mlp"):
-        schedule = build(case.schedule, case.ranks, case.microbatches)
+    for name in names():
+        schedule = build(name, 2, smallest_microbatches(name, 2, at_least=6))
         orders = {schedule.weight_order(stage) for stage in range(schedule.stages)}
-        assert (orders == {tuple(range(case.microbatches))}) == (case.schedule not in LAZY), case.schedule
+        assert (orders == {tuple(range(schedule.microbatches))}) == (name != LAZY), name
 
 
-@pytest.mark.parametrize("case", cases("mlp"), ids=lambda case: case.schedule)
-def test_in_processes(case: Case, pool: Pool) -> None:
-    """The order that runs in one process runs over messages, with the same bits."""
-    ours = join(pool.run(pipelined, case, ranks=case.ranks))
-    if case.schedule in LAZY:
-        assert_same_tensors(ours.gradients[0], folded(case).gradients[0], "gradient of")
-    else:
-        assert_bitwise(ours, reference(case))
+@dataclass
+class Late(PointToPoint):
+    """Real messages, each sent a little late; `chance` is drawn anew on every rank, so some ranks are slow."""
+
+    def send(self, message: Message, tensors: Tensors, peer: int) -> None:
+        time.sleep(random.random() ** 4 * 0.01)
+        super().send(message, tensors, peer)
+
+    def wait(self, message: Message) -> None:
+        time.sleep(random.random() ** 4 * 0.01 * (1 + self.channels.rank % 2))
+        super().wait(message)
+
+
+def delayed(case: Case, repeats: int) -> list[Trained]:
+    original = Distributed._transport
+    Distributed._transport = lambda self, executable: Late(**vars(original(self, executable)))  # type: ignore[method-assign]
+    try:
+        return [quickly(case) for _ in range(repeats)]
+    finally:
+        Distributed._transport = original  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("case", DELAYED, ids=str)
+def test_late_messages_and_slow_ranks_change_no_bit(case: Case, pool: Pool) -> None:
+    shares = pool.run(delayed, case, 2, ranks=case.ranks)
+    for repeat in range(2):
+        assert_declared(join([share[repeat] for share in shares]), case)
 
 
 @pytest.mark.parametrize(
-    "case", [Case("gpt-dropout", "zb-v", 2, 4, exact=False), Case("gpt-dropout", "1f1b", 4, 4)], ids=str
+    "case", [Case("gpt-dropout", "zb-v", 2, 4, exact=False), Case("mlp", "dualpipe", 4, 8, exact=False)], ids=str
 )
-def test_dropout_over_messages(case: Case, pool: Pool) -> None:
-    """The generator's state crosses processes; the caller's own generator is left as it was."""
-    alone = pipelined(case)
-    assert_bitwise(join(pool.run(pipelined, case, ranks=case.ranks)), alone)
-    if case.exact:
-        assert_bitwise(alone, reference(case))
+def test_default_accumulation_is_the_same_over_messages(case: Case, pool: Pool) -> None:
+    """The same bits in one process and in several; the caller's own generator is left as it was."""
+    assert_bitwise(join(pool.run(pipelined, case, ranks=case.ranks)), pipelined(case))
 
 
 def generator_before_and_after(case: Case) -> bool:
