@@ -1,0 +1,220 @@
+"""Balance: exact minimisation of the heaviest stage, or in a V of the heaviest rank, over a row of loads.
+
+Knows numbers only. The row is what the stages share out; it can be divided at `edges` (how many items lie before each),
+of which the first is the beginning and the last the end. `cuts` are the inner edges that were chosen, ascending.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+CHUNK_SHARE = 0.625  # in a V, the most of its rank's time that one chunk may take: uneven chunks stretch the warm-up
+COARSE = 1e-3  # bisection ends here; what is still better is then found step by step
+SAME = 1e-9  # relative: less is rounding
+
+Fits = Callable[[int, int, int], bool]
+
+
+@dataclass(frozen=True)
+class Row:
+    """`totals[k]` is the load of the first k items. `ranks_of[stage]` says which stages share a rank.
+
+    `may_hold(rank, spans)` says whether a rank has the memory for its stages, given as `(stage, begin, end)` in items;
+    what fits must fit still when a span shrinks.
+    """
+
+    totals: Sequence[float]
+    ranks_of: Sequence[int]
+    may_hold: Callable[[int, Sequence[tuple[int, int, int]]], bool] | None = None
+
+    @property
+    def stages(self) -> int:
+        return len(self.ranks_of)
+
+    @property
+    def folded(self) -> bool:
+        """A V: rank r holds stages r and 2p-1-r."""
+        ranks = list(self.ranks_of)
+        return len(ranks) == 2 * (max(ranks) + 1) > 2 and ranks == ranks[::-1]
+
+    def stage_loads(self, cuts: Sequence[int]) -> tuple[float, ...]:
+        return tuple(self.totals[b] - self.totals[a] for a, b in pairwise([0, *cuts, len(self.totals) - 1]))
+
+    def rank_loads(self, cuts: Sequence[int]) -> tuple[float, ...]:
+        loads = [0.0] * (max(self.ranks_of) + 1)
+        for rank, load in zip(self.ranks_of, self.stage_loads(cuts), strict=True):
+            loads[rank] += load
+        return tuple(loads)
+
+    def heaviest(self, cuts: Sequence[int], piece: float) -> float:
+        """What is minimised. In a V a chunk above CHUNK_SHARE of its rank counts as if its rank were full of such
+        chunks, unless no edge divides it (it is no heavier than `piece`, the heaviest load between two edges)."""
+        chunk = max(self.stage_loads(cuts))
+        if not self.folded:
+            return chunk
+        return max(*self.rank_loads(cuts), chunk / CHUNK_SHARE if chunk > piece * (1 + SAME) else 0)
+
+
+def best_cuts(row: Row, edges: Sequence[int]) -> tuple[float, list[int]] | None:
+    """The least that `row.heaviest` can be over all cuts at inner `edges`, with cuts that reach it; None if the memory
+    (or the number of edges) admits none."""
+    piece = _heaviest_piece(row, edges)
+    cuts = cuts_within(row, edges, float("inf"))
+    if cuts is None:
+        return None
+    high = row.heaviest(cuts, piece)
+    low = row.totals[-1] / row.stages
+    while high - low > COARSE * high:
+        middle = (low + high) / 2
+        found = cuts_within(row, edges, middle)
+        low, high, cuts = (middle, high, cuts) if found is None else (low, row.heaviest(found, piece), found)
+    while high > 0 and (better := cuts_within(row, edges, high * (1 - 4 * SAME))) is not None:
+        high, cuts = row.heaviest(better, piece), better
+    return high, cuts
+
+
+def cuts_within(row: Row, edges: Sequence[int], limit: float) -> list[int] | None:
+    """Cuts at inner `edges` by which nothing is heavier than `limit`, or None if there are none."""
+    if len(edges) <= row.stages:
+        return None
+    return (_Vee if row.folded else _Straight)(row, edges, limit).cuts()
+
+
+def _heaviest_piece(row: Row, edges: Sequence[int]) -> float:
+    return max(row.totals[b] - row.totals[a] for a, b in pairwise(edges))
+
+
+class _Straight:
+    """One stage after the other, each as long as fits: then whatever follows has the least left to do."""
+
+    def __init__(self, row: Row, edges: Sequence[int], limit: float) -> None:
+        self.row, self.edges, self.limit = row, edges, limit * (1 + SAME)
+        self.at = [row.totals[edge] for edge in edges]
+        self.last = len(edges) - 1
+
+    def cuts(self) -> list[int] | None:
+        """Each cut is the one nearest to an equal share between the earliest and the latest that are possible."""
+        earliest = self._earliest()
+        if earliest is None:
+            return None
+        chosen = [0]
+        for stage, low in enumerate(earliest):
+            high = self._farthest(stage, chosen[-1])
+            share = self.at[-1] * (stage + 1) / self.row.stages
+            chosen.append(min(range(max(low, chosen[-1] + 1), high + 1), key=lambda i: abs(self.at[i] - share)))
+        return [self.edges[i] for i in chosen[1:]]
+
+    def _farthest(self, stage: int, begin: int) -> int:
+        """The last edge at which `stage` may end, leaving an edge to each later stage; `begin` if there is none."""
+        ends = range(begin + 1, self.last - (self.row.stages - stage - 1) + 1)
+        return begin + bisect_left(ends, True, key=lambda end: not self._fits(stage, begin, end))
+
+    def _earliest(self) -> list[int] | None:
+        """For each cut the first edge from which the stages behind it can be done; None if they cannot."""
+        found = [self.last]
+        for stage in range(self.row.stages - 1, 0, -1):
+            begins = range(stage, found[-1])
+            begin = begins.start + bisect_left(begins, True, key=lambda b, s=stage: self._fits(s, b, found[-1]))  # type: ignore[misc]
+            if begin == found[-1]:
+                return None
+            found.append(begin)
+        return found[:0:-1] if self._fits(0, 0, found[-1]) else None
+
+    def _fits(self, stage: int, begin: int, end: int) -> bool:
+        if self.at[end] - self.at[begin] > self.limit:
+            return False
+        hold = self.row.may_hold
+        return hold is None or hold(self.row.ranks_of[stage], [(stage, self.edges[begin], self.edges[end])])
+
+
+class _Outer(NamedTuple):
+    """The outer ranks of a V cover the row up to edge `a` and from edge `b` on, cut at the pairs in `path`."""
+
+    a: int
+    b: int
+    path: tuple[tuple[int, int], ...] = ()
+
+
+class _Vee:
+    """Rank by rank from the outside in, each with a chunk at both ends of what is left.
+
+    Of two ways to begin, the one that leaves less is kept. It is at least as good, unless what lies next to it cannot
+    be divided: such edges, and all where edges are few, are kept beside it.
+    """
+
+    def __init__(self, row: Row, edges: Sequence[int], limit: float) -> None:
+        self.row, self.edges, self.limit = row, edges, limit * (1 + SAME)
+        self.at = [row.totals[edge] for edge in edges]
+        self.chunk = max(limit * CHUNK_SHARE, _heaviest_piece(row, edges)) * (1 + SAME)
+        self.few = len(edges) <= 4 * row.stages
+        self.ranks = row.stages // 2
+
+    def cuts(self) -> list[int] | None:
+        states = [_Outer(0, len(self.at) - 1)]
+        for rank in range(self.ranks - 1):
+            states = self._next_rank(states, rank)
+        for state in states:
+            middle = self._middle(state)
+            if middle is not None:
+                chosen = [a for a, _ in state.path] + [middle] + [b for _, b in reversed(state.path)]
+                return [self.edges[i] for i in chosen]
+        return None
+
+    def _next_rank(self, states: list[_Outer], rank: int) -> list[_Outer]:
+        """All ways to give `rank` its two chunks that are worth keeping."""
+        found: dict[tuple[int, int], _Outer] = {}
+        inner = self.ranks - 1 - rank
+        for a, b, path in states:
+            for a2 in range(a + 1, b - 2 * inner):
+                left = self.at[a2] - self.at[a]
+                if left > min(self.limit, self.chunk):
+                    break
+                for b2 in self._ends(rank, (a, a2), b, a2 + 2 * inner):
+                    found.setdefault((a2, b2), _Outer(a2, b2, (*path, (a2, b2))))
+        return self._worth_keeping(found)
+
+    def _ends(self, rank: int, left: tuple[int, int], b: int, first: int) -> range:
+        """Where the right chunk of `rank`, which ends at `b`, may begin: the first such edge, and more if need be."""
+        load = self.at[left[1]] - self.at[left[0]]
+        room = min(self.limit - load, self.chunk)
+        begin = max(first, bisect_left(self.at, self.at[b] - room, hi=b))
+        if self.row.may_hold is not None:
+            begin = bisect_left(range(b), True, lo=begin, key=lambda b2: self._may_hold(rank, left, (b2, b)))
+        end = begin + 1
+        while end < b and (self.few or self._sticks(end - 1)):
+            end += 1
+        return range(begin, min(end, b))
+
+    def _may_hold(self, rank: int, left: tuple[int, int], right: tuple[int, int]) -> bool:
+        assert self.row.may_hold is not None
+        chunks = zip((rank, self.row.stages - 1 - rank), (left, right), strict=True)
+        return self.row.may_hold(rank, [(stage, self.edges[a], self.edges[b]) for stage, (a, b) in chunks])
+
+    def _sticks(self, edge: int) -> bool:
+        """Whether what lies before `edge` may be too heavy for a rank that has taken a chunk already."""
+        return edge > 0 and self.at[edge] - self.at[edge - 1] > self.limit - self.chunk
+
+    def _worth_keeping(self, found: dict[tuple[int, int], _Outer]) -> list[_Outer]:
+        if self.few:
+            return list(found.values())
+        kept, least = [], len(self.at)
+        for a, b in sorted(found, key=lambda ab: (-ab[0], ab[1])):
+            if b < least or self._sticks(least):
+                kept.append(found[a, b])
+                least = min(least, b)
+        return kept
+
+    def _middle(self, state: _Outer) -> int | None:
+        """The most even cut between the chunks of the innermost rank."""
+        a, b = state.a, state.b
+        if self.at[b] - self.at[a] > self.limit:
+            return None
+        half = (self.at[a] + self.at[b]) / 2
+        for middle in sorted(range(a + 1, b), key=lambda j: abs(self.at[j] - half)):
+            if max(self.at[middle] - self.at[a], self.at[b] - self.at[middle]) > self.chunk:
+                return None
+            if self.row.may_hold is None or self._may_hold(self.ranks - 1, (a, middle), (middle, b)):
+                return middle
+        return None

@@ -1,0 +1,50 @@
+"""The solvers against brute force over all cuts."""
+
+from collections.abc import Sequence
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zbcompile.passes.balance import CHUNK_SHARE, Row, best_cuts, cuts_within
+from zbcompile.schedules.placement import Placement
+
+LOADS = st.lists(st.one_of(st.integers(0, 9), st.integers(0, 60)), min_size=1, max_size=13)
+PLACEMENTS = [Placement("linear", 3), Placement("looped", 2, 2), Placement("v", 2, 2), Placement("v", 3, 2)]
+
+
+def row_of(loads: Sequence[float], placement: Placement) -> Row:
+    totals = [0.0]
+    for load in loads:
+        totals.append(totals[-1] + load)
+    return Row(totals, [placement.rank(stage) for stage in range(placement.stages)])
+
+
+def heaviest(loads: Sequence[float], cuts: Sequence[int], placement: Placement, edges: Sequence[int]) -> float:
+    """The objective, written down once more: the heaviest stage, or rank of a V with its rule for chunks."""
+    stages = [sum(loads[a:b]) for a, b in pairwise([0, *cuts, len(loads)])]
+    if placement.kind != "v":
+        return max(stages)
+    piece = max(sum(loads[a:b]) for a, b in pairwise(edges))
+    chunk = max(stages)
+    ranks = [sum(stages[s] for s in placement.stages_of(r)) for r in range(placement.ranks)]
+    return max(*ranks, chunk / CHUNK_SHARE if chunk > piece else 0)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+@given(loads=LOADS, data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_no_cuts_are_better(placement: Placement, loads: list[int], data: st.DataObject) -> None:
+    inner = [i for i in range(1, len(loads)) if data.draw(st.integers(0, 9)) > 1]
+    edges = [0, *inner, len(loads)]
+    all_cuts = list(combinations(inner, placement.stages - 1))
+    found = best_cuts(row_of(loads, placement), edges)
+    if not all_cuts:
+        assert found is None
+        return
+    best = min(heaviest(loads, cuts, placement, edges) for cuts in all_cuts)
+    assert found is not None
+    assert found[0] == pytest.approx(best, rel=1e-8, abs=1e-12)
+    assert heaviest(loads, found[1], placement, edges) == pytest.approx(best, rel=1e-8, abs=1e-12)
+    assert set(found[1]) <= set(inner)
