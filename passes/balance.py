@@ -14,12 +14,13 @@ CHUNK_SHARE = 0.625  # in a V, the most of its rank's time that one chunk may ta
 COARSE = 1e-3  # bisection ends here; what is still better is then found step by step
 SAME = 1e-9  # relative: less is rounding
 
-Fits = Callable[[int, int, int], bool]
+Spans = Sequence[tuple[int, int, int]]  # (stage, begin, end)
 
 
 @dataclass(frozen=True)
 class Row:
-    """`totals[k]` is the load of the first k items. `ranks_of[stage]` says which stages share a rank.
+    """`totals[k]` is the load of the first k items. `ranks_of[stage]` says which stages share a rank; `piece` is the
+    heaviest load that no cut can divide.
 
     `may_hold(rank, spans)` says whether a rank has the memory for its stages, given as `(stage, begin, end)` in items;
     what fits must fit still when a span shrinks.
@@ -27,7 +28,8 @@ class Row:
 
     totals: Sequence[float]
     ranks_of: Sequence[int]
-    may_hold: Callable[[int, Sequence[tuple[int, int, int]]], bool] | None = None
+    piece: float = 0.0
+    may_hold: Callable[[int, Spans], bool] | None = None
 
     @property
     def stages(self) -> int:
@@ -48,30 +50,29 @@ class Row:
             loads[rank] += load
         return tuple(loads)
 
-    def heaviest(self, cuts: Sequence[int], piece: float) -> float:
+    def heaviest(self, cuts: Sequence[int]) -> float:
         """What is minimised. In a V a chunk above CHUNK_SHARE of its rank counts as if its rank were full of such
-        chunks, unless no edge divides it (it is no heavier than `piece`, the heaviest load between two edges)."""
+        chunks, unless it is no heavier than what cannot be divided."""
         chunk = max(self.stage_loads(cuts))
         if not self.folded:
             return chunk
-        return max(*self.rank_loads(cuts), chunk / CHUNK_SHARE if chunk > piece * (1 + SAME) else 0)
+        return max(*self.rank_loads(cuts), chunk / CHUNK_SHARE if chunk > self.piece * (1 + SAME) else 0)
 
 
 def best_cuts(row: Row, edges: Sequence[int]) -> tuple[float, list[int]] | None:
     """The least that `row.heaviest` can be over all cuts at inner `edges`, with cuts that reach it; None if the memory
     (or the number of edges) admits none."""
-    piece = _heaviest_piece(row, edges)
     cuts = cuts_within(row, edges, float("inf"))
     if cuts is None:
         return None
-    high = row.heaviest(cuts, piece)
+    high = row.heaviest(cuts)
     low = row.totals[-1] / row.stages
     while high - low > COARSE * high:
         middle = (low + high) / 2
         found = cuts_within(row, edges, middle)
-        low, high, cuts = (middle, high, cuts) if found is None else (low, row.heaviest(found, piece), found)
+        low, high, cuts = (middle, high, cuts) if found is None else (low, row.heaviest(found), found)
     while high > 0 and (better := cuts_within(row, edges, high * (1 - 4 * SAME))) is not None:
-        high, cuts = row.heaviest(better, piece), better
+        high, cuts = row.heaviest(better), better
     return high, cuts
 
 
@@ -82,8 +83,9 @@ def cuts_within(row: Row, edges: Sequence[int], limit: float) -> list[int] | Non
     return (_Vee if row.folded else _Straight)(row, edges, limit).cuts()
 
 
-def _heaviest_piece(row: Row, edges: Sequence[int]) -> float:
-    return max(row.totals[b] - row.totals[a] for a, b in pairwise(edges))
+def heaviest_piece(totals: Sequence[float], edges: Sequence[int]) -> float:
+    """The heaviest load between two neighbouring edges."""
+    return max(totals[b] - totals[a] for a, b in pairwise(edges))
 
 
 class _Straight:
@@ -147,7 +149,7 @@ class _Vee:
     def __init__(self, row: Row, edges: Sequence[int], limit: float) -> None:
         self.row, self.edges, self.limit = row, edges, limit * (1 + SAME)
         self.at = [row.totals[edge] for edge in edges]
-        self.chunk = max(limit * CHUNK_SHARE, _heaviest_piece(row, edges)) * (1 + SAME)
+        self.chunk = max(limit * CHUNK_SHARE, row.piece) * (1 + SAME)
         self.few = len(edges) <= 4 * row.stages
         self.ranks = row.stages // 2
 

@@ -6,6 +6,9 @@ from typing import Literal
 Recompute = Literal["none", "hints", "selective", "full"] | int
 RECOMPUTE_POLICIES = ("none", "hints", "selective", "full")
 
+Balance = str | tuple[str, ...]
+BALANCES = ("flops", "measured", "parameters")
+
 
 @dataclass(frozen=True)
 class Choices:
@@ -13,3 +16,7 @@ class Choices:
 
     exact: bool = False
     recompute: Recompute = "hints"
+    balance: Balance = "flops"
+    boundary_bytes: int | None = None
+    memory: int | None = None
+    optimizer_state: float = 2.0

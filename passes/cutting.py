@@ -8,7 +8,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from zbcompile.passes.canonical import Canonical, is_getitem, is_random
 from zbcompile.passes.errors import PartitionError
-from zbcompile.passes.liveness import Line, replicable
+from zbcompile.passes.liveness import Line, held_behind, replicable
 from zbcompile.passes.partition import Cuts
 from zbcompile.passes.slots import Slot
 
@@ -52,7 +52,8 @@ def assign_by_parameters(canonical: Canonical, line: Line, homes: Mapping[str, t
     on_line = frozenset(line.nodes)
     for node in line.nodes:
         earliest = max((assigned[a] for a in node.all_input_nodes if a in assigned), default=0)
-        owned = [homes[slot.name] for slot in _parameters_behind(node, on_line) if slot.name in homes]
+        held = [holder.meta["slot"].name for holder in held_behind(node, on_line)]
+        owned = [homes[name] for name in held if name in homes]
         assigned[node] = earliest if is_getitem(node) else _home(node, earliest, owned)
     return assigned
 
@@ -67,20 +68,6 @@ def _home(node: Node, earliest: int, owned: Sequence[tuple[int, ...]]) -> int:
             "own for it."
         )
     return later[0]
-
-
-def _parameters_behind(node: Node, on_line: frozenset[Node]) -> list[Slot]:
-    """The parameters and buffers that a node reads, directly or through values that its stage computes for itself."""
-    found, queue, seen = [], [node], {node}
-    while queue:
-        for argument in queue.pop().all_input_nodes:
-            if argument in seen or argument in on_line:
-                continue
-            seen.add(argument)
-            queue.append(argument)
-            if argument.op == "placeholder" and argument.meta["slot"].kind in ("parameter", "buffer"):
-                found.append(argument.meta["slot"])
-    return found
 
 
 def cut(canonical: Canonical, line: Line, assigned: Assignment, stages: int) -> tuple[Stage, ...]:

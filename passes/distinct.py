@@ -4,7 +4,7 @@ Most stages of a transformer are the same few layers again, with other parameter
 computes without its names; where two stages agree in it, `renamed` turns the program of one into that of the other.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -37,6 +37,7 @@ _NOT_WORK = frozenset(
     {*_DESCRIPTION, "val", "slot", "tensor_meta", "torch_fn", "from_node", "source_fn_stack", "original_aten"}
     | {"seq_nr", "desc", "recompute"}
 )
+_REGION = "recompute"  # the number of a checkpoint region: what counts is which nodes have the same one
 
 
 Tangents = Mapping[str, torch.Tensor]
@@ -75,15 +76,22 @@ def same_work(stage: Stage, trainable: frozenset[str], tangents: Tangents) -> st
     and the strides with which gradients arrive. Names are replaced by numbers in order of appearance.
     """
     numbers: dict[Node, str] = {}
-    names = {key: str(i) for i, key in enumerate(_keys(stage, tangents))}
+    regions = _numbered(node.meta.get(_REGION) for node in stage.module.graph.nodes)
+    names = {key: str(i) for key, i in _numbered(_keys(stage, tangents)).items()}
     lines = []
     for node in stage.module.graph.nodes:
         numbers[node] = f"%{len(numbers)}"
-        lines.append(_describe(node, numbers, names, trainable, stage.module))
+        region = str(regions[node.meta.get(_REGION)])
+        lines.append(f"{region} {_describe(node, numbers, names, trainable, stage.module)}")
     results = [numbers[node] if isinstance(node, Node) else repr(node) for node in output_values(stage.module.graph)]
     lines += [f"{_anonymous(slot, names)} {value}" for slot, value in zip(stage.outputs, results, strict=True)]
     lines += [f"{_anonymous(Slot('tangent', name), names)} {_spec(value)}" for name, value in tangents.items()]
     return "\n".join(lines)
+
+
+def _numbered(values: Iterable[Any]) -> dict[Any, int]:
+    """Numbers in order of first appearance."""
+    return {value: i for i, value in enumerate(dict.fromkeys(values))}
 
 
 def _describe(
@@ -138,7 +146,7 @@ class Renaming:
     descriptions: Mapping[Any, Mapping[str, Any]]
 
     def slot(self, slot: Slot) -> Slot:
-        return Slot(slot.kind, self.names.get(_key(slot), slot.name))
+        return slot._replace(name=self.names.get(_key(slot), slot.name))
 
     def by_name(self, values: Mapping[str, Value], kind: Kind) -> dict[str, Value]:
         """A mapping from names of slots of one kind, with its keys renamed."""

@@ -100,3 +100,18 @@ def _may_cut(node: Node, crossing: tuple[Node, ...]) -> bool:
     if is_view(maker) or any(isinstance(n.meta["val"], tuple | list) for n in crossing):  # type: ignore[arg-type]
         return False
     return any(n.meta["differentiable"] for n in crossing)
+
+
+def held_behind(node: Node, on_line: frozenset[Node]) -> list[Node]:
+    """The placeholders of parameters and buffers that a node reads, directly or through values that its stage remakes
+    for itself."""
+    found, queue, seen = [], [node], {node}
+    while queue:
+        for argument in queue.pop().all_input_nodes:
+            if argument in seen or argument in on_line:
+                continue
+            seen.add(argument)
+            queue.append(argument)
+            if argument.op == "placeholder" and argument.meta["slot"].kind in ("parameter", "buffer"):
+                found.append(argument)
+    return found

@@ -4,207 +4,204 @@ A linear or looped placement balances stages. In a V, rank r holds stages r and 
 embedding and the head both on rank 0, two light chunks beat one balanced and one heavy one.
 """
 
+import re
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import NamedTuple
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
-from zbcompile.passes.costs import Machine, bytes_moved, machine_for, tensors_of
+from torch.fx import Node
+
+from zbcompile.passes.balance import Row, Spans, best_cuts, cuts_within, heaviest_piece
 from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.liveness import Line
+from zbcompile.passes.origin import origin_of
 
-TOLERANCE = 1.05  # thinner cuts are worth up to this factor over the best balance that any cuts reach
-CHUNK_SHARE = 0.625  # in a V, the most of its rank's time that one chunk may take: uneven chunks stretch the warm-up
+THINNER = 1.05  # thinner cuts are worth up to this factor over the best balance that any cuts reach
+ALIKE = 1.01  # cuts at the same place of repeated layers are worth up to this factor over the best at that width
 
 
 @dataclass(frozen=True)
 class Cuts:
-    """`after[i]` is the index in the line of the last node of stage i (the last stage ends the line).
-
-    `seconds[stage]` is the nominal time of its forward and backward, `loads[rank]` the sum over the rank's stages,
-    `imbalance` the heaviest rank over the mean rank.
+    """`after[i]` is the index in the line of the last node of stage i (the last stage ends the line), `names[i]` the
+    name of that node. `loads[stage]` is what a stage weighs, `rank_loads[rank]` the sum over the rank's stages, both in
+    `unit`; `boundary[i]` the bytes that cross the cut behind stage i in one microbatch.
     """
 
     after: tuple[int, ...]
-    seconds: tuple[float, ...]
+    names: tuple[str, ...]
+    basis: str
+    unit: str
     loads: tuple[float, ...]
+    rank_loads: tuple[float, ...]
+    boundary: tuple[int, ...]
 
     @property
     def imbalance(self) -> float:
-        mean = sum(self.loads) / len(self.loads)
-        return max(self.loads) / mean if mean else 1.0
+        """The heaviest rank over the mean rank."""
+        mean = sum(self.rank_loads) / len(self.rank_loads)
+        return max(self.rank_loads) / mean if mean else 1.0
 
     def stage_of(self, index: int) -> int:
         """The stage of the line's node at `index`."""
         return bisect_left(self.after, index)
 
 
-def choose_cuts(line: Line, stages: int, ranks_of: Sequence[int]) -> Cuts:
-    """Cut `line` into `stages`; `ranks_of[stage]` is the rank that each will live on.
+@dataclass(frozen=True)
+class Limits:
+    """What cuts must respect: `boundary` bytes across each cut, `memory` bytes on each rank, as `bytes_of` counts them
+    for a rank with its stages as `(stage, begin, end)` in nodes of the line."""
 
-    Among all cuts within TOLERANCE of the best balance, takes the one whose widest boundary carries the fewest bytes.
-    Raises PartitionError when there are fewer places to cut than stages need.
+    boundary: float | None = None
+    memory: float | None = None
+    stages_per_rank: int = 1
+    bytes_of: Callable[[int, Spans], float] | None = None
+
+
+def choose_edges(line: Line, totals: Sequence[float], ranks_of: Sequence[int], limits: Limits) -> list[int]:
+    """Where to cut `line`, as numbers of nodes before each cut; `ranks_of[stage]` is the rank that each will live on,
+    `totals[k]` the load of the first k nodes.
+
+    Among all cuts within THINNER of the best balance, takes those whose widest boundary carries the fewest bytes, and
+    of these, as long as they are within ALIKE, cuts at the same place of repeated layers: equal stages compile once.
+    Raises PartitionError when the limits, or the places where the line can be cut, admit no cuts.
     """
-    totals = _running_totals(line)
-    places = [i for i, allowed in enumerate(line.allowed) if allowed]
-    if len(places) < stages - 1:
-        raise PartitionError(
-            f"the model can be cut in {len(places)} places, so into at most {len(places) + 1} stages; the schedule "
-            f"needs {stages}. Use fewer ranks or chunks, or a deeper model."
+    if len(ranks_of) == 1:
+        return []
+    places = [i + 1 for i, allowed in enumerate(line.allowed[:-1]) if allowed]
+    piece = heaviest_piece(totals, [0, *places, len(line.nodes)])
+    search = _Search(line, places, Row(totals, ranks_of, piece, _admitted(limits)))
+    _require_places(search, limits)
+    edges = [e for e in search.places if limits.boundary is None or search.width[e] <= limits.boundary]
+    best = best_cuts(search.row, search.framed(edges))
+    if best is None:
+        raise PartitionError(_too_little_memory(search, edges, limits))
+    edges = search.thinnest(edges, best[0] * THINNER)
+    return search.thinned(search.alike(edges), edges, best[0] * THINNER)
+
+
+def describe_cuts(
+    line: Line, edges: Sequence[int], totals: Sequence[float], ranks_of: Sequence[int], basis: str, unit: str
+) -> Cuts:
+    """The cuts at `edges` with what they weigh."""
+    row = Row(totals, ranks_of)
+    after = tuple(edge - 1 for edge in edges)
+    return Cuts(
+        after=after,
+        names=tuple(line.nodes[i].name for i in after),
+        basis=basis,
+        unit=unit,
+        loads=row.stage_loads(edges),
+        rank_loads=row.rank_loads(edges),
+        boundary=tuple(line.boundary_bytes(i) for i in after),
+    )
+
+
+def rank_spans(edges: Sequence[int], length: int, stages: Sequence[int]) -> list[tuple[int, int, int]]:
+    """`(stage, begin, end)` of `stages`, in nodes of a line of `length` nodes cut at `edges`."""
+    bounds = [0, *edges, length]
+    return [(stage, bounds[stage], bounds[stage + 1]) for stage in stages]
+
+
+class _Search:
+    """The places where a line may be cut, and the search among them."""
+
+    def __init__(self, line: Line, places: list[int], row: Row) -> None:
+        self.line, self.row, self.places = line, row, places
+        self.width = {edge: line.boundary_bytes(edge - 1) for edge in places}
+
+    def framed(self, edges: list[int]) -> list[int]:
+        """With the beginning and the end of the line."""
+        return [0, *edges, len(self.line.nodes)]
+
+    def thinnest(self, edges: list[int], limit: float) -> list[int]:
+        """The edges of the least width that admit cuts within `limit`: wider ones admit them all the more."""
+        widths = sorted({self.width[edge] for edge in edges})
+
+        def admits(width: int) -> bool:
+            return cuts_within(self.row, self.framed(self._within(edges, width)), limit) is not None
+
+        return self._within(edges, widths[bisect_left(widths, True, hi=len(widths) - 1, key=admits)])
+
+    def _within(self, edges: list[int], width: int) -> list[int]:
+        return [edge for edge in edges if self.width[edge] <= width]
+
+    def alike(self, edges: list[int]) -> list[int]:
+        """The best cuts at `edges`; at one place of repeated layers, if that is nearly as good."""
+        best = best_cuts(self.row, self.framed(edges))
+        assert best is not None, "edges that admit cuts have best cuts"
+        groups: dict[str, list[int]] = defaultdict(list)
+        for edge in edges:
+            groups[_place_in_layer(self.line.nodes[edge - 1])].append(edge)
+        same = (
+            best_cuts(self.row, self.framed(group)) for group in groups.values() if len(group) >= self.row.stages - 1
         )
-    if stages == 1:
-        return _cuts([], totals, ranks_of)
-    solve = _solver(totals, stages, ranks_of)
-    best, _ = solve(places)
-    width = {i: line.boundary_bytes(i) for i in places}
-    for cap in sorted(set(width.values())):
-        thin = [i for i in places if width[i] <= cap]
-        if len(thin) < stages - 1:
-            continue
-        heaviest, after = solve(thin)
-        if heaviest <= best * TOLERANCE:
-            return _cuts(_thinner(after, totals, ranks_of, width, best * TOLERANCE), totals, ranks_of)
-    raise AssertionError("the widest cap admits every place")
+        lightest = min((found for found in same if found), default=best)
+        return lightest[1] if lightest[0] <= best[0] * ALIKE else best[1]
+
+    def thinned(self, cuts: list[int], edges: list[int], limit: float) -> list[int]:
+        """Move each cut to the thinnest place between its neighbours that keeps the balance within `limit`."""
+        cuts = list(cuts)
+        totals = self.row.totals
+        for k, cut in enumerate(cuts):
+            low, high = (cuts[k - 1] if k else 0), (cuts[k + 1] if k + 1 < len(cuts) else len(totals) - 1)
+            narrower = [e for e in edges if low < e < high and self.width[e] < self.width[cut]]
+            for edge in sorted(narrower, key=lambda e, cut=cut: (self.width[e], abs(totals[e] - totals[cut]))):  # type: ignore[misc]
+                moved = [*cuts[:k], edge, *cuts[k + 1 :]]
+                if cuts_within(self.row, [0, *moved, len(totals) - 1], limit) == moved:
+                    cuts = moved
+                    break
+        return cuts
 
 
-def _thinner(
-    after: list[int], totals: list[float], ranks_of: Sequence[int], width: Mapping[int, int], limit: float
-) -> list[int]:
-    """Move each cut to the thinnest place between its neighbours that keeps every rank (every stage) within `limit`."""
-    cuts = list(after)
-    for k in range(len(cuts)):
-        low, high = (cuts[k - 1] if k else -1), (cuts[k + 1] if k + 1 < len(cuts) else len(totals) - 1)
-        narrower = [i for i in width if low < i < high and width[i] < width[cuts[k]]]
-        for place in sorted(narrower, key=lambda i: (width[i], abs(totals[i + 1] - totals[cuts[k] + 1]))):
-            moved = [*cuts[:k], place, *cuts[k + 1 :]]
-            if _heaviest(moved, totals, ranks_of) <= limit:
-                cuts = moved
-                break
-    return cuts
+def _place_in_layer(node: Node) -> str:
+    """Equal for the same operation of repeated layers: its module path without numbers, and its line."""
+    origin = origin_of(node)
+    where = (re.sub(r"\d+", "*", origin.module), origin.file, origin.line) if origin else ()
+    return f"{where} {node.target}"
 
 
-def _heaviest(after: list[int], totals: list[float], ranks_of: Sequence[int]) -> float:
-    """What the solver minimised: the heaviest rank of a V, the heaviest stage elsewhere."""
-    cuts = _cuts(after, totals, ranks_of)
-    return max(cuts.loads) if _is_folded(ranks_of) else max(cuts.seconds)
+def _admitted(limits: Limits) -> Callable[[int, Spans], bool] | None:
+    """Whether spans fit a rank's memory; where the search sees one stage of a rank at a time, its share of it."""
+    if limits.memory is None or limits.bytes_of is None:
+        return None
+    share, bytes_of = limits.memory / limits.stages_per_rank, limits.bytes_of
+    return lambda rank, spans: bytes_of(rank, spans) <= share * len(spans)
 
 
-def _running_totals(line: Line) -> list[float]:
-    """Nominal seconds of the line up to and including each node, forward and backward."""
-    machine = _machine(line)
-    totals = [0.0]
-    for node in line.nodes:
-        forward = line.flops.get(node, 0) / machine.flops_per_second + bytes_moved(node) / machine.bytes_per_second
-        totals.append(totals[-1] + forward * (3 if node.meta["differentiable"] else 1))
-    return totals
+def _require_places(search: _Search, limits: Limits) -> None:
+    needed = search.row.stages - 1
+    if len(search.places) < needed:
+        count = len(search.places)
+        raise PartitionError(
+            f"the model can be cut in {count} places, so into at most {count + 1} stages; the schedule needs "
+            f"{needed + 1}. Use fewer ranks or chunks, or a deeper model."
+        )
+    thin = [edge for edge in search.places if limits.boundary is None or search.width[edge] <= limits.boundary]
+    if len(thin) < needed:
+        enough = sorted(search.width.values())[needed - 1]
+        raise PartitionError(
+            f"boundary_bytes={limits.boundary:g} leaves {len(thin)} of the {len(search.places)} places where the model "
+            f"can be cut, and {needed + 1} stages need {needed}; the least that leaves enough is boundary_bytes="
+            f"{enough}. Use that, fewer stages, or a smaller microbatch."
+        )
 
 
-def _machine(line: Line) -> Machine:
-    devices = [t.device.type for node in line.nodes for t in tensors_of(node.meta["val"])]
-    return machine_for(devices[0] if devices else "cpu")
-
-
-def _cuts(after: list[int], totals: list[float], ranks_of: Sequence[int]) -> Cuts:
-    edges = [0, *(i + 1 for i in after), len(totals) - 1]
-    seconds = tuple(totals[b] - totals[a] for a, b in pairwise(edges))
-    loads = [0.0] * (max(ranks_of) + 1)
-    for stage, time in enumerate(seconds):
-        loads[ranks_of[stage]] += time
-    return Cuts(tuple(after), seconds, tuple(loads))
-
-
-Solver = Callable[[list[int]], tuple[float, list[int]]]
-
-
-def _is_folded(ranks_of: Sequence[int]) -> bool:
-    return len(ranks_of) == 2 * (max(ranks_of) + 1) > 2 and list(ranks_of) == list(reversed(ranks_of))
-
-
-def _solver(totals: list[float], stages: int, ranks_of: Sequence[int]) -> Solver:
-    balance = _balance_folded if _is_folded(ranks_of) else _balance_line
-    return lambda places: balance(totals, places, stages)
-
-
-def _balance_line(totals: list[float], places: list[int], stages: int) -> tuple[float, list[int]]:
-    """Minimise the heaviest stage: dynamic programming over the ends, best[k][j] = first k stages end at places[j]."""
-    at = [totals[i + 1] for i in places]
-    best, choice = list(at), []
-    for _ in range(1, stages - 1):
-        best, chosen = _one_more_stage(best, at)
-        choice.append(chosen)
-    if stages == 1:
-        return totals[-1], []
-    final = [max(b, totals[-1] - x) for b, x in zip(best, at, strict=True)]
-    j = min(range(len(final)), key=final.__getitem__)
-    heaviest, picked = final[j], [j]
-    for chosen in reversed(choice):
-        picked.append(chosen[picked[-1]])
-    return heaviest, [places[j] for j in reversed(picked)]
-
-
-def _one_more_stage(best: list[float], at: list[float]) -> tuple[list[float], list[int]]:
-    out, chosen = [], []
-    for j, end in enumerate(at):
-        options = ((max(best[i], end - at[i]), i) for i in range(j))
-        heaviest, i = min(options, default=(float("inf"), -1))
-        out.append(heaviest)
-        chosen.append(i)
-    return out, chosen
-
-
-def _balance_folded(totals: list[float], places: list[int], stages: int) -> tuple[float, list[int]]:
-    """Minimise the heaviest rank of a V by bisection over the limit that no rank exceeds."""
-    low, high = totals[-1] / (stages // 2), 2 * totals[-1]
-    answer = _fold(totals, places, stages, high)
-    if answer is None:
-        raise PartitionError(f"no {stages} stages of a V placement fit {len(places)} places to cut.")
-    while high - low > 1e-4 * totals[-1]:
+def _too_little_memory(search: _Search, edges: list[int], limits: Limits) -> str:
+    assert limits.memory is not None
+    low, high = limits.memory, 2 * limits.memory
+    while not _possible(search, edges, limits, high):
+        low, high = high, 2 * high
+    while high - low > 1e-3 * high:
         middle = (low + high) / 2
-        found = _fold(totals, places, stages, middle)
-        low, high, answer = (middle, high, answer) if found is None else (low, middle, found)
-    return high, answer
+        low, high = (low, middle) if _possible(search, edges, limits, middle) else (middle, high)
+    return (
+        f"memory={limits.memory:g} bytes per rank is too little: with the best cuts the fullest rank of this schedule "
+        f"holds {high:.4g} bytes (parameters, gradients, optimizer state, and activations in flight; without "
+        "recomputation). Use more ranks, a smaller microbatch, or a schedule that keeps fewer microbatches in flight."
+    )
 
 
-class _Outer(NamedTuple):
-    """The outer ranks of a V cover the line up to place `a` and from place `b` on, cut at the pairs in `path`."""
-
-    a: int
-    b: int
-    path: tuple[tuple[int, int], ...] = ()
-
-
-def _fold(totals: list[float], places: list[int], stages: int, limit: float) -> list[int] | None:
-    """Cuts of a V in which no rank exceeds `limit` and no chunk much more than half of it, or None.
-
-    For a given `a` the smallest `b` is best, so each rank keeps one state per reachable `a`, outermost rank first.
-    """
-    at = [0.0, *(totals[i + 1] for i in places), totals[-1]]
-    states = [_Outer(0, len(at) - 1)]
-    for inner in range(stages // 2 - 1, 0, -1):
-        states = _next_rank(at, states, limit, inner)
-    for a, b, path in states:
-        middle = min(range(a + 1, b), key=lambda j: abs(at[j] - (at[a] + at[b]) / 2), default=None)
-        if middle is not None and _fits(at[middle] - at[a], at[b] - at[middle], limit):
-            chosen = [a for a, _ in path] + [middle] + [b for _, b in reversed(path)]
-            return [places[j - 1] for j in chosen]
-    return None
-
-
-def _next_rank(at: list[float], states: list[_Outer], limit: float, inner: int) -> list[_Outer]:
-    """Give the next rank a chunk at each end, leaving places for the `inner` ranks inside it."""
-    best: dict[int, _Outer] = {}
-    for a, b, path in states:
-        for a2 in range(a + 1, b):
-            left = at[a2] - at[a]
-            if left > limit * CHUNK_SHARE:
-                break
-            room = min(limit - left, limit * CHUNK_SHARE)
-            b2 = max(a2 + 2 * inner, bisect_left(at, at[b] - room))
-            if b2 < b and (a2 not in best or b2 < best[a2].b):
-                best[a2] = _Outer(a2, b2, (*path, (a2, b2)))
-    return list(best.values())
-
-
-def _fits(left: float, right: float, limit: float) -> bool:
-    return left + right <= limit and max(left, right) <= limit * CHUNK_SHARE
+def _possible(search: _Search, edges: list[int], limits: Limits, memory: float) -> bool:
+    row = replace(search.row, may_hold=_admitted(replace(limits, memory=memory)))
+    return cuts_within(row, search.framed(edges), float("inf")) is not None

@@ -41,3 +41,22 @@ def first_beyond(order: Sequence[Step], costs: Costs, limit: float) -> int:
     owner = [index for index, size in enumerate(sizes) for _ in range(size)]
     held = accumulate(deltas(order, costs))
     return next(index for index, amount in zip(owner, held, strict=True) if amount > limit)
+
+
+def most_waiting(schedule: Schedule, rank: int) -> tuple[dict[int, int], ...]:
+    """How many microbatches of each of its stages wait on `rank` between F and W, at its fullest moments: those than
+    which no other has as many or more of every stage.
+
+    >>> from zbcompile.schedules.registry import build
+    >>> most_waiting(build("1f1b", ranks=3, microbatches=4), rank=0)
+    ({0: 3},)
+    """
+    held = dict.fromkeys(schedule.placement.stages_of(rank), 0)
+    moments = {tuple(held.values())}
+    for op, stage, _ in flatten(schedule.orders[rank]):
+        held[stage] += {F: 1, W: -1, BW: -1}.get(op, 0)
+        moments.add(tuple(held.values()))
+    fullest = [
+        m for m in moments if not any(o != m and all(a <= b for a, b in zip(m, o, strict=True)) for o in moments)
+    ]
+    return tuple(dict(zip(held, moment, strict=True)) for moment in sorted(fullest))

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from zbcompile.batch import Microbatch
+from zbcompile.measuring import measure_line
 from zbcompile.passes.canonical import Canonical, canonicalise, output_values
 from zbcompile.passes.capture import Captured, LossFunction, capture, capture_inference
 from zbcompile.passes.choices import Choices
@@ -15,33 +16,41 @@ from zbcompile.passes.cutting import Assignment, Stage, assign_by_cuts, assign_b
 from zbcompile.passes.distinct import compile_distinct
 from zbcompile.passes.joint import trace_joint
 from zbcompile.passes.liveness import Line, draw_line
-from zbcompile.passes.partition import Cuts, choose_cuts
 from zbcompile.passes.recompute import recompute
 from zbcompile.passes.sharing import refuse_inexact_sharing, refuse_mutation_of_copies, refuse_shared_mutation
 from zbcompile.passes.split import split
 from zbcompile.passes.stage_program import StageProgram, finish_stage, tensor_spec
+from zbcompile.planning import plan_cuts
 from zbcompile.program import Program
 from zbcompile.schedules.lowering import lower
-from zbcompile.schedules.placement import Placement
 from zbcompile.schedules.schedule import Schedule
 
 
-def compile_step(
-    model: nn.Module,
-    microbatch: Microbatch,
-    loss: LossFunction | None,
-    schedule: Schedule,
-    choices: Choices,
-    like: Program | None = None,
-) -> Program:
-    """Compile the training step of `model` for one microbatch's shapes.
+@dataclass(frozen=True)
+class Drawn:
+    """A captured training step, as the line of operations that is cut into stages."""
 
-    `like` is a program of the same model for other shapes: every parameter then stays on the stage where it is.
-    """
+    captured: Captured
+    canonical: Canonical
+    line: Line
+
+
+def compile_step(
+    model: nn.Module, microbatch: Microbatch, loss: LossFunction | None, schedule: Schedule, choices: Choices
+) -> Program:
+    """Compile the training step of `model` for one microbatch's shapes, in one process."""
+    drawn = draw_step(model, microbatch, loss)
+    seconds = measure_line(drawn.line) if choices.balance == "measured" else {}
+    return compile_drawn(model, microbatch, drawn, schedule, choices, seconds)
+
+
+def draw_step(model: nn.Module, microbatch: Microbatch, loss: LossFunction | None) -> Drawn:
+    """Capture the training step of `model` for one microbatch's shapes."""
     args, kwargs, target = microbatch.example
     captured = capture(model, args, kwargs, target, loss)
     with without_autocast(microbatch):
-        return _compile_captured(model, microbatch, captured, schedule, choices, like)
+        canonical = canonicalise(captured)
+        return Drawn(captured, canonical, draw_line(canonical))
 
 
 def without_autocast(microbatch: Microbatch) -> torch.autocast:
@@ -49,25 +58,34 @@ def without_autocast(microbatch: Microbatch) -> torch.autocast:
     return torch.autocast(next(iter(microbatch.tensors.values())).device.type, enabled=False)
 
 
-def _compile_captured(
+def compile_drawn(
     model: nn.Module,
     microbatch: Microbatch,
-    captured: Captured,
+    drawn: Drawn,
     schedule: Schedule,
     choices: Choices,
-    like: Program | None,
+    seconds: Mapping[str, float],
+    like: Program | None = None,
 ) -> Program:
-    canonical = canonicalise(captured)
-    line = draw_line(canonical)
-    cuts, assigned = _assign(canonical, line, schedule.placement, like)
-    stages = cut(canonical, line, assigned, schedule.stages)
-    refuse_shared_mutation(stages)
-    if schedule.placement.kind == "dual":
-        refuse_mutation_of_copies(stages)
-    if choices.exact:
-        refuse_inexact_sharing(stages, captured.trainable)
-    make = functools.partial(compile_stage, captured.trainable, choices)
-    programs = compile_distinct(stages, captured.trainable, make)
+    """Cut the captured step and compile its stages. `seconds` are measured times, for `balance="measured"`.
+
+    `like` is a program of the same model for other shapes: every parameter then stays on the stage where it is.
+    """
+    captured, canonical, line = drawn.captured, drawn.canonical, drawn.line
+    with without_autocast(microbatch):
+        if like is None:
+            cuts = plan_cuts(canonical, line, schedule, choices, seconds)
+            assigned: Assignment = assign_by_cuts(line, cuts)
+        else:
+            cuts, assigned = like.cuts, _assign_like(like, canonical, line)
+        stages = cut(canonical, line, assigned, schedule.stages)
+        refuse_shared_mutation(stages)
+        if schedule.placement.kind == "dual":
+            refuse_mutation_of_copies(stages)
+        if choices.exact:
+            refuse_inexact_sharing(stages, captured.trainable)
+        make = functools.partial(compile_stage, captured.trainable, choices)
+        programs = compile_distinct(stages, captured.trainable, make)
     return Program(
         captured=captured,
         cuts=cuts,
@@ -90,14 +108,10 @@ def compile_stage(
     return finish_stage(split(joint), choices.exact), joint.gradient_of_input
 
 
-def _assign(canonical: Canonical, line: Line, placement: Placement, like: Program | None) -> tuple[Cuts, Assignment]:
-    if like is None:
-        ranks_of = [placement.rank(stage) for stage in range(placement.stages)]
-        cuts = choose_cuts(line, placement.stages, ranks_of)
-        return cuts, assign_by_cuts(line, cuts)
+def _assign_like(like: Program, canonical: Canonical, line: Line) -> Assignment:
     if _targets(line) == like.canonical_targets:  # the same operations on other shapes: the same cuts
-        return like.cuts, assign_by_cuts(line, like.cuts)
-    return like.cuts, assign_by_parameters(canonical, line, like.homes)
+        return assign_by_cuts(line, like.cuts)
+    return assign_by_parameters(canonical, line, like.homes)
 
 
 def _targets(line: Line) -> tuple[str, ...]:

@@ -9,13 +9,14 @@ import torch
 from torch import nn
 
 from zbcompile.batch import Batch, Microbatch, flatten_batch, refuse_input_gradients, require_divisible
-from zbcompile.compiler import compile_step
+from zbcompile.compiler import Drawn, compile_drawn, draw_step
 from zbcompile.consensus import require_equal_programs, together
 from zbcompile.engine import Distributed, Executable, StepInput, make_executable
 from zbcompile.errors import PipelineError
 from zbcompile.evaluation import EvaluationPlan, evaluate, plan_evaluation
 from zbcompile.finish import total_loss
 from zbcompile.group import make_engine
+from zbcompile.measuring import agreed, measure_line
 from zbcompile.options import Options, resolve_schedule
 from zbcompile.passes.refusals import hook_problems, raise_first
 from zbcompile.passes.slots import Slot
@@ -231,7 +232,7 @@ class Pipeline:
     def _compile(self, microbatch: Microbatch) -> Executable:
         if self._first is not None and self._announces:
             print(f"zbcompile: compiling again for microbatches of {microbatch.summary()}.")
-        program = together(self._engine, "compiling", lambda: self._make_program(microbatch))
+        program = self._make_program(microbatch)
         options = {"loss_reduction": self.options.loss_reduction, "seed": self.options.seed}
         require_equal_programs(self._engine, {**program.manifest, **options})
         executable = self._prepare(program)
@@ -239,8 +240,20 @@ class Pipeline:
         return executable
 
     def _make_program(self, microbatch: Microbatch) -> Program:
-        options = self.options
-        return compile_step(self._model, microbatch, options.loss, self._schedule, options.choices, self._first)
+        model, options = self._model, self.options
+        drawn = together(self._engine, "capturing", lambda: draw_step(model, microbatch, options.loss))
+        seconds = self._measured(drawn)
+
+        def compile_() -> Program:
+            return compile_drawn(model, microbatch, drawn, self._schedule, options.choices, seconds, self._first)
+
+        return together(self._engine, "compiling", compile_)
+
+    def _measured(self, drawn: Drawn) -> dict[str, float]:
+        """The times by which the model is cut, the same on all ranks."""
+        if self.options.choices.balance != "measured" or self._first is not None:
+            return {}
+        return agreed(self._engine, together(self._engine, "measuring", lambda: measure_line(drawn.line)))
 
     def _prepare(self, program: Program) -> Executable:
         resident = self._resident(program.captured.constants)

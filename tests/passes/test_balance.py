@@ -7,18 +7,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zbcompile.passes.balance import CHUNK_SHARE, Row, best_cuts, cuts_within
+from zbcompile.passes.balance import CHUNK_SHARE, Row, best_cuts, heaviest_piece
 from zbcompile.schedules.placement import Placement
 
 LOADS = st.lists(st.one_of(st.integers(0, 9), st.integers(0, 60)), min_size=1, max_size=13)
 PLACEMENTS = [Placement("linear", 3), Placement("looped", 2, 2), Placement("v", 2, 2), Placement("v", 3, 2)]
 
 
-def row_of(loads: Sequence[float], placement: Placement) -> Row:
+def row_of(loads: Sequence[float], placement: Placement, edges: Sequence[int]) -> Row:
     totals = [0.0]
     for load in loads:
         totals.append(totals[-1] + load)
-    return Row(totals, [placement.rank(stage) for stage in range(placement.stages)])
+    ranks_of = [placement.rank(stage) for stage in range(placement.stages)]
+    return Row(totals, ranks_of, heaviest_piece(totals, edges))
 
 
 def heaviest(loads: Sequence[float], cuts: Sequence[int], placement: Placement, edges: Sequence[int]) -> float:
@@ -39,7 +40,7 @@ def test_no_cuts_are_better(placement: Placement, loads: list[int], data: st.Dat
     inner = [i for i in range(1, len(loads)) if data.draw(st.integers(0, 9)) > 1]
     edges = [0, *inner, len(loads)]
     all_cuts = list(combinations(inner, placement.stages - 1))
-    found = best_cuts(row_of(loads, placement), edges)
+    found = best_cuts(row_of(loads, placement, edges), edges)
     if not all_cuts:
         assert found is None
         return

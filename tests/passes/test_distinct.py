@@ -14,6 +14,7 @@ from gpt import GPT, next_byte_loss
 from zbcompile.compiler import compile_stage, compile_step
 from zbcompile.inspected import one_microbatch
 from zbcompile.passes import distinct
+from zbcompile.passes.choices import Choices
 from zbcompile.passes.cutting import Stage
 from zbcompile.passes.distinct import compile_distinct
 from zbcompile.passes.origin import origin_of
@@ -85,7 +86,7 @@ def _tower(make: Callable[[int], nn.Module]) -> zbcompile.Example:
 
 def _compiled(example: zbcompile.Example, stages: int, exact: bool = False) -> Program:
     schedule = build("zb-h1", ranks=stages, microbatches=2 * stages)
-    return compile_step(example.model, one_microbatch(example), example.loss, schedule, exact)
+    return compile_step(example.model, one_microbatch(example), example.loss, schedule, Choices(exact))
 
 
 def _each_for_itself(
@@ -143,9 +144,9 @@ def test_graphs_that_differ_in_more_than_names_are_not_shared(make: Callable[[in
 def test_a_stage_is_compiled_once_per_distinct_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = []
 
-    def counted(trainable: frozenset[str], exact: bool, stage: Stage, tangents: Any) -> Any:
+    def counted(trainable: frozenset[str], choices: Choices, stage: Stage, tangents: Any) -> Any:
         compiled.append(stage.index)
-        return compile_stage(trainable, exact, stage, tangents)
+        return compile_stage(trainable, choices, stage, tangents)
 
     monkeypatch.setattr("zbcompile.compiler.compile_stage", counted)
     program = _compiled(_gpt(), 4)

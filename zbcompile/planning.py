@@ -1,0 +1,64 @@
+"""Planning: where the model is cut, from what the user asks for and what the schedule needs."""
+
+from collections.abc import Mapping
+from itertools import accumulate
+
+from zbcompile.passes.canonical import Canonical
+from zbcompile.passes.choices import Choices
+from zbcompile.passes.cut_names import edges_named
+from zbcompile.passes.errors import PartitionError
+from zbcompile.passes.liveness import Line
+from zbcompile.passes.loads import loads_of
+from zbcompile.passes.partition import Cuts, Limits, choose_edges, describe_cuts, rank_spans
+from zbcompile.passes.residency import Residency
+from zbcompile.schedules.memory import most_waiting
+from zbcompile.schedules.schedule import Schedule
+
+
+def plan_cuts(
+    canonical: Canonical, line: Line, schedule: Schedule, choices: Choices, seconds: Mapping[str, float]
+) -> Cuts:
+    """Cut `line` for `schedule`; `seconds` are the measured times for `balance="measured"`.
+
+    Raises PartitionError for names, or limits, that cannot be met.
+    """
+    placement = schedule.placement
+    ranks_of = [placement.rank(stage) for stage in range(placement.stages)]
+    named = not isinstance(choices.balance, str)
+    basis = "flops" if named else str(choices.balance)
+    loads, unit = loads_of(line, basis, seconds)
+    totals = [0.0, *accumulate(loads)]
+    limits = _limits(canonical, line, schedule, choices)
+    if named:
+        edges = edges_named(line, choices.balance, placement.stages)
+        _require_within(line, edges, schedule, limits)
+    else:
+        edges = choose_edges(line, totals, ranks_of, limits)
+    return describe_cuts(line, edges, totals, ranks_of, "names" if named else basis, unit)
+
+
+def _limits(canonical: Canonical, line: Line, schedule: Schedule, choices: Choices) -> Limits:
+    if choices.memory is None:
+        return Limits(choices.boundary_bytes)
+    waiting = [most_waiting(schedule, rank) for rank in range(schedule.ranks)]
+    residency = Residency(canonical, line, waiting, choices.optimizer_state)
+    return Limits(choices.boundary_bytes, choices.memory, len(schedule.placement.stages_of(0)), residency.bytes)
+
+
+def _require_within(line: Line, edges: list[int], schedule: Schedule, limits: Limits) -> None:
+    """Named cuts are taken as they are, or refused."""
+    widest = max((line.boundary_bytes(edge - 1) for edge in edges), default=0)
+    if limits.boundary is not None and widest > limits.boundary:
+        raise PartitionError(
+            f"a cut that balance= names carries {widest} bytes, more than boundary_bytes={limits.boundary:g}."
+        )
+    if limits.memory is None or limits.bytes_of is None:
+        return
+    for rank in range(schedule.ranks):
+        spans = rank_spans(edges, len(line.nodes), schedule.placement.stages_of(rank))
+        held = limits.bytes_of(rank, spans)
+        if held > limits.memory:
+            raise PartitionError(
+                f"with the cuts that balance= names, rank {rank} holds {held:.4g} bytes, more than memory="
+                f"{limits.memory:g}."
+            )
