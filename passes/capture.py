@@ -128,6 +128,26 @@ def capture(
     """
     raise_first(training_problems(model, loss))
     watch = Watch()
+    try:
+        captured = trace_training(model, args, kwargs, target, loss, watch)
+    except CaptureError:
+        raise_first(watch.problems)  # what was seen on the way explains it better
+        raise
+    raise_first(watch.problems)
+    for text in watch.warnings:
+        warnings.warn(f"zbcompile: {text}", stacklevel=2)
+    return captured
+
+
+def trace_training(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    target: Any,
+    loss: LossFunction | None,
+    watch: Watch,
+) -> Captured:
+    """As `capture`, but what `watch` has seen is left to the caller. Raises CaptureError where there is no graph."""
     captured = _export(TrainingStep(model, loss, watch), watch, args, kwargs, target)
     as_loss = {Slot("output", "0"): Slot("loss")}
     return replace(captured, outputs=tuple(as_loss.get(slot, slot) for slot in captured.outputs))
@@ -141,10 +161,12 @@ def capture_inference(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     model.eval()
     try:
         with torch.no_grad(), _without_fast_path():
-            return _export(Inference(model, watch), watch, args, kwargs, None)
+            captured = _export(Inference(model, watch), watch, args, kwargs, None)
     finally:
         for module, training in modes.items():
             module.training = training
+    raise_first(watch.problems)
+    return captured
 
 
 def _export(
@@ -157,11 +179,7 @@ def _export(
     except CaptureError:
         raise
     except Exception as error:
-        raise_first(watch.problems)
         raise CaptureError(export_failure(wrapper.model, error)) from error
-    raise_first(watch.problems)
-    for text in dict.fromkeys(watch.warnings):
-        warnings.warn(f"zbcompile: {text}", stacklevel=2)
     _detach_no_grad_regions(program.graph_module)
     _keep_source_lines(program.graph_module)
     with _without_torchs_warnings():

@@ -6,16 +6,16 @@ from zbcompile.passes.origin import failing_line
 
 _REMEDIES = (  # (words in the error, what it means, what to do)
     (
+        ("Size-like symbols: u", "DynamicOutputShape", "aten.nonzero", "unbacked symint", "aten.masked_select"),
+        "makes a tensor whose shape depends on the data",
+        "Use a mask or torch.where instead of nonzero, boolean indexing or unique (transformers' mixtures of experts: "
+        'model.set_experts_implementation("batched_mm")).',
+    ),
+    (
         ("data-dependent", "DataDependent", "Could not guard", ".item()"),
         "decides in Python from the values of a tensor",
         "Data-dependent Python control flow must become torch.cond or tensor operations such as torch.where; a number "
         "read with .item() must stay a tensor.",
-    ),
-    (
-        ("DynamicOutputShape", "aten.nonzero", "unbacked symint", "aten.masked_select"),
-        "makes a tensor whose shape depends on the data",
-        "Use a mask or torch.where instead of nonzero, boolean indexing or unique (transformers' mixtures of experts: "
-        'model.set_experts_implementation("batched_mm")).',
     ),
     (
         ("fake tensor in the exported program constant",),

@@ -42,10 +42,11 @@ _REGION = "recompute"  # the number of a checkpoint region: what counts is which
 
 Tangents = Mapping[str, torch.Tensor]
 Compiled = tuple[StageProgram, Tangents]
+StageCompiler = Callable[[Stage, Tangents], Compiled]
 
 
 def compile_distinct(
-    stages: tuple[Stage, ...], trainable: frozenset[str], compile_stage: Callable[[Stage, Tangents], Compiled]
+    stages: tuple[Stage, ...], trainable: frozenset[str], compile_stage: StageCompiler
 ) -> tuple[StageProgram, ...]:
     """The programs of all stages, made from the last to the first: a stage's tangents are the gradients of the next.
 

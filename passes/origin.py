@@ -55,8 +55,9 @@ def origin_of(node: Node) -> Origin | None:
         return Origin(module, *users[-1])
     if frames and not path:  # the training step itself calls the loss, whose frames torch.export leaves out
         return Origin("", "", 0, "loss(output, target)")
-    if frames:
-        return Origin(module, *frames[-1])
+    others = [frame for frame in frames if not os.path.realpath(frame[0]).startswith(_OWN)]
+    if others:
+        return Origin(module, *others[-1])
     return Origin(module, "", 0, "(torch.export keeps no line here)") if module else None
 
 

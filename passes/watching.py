@@ -48,6 +48,10 @@ class Watch:
         if text not in self.problems:
             self.problems.append(text)
 
+    def warning(self, text: str) -> None:
+        if text not in self.warnings:
+            self.warnings.append(text)
+
     def _function(self, function: type) -> None:
         if function.__module__.startswith(("torch._", "torch.fx")):
             return
@@ -85,7 +89,7 @@ class Watch:
                     "to look at."
                 )
             elif isinstance(new, int | float | str) and name in before and old != new:
-                self.warnings.append(
+                self.warning(
                     f"forward changes the attribute {name} from {old!r} to {new!r}; a compiled graph keeps what it "
                     f"computed with {old!r}, and the attribute stays as it is. Make it a buffer, or pass it as an "
                     "argument, if forward depends on it."

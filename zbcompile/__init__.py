@@ -10,7 +10,9 @@ if TYPE_CHECKING:
     from zbcompile import schedules as schedules
     from zbcompile.errors import FaultError as FaultError
     from zbcompile.errors import PipelineError as PipelineError
+    from zbcompile.examination import explain as explain
     from zbcompile.example import Example as Example
+    from zbcompile.explanation import Explanation as Explanation
     from zbcompile.front import pipeline as pipeline
     from zbcompile.passes.errors import CaptureError as CaptureError
     from zbcompile.passes.errors import CompileError as CompileError
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 
 _HOME = {
     "example": ("Example",),
+    "examination": ("explain",),
+    "explanation": ("Explanation",),
     "front": ("pipeline",),
     "pipe": ("Pipeline",),
     "seeds": ("microbatch_seed",),

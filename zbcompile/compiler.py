@@ -13,9 +13,11 @@ from zbcompile.passes.canonical import Canonical, canonicalise, output_values
 from zbcompile.passes.capture import Captured, LossFunction, capture, capture_inference
 from zbcompile.passes.choices import Choices
 from zbcompile.passes.cutting import Assignment, Stage, assign_by_cuts, assign_by_parameters, cut
-from zbcompile.passes.distinct import compile_distinct
+from zbcompile.passes.distinct import StageCompiler, compile_distinct
+from zbcompile.passes.errors import CaptureError, CompileError
 from zbcompile.passes.joint import trace_joint
 from zbcompile.passes.liveness import Line, draw_line
+from zbcompile.passes.probing import backward_failure
 from zbcompile.passes.recompute import recompute
 from zbcompile.passes.sharing import refuse_inexact_sharing, refuse_mutation_of_copies, refuse_shared_mutation
 from zbcompile.passes.split import split
@@ -85,7 +87,7 @@ def compile_drawn(
         if choices.exact:
             refuse_inexact_sharing(stages, captured.trainable)
         make = functools.partial(compile_stage, captured.trainable, choices)
-        programs = compile_distinct(stages, captured.trainable, make)
+        programs = _compile_stages(canonical, stages, make)
     return Program(
         captured=captured,
         cuts=cuts,
@@ -97,6 +99,15 @@ def compile_drawn(
         inputs={path: (tuple(t.shape), str(t.dtype)) for path, t in microbatch.tensors.items()},
         canonical_targets=_targets(line),
     )
+
+
+def _compile_stages(canonical: Canonical, stages: tuple[Stage, ...], make: StageCompiler) -> tuple[StageProgram, ...]:
+    try:
+        return compile_distinct(stages, canonical.captured.trainable, make)
+    except CompileError:
+        raise
+    except Exception as error:  # torch's own words name neither the operation nor its line
+        raise CaptureError(backward_failure(canonical, error)) from error
 
 
 def compile_stage(

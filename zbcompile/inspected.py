@@ -34,7 +34,7 @@ class Inspected:
 def compile_example(example: Example, schedule: Schedule, choices: Choices) -> Inspected:
     """Compile the training step of `example` for `schedule`; raises CompileError for a model that cannot be."""
     dropped: list[str] = []
-    loss = example.loss or _loss_and_names(dropped)
+    loss = example.loss or _loss_andnames_of_output(dropped)
     with _warnings() as seen:
         program = compile_step(example.model, one_microbatch(example), loss, schedule, choices)
     return Inspected(example, program, tuple(dict.fromkeys(dropped)), tuple(seen))
@@ -47,17 +47,18 @@ def one_microbatch(example: Example) -> Microbatch:
     return Microbatch(tuple(leaves), tuple(input_paths(whole)), structure)
 
 
-def _loss_and_names(dropped: list[str]) -> Callable[[Any, Any], torch.Tensor]:
+def _loss_andnames_of_output(dropped: list[str]) -> Callable[[Any, Any], torch.Tensor]:
     """The loss in the model's output, noting the names of all else that is there."""
 
     def loss(output: Any, target: Any) -> torch.Tensor:
-        dropped.extend(name for name in _names(output) if name != "loss")
+        dropped.extend(name for name in names_of_output(output) if name != "loss")
         return loss_in(output)
 
     return loss
 
 
-def _names(output: Any) -> list[str]:
+def names_of_output(output: Any) -> list[str]:
+    """The names under which a model's output can be asked for its parts; none for a tensor."""
     if isinstance(output, torch.Tensor):
         return []
     if isinstance(output, Mapping):
