@@ -1,0 +1,81 @@
+"""The pages that people look at, opened in a real browser: no script error, nothing loaded, text that can be read."""
+
+import json
+import re
+import shutil
+import subprocess
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zbcompile.graph_page import to_page
+from zbcompile.inspected import compile_example
+from zbcompile.passes.choices import Choices
+from zbcompile.schedules import Costs, build, simulate, to_html
+from zbcompile.schedules.comparison_picture import compare_html
+from zbcompile.target import load_example
+
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
+
+WIDTH = 1400
+# Runs in the page: the heights of all visible texts, and what the search box finds.
+PROBE = """
+<script>
+window.addEventListener("load", () => {
+  const seen = [...document.querySelectorAll("text, p, td, th, summary, h1, h2")].filter(e => e.textContent.trim());
+  const heights = seen.map(e => e.getBoundingClientRect().height).filter(h => h > 0);
+  const box = document.getElementById("search"), report = { heights, boxes: document.querySelectorAll("rect").length };
+  if (box) {
+    box.value = "addmm_"; box.dispatchEvent(new Event("input"));
+    report.found = document.getElementById("found").textContent;
+    report.open = document.querySelectorAll(".op.hit").length;
+  }
+  const out = document.createElement("pre");
+  out.id = "report"; out.textContent = JSON.stringify(report);
+  document.body.append(out);
+});
+</script>
+"""
+
+
+def look(page: str, folder: Path) -> dict[str, Any]:
+    """Open `page` in the browser; returns what the probe saw. Fails on any error in the console."""
+    file = folder / "page.html"
+    file.write_text(page.replace("</html>", PROBE + "</html>"), encoding="utf-8")
+    command = [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
+    command += [f"--window-size={WIDTH},900", f"--user-data-dir={folder / 'profile'}", file.as_uri()]
+    outcome = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert not re.search(r"CONSOLE.*(Error|Refused|Failed)", outcome.stderr), outcome.stderr
+    report = re.search(r'<pre id="report">(.*?)</pre>', outcome.stdout, re.DOTALL)
+    assert report, outcome.stderr[-2000:]
+    return json.loads(unescape(report[1]))
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 32])
+def test_a_timeline(ranks: int, tmp_path: Path) -> None:
+    schedule = build("zb-v", ranks, 2 * ranks)
+    timeline = simulate(schedule, Costs.uniform(schedule.stages, 10, 12, 8, 1))
+    seen = look(to_html(timeline), tmp_path)
+    assert min(seen["heights"]) >= 9
+    assert seen["boxes"] >= len(timeline.spans) + len(timeline.idle)
+
+
+def test_compared_timelines(tmp_path: Path) -> None:
+    timelines = [simulate(build(name, 4, 8)) for name in ("1f1b", "zb-h1", "zb-v")]
+    seen = look(compare_html(timelines), tmp_path)
+    assert min(seen["heights"]) >= 9
+    assert seen["boxes"] >= sum(len(timeline.spans) for timeline in timelines)
+
+
+def test_the_graphs(tmp_path: Path) -> None:
+    example = load_example("examples/targets.py:gpt")
+    program = compile_example(example, build("zb-h1", 2, 4), Choices()).program
+    page = to_page(program, "GPT")
+    seen = look(page, tmp_path)
+    assert min(seen["heights"]) >= 9
+    count = sum(op.count("addmm_") > 0 for op in page.split('class="op ')[1:])
+    assert seen["open"] == count > 0
+    assert seen["found"] == f"{count} operations"
