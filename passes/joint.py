@@ -15,9 +15,10 @@ from torch.fx.traceback import preserve_node_meta
 from zbcompile.passes.canonical import output_values
 from zbcompile.passes.cutting import Stage, dense_like
 from zbcompile.passes.errors import CaptureError
+from zbcompile.passes.in_place import in_place_operation, replace_writes_into_fresh
 from zbcompile.passes.slots import Slot
 from zbcompile.passes.sources import MarkingInterpreter, described_backward
-from zbcompile.passes.torch_private import FakeTensorMode, functional, is_in_place, make_fx, single_threaded_backward
+from zbcompile.passes.torch_private import FakeTensorMode, functional, make_fx, single_threaded_backward
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,8 @@ def trace_joint(
     `tangents` maps each activation the stage sends, to the fake gradient that comes back for it ("loss": the factor of
     this microbatch's loss). An activation without an entry gets no gradient.
 
-    Some composite operations (recurrent cells) work in place below autograd; split between F and B, such a graph would
-    read what F has overwritten. It is traced again with copies instead, which `exact` forbids: CaptureError.
+    Some composite operations work in place below autograd (see `zbcompile.passes.in_place`). Where that cannot be
+    undone, the stage is traced again with copies, which `exact` forbids: CaptureError.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     holders = stage.module.graph.find_nodes(op="placeholder")
@@ -67,8 +68,9 @@ def trace_joint(
     run = _Run(stage, len(primals), tuple(tangents))
     with mode, single_threaded_backward(), preserve_node_meta():
         module = make_fx(run)(*primals, *arriving)
-        if _in_place(module):
-            module = _trace_functional(run, [*primals, *arriving], _in_place(module), exact)
+        replace_writes_into_fresh(module)
+        if in_place_operation(module):
+            module = _trace_functional(run, [*primals, *arriving], in_place_operation(module), exact)
     _refuse_mode_dependent(module)
     names = [*(slot for slot in stage.outputs), *run.gradients]
     nodes = module.graph.find_nodes(op="placeholder")
@@ -79,11 +81,6 @@ def trace_joint(
     for node, slot in zip(nodes, slots, strict=True):
         node.meta["slot"] = slot
     return Joint(stage, module, tuple(zip(slots, nodes, strict=True)), tuple(outputs), leaving)
-
-
-def _in_place(module: GraphModule) -> str:
-    """The name of an operation of the graph that writes into its input; empty if there is none."""
-    return next((str(node.target) for node in module.graph.nodes if is_in_place(node.target)), "")
 
 
 def _trace_functional(run: "_Run", values: list[Any], found: str, exact: bool) -> GraphModule:
@@ -97,7 +94,7 @@ def _trace_functional(run: "_Run", values: list[Any], found: str, exact: bool) -
         module = make_fx(functional(run))(*values)
     except Exception as error:
         raise CaptureError(_no_functional_form(run, found, error)) from error
-    if _in_place(module):
+    if in_place_operation(module):
         raise CaptureError(_no_functional_form(run, found, None))
     return module
 

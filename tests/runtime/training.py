@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zbcompile
-from tests.oracle import PROBLEMS, Gradients, eager_step, optimizer_of
+from tests.oracle import PROBLEMS, Gradients, Problem, eager_step, optimizer_of
+from tests.zoo import ZOO
 from zbcompile.compiler import compile_step
 from zbcompile.program import Program
 from zbcompile.schedules import lower
@@ -43,10 +44,15 @@ class Trained:
     state: dict[str, Tensor]
 
 
+def problem_of(name: str) -> Problem:
+    """One of the oracle's own problems, or a model of the zoo."""
+    return PROBLEMS[name] if name in PROBLEMS else ZOO[name]
+
+
 def pipelined(case: Case) -> Trained:
     """Train this process's share."""
     pipe = pipeline_of(case)
-    problem = PROBLEMS[case.problem]
+    problem = problem_of(case.problem)
     losses, gradients, optimizer = [], [], None
     for batch in problem.batches(case.steps, case.microbatches * ROWS):
         target = {} if batch.target is None else {"target": batch.target}
@@ -75,7 +81,7 @@ _COMPILED: dict[Any, Program] = {}
 
 
 def pipeline_of(case: Case) -> zbcompile.Pipeline:
-    problem = PROBLEMS[case.problem]
+    problem = problem_of(case.problem)
     return zbcompile.pipeline(
         problem.model(),
         schedule=case.schedule,
@@ -94,7 +100,7 @@ def gradients_of(model: nn.Module | zbcompile.Pipeline) -> Gradients:
 @cache
 def eager(problem: str, microbatches: int, steps: int = 3) -> Trained:
     """The same training by the oracle."""
-    chosen = PROBLEMS[problem]
+    chosen = problem_of(problem)
     model = chosen.model()
     optimizer = optimizer_of(model.parameters())
     losses, gradients = [], []
