@@ -11,6 +11,7 @@ from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.liveness import Line, held_behind, replicable
 from zbcompile.passes.partition import Cuts
 from zbcompile.passes.slots import Slot
+from zbcompile.passes.strides import boundary_like
 
 aten = torch.ops.aten
 Assignment = Mapping[Node, int]
@@ -70,11 +71,14 @@ def _home(node: Node, earliest: int, owned: Sequence[tuple[int, ...]]) -> int:
     return later[0]
 
 
-def cut(canonical: Canonical, line: Line, assigned: Assignment, stages: int) -> tuple[Stage, ...]:
-    """One graph per stage. What a stage can compute for itself (`replicable`) is copied into it, not sent."""
+def cut(canonical: Canonical, line: Line, assigned: Assignment, stages: int, exact: bool = False) -> tuple[Stage, ...]:
+    """One graph per stage. What a stage can compute for itself (`replicable`) is copied into it, not sent.
+
+    With `exact` what crosses keeps its strides even where they leave gaps.
+    """
     anywhere = replicable(canonical, line.flops)
     boundaries = [_boundary(line, assigned, s) for s in range(stages)]
-    return tuple(_build(canonical, line, assigned, anywhere, boundaries, s) for s in range(stages))
+    return tuple(_build(canonical, line, assigned, _Copying(anywhere, exact), boundaries, s) for s in range(stages))
 
 
 def _boundary(line: Line, assigned: Assignment, stage: int) -> list[Node]:
@@ -82,12 +86,20 @@ def _boundary(line: Line, assigned: Assignment, stage: int) -> list[Node]:
     return [n for n in line.nodes if assigned[n] <= stage and any(assigned.get(u, -1) > stage for u in n.users)]
 
 
+@dataclass(frozen=True)
+class _Copying:
+    """Which nodes any stage may compute for itself, and whether a boundary keeps strides that leave gaps."""
+
+    anywhere: set[Node]
+    exact: bool
+
+
 class _Builder:
     """Copies nodes of the canonical graph into one stage, making placeholders on first use."""
 
-    def __init__(self, canonical: Canonical, anywhere: set[Node], arriving: list[Node]) -> None:
+    def __init__(self, canonical: Canonical, rule: _Copying, arriving: list[Node]) -> None:
         self.graph = Graph()
-        self.anywhere = anywhere
+        self.rule = rule
         self.source = canonical.module
         self.copies: dict[Node, Node] = {}
         for node in arriving:
@@ -98,7 +110,7 @@ class _Builder:
         if node not in self.copies:
             if node.op == "placeholder":
                 self.copies[node] = self._placeholder(node, node.meta["slot"])
-            elif node in self.anywhere:
+            elif node in self.rule.anywhere:
                 self.copies[node] = self.graph.node_copy(node, self.value)
             else:
                 raise PartitionError(f"{node.name} is used by a stage before the one that computes it.")
@@ -107,20 +119,21 @@ class _Builder:
     def compute(self, node: Node) -> None:
         self.copies[node] = self.graph.node_copy(node, self.value)
 
-    def dense(self, node: Node) -> Node:
-        """A value as it can be sent: a dense tensor in its own order of strides."""
-        own = self.value(node)
-        if is_dense(node.meta["val"]):
+    def leaving(self, node: Node) -> Node:
+        """A value with the strides in which the next stage receives it."""
+        own, value = self.value(node), node.meta["val"]
+        received = boundary_like(value, self.rule.exact)
+        if received.stride() == value.stride():
             return own
         copy = self.graph.call_function(aten.clone.default, (own,), {"memory_format": torch.contiguous_format})
-        copy.meta = {**own.meta, "val": dense_like(own.meta["val"]), "pass": "cut"}
+        copy.meta = {**own.meta, "val": received, "pass": "cut"}
         return copy
 
     def _placeholder(self, node: Node, slot: Slot) -> Node:
         new = self.graph.placeholder(f"{slot.kind}_{node.name}")
         new.meta = {**node.meta, "slot": slot}
         if slot.kind == "activation":
-            new.meta["val"] = dense_like(node.meta["val"])
+            new.meta["val"] = boundary_like(node.meta["val"], self.rule.exact)
         return new
 
 
@@ -128,17 +141,17 @@ def _build(
     canonical: Canonical,
     line: Line,
     assigned: Assignment,
-    anywhere: set[Node],
+    rule: _Copying,
     boundaries: list[list[Node]],
     stage: int,
 ) -> Stage:
     arriving = boundaries[stage - 1] if stage else []
-    builder = _Builder(canonical, anywhere, arriving)
+    builder = _Builder(canonical, rule, arriving)
     own = [node for node in line.nodes if assigned[node] == stage]
     for node in own:
         builder.compute(node)
     leaving = boundaries[stage] if stage < len(boundaries) - 1 else []
-    outputs = [(Slot("activation", node.name), builder.dense(node)) for node in leaving]
+    outputs = [(Slot("activation", node.name), builder.leaving(node)) for node in leaving]
     for slot, node in canonical.outputs:
         if isinstance(node, Node) and assigned.get(node, 0) == stage:
             outputs.append((slot, builder.value(node)))
@@ -154,21 +167,3 @@ def _placeholders_first(graph: Graph) -> None:
         if node is not first:
             first.prepend(node)
             first = node
-
-
-def is_dense(value: torch.Tensor) -> bool:
-    """Whether the elements fill a block of memory without gaps or overlap, in any order of dimensions."""
-    expected = 1
-    for size, stride in sorted(zip(value.shape, value.stride(), strict=True), key=lambda pair: (pair[1], pair[0])):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
-
-
-def dense_like(value: torch.Tensor) -> torch.Tensor:
-    """The fake tensor of the same shape that a boundary carries: the value's strides if dense, else contiguous."""
-    with value.fake_mode:  # type: ignore[attr-defined]
-        if is_dense(value):
-            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-        return torch.empty(value.shape, dtype=value.dtype, device=value.device)

@@ -13,11 +13,12 @@ from torch.fx import GraphModule, Node
 from torch.fx.traceback import preserve_node_meta
 
 from zbcompile.passes.canonical import output_values
-from zbcompile.passes.cutting import Stage, dense_like
+from zbcompile.passes.cutting import Stage
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.in_place import in_place_operation, replace_writes_into_fresh
 from zbcompile.passes.slots import Slot
 from zbcompile.passes.sources import MarkingInterpreter, described_backward
+from zbcompile.passes.strides import boundary_like
 from zbcompile.passes.torch_private import FakeTensorMode, functional, make_fx, single_threaded_backward
 
 
@@ -77,7 +78,7 @@ def trace_joint(
     outputs = [
         (slot, node) for slot, node in zip(names, output_values(module.graph), strict=True) if isinstance(node, Node)
     ]
-    leaving = {slot.name: dense_like(node.meta["val"]) for slot, node in outputs if slot.kind == "input_gradient"}
+    leaving = {s.name: boundary_like(n.meta["val"], exact) for s, n in outputs if s.kind == "input_gradient"}
     for node, slot in zip(nodes, slots, strict=True):
         node.meta["slot"] = slot
     return Joint(stage, module, tuple(zip(slots, nodes, strict=True)), tuple(outputs), leaving)

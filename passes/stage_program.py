@@ -8,10 +8,11 @@ import torch
 from zbcompile.passes.accumulate import accumulate_in_place, own_gradients
 from zbcompile.passes.canonical import output_values
 from zbcompile.passes.costs import count_flops
-from zbcompile.passes.cutting import Stage, dense_like
+from zbcompile.passes.cutting import Stage
 from zbcompile.passes.joint import Recomputed
 from zbcompile.passes.slots import Slot, TensorSpec
 from zbcompile.passes.split import Crossing, Piece, Split
+from zbcompile.passes.strides import boundary_like
 from zbcompile.passes.torch_private import FakeTensorMode
 
 
@@ -65,7 +66,7 @@ def finish_stage(split: Split, exact: bool) -> StageProgram:
         original=stage.index,
         pieces=pieces,
         receives=_received(stage, gradients),
-        sends=_sent(stage, tangents),
+        sends=_sent(stage, tangents, exact),
         gradients_in={name: tensor_spec(node.meta["val"]) for name, node in tangents.items() if name != "loss"},
         gradients_out={name: tensor_spec(value) for name, value in gradients.items()},
         parameters=stage.named("parameter"),
@@ -88,10 +89,10 @@ def _received(stage: Stage, gradients: Mapping[str, torch.Tensor]) -> dict[str, 
     return {n.meta["slot"].name: tensor_spec(n.meta["val"], n.meta["slot"].name in gradients) for n in nodes}
 
 
-def _sent(stage: Stage, tangents: Mapping[str, object]) -> dict[str, TensorSpec]:
+def _sent(stage: Stage, tangents: Mapping[str, object], exact: bool) -> dict[str, TensorSpec]:
     pairs: list[tuple[Slot, torch.fx.Node]] = list(zip(stage.outputs, output_values(stage.module.graph), strict=True))
     return {
-        slot.name: tensor_spec(dense_like(node.meta["val"]), slot.name in tangents)
+        slot.name: tensor_spec(boundary_like(node.meta["val"], exact), slot.name in tangents)
         for slot, node in pairs
         if slot.kind == "activation"
     }

@@ -80,7 +80,7 @@ def compile_drawn(
             assigned: Assignment = assign_by_cuts(line, cuts)
         else:
             cuts, assigned = like.cuts, _assign_like(like, canonical, line)
-        stages = cut(canonical, line, assigned, schedule.stages)
+        stages = cut(canonical, line, assigned, schedule.stages, choices.exact)
         refuse_shared_mutation(stages)
         if schedule.placement.kind == "dual":
             refuse_mutation_of_copies(stages)

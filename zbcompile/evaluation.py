@@ -18,7 +18,8 @@ from zbcompile.passes.torch_private import use_boxed_calls
 from zbcompile.program import Program
 from zbcompile.rank_plan import Buffer, Message
 from zbcompile.seeds import undisturbed
-from zbcompile.stage_run import dense, run_forward_only
+from zbcompile.stage_run import run_forward_only
+from zbcompile.strides import laid_out
 from zbcompile.torch_private import pytree
 from zbcompile.transport import Channels, Mailboxes, PointToPoint, ReceiveBuffers, Transport
 
@@ -145,7 +146,7 @@ def _pass_on(
 ) -> None:
     following = plan.inference.stages[stage + 1]
     holders = [n for n in following.module.graph.find_nodes(op="placeholder") if _arrives(n)]
-    values = [dense(results[n.meta["slot"]], tensor_spec(n.meta["val"])) for n in holders]
+    values = [laid_out(results[n.meta["slot"]], tensor_spec(n.meta["val"])) for n in holders]
     message, peer = Message("F", stage + 1, microbatch), program.rank_of(stage + 1)
     if peer in engine.local:
         transport.deliver(message, values)

@@ -23,7 +23,7 @@ from zbcompile.rank_plan import generator_spec
 from zbcompile.seeds import microbatch_seed, undisturbed
 from zbcompile.stage_plan import CompiledStage
 from zbcompile.stage_run import StageRun
-from zbcompile.transport import as_contiguous
+from zbcompile.strides import as_contiguous, packed, packed_buffer
 
 Tensors = list[torch.Tensor]
 
@@ -148,9 +148,7 @@ class CompiledPipelineStage(PipelineStage):
         return self._receives(("B", bwd_chunk_id), specs, self.stage_index + 1)
 
     def _receives(self, key: tuple[str, int], specs: list[TensorSpec], source: int) -> list[dist.P2POp]:
-        buffers = [
-            torch.empty_strided(s.shape, s.stride, dtype=getattr(torch, s.dtype), device=self.device) for s in specs
-        ]
+        buffers = [packed_buffer(spec, self.device) for spec in specs]
         self._arrived[key] = buffers
         return [self._operation(dist.irecv, buffer, source) for buffer in buffers]
 
@@ -166,7 +164,7 @@ class CompiledPipelineStage(PipelineStage):
 
     def _operation(self, operation: Callable[..., Any], tensor: torch.Tensor, stage: int) -> dist.P2POp:
         peer = self.stage_index_to_group_rank[stage]
-        return dist.P2POp(operation, as_contiguous(tensor), group=self.group, group_peer=peer)
+        return dist.P2POp(operation, as_contiguous(packed(tensor)), group=self.group, group_peer=peer)
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         """Nothing to warm up: torch 2.11 would make a V's turning rank send to itself, which gloo cannot."""

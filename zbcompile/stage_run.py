@@ -9,11 +9,11 @@ import torch
 
 from zbcompile.errors import PipelineError
 from zbcompile.gradients import Gradients
-from zbcompile.passes.cutting import is_dense
-from zbcompile.passes.slots import Slot, TensorSpec
+from zbcompile.passes.slots import Slot
 from zbcompile.passes.split import Piece
 from zbcompile.seeds import generator_state, set_generator_state
 from zbcompile.stage_plan import Call, CompiledStage, Tensors
+from zbcompile.strides import laid_out
 
 Frame = list[torch.Tensor | None]
 
@@ -61,8 +61,9 @@ class StageRun:
         for place, path in stage.inputs:
             frame[place] = inputs[path]
         self._position_generator(microbatch, arrived)
-        for place, value in zip(stage.arrivals, arrived, strict=True):
-            frame[place] = value
+        specs = stage.program.receives.values()
+        for place, value, spec in zip(stage.arrivals, arrived, specs, strict=True):
+            frame[place] = laid_out(value, spec)
         arrived.clear()
         return self._take(stage.calls["F"], frame)
 
@@ -76,7 +77,7 @@ class StageRun:
             self.losses[microbatch] = results[call.loss]
         for at, name in call.mutations:
             stage.resident[Slot("buffer", name)].copy_(results[at])
-        sends = [dense(results[at], spec) for at, spec in call.sends]
+        sends = [laid_out(results[at], spec) for at, spec in call.sends]
         if stage.generator_leaves:
             sends.append(generator_state(stage.device))
         return sends
@@ -84,8 +85,9 @@ class StageRun:
     def begin_backward(self, name: str, microbatch: int, arrived: Tensors) -> Tensors:
         """The inputs of B or BW, in the order of its graph."""
         frame = self.frames[microbatch] if name == "B" else self.frames.pop(microbatch)
-        for place, value in zip(self.stage.tangents, arrived, strict=True):
-            frame[place] = value
+        specs = self.stage.program.gradients_in.values()
+        for place, value, spec in zip(self.stage.tangents, arrived, specs, strict=True):
+            frame[place] = laid_out(value, spec)
         arrived.clear()
         return self._take(self.stage.calls[name], frame)
 
@@ -97,7 +99,7 @@ class StageRun:
             for at, place in call.saves:
                 frame[place] = results[at]
         self._end(call, microbatch, results)
-        return [dense(results[at], spec) for at, spec in call.sends]
+        return [laid_out(results[at], spec) for at, spec in call.sends]
 
     def _backward(self, name: str, microbatch: int, arrived: Tensors) -> Tensors:
         run = self.stage.calls[name].run
@@ -144,18 +146,6 @@ class StageRun:
 def _storage_bytes(values: Iterable[torch.Tensor], without: set[int]) -> int:
     storages = {v.untyped_storage().data_ptr(): v.untyped_storage().nbytes() for v in values}
     return sum(size for key, size in storages.items() if key not in without)
-
-
-def dense(value: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """`value` with the strides that the receiver's graph was traced for; a copy only where they differ."""
-    if value.stride() == spec.stride or (is_dense(value) and _same_order(value, spec)):
-        return value
-    return torch.empty_strided(spec.shape, spec.stride, dtype=value.dtype, device=value.device).copy_(value)
-
-
-def _same_order(value: torch.Tensor, spec: TensorSpec) -> bool:
-    """Strides of dimensions of size 1 mean nothing."""
-    return all(a == b or size == 1 for a, b, size in zip(value.stride(), spec.stride, value.shape, strict=True))
 
 
 def run_forward_only(piece: Piece, values: Mapping[Slot, Any]) -> dict[Slot, torch.Tensor]:

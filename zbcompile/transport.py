@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from zbcompile.errors import PipelineError
 from zbcompile.rank_plan import Buffer, Message
+from zbcompile.strides import as_contiguous, packed, packed_buffer
 
 Tensors = list[torch.Tensor]
 
@@ -95,9 +96,7 @@ class ReceiveBuffers:
     def get(self, buffer: Buffer) -> torch.Tensor:
         found = self.made.get(buffer)
         if found is None:
-            spec = buffer.spec
-            dtype = getattr(torch, spec.dtype)
-            found = torch.empty_strided(spec.shape, spec.stride, dtype=dtype, device=self.device)
+            found = packed_buffer(buffer.spec, self.device)
             if buffer.number >= 0:
                 self.made[buffer] = found
         return found
@@ -125,7 +124,7 @@ class PointToPoint:
         group = self.channels.group(self.channels.rank, peer)
         works = self.sends[message] = []
         for index, tensor in enumerate(tensors):
-            flat = as_contiguous(tensor)
+            flat = as_contiguous(packed(tensor))
             works.append((flat, group.send([flat], peer, self.channels.tag(message, index))))
 
     def post(self, message: Message, buffers: Sequence[Buffer], peer: int) -> None:
@@ -155,11 +154,3 @@ class PointToPoint:
         self.complete(list(self.sends))
         if self.boxes:
             raise PipelineError(f"the step ended with messages not taken: {sorted(self.boxes)}")
-
-
-def as_contiguous(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous view of the same memory: dimensions in order of their strides. Backends send nothing else."""
-    if tensor.is_contiguous():
-        return tensor
-    order = sorted(range(tensor.ndim), key=lambda i: (tensor.stride(i), tensor.shape[i]), reverse=True)
-    return tensor.permute(order)

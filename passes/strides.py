@@ -1,0 +1,54 @@
+"""Strides at a boundary. What crosses keeps the strides that eager gives it: other strides, other kernels, other bits.
+
+A slice has gaps between its rows and an expanded tensor repeats its elements. Neither travels: what is sent is packed,
+and laid out again where it arrives. Without `exact` the packed form is also what the next stage works on.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+Layout = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def is_dense(value: torch.Tensor) -> bool:
+    """Whether the elements fill a block of memory without gaps or overlap, in any order of dimensions."""
+    expected = 1
+    for size, stride in sorted(zip(value.shape, value.stride(), strict=True), key=lambda pair: (pair[1], pair[0])):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def packed_layout(shape: Sequence[int], strides: Sequence[int]) -> Layout:
+    """Shape and strides of the dense block that holds each element once: repeated dimensions have size 1 there."""
+    once = tuple(1 if stride == 0 else size for size, stride in zip(shape, strides, strict=True))
+    packed, expected = [0] * len(once), 1
+    for dimension in sorted(range(len(once)), key=lambda d: (strides[d], once[d], -d)):
+        packed[dimension] = expected
+        expected *= max(once[dimension], 1)
+    return once, tuple(packed)
+
+
+def boundary_like(value: torch.Tensor, exact: bool) -> torch.Tensor:
+    """The fake tensor with which a stage receives `value`: of its strides if they are dense or `exact` asks for them.
+
+    Elements that overlap in other ways than by repetition are contiguous there.
+    """
+    keep = is_dense(value) or (exact and not _overlaps(value))
+    with value.fake_mode:  # type: ignore[attr-defined]
+        if keep:
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+        return torch.empty(value.shape, dtype=value.dtype, device=value.device)
+
+
+def _overlaps(value: torch.Tensor) -> bool:
+    """Whether two elements share a place, not counting dimensions of stride 0 (which repeat what they hold)."""
+    end = 1
+    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
+        if size > 1 and stride:
+            if stride < end:
+                return True
+            end = stride * (size - 1) + end
+    return False

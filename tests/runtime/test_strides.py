@@ -1,0 +1,61 @@
+"""What travels between stages arrives as it was, strides included, whatever its strides are."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from zbcompile.passes.stage_program import tensor_spec
+from zbcompile.strides import as_contiguous, laid_out, packed, packed_buffer
+
+NUMBERS = torch.arange(720.0)
+TENSORS = {
+    "contiguous": NUMBERS.view(8, 9, 10),
+    "permuted": NUMBERS.view(8, 9, 10).permute(2, 0, 1),
+    "channels last": NUMBERS.view(4, 6, 5, 6).contiguous(memory_format=torch.channels_last),
+    "rows of a slice": NUMBERS.view(8, 9, 10)[:, 2:5],
+    "every second": NUMBERS.view(8, 90)[:, ::2],
+    "a slice, permuted": NUMBERS.view(8, 9, 10)[:, 2:5].permute(1, 2, 0),
+    "expanded": NUMBERS[:24].view(4, 1, 6).expand(4, 5, 6),
+    "a scalar expanded": NUMBERS[3].expand(4, 5),
+    "a scalar": NUMBERS[3],
+    "a slice, expanded": NUMBERS.view(8, 1, 90)[:, :, 3:9].expand(8, 2, 6),
+    "no elements": NUMBERS.view(8, 90)[:, :0],
+    "one element": NUMBERS.view(8, 90)[3:4, 5:6],
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_arrives_as_it_was(name: str) -> None:
+    sent = TENSORS[name]
+    spec = tensor_spec(sent)
+    buffer = packed_buffer(spec, sent.device)
+    as_contiguous(buffer).copy_(as_contiguous(packed(sent)))
+    arrived = laid_out(buffer, spec)
+    assert torch.equal(arrived, sent)
+    assert _strides(arrived) == _strides(sent)
+    assert as_contiguous(buffer).is_contiguous()
+    assert buffer.numel() <= sent.numel()
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_laid_out_for_another_graph(name: str) -> None:
+    """A kernel may give other strides than its fake said; the graph gets those that it was traced for."""
+    like = TENSORS[name]
+    contiguous = like.contiguous()
+    backwards = tuple(reversed(range(like.ndim)))
+    reversed_order = contiguous.permute(backwards).contiguous().permute(backwards)
+    for value in (contiguous, reversed_order):
+        found = laid_out(value, tensor_spec(like))
+        assert torch.equal(found, value)
+        assert _strides(found) == _strides(like)
+
+
+def test_what_is_in_place_is_not_copied() -> None:
+    value = TENSORS["rows of a slice"]
+    assert laid_out(value, tensor_spec(value)) is value
+    assert packed(TENSORS["permuted"]) is TENSORS["permuted"]
+
+
+def _strides(value: Tensor) -> list[int]:
+    """Strides of dimensions of size 1 mean nothing, nor do those of a tensor without elements."""
+    return [stride for stride, size in zip(value.stride(), value.shape, strict=True) if size > 1 and value.numel()]
