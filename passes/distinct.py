@@ -147,7 +147,7 @@ class Renaming:
     descriptions: Mapping[Any, Mapping[str, Any]]
 
     def slot(self, slot: Slot) -> Slot:
-        return slot._replace(name=self.names.get(_key(slot), slot.name))
+        return slot.called(self.names.get(_key(slot), slot.name))
 
     def by_name(self, values: Mapping[str, Value], kind: Kind) -> dict[str, Value]:
         """A mapping from names of slots of one kind, with its keys renamed."""

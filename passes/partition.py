@@ -25,7 +25,8 @@ ALIKE = 1.01  # cuts at the same place of repeated layers are worth up to this f
 class Cuts:
     """`after[i]` is the index in the line of the last node of stage i (the last stage ends the line), `names[i]` the
     name of that node. `loads[stage]` is what a stage weighs, `rank_loads[rank]` the sum over the rank's stages, both in
-    `unit`; `boundary[i]` the bytes that cross the cut behind stage i in one microbatch.
+    `unit`; `boundary[i]` the bytes that cross the cut behind stage i in one microbatch. `overweight` says in words what
+    keeps the loads from being even; empty if they are.
     """
 
     after: tuple[int, ...]
@@ -35,6 +36,7 @@ class Cuts:
     loads: tuple[float, ...]
     rank_loads: tuple[float, ...]
     boundary: tuple[int, ...]
+    overweight: str = ""
 
     @property
     def imbalance(self) -> float:

@@ -28,6 +28,10 @@ class Slot(NamedTuple):
     def __str__(self) -> str:
         return f"{self.kind} {self.name}".rstrip()
 
+    def called(self, name: str) -> "Slot":
+        """The same slot under another name."""
+        return Slot(self.kind, name, *self[2:])
+
     @property
     def identifier(self) -> str:
         """The name of the placeholder that stands for it in a graph."""

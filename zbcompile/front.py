@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
 
 from torch import nn
@@ -33,6 +33,10 @@ def pipeline(  # type: ignore[misc]  # the overloads differ in `model` alone and
     loss_reduction: str = "mean",
     exact: bool = False,
     recompute: Recompute = "hints",
+    balance: str | Sequence[str] = "flops",
+    boundary_bytes: int | None = None,
+    memory: int | None = None,
+    optimizer_state: float = 2.0,
     split: Mapping[str, bool] | None = None,
     chunks: int | None = None,
     example: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
@@ -57,6 +61,12 @@ def pipeline(  # type: ignore[misc]  # the overloads differ in `model` alone and
             (everything but products with parameters); "full": whatever can be, so that a stage keeps its inputs; an
             int: as little as possible, such that a stage keeps at most so many bytes per microbatch between its F and
             B. Gradients keep their bits; random numbers are not drawn again.
+        balance: by what the stages are made equal (docs/partitioning.md): "flops" (with bytes, at nominal speeds),
+            "measured" (every kind of operation is run on this device), "parameters"; or the cuts themselves, as names
+            of modules (cut before it) or of operations as inspect prints them (cut after it).
+        boundary_bytes: the most bytes that may cross a cut per microbatch.
+        memory: the most bytes that a rank may hold: parameters, gradients, optimizer state, activations in flight.
+        optimizer_state: for `memory`, bytes of optimizer state per byte of trained parameter; Adam has 2.
         split: which inputs are split into microbatches, by path or keyword name, where the default rule is wrong.
         chunks: stages per rank, for the interleaved schedules.
         example: `(args, kwargs)` of one batch (`target` among the keywords); compiles at once.
@@ -71,7 +81,8 @@ def pipeline(  # type: ignore[misc]  # the overloads differ in `model` alone and
     >>> pipe = zbcompile.pipeline(model, schedule="zbv", microbatches=8, loss=loss_fn)      # doctest: +SKIP
     >>> loss = pipe.step(inputs, target=targets)                                            # doctest: +SKIP
     """
-    choices = Choices(exact, recompute)
+    cuts = balance if isinstance(balance, str) else tuple(balance)
+    choices = Choices(exact, recompute, cuts, boundary_bytes, memory, optimizer_state)
     options = Options(schedule, microbatches, loss, loss_reduction, choices, split, chunks, seed, timeout)
 
     def build(module: Any) -> Pipeline:

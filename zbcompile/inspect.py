@@ -84,6 +84,15 @@ def _add_plan(group: Any) -> None:
         metavar="none|hints|selective|full|BYTES",
         help="what B computes again (default: hints, the regions of torch.utils.checkpoint)",
     )
+    group.add_argument(
+        "--balance",
+        default="flops",
+        metavar="flops|measured|parameters|NAME,NAME",
+        help="what to make equal, or the modules to cut before (default: flops)",
+    )
+    group.add_argument("--boundary-bytes", type=int, help="the most bytes across a cut, per microbatch")
+    group.add_argument("--memory", type=int, help="the most bytes on a rank")
+    group.add_argument("--optimizer-state", type=float, default=2.0, help="bytes per parameter byte (default: 2)")
     group.add_argument("--loss-reduction", choices=("mean", "sum"), default="mean")
     group.add_argument("--fake", action="store_true", help="build the model without memory (CPU fake tensors)")
     group.add_argument(

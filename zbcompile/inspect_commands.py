@@ -17,7 +17,7 @@ from zbcompile.graph_dot import to_dot
 from zbcompile.graph_page import to_page
 from zbcompile.inspected import Inspected, compile_example
 from zbcompile.options import Options, resolve_schedule
-from zbcompile.passes.choices import Choices
+from zbcompile.passes.choices import BALANCES, Choices
 from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.printing import print_piece
 from zbcompile.passes.torch_private import FakeTensorMode
@@ -46,6 +46,10 @@ class Request:
     chunks: int | None
     exact: bool
     recompute: str
+    balance: str
+    boundary_bytes: int | None
+    memory: int | None
+    optimizer_state: float
     loss_reduction: str
     fake: bool
     costs: str
@@ -112,8 +116,19 @@ def _compiled(example: Example, schedule: Schedule, request: Request) -> Inspect
 
 
 def _choices(request: Request) -> Choices:
+    """What was asked for; `Options` checks it."""
     given = request.recompute
-    return Choices(request.exact, int(given) if given.isdecimal() else given)  # type: ignore[arg-type]  # checked later
+    if request.fake and request.balance == "measured":
+        raise PipelineError("--balance measured runs the model's operations for real; leave out --fake.")
+    named = request.balance not in BALANCES
+    return Choices(
+        exact=request.exact,
+        recompute=int(given) if given.isdecimal() else given,  # type: ignore[arg-type]
+        balance=tuple(request.balance.split(",")) if named else request.balance,
+        boundary_bytes=request.boundary_bytes,
+        memory=request.memory,
+        optimizer_state=request.optimizer_state,
+    )
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ from typing import Any
 
 from zbcompile.errors import PipelineError
 from zbcompile.passes.capture import LossFunction
-from zbcompile.passes.choices import RECOMPUTE_POLICIES, Choices
+from zbcompile.passes.choices import BALANCES, RECOMPUTE_POLICIES, Choices
 from zbcompile.schedules.files import load
 from zbcompile.schedules.registry import build, smallest_microbatches
 from zbcompile.schedules.schedule import Schedule
@@ -36,6 +36,7 @@ class Options:
         if self.loss is not None and not callable(self.loss):
             raise PipelineError(f"loss= is a {type(self.loss).__name__}; expected a function loss(output, target).")
         _check_recompute(self.choices.recompute)
+        _check_cuts(self.choices)
 
 
 def _check_recompute(given: Any) -> None:
@@ -43,6 +44,20 @@ def _check_recompute(given: Any) -> None:
     if not (bytes_ or given in RECOMPUTE_POLICIES):
         names = ", ".join(f'"{name}"' for name in RECOMPUTE_POLICIES)
         raise PipelineError(f"recompute={given!r}; expected {names}, or a number of bytes per microbatch and stage.")
+
+
+def _check_cuts(choices: Choices) -> None:
+    balance = choices.balance
+    if isinstance(balance, str) and balance not in BALANCES:
+        names = ", ".join(f'"{name}"' for name in BALANCES)
+        raise PipelineError(f"balance={balance!r}; expected {names}, or a list with the names of all cuts.")
+    if not all(isinstance(name, str) for name in balance):
+        raise PipelineError(f"balance={list(balance)!r}; expected names of modules, such as 'blocks.2'.")
+    for name, value in (("boundary_bytes", choices.boundary_bytes), ("memory", choices.memory)):
+        if value is not None and not value > 0:
+            raise PipelineError(f"{name}={value!r}; expected a positive number of bytes.")
+    if not choices.optimizer_state >= 0:
+        raise PipelineError(f"optimizer_state={choices.optimizer_state!r}; expected bytes per byte of parameter.")
 
 
 def resolve_schedule(options: Options, ranks: int, announce: bool) -> Schedule:

@@ -247,7 +247,10 @@ class Pipeline:
         def compile_() -> Program:
             return compile_drawn(model, microbatch, drawn, self._schedule, options.choices, seconds, self._first)
 
-        return together(self._engine, "compiling", compile_)
+        program = together(self._engine, "compiling", compile_)
+        if self._announces and self._first is None and program.cuts.overweight:
+            print(f"zbcompile: {program.cuts.overweight}")
+        return program
 
     def _measured(self, drawn: Drawn) -> dict[str, float]:
         """The times by which the model is cut, the same on all ranks."""

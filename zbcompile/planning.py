@@ -1,6 +1,7 @@
 """Planning: where the model is cut, from what the user asks for and what the schedule needs."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import accumulate
 
 from zbcompile.passes.canonical import Canonical
@@ -9,9 +10,11 @@ from zbcompile.passes.cut_names import edges_named
 from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.liveness import Line
 from zbcompile.passes.loads import loads_of
+from zbcompile.passes.overweight import find_overweight
 from zbcompile.passes.partition import Cuts, Limits, choose_edges, describe_cuts, rank_spans
 from zbcompile.passes.residency import Residency
 from zbcompile.schedules.memory import most_waiting
+from zbcompile.schedules.placement import Placement
 from zbcompile.schedules.schedule import Schedule
 
 
@@ -23,7 +26,7 @@ def plan_cuts(
     Raises PartitionError for names, or limits, that cannot be met.
     """
     placement = schedule.placement
-    ranks_of = [placement.rank(stage) for stage in range(placement.stages)]
+    ranks_of = _ranks_of(placement)
     named = not isinstance(choices.balance, str)
     basis = "flops" if named else str(choices.balance)
     loads, unit = loads_of(line, basis, seconds)
@@ -34,7 +37,24 @@ def plan_cuts(
         _require_within(line, edges, schedule, limits)
     else:
         edges = choose_edges(line, totals, ranks_of, limits)
-    return describe_cuts(line, edges, totals, ranks_of, "names" if named else basis, unit)
+    cuts = describe_cuts(line, edges, totals, ranks_of, "names" if named else basis, unit)
+    overweight = find_overweight(line, loads, edges, ranks_of, _other_placements(placement))
+    return replace(cuts, overweight=str(overweight)) if overweight else cuts
+
+
+def _other_placements(placement: Placement) -> dict[str, list[int]]:
+    """What one could do instead, with the rank of each stage that it would have."""
+    ranks = placement.ranks
+    found = {}
+    if placement.kind != "v" and ranks > 1:
+        found["a V schedule such as zb-v"] = _ranks_of(Placement("v", ranks, 2))
+    if ranks > 2:
+        found[f"{ranks // 2} ranks"] = _ranks_of(Placement(placement.kind, ranks // 2, placement.chunks))
+    return found
+
+
+def _ranks_of(placement: Placement) -> list[int]:
+    return [placement.rank(stage) for stage in range(placement.stages)]
 
 
 def _limits(canonical: Canonical, line: Line, schedule: Schedule, choices: Choices) -> Limits:

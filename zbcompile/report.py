@@ -33,6 +33,7 @@ def format_summary(summary: Summary, timeline: Timeline) -> str:
     parts = [
         _heading(summary),
         _titled("Stages, FLOPs per microbatch (a multiply-add is two)", _stages(summary)),
+        _balance(summary),
         _titled("Bytes per microbatch that wait between the passes, and that travel", _bytes(summary)),
         _recomputed(summary),
         _titled(f"Ranks, predicted {summary.prediction.basis}", _ranks(summary)),
@@ -106,6 +107,33 @@ def format_cut(cut: Cut | None) -> str:
     return place if len(place) <= _LONGEST_CUT else f"...{place[3 - _LONGEST_CUT :]}"
 
 
+_BASES = {
+    "flops": "FLOPs and bytes, forward and backward at nominal speeds",
+    "measured": "measured times of forward and backward",
+    "parameters": "parameters",
+    "names": "names (loads from FLOPs and bytes)",
+}
+
+
+def _balance(s: Summary) -> str:
+    mean = sum(stage.load for stage in s.stages) / len(s.stages) or 1.0
+    rows = [
+        [
+            str(stage.stage),
+            ", ".join(map(str, stage.ranks)),
+            format_count(stage.load, "B") if s.balance.unit == "parameters" else format_time(stage.load, "s"),
+            f"{stage.load / mean:.2f}",
+            format_bytes(stage.send_bytes),
+            "its own" if stage.original == stage.stage else f"of stage {stage.original}",
+        ]
+        for stage in s.stages
+    ]
+    table = _table(rows, ["stage", "rank", "load", "of the mean", "crosses", "graphs"], left=("graphs",))
+    count = f"{_number(len(s.stages), 'stage')}, {_number(s.balance.distinct_graphs, 'distinct graph')}"
+    verdict = _wrap(f"{count}; the heaviest rank carries {s.balance.ratio:.2f} times the mean load.")
+    return _titled(f"Cut by {_BASES[s.balance.basis]}", "\n".join([table, "", *verdict]))
+
+
 def _bytes(s: Summary) -> str:
     headers = ["stage", "F->B", "F->W", "B->W", "kept F..B", "residue B..W", "receives", "sends"]
     rows = [
@@ -169,6 +197,7 @@ def _verdict(s: Summary) -> str:
 def _advice(s: Summary) -> str:
     """What the time is lost to, and what the same stages would do otherwise."""
     lines = _wrap(f"{format_idle(s.idle)} The heaviest rank has {s.imbalance:.2f} times the mean FLOPs.")
+    lines += _wrap(s.balance.overweight)
     lines += [line for a in s.alternatives for line in _wrap(f"- {_alternative(a)}")]
     lines += [] if s.alternatives else ["Nothing tried on the same stages is faster or leaner."]
     return _titled("What limits it, and what the same stages would do otherwise (predicted)", "\n".join(lines))

@@ -4,16 +4,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from torch.fx import Node
-
 from zbcompile.advice import Alternative, alternatives, idle_by_cause
 from zbcompile.inspected import Inspected
-from zbcompile.passes.canonical import is_getitem, output_values
+from zbcompile.passes.canonical import output_values
 from zbcompile.passes.choices import Recompute
 from zbcompile.passes.joint import Recomputed
 from zbcompile.passes.origin import Origin, origin_of, shown_path
 from zbcompile.passes.stage_program import StageProgram
-from zbcompile.passes.torch_private import OpOverload
 from zbcompile.prediction import Basis, Messages, count_messages
 from zbcompile.program import Program
 from zbcompile.schedules.actions import flatten
@@ -25,7 +22,10 @@ SCHEMA = "zbcompile.inspect/1"
 
 @dataclass(frozen=True)
 class Cut:
-    """The last operation of a stage whose result leaves it: `operation`, in `module`, written at `file`:`line`."""
+    """The last operation of a stage whose result leaves it: `operation`, in `module`, written at `file`:`line`.
+
+    `balance=` takes the name `operation`, which is unique in the model's graph.
+    """
 
     module: str
     operation: str
@@ -38,6 +38,9 @@ class Cut:
 class StageSummary:
     """One stage. `cut` is where it ends (None: the loss). FLOPs and bytes are per microbatch.
 
+    `load` is its weight when the model was cut, in the unit of `Summary.balance`; `original` the stage whose graphs it
+    shares, but for names.
+
     `forward_to_backward`, `forward_to_weight`, `backward_to_weight` are the bytes by the pass that made (or received)
     them and the pass that needs them; `kept` waits between F and B, `residue` between B and W. `recomputed` says what B
     makes again; None if nothing.
@@ -46,6 +49,8 @@ class StageSummary:
     stage: int
     ranks: tuple[int, ...]
     cut: Cut | None
+    load: float
+    original: int
     parameters: int
     parameter_bytes: int
     flops: Mapping[str, int]
@@ -71,6 +76,19 @@ class RankSummary:
     busy: float
     idle_share: float
     peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Balance:
+    """How the model was cut: by what `basis` ("flops", "measured", "parameters" or "names"), in which `unit` loads are
+    ("s" or "parameters"), the heaviest rank's load over the mean rank's (`ratio`), how many distinct graphs the stages
+    have, and what keeps the loads from being even ("" if they are)."""
+
+    basis: str
+    unit: str
+    ratio: float
+    distinct_graphs: int
+    overweight: str
 
 
 @dataclass(frozen=True)
@@ -102,6 +120,7 @@ class Summary:
     exact: bool
     recompute: Recompute
     loss_reduction: str
+    balance: Balance
     imbalance: float
     prediction: Prediction
     idle: Mapping[str, float]
@@ -138,6 +157,7 @@ def summarise(inspected: Inspected, basis: Basis, timeline: Timeline, loss_reduc
         exact=program.exact,
         recompute=program.choices.recompute,
         loss_reduction=loss_reduction,
+        balance=_balance(program),
         imbalance=_imbalance([rank.flops for rank in ranks]),
         prediction=prediction_of(program, basis, timeline),
         idle=idle_by_cause(timeline),
@@ -157,6 +177,12 @@ def prediction_of(program: Program, basis: Basis, timeline: Timeline) -> Predict
     return Prediction(basis.text, basis.unit, timeline.makespan, timeline.bubble, peak, count_messages(program))
 
 
+def _balance(program: Program) -> Balance:
+    cuts = program.cuts
+    distinct = len({stage.original for stage in program.stages})
+    return Balance(cuts.basis, cuts.unit, cuts.imbalance, distinct, cuts.overweight)
+
+
 def _imbalance(loads: list[int]) -> float:
     return max(loads) * len(loads) / sum(loads) if sum(loads) else 1.0
 
@@ -167,6 +193,8 @@ def _stage(stage: StageProgram, program: Program, sizes: Mapping[str, tuple[int,
         stage=stage.stage,
         ranks=ranks_of(program.schedule, stage.stage),
         cut=cut_of(stage),
+        load=program.cuts.loads[stage.stage],
+        original=stage.original,
         parameters=sum(sizes[name][0] for name in stage.parameters),
         parameter_bytes=sum(sizes[name][1] for name in stage.parameters),
         flops=dict(stage.flops),
@@ -192,21 +220,12 @@ def cut_of(stage: StageProgram) -> Cut | None:
     piece = stage.pieces["F"]
     order = {node: i for i, node in enumerate(piece.module.graph.nodes)}
     pairs = zip(piece.outputs, output_values(piece.module.graph), strict=True)
-    made = [node for slot, node in pairs if slot.kind == "activation" and node.op == "call_function"]
+    made = {node: slot.name for slot, node in pairs if slot.kind == "activation" and node.op == "call_function"}
     if not made:
         return None
     last = max(made, key=order.__getitem__)
     origin = origin_of(last) or Origin("", "", 0, "")
-    return Cut(
-        origin.module, _operation(last), shown_path(origin.file) if origin.file else "", origin.line, origin.code
-    )
-
-
-def _operation(node: Node) -> str:
-    """The short name of the operator, of a part of a result that of the whole."""
-    maker: Any = node.args[0] if is_getitem(node) else node
-    target = maker.target
-    return target.overloadpacket.__name__ if isinstance(target, OpOverload) else maker.name
+    return Cut(origin.module, made[last], shown_path(origin.file) if origin.file else "", origin.line, origin.code)
 
 
 def _rank(rank: int, program: Program, sizes: Mapping[str, tuple[int, int]], timeline: Timeline) -> RankSummary:
