@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,12 +14,12 @@ from torch import Tensor, nn
 import zbcompile
 
 WIDTH = 8
-LAYERS = 8
+LAYERS = 4
 
 
 @dataclass(frozen=True)
 class Order:
-    """`what` ("raise", "kill", "stop" or "sleep") shall happen at call number `call` of a pass on a rank."""
+    """`what` ("raise", "interrupt", "kill" or "sleep") shall happen at call number `call` of a pass on a rank."""
 
     what: str = ""
     rank: int = 0
@@ -48,8 +49,8 @@ def _raise() -> None:
 ACTS = {
     "raise": _raise,
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
-    "sleep": lambda: time.sleep(60),
+    "interrupt": lambda: signal.raise_signal(signal.SIGINT),
+    "sleep": lambda: time.sleep(6),
 }
 INJECT = Injector()
 
@@ -90,7 +91,7 @@ class Faulty(nn.Module):
         return x
 
 
-def make(schedule: str = "zb-h1", timeout: float = 60, **options: object) -> zbcompile.Pipeline:
+def make(schedule: str = "1f1b", timeout: float = 60, **options: object) -> zbcompile.Pipeline:
     torch.manual_seed(0)
     options = {"microbatches": 4, "loss": F.mse_loss} | options
     return zbcompile.pipeline(Faulty(), schedule=schedule, timeout=timeout, **options)
@@ -102,25 +103,22 @@ def rows(samples: int = 8) -> Tensor:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a step ended on a rank: the error, how many gradients were left, whether the parameters kept their bits."""
+    """How a call ended on a rank: the error, how many gradients were left, whether the parameters kept their bits."""
 
     error: str
     message: str
     seconds: float
-    gradients: int
-    untouched: bool
+    gradients: int = 0
+    untouched: bool = True
 
 
-def failing_step(order: Order, schedule: str = "zb-h1", timeout: float = 60) -> Ended | None:
-    """A good step, then one in which `order` is carried out."""
-    pipe = make(schedule, timeout)
-    pipe.step(rows(), target=rows())
+def attempt(pipe: zbcompile.Pipeline, call: Callable[[], object]) -> Ended | None:
+    """What `call` ends with, and what it leaves behind."""
     before = [parameter.detach().clone() for parameter in pipe.parameters()]
-    INJECT.order, INJECT.calls = order, 0
     started = time.monotonic()
     try:
-        pipe.step(rows(), target=rows())
-    except Exception as error:
+        call()
+    except (Exception, KeyboardInterrupt) as error:
         seconds = time.monotonic() - started
         left = sum(parameter.grad is not None for parameter in pipe.parameters())
         same = all(map(torch.equal, before, pipe.parameters()))
@@ -129,3 +127,164 @@ def failing_step(order: Order, schedule: str = "zb-h1", timeout: float = 60) -> 
         INJECT.order = Order()
         pipe.close()
     return None
+
+
+def trained(schedule: str = "1f1b", timeout: float = 60) -> zbcompile.Pipeline:
+    """A pipeline after one good step, which from then on waits `timeout` seconds (compiling may take longer)."""
+    pipe = make(schedule)
+    pipe.step(rows(), target=rows())
+    _drop_gradients(pipe)
+    pipe._watch.timeout = timeout  # type: ignore[union-attr]
+    return pipe
+
+
+def _drop_gradients(pipe: zbcompile.Pipeline) -> None:
+    for parameter in pipe.parameters():
+        parameter.grad = None
+
+
+def failing_step(order: Order, timeout: float = 60) -> Ended | None:
+    """`order` is carried out in the second step."""
+    pipe = trained(timeout=timeout)
+    INJECT.order, INJECT.calls = order, 0
+    return attempt(pipe, lambda: pipe.step(rows(), target=rows()))
+
+
+def never_comes(rank: int, timeout: float) -> Ended | None:
+    """A rank makes no pipeline at all."""
+    if dist.get_rank() == rank:
+        time.sleep(timeout + 4)
+        return None
+    return _uncompiled(make(timeout=timeout), rows())
+
+
+def bad_first_batch(rank: int) -> Ended | None:
+    """A rank's first batch cannot be split."""
+    return _uncompiled(make(), rows(6 if dist.get_rank() == rank else 8))
+
+
+def _uncompiled(pipe: zbcompile.Pipeline, x: Tensor) -> Ended | None:
+    started = time.monotonic()
+    try:
+        pipe.step(x, target=x)
+    except zbcompile.PipelineError as error:
+        return Ended(type(error).__name__, str(error), time.monotonic() - started)
+    finally:
+        pipe.close()
+    return None
+
+
+def bad_batch(rank: int) -> Ended | None:
+    """A rank's second batch cannot be split."""
+    pipe = trained()
+    x = rows(6 if dist.get_rank() == rank else 8)
+    return attempt(pipe, lambda: pipe.step(x, target=x))
+
+
+def other_shape(rank: int) -> Ended | None:
+    """A rank's second batch has another size."""
+    pipe = trained()
+    x = rows(4 if dist.get_rank() == rank else 8)
+    return attempt(pipe, lambda: pipe.step(x, target=x))
+
+
+def other_call(rank: int) -> Ended | None:
+    """A rank evaluates while the others train."""
+    pipe = trained()
+    if dist.get_rank() == rank:
+        return attempt(pipe, lambda: pipe.eval(rows()))
+    return attempt(pipe, lambda: pipe.step(rows(), target=rows()))
+
+
+def other_program(rank: int, what: str) -> Ended | None:
+    """A rank compiles something else, or with another torch."""
+    options: dict[str, object] = {}
+    if dist.get_rank() == rank and what in ("microbatches", "schedule"):
+        options = {"microbatches": 2} if what == "microbatches" else {"schedule": "gpipe"}
+    version = torch.__version__
+    if dist.get_rank() == rank and what == "torch":
+        torch.__version__ = "2.12.1"  # type: ignore[assignment]
+    try:
+        return _uncompiled(make(**options), rows())  # type: ignore[arg-type]
+    finally:
+        torch.__version__ = version
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Something that breaks, on which rank, and what every rank that lives then says."""
+
+    name: str
+    rank: int
+    run: Callable[..., Ended | None]
+    args: tuple[object, ...]
+    says: str
+    within: float = 10.0
+    silent: bool = False  # the rank itself says nothing: it is dead, or not there
+    ranks: int = 2
+
+
+def _raises(rank: int, pass_: str, call: int, where: str) -> Scenario:
+    says = f"rank {rank} failed at {where}.* of step 1: ValueError: broken on order"
+    order = Order("raise", rank, pass_, call)
+    return Scenario(f"an exception in {pass_}", rank, failing_step, (order,), says)
+
+
+DIFFERENT = "the ranks compiled different programs: "
+SCENARIOS = (
+    _raises(0, "F", 5, "F0"),
+    _raises(1, "F", 0, "F1"),
+    _raises(0, "B", 3, "BW0"),
+    _raises(1, "W", 2, "BW1"),
+    Scenario(
+        "Ctrl-C in F", 0, failing_step, (Order("interrupt", 0, "F", 3),), "^$|rank 0 failed at F0.*KeyboardInterrupt"
+    ),
+    Scenario(
+        "SIGKILL in B",
+        1,
+        failing_step,
+        (Order("kill", 1, "B", 3),),
+        "rank 1 failed at .*step 1: its process ended",
+        silent=True,
+    ),
+    Scenario(
+        "endless F, timeout=2",
+        0,
+        failing_step,
+        (Order("sleep", 0, "F", 5), 2.0),
+        r"rank 0 failed at F0.* of step 1: it did not finish; rank 1 waited 2 s for it at F1.* of step 1",
+    ),
+    Scenario(
+        "a rank that never comes, timeout=2",
+        1,
+        never_comes,
+        (1, 2.0),
+        "rank 1 failed at its first call: it never arrived; rank 0 waited 2 s for it at the agreement of compiling",
+        silent=True,
+    ),
+    Scenario(
+        "a first batch that cannot be split",
+        1,
+        bad_first_batch,
+        (1,),
+        "a batch of 6 samples cannot be split into 4 equal microbatches",
+    ),
+    Scenario(
+        "a later batch that cannot be split",
+        1,
+        bad_batch,
+        (1,),
+        "a batch of 6 samples cannot be split into 4 equal microbatches",
+    ),
+    Scenario(
+        "a later batch of another size",
+        1,
+        other_shape,
+        (1,),
+        r"rank 1 failed at the agreement of compiling for microbatches of .*\[1, 8\].* rank 0 is at F0.* of step 1",
+    ),
+    Scenario("eval instead of step", 1, other_call, (1,), "eval.* is at .* meanwhile. Every rank must make the same"),
+    Scenario("another count of microbatches", 1, other_program, (1, "microbatches"), DIFFERENT + "microbatches is 4"),
+    Scenario("another schedule", 1, other_program, (1, "schedule"), DIFFERENT + "schedule is 1f1b on rank 0 and gpipe"),
+    Scenario("another torch", 1, other_program, (1, "torch"), DIFFERENT + "torch is .* on rank 0 and 2.12.1 on rank 1"),
+)
