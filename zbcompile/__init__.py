@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from zbcompile.passes.errors import CompileError as CompileError
     from zbcompile.passes.errors import PartitionError as PartitionError
     from zbcompile.pipe import Pipeline as Pipeline
+    from zbcompile.scaling import GradScaler as GradScaler
     from zbcompile.schedules.errors import ScheduleError as ScheduleError
     from zbcompile.seeds import microbatch_seed as microbatch_seed
 
@@ -27,6 +28,7 @@ _HOME = {
     "explanation": ("Explanation",),
     "front": ("pipeline",),
     "pipe": ("Pipeline",),
+    "scaling": ("GradScaler",),
     "seeds": ("microbatch_seed",),
     "errors": ("FaultError", "PipelineError"),
     "passes.errors": ("CompileError", "CaptureError", "PartitionError"),

@@ -21,13 +21,13 @@ def together(engine: Engine, what: str, make: Callable[[], Result]) -> Result:
         result = make()
     except Exception as caught:
         error = caught
-    reports: list[str | None] = [None] * engine.ranks
+    reports: list[str | None] = [None] * dist.get_world_size(engine.everyone)
     report = None if error is None else f"{type(error).__name__}: {error}"
     with engine.watch.position.waiting("the agreement"):
-        dist.all_gather_object(reports, report, group=engine.group)
+        dist.all_gather_object(reports, report, group=engine.everyone)
     if error is not None:
         raise engine.watch.known_to_all(error)
-    failed = [(rank, text) for rank, text in enumerate(reports) if text is not None]
+    failed = [(rank, text) for rank, text in zip(engine.watch.board.members, reports, strict=True) if text]
     if failed:
         text = f"{what} failed on rank {failed[0][0]}: {failed[0][1]}"
         raise engine.watch.known_to_all(PipelineError(text))
@@ -38,15 +38,16 @@ def require_equal_programs(engine: Engine, manifest: Mapping[str, object]) -> No
     """Raise on every rank when the manifests differ, naming what differs and where."""
     if not isinstance(engine, Distributed):
         return
-    manifests: list[Mapping[str, object]] = [{}] * engine.ranks
+    manifests: list[Mapping[str, object]] = [{}] * dist.get_world_size(engine.everyone)
     with engine.watch.position.waiting("the comparison of programs"):
-        dist.all_gather_object(manifests, dict(manifest), group=engine.group)
-    for rank, other in enumerate(manifests):
+        dist.all_gather_object(manifests, dict(manifest), group=engine.everyone)
+    members = engine.watch.board.members
+    for rank, other in zip(members, manifests, strict=True):
         for key, value in manifests[0].items():
             if other[key] != value:
                 text = (
-                    f"the ranks compiled different programs: {key} is {value} on rank 0 and {other[key]} on rank "
-                    f"{rank}. Every rank must build the same model, use the same versions and pass the same batch "
+                    f"the ranks compiled different programs: {key} is {value} on rank {members[0]} and {other[key]} on "
+                    f"rank {rank}. Every rank must build the same model, use the same versions and pass the same batch "
                     "shapes and options."
                 )
                 raise engine.watch.known_to_all(PipelineError(text))

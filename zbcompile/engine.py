@@ -1,6 +1,6 @@
 """The two ways to run a step: all ranks inside this process, or this process as one rank of a group."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zbcompile.data_parallel import Replicas
 from zbcompile.errors import PipelineError
 from zbcompile.faults import Position
 from zbcompile.finish import share_losses, sum_shared, sum_shared_in_process
@@ -26,13 +27,15 @@ from zbcompile.watch import Alone, Watch
 
 @dataclass(frozen=True)
 class StepInput:
-    """One step: the tensors of each microbatch by input path, which step it is, and how losses combine."""
+    """One step: the tensors of each microbatch by input path, which step it is, how losses combine, and how a
+    GradScaler scales the loss."""
 
     microbatches: list[dict[str, torch.Tensor]]
     index: int
     seed: int
     reduction: str
     record: bool
+    scale: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,8 @@ class Engine(Protocol):
 
     @property
     def watch(self) -> Alone | Watch: ...
+    @property
+    def replicas(self) -> Replicas: ...
     @property
     def local(self) -> tuple[int, ...]: ...
     @property
@@ -94,10 +99,11 @@ def _begin(
     return RankRun(plan, runs, transport, position, observe)
 
 
-def _loss_factor(program: Program, given: StepInput, device: torch.device) -> torch.Tensor:
+def _loss_factor(program: Program, given: StepInput, count: int, device: torch.device) -> torch.Tensor:
     """The gradient of the step's loss by one microbatch's: 1/m enters the backward here, as in eager's (loss / m)."""
     one = torch.ones((), dtype=getattr(torch, program.loss_dtype), device=device)
-    return one / program.schedule.microbatches if given.reduction == "mean" else one
+    factor = one / count if given.reduction == "mean" else one
+    return given.scale(factor) if given.scale else factor
 
 
 def _end(run: RankRun) -> dict[int, torch.Tensor]:
@@ -114,6 +120,7 @@ class InProcess:
     ranks: int
     device: torch.device
     watch: Alone = field(default_factory=lambda: Alone(Position()))
+    replicas: Replicas = field(default_factory=Replicas)
     last_step: StepRecord | None = None
 
     @property
@@ -158,15 +165,18 @@ def _turn(rank: RankRun, program: Iterator[Action]) -> Action | None:
 
 @dataclass
 class Distributed:
-    """This process is one rank of a process group."""
+    """This process is one rank of a process group: `group` holds the ranks of its pipeline, `everyone` those of all
+    replicas."""
 
     group: dist.ProcessGroup
+    everyone: dist.ProcessGroup
     rank: int
     ranks: int
     device: torch.device
     up: dist.ProcessGroup
     down: dist.ProcessGroup
     watch: Watch
+    replicas: Replicas
     last_step: StepRecord | None = None
 
     @property
@@ -191,6 +201,8 @@ class Distributed:
         losses = _end(run)
         with position.waiting("the sum of tied gradients"):
             sum_shared(program, gradients, self.rank, self.group)
+        with position.waiting("the reduction over replicas"):
+            reduction.finish()
         with position.waiting("the end"):
             self.last_step = self._gather(observe) if observe else None
             return share_losses(program, losses, self.device, self.group)

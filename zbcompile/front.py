@@ -70,7 +70,9 @@ def pipeline(  # type: ignore[misc]  # the overloads differ in `model` alone and
         split: which inputs are split into microbatches, by path or keyword name, where the default rule is wrong.
         chunks: stages per rank, for the interleaved schedules.
         example: `(args, kwargs)` of one batch (`target` among the keywords); compiles at once.
-        mesh: a DeviceMesh with a "pp" dimension.
+        mesh: a DeviceMesh with a "pp" dimension and, for data parallelism, a "dp" dimension: every replica of the
+            pipeline then takes a batch of its own, and loss and gradients are those of the concatenated batch (the
+            mean or the sum over all of it, by `loss_reduction`).
         seed: enters `zbcompile.microbatch_seed`.
         timeout: seconds that a rank waits for another one, in a step, a compilation or at the start, before all ranks
             end with an error that names it. A rank that fails or dies ends the others within 5 seconds.

@@ -1,6 +1,7 @@
 """Where the ranks come from: a mesh, a process group, torchrun's environment, or this process alone."""
 
 import os
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zbcompile.board import Board
+from zbcompile.data_parallel import Replicas
 from zbcompile.engine import Distributed, Engine, InProcess
 from zbcompile.errors import PipelineError
 from zbcompile.faults import Position
@@ -19,12 +21,12 @@ def make_engine(model: nn.Module, ranks: int | None, mesh: Any, timeout: float) 
     """The engine for this process: distributed when a mesh, a process group or torchrun gives ranks, else
     in-process. `timeout`: see `zbcompile.pipeline`."""
     if mesh is not None:
-        return _distributed(model, _pipeline_group(mesh), ranks, timeout)
+        return _distributed(model, _sides(mesh), ranks, timeout)
     if dist.is_available() and dist.is_initialized():
-        return _distributed(model, dist.group.WORLD, ranks, timeout)
+        return _distributed(model, Sides(dist.group.WORLD, dist.group.WORLD, Replicas()), ranks, timeout)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         _initialise(timeout)
-        return _distributed(model, dist.group.WORLD, ranks, timeout)
+        return _distributed(model, Sides(dist.group.WORLD, dist.group.WORLD, Replicas()), ranks, timeout)
     if ranks is None:
         print("zbcompile: neither torchrun nor ranks= gives a number of ranks; running as one rank in this process.")
     count = 1 if ranks is None else ranks
@@ -57,21 +59,43 @@ def _initialise(timeout: float) -> None:
         ) from error
 
 
-def _pipeline_group(mesh: Any) -> dist.ProcessGroup:
+def _sides(mesh: Any) -> "Sides":
+    """The groups of a mesh: "pp" gives the pipeline's ranks, "dp", if it is there, the replicas."""
     names = tuple(mesh.mesh_dim_names or ())
     if "pp" not in names:
         raise PipelineError(f'mesh= has dimensions {names or "without names"}; expected one called "pp".')
-    others = {name: mesh[name].size() for name in names if name != "pp" and mesh[name].size() > 1}
+    others = {name: mesh[name].size() for name in names if name not in ("pp", "dp") and mesh[name].size() > 1}
     if others:
         raise PipelineError(
-            f"mesh= has more than one rank in {others}; data parallelism beside the pipeline is not supported yet. "
-            "Use a mesh "
-            'whose only dimension is "pp".'
+            f'mesh= has more than one rank in {others}; a pipeline knows the dimensions "pp" and "dp". Use a mesh of '
+            "these two."
         )
-    return mesh["pp"].get_group()  # type: ignore[no-any-return]
+    group = mesh["pp"].get_group()
+    if "dp" not in names or mesh["dp"].size() == 1:
+        return Sides(group, group, Replicas())
+    replicas = Replicas(mesh["dp"].get_group(), mesh["dp"].get_local_rank(), mesh["dp"].size())
+    return Sides(group, _whole(mesh), replicas)
 
 
-def _distributed(model: nn.Module, group: Any, ranks: int | None, timeout: float) -> Distributed:
+def _whole(mesh: Any) -> Any:
+    """The group of all ranks of a mesh."""
+    members = sorted(mesh.mesh.flatten().tolist())
+    if members == list(range(dist.get_world_size())):
+        return dist.group.WORLD
+    return dist.new_group(members, use_local_synchronization=True)
+
+
+@dataclass(frozen=True)
+class Sides:
+    """The process groups of a pipeline: its own ranks, those of all replicas, and those that hold the same stages."""
+
+    group: Any
+    everyone: Any
+    replicas: Replicas
+
+
+def _distributed(model: nn.Module, sides: Sides, ranks: int | None, timeout: float) -> Distributed:
+    group, everyone = sides.group, sides.everyone
     size = dist.get_world_size(group)
     if ranks is not None and ranks != size:
         raise PipelineError(
@@ -83,5 +107,7 @@ def _distributed(model: nn.Module, group: Any, ranks: int | None, timeout: float
     else:
         up, down = dist.new_group(members), dist.new_group(members)
     own = dist.get_rank()
-    watch = Watch(Position(own), Board(group, members, own), tuple({group, up, down}), timeout)
-    return Distributed(group, dist.get_rank(group), size, device_of(model), up, down, watch)
+    board = Board(everyone, dist.get_process_group_ranks(everyone), own)
+    groups = {group, everyone, up, down} | ({sides.replicas.group} if sides.replicas.group else set())
+    watch = Watch(Position(own), board, tuple(groups), timeout)
+    return Distributed(group, everyone, dist.get_rank(group), size, device_of(model), up, down, watch, sides.replicas)

@@ -23,6 +23,7 @@ class RankRun:
     runs: Mapping[int, StageRun]
     transport: Transport
     position: Position
+    after: Mapping[Action, Callable[[], None]]
     observe: Observer | None = None
     outbox: dict[Message, Tensors] = field(default_factory=dict)
 

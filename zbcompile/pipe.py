@@ -40,6 +40,7 @@ class Pipeline:
         self.options = options
         self.record = False
         self.step_index = 0
+        self.scaler: torch.amp.GradScaler | None = None
         self._model = model
         self._engine = make_engine(model, ranks, mesh, options.timeout)
         self._watch = self._engine.watch
@@ -61,6 +62,11 @@ class Pipeline:
                 "pipe.compile(*args, target=..., **kwargs) with a batch, or pass example=, or run a step first."
             )
         return self._first
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process's share of the model is."""
+        return self._engine.device
 
     @property
     def last_step(self) -> StepRecord | None:
@@ -99,6 +105,7 @@ class Pipeline:
             seed=self.options.seed,
             reduction=self.options.loss_reduction,
             record=self.record,
+            scale=None if self.scaler is None else self.scaler.scale,
         )
 
     @contextmanager
@@ -130,6 +137,32 @@ class Pipeline:
         resident = self._resident(plan.inference.captured.constants)
         with self._as_captured():
             return evaluate(plan, batch, program, self._engine, resident)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Steps inside accumulate into `.grad` without adding up the replicas; the first step after it does.
+
+        Inside, `.grad` holds this replica's part. Without data parallelism it changes nothing.
+        """
+        replicas = self._engine.replicas
+        before, replicas.synchronise = replicas.synchronise, False
+        try:
+            yield
+        finally:
+            replicas.synchronise = before
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """As `torch.nn.utils.clip_grad_norm_` over the whole model: every rank clips its share by the norm of all
+        gradients, tied parameters counted once, and returns that norm."""
+        names = [name for name in self._parameters_by_name() if name in self.program.trained]
+        with self._watch.region("clip_grad_norm_"):
+            norm = total_norm(
+                names, self._parameters_by_name(), self._engine, self._owners, norm_type, error_if_nonfinite
+            )
+        nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, norm)
+        return norm
 
     def stages(self) -> "list[CompiledPipelineStage]":
         """This rank's stages as torch.distributed.pipelining stages, for torch's own schedules.
@@ -238,6 +271,12 @@ class Pipeline:
         executable = self._prepare(program)
         self._first = self._first or program
         return executable
+
+    def _copy_first_replica(self) -> None:
+        """Replicas begin with the same parameters and buffers, as under DistributedDataParallel."""
+        with self._watch.position.waiting("the first replica's parameters"):
+            share = own_state(self._model, self._engine, self._owners).values()
+            self._engine.replicas.broadcast(value for value in share if isinstance(value, torch.Tensor))
 
     def _make_program(self, microbatch: Microbatch) -> Program:
         model, options = self._model, self.options

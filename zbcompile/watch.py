@@ -148,8 +148,9 @@ class Watch:
                 return posted
             time.sleep(INTERVAL / 10)
         after = self.board.statuses()
-        late = find_late(self.position.rank, after, self.timeout)
-        return find_dead(self.position.rank, before, after) or Fault(late.rank, late.where, f"{late.cause}; {error}")
+        here = after[self.position.rank]
+        cause = f"it lost its connection to the other ranks, which all show signs of life: {error}"
+        return find_dead(self.position.rank, before, after) or Fault(self.position.rank, here.where, cause)
 
     def _leave(self, region: int) -> None:
         """Stay until all ranks know: a launcher that sees one process end kills the others."""

@@ -15,6 +15,7 @@ from tests.runtime.pool import DIED, Outcome, Pool
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=[f"{s.name} on rank {s.rank}" for s in SCENARIOS])
 def test_every_rank_ends_with_one_message(scenario: Scenario, pool: Pool) -> None:
     outcomes = pool.outcomes(scenario.run, *scenario.args, ranks=scenario.ranks)
+    pool.group = None  # its connections are closed
     for rank, outcome in enumerate(outcomes):
         if scenario.silent and rank == scenario.rank:
             assert outcome.error in (None, DIED)
@@ -50,6 +51,7 @@ def broken_and_made_anew(store: str) -> tuple[str, Tensor, Tensor]:
 
 def test_a_new_process_group_in_the_same_processes(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> None:
     found = pool.run(broken_and_made_anew, str(tmp_path_factory.mktemp("store") / "again"))
+    pool.group = None
     for message, first, second in found:
         assert re.search(r"this pipeline has ended: rank 1 failed at F1.*Call pipe\.close\(\)", message)
         assert torch.equal(first, second)
