@@ -14,6 +14,7 @@ from zbcompile.faults import Position
 from zbcompile.finish import share_losses, sum_shared, sum_shared_in_process
 from zbcompile.gradients import Gradients
 from zbcompile.loop import RankRun
+from zbcompile.passes.slots import Slot
 from zbcompile.program import Program
 from zbcompile.rank_plan import RankPlan, plan_rank
 from zbcompile.record import Recorder, StepRecord
@@ -76,7 +77,8 @@ class Engine(Protocol):
     def step(
         self, executable: Executable, given: StepInput, parameters: Mapping[str, nn.Parameter]
     ) -> list[torch.Tensor]:
-        """Run one step; gradients accumulate into the parameters. Returns the loss of each microbatch."""
+        """Run one step; gradients accumulate into the parameters. Returns the loss of each microbatch of all
+        replicas."""
         ...
 
 
@@ -88,10 +90,14 @@ def _begin(
     transport: Transport,
     position: Position,
     observe: Recorder | None,
+    replicas: Replicas,
 ) -> RankRun:
+    """Microbatches are numbered over all replicas: together they train as one pipeline on the concatenated batch."""
     program = executable.program
-    factor = _loss_factor(program, given, executable.buffers.device)
-    seeds = [microbatch_seed(given.index, i, given.seed) for i in range(program.schedule.microbatches)]
+    count = program.schedule.microbatches
+    factor = _loss_factor(program, given, count * replicas.count, executable.buffers.device)
+    first = replicas.rank * count
+    seeds = [microbatch_seed(given.index, i, given.seed) for i in range(first, first + count)]
     runs = {
         stage: StageRun(executable.stages[stage], gradients, given.microbatches, factor, seeds)
         for stage in program.stages_of(plan.rank)
@@ -111,6 +117,14 @@ def _end(run: RankRun) -> dict[int, torch.Tensor]:
     for stage in run.runs.values():
         stage.check_empty()
     return {i: loss for stage in run.runs.values() for i, loss in stage.losses.items()}
+
+
+def _changed_buffers(stages: Mapping[int, CompiledStage]) -> Iterator[torch.Tensor]:
+    """What forwards write: replicas go on with the first one's, as under DistributedDataParallel."""
+    for stage in stages.values():
+        for slot in stage.program.pieces["F"].outputs:
+            if slot.kind == "mutation":
+                yield stage.resident[Slot("buffer", slot.name)]
 
 
 @dataclass
@@ -133,7 +147,7 @@ class InProcess:
         program, mailboxes, observe = executable.program, Mailboxes(), Recorder() if given.record else None
         gradients = [Gradients(parameters, program.shared) for _ in self.local]
         runs = [
-            _begin(executable, plan, given, own, mailboxes, self.watch.position, observe)
+            _begin(executable, plan, given, own, mailboxes, self.watch.position, observe, self.replicas)
             for plan, own in zip(executable.plans, gradients, strict=True)
         ]
         with undisturbed(self.device), torch.no_grad():
@@ -192,7 +206,9 @@ class Distributed:
             with position.waiting("the common start"):
                 dist.barrier(self.group)
         observe = Recorder() if given.record else None
-        run = _begin(executable, executable.plans[0], given, gradients, transport, position, observe)
+        run = _begin(executable, executable.plans[0], given, gradients, transport, position, observe, self.replicas)
+        reduction = self.replicas.begin(program, self.rank, parameters)
+        run.after = reduction.hooks
         with undisturbed(self.device), torch.no_grad():
             for action in run.run():
                 raise PipelineError(f"rank {self.rank} cannot run {action}: its input was never requested")
@@ -201,11 +217,13 @@ class Distributed:
         losses = _end(run)
         with position.waiting("the sum of tied gradients"):
             sum_shared(program, gradients, self.rank, self.group)
-        with position.waiting("the reduction over replicas"):
+        with position.waiting("the sum over replicas"):
             reduction.finish()
+            self.replicas.broadcast(_changed_buffers(executable.stages))
         with position.waiting("the end"):
             self.last_step = self._gather(observe) if observe else None
-            return share_losses(program, losses, self.device, self.group)
+            losses = {self.replicas.rank * program.schedule.microbatches + i: loss for i, loss in losses.items()}
+            return share_losses(program, losses, self.replicas.count, self.device, self.everyone)
 
     def _transport(self, executable: Executable) -> PointToPoint:
         channels = Channels(self.up, self.down, self.rank, executable.program.schedule.microbatches)

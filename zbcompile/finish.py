@@ -111,14 +111,15 @@ def total_loss(losses: Sequence[torch.Tensor], reduction: str) -> torch.Tensor:
 
 
 def share_losses(
-    program: Program, own: Mapping[int, torch.Tensor], device: torch.device, group: dist.ProcessGroup
+    program: Program, own: Mapping[int, torch.Tensor], replicas: int, device: torch.device, group: dist.ProcessGroup
 ) -> list[torch.Tensor]:
-    """Give every rank the loss of every microbatch, as tensors on the device.
+    """Give every rank the loss of every microbatch of all replicas, as tensors on the device.
 
     Each has one owner and the others add zeros, which changes no bit, so that no rank ends its step before all have run
     their passes: one that did would update its parameters although another rank has failed.
     """
-    losses = torch.zeros(program.schedule.microbatches, dtype=getattr(torch, program.loss_dtype), device=device)
+    count = program.schedule.microbatches * replicas
+    losses = torch.zeros(count, dtype=getattr(torch, program.loss_dtype), device=device)
     for microbatch, loss in own.items():
         losses[microbatch].copy_(loss)
     dist.all_reduce(losses, group=group)

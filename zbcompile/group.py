@@ -105,7 +105,7 @@ def _distributed(model: nn.Module, sides: Sides, ranks: int | None, timeout: flo
     if dist.get_backend(group) == "gloo":
         up = down = group  # gloo pairs messages by tag: one group carries both directions
     else:
-        up, down = dist.new_group(members), dist.new_group(members)
+        up, down = (dist.new_group(members, use_local_synchronization=True) for _ in range(2))
     own = dist.get_rank()
     board = Board(everyone, dist.get_process_group_ranks(everyone), own)
     groups = {group, everyone, up, down} | ({sides.replicas.group} if sides.replicas.group else set())

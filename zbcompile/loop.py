@@ -17,14 +17,14 @@ Observer = Callable[[Action, "RankRun", Callable[[], None]], None]
 @dataclass
 class RankRun:
     """One rank during one step. `runs[stage]` are its stages, `outbox` what was made but not yet sent, `position` is
-    where others look to see how far the rank is."""
+    where others look to see how far the rank is; `after[action]` is called when `action` is done."""
 
     plan: RankPlan
     runs: Mapping[int, StageRun]
     transport: Transport
     position: Position
-    after: Mapping[Action, Callable[[], None]]
     observe: Observer | None = None
+    after: Mapping[Action, Callable[[], None]] = field(default_factory=dict)
     outbox: dict[Message, Tensors] = field(default_factory=dict)
 
     @property
@@ -50,6 +50,8 @@ class RankRun:
                     handler(self, instruction)
                 else:
                     observe(action, self, partial(handler, self, instruction))
+                if action in self.after:
+                    self.after[action]()
 
     def _forward(self, to: Instruction) -> None:
         self._pass_on(to, self.runs[to.action.stage].forward(to.action.microbatch, self._taken(to)))

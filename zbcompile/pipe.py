@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from zbcompile.batch import Batch, Microbatch, flatten_batch, refuse_input_gradients, require_divisible
+from zbcompile.clipping import total_norm
 from zbcompile.compiler import Drawn, compile_drawn, draw_step
 from zbcompile.consensus import require_equal_programs, together
 from zbcompile.engine import Distributed, Executable, StepInput, make_executable
@@ -116,6 +117,7 @@ class Pipeline:
         except BaseException:
             for parameter in self._model.parameters():
                 parameter.grad = None
+            self._engine.replicas.forget()
             for executable in self._compiled.values():
                 executable.buffers.made.clear()  # a message may still arrive in them
             raise
@@ -269,7 +271,9 @@ class Pipeline:
         options = {"loss_reduction": self.options.loss_reduction, "seed": self.options.seed}
         require_equal_programs(self._engine, {**program.manifest, **options})
         executable = self._prepare(program)
-        self._first = self._first or program
+        if self._first is None:
+            self._first = program
+            self._copy_first_replica()
         return executable
 
     def _copy_first_replica(self) -> None:

@@ -45,10 +45,14 @@ class Program:
         return self.choices.exact
 
     @property
+    def trained(self) -> frozenset[str]:
+        """Every parameter that gets a gradient, tied ones under their first name."""
+        return frozenset(name for stage in self.stages for name in stage.trained)
+
+    @property
     def shared(self) -> frozenset[str]:
         """Trained parameters of several stages, or of two model copies: their gradients are summed over these."""
-        trained = {name for stage in self.stages for name in stage.trained}
-        return frozenset(name for name in trained if self.copies > 1 or len(self.homes[name]) > 1)
+        return frozenset(name for name in self.trained if self.copies > 1 or len(self.homes[name]) > 1)
 
     @property
     def copies(self) -> int:
