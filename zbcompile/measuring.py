@@ -42,8 +42,9 @@ def agreed(engine: Engine, seconds: Mapping[str, float]) -> dict[str, float]:
     """The median over all ranks, which then cut alike."""
     if not isinstance(engine, Distributed):
         return dict(seconds)
-    reports: list[Mapping[str, float]] = [{}] * engine.ranks
-    dist.all_gather_object(reports, dict(seconds), group=engine.group)
+    reports: list[Mapping[str, float]] = [{}] * dist.get_world_size(engine.everyone)
+    with engine.watch.position.waiting("the comparison of measured times"):
+        dist.all_gather_object(reports, dict(seconds), group=engine.everyone)
     keys = dict.fromkeys(key for report in reports for key in report)
     return {key: median(report[key] for report in reports if key in report) for key in keys}
 

@@ -281,7 +281,7 @@ SCENARIOS = (
         1,
         other_shape,
         (1,),
-        r"rank 1 failed at the agreement of compiling for microbatches of .*\[1, 8\].* rank 0 is at (F0|BW0).* of step 1",
+        r"rank 1 failed at the agreement of compiling for microbatches of .* rank 0 is at (F0|BW0).* of step 1",
     ),
     Scenario("eval instead of step", 1, other_call, (1,), "eval.* is at .* meanwhile. Every rank must make the same"),
     Scenario("another count of microbatches", 1, other_program, (1, "microbatches"), DIFFERENT + "microbatches is 4"),
