@@ -11,8 +11,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from zbcompile.passes.canonical import output_values
 from zbcompile.passes.costs import storage_key_of
+from zbcompile.passes.pieces import Piece
 from zbcompile.passes.slots import Slot
-from zbcompile.passes.split import Piece
 from zbcompile.passes.torch_private import is_in_place
 
 aten = torch.ops.aten

@@ -17,8 +17,8 @@ from zbcompile.passes.canonical import output_values
 from zbcompile.passes.costs import tensors_of
 from zbcompile.passes.cutting import Stage
 from zbcompile.passes.joint import tangents_of
+from zbcompile.passes.pieces import Piece
 from zbcompile.passes.slots import Kind, Slot
-from zbcompile.passes.split import Piece
 from zbcompile.passes.stage_program import StageProgram, tensor_spec
 
 Value = TypeVar("Value")

@@ -34,7 +34,7 @@ class Forward:
     @classmethod
     def of(cls, joint: Joint) -> "Forward":
         made = frozenset(forward_nodes(joint))
-        rest = needed_nodes(joint, lambda slot: slot.kind in ("gradient", "input_gradient")) - made
+        rest = needed_nodes(joint, lambda slot: slot not in joint.stage.outputs) - made
         reached = {node for slot, node in joint.inputs if slot.kind == "tangent"}
         for node in joint.module.graph.nodes:
             if node in rest and not reached.isdisjoint(node.all_input_nodes):

@@ -37,8 +37,8 @@ class Recomputed:
 class Joint:
     """Forward and backward of a stage. Inputs are the stage's and its tangents; outputs the stage's and gradients.
 
-    `gradient_of_input` maps each activation that gets a gradient to the fake tensor of that gradient. `recomputed` is
-    set by the pass of that name.
+    Outputs of kind `virtual_gradient` are for the split alone. `gradient_of_input` maps each activation that gets a
+    gradient to the fake tensor of that gradient. `recomputed` is set by the pass of that name.
     """
 
     stage: Stage
@@ -127,11 +127,15 @@ class _Run:
 
     def __call__(self, *flat: Any) -> list[Any]:
         primals, tangents = flat[: self.primals], flat[self.primals :]
+        interpreter = MarkingInterpreter(self.stage.module, garbage_collect_values=False)
         with torch.enable_grad():
-            outputs = MarkingInterpreter(self.stage.module).run(*primals)
-        wanted = [i for i, value in enumerate(primals) if isinstance(value, torch.Tensor) and value.requires_grad]
-        self.gradients = [_gradient_slot(self.stage.inputs[i]) for i in wanted]
-        return [*outputs, *self._backward(outputs, [primals[i] for i in wanted], tangents)]
+            outputs = interpreter.run(*primals)
+        pairs = [(_gradient_slot(slot), value) for slot, value in zip(self.stage.inputs, primals, strict=True)]
+        first = first_activations(self.stage)
+        pairs += [(Slot("virtual_gradient", node.name), interpreter.env[node]) for node in first]
+        pairs = [(slot, value) for slot, value in pairs if isinstance(value, torch.Tensor) and value.requires_grad]
+        self.gradients = [slot for slot, _ in pairs]
+        return [*outputs, *self._backward(outputs, [value for _, value in pairs], tangents)]
 
     def _backward(self, outputs: Any, wanted: list[torch.Tensor], tangents: tuple[Any, ...]) -> list[Any]:
         by_name = {(slot.name or "loss"): value for slot, value in zip(self.stage.outputs, outputs, strict=True)}
@@ -145,6 +149,30 @@ class _Run:
             return [None] * len(wanted)
         with described_backward():
             return list(torch.autograd.grad(roots, wanted, grad_outputs=tangents, allow_unused=True))
+
+
+def first_activations(stage: Stage) -> list[Node]:
+    """The values in which a stage's parameters first meet its data: an embedding's output, that of a first layer.
+
+    Their gradients stand in for input gradients, see `zbcompile.passes.split`. A value that depends on differentiable
+    data is none of them, nor is one that depends on parameters and constants alone (a normalised weight).
+    """
+    data: set[Node] = set()
+    carrying: set[Node] = set()  # depends on data through which a gradient flows
+    first: list[Node] = []
+    for node in stage.module.graph.nodes:
+        if node.op == "output" or not (_is_data(node) or data.intersection(node.all_input_nodes)):
+            continue
+        data.add(node)
+        carried = node.op == "placeholder" or bool(carrying.intersection(node.all_input_nodes))
+        if node.meta["differentiable"] and (carried or isinstance(node.meta["val"], torch.Tensor)):
+            carrying.add(node)
+            first += [] if carried else [node]
+    return first
+
+
+def _is_data(node: Node) -> bool:
+    return node.op == "placeholder" and node.meta["slot"].kind in ("input", "activation")
 
 
 def _gradient_slot(slot: Slot) -> Slot:

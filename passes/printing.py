@@ -17,7 +17,7 @@ from zbcompile.passes.canonical import is_getitem, output_values
 from zbcompile.passes.costs import is_view, tensors_of
 from zbcompile.passes.errors import CompileError
 from zbcompile.passes.origin import origin_of
-from zbcompile.passes.split import Piece
+from zbcompile.passes.pieces import Piece
 from zbcompile.passes.torch_private import FakeTensor, HigherOrderOperator, OpOverload, is_in_place
 
 WIDTH = 100
@@ -67,7 +67,7 @@ def _summary(graph: Graph) -> str:
     operations = [n for n in graph.nodes if n.op == "call_function" and not is_getitem(n)]
     made_by = sorted({str(n.meta["pass"]) for n in operations if "pass" in n.meta})
     rewritten = f"; some by the pass {', '.join(made_by)}, marked so" if made_by else ""
-    return f"{len(operations)} operations, from the lines of the model above them{rewritten}."
+    return textwrap.fill(f"{len(operations)} operations, from the lines of the model above them{rewritten}.", WIDTH)
 
 
 def _commented(items: list[str], comments: Iterable[str], indent: int = 4) -> list[str]:

@@ -10,6 +10,7 @@ Kind = Literal[
     "activation",  # name: the node that makes a value which crosses a stage boundary
     "tangent",  # name: the activation (or "loss") whose gradient arrives
     "input_gradient",  # name: the activation whose gradient leaves towards the previous stage
+    "virtual_gradient",  # name: the first activation that a stage makes of parameters alone; no piece returns it
     "gradient",  # name: the FQN of the parameter
     "accumulator",  # name: the FQN of the parameter whose gradient buffer is added into
     "saved",  # name: the node whose value F keeps for B or W, or B for W

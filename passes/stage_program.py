@@ -8,10 +8,12 @@ import torch
 from zbcompile.passes.accumulate import accumulate_in_place, own_gradients
 from zbcompile.passes.canonical import output_values
 from zbcompile.passes.costs import count_flops
+from zbcompile.passes.crossing import Crossing
 from zbcompile.passes.cutting import Stage
 from zbcompile.passes.joint import Recomputed
+from zbcompile.passes.pieces import Piece
 from zbcompile.passes.slots import Slot, TensorSpec
-from zbcompile.passes.split import Crossing, Piece, Split
+from zbcompile.passes.split import Improvement, Split
 from zbcompile.passes.strides import boundary_like
 from zbcompile.passes.torch_private import FakeTensorMode
 
@@ -23,7 +25,8 @@ class StageProgram:
     `receives` and `sends` are the activations that arrive and leave in F; `gradients_in` and `gradients_out` the
     gradients that arrive and leave in B, by the name of their activation. `flops` is per pass and microbatch, a
     multiply-add is two. `original` is the stage that was compiled: another one where its graphs are used, renamed.
-    `recomputed` says what B makes again; None if nothing.
+    `recomputed` says what B makes again, None if nothing; `improvements` what the split did beyond the dependency
+    closure.
     """
 
     stage: int
@@ -38,6 +41,7 @@ class StageProgram:
     trained: tuple[str, ...]
     random: bool
     crossing: Crossing
+    improvements: tuple[Improvement, ...]
     flops: Mapping[str, int]
     recomputed: Recomputed | None = None
 
@@ -74,6 +78,7 @@ def finish_stage(split: Split, exact: bool) -> StageProgram:
         trained=tuple(slot.name for slot, _ in split.joint.outputs if slot.kind == "gradient"),
         random=stage.random,
         crossing=split.crossing,
+        improvements=split.improvements,
         flops={name: sum(count_flops(piece.module, mode).values()) for name, piece in raw.items()},
         recomputed=split.joint.recomputed,
     )

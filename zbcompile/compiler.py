@@ -20,6 +20,7 @@ from zbcompile.passes.liveness import Line, draw_line
 from zbcompile.passes.probing import backward_failure
 from zbcompile.passes.recompute import recompute
 from zbcompile.passes.sharing import refuse_inexact_sharing, refuse_mutation_of_copies, refuse_shared_mutation
+from zbcompile.passes.simplify import simplify
 from zbcompile.passes.split import split
 from zbcompile.passes.stage_program import StageProgram, finish_stage, tensor_spec
 from zbcompile.planning import plan_cuts
@@ -116,7 +117,7 @@ def compile_stage(
     """One stage's program, and the fake gradient of each activation that it receives."""
     joint = trace_joint(stage, trainable, tangents, choices.exact)
     joint = recompute(joint, choices.recompute)
-    return finish_stage(split(joint), choices.exact), joint.gradient_of_input
+    return finish_stage(split(simplify(joint)), choices.exact), joint.gradient_of_input
 
 
 def _assign_like(like: Program, canonical: Canonical, line: Line) -> Assignment:

@@ -8,8 +8,8 @@ from torch.fx import Node
 from zbcompile.passes.canonical import is_getitem, output_values
 from zbcompile.passes.costs import is_view
 from zbcompile.passes.origin import origin_of
+from zbcompile.passes.pieces import Piece
 from zbcompile.passes.printing import describe_value
-from zbcompile.passes.split import Piece
 from zbcompile.passes.torch_private import is_in_place
 from zbcompile.program import Program
 

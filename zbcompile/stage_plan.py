@@ -12,8 +12,8 @@ import torch
 
 from zbcompile.passes.canonical import output_values
 from zbcompile.passes.costs import storage_key_of
+from zbcompile.passes.pieces import Piece
 from zbcompile.passes.slots import Slot, TensorSpec
-from zbcompile.passes.split import Piece
 from zbcompile.passes.stage_program import StageProgram
 from zbcompile.passes.torch_private import boxed
 

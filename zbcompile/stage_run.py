@@ -9,8 +9,8 @@ import torch
 
 from zbcompile.errors import PipelineError
 from zbcompile.gradients import Gradients
+from zbcompile.passes.pieces import Piece
 from zbcompile.passes.slots import Slot
-from zbcompile.passes.split import Piece
 from zbcompile.seeds import generator_state, set_generator_state
 from zbcompile.stage_plan import Call, CompiledStage, Tensors
 from zbcompile.strides import laid_out

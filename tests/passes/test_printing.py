@@ -15,9 +15,9 @@ from zbcompile.inspected import Inspected, compile_example
 from zbcompile.passes.canonical import is_getitem
 from zbcompile.passes.errors import CompileError
 from zbcompile.passes.origin import origin_of
+from zbcompile.passes.pieces import Piece
 from zbcompile.passes.printing import WIDTH, print_piece
 from zbcompile.passes.slots import Slot
-from zbcompile.passes.split import Piece
 from zbcompile.schedules import build
 from zbcompile.target import load_example
 

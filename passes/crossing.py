@@ -1,0 +1,65 @@
+"""What waits between the passes of a stage, in bytes."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from zbcompile.passes.costs import storage_bytes, storage_key_of, tensors_of
+from zbcompile.passes.joint import Joint
+from zbcompile.passes.pieces import Assignment
+from zbcompile.passes.slots import Slot
+
+RESIDENT = ("parameter", "buffer", "constant", "input")
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """What waits between the passes, in bytes counted by storage (views once; parameters and user inputs not at all).
+
+    `kept` is everything alive between F and B, `residue` everything alive between B and W; the other three say which
+    pass it was made by (or arrived in) and which needs it.
+    """
+
+    forward_to_backward: int
+    forward_to_weight: int
+    backward_to_weight: int
+    kept: int
+    residue: int
+
+
+def resident_storages(joint: Joint) -> set[int]:
+    """Storages that exist whatever the passes keep. A buffer that F changes is none: what F saw of it is a copy."""
+    changed = {slot.name for slot in joint.stage.outputs if slot.kind == "mutation"}
+    nodes = [node for slot, node in joint.inputs if _is_resident(slot) and not _is_buffer_in(slot, changed)]
+    return {storage_key_of(t) for node in nodes for t in tensors_of(node.meta["val"])}
+
+
+def _is_resident(slot: Slot) -> bool:
+    return slot.kind in RESIDENT or slot == Slot("tangent", "loss")  # every microbatch's loss has the same factor
+
+
+def _is_buffer_in(slot: Slot, names: set[str]) -> bool:
+    return slot.kind == "buffer" and slot.name in names
+
+
+def crossing_of(assignment: Assignment) -> Crossing:
+    """Count what F and B keep under an assignment."""
+    joint = assignment.joint
+    free = resident_storages(joint)
+    tangents = {node for slot, node in joint.inputs if slot.kind == "tangent"}
+    for_backward, for_weight = assignment.arriving("B"), assignment.arriving("W")
+    made_later = [n for n in for_weight if n in tangents or (n not in assignment.nodes["F"] and n.op != "placeholder")]
+    made_before = [n for n in for_weight if n not in made_later]
+    before_backward = [n for n in for_backward if n not in tangents]
+
+    def size(nodes: Iterable[Node]) -> int:
+        return storage_bytes([t for n in nodes for t in tensors_of(n.meta["val"])], free)
+
+    return Crossing(
+        forward_to_backward=size(before_backward),
+        forward_to_weight=size(made_before),
+        backward_to_weight=size(made_later),
+        kept=size({*before_backward, *made_before}),
+        residue=size(for_weight),
+    )
