@@ -34,7 +34,7 @@ class Inspected:
 def compile_example(example: Example, schedule: Schedule, choices: Choices) -> Inspected:
     """Compile the training step of `example` for `schedule`; raises CompileError for a model that cannot be."""
     dropped: list[str] = []
-    loss = example.loss or _loss_andnames_of_output(dropped)
+    loss = example.loss or _loss_and_names(dropped)
     with _warnings() as seen:
         program = compile_step(example.model, one_microbatch(example), loss, schedule, choices)
     return Inspected(example, program, tuple(dict.fromkeys(dropped)), tuple(seen))
@@ -47,7 +47,7 @@ def one_microbatch(example: Example) -> Microbatch:
     return Microbatch(tuple(leaves), tuple(input_paths(whole)), structure)
 
 
-def _loss_andnames_of_output(dropped: list[str]) -> Callable[[Any, Any], torch.Tensor]:
+def _loss_and_names(dropped: list[str]) -> Callable[[Any, Any], torch.Tensor]:
     """The loss in the model's output, noting the names of all else that is there."""
 
     def loss(output: Any, target: Any) -> torch.Tensor:
