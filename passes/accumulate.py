@@ -1,14 +1,17 @@
 """Accumulation: what W (or BW) does with the gradients it makes.
 
-By default each gradient is added in place into a persistent buffer, by the GEMM itself where a GEMM makes it. With
-`exact=True` gradients are returned and the runtime adds them as eager's AccumulateGrad does.
+By default each gradient is added in place into a persistent buffer, by the GEMM itself where a GEMM makes it
+(`zbcompile.passes.addition`). With `exact=True` gradients are returned and the runtime adds them as eager's
+AccumulateGrad does.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from zbcompile.passes.addition import Adder, Place
 from zbcompile.passes.canonical import output_values
 from zbcompile.passes.costs import storage_key_of
 from zbcompile.passes.pieces import Piece
@@ -18,19 +21,19 @@ from zbcompile.passes.torch_private import is_in_place
 aten = torch.ops.aten
 
 
-def accumulate_in_place(piece: Piece) -> Piece:
-    """Replace every gradient output by an addition into an `accumulator` input of the parameter's shape and dtype."""
+def accumulate_in_place(piece: Piece, buffers: Mapping[str, torch.Tensor]) -> Piece:
+    """Replace every gradient output by an addition into an `accumulator` input, right where the gradient is made.
+
+    `buffers` has a fake tensor of every gradient buffer by the name of its parameter: of the parameter's shape and
+    strides, in its dtype or a wider one.
+    """
     graph, outputs = _copy(piece)
-    kept, inputs = [], list(piece.inputs)
-    for slot, node in outputs:
-        if slot.kind != "gradient":
-            kept.append((slot, node))
-            continue
-        inputs.append(Slot("accumulator", slot.name))
-        buffer = _accumulator(graph, inputs[-1], node)
-        with graph.inserting_before(graph.output_node()):
-            _add(graph, buffer, node)
-    return _rebuild(piece, graph, tuple(inputs), kept)
+    adder = Adder(graph)
+    slots = list(piece.inputs)
+    for slot, node in [pair for pair in outputs if pair[0].kind == "gradient"]:
+        slots.append(Slot("accumulator", slot.name))
+        adder.add(Place(_accumulator(graph, slots[-1], buffers[slot.name]), buffers[slot.name]), node)
+    return _rebuild(piece, graph, tuple(slots), [pair for pair in outputs if pair[0].kind != "gradient"])
 
 
 def own_gradients(piece: Piece) -> Piece:
@@ -81,36 +84,17 @@ def _drop_unused(graph: Graph) -> None:
             graph.erase_node(node)
 
 
-def _accumulator(graph: Graph, slot: Slot, gradient: Node) -> Node:
+def _accumulator(graph: Graph, slot: Slot, like: torch.Tensor) -> Node:
     last = graph.find_nodes(op="placeholder")
     with graph.inserting_after(last[-1]) if last else graph.inserting_before(next(iter(graph.nodes))):
         buffer = graph.placeholder(slot.identifier)
-    buffer.meta = {"slot": slot, "val": gradient.meta["val"], "pass": "accumulate"}
+    buffer.meta = {"slot": slot, "val": like, "pass": "accumulate"}
     return buffer
 
 
-def _add(graph: Graph, buffer: Node, gradient: Node) -> None:
-    product = _without_transposes(gradient, odd_too=True)
-    if product.target is not aten.mm.default or len(product.users) > 1:
-        added = graph.call_function(aten.add_.Tensor, (buffer, gradient))
-    else:
-        left, right = product.args
-        if _transposed(gradient, product):
-            left, right = (graph.call_function(aten.t.default, (operand,)) for operand in (right, left))  # type: ignore
-        added = graph.call_function(aten.addmm_.default, (buffer, left, right))
-    added.meta = {**gradient.meta, "val": buffer.meta["val"], "pass": "accumulate"}
-
-
-def _without_transposes(node: Node, odd_too: bool = False) -> Node:
-    """Skip pairs of transposes that cancel (with `odd_too` a single one as well)."""
-    chain = [node]
-    while chain[-1].target is aten.t.default and chain[-1].args[0].op == "call_function":  # type: ignore[union-attr]
-        chain.append(chain[-1].args[0])  # type: ignore[arg-type]
-    return chain[-1] if odd_too else chain[(len(chain) - 1) // 2 * 2]
-
-
-def _transposed(node: Node, product: Node) -> bool:
-    count = 0
-    while node is not product:
-        node, count = node.args[0], count + 1  # type: ignore[assignment]
-    return count % 2 == 1
+def _without_transposes(node: Node) -> Node:
+    """Skip pairs of transposes that cancel."""
+    inner = node.args[0] if node.target is aten.t.default else None
+    if isinstance(inner, Node) and inner.target is aten.t.default and inner.op == "call_function":
+        return _without_transposes(inner.args[0])  # type: ignore[arg-type]
+    return node

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 Recompute = Literal["none", "hints", "selective", "full"] | int
 RECOMPUTE_POLICIES = ("none", "hints", "selective", "full")
 
@@ -20,3 +22,11 @@ class Choices:
     boundary_bytes: int | None = None
     memory: int | None = None
     optimizer_state: float = 2.0
+    accumulate_dtype: torch.dtype | None = None
+
+    def dtype_of_sum(self, parameter: torch.dtype) -> torch.dtype:
+        """In which dtype the gradients of a parameter of dtype `parameter` are summed over the microbatches."""
+        if self.accumulate_dtype is not None:
+            return torch.promote_types(parameter, self.accumulate_dtype)
+        half = parameter in (torch.bfloat16, torch.float16)
+        return torch.float32 if half and not self.exact else parameter

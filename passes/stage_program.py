@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from zbcompile.passes.accumulate import accumulate_in_place, own_gradients
 from zbcompile.passes.canonical import output_values
+from zbcompile.passes.choices import Choices
 from zbcompile.passes.costs import count_flops
 from zbcompile.passes.crossing import Crossing
 from zbcompile.passes.cutting import Stage
@@ -56,11 +58,11 @@ class StageProgram:
         return sum(spec.bytes for spec in self.sends.values())
 
 
-def finish_stage(split: Split, exact: bool) -> StageProgram:
+def finish_stage(split: Split, choices: Choices) -> StageProgram:
     """Choose how gradients accumulate (see `zbcompile.passes.accumulate`) and describe the stage."""
     stage = split.joint.stage
     raw = {"F": split.forward, "B": split.backward, "W": split.weight, "BW": split.fused}
-    accumulate = own_gradients if exact else accumulate_in_place
+    accumulate = own_gradients if choices.exact else partial(accumulate_in_place, buffers=_buffers(split, choices))
     pieces = {name: accumulate(piece) if name in ("W", "BW") else piece for name, piece in raw.items()}
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     gradients = dict(split.joint.gradient_of_input)
@@ -70,7 +72,7 @@ def finish_stage(split: Split, exact: bool) -> StageProgram:
         original=stage.index,
         pieces=pieces,
         receives=_received(stage, gradients),
-        sends=_sent(stage, tangents, exact),
+        sends=_sent(stage, tangents, choices.exact),
         gradients_in={name: tensor_spec(node.meta["val"]) for name, node in tangents.items() if name != "loss"},
         gradients_out={name: tensor_spec(value) for name, value in gradients.items()},
         parameters=stage.named("parameter"),
@@ -82,6 +84,18 @@ def finish_stage(split: Split, exact: bool) -> StageProgram:
         flops={name: sum(count_flops(piece.module, mode).values()) for name, piece in raw.items()},
         recomputed=split.joint.recomputed,
     )
+
+
+def _buffers(split: Split, choices: Choices) -> dict[str, torch.Tensor]:
+    """A fake tensor of the gradient buffer of each parameter."""
+    parameters = {s.name: n.meta["val"] for s, n in split.joint.inputs if s.kind == "parameter"}
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return {
+            name: torch.empty_strided(
+                like.shape, like.stride(), dtype=choices.dtype_of_sum(like.dtype), device=like.device
+            )
+            for name, like in parameters.items()
+        }
 
 
 def inference_piece(stage: Stage) -> Piece:

@@ -116,8 +116,8 @@ def compile_stage(
 ) -> tuple[StageProgram, Mapping[str, torch.Tensor]]:
     """One stage's program, and the fake gradient of each activation that it receives."""
     joint = trace_joint(stage, trainable, tangents, choices.exact)
-    joint = recompute(joint, choices.recompute)
-    return finish_stage(split(simplify(joint)), choices.exact), joint.gradient_of_input
+    joint = recompute(simplify(joint), choices.recompute)
+    return finish_stage(split(joint), choices), joint.gradient_of_input
 
 
 def _assign_like(like: Program, canonical: Canonical, line: Line) -> Assignment:

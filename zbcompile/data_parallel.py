@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zbcompile.gradients import Gradients
 from zbcompile.program import Program
 from zbcompile.schedules.actions import BW, Action, B, W, flatten
 from zbcompile.transport import as_contiguous
@@ -46,16 +47,16 @@ class Replicas:
         """The gradients of a failed step are gone."""
         self.partial = False
 
-    def begin(self, program: Program, rank: int, parameters: Mapping[str, nn.Parameter]) -> "Reduction":
+    def begin(self, program: Program, rank: int, gradients: Gradients) -> "Reduction":
         """The reductions of one step on pipeline rank `rank`."""
         stages = {stage: program.stages[stage].trained for stage in program.stages_of(rank)}
         names = {stage: [n for n in found if n not in program.shared] for stage, found in stages.items()}
         shared = sorted(program.shared & {name for found in stages.values() for name in found})
         if self.count > 1 and self.rank and not self.partial:
-            _clear(parameters[name] for found in (*names.values(), shared) for name in found)
+            _clear(gradients.parameters[name] for found in (*names.values(), shared) for name in found)
         reduces = self.count > 1 and self.synchronise
         hooks = _last_backwards(program, rank) if reduces else {}
-        return Reduction(self, parameters, names, shared, {a: s for s, a in hooks.items()}, reduces)
+        return Reduction(self, gradients, names, shared, {a: s for s, a in hooks.items()}, reduces)
 
 
 def _clear(parameters: Iterable[nn.Parameter]) -> None:
@@ -92,7 +93,7 @@ class Reduction:
     """The reductions of one step. `last[action]` is the stage whose gradients are complete after `action`."""
 
     replicas: Replicas
-    parameters: Mapping[str, nn.Parameter]
+    gradients: Gradients
     names: Mapping[int, Sequence[str]]
     shared: Sequence[str]
     last: Mapping[Action, int]
@@ -106,7 +107,9 @@ class Reduction:
 
     def start(self, stage: int) -> None:
         """Begin to reduce a stage's gradients; returns at once."""
-        found = [gradient for name in self.names[stage] if (gradient := self.parameters[name].grad) is not None]
+        self.gradients.finish(self.names[stage])
+        parameters = [self.gradients.parameters[name] for name in self.names[stage]]
+        found = [parameter.grad for parameter in parameters if parameter.grad is not None]
         self.buckets.extend(map(self._send, in_buckets(found)))
 
     def finish(self) -> None:
@@ -116,8 +119,8 @@ class Reduction:
         """
         self.replicas.partial = not self.reduces and self.replicas.count > 1
         if self.reduces:
-            whole = [gradient for name in self.shared if (gradient := self.parameters[name].grad) is not None]
-            self.buckets.extend(self._send([gradient]) for gradient in whole)
+            parameters = [self.gradients.parameters[name] for name in self.shared]
+            self.buckets.extend(self._send([p.grad]) for p in parameters if p.grad is not None)
         for bucket in self.buckets:
             bucket.finish()
         self.buckets.clear()

@@ -145,7 +145,7 @@ class InProcess:
         self, executable: Executable, given: StepInput, parameters: Mapping[str, nn.Parameter]
     ) -> list[torch.Tensor]:
         program, mailboxes, observe = executable.program, Mailboxes(), Recorder() if given.record else None
-        gradients = [Gradients(parameters, program.shared) for _ in self.local]
+        gradients = [Gradients(parameters, program.shared, program.choices) for _ in self.local]
         runs = [
             _begin(executable, plan, given, own, mailboxes, self.watch.position, observe, self.replicas)
             for plan, own in zip(executable.plans, gradients, strict=True)
@@ -155,6 +155,8 @@ class InProcess:
         mailboxes.finish()
         losses = {i: loss for run in runs for i, loss in _end(run).items()}
         sum_shared_in_process(program, gradients)
+        for own in gradients:
+            own.finish()
         self.last_step = observe.finish(in_process=True) if observe else None
         return [losses[i].detach() for i in range(program.schedule.microbatches)]
 
@@ -201,13 +203,13 @@ class Distributed:
         self, executable: Executable, given: StepInput, parameters: Mapping[str, nn.Parameter]
     ) -> list[torch.Tensor]:
         program, transport = executable.program, self._transport(executable)
-        gradients, position = Gradients(parameters, program.shared), self.watch.position
+        gradients, position = Gradients(parameters, program.shared, program.choices), self.watch.position
         if given.record:
             with position.waiting("the common start"):
                 dist.barrier(self.group)
         observe = Recorder() if given.record else None
         run = _begin(executable, executable.plans[0], given, gradients, transport, position, observe, self.replicas)
-        reduction = self.replicas.begin(program, self.rank, parameters)
+        reduction = self.replicas.begin(program, self.rank, gradients)
         run.after = reduction.hooks
         with undisturbed(self.device), torch.no_grad():
             for action in run.run():
@@ -217,6 +219,7 @@ class Distributed:
         losses = _end(run)
         with position.waiting("the sum of tied gradients"):
             sum_shared(program, gradients, self.rank, self.group)
+        gradients.finish()
         with position.waiting("the sum over replicas"):
             reduction.finish()
             self.replicas.broadcast(_changed_buffers(executable.stages))

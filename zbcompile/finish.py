@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from zbcompile.gradients import Gradients, add_uses, fold
+from zbcompile.gradients import Gradients, add_uses
 from zbcompile.program import Program
 
 
@@ -42,7 +42,7 @@ def sum_shared_in_process(program: Program, gradients: Sequence[Gradients]) -> N
             total: list[torch.Tensor] = []
             for stage, rank in zip(walk.stages, walk.ranks, strict=True):
                 total = add_uses(total, gradients[rank].waiting(name, stage))
-            fold(gradients[0].parameters[name], total)
+            gradients[0].fold(name, total)
 
 
 def sum_shared(program: Program, gradients: Gradients, rank: int, group: dist.ProcessGroup) -> None:
@@ -54,7 +54,7 @@ def sum_shared(program: Program, gradients: Gradients, rank: int, group: dist.Pr
         if rank in holders:
             totals = [link.share(name, walk, link.walk(name, walk), holders) for walk in walks(program, name)]
             for total in totals:
-                fold(gradients.parameters[name], total)
+                gradients.fold(name, total)
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,8 @@ class _Link:
             dist.send(tensor.contiguous(), group=self.group, group_dst=to)
 
     def _receive(self, name: str, source: int, count: int) -> list[torch.Tensor]:
-        like = self.gradients.parameters[name]
-        buffers = [torch.empty(like.shape, dtype=like.dtype, device=like.device) for _ in range(count)]
+        like, dtype = self.gradients.parameters[name], self.gradients.dtype_of_shared(name)
+        buffers = [torch.empty(like.shape, dtype=dtype, device=like.device) for _ in range(count)]
         for buffer in buffers:
             dist.recv(buffer, group=self.group, group_src=source)
         return buffers

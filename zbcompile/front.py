@@ -5,6 +5,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
 
+import torch
 from torch import nn
 
 from zbcompile.errors import PipelineError
@@ -37,6 +38,7 @@ def pipeline(  # type: ignore[misc]  # the overloads differ in `model` alone and
     boundary_bytes: int | None = None,
     memory: int | None = None,
     optimizer_state: float = 2.0,
+    accumulate_dtype: torch.dtype | None = None,
     split: Mapping[str, bool] | None = None,
     chunks: int | None = None,
     example: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
@@ -67,6 +69,9 @@ def pipeline(  # type: ignore[misc]  # the overloads differ in `model` alone and
         boundary_bytes: the most bytes that may cross a cut per microbatch.
         memory: the most bytes that a rank may hold: parameters, gradients, optimizer state, activations in flight.
         optimizer_state: for `memory`, bytes of optimizer state per byte of trained parameter; Adam has 2.
+        accumulate_dtype: the dtype in which a step sums the gradients of its microbatches; each parameter takes the
+            wider of this and its own. The sum is rounded into `.grad` once, at the end of the step. Default: float32
+            for bfloat16 and float16 parameters, with `exact=True` the parameter's own, as in eager mode.
         split: which inputs are split into microbatches, by path or keyword name, where the default rule is wrong.
         chunks: stages per rank, for the interleaved schedules.
         example: `(args, kwargs)` of one batch (`target` among the keywords); compiles at once.
@@ -84,7 +89,7 @@ def pipeline(  # type: ignore[misc]  # the overloads differ in `model` alone and
     >>> loss = pipe.step(inputs, target=targets)                                            # doctest: +SKIP
     """
     cuts = balance if isinstance(balance, str) else tuple(balance)
-    choices = Choices(exact, recompute, cuts, boundary_bytes, memory, optimizer_state)
+    choices = Choices(exact, recompute, cuts, boundary_bytes, memory, optimizer_state, accumulate_dtype)
     options = Options(schedule, microbatches, loss, loss_reduction, choices, split, chunks, seed, timeout)
 
     def build(module: Any) -> Pipeline:

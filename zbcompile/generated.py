@@ -57,6 +57,7 @@ class CompiledPipelineStage(PipelineStage):
         self._context = context
         self._steps = 0
         self._run: StageRun | None = None
+        self._finished = 0
         self._arrived: dict[tuple[str, int], Tensors] = {}
         self._made: dict[tuple[str, int], Tensors] = {}
 
@@ -67,13 +68,14 @@ class CompiledPipelineStage(PipelineStage):
             self._run.check_empty()
             self._steps += 1
         self._run = None
+        self._finished = 0
 
     def _begin(self) -> StageRun:
         context, count = self._context, int(self.chunks or self._context.program.schedule.microbatches)
         one = torch.ones((), dtype=getattr(torch, context.program.loss_dtype), device=self.device)
         factor = one / count if context.reduction == "mean" else one
         seeds = [microbatch_seed(self._steps, i, context.seed) for i in range(count)]
-        gradients = Gradients(context.parameters, frozenset())
+        gradients = Gradients(context.parameters, frozenset(), context.program.choices)
         return StageRun(self._compiled, gradients, [{} for _ in range(count)], factor, seeds)
 
     def forward_one_chunk(
@@ -124,12 +126,22 @@ class CompiledPipelineStage(PipelineStage):
         backward = self._run.full_backward if full_backward else self._run.backward
         with torch.no_grad():
             self._made["B", bwd_chunk_id] = backward(bwd_chunk_id, self._arrived.pop(("B", bwd_chunk_id), []))
+        if full_backward:
+            self._finish_microbatch()
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *more: Any, **options: Any) -> None:
         """W of one microbatch."""
         assert self._run is not None
         with torch.no_grad():
             self._run.weight(bwd_chunk_id)
+        self._finish_microbatch()
+
+    def _finish_microbatch(self) -> None:
+        """torch's schedules do not say when a step ends: it does with the last microbatch's weight gradients."""
+        assert self._run is not None
+        self._finished += 1
+        if self._finished == len(self._run.seeds):
+            self._run.gradients.finish()
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Receives of the activations, into buffers made now."""

@@ -1,11 +1,14 @@
-"""Where gradients go. Parameters of one stage accumulate straight into `.grad`; those that several stages train are
-summed over the stages at the end of the step, in the order in which eager autograd would have added them."""
+"""Where gradients go. Parameters of one stage accumulate straight into `.grad` where that has the dtype of the sum and
+the parameter's strides, else into a buffer that lives for the step and is added to `.grad` once, at its end; those that
+several stages train are summed over the stages first, in the order in which eager autograd would have added them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+
+from zbcompile.passes.choices import Choices
 
 
 @dataclass
@@ -13,32 +16,55 @@ class Gradients:
     """The gradients of one rank during one step.
 
     `partial[name][stage][microbatch]` holds, for shared parameters in exact mode, one gradient per microbatch and
-    stage; `sums[name, stage]` the running sum of a shared parameter's stage otherwise.
+    stage; `sums[name, stage]` the running sum of a shared parameter's stage otherwise; `buffers[name]` the running sum
+    of a parameter whose `.grad` cannot be added into.
     """
 
     parameters: Mapping[str, nn.Parameter]
     shared: frozenset[str]
+    choices: Choices
     partial: dict[tuple[str, int], dict[int, torch.Tensor]] = field(default_factory=dict)
     sums: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def buffer(self, name: str, stage: int) -> torch.Tensor:
-        """The tensor that W adds into: `.grad`, made of zeros where it is None, or the stage's sum of a shared one."""
-        parameter = self.parameters[name]
+        """The tensor that W adds into: `.grad`, made of zeros where it is None, a buffer, or the stage's sum of a
+        shared parameter."""
         if name in self.shared:
-            key = (name, stage)
-            if key not in self.sums:
-                self.sums[key] = torch.zeros_like(parameter, requires_grad=False)
-            return self.sums[key]
+            if (name, stage) not in self.sums:
+                self.sums[name, stage] = self._zeros(name)
+            return self.sums[name, stage]
+        parameter = self.parameters[name]
+        if self._needs_buffer(parameter):
+            if name not in self.buffers:
+                self.buffers[name] = self._zeros(name)
+            return self.buffers[name]
         if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+            parameter.grad = self._zeros(name)
         return parameter.grad
+
+    def _needs_buffer(self, parameter: nn.Parameter) -> bool:
+        """Whether `.grad` has another dtype than the sum (torch wants the parameter's there), or odd strides."""
+        odd = parameter.grad is not None and parameter.grad.stride() != parameter.stride()
+        return odd or self.choices.dtype_of_sum(parameter.dtype) != parameter.dtype
+
+    def _zeros(self, name: str) -> torch.Tensor:
+        parameter = self.parameters[name]
+        return torch.zeros_like(parameter, dtype=self.choices.dtype_of_sum(parameter.dtype), requires_grad=False)
 
     def add(self, name: str, stage: int, microbatch: int, gradient: torch.Tensor) -> None:
         """Add one microbatch's gradient as eager's AccumulateGrad does: the first becomes `.grad`, later ones add."""
         if name in self.shared:
             self.partial.setdefault((name, stage), {})[microbatch] = gradient
         else:
-            accumulate(self.parameters[name], gradient)
+            self._accumulate(name, gradient)
+
+    def _accumulate(self, name: str, gradient: torch.Tensor) -> None:
+        parameter = self.parameters[name]
+        if self.choices.dtype_of_sum(parameter.dtype) == parameter.dtype:
+            accumulate(parameter, gradient)
+        else:
+            self.buffers.setdefault(name, self._zeros(name)).add_(gradient)
 
     def waiting(self, name: str, stage: int) -> list[torch.Tensor]:
         """What this rank holds of a shared parameter for one stage: one tensor per microbatch, or one sum in all."""
@@ -46,14 +72,30 @@ class Gradients:
             return [self.sums.pop((name, stage))]
         return [gradient for _, gradient in sorted(self.partial.pop((name, stage)).items())]
 
+    def dtype_of_shared(self, name: str) -> torch.dtype:
+        """The dtype of what `waiting` returns."""
+        dtype = self.parameters[name].dtype
+        return dtype if self.choices.exact else self.choices.dtype_of_sum(dtype)
+
+    def fold(self, name: str, sums: Sequence[torch.Tensor]) -> None:
+        """Accumulate what the stages of a shared parameter sum up to, one tensor per microbatch or one in all."""
+        for gradient in sums:
+            self._accumulate(name, gradient)
+
+    def finish(self, names: Iterable[str] | None = None) -> None:
+        """Put the sums of these parameters (default: of all) into `.grad`, each rounded to its dtype once."""
+        for name in list(self.buffers) if names is None else names:
+            if name in self.buffers:
+                accumulate(self.parameters[name], self.buffers.pop(name))
+
 
 def accumulate(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-    """`parameter.grad += gradient`, the first one becoming `.grad`; keeps the parameter's strides."""
+    """`parameter.grad += gradient`, the first one becoming `.grad`; keeps the parameter's strides and dtype."""
     with torch.no_grad():
         if parameter.grad is not None:
             parameter.grad.add_(gradient)
         elif gradient.stride() == parameter.stride():
-            parameter.grad = gradient
+            parameter.grad = gradient.to(parameter.dtype)
         else:
             parameter.grad = torch.empty_like(parameter, requires_grad=False).copy_(gradient)
 
@@ -61,9 +103,3 @@ def accumulate(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
 def add_uses(later: Sequence[torch.Tensor], earlier: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Sum two uses of a shared parameter, microbatch by microbatch: the later use (none at first) comes first."""
     return [first + second for first, second in zip(later, earlier, strict=True)] if later else list(earlier)
-
-
-def fold(parameter: nn.Parameter, sums: Sequence[torch.Tensor]) -> None:
-    """Accumulate per-microbatch sums into `.grad` in microbatch order."""
-    for gradient in sums:
-        accumulate(parameter, gradient)

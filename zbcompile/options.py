@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from zbcompile.errors import PipelineError
 from zbcompile.passes.capture import LossFunction
 from zbcompile.passes.choices import BALANCES, RECOMPUTE_POLICIES, Choices
@@ -37,6 +39,7 @@ class Options:
             raise PipelineError(f"loss= is a {type(self.loss).__name__}; expected a function loss(output, target).")
         _check_recompute(self.choices.recompute)
         _check_cuts(self.choices)
+        _check_dtype(self.choices.accumulate_dtype)
 
 
 def _check_recompute(given: Any) -> None:
@@ -58,6 +61,11 @@ def _check_cuts(choices: Choices) -> None:
             raise PipelineError(f"{name}={value!r}; expected a positive number of bytes.")
     if not choices.optimizer_state >= 0:
         raise PipelineError(f"optimizer_state={choices.optimizer_state!r}; expected bytes per byte of parameter.")
+
+
+def _check_dtype(given: Any) -> None:
+    if given is not None and not (isinstance(given, torch.dtype) and given.is_floating_point):
+        raise PipelineError(f"accumulate_dtype={given!r}; expected None or a floating-point dtype: torch.float32.")
 
 
 def resolve_schedule(options: Options, ranks: int, announce: bool) -> Schedule:
