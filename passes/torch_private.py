@@ -29,6 +29,16 @@ ASSERTIONS = (aten._assert_tensor_metadata.default, aten._assert_scalar.default,
 CPU_ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu
 CPU_ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward
 
+# 2.11-2.13: what is bound by memory without torch's tags saying so (pointwise, reduction).
+MEMORY_BOUND = {
+    *(aten.cat, aten.stack, aten._to_copy, aten.copy, aten.constant_pad_nd, aten.select_backward, aten.slice_backward),
+    *(aten.zeros, aten.ones, aten.full, aten.zeros_like, aten.ones_like, aten.full_like, aten.new_zeros, aten.arange),
+    *(aten._softmax, aten._log_softmax, aten._softmax_backward_data, aten._log_softmax_backward_data),
+    *(aten.native_layer_norm, aten.native_group_norm, aten._fused_rms_norm),
+    *(aten.native_layer_norm_backward, aten.native_group_norm_backward, aten.native_batch_norm_backward),
+    *(aten._fused_rms_norm_backward, aten.batch_norm_backward, aten.cudnn_batch_norm_backward),
+}
+
 
 def is_in_place(operation: object) -> bool:
     """Whether `operation` works in place (2.11-2.13: the schema of an operator has no public name)."""

@@ -23,9 +23,8 @@ from zbcompile.passes.canonical import is_random
 from zbcompile.passes.costs import bytes_moved
 from zbcompile.passes.joint import Joint
 from zbcompile.passes.storages import Storages, find_storages, keys_of, read_by
-from zbcompile.passes.torch_private import OpOverload
+from zbcompile.passes.torch_private import MEMORY_BOUND, OpOverload
 
-aten = torch.ops.aten
 BEFORE, IN_W = "before W", "in W"
 
 
@@ -45,17 +44,7 @@ def is_cheap(node: Node) -> bool:
     if node.op != "call_function" or not isinstance(node.target, OpOverload) or is_random(node):
         return False
     tagged = {torch.Tag.pointwise, torch.Tag.reduction} & set(node.target.tags)
-    return bool(tagged) or node.target.overloadpacket in _CHEAP
-
-
-_CHEAP = {
-    *(aten.cat, aten.stack, aten._to_copy, aten.copy, aten.constant_pad_nd, aten.select_backward, aten.slice_backward),
-    *(aten.zeros, aten.ones, aten.full, aten.zeros_like, aten.ones_like, aten.full_like, aten.new_zeros, aten.arange),
-    *(aten._softmax, aten._log_softmax, aten._softmax_backward_data, aten._log_softmax_backward_data),
-    *(aten.native_layer_norm, aten.native_group_norm, aten._fused_rms_norm),
-    *(aten.native_layer_norm_backward, aten.native_group_norm_backward, aten.native_batch_norm_backward),
-    *(aten._fused_rms_norm_backward, aten.batch_norm_backward, aten.cudnn_batch_norm_backward),
-}
+    return bool(tagged) or node.target.overloadpacket in MEMORY_BOUND
 
 
 def cut_weight(joint: Joint, before: Set[Node], backward: Set[Node], weight: Set[Node], recompute: bool) -> WeightCut:
