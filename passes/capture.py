@@ -5,9 +5,8 @@ keeps composite operations (linear, attention, cross entropy) whole.
 """
 
 import contextlib
-import dataclasses
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,12 +17,12 @@ from torch.fx import GraphModule
 
 from zbcompile.passes.diagnosis import export_failure
 from zbcompile.passes.errors import CaptureError
+from zbcompile.passes.meta_device import as_if_on
 from zbcompile.passes.refusals import problems_of, raise_first, training_problems
 from zbcompile.passes.slots import Kind, Slot
 from zbcompile.passes.torch_private import numbered_checkpoints, pytree
 from zbcompile.passes.watching import Watch
-
-LossFunction = Callable[[Any, Any], torch.Tensor]
+from zbcompile.passes.wrapped import Inference, LossFunction, TrainingStep
 
 
 @dataclass(frozen=True)
@@ -43,76 +42,6 @@ class Captured:
     constants: Mapping[str, torch.Tensor]
     structure: Any
     constant_leaves: Mapping[str, Any]
-
-
-def register_dataclasses(value: Any) -> None:
-    """Make torch's pytrees, which take outputs apart, know the dataclasses in `value`."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        if type(value) not in pytree.SUPPORTED_NODES:
-            torch.export.register_dataclass(type(value))
-        value = [getattr(value, f.name) for f in dataclasses.fields(value)]
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        for part in value:
-            register_dataclasses(part)
-
-
-class TrainingStep(nn.Module):
-    """The model followed by its loss. Everything else the model returns is dropped."""
-
-    def __init__(self, model: nn.Module, loss: LossFunction | None, watch: Watch) -> None:
-        super().__init__()
-        self.model = model
-        self.loss = loss
-        self.watch = watch
-
-    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> torch.Tensor:
-        with self.watch.forward(self.model):
-            output = self.model(*args, **kwargs)
-            return check_loss(loss_in(output) if self.loss is None else self.loss(output, target))
-
-
-class Inference(nn.Module):
-    """The model alone, returning whatever it returns."""
-
-    def __init__(self, model: nn.Module, watch: Watch) -> None:
-        super().__init__()
-        self.model = model
-        self.watch = watch
-
-    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Any:
-        with self.watch.forward(self.model):
-            output = self.model(*args, **kwargs)
-        register_dataclasses(output)
-        return output
-
-
-def loss_in(output: Any) -> torch.Tensor:
-    """The loss in a model's output: the output itself, or its `loss` entry or attribute."""
-    if isinstance(output, torch.Tensor):
-        return output
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(loss, torch.Tensor):
-        return loss
-    raise CaptureError(
-        f"the model returned {type(output).__name__} without a loss; expected a scalar tensor, or a mapping or "
-        "object with .loss. Return the loss from forward, or pass loss=fn(output, target)."
-    )
-
-
-def check_loss(loss: Any) -> torch.Tensor:
-    """The loss itself when it is a differentiable scalar; CaptureError otherwise."""
-    if not isinstance(loss, torch.Tensor):
-        raise CaptureError(f"the loss is a {type(loss).__name__}; expected a scalar tensor.")
-    if loss.ndim != 0:
-        raise CaptureError(
-            f"the loss has shape {tuple(loss.shape)}; expected a scalar. Reduce it (for example .mean()), or pass "
-            "loss=fn(output, target) when forward returns an output rather than a loss."
-        )
-    if not loss.is_floating_point():
-        raise CaptureError(f"the loss has dtype {loss.dtype}; expected a floating-point scalar.")
-    return loss
 
 
 def capture(
@@ -173,6 +102,13 @@ def _export(
     wrapper: "TrainingStep | Inference", watch: Watch, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
 ) -> Captured:
     example = pytree.tree_map_only(torch.Tensor, _stand_in, (args, kwargs, target))
+    with as_if_on(wrapper.model, _device_of(example)) as adapted:
+        example = pytree.tree_map_only(torch.Tensor, adapted, example)
+        program = _exported(wrapper, watch, example)
+        return _with_roles(program, wrapper.model, example)
+
+
+def _exported(wrapper: "TrainingStep | Inference", watch: Watch, example: Any) -> torch.export.ExportedProgram:
     try:
         with watch.functions(), numbered_checkpoints(), _without_torchs_warnings():
             program = torch.export.export(wrapper, example, strict=False)
@@ -183,8 +119,13 @@ def _export(
     _detach_no_grad_regions(program.graph_module)
     _keep_source_lines(program.graph_module)
     with _without_torchs_warnings():
-        program = program.run_decompositions({})
-    return _with_roles(program, wrapper.model, example)
+        return program.run_decompositions({})
+
+
+def _device_of(example: Any) -> torch.device:
+    """The device of a batch, which is where a model on the meta device will be."""
+    tensors = [leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, torch.Tensor)]
+    return tensors[0].device if tensors else torch.device("cpu")
 
 
 @contextlib.contextmanager

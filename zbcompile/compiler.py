@@ -10,7 +10,7 @@ from torch import nn
 from zbcompile.batch import Microbatch
 from zbcompile.measuring import measure_line
 from zbcompile.passes.canonical import Canonical, canonicalise, output_values
-from zbcompile.passes.capture import Captured, LossFunction, capture, capture_inference
+from zbcompile.passes.capture import Captured, capture, capture_inference
 from zbcompile.passes.choices import Choices
 from zbcompile.passes.cutting import Assignment, Stage, assign_by_cuts, assign_by_parameters, cut
 from zbcompile.passes.distinct import StageCompiler, compile_distinct
@@ -23,6 +23,7 @@ from zbcompile.passes.sharing import refuse_inexact_sharing, refuse_mutation_of_
 from zbcompile.passes.simplify import simplify
 from zbcompile.passes.split import split
 from zbcompile.passes.stage_program import StageProgram, finish_stage, tensor_spec
+from zbcompile.passes.wrapped import LossFunction
 from zbcompile.planning import plan_cuts
 from zbcompile.program import Program
 from zbcompile.schedules.lowering import lower

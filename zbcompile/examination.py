@@ -16,7 +16,7 @@ from zbcompile.batch import input_tensors
 from zbcompile.explanation import Explanation, Place, counted
 from zbcompile.inspected import names_of_output
 from zbcompile.passes.canonical import Canonical, canonicalise
-from zbcompile.passes.capture import Captured, LossFunction, check_loss, loss_in, register_dataclasses, trace_training
+from zbcompile.passes.capture import Captured, trace_training
 from zbcompile.passes.cutting import cut
 from zbcompile.passes.errors import CaptureError, CompileError
 from zbcompile.passes.joint import trace_joint
@@ -25,6 +25,7 @@ from zbcompile.passes.loads import nominal_seconds
 from zbcompile.passes.probing import backward_failure, described, gradient_stops, operations_without_backward
 from zbcompile.passes.refusals import training_problems
 from zbcompile.passes.watching import Watch
+from zbcompile.passes.wrapped import LossFunction, check_loss, loss_in, register_dataclasses
 from zbcompile.torch_private import pytree
 
 

@@ -10,10 +10,11 @@ from torch import nn
 
 from zbcompile.errors import PipelineError
 from zbcompile.options import Options
-from zbcompile.passes.capture import LossFunction
 from zbcompile.passes.choices import Choices, Recompute
+from zbcompile.passes.wrapped import LossFunction
 from zbcompile.pipe import Pipeline
 from zbcompile.schedules.schedule import Schedule
+from zbcompile.share import Init
 
 
 @overload
@@ -45,6 +46,8 @@ def pipeline(  # type: ignore[misc]  # the overloads differ in `model` alone and
     mesh: Any = None,
     seed: int = 0,
     timeout: float = 300.0,
+    max_shapes: int = 8,
+    init: Init | None = None,
 ) -> Any:
     """Turn `model` into a pipeline, or decorate an nn.Module class or a function that returns a module.
 
@@ -81,6 +84,11 @@ def pipeline(  # type: ignore[misc]  # the overloads differ in `model` alone and
         seed: enters `zbcompile.microbatch_seed`.
         timeout: seconds that a rank waits for another one, in a step, a compilation or at the start, before all ranks
             end with an error that names it. A rank that fails or dies ends the others within 5 seconds.
+        max_shapes: how many programs are kept. Every new shape of batch compiles one, with a notice; beyond this many
+            the one not used for longest is dropped. Parameters and their places are the same for all.
+        init: `init(name, tensor)` fills a parameter or buffer in place, for a model built on the meta device: after the
+            first compilation each rank makes its own share real and nothing else. Without it `load_state_dict` fills
+            the share before the first step.
 
     Raises PipelineError, CompileError or ScheduleError with what to do, on every rank; FaultError where one rank
     failed in the middle of a step (docs/faults.md).
@@ -90,7 +98,9 @@ def pipeline(  # type: ignore[misc]  # the overloads differ in `model` alone and
     """
     cuts = balance if isinstance(balance, str) else tuple(balance)
     choices = Choices(exact, recompute, cuts, boundary_bytes, memory, optimizer_state, accumulate_dtype)
-    options = Options(schedule, microbatches, loss, loss_reduction, choices, split, chunks, seed, timeout)
+    options = Options(
+        schedule, microbatches, loss, loss_reduction, choices, split, chunks, seed, timeout, max_shapes, init
+    )
 
     def build(module: Any) -> Pipeline:
         if not isinstance(module, nn.Module):

@@ -14,6 +14,7 @@ from zbcompile.data_parallel import Replicas
 from zbcompile.engine import Distributed, Engine, InProcess
 from zbcompile.errors import PipelineError
 from zbcompile.faults import Position
+from zbcompile.passes.meta_device import is_on_meta
 from zbcompile.watch import Watch
 
 
@@ -36,8 +37,11 @@ def make_engine(model: nn.Module, ranks: int | None, mesh: Any, timeout: float) 
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """The device of the model's parameters; a pipeline stage lives on one device."""
-    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    """The device of the model's parameters; a pipeline stage lives on one device. A model on the meta device goes to
+    this process's GPU, or without one to the CPU."""
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta}
+    if not devices and is_on_meta(model):
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     if len(devices) > 1:
         raise PipelineError(
             f"the model's tensors are on several devices: {', '.join(sorted(map(str, devices)))}. Move it to one: "

@@ -12,8 +12,9 @@ import torch
 from zbcompile.batch import Microbatch
 from zbcompile.compiler import compile_step
 from zbcompile.example import Example
-from zbcompile.passes.capture import input_paths, loss_in
+from zbcompile.passes.capture import input_paths
 from zbcompile.passes.choices import Choices
+from zbcompile.passes.wrapped import loss_in
 from zbcompile.program import Program
 from zbcompile.schedules.schedule import Schedule
 from zbcompile.torch_private import pytree

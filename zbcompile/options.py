@@ -7,11 +7,12 @@ from typing import Any
 import torch
 
 from zbcompile.errors import PipelineError
-from zbcompile.passes.capture import LossFunction
 from zbcompile.passes.choices import BALANCES, RECOMPUTE_POLICIES, Choices
+from zbcompile.passes.wrapped import LossFunction
 from zbcompile.schedules.files import load
 from zbcompile.schedules.registry import build, smallest_microbatches
 from zbcompile.schedules.schedule import Schedule
+from zbcompile.share import Init
 
 
 @dataclass(frozen=True)
@@ -27,12 +28,16 @@ class Options:
     chunks: int | None
     seed: int
     timeout: float = 300.0
+    max_shapes: int = 8
+    init: Init | None = None
 
     def __post_init__(self) -> None:
         if self.loss_reduction not in ("mean", "sum"):
             raise PipelineError(f'loss_reduction={self.loss_reduction!r}; expected "mean" or "sum".')
         if self.microbatches is not None and (not isinstance(self.microbatches, int) or self.microbatches < 1):
             raise PipelineError(f"microbatches={self.microbatches!r}; expected a positive number of microbatches.")
+        if not isinstance(self.max_shapes, int) or self.max_shapes < 1:
+            raise PipelineError(f"max_shapes={self.max_shapes!r}; expected a positive number of programs to keep.")
         if not self.timeout > 0:
             raise PipelineError(f"timeout={self.timeout!r}; expected a positive number of seconds.")
         if self.loss is not None and not callable(self.loss):

@@ -22,7 +22,9 @@ from zbcompile.options import Options, resolve_schedule
 from zbcompile.passes.refusals import hook_problems, raise_first
 from zbcompile.passes.slots import Slot
 from zbcompile.program import Program
+from zbcompile.recent import Recent
 from zbcompile.record import StepRecord
+from zbcompile.share import Share
 from zbcompile.stage_plan import prepare_stage
 from zbcompile.state import full_state, load_state, own_state, owned_parameters
 
@@ -50,9 +52,10 @@ class Pipeline:
         with self._watch.region("making the pipeline"):
             self._schedule = resolve_schedule(options, self._engine.ranks, self._announces)
         self._first: Program | None = None
-        self._compiled: dict[Any, Executable] = {}
-        self._evaluations: dict[Any, EvaluationPlan] = {}
-        self._bound: dict[Slot, torch.Tensor] = {}
+        self._share = Share(model, self._engine.device, options.init, options.seed)
+        self._compiled: Recent[Any, Executable] = Recent(options.max_shapes)
+        self._evaluations: Recent[Any, EvaluationPlan] = Recent(options.max_shapes)
+        self._bound: dict[Slot, tuple[torch.Tensor, str]] = {}
 
     @property
     def program(self) -> Program:
@@ -90,8 +93,11 @@ class Pipeline:
     def _losses(self, args: tuple[Any, ...], target: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
         """One step; the loss of every microbatch."""
         with self._watch.region(f"step {self.step_index}"):
+            if torch.is_inference_mode_enabled():
+                raise PipelineError("step runs inside torch.inference_mode(), where there are no gradients. Leave it.")
             batch = self._split(args, kwargs, target)
             executable = self._program_for(batch)
+            self._share.require_filled()
             given = self._step_input(batch, executable.program)
             with self._as_captured(), self._void_if_it_fails():
                 losses = self._engine.step(executable, given, self._parameters_by_name())
@@ -118,7 +124,7 @@ class Pipeline:
             for parameter in self._model.parameters():
                 parameter.grad = None
             self._engine.replicas.forget()
-            for executable in self._compiled.values():
+            for executable in self._compiled:
                 executable.buffers.made.clear()  # a message may still arrive in them
             raise
 
@@ -134,7 +140,8 @@ class Pipeline:
         if key not in self._evaluations:
             with self._watch.position.turn_to(f"compiling eval for {batch.microbatch(0, 1).summary()}"):
                 plan = together(self._engine, "compiling eval", lambda: plan_evaluation(self._model, batch, program))
-            self._evaluations[key] = plan
+            self._evaluations.add(key, plan)
+        self._share.require_filled()
         plan = self._evaluations[key]
         resident = self._resident(plan.inference.captured.constants)
         with self._as_captured():
@@ -183,7 +190,7 @@ class Pipeline:
                 f"{sorted(program.shared)[0]} trains on several stages; torch's schedules cannot sum its gradients "
                 "over them. Use pipe.step, or untie the parameter."
             )
-        stages = next(iter(self._compiled.values())).stages
+        stages = self._compiled.first().stages
         parameters = self._parameters_by_name()
         context = StageContext(program, engine.group, parameters, self.options.loss_reduction, self.options.seed)
         return [CompiledPipelineStage(stage, context) for stage in stages.values()]
@@ -209,6 +216,7 @@ class Pipeline:
         """Load this process's share of a full state dict; strict over the whole model."""
         self.program  # noqa: B018  raises before compiling
         load_state(self._model, self._engine, self._owners, state)
+        self._share.filled(state)
 
     def close(self) -> None:
         """Stop watching over the other ranks and let go of the process group.
@@ -223,6 +231,9 @@ class Pipeline:
         program = self.program
         stages = program.homes.get(name, (0,))
         return tuple(dict.fromkeys(rank for stage in stages for rank in program.ranks_of(stage)))
+
+    def _is_own(self, name: str) -> bool:
+        return bool(set(self._owners(name)) & set(self._engine.local))
 
     def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Batch:
         if self.options.loss is None and target is not None:
@@ -245,7 +256,8 @@ class Pipeline:
         key = (microbatch.signature, self._modes(), self._autocast())
         if key not in self._compiled:
             with self._watch.position.turn_to(f"compiling for microbatches of {microbatch.summary()}"):
-                self._compiled[key] = self._compile(microbatch)
+                if self._compiled.add(key, self._compile(microbatch)) and self._announces:
+                    print(f"zbcompile: dropped the program not used for longest; max_shapes={self.options.max_shapes}.")
         self._require_same_tensors()
         raise_first(hook_problems(self._model))
         return self._compiled[key]
@@ -266,15 +278,18 @@ class Pipeline:
 
     def _compile(self, microbatch: Microbatch) -> Executable:
         if self._first is not None and self._announces:
-            print(f"zbcompile: compiling again for microbatches of {microbatch.summary()}.")
+            print(
+                f"zbcompile: compiling again for microbatches of {microbatch.summary()} (program "
+                f"{len(self._compiled) + 1}; max_shapes={self.options.max_shapes} are kept)."
+            )
         program = self._make_program(microbatch)
         options = {"loss_reduction": self.options.loss_reduction, "seed": self.options.seed}
         require_equal_programs(self._engine, {**program.manifest, **options})
-        executable = self._prepare(program)
         if self._first is None:
             self._first = program
+            together(self._engine, "filling the model", lambda: self._share.make_real(self._is_own))
             self._copy_first_replica()
-        return executable
+        return self._prepare(program)
 
     def _copy_first_replica(self) -> None:
         """Replicas begin with the same parameters and buffers, as under DistributedDataParallel."""
@@ -303,7 +318,7 @@ class Pipeline:
 
     def _prepare(self, program: Program) -> Executable:
         resident = self._resident(program.captured.constants)
-        self._bound = {slot: tensor for slot, tensor in resident.items() if slot.kind != "constant"}
+        self._bound = {slot: (t, _kind(t)) for slot, t in resident.items() if slot.kind != "constant"}
         own = sorted({stage for rank in self._engine.local for stage in program.stages_of(rank)})
         device, until = self._engine.device, program.random_until
         stages = {i: prepare_stage(program.stages[i], resident, device, until) for i in own}
@@ -324,9 +339,19 @@ class Pipeline:
         if not self._bound:
             return
         current = self._resident({})
-        for slot, tensor in self._bound.items():
-            if current.get(slot) is not tensor:
+        for slot, (tensor, kind) in self._bound.items():
+            now = current.get(slot)
+            if now is not tensor:
                 raise PipelineError(
                     f"{slot} was replaced by another tensor after compiling; the pipeline would go on with the old "
                     "one. Change it in place (tensor.copy_), use pipe.load_state_dict, or make a new pipeline."
                 )
+            if _kind(now) != kind:
+                raise PipelineError(
+                    f"{slot} was {kind} when it was compiled and is {_kind(now)} now (model.to, .double, .half?). "
+                    "Convert the model first and make a new pipeline."
+                )
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} on {tensor.device}"

@@ -45,7 +45,9 @@ def _broadcast(value: Any, owner: int, engine: Distributed) -> Any:
         box = [value]
         dist.broadcast_object_list(box, group=engine.group, group_src=owner)
         return box[0]
-    whole = value.detach().clone(memory_format=torch.contiguous_format)
+    whole = torch.empty(value.shape, dtype=value.dtype, device=engine.device)
+    if not value.is_meta:  # what other ranks own stays there
+        whole.copy_(value.detach())
     dist.broadcast(whole, group=engine.group, group_src=owner)
     return whole
 

@@ -1,0 +1,57 @@
+"""Models built on the meta device: captured as if they lay on a real one, without memory for it."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+
+from zbcompile.passes.torch_private import FakeTensorMode
+
+
+def is_on_meta(model: nn.Module) -> bool:
+    """Whether some parameter or buffer exists on the meta device alone."""
+    return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+@contextlib.contextmanager
+def as_if_on(model: nn.Module, device: torch.device) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+    """Inside, the tensors of a model on the meta device are fake ones of `device`; tied ones stay tied.
+
+    Yields what turns an input into one that such a model takes.
+    """
+    if not is_on_meta(model):
+        yield lambda tensor: tensor
+        return
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes: dict[int, torch.Tensor] = {}
+    original = [(table, name, tensor) for table, name, tensor in tensor_tables(model)]
+    for table, name, tensor in original:
+        if id(tensor) not in fakes:
+            fakes[id(tensor)] = _fake(tensor, mode, device)
+        table[name] = fakes[id(tensor)]
+    try:
+        yield mode.from_tensor
+    finally:
+        for table, name, tensor in original:
+            table[name] = tensor
+
+
+def tensor_tables(model: nn.Module) -> Iterator[tuple[dict[str, torch.Tensor], str, torch.Tensor]]:
+    """Every place where a module keeps a parameter or buffer: the table, the name in it, and the tensor."""
+    for module in model.modules():
+        for table in (module._parameters, module._buffers):
+            for name, tensor in list(table.items()):
+                if tensor is not None:
+                    yield table, name, tensor  # type: ignore[misc]
+
+
+def _fake(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> torch.Tensor:
+    with mode:
+        return on_device(tensor, device)
+
+
+def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """An unfilled tensor or parameter on `device`, otherwise like `tensor`."""
+    new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    return nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
