@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import zbcompile
 from tests.oracle import Batch, eager_step
-from tests.random_models import RandomModel
 from tests.random_models import WIDTH as RANDOM_WIDTH
+from tests.random_models import RandomModel
 from tests.runtime.training import assert_same_tensors, gradients_of
 from zbcompile.batch import flatten_batch
 from zbcompile.compiler import draw_step
@@ -60,19 +60,13 @@ class Integers(Cut):
 
 
 class NoParameters(Cut):
-    """The second stage has no parameter, the third only passes on what it gets beside one operation."""
+    """The second and third stage have one operation each, no parameter, and a value that they only pass on."""
 
     def forward(self, x: Tensor) -> Tensor:
         y, z = torch.tanh(self.a(x)), torch.sigmoid(self.b(x))
-        y = self.bend(y)
-        y = self.stretch(y)
+        y = y.sin()
+        y = y.exp()
         return self.d(torch.tanh(self.c(y) * z))
-
-    def bend(self, y: Tensor) -> Tensor:
-        return y.sin()
-
-    def stretch(self, y: Tensor) -> Tensor:
-        return y.exp()
 
 
 class Views(Cut):
@@ -121,20 +115,21 @@ def _loss(output: Tensor | tuple[Tensor, ...], target: Tensor) -> Tensor:
     return sum((F.mse_loss(value, target) * (i + 1) for i, value in enumerate(output)), start=torch.zeros(()))
 
 
-EDGES: dict[type[Cut], Sequence[str]] = {
-    ManyUses: ("b", "c", "d"),
-    Inputs: ("b", "c", "d"),
-    Integers: ("b", "c", "d"),
-    NoParameters: ("sigmoid", "sin", "exp"),
-    Views: ("b", "c", "d"),
-    Shapes: ("b", "c", "d"),
-    OneGradientForTwo: ("sigmoid", "c", "d"),
-    Ends: ("b", "c", "d"),
+BEFORE_LAYERS = ("b", "c", "d")
+EDGES: dict[type[Cut], tuple[str, int, Sequence[str]]] = {  # schedule, ranks, cuts
+    ManyUses: ("zb-v", 2, BEFORE_LAYERS),
+    Inputs: ("zb-h1", 4, BEFORE_LAYERS),
+    Integers: ("zb-v", 2, BEFORE_LAYERS),
+    NoParameters: ("zb-h1", 4, ("sigmoid", "sin", "exp")),
+    Views: ("zb-v", 2, BEFORE_LAYERS),
+    Shapes: ("1f1b", 4, BEFORE_LAYERS),
+    OneGradientForTwo: ("zb-h1", 4, ("sigmoid", "c", "d")),
+    Ends: ("zb-v", 2, BEFORE_LAYERS),
 }
 
 
 def assert_as_eager(model: nn.Module, schedule: str, ranks: int, cuts: Sequence[str], width: int) -> None:
-    """One step of `model` with the named cuts has the loss, the gradients and the buffers of eager."""
+    """One step of `model` with the named cuts has the loss and the gradients of eager."""
     torch.manual_seed(0)
     eager = copy.deepcopy(model)
     x, target = torch.randn(ROWS, width), torch.randn(ROWS, width)
@@ -144,20 +139,19 @@ def assert_as_eager(model: nn.Module, schedule: str, ranks: int, cuts: Sequence[
     loss = pipe.step(x, target=target)
     assert torch.equal(loss, eager_step(eager, _loss, Batch((x,), {}, target), MICROBATCHES, 0))
     assert_same_tensors(gradients_of(model), gradients_of(eager), "gradient of")
-    assert_same_tensors(dict(model.named_buffers()), dict(eager.named_buffers()), "buffer")
 
 
-@pytest.mark.parametrize(("schedule", "ranks"), [("zb-v", 2), ("zb-h1", 4)])
 @pytest.mark.parametrize("make", EDGES)
-def test_edge(make: type[Cut], schedule: str, ranks: int) -> None:
+def test_edge(make: type[Cut]) -> None:
     torch.manual_seed(0)
-    assert_as_eager(make(), schedule, ranks, EDGES[make], WIDTH)
+    schedule, ranks, cuts = EDGES[make]
+    assert_as_eager(make(), schedule, ranks, cuts, WIDTH)
 
 
 PLACES = (("zb-h1", 2, 2), ("zb-v", 2, 4), ("1f1b", 3, 3), ("interleaved-1f1b", 2, 4), ("zb-v", 3, 6), ("zb-h1", 5, 5))
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_random_model_cut_at_random(seed: int) -> None:
     """A failure names the seed: `RandomModel(seed).recipe` says what the model does."""
     choose, model = random.Random(seed), RandomModel(seed)
