@@ -1,0 +1,314 @@
+"""Where real models are cut: against every choice of cuts, within limits, by name."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, combinations
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import zbcompile
+from gpt import GPT, next_byte_loss
+from targets import llama, unet
+from zbcompile.compiler import Drawn, draw_step
+from zbcompile.inspected import one_microbatch
+from zbcompile.measuring import measure_line
+from zbcompile.passes.balance import Row, heaviest_piece
+from zbcompile.passes.canonical import is_getitem
+from zbcompile.passes.choices import Choices
+from zbcompile.passes.costs import is_view
+from zbcompile.passes.cut_names import module_paths
+from zbcompile.passes.loads import kernel_key, loads_of
+from zbcompile.passes.partition import THINNER, Cuts, rank_spans
+from zbcompile.passes.residency import DistinctBytes, Residency
+from zbcompile.planning import plan_cuts
+from zbcompile.schedules import Schedule, build
+from zbcompile.schedules.memory import most_waiting
+
+SCHEDULES = (("zb-h1", 3, None), ("interleaved-1f1b", 2, 2), ("zb-v", 2, None))
+
+
+class HeavyHead(nn.Module):
+    """Light layers and an output layer that outweighs them."""
+
+    def __init__(self, blocks: int, outputs: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(blocks))
+        self.head = nn.Linear(16, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def _gpt() -> zbcompile.Example:
+    tokens = torch.randint(256, (2, 33))
+    return zbcompile.Example(
+        GPT(layers=4, width=32, heads=4, length=32),
+        (tokens[:, :-1],),
+        loss=next_byte_loss,
+        target=tokens[:, 1:].clone(),
+    )
+
+
+def _head() -> zbcompile.Example:
+    return zbcompile.Example(HeavyHead(12, 512), (torch.randn(64, 16),), loss=F.mse_loss, target=torch.randn(64, 512))
+
+
+def _draw(example: zbcompile.Example) -> Drawn:
+    return draw_step(example.model, one_microbatch(example), example.loss)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A drawn model and every choice of cuts for a schedule, with what each weighs and the widest boundary."""
+
+    drawn: Drawn
+    schedule: Schedule
+
+    @property
+    def ranks_of(self) -> list[int]:
+        return [self.schedule.placement.rank(stage) for stage in range(self.schedule.stages)]
+
+    def row(self, basis: str = "flops") -> Row:
+        totals = [0.0, *accumulate(loads_of(self.drawn.line, basis, {})[0])]
+        return Row(totals, self.ranks_of, heaviest_piece(totals, [0, *self.places, len(self.drawn.line.nodes)]))
+
+    @property
+    def places(self) -> list[int]:
+        return [i + 1 for i, allowed in enumerate(self.drawn.line.allowed[:-1]) if allowed]
+
+    def choices(self) -> Sequence[tuple[int, ...]]:
+        return list(combinations(self.places, self.schedule.stages - 1))
+
+    def plan(self, seconds: Mapping[str, float] | None = None, **choices: Any) -> Cuts:
+        return plan_cuts(self.drawn.canonical, self.drawn.line, self.schedule, Choices(**choices), seconds or {})
+
+    def edges(self, cuts: Cuts) -> list[int]:
+        return [index + 1 for index in cuts.after]
+
+
+@pytest.fixture(scope="module")
+def drawn() -> dict[str, Drawn]:
+    made = {"gpt": _gpt(), "head": _head(), "llama": zbcompile.Example(*llama()), "unet": zbcompile.Example(*unet())}
+    return {name: _draw(example) for name, example in made.items()}
+
+
+def _problem(drawn: Mapping[str, Drawn], model: str, schedule: tuple[str, int, int | None]) -> Problem:
+    name, ranks, chunks = schedule
+    return Problem(drawn[model], build(name, ranks, 2 * ranks, chunks=chunks))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+@pytest.mark.parametrize("model", ["gpt", "head", "unet"])
+def test_balanced_within_the_tolerance_and_as_thin_as_that_allows(
+    model: str, schedule: tuple[str, int, int | None], drawn: dict[str, Drawn]
+) -> None:
+    problem = _problem(drawn, model, schedule)
+    row, line = problem.row(), problem.drawn.line
+    width = {edge: line.boundary_bytes(edge - 1) for edge in problem.places}
+    weighed = [(row.heaviest(cuts), max(width[edge] for edge in cuts)) for cuts in problem.choices()]
+    best = min(heaviest for heaviest, _ in weighed)
+    thinnest = min(widest for heaviest, widest in weighed if heaviest <= best * THINNER)
+    found = problem.plan()
+    assert row.heaviest(problem.edges(found)) <= best * THINNER * (1 + 1e-6)
+    assert max(found.boundary) == thinnest
+
+
+def test_parameters_are_balanced(drawn: dict[str, Drawn]) -> None:
+    problem = _problem(drawn, "gpt", ("zb-h1", 3, None))
+    row = problem.row("parameters")
+    best = min(row.heaviest(cuts) for cuts in problem.choices())
+    found = problem.plan(balance="parameters")
+    assert found.unit == "parameters"
+    assert sum(found.loads) == sum(p.numel() for p in _gpt().model.parameters())
+    assert max(found.loads) <= best * THINNER
+
+
+@pytest.mark.parametrize("model", ["gpt", "llama"])
+def test_what_every_stage_can_make_for_itself_crosses_no_boundary(model: str, drawn: dict[str, Drawn]) -> None:
+    """Position ids, masks and rotary tables: of a transformer only the hidden state travels."""
+    problem = _problem(drawn, model, ("zb-v", 2, None))
+    line = problem.drawn.line
+    for place in problem.plan().after:
+        crossing = line.live[place]
+        assert {node.meta["val"].ndim for node in crossing} == {3}
+        assert all(node.meta["differentiable"] for node in crossing)
+        assert not is_view(line.nodes[place])
+    assert not any(node.target is torch.ops.aten.arange.default for node in line.nodes)
+
+
+@pytest.mark.parametrize("model", ["gpt", "llama", "unet"])
+def test_no_place_is_at_a_view_or_a_tuple(model: str, drawn: dict[str, Drawn]) -> None:
+    line = drawn[model].line
+    for node, crossing, allowed in zip(line.nodes, line.live, line.allowed, strict=True):
+        if allowed:
+            assert is_getitem(node) or not is_view(node)
+            assert all(isinstance(value.meta["val"], Tensor) for value in crossing)
+
+
+def test_a_boundary_is_as_narrow_as_asked(drawn: dict[str, Drawn]) -> None:
+    problem = _problem(drawn, "unet", ("zb-h1", 3, None))
+    line = problem.drawn.line
+    widths = sorted(line.boundary_bytes(edge - 1) for edge in problem.places)
+    least = widths[1]  # three stages take two cuts
+    assert max(problem.plan(boundary_bytes=least).boundary) <= least
+    with pytest.raises(zbcompile.CompileError, match=rf"boundary_bytes={least - 1} .*boundary_bytes={least}\."):
+        problem.plan(boundary_bytes=least - 1)
+
+
+@pytest.mark.parametrize("schedule", [SCHEDULES[0], SCHEDULES[2]], ids=str)
+def test_memory_is_respected_and_the_least_is_named(
+    schedule: tuple[str, int, int | None], drawn: dict[str, Drawn]
+) -> None:
+    problem = _problem(drawn, "gpt", schedule)
+    waiting = [most_waiting(problem.schedule, rank) for rank in range(problem.schedule.ranks)]
+    residency = Residency(problem.drawn.canonical, problem.drawn.line, waiting, 2.0)
+
+    def fullest(edges: Sequence[int]) -> float:
+        stages_of, length = problem.schedule.placement.stages_of, len(problem.drawn.line.nodes)
+        return max(residency.bytes(r, rank_spans(edges, length, stages_of(r))) for r in range(problem.schedule.ranks))
+
+    least = min(map(fullest, problem.choices()))
+    limit = int(least * 1.002)
+    assert fullest(problem.edges(problem.plan(memory=limit))) <= limit
+    with pytest.raises(
+        zbcompile.CompileError, match=r"memory=.* is too little.*fewer microbatches in flight"
+    ) as refused:
+        problem.plan(memory=int(least * 0.9))
+    named = float(str(refused.value).split("holds ")[1].split(" bytes")[0])
+    assert least * 0.999 <= named <= least * 1.002
+
+
+def test_the_predicted_residents_are_those_of_the_compiled_stages() -> None:
+    """What autograd keeps is what F keeps; parameters count with gradient and two moments."""
+    example = _gpt()
+    pipe = zbcompile.pipeline(example.model, schedule="1f1b", ranks=2, microbatches=4, loss=example.loss)
+    tokens = torch.randint(256, (8, 33))
+    program = pipe.compile(tokens[:, :-1].contiguous(), target=tokens[:, 1:].clone()).program
+    drawn = _draw(example)
+    waiting = [most_waiting(program.schedule, rank) for rank in range(2)]
+    residency = Residency(drawn.canonical, drawn.line, waiting, 2.0)
+    sizes = {name: p.numel() * p.element_size() for name, p in example.model.named_parameters()}
+    edges = [index + 1 for index in program.cuts.after]
+    for rank, stage in enumerate(program.stages):
+        spans = rank_spans(edges, len(drawn.line.nodes), (rank,))
+        parameters = sum(sizes[name] for name in stage.parameters)
+        assert residency.bytes(rank, spans) == 4 * parameters + (2 - rank) * stage.crossing.kept
+
+
+@given(
+    uses=st.lists(st.tuples(st.integers(0, 7), st.sampled_from("abc")), max_size=12),
+    begin=st.integers(0, 8),
+    length=st.integers(0, 8),
+)
+def test_distinct_bytes(uses: list[tuple[int, str]], begin: int, length: int) -> None:
+    size = {"a": 1, "b": 10, "c": 100}
+    end = min(begin + length, 8)
+    counted = DistinctBytes([(at, name, size[name]) for at, name in uses], 8).within(min(begin, end), end)
+    assert counted == sum(size[name] for name in {name for at, name in uses if begin <= at < end})
+
+
+def test_cuts_by_name(drawn: dict[str, Drawn]) -> None:
+    problem = _problem(drawn, "gpt", ("zb-h1", 3, None))
+    line = problem.drawn.line
+    chosen = problem.plan()
+    assert problem.plan(balance=chosen.names).after == chosen.after
+    found = problem.plan(balance=("blocks.3.mlp_norm", "blocks.1"))
+    following = [line.nodes[index + 1] for index in found.after]
+    paths = [list(node.meta["nn_module_stack"].values())[-1][0] for node in following]
+    assert found.basis == "names"
+    assert paths == ["model.blocks.1.attention_norm", "model.blocks.3.mlp_norm"]
+
+
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        (("blocks.1",), "names 1 cut; the schedule has 3 stages, which takes 2"),
+        (("blocks.1", "blocks.7"), r"names 'blocks.7', which is no module.*near it are blocks"),
+        (("blocks.1", "blocks.1.attention_norm"), "the same cut twice: 'blocks.1' and 'blocks.1.attention_norm'"),
+        (("blocks.1", "token"), "asks for a cut at 'token'.*The nearest place is after"),
+    ],
+)
+def test_wrong_names(names: tuple[str, ...], says: str, drawn: dict[str, Drawn]) -> None:
+    with pytest.raises(zbcompile.CompileError, match=says):
+        _problem(drawn, "gpt", ("zb-h1", 3, None)).plan(balance=names)
+
+
+def test_named_cuts_keep_the_limits(drawn: dict[str, Drawn]) -> None:
+    problem = _problem(drawn, "gpt", ("zb-h1", 3, None))
+    for limit in ({"boundary_bytes": 8}, {"memory": 8}):
+        with pytest.raises(zbcompile.CompileError, match="that balance= names"):
+            problem.plan(balance=("blocks.1", "blocks.2"), **limit)
+
+
+def test_measured_times_decide(drawn: dict[str, Drawn]) -> None:
+    problem = _problem(drawn, "gpt", ("zb-h1", 3, None))
+    line = problem.drawn.line
+    seconds = measure_line(line)
+    computing = [node for node in line.nodes if not is_view(node) and not is_getitem(node)]
+    assert set(seconds) == {kernel_key(node) for node in computing}
+    assert len(seconds) < len(computing) / 2  # equal layers are measured once
+    assert min(seconds.values()) > 0
+    found = problem.plan(seconds, balance="measured")
+    assert sum(found.loads) == pytest.approx(sum(seconds[kernel_key(node)] for node in computing))
+    head = next(kernel_key(node) for node in line.nodes if "head" in str(node.meta.get("nn_module_stack")))
+    slow_head = problem.plan({**seconds, head: 10.0}, balance="measured")
+    assert module_paths(line.nodes[slow_head.after[-1] + 1])[-1] in ("norm", "head")  # no block stands beside it
+
+
+def test_a_heavy_head_is_said(drawn: dict[str, Drawn]) -> None:
+    said = _problem(drawn, "head", ("zb-h1", 4, None)).plan().overweight
+    assert re.match(r"stage 2 carries 1\.\d\d times the mean load, .* linear_12 in head alone is 100% of it", said)
+    assert "2 ranks (then 1." in said
+    assert "docs/vocabulary.md" in said
+    assert _problem(drawn, "gpt", ("zb-h1", 2, None)).plan().overweight == ""
+
+
+def test_a_heavy_head_is_said_once_when_compiling(capsys: pytest.CaptureFixture[str]) -> None:
+    pipe = zbcompile.pipeline(HeavyHead(2, 512), schedule="1f1b", ranks=2, microbatches=2, loss=F.mse_loss)
+    for rows in (8, 16):
+        pipe.compile(torch.randn(rows, 16), target=torch.randn(rows, 512))
+    assert capsys.readouterr().out.count("times the mean load") == 1
+
+
+@pytest.mark.parametrize("balance", ["measured", "parameters", ["layers.2", "layers.4", "layers.5"]])
+def test_gradients_do_not_depend_on_the_cuts(balance: Any) -> None:
+    torch.manual_seed(0)
+    model, eager = (nn.Sequential() for _ in range(2))
+    for one in (model, eager):
+        one.add_module("layers", nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(8))))
+    eager.load_state_dict(model.state_dict())
+    x, y = torch.randn(8, 8), torch.randn(8, 8)
+    pipe = zbcompile.pipeline(
+        model, schedule="zb-v", ranks=2, microbatches=4, loss=F.mse_loss, exact=True, balance=balance
+    )
+    pipe.step(x, target=y)
+    for part, target in zip(x.chunk(4), y.chunk(4), strict=True):
+        (F.mse_loss(eager(part), target) / 4).backward()
+    for ours, theirs in zip(model.parameters(), eager.parameters(), strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"balance": "flop"}, 'balance=\'flop\'; expected "flops", "measured", "parameters", or a list'),
+        ({"balance": [2]}, "expected names of modules"),
+        ({"boundary_bytes": 0}, "boundary_bytes=0; expected a positive number"),
+        ({"memory": -1}, "memory=-1; expected a positive number"),
+        ({"optimizer_state": -1.0}, "expected bytes per byte of parameter"),
+    ],
+)
+def test_wrong_options(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(zbcompile.PipelineError, match=says):
+        zbcompile.pipeline(nn.Linear(2, 2), ranks=1, **options)
