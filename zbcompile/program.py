@@ -49,12 +49,12 @@ class Program:
         """Every parameter that gets a gradient, tied ones under their first name."""
         return frozenset(name for stage in self.stages for name in stage.trained)
 
-    @property
+    @cached_property
     def shared(self) -> frozenset[str]:
         """Trained parameters of several stages, or of two model copies: their gradients are summed over these."""
         return frozenset(name for name in self.trained if self.copies > 1 or len(self.homes[name]) > 1)
 
-    @property
+    @cached_property
     def copies(self) -> int:
         """How many copies of the model the ranks hold together: 2 under DualPipe."""
         return len(set(map(self.schedule.copy_of, range(self.schedule.microbatches))))

@@ -77,26 +77,18 @@ def plan_rank(program: Program, rank: int, stages: Mapping[int, CompiledStage]) 
     steps = [step if isinstance(step, Pair) else (step,) for step in program.lowered.programs[rank]]
     buffers = _assign_buffers(program, rank, stages)
     completes = _completions(program, rank, buffers)
-    plan = [
-        tuple(
-            _instruction(program, rank, action)._replace(
-                buffers=buffers.get(action, ()), completes=completes.get(action, ())
-            )
-            for action in step
-        )
-        for step in steps
-    ]
-    return RankPlan(rank, tuple(plan))
 
+    def instruction(action: Action) -> Instruction:
+        needs, makes = needed_by(program, action), made_by(program, action)
+        if action.op in RECEIVES and needs is not None:
+            source = program.rank_of(_source(needs), action.microbatch)
+            return Instruction(action, carries=needs, peer=source, buffers=buffers[action])
+        target = program.rank_of(makes.stage, action.microbatch) if makes else -1
+        if action.op in SENDS:
+            return Instruction(action, carries=makes, peer=target)
+        return Instruction(action, needs, makes, target == rank, completes=completes.get(action, ()))
 
-def _instruction(program: Program, rank: int, action: Action) -> Instruction:
-    needs, makes = needed_by(program, action), made_by(program, action)
-    if action.op in RECEIVES and needs is not None:
-        return Instruction(action, carries=needs, peer=program.rank_of(_source(needs), action.microbatch))
-    target = program.rank_of(makes.stage, action.microbatch) if makes else -1
-    if action.op in SENDS:
-        return Instruction(action, carries=makes, peer=target)
-    return Instruction(action, needs, makes, target == rank)
+    return RankPlan(rank, tuple(tuple(map(instruction, step)) for step in steps))
 
 
 def needed_by(program: Program, action: Action) -> Message | None:
@@ -151,7 +143,7 @@ def _assign_buffers(
 
 
 def _take_buffer(arrival: Arrival, free: dict[TensorSpec, list[int]], made: dict[TensorSpec, int]) -> Buffer:
-    spec = arrival.spec._replace(needs_gradient=False)
+    spec = TensorSpec(*arrival.spec[:4])  # whether a gradient comes back makes no other memory
     if arrival.escapes:
         return Buffer(spec, -1)
     if not free[spec]:

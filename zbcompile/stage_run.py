@@ -32,6 +32,7 @@ class StageRun:
     seeds: list[int]
     frames: dict[int, Frame] = field(default_factory=dict)
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
+    accumulators: list[tuple[int, torch.Tensor]] = field(default_factory=list)
 
     def forward(self, microbatch: int, arrived: Tensors) -> Tensors:
         """F: `arrived` and the result are the boundary tensors in the order of the stage's `receives` and `sends`."""
@@ -114,12 +115,20 @@ class StageRun:
     def _take(self, call: Call, frame: Frame) -> Tensors:
         """The inputs of a piece. What no later pass reads leaves the frame, so that the graph frees it at its last
         use."""
-        for place, name in call.accumulators:
-            frame[place] = self.gradients.buffer(name, self.stage.index)
+        if call.accumulators:
+            self._add_accumulators(call, frame)
         values = [frame[place] for place in call.takes]
         for place in call.frees:
             frame[place] = None
         return values  # type: ignore[return-value]
+
+    def _add_accumulators(self, call: Call, frame: Frame) -> None:
+        """W and BW add into the same buffers, which exist from the first of them on."""
+        if not self.accumulators:
+            index = self.stage.index
+            self.accumulators += [(place, self.gradients.buffer(name, index)) for place, name in call.accumulators]
+        for place, buffer in self.accumulators:
+            frame[place] = buffer
 
     def _end(self, call: Call, microbatch: int, results: Sequence[torch.Tensor]) -> None:
         for at, name in call.gradients:

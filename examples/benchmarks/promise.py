@@ -1,0 +1,144 @@
+"""Is the step as short as its schedule promises? Measured step / simulated step, for five schedules.
+
+    python examples/benchmarks/promise.py                      # 2, 4 and 8 processes
+    torchrun --standalone --nproc-per-node 4 examples/benchmarks/promise.py
+
+Processes, gloo messages, compiled stages and the action loop are real; only the computation is not: the operations of
+this model SLEEP, as long as the forward, the input gradient and the weight gradient of a rank take in the profile of the
+zero bubble paper's 1.5B model (Qi et al., arXiv 2401.10241, table 9), doubled, so that eight ranks fit on two cores. A step is
+measured from its first start on any rank to its last return; the simulation is given no time for messages. Target: <= 1.03.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from tabulate import tabulate
+from torch import Tensor, nn
+from torch.utils.flop_counter import register_flop_formula
+
+import zbcompile
+from zbcompile.schedules import Costs, build, simulate
+
+SCALE = 2  # of the profile: what starting an operation and waking up take, 0.2 ms, must not show
+FORWARD, BACKWARD, WEIGHT = 18.522e-3 * SCALE, 18.086e-3 * SCALE, 9.337e-3 * SCALE  # a rank's share, in seconds
+SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "dualpipe-v")
+WIDTH = 16
+
+
+@torch.library.custom_op("promise::forward", mutates_args=())
+def forward(x: Tensor, weight: Tensor, share: float) -> Tensor:
+    time.sleep(FORWARD * share)
+    return x * weight
+
+
+@torch.library.custom_op("promise::input_gradient", mutates_args=())
+def input_gradient(gradient: Tensor, weight: Tensor, share: float) -> Tensor:
+    time.sleep(BACKWARD * share)
+    return gradient * weight
+
+
+@torch.library.custom_op("promise::weight_gradient", mutates_args=())
+def weight_gradient(gradient: Tensor, x: Tensor, share: float) -> Tensor:
+    time.sleep(WEIGHT * share)
+    return (gradient * x).sum(0)
+
+
+def _backward(ctx: object, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+    x, weight = ctx.saved_tensors  # type: ignore[attr-defined]
+    share = ctx.share  # type: ignore[attr-defined]
+    return input_gradient(gradient, weight, share), weight_gradient(gradient, x, share), None
+
+
+def _save(ctx: object, inputs: tuple[Tensor, Tensor, float], output: Tensor) -> None:
+    x, weight, ctx.share = inputs  # type: ignore[attr-defined]
+    ctx.save_for_backward(x, weight)  # type: ignore[attr-defined]
+
+
+forward.register_fake(lambda x, weight, share: torch.empty_like(x))
+input_gradient.register_fake(lambda gradient, weight, share: torch.empty_like(gradient))
+weight_gradient.register_fake(lambda gradient, x, share: gradient.new_empty(gradient.shape[1:]))
+forward.register_autograd(_backward, setup_context=_save)
+for name in ("forward", "input_gradient", "weight_gradient"):  # what the compiler balances the stages by
+    register_flop_formula(getattr(torch.ops.promise, name))(lambda *shapes, **options: 10**9)
+
+
+class Sleeper(nn.Module):
+    """One layer per stage. What enters depends on parameters, so that the first stage has an input gradient too."""
+
+    def __init__(self, stages: int, ranks: int) -> None:
+        super().__init__()
+        self.entry = nn.ParameterList(nn.Parameter(torch.ones(WIDTH)) for _ in range(2))
+        self.share = ranks / stages
+        self.weights = nn.ParameterList(nn.Parameter(torch.ones(WIDTH)) for _ in range(stages))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.entry[0] + self.entry[1]
+        for weight in self.weights:
+            x = forward(x, weight, self.share)
+        return x
+
+
+def measured(schedule: str, microbatches: int, steps: int) -> list[float]:
+    """Seconds of some steps, from the first start on any rank to the last end."""
+    ranks = dist.get_world_size()
+    stages = build(schedule, ranks, microbatches).stages
+    x = torch.ones(microbatches, WIDTH)
+    model = Sleeper(stages, ranks)
+    pipe = zbcompile.pipeline(model, schedule=schedule, microbatches=microbatches, loss=lambda y, t: (y - t).mean())
+    pipe.compile(x, target=x)
+    layers = [sum(name.startswith("weights") for name in stage.trained) for stage in pipe.program.stages]
+    assert layers == [1] * stages, f"one layer per stage, not {layers}"
+    found = []
+    for _ in range(steps + 1):
+        dist.barrier()
+        begin = time.monotonic()
+        pipe.step(x, target=x)
+        span = torch.tensor([-begin, time.monotonic()], dtype=torch.float64)  # one clock for all processes
+        dist.all_reduce(span, dist.ReduceOp.MAX)
+        found.append(float(span.sum()))
+    pipe.close()
+    return found[1:]
+
+
+def promised(schedule: str, microbatches: int) -> float:
+    """Seconds that the simulator predicts, with an optimizer barrier and without communication time."""
+    ranks = dist.get_world_size()
+    order = build(schedule, ranks, microbatches)
+    share = ranks / order.stages
+    costs = Costs.uniform(order.stages, FORWARD * share, BACKWARD * share, WEIGHT * share)
+    return float(simulate(order, costs).makespan)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", default="2,4,8", help="without torchrun: how many processes (default: %(default)s)")
+    parser.add_argument("--schedules", default=",".join(SCHEDULES), help="default: %(default)s")
+    parser.add_argument("--steps", type=int, default=3, help="measured steps; the median counts (default: %(default)s)")
+    parser.add_argument("--per-rank", default="2,4", help="microbatches per rank (default: %(default)s)")
+    options = parser.parse_args()
+    if "RANK" not in os.environ:
+        for ranks in options.ranks.split(","):
+            launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+            subprocess.run([sys.executable, *launch, __file__, *sys.argv[1:]], check=True)
+        return
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    ranks, rows = dist.get_world_size(), []
+    for microbatches in (ranks * int(n) for n in options.per_rank.split(",")):
+        for schedule in options.schedules.split(","):
+            seconds, promise = median(measured(schedule, microbatches, options.steps)), promised(schedule, microbatches)
+            rows.append([schedule, ranks, microbatches, 1e3 * promise, 1e3 * seconds, seconds / promise])
+    if dist.get_rank() == 0:
+        head = ["schedule", "ranks", "microbatches", "simulated ms", "measured ms", "ratio"]
+        print(tabulate(rows, head, floatfmt=("", "", "", ".1f", ".1f", ".3f")), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
