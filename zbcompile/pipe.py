@@ -12,7 +12,7 @@ from zbcompile.batch import Batch, Microbatch, flatten_batch, refuse_input_gradi
 from zbcompile.clipping import total_norm
 from zbcompile.compiler import Drawn, compile_drawn, draw_step
 from zbcompile.consensus import require_equal_programs, together
-from zbcompile.engine import Distributed, Executable, StepInput, make_executable
+from zbcompile.engine import Distributed, Engine, Executable, StepInput, make_executable
 from zbcompile.errors import PipelineError
 from zbcompile.evaluation import EvaluationPlan, evaluate, plan_evaluation
 from zbcompile.finish import total_loss
@@ -30,6 +30,7 @@ from zbcompile.state import full_state, load_state, own_state, owned_parameters
 
 if TYPE_CHECKING:
     from zbcompile.generated import CompiledPipelineStage
+    from zbcompile.schedule_like import ScheduleLike
 
 
 class Pipeline:
@@ -88,10 +89,10 @@ class Pipeline:
 
         Every rank passes the same whole batch. Raises PipelineError for a batch that cannot be split.
         """
-        return total_loss(self._losses(args, target, kwargs), self.options.loss_reduction)
+        return total_loss(self.step_losses(*args, target=target, **kwargs), self.options.loss_reduction)
 
-    def _losses(self, args: tuple[Any, ...], target: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        """One step; the loss of every microbatch."""
+    def step_losses(self, *args: Any, target: Any = None, **kwargs: Any) -> list[torch.Tensor]:
+        """As `step`, but returns the loss of every microbatch, not yet divided by their number."""
         with self._watch.region(f"step {self.step_index}"):
             if torch.is_inference_mode_enabled():
                 raise PipelineError("step runs inside torch.inference_mode(), where there are no gradients. Leave it.")
@@ -194,6 +195,24 @@ class Pipeline:
         parameters = self._parameters_by_name()
         context = StageContext(program, engine.group, parameters, self.options.loss_reduction, self.options.seed)
         return [CompiledPipelineStage(stage, context) for stage in stages.values()]
+
+    def as_schedule(self) -> "ScheduleLike":
+        """This pipeline behind the calls of a torch.distributed.pipelining schedule: `step(*args, target=, losses=)`,
+        `eval`."""
+        from zbcompile.schedule_like import ScheduleLike
+
+        return ScheduleLike(self)
+
+    def inputs_read(self) -> dict[str, int]:
+        """The input paths that stages of this process read, each with the first such stage."""
+        self.program  # noqa: B018  raises before compiling
+        stages = next(iter(self._compiled.values())).stages
+        return {path: i for i, stage in sorted(stages.items(), reverse=True) for _, path in stage.inputs}
+
+    @property
+    def engine(self) -> Engine:
+        """What runs the steps: `engine.local` are the ranks in this process, `engine.ranks` how many there are."""
+        return self._engine
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """This process's parameters, for an optimizer. Tied parameters appear once."""

@@ -4,9 +4,10 @@
     torchrun --standalone --nproc-per-node 4 examples/benchmarks/promise.py
 
 Processes, gloo messages, compiled stages and the action loop are real; only the computation is not: the operations of
-this model SLEEP, as long as the forward, the input gradient and the weight gradient of a rank take in the profile of the
-zero bubble paper's 1.5B model (Qi et al., arXiv 2401.10241, table 9), doubled, so that eight ranks fit on two cores. A step is
-measured from its first start on any rank to its last return; the simulation is given no time for messages. Target: <= 1.03.
+this model SLEEP, as long as the forward, the input gradient and the weight gradient of a rank take in the profile of
+the zero bubble paper's 1.5B model (Qi et al., arXiv 2401.10241, table 9), doubled, so that eight ranks fit on two
+cores. A step is measured from its first start on any rank to its last return; the simulation is given no time for
+messages. Target: <= 1.03.
 """
 
 import argparse
