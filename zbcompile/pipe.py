@@ -206,7 +206,7 @@ class Pipeline:
     def inputs_read(self) -> dict[str, int]:
         """The input paths that stages of this process read, each with the first such stage."""
         self.program  # noqa: B018  raises before compiling
-        stages = next(iter(self._compiled.values())).stages
+        stages = self._compiled.first().stages
         return {path: i for i, stage in sorted(stages.items(), reverse=True) for _, path in stage.inputs}
 
     @property

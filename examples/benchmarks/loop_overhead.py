@@ -65,7 +65,7 @@ def overhead(schedule: str, ranks: int, microbatches: int, rounds: int) -> float
         Tiny(8), schedule=schedule, microbatches=microbatches, loss=F.mse_loss, ranks=ranks if ranks else None
     )
     pipe.compile(x, target=x)
-    (executable,) = pipe._compiled.values()
+    executable = pipe._compiled.first()
     clocks = time_graphs(executable.stages)  # type: ignore[arg-type]
     programs = [executable.program.lowered.programs[plan.rank] for plan in executable.plans]
     actions = sum(len(flatten(program)) for program in programs)

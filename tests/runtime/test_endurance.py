@@ -29,7 +29,7 @@ def test_receive_buffers_do_not_grow_with_microbatches() -> None:
     """1F1B holds as many activations as there are ranks below; one more is under way, and one gradient."""
     pipe, _ = compiled(Case("mlp", "1f1b", 4, 4))
     program = pipe.program
-    stages = next(iter(pipe._compiled.values())).stages
+    stages = pipe._compiled.first().stages
     for name in ("1f1b", "zb-h1", "gpipe"):
         counts = []
         for microbatches in (8, 16):
