@@ -32,10 +32,11 @@ def training_problems(model: nn.Module, loss: Any) -> Iterator[str]:
 
 def problems_of(model: nn.Module) -> Iterator[str]:
     """What a captured graph of `model` would drop without a word."""
+    for name, module in model.named_modules():
+        yield from _lazy(name, module)
     yield from hook_problems(model)
     for name, module in model.named_modules():
         yield from _compiled(name, module)
-        yield from _lazy(name, module)
         yield from _sparse_embedding(name, module)
     yield from _shared_storage(model)
 
@@ -123,7 +124,7 @@ def _shared_storage(model: nn.Module) -> Iterator[str]:
     tensors = [
         (name, parameter)
         for name, parameter in model.named_parameters()
-        if parameter.numel() and parameter.device.type != "meta" and not nn.parameter.is_lazy(parameter)
+        if not nn.parameter.is_lazy(parameter) and parameter.numel() and not parameter.is_meta
     ]
     reaches: dict[int, list[tuple[int, int, str]]] = {}
     for name, parameter in tensors:

@@ -1,13 +1,495 @@
-"""What models may do in forward: each through the front door, against eager."""
+"""What models may do in forward: each through the front door, loss, gradients and buffers bitwise eager's after every
+step; and what they may not, which is refused by name."""
 
+import copy
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
+import zbcompile
 from zbcompile.passes.canonical import canonicalise
 from zbcompile.passes.capture import capture
 
 WIDTH = 6
+MICROBATCHES = 4
+Inputs = tuple[tuple[Any, ...], dict[str, Any], Any]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def rows() -> Inputs:
+    return (torch.randn(8, WIDTH),), {}, torch.randn(8, WIDTH)
+
+
+class Layers(nn.Module):
+    """Linear layers around a residual stream; the models below change what it does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x
+
+
+def parts(inputs: Inputs) -> list[Inputs]:
+    """The microbatches, every tensor cut along dimension 0."""
+    leaves, structure = pytree.tree_flatten(inputs)
+    cut = [[x.chunk(MICROBATCHES)[i] if isinstance(x, Tensor) else x for x in leaves] for i in range(MICROBATCHES)]
+    return [pytree.tree_unflatten(some, structure) for some in cut]
+
+
+def eager_step(model: nn.Module, loss: Any, inputs: Inputs, step: int) -> Tensor:
+    total = torch.zeros(())
+    for i, (args, kwargs, target) in enumerate(parts(inputs)):
+        torch.manual_seed(zbcompile.microbatch_seed(step, i))
+        output = model(*args, **kwargs)
+        value = output if isinstance(output, Tensor) else getattr(output, "loss", None)
+        scaled = (loss(output, target) if loss else value) / MICROBATCHES
+        scaled.backward()
+        total = total + scaled.detach()
+    return total
+
+
+def assert_equals_eager(
+    make: Callable[[], nn.Module], schedule: str, inputs: Callable[[], Inputs] = rows, loss: Any = F.mse_loss
+) -> zbcompile.Pipeline:
+    """Two steps of a pipeline of two ranks against eager accumulation."""
+    torch.manual_seed(0)
+    model = make()
+    eager = copy.deepcopy(model)
+    pipe = zbcompile.pipeline(model, schedule=schedule, ranks=2, microbatches=MICROBATCHES, loss=loss, exact=True)
+    for step in range(2):
+        args, kwargs, target = batch = inputs()
+        ours = pipe.step(*args, **kwargs, **({} if target is None else {"target": target}))
+        assert torch.equal(ours, eager_step(eager, loss, batch, step)), step
+        for (name, mine), theirs in zip(model.named_parameters(), eager.parameters(), strict=True):
+            assert (mine.grad is None) == (theirs.grad is None), name
+            assert mine.grad is None or torch.equal(mine.grad, theirs.grad), (name, step)  # type: ignore[arg-type]
+        for (name, buffer), other in zip(model.named_buffers(), eager.buffers(), strict=True):
+            assert torch.equal(buffer, other), (name, step)
+    return pipe
+
+
+# Inputs and outputs
+
+
+class Outcome(NamedTuple):
+    loss: Tensor
+    rows: Tensor
+
+
+@dataclasses.dataclass
+class Outputs:
+    loss: Tensor | None
+    rows: Tensor
+    nothing: Tensor | None = None
+
+
+class Returning(Layers):
+    """Nested inputs by position and by keyword: a mask, positions, None, labels."""
+
+    def __init__(self, kind: Callable[..., Any]) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: Tensor, pair: Any, *, mask: Tensor, positions: Tensor, nothing: None, labels: Tensor) -> Any:  # type: ignore[override]
+        x = super().forward(x + pair[0] * pair[1]["by"]).masked_fill(mask, 0.0)
+        x = x + F.one_hot(positions, WIDTH)
+        return self.kind(F.mse_loss(x, labels), x)
+
+
+def nested() -> Inputs:
+    positional = (torch.randn(8, WIDTH), (torch.randn(8, WIDTH), {"by": torch.randn(8, WIDTH)}))
+    keywords = {
+        "mask": torch.rand(8, WIDTH) > 0.5,
+        "positions": torch.randint(0, WIDTH, (8,)),
+        "nothing": None,
+        "labels": torch.randn(8, WIDTH),
+    }
+    return positional, keywords, None
+
+
+def model_output(loss: Tensor, logits: Tensor) -> Any:
+    from transformers.modeling_outputs import CausalLMOutput
+
+    return CausalLMOutput(loss=loss, logits=logits)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("kind", "schedule"), [(Outcome, "zb-v"), (Outputs, "zb-h1"), (model_output, "1f1b")], ids=["tuple", "class", "hf"]
+)
+def test_outputs_of_every_kind(kind: Callable[..., Any], schedule: str) -> None:
+    """The loss is found in them, and evaluation returns them as they are: dataclasses are made known to torch."""
+    pipe = assert_equals_eager(lambda: Returning(kind), schedule, nested, loss=None)
+    args, kwargs, _ = nested()
+    found = pipe.eval(*args, **kwargs)
+    expected = pipe._model.eval()(*args, **kwargs)
+    assert type(found) is type(expected)
+    torch.testing.assert_close(found.loss, expected.loss)
+
+
+def test_one_tensor_passed_twice_is_two_inputs() -> None:
+    class Sum(Layers):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(2 * x + y)
+
+    torch.manual_seed(0)
+    model, same = Sum(), torch.randn(8, WIDTH)
+    eager = copy.deepcopy(model)
+    pipe = zbcompile.pipeline(model, schedule="1f1b", ranks=2, microbatches=4, loss=F.mse_loss, exact=True)
+    pipe.compile(same, same, target=same)
+    other = torch.randn(8, WIDTH)
+    assert torch.equal(pipe.step(same, other, target=same), eager_step(eager, F.mse_loss, ((same, other), {}, same), 0))
+
+
+def test_inputs_with_gaps_keep_their_strides() -> None:
+    """A view of the transpose and of every second column, as a data loader may hand them out."""
+
+    class Viewing(Layers):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.t().reshape(-1, WIDTH) if x.stride(0) == 1 else x)
+
+    torch.manual_seed(0)
+    wide, square = torch.randn(8, 2 * WIDTH), torch.randn(WIDTH, 8).t()
+    for given in (wide[:, ::2], square):
+        assert_equals_eager(Viewing, "1f1b", lambda given=given: ((given,), {}, torch.randn(8, WIDTH)))  # type: ignore[misc]
+
+
+# What forward may do
+
+
+class Normed(nn.Module):
+    """Batch norm, the first one used twice: m microbatches change its statistics 2m times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.norms = nn.ModuleList(nn.BatchNorm1d(WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norms[0](self.norms[0](x))
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = x + F.relu(norm(layer(x)))
+        return x
+
+
+class Buffers(Layers):
+    """Buffers changed in every way: in place, a row of one, by assignment, by an input; views that live on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("mean", "rows", "last", "seen"):
+            self.register_buffer(name, torch.zeros(2, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = self.rows[0]
+        x = torch.tanh(self.layers[0](x) + before)
+        self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        self.rows[0] = x.detach().amax(0)
+        self.last = 0.5 * self.last + x.detach().amin(0)
+        x = x - self.mean.sum(0) * self.rows.sum(0) + self.last.mean(0)
+        for layer in self.layers[1:]:
+            x = torch.tanh(layer(x))
+        x = x + self.seen.mean(0)
+        self.seen.copy_(x.detach())
+        return x + before
+
+
+class Spectral(Layers):
+    """Power iterations in forward: two buffers change before the weight is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.utils.parametrizations.spectral_norm(self.layers[1])
+
+
+class Random(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.dropout(self.layers[0](x), 0.3)
+        x = F.alpha_dropout(torch.tanh(self.layers[1](x)), 0.3, True)
+        x = self.layers[2](x) + torch.rand_like(x) + torch.bernoulli(torch.full_like(x, 0.3))
+        noise = torch.empty_like(x).normal_()
+        return F.dropout1d(self.layers[3](x).unsqueeze(1), 0.5).squeeze(1) * noise
+
+
+class Cast(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            x = self.layers[2](torch.tanh(self.layers[1](x)))
+        return self.layers[3](x.float())
+
+
+class Silent(Layers):
+    """Regions without gradients: no_grad, inference_mode, detach, .data, and one with gradients inside them."""
+
+    @torch.no_grad()
+    def gate(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(self.layers[1](x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.gate(x)
+        with torch.inference_mode():
+            seen = torch.tanh(self.layers[2](x))
+        with torch.no_grad():
+            scale = self.layers[3](x).mean()
+            with torch.enable_grad():
+                own = self.layers[0](x)
+        for layer in self.layers[1:]:
+            x = torch.tanh(layer(x)) * gate + x.detach() * scale
+        return x * seen.clone() + own - 0.5 * x.data
+
+
+class InPlace(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.layers[0](x).add_(1))
+        y = self.layers[1](x)
+        y += x
+        y = self.layers[2](y)
+        y[:, 2] = y[:, 0] * 2
+        y[:, 3:5] = 0.5
+        y.mul_(2)
+        z = self.layers[3](y)
+        z.masked_fill_(y > 0, 0.5)
+        z[:, :2].zero_()
+        z[1] = y[0].double()
+        return z
+
+
+class Choosing(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        x = torch.cond(x.sum() > 0, lambda y: torch.tanh(self.layers[1](y)), lambda y: y * 2, (x,))
+        return self.layers[3](torch.tanh(self.layers[2](x)))
+
+
+class Recomputing(Layers):
+    """Checkpoint regions, one inside another, with dropout."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        def inner(x: Tensor) -> Tensor:
+            return F.dropout(torch.tanh(self.layers[1](x)), 0.2)
+
+        def outer(x: Tensor) -> Tensor:
+            return torch.tanh(self.layers[2](checkpoint(inner, self.layers[0](x), use_reentrant=False)))
+
+        return self.layers[3](checkpoint(outer, x, use_reentrant=False))
+
+
+@torch.library.custom_op("zbcompile_tests::scaled_square", mutates_args=())
+def scaled_square(x: Tensor, by: float) -> Tensor:
+    return x * x * by
+
+
+scaled_square.register_fake(lambda x, by: torch.empty_like(x))
+
+
+def _keep(ctx: Any, inputs: Any, output: Any) -> None:
+    x, ctx.by = inputs
+    ctx.save_for_backward(x)
+
+
+scaled_square.register_autograd(lambda ctx, g: (2 * g * ctx.saved_tensors[0] * ctx.by, None), setup_context=_keep)
+
+
+class Custom(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = scaled_square(torch.tanh(layer(x)), 0.5)
+        return x
+
+
+class Dtypes(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1].double()
+        self.layers[2].bfloat16()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.layers[0](x)).double()
+        x = torch.tanh(self.layers[1](x)).bfloat16()
+        return self.layers[3](torch.tanh(self.layers[2](x)).float())
+
+
+class Complex(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            frequencies = torch.fft.fft(layer(x))
+            x = torch.fft.ifft(frequencies * frequencies.conj()).real + x
+        turned = torch.view_as_complex(x.view(-1, WIDTH // 2, 2)) * torch.polar(torch.ones(3), torch.arange(3.0))
+        return torch.view_as_real(turned).flatten(1)
+
+
+class Parametrised(Layers):
+    """Weight norm and an orthogonal weight; parameters in a list and a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.utils.parametrizations.weight_norm(self.layers[1])
+        nn.utils.parametrizations.orthogonal(self.layers[2])
+        self.listed = nn.ParameterList([torch.randn(WIDTH, WIDTH)])
+        self.named = nn.ParameterDict({"shift": torch.randn(WIDTH)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x @ self.listed[0]) + self.named["shift"]
+
+
+class Tied(Layers):
+    """A whole layer used twice, and a weight that is another layer's transpose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[3] = self.layers[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) @ self.layers[2].weight
+
+
+MODELS = (
+    (Normed, "zb-h1"),
+    (Buffers, "1f1b"),
+    (Random, "zb-v"),
+    (Cast, "zb-v"),
+    (Silent, "zb-h1"),
+    (InPlace, "zb-v"),
+    (Choosing, "1f1b"),
+    (Recomputing, "zb-v"),
+    (Custom, "zb-h1"),
+    (Dtypes, "zb-v"),
+    (Complex, "1f1b"),
+    (Parametrised, "zb-h1"),
+    (Tied, "zb-v"),
+)
+
+
+@pytest.mark.parametrize(("make", "schedule"), MODELS, ids=[make.__name__ for make, _ in MODELS])
+def test_equals_eager(make: Callable[[], nn.Module], schedule: str) -> None:
+    assert_equals_eager(make, schedule)
+
+
+# What is refused, or said
+
+
+class ChangesInput(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.mul_(2))
+
+
+class ChangesParameter(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.layers[1].weight.clamp_(-0.3, 0.3)  # type: ignore[operator, union-attr]
+        return super().forward(x)
+
+
+class KeepsState(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = torch.zeros(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x) + self.state
+        self.state = x.detach().mean(0)
+        return x
+
+
+class GrowsBuffer(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("kept", torch.zeros(1, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = torch.cat([self.kept, x.detach()])
+        return super().forward(x)
+
+
+class Lazy(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(WIDTH, WIDTH), nn.LazyLinear(WIDTH))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (ChangesInput, r"forward changes its input args_0 in place.*clone"),
+        (ChangesParameter, r"forward changes parameter layers\.1\.weight in place.*between the steps"),
+        (KeepsState, r"replaces the tensor in the plain attribute state.*register_buffer"),
+        (GrowsBuffer, r"replaces buffer kept of GrowsBuffer .*by torch\.float32 \[3, 6\]"),
+        (Lazy, r"module 1 \(LazyLinear\) is lazy"),
+    ],
+)
+def test_refused(make: Callable[[], nn.Module], message: str) -> None:
+    pipe = zbcompile.pipeline(make(), schedule="1f1b", ranks=2, microbatches=MICROBATCHES, loss=F.mse_loss)
+    with pytest.raises(zbcompile.CaptureError, match=message):
+        pipe.step(*rows()[0], target=rows()[2])
+
+
+def test_a_number_that_forward_changes_is_warned_of() -> None:
+    class Counting(Layers):
+        calls = 0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return super().forward(x)
+
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        capture(Counting(), (torch.randn(2, WIDTH),), {}, torch.randn(2, WIDTH), F.mse_loss)
+    assert sum("changes the attribute calls from 0 to 1" in str(warning.message) for warning in seen) == 1
+
+
+def test_parts_of_one_flat_buffer_are_separate_parameters() -> None:
+    """As cuDNN's recurrent layers keep them; overlapping ones are refused (test_bad_input)."""
+
+    def make() -> nn.Module:
+        model = Layers()
+        flat = torch.randn(2, WIDTH, WIDTH)
+        for layer, weight in zip(model.layers, flat, strict=False):
+            layer.weight = nn.Parameter(weight)
+        return model
+
+    assert_equals_eager(make, "1f1b")
+
+
+def test_weights_changed_in_place_are_seen_and_conversions_refused() -> None:
+    model = Layers()
+    pipe = zbcompile.pipeline(model, schedule="1f1b", ranks=2, microbatches=MICROBATCHES, loss=F.mse_loss, exact=True)
+    (x,), _, target = rows()
+    pipe.compile(x, target=target)
+    with torch.no_grad():
+        model.layers[2].weight.mul_(2)  # type: ignore[operator, union-attr]
+    model.layers[1].weight.data = torch.eye(WIDTH)  # type: ignore[union-attr]
+    eager = copy.deepcopy(model)
+    assert torch.equal(pipe.step(x, target=target), eager_step(eager, F.mse_loss, ((x,), {}, target), 0))
+    with torch.inference_mode(), pytest.raises(zbcompile.PipelineError, match=r"inside torch\.inference_mode"):
+        pipe.step(x, target=target)
+    model.double()
+    with pytest.raises(zbcompile.PipelineError, match=r"was float32\[6, 6\] on cpu .* is float64.*new pipeline"):
+        pipe.step(x, target=target)
+
+
+# Checkpoint regions
 
 
 class Checkpointed(nn.Module):
