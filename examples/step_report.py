@@ -5,7 +5,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-import torch.distributed as dist
 from tabulate import tabulate
 
 from zbcompile.record import StepRecord
@@ -20,18 +19,6 @@ class Times:
 
     step: float
     bubble: tuple[float, ...]
-
-
-def gather(record: StepRecord) -> StepRecord:
-    """The record of all ranks: under torchrun each process has seen its own rank only."""
-    if record.in_process:
-        return record
-    parts: list[StepRecord | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, record)
-    seen = [part for part in parts if part is not None]
-    spans = {rank: spans for part in seen for rank, spans in part.spans.items()}
-    peaks = {rank: peak for part in seen for rank, peak in part.peak_activation_bytes.items()}
-    return StepRecord(spans, peaks, max(part.step_time for part in seen), in_process=False)
 
 
 def measured_costs(records: Iterable[StepRecord], stages: int) -> Costs:

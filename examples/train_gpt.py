@@ -21,7 +21,7 @@ from tqdm import tqdm
 import stdlib_text
 import zbcompile
 from gpt import GPT, next_byte_loss
-from step_report import gather, report
+from step_report import report
 from zbcompile.record import StepRecord
 
 WARM_UP = 2  # steps before the first one that is timed
@@ -182,7 +182,7 @@ def run(options: argparse.Namespace) -> None:
     if eager is not None:
         say(verify(pipe, eager, first, options))
     before = validation_loss(pipe, text.validation, options.sequence_length)
-    records = [gather(record) for record in train(pipe, options, data, show=say is print)]
+    records = train(pipe, options, data, show=say is print)
     after = validation_loss(pipe, text.validation, options.sequence_length)
 
     say(f"\n{report(pipe.program.schedule, records[:RECORDED], records[RECORDED:])}")

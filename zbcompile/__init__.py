@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from zbcompile.scaling import GradScaler as GradScaler
     from zbcompile.schedules.errors import ScheduleError as ScheduleError
     from zbcompile.seeds import microbatch_seed as microbatch_seed
+    from zbcompile.tracing import trace as trace
 
 _HOME = {
     "example": ("Example",),
@@ -29,6 +30,7 @@ _HOME = {
     "front": ("pipeline",),
     "pipe": ("Pipeline",),
     "scaling": ("GradScaler",),
+    "tracing": ("trace",),
     "seeds": ("microbatch_seed",),
     "errors": ("FaultError", "PipelineError"),
     "passes.errors": ("CompileError", "CaptureError", "PartitionError"),

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zbcompile.clocks import clock_of, offset_to_first
 from zbcompile.data_parallel import Replicas
 from zbcompile.errors import PipelineError
 from zbcompile.faults import Position
@@ -17,11 +18,12 @@ from zbcompile.loop import RankRun
 from zbcompile.passes.slots import Slot
 from zbcompile.program import Program
 from zbcompile.rank_plan import RankPlan, plan_rank
-from zbcompile.record import Recorder, StepRecord
+from zbcompile.record import Labels, Recorder, Seen, StepRecord, make_record
 from zbcompile.schedules.actions import Action
 from zbcompile.seeds import microbatch_seed, undisturbed
 from zbcompile.stage_plan import CompiledStage
 from zbcompile.stage_run import StageRun
+from zbcompile.torch_private import profiler_is_on
 from zbcompile.transport import Channels, Mailboxes, PointToPoint, ReceiveBuffers, Transport
 from zbcompile.watch import Alone, Watch
 
@@ -89,7 +91,7 @@ def _begin(
     gradients: Gradients,
     transport: Transport,
     position: Position,
-    observe: Recorder | None,
+    recorder: Recorder | None,
     replicas: Replicas,
 ) -> RankRun:
     """Microbatches are numbered over all replicas: together they train as one pipeline on the concatenated batch."""
@@ -102,7 +104,7 @@ def _begin(
         stage: StageRun(executable.stages[stage], gradients, given.microbatches, factor, seeds)
         for stage in program.stages_of(plan.rank)
     }
-    return RankRun(plan, runs, transport, position, observe)
+    return RankRun(plan, runs, transport, position, Labels(recorder) if profiler_is_on() else recorder)
 
 
 def _loss_factor(program: Program, given: StepInput, count: int, device: torch.device) -> torch.Tensor:
@@ -144,10 +146,11 @@ class InProcess:
     def step(
         self, executable: Executable, given: StepInput, parameters: Mapping[str, nn.Parameter]
     ) -> list[torch.Tensor]:
-        program, mailboxes, observe = executable.program, Mailboxes(), Recorder() if given.record else None
+        program, mailboxes = executable.program, Mailboxes()
+        recorder = Recorder(program, clock_of(self.device)) if given.record else None
         gradients = [Gradients(parameters, program.shared, program.choices) for _ in self.local]
         runs = [
-            _begin(executable, plan, given, own, mailboxes, self.watch.position, observe, self.replicas)
+            _begin(executable, plan, given, own, mailboxes, self.watch.position, recorder, self.replicas)
             for plan, own in zip(executable.plans, gradients, strict=True)
         ]
         with undisturbed(self.device), torch.no_grad():
@@ -157,7 +160,7 @@ class InProcess:
         sum_shared_in_process(program, gradients)
         for own in gradients:
             own.finish()
-        self.last_step = observe.finish(in_process=True) if observe else None
+        self.last_step = make_record(program, [recorder.seen()], in_process=True) if recorder else None
         return [losses[i].detach() for i in range(program.schedule.microbatches)]
 
 
@@ -194,6 +197,7 @@ class Distributed:
     watch: Watch
     replicas: Replicas
     last_step: StepRecord | None = None
+    ahead: float | None = None  # seconds that this host's clock is ahead of the first rank's
 
     @property
     def local(self) -> tuple[int, ...]:
@@ -206,9 +210,10 @@ class Distributed:
         gradients, position = Gradients(parameters, program.shared, program.choices), self.watch.position
         if given.record:
             with position.waiting("the common start"):
+                self._compare_clocks()
                 dist.barrier(self.group)
-        observe = Recorder() if given.record else None
-        run = _begin(executable, executable.plans[0], given, gradients, transport, position, observe, self.replicas)
+        recorder = Recorder(program, clock_of(self.device)) if given.record else None
+        run = _begin(executable, executable.plans[0], given, gradients, transport, position, recorder, self.replicas)
         reduction = self.replicas.begin(program, self.rank, gradients)
         run.after = reduction.hooks
         with undisturbed(self.device), torch.no_grad():
@@ -224,7 +229,7 @@ class Distributed:
             reduction.finish()
             self.replicas.broadcast(_changed_buffers(executable.stages))
         with position.waiting("the end"):
-            self.last_step = self._gather(observe) if observe else None
+            self.last_step = self._gather(recorder) if recorder else None
             losses = {self.replicas.rank * program.schedule.microbatches + i: loss for i, loss in losses.items()}
             return share_losses(program, losses, self.replicas.count, self.device, self.everyone)
 
@@ -232,11 +237,13 @@ class Distributed:
         channels = Channels(self.up, self.down, self.rank, executable.program.schedule.microbatches)
         return PointToPoint(channels, executable.buffers)
 
-    def _gather(self, observe: Recorder) -> StepRecord:
-        """Every rank learns every rank's record."""
-        own = observe.finish(in_process=False)
-        records: list[StepRecord] = [own] * self.ranks
-        dist.all_gather_object(records, own, group=self.group)
-        spans = {rank: found for record in records for rank, found in record.spans.items()}
-        peaks = {rank: found for record in records for rank, found in record.peak_activation_bytes.items()}
-        return StepRecord(spans, peaks, own.step_time, in_process=False)
+    def _compare_clocks(self) -> None:
+        if self.ahead is None:
+            self.ahead = offset_to_first(self.everyone, self.device)
+
+    def _gather(self, recorder: Recorder) -> StepRecord:
+        """Every rank learns what every rank of its pipeline has seen."""
+        own = recorder.seen().shifted(self.ahead or 0.0)
+        parts: list[Seen] = [own] * self.ranks
+        dist.all_gather_object(parts, own, group=self.group)
+        return make_record(recorder.program, parts, in_process=False)

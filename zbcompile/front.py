@@ -48,6 +48,7 @@ def pipeline(  # type: ignore[misc]  # the overloads differ in `model` alone and
     timeout: float = 300.0,
     max_shapes: int = 8,
     init: Init | None = None,
+    debug_nan: bool = False,
 ) -> Any:
     """Turn `model` into a pipeline, or decorate an nn.Module class or a function that returns a module.
 
@@ -89,6 +90,8 @@ def pipeline(  # type: ignore[misc]  # the overloads differ in `model` alone and
         init: `init(name, tensor)` fills a parameter or buffer in place, for a model built on the meta device: after the
             first compilation each rank makes its own share real and nothing else. Without it `load_state_dict` fills
             the share before the first step.
+        debug_nan: stop at the first operation that makes a NaN or an infinity, and name its stage, pass, microbatch and
+            line (slow). ZBCOMPILE_DEBUG_NAN=1 does the same.
 
     Raises PipelineError, CompileError or ScheduleError with what to do, on every rank; FaultError where one rank
     failed in the middle of a step (docs/faults.md).
@@ -99,7 +102,7 @@ def pipeline(  # type: ignore[misc]  # the overloads differ in `model` alone and
     cuts = balance if isinstance(balance, str) else tuple(balance)
     choices = Choices(exact, recompute, cuts, boundary_bytes, memory, optimizer_state, accumulate_dtype)
     options = Options(
-        schedule, microbatches, loss, loss_reduction, choices, split, chunks, seed, timeout, max_shapes, init
+        schedule, microbatches, loss, loss_reduction, choices, split, chunks, seed, timeout, max_shapes, init, debug_nan
     )
 
     def build(module: Any) -> Pipeline:

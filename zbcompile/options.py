@@ -30,6 +30,7 @@ class Options:
     timeout: float = 300.0
     max_shapes: int = 8
     init: Init | None = None
+    debug_nan: bool = False
 
     def __post_init__(self) -> None:
         if self.loss_reduction not in ("mean", "sum"):

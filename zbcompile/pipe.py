@@ -6,9 +6,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from zbcompile.batch import Batch, Microbatch, flatten_batch, refuse_input_gradients, require_divisible
+from zbcompile.binding import kind_of, require_same_tensors, resident_tensors
 from zbcompile.clipping import total_norm
 from zbcompile.compiler import Drawn, compile_drawn, draw_step
 from zbcompile.consensus import require_equal_programs, together
@@ -18,6 +20,7 @@ from zbcompile.evaluation import EvaluationPlan, evaluate, plan_evaluation
 from zbcompile.finish import total_loss
 from zbcompile.group import make_engine
 from zbcompile.measuring import agreed, measure_line
+from zbcompile.nonfinite import inspected
 from zbcompile.options import Options, resolve_schedule
 from zbcompile.passes.refusals import hook_problems, raise_first
 from zbcompile.passes.slots import Slot
@@ -27,6 +30,7 @@ from zbcompile.record import StepRecord
 from zbcompile.share import Share
 from zbcompile.stage_plan import prepare_stage
 from zbcompile.state import full_state, load_state, own_state, owned_parameters
+from zbcompile.switches import DEBUG_NAN
 
 if TYPE_CHECKING:
     from zbcompile.generated import CompiledPipelineStage
@@ -49,9 +53,10 @@ class Pipeline:
         self._engine = make_engine(model, ranks, mesh, options.timeout)
         self._watch = self._engine.watch
         self._ended = weakref.finalize(self, self._watch.close)
-        self._announces = 0 in self._engine.local
+        self._debug_nan = options.debug_nan or DEBUG_NAN.read()
+        self._records: list[StepRecord] | None = None
         with self._watch.region("making the pipeline"):
-            self._schedule = resolve_schedule(options, self._engine.ranks, self._announces)
+            self._schedule = resolve_schedule(options, self._engine.ranks, self.is_first)
         self._first: Program | None = None
         self._share = Share(model, self._engine.device, options.init, options.seed)
         self._compiled: Recent[Any, Executable] = Recent(options.max_shapes)
@@ -72,6 +77,11 @@ class Pipeline:
     def device(self) -> torch.device:
         """Where this process's share of the model is."""
         return self._engine.device
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process has the first rank of all: the one that speaks and writes for all."""
+        return 0 in self._engine.local and self._engine.replicas.rank == 0
 
     @property
     def last_step(self) -> StepRecord | None:
@@ -103,6 +113,8 @@ class Pipeline:
             with self._as_captured(), self._void_if_it_fails():
                 losses = self._engine.step(executable, given, self._parameters_by_name())
         self.step_index += 1
+        if self._records is not None and self.last_step is not None:
+            self._records.append(self.last_step)
         return losses
 
     def _step_input(self, batch: Batch, program: Program) -> StepInput:
@@ -144,7 +156,7 @@ class Pipeline:
             self._evaluations.add(key, plan)
         self._share.require_filled()
         plan = self._evaluations[key]
-        resident = self._resident(plan.inference.captured.constants)
+        resident = resident_tensors(self._model, plan.inference.captured.constants)
         with self._as_captured():
             return evaluate(plan, batch, program, self._engine, resident)
 
@@ -173,6 +185,33 @@ class Pipeline:
             )
         nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, norm)
         return norm
+
+    @contextmanager
+    def recording(self) -> Iterator[list[StepRecord]]:
+        """Record the steps inside; the list that it gives fills with them. `zbcompile.trace` writes them to a file."""
+        before = self.record, self._records
+        self.record, self._records = True, []
+        try:
+            yield self._records
+        finally:
+            self.record, self._records = before
+
+    def from_replicas(self, value: Any) -> list[Any]:
+        """What the first rank of every replica passes as `value`, on every rank; every rank must call it."""
+        if not isinstance(self._engine, Distributed):
+            return [value]
+        own = (value,) if self._engine.rank == 0 else ()
+        parts: list[tuple[Any, ...]] = [()] * dist.get_world_size(self._engine.everyone)
+        with self._watch.region("from_replicas"), self._watch.position.waiting("the exchange"):
+            dist.all_gather_object(parts, own, group=self._engine.everyone)
+        return [found for part in parts for found in part]
+
+    def largest(self, value: torch.Tensor) -> torch.Tensor:
+        """The largest of all ranks' and replicas' values, on each of them."""
+        if isinstance(self._engine, Distributed):
+            with self._watch.region("largest"), self._watch.position.waiting("the exchange"):
+                dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self._engine.everyone)
+        return value
 
     def stages(self) -> "list[CompiledPipelineStage]":
         """This rank's stages as torch.distributed.pipelining stages, for torch's own schedules.
@@ -275,9 +314,9 @@ class Pipeline:
         key = (microbatch.signature, self._modes(), self._autocast())
         if key not in self._compiled:
             with self._watch.position.turn_to(f"compiling for microbatches of {microbatch.summary()}"):
-                if self._compiled.add(key, self._compile(microbatch)) and self._announces:
+                if self._compiled.add(key, self._compile(microbatch)) and self.is_first:
                     print(f"zbcompile: dropped the program not used for longest; max_shapes={self.options.max_shapes}.")
-        self._require_same_tensors()
+        require_same_tensors(self._model, self._bound)
         raise_first(hook_problems(self._model))
         return self._compiled[key]
 
@@ -296,7 +335,7 @@ class Pipeline:
         return torch.autocast(self._engine.device.type, enabled=False)
 
     def _compile(self, microbatch: Microbatch) -> Executable:
-        if self._first is not None and self._announces:
+        if self._first is not None and self.is_first:
             print(
                 f"zbcompile: compiling again for microbatches of {microbatch.summary()} (program "
                 f"{len(self._compiled) + 1}; max_shapes={self.options.max_shapes} are kept)."
@@ -325,7 +364,7 @@ class Pipeline:
             return compile_drawn(model, microbatch, drawn, self._schedule, options.choices, seconds, self._first)
 
         program = together(self._engine, "compiling", compile_)
-        if self._announces and self._first is None and program.cuts.overweight:
+        if self.is_first and self._first is None and program.cuts.overweight:
             print(f"zbcompile: {program.cuts.overweight}")
         return program
 
@@ -336,41 +375,14 @@ class Pipeline:
         return agreed(self._engine, together(self._engine, "measuring", lambda: measure_line(drawn.line)))
 
     def _prepare(self, program: Program) -> Executable:
-        resident = self._resident(program.captured.constants)
-        self._bound = {slot: (t, _kind(t)) for slot, t in resident.items() if slot.kind != "constant"}
+        resident = resident_tensors(self._model, program.captured.constants)
+        self._bound = {slot: (t, kind_of(t)) for slot, t in resident.items() if slot.kind != "constant"}
         own = sorted({stage for rank in self._engine.local for stage in program.stages_of(rank)})
         device, until = self._engine.device, program.random_until
         stages = {i: prepare_stage(program.stages[i], resident, device, until) for i in own}
+        if self._debug_nan:
+            stages = {i: inspected(stage) for i, stage in stages.items()}
         return make_executable(program, stages, self._engine.local, device)
 
     def _parameters_by_name(self) -> dict[str, nn.Parameter]:
         return dict(self._model.named_parameters())
-
-    def _resident(self, constants: Mapping[str, torch.Tensor]) -> dict[Slot, torch.Tensor]:
-        """The model's tensors as the graphs ask for them."""
-        found: dict[Slot, torch.Tensor] = {Slot("constant", name): tensor for name, tensor in constants.items()}
-        found.update({Slot("parameter", name): tensor for name, tensor in self._model.named_parameters()})
-        found.update({Slot("buffer", name): tensor for name, tensor in self._model.named_buffers()})
-        return found
-
-    def _require_same_tensors(self) -> None:
-        """Weights changed in place are seen; a replaced Parameter would silently stop training."""
-        if not self._bound:
-            return
-        current = self._resident({})
-        for slot, (tensor, kind) in self._bound.items():
-            now = current.get(slot)
-            if now is not tensor:
-                raise PipelineError(
-                    f"{slot} was replaced by another tensor after compiling; the pipeline would go on with the old "
-                    "one. Change it in place (tensor.copy_), use pipe.load_state_dict, or make a new pipeline."
-                )
-            if _kind(now) != kind:
-                raise PipelineError(
-                    f"{slot} was {kind} when it was compiled and is {_kind(now)} now (model.to, .double, .half?). "
-                    "Convert the model first and make a new pipeline."
-                )
-
-
-def _kind(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} on {tensor.device}"

@@ -1,16 +1,23 @@
-"""The record of a step: when each action ran on each rank, and how much waited for its backward."""
+"""The record of a step: when each action ran on each rank, what waited and was sent, and why a rank stood still."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from zbcompile.loop import RankRun
-from zbcompile.schedules.actions import Action
+from torch.profiler import record_function
+
+from zbcompile.clocks import Clock, HostClock
+from zbcompile.idle_time import Timed, idle_seconds
+from zbcompile.loop import Observer, RankRun
+from zbcompile.program import Program
+from zbcompile.rank_plan import made_by
+from zbcompile.schedules.actions import SEND_B, SEND_F, Action
+from zbcompile.schedules.text import TORCH_LETTERS, format_step
 
 
 class Span(NamedTuple):
-    """One action with its start and end in seconds since the step began on its rank."""
+    """One action with its start and end in seconds since the step began."""
 
     action: str
     start: float
@@ -19,33 +26,104 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What `pipe.last_step` holds after a recorded step.
+    """What `pipe.last_step` holds after a recorded step, the same on every rank.
 
-    `spans[rank]` are the actions in the order in which they ran, `peak_activation_bytes[rank]` the most bytes that
-    waited for B and W after any action, counted by storage, `step_time` the seconds of the whole step on this process.
+    `spans[rank]` are the actions in the order in which they ran, in seconds since `started`, which is on the clock of
+    the first rank, as are all times. `held_bytes[rank]` is what waited for B and W after each of them, counted by
+    storage, `peak_activation_bytes[rank]` its largest value; `bytes_sent[rank]` what the rank's sends carried;
+    `idle[rank]` the seconds without a pass by cause (`zbcompile.idle_time`; empty in one process, where ranks take
+    turns). `step_time` is the seconds from the first rank's begin to the last one's end.
     """
 
     spans: dict[int, list[Span]]
-    peak_activation_bytes: dict[int, int]
+    held_bytes: dict[int, list[int]]
+    bytes_sent: dict[int, int]
+    idle: dict[int, dict[str, float]]
     step_time: float
+    started: float
     in_process: bool
+
+    @property
+    def peak_activation_bytes(self) -> dict[int, int]:
+        return {rank: max(held) for rank, held in self.held_bytes.items()}
+
+
+@dataclass
+class Seen:
+    """What one process has seen of its ranks, on its own clock."""
+
+    begin: float
+    end: float
+    timed: dict[int, list[Timed]]
+    held: dict[int, list[int]]
+    sent: dict[int, int]
+
+    def shifted(self, ahead: float) -> "Seen":
+        """The same on a clock that this process's one is `ahead` of."""
+        timed = {r: [Timed(a, s - ahead, e - ahead) for a, s, e in found] for r, found in self.timed.items()}
+        return Seen(self.begin - ahead, self.end - ahead, timed, self.held, self.sent)
 
 
 @dataclass
 class Recorder:
     """Observes the actions of the ranks in this process."""
 
+    program: Program
+    clock: Clock = field(default_factory=HostClock)
     begin: float = field(default_factory=time.perf_counter)
-    spans: dict[int, list[Span]] = field(default_factory=dict)
-    peak: dict[int, int] = field(default_factory=dict)
+    marks: dict[int, list[tuple[Action, Any, Any]]] = field(default_factory=dict)
+    held: dict[int, list[int]] = field(default_factory=dict)
+    sent: dict[int, int] = field(default_factory=dict)
 
     def __call__(self, action: Action, run: RankRun, execute: Callable[[], None]) -> None:
-        start = time.perf_counter()
+        self.sent[run.rank] = self.sent.get(run.rank, 0) + self._bytes(action, run)
+        start = self.clock.mark()
         execute()
-        end = time.perf_counter()
-        self.spans.setdefault(run.rank, []).append(Span(str(action), start - self.begin, end - self.begin))
-        live = sum(stage.live_bytes() for stage in run.runs.values())
-        self.peak[run.rank] = max(self.peak.get(run.rank, 0), live)
+        self.marks.setdefault(run.rank, []).append((action, start, self.clock.mark()))
+        self.held.setdefault(run.rank, []).append(sum(stage.live_bytes() for stage in run.runs.values()))
 
-    def finish(self, in_process: bool) -> StepRecord:
-        return StepRecord(self.spans, self.peak, time.perf_counter() - self.begin, in_process)
+    def _bytes(self, action: Action, run: RankRun) -> int:
+        message = made_by(self.program, action) if action.op in (SEND_F, SEND_B) else None
+        return 0 if message is None else sum(tensor.nbytes for tensor in run.outbox[message])
+
+    def seen(self) -> Seen:
+        """Waits for the device."""
+        at = self.clock.seconds
+        timed = {r: [Timed(a, at(s), at(e)) for a, s, e in found] for r, found in self.marks.items()}
+        return Seen(self.begin, time.perf_counter(), timed, self.held, self.sent)
+
+
+def make_record(program: Program, parts: Sequence[Seen], in_process: bool) -> StepRecord:
+    """One record of what all processes have seen, on one clock."""
+    started = min(part.begin for part in parts)
+    timed = _merged([part.timed for part in parts])
+    spans = {r: [Span(str(a), s - started, e - started) for a, s, e in found] for r, found in timed.items()}
+    return StepRecord(
+        spans=spans,
+        held_bytes=_merged([part.held for part in parts]),
+        bytes_sent=_merged([part.sent for part in parts]),
+        idle={} if in_process else idle_seconds(program, timed),
+        step_time=max(part.end for part in parts) - started,
+        started=started,
+        in_process=in_process,
+    )
+
+
+def _merged(parts: Sequence[Mapping[int, Any]]) -> dict[int, Any]:
+    return dict(sorted((rank, found) for part in parts for rank, found in part.items()))
+
+
+@dataclass(frozen=True)
+class Labels:
+    """Names every action for torch.profiler as torch's own pipeline runtime does (`PP:0F3`), around another observer
+    or alone."""
+
+    inner: Observer | None
+
+    def __call__(self, action: Action, run: RankRun, execute: Callable[[], None]) -> None:
+        name = format_step(action, "torch") if action.op in TORCH_LETTERS else str(action)
+        with record_function(f"PP:{name}"):
+            if self.inner is None:
+                execute()
+            else:
+                self.inner(action, run, execute)

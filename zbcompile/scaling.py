@@ -4,9 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from zbcompile.engine import Distributed
 from zbcompile.errors import PipelineError
 from zbcompile.pipe import Pipeline
 from zbcompile.torch_private import add_found_infinity, found_infinities
@@ -43,11 +41,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _share(self, found: Iterable[torch.Tensor], optimizer: torch.optim.Optimizer) -> None:
         """Make every rank's list say what any rank found."""
-        device, engine = self._pipe.device, self._pipe._engine
-        worst = torch.zeros((), device=device)
+        worst = torch.zeros((), device=self._pipe.device)
         for infinity in found:
-            worst = torch.maximum(worst, infinity.to(device))
-        if isinstance(engine, Distributed):
-            with engine.watch.region("GradScaler.unscale_"), engine.watch.position.waiting("the search for infinities"):
-                dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=engine.everyone)
-        add_found_infinity(self, optimizer, worst)
+            worst = torch.maximum(worst, infinity.to(worst.device))
+        add_found_infinity(self, optimizer, self._pipe.largest(worst))

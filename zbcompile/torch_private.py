@@ -12,6 +12,12 @@ from torch.utils import _pytree as pytree  # 2.11-2.13: torch.export's own pytre
 pytree = pytree
 
 
+def profiler_is_on() -> bool:
+    """Whether a profiler records in this thread; `record_function` costs microseconds even where none does
+    (2.11-2.13)."""
+    return torch.autograd._profiler_enabled()
+
+
 def found_infinities(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
     """What `unscale_` found for an optimizer, one tensor per device; empty before it. No public name says it
     (2.11-2.13)."""

@@ -1,0 +1,82 @@
+"""Clocks: when something happened on a device, and on one clock for all ranks."""
+
+import time
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+ROUNDS = 10  # of a ping; the fastest one counts
+
+
+class Clock(Protocol):
+    """`mark` notes now without waiting for the device; `seconds` says later when that was, on this host's clock."""
+
+    def mark(self) -> Any: ...
+    def seconds(self, mark: Any) -> float: ...
+
+
+class HostClock:
+    """For devices that work while the host waits."""
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def seconds(self, mark: float) -> float:
+        return mark
+
+
+class DeviceClock:
+    """For CUDA: events in the stream; the host only waits when it reads them."""
+
+    def __init__(self) -> None:
+        torch.cuda.synchronize()
+        self._base, self._zero = self.mark(), time.perf_counter()
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, mark: torch.cuda.Event) -> float:
+        mark.synchronize()
+        return self._zero + self._base.elapsed_time(mark) / 1e3
+
+
+def clock_of(device: torch.device) -> Clock:
+    return DeviceClock() if device.type == "cuda" else HostClock()
+
+
+def offset_to_first(group: dist.ProcessGroup, device: torch.device) -> float:
+    """How far this host's clock is ahead of that of the group's first rank, in seconds; all ranks must call it.
+
+    The first rank asks each in turn for its time; half of the fastest round trip is the error that can remain.
+    """
+    own, size = dist.get_rank(group), dist.get_world_size(group)
+    ahead = torch.zeros(size, dtype=torch.float64, device=device)
+    for other in range(1, size):
+        if own == 0:
+            ahead[other] = _ask(other, group, device)
+        elif own == other:
+            _answer(group, device)
+    dist.broadcast(ahead, group=group, group_src=0)
+    return float(ahead[own])
+
+
+def _ask(other: int, group: dist.ProcessGroup, device: torch.device) -> float:
+    trips = []
+    answer = torch.zeros((), dtype=torch.float64, device=device)
+    for _ in range(ROUNDS):
+        asked = time.perf_counter()
+        dist.send(answer, group=group, group_dst=other)
+        dist.recv(answer, group=group, group_src=other)
+        its_time, now = float(answer), time.perf_counter()
+        trips.append((now - asked, its_time - (asked + now) / 2))
+    return min(trips)[1]
+
+
+def _answer(group: dist.ProcessGroup, device: torch.device) -> None:
+    question = torch.zeros((), dtype=torch.float64, device=device)
+    for _ in range(ROUNDS):
+        dist.recv(question, group=group, group_src=0)
+        dist.send(torch.full_like(question, time.perf_counter()), group=group, group_dst=0)

@@ -1,0 +1,31 @@
+"""The debug switches: environment variables, read once when a pipeline is made. Here is the whole list."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from zbcompile.errors import PipelineError
+
+_TRUTH = {"": False, "0": False, "1": True}
+
+
+@dataclass(frozen=True)
+class Switch:
+    """One switch; it is on where the environment variable `name` is 1."""
+
+    name: str
+    help: str
+
+    def read(self, environment: Mapping[str, str] = os.environ) -> bool:
+        """Whether it is on. Raises PipelineError for a value that is neither 0 nor 1."""
+        value = environment.get(self.name, "")
+        if value not in _TRUTH:
+            raise PipelineError(f"{self.name}={value!r}; expected 0 or 1.")
+        return _TRUTH[value]
+
+
+DEBUG_NAN = Switch(
+    "ZBCOMPILE_DEBUG_NAN",
+    "stop at the first operation that makes a NaN or an infinity, and name its stage, pass, microbatch and line (slow)",
+)
+SWITCHES = (DEBUG_NAN,)
