@@ -6,6 +6,12 @@ from zbcompile.passes.origin import failing_line
 
 _REMEDIES = (  # (words in the error, what it means, what to do)
     (
+        ("which is not a known type",),
+        "returns an object of a class that torch.export does not know",
+        "Leave it out of the output (transformers' caches: pass use_cache=False, or set model.config.use_cache = "
+        "False), or register the class (dataclasses: torch.export.register_dataclass).",
+    ),
+    (
         ("Size-like symbols: u", "DynamicOutputShape", "aten.nonzero", "unbacked symint", "aten.masked_select"),
         "makes a tensor whose shape depends on the data",
         "Use a mask or torch.where instead of nonzero, boolean indexing or unique (transformers' mixtures of experts: "

@@ -47,6 +47,7 @@ def _bert() -> nn.Module:
 
 
 def _vit() -> nn.Module:
+    """Patches through a convolution; its loss is a function of the output."""
     from transformers import ViTConfig, ViTForImageClassification
 
     sizes = {k: v for k, v in SMALL.items() if k not in ("vocab_size", "max_position_embeddings")}
@@ -85,6 +86,7 @@ def _mixtral() -> nn.Module:
 
 
 def _qwen_moe() -> nn.Module:
+    """More, smaller experts, and normed queries and keys."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     config = Qwen3MoeConfig(
@@ -103,6 +105,7 @@ def _gemma2() -> nn.Module:
 
 
 def _mamba() -> nn.Module:
+    """A state-space model; without its own kernels transformers scans in plain operations."""
     from transformers import MambaConfig, MambaForCausalLM
 
     sizes = {"hidden_size": HIDDEN, "state_size": 4, "num_hidden_layers": 2, "expand": 2}
@@ -110,6 +113,7 @@ def _mamba() -> nn.Module:
 
 
 def _resnet() -> nn.Module:
+    """Batch norm in every block."""
     from transformers import ResNetConfig, ResNetForImageClassification
 
     return ResNetForImageClassification(
@@ -207,6 +211,12 @@ def _text(size: int) -> Batch:
     return Batch((), {"input_ids": tokens, "labels": tokens})
 
 
+def _short_text(size: int) -> Batch:
+    """A scan over time is as many operations as there are tokens."""
+    tokens = torch.randint(3, VOCABULARY, (size, 7))
+    return Batch((), {"input_ids": tokens, "labels": tokens})
+
+
 def _padded_text(size: int) -> Batch:
     """Rows of different lengths, padded on the left; the padding is not asked for."""
     tokens = _tokens(size)
@@ -264,7 +274,7 @@ ZOO: Mapping[str, Problem] = {
     "mixtral": Problem(_mixtral, None, _padded_text),
     "qwen-moe": Problem(_qwen_moe, None, _padded_text),
     "gemma2": Problem(_gemma2, None, _padded_text),
-    "mamba": Problem(_mamba, None, _text),
+    "mamba": Problem(_mamba, None, _short_text),
     "resnet": Problem(_resnet, None, _images),
     "unet": Problem(_UNet, None, _noisy_images),
     "lstm": Problem(_Recurrent, F.mse_loss, _sequences),

@@ -8,8 +8,9 @@ Each model runs under two schedules here, all of (schedule, ranks) occur; for ev
 import pytest
 import torch
 
+import zbcompile
 from tests.runtime.pool import Pool
-from tests.runtime.training import Case, assert_bitwise, assert_close, join, pipelined, reference
+from tests.runtime.training import Case, assert_bitwise, assert_close, join, pipeline_of, pipelined, reference
 from tests.zoo import ZOO
 
 CASES = (
@@ -70,6 +71,22 @@ def test_lstm_is_close_without_onednn() -> None:
     case = Case("lstm", "zb-v", 2, 4, exact=False, steps=1)
     with torch.backends.mkldnn.flags(enabled=False):
         assert_close(pipelined(case), reference(case))
+
+
+def test_eval_returns_the_models_own_output() -> None:
+    """transformers' output object, its loss on the whole batch; a cache in it is refused with the remedy."""
+    case = Case("gpt2", "1f1b", 2, 4)
+    problem, pipe = ZOO["gpt2"], pipeline_of(case)
+    batch = problem.batches(1, 8)[0]
+    pipe.compile(**batch.kwargs)
+    with pytest.raises(zbcompile.CompileError, match="use_cache=False"):
+        pipe.eval(**batch.kwargs)
+    ours = pipe.eval(**batch.kwargs, use_cache=False)
+    with torch.no_grad():
+        theirs = problem.model().eval()(**batch.kwargs, use_cache=False)
+    assert type(ours) is type(theirs)
+    assert torch.equal(ours.loss, theirs.loss)
+    assert torch.equal(ours.logits, theirs.logits)
 
 
 def test_the_zoo_is_tested() -> None:
