@@ -1,8 +1,9 @@
 """The compiler: the passes, in order."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,6 +30,9 @@ from zbcompile.program import Program
 from zbcompile.schedules.lowering import lower
 from zbcompile.schedules.schedule import Schedule
 
+STAGE_PASSES = ("cut", "joint", "simplify", "recompute", "split", "accumulate")  # what each stage goes through
+Observer = Callable[[int, str, Any], None]  # a stage, one of its passes, and what that made
+
 
 @dataclass(frozen=True)
 class Drawn:
@@ -40,12 +44,17 @@ class Drawn:
 
 
 def compile_step(
-    model: nn.Module, microbatch: Microbatch, loss: LossFunction | None, schedule: Schedule, choices: Choices
+    model: nn.Module,
+    microbatch: Microbatch,
+    loss: LossFunction | None,
+    schedule: Schedule,
+    choices: Choices,
+    observe: Observer | None = None,
 ) -> Program:
     """Compile the training step of `model` for one microbatch's shapes, in one process."""
     drawn = draw_step(model, microbatch, loss)
     seconds = measure_line(drawn.line) if choices.balance == "measured" else {}
-    return compile_drawn(model, microbatch, drawn, schedule, choices, seconds)
+    return compile_drawn(model, microbatch, drawn, schedule, choices, seconds, observe=observe)
 
 
 def draw_step(model: nn.Module, microbatch: Microbatch, loss: LossFunction | None) -> Drawn:
@@ -70,6 +79,7 @@ def compile_drawn(
     choices: Choices,
     seconds: Mapping[str, float],
     like: Program | None = None,
+    observe: Observer | None = None,
 ) -> Program:
     """Cut the captured step and compile its stages. `seconds` are measured times, for `balance="measured"`.
 
@@ -88,7 +98,7 @@ def compile_drawn(
             refuse_mutation_of_copies(stages)
         if choices.exact:
             refuse_inexact_sharing(stages, captured.trainable)
-        make = functools.partial(compile_stage, captured.trainable, choices)
+        make = functools.partial(compile_stage, captured.trainable, choices, observe=observe)
         programs = _compile_stages(canonical, stages, make)
     return Program(
         captured=captured,
@@ -113,12 +123,22 @@ def _compile_stages(canonical: Canonical, stages: tuple[Stage, ...], make: Stage
 
 
 def compile_stage(
-    trainable: frozenset[str], choices: Choices, stage: Stage, tangents: Mapping[str, torch.Tensor]
+    trainable: frozenset[str],
+    choices: Choices,
+    stage: Stage,
+    tangents: Mapping[str, torch.Tensor],
+    observe: Observer | None = None,
 ) -> tuple[StageProgram, Mapping[str, torch.Tensor]]:
-    """One stage's program, and the fake gradient of each activation that it receives."""
+    """One stage's program, and the fake gradient of each activation that it receives. `observe` sees every pass."""
     joint = trace_joint(stage, trainable, tangents, choices.exact)
-    joint = recompute(simplify(joint), choices.recompute)
-    return finish_stage(split(joint), choices), joint.gradient_of_input
+    simple = simplify(joint)
+    lean = recompute(simple, choices.recompute)
+    pieces = split(lean)
+    program = finish_stage(pieces, choices)
+    if observe is not None:
+        for name, made in zip(STAGE_PASSES, (stage, joint, simple, lean, pieces, program), strict=True):
+            observe(stage.index, name, made)
+    return program, lean.gradient_of_input
 
 
 def _assign_like(like: Program, canonical: Canonical, line: Line) -> Assignment:

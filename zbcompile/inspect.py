@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from zbcompile.compiler import STAGE_PASSES
 from zbcompile.errors import PipelineError
 from zbcompile.inspect_commands import FORMATS, Request, run
 from zbcompile.passes.errors import CompileError
@@ -20,6 +21,7 @@ EXAMPLES = """examples:
   python -m zbcompile.inspect examples/targets.py:gpt --schedule zb-h1 --ranks 4 --microbatches 8
   python -m zbcompile.inspect examples/targets.py:gpt --graph 1.B
   python -m zbcompile.inspect examples/targets.py:gpt --graphs graphs/ --format html
+  python -m zbcompile.inspect examples/targets.py:gpt --diff split accumulate --stage 1
   python -m zbcompile.inspect examples/targets.py:gpt --ranks 4 --timeline step.svg
   python -m zbcompile.inspect examples/targets.py:gpt --compare 1f1b,zb-h1,zb-v --timeline compared.svg
   python -m zbcompile.inspect examples/targets.py:gpt --ranks 4 --explain-idle 2
@@ -104,6 +106,13 @@ def _add_output(group: Any) -> None:
     shown = group.add_mutually_exclusive_group()
     shown.add_argument("--graph", metavar="STAGE.PASS", help="one graph as Python, such as 1.B (passes F, B, W, BW)")
     shown.add_argument("--graphs", metavar="DIR", type=Path, help="write all graphs: Python files, or as --format says")
+    shown.add_argument(
+        "--diff",
+        nargs=2,
+        choices=STAGE_PASSES,
+        metavar=("PASS", "PASS"),
+        help=f"what changed between: {', '.join(STAGE_PASSES)}",
+    )
     shown.add_argument("--compare", metavar="NAME,NAME", help="predict the step under several schedules")
     shown.add_argument(
         "--explain-idle", metavar="RANK", type=int, help="the longest idle intervals and what caused them"
@@ -115,6 +124,7 @@ def _add_output(group: Any) -> None:
         type=Path,
         help="draw the step, or those compared: .txt, .svg, .html, .json (Chrome)",
     )
+    group.add_argument("--stage", type=int, metavar="N", help="the stage of --diff (default: the first)")
     group.add_argument("--format", choices=FORMATS, default="text", help="of --graph and --graphs (default: text)")
     group.add_argument("--json", action="store_true", help="the summary, or the comparison, as JSON")
     group.add_argument("--debug", action="store_true", help="errors with their traceback")

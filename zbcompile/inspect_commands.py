@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from zbcompile.causes import format_critical_path, format_idle_intervals
+from zbcompile.compiler import Observer
 from zbcompile.errors import PipelineError
 from zbcompile.example import Example
 from zbcompile.graph_data import PASSES, graph_of
@@ -17,6 +18,7 @@ from zbcompile.graph_dot import to_dot
 from zbcompile.graph_page import to_page
 from zbcompile.inspected import Inspected, compile_example
 from zbcompile.options import Options, resolve_schedule
+from zbcompile.pass_history import PassHistory
 from zbcompile.passes.choices import BALANCES, Choices
 from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.printing import print_piece
@@ -55,6 +57,8 @@ class Request:
     costs: str
     graph: str | None
     graphs: Path | None
+    diff: list[str] | None
+    stage: int | None
     compare: str | None
     explain_idle: int | None
     critical_path: bool
@@ -76,8 +80,11 @@ def run(request: Request) -> None:
     if request.compare:
         _compare(example, request)
         return
-    inspected = _compiled(example, _schedule(request, request.schedule), request)
-    if chosen:
+    history = PassHistory() if request.diff else None
+    inspected = _compiled(example, _schedule(request, request.schedule), request, history)
+    if history is not None:
+        print(_difference(inspected, history, request), end="")
+    elif chosen:
         print(_graph(inspected, *chosen, request.format), end="")
     elif request.graphs:
         _write_graphs(inspected, request.graphs, request.format)
@@ -90,7 +97,9 @@ def run(request: Request) -> None:
 
 
 def _refuse_combinations(request: Request) -> None:
-    causes = request.explain_idle is not None or request.critical_path
+    causes = request.explain_idle is not None or request.critical_path or request.diff
+    if request.stage is not None and not request.diff:
+        raise PipelineError("--stage says which stage --diff shows; for one graph ask for --graph STAGE.PASS.")
     if request.json and (request.graph or request.graphs or request.timeline or causes):
         raise PipelineError("--json writes the summary or the comparison; leave it out, or leave the other out.")
     if request.format != "text" and not (request.graph or request.graphs):
@@ -107,12 +116,12 @@ def _example(request: Request) -> Example:
         return load_example(request.target)
 
 
-def _compiled(example: Example, schedule: Schedule, request: Request) -> Inspected:
+def _compiled(example: Example, schedule: Schedule, request: Request, observe: Observer | None = None) -> Inspected:
     """Compile; where that fails torch prints whole graphs, which only `--debug` shows."""
     if sys.stderr.isatty():
         print(f"zbcompile.inspect: compiling for {schedule.name}, {schedule.stages} stages ...", file=sys.stderr)
     with contextlib.nullcontext() if request.debug else _silence():
-        return compile_example(example, schedule, _choices(request))
+        return compile_example(example, schedule, _choices(request), observe)
 
 
 def _choices(request: Request) -> Choices:
@@ -185,14 +194,27 @@ def _stage_and_pass(text: str) -> tuple[int, str]:
     return int(stage), name.upper()
 
 
-def _printed(inspected: Inspected, stage: int, name: str) -> str:
-    """One graph as Python."""
+def _difference(inspected: Inspected, history: PassHistory, request: Request) -> str:
+    """What the passes between two of them changed. A stage that was not compiled itself has another one's graphs."""
+    assert request.diff is not None
+    stage = request.stage or 0
+    _require_stage(inspected, stage)
+    return history.difference(inspected.program.stages[stage].original, *request.diff)
+
+
+def _require_stage(inspected: Inspected, stage: int) -> None:
     program = inspected.program
-    if stage >= len(program.stages):
+    if not 0 <= stage < len(program.stages):
         raise PipelineError(
             f"there is no stage {stage}: {program.schedule.name} on {program.schedule.ranks} ranks has stages 0 to "
             f"{len(program.stages) - 1}."
         )
+
+
+def _printed(inspected: Inspected, stage: int, name: str) -> str:
+    """One graph as Python."""
+    program = inspected.program
+    _require_stage(inspected, stage)
     flops = program.stages[stage].flops[name]
     title = f"{name} of stage {stage} of {type(inspected.example.model).__name__}: {flops:,} FLOPs for one microbatch."
     return print_piece(program.stages[stage].pieces[name], title)

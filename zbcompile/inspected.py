@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from zbcompile.batch import Microbatch
-from zbcompile.compiler import compile_step
+from zbcompile.compiler import Observer, compile_step
 from zbcompile.example import Example
 from zbcompile.passes.capture import input_paths
 from zbcompile.passes.choices import Choices
@@ -32,12 +32,17 @@ class Inspected:
     warnings: tuple[str, ...]
 
 
-def compile_example(example: Example, schedule: Schedule, choices: Choices) -> Inspected:
-    """Compile the training step of `example` for `schedule`; raises CompileError for a model that cannot be."""
+def compile_example(
+    example: Example, schedule: Schedule, choices: Choices, observe: Observer | None = None
+) -> Inspected:
+    """Compile the training step of `example` for `schedule`; raises CompileError for a model that cannot be.
+
+    `observe` sees what each pass makes of each distinct stage.
+    """
     dropped: list[str] = []
     loss = example.loss or _loss_and_names(dropped)
     with _warnings() as seen:
-        program = compile_step(example.model, one_microbatch(example), loss, schedule, choices)
+        program = compile_step(example.model, one_microbatch(example), loss, schedule, choices, observe)
     return Inspected(example, program, tuple(dict.fromkeys(dropped)), tuple(seen))
 
 

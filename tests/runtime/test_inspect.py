@@ -131,6 +131,17 @@ def test_compared_schedules_are_drawn(tmp_path: Path, tiny: Path, inspect: Calla
     assert picture.read_text().count("<svg") == 3
 
 
+def test_what_a_pass_changed(tiny: Path, inspect: Callable[..., str]) -> None:
+    """Accumulation turns the products of W into additions in place and touches nothing else."""
+    lines = inspect(f"{tiny}:two", "--diff", "split", "accumulate", "--stage", 1).splitlines()
+    assert lines[:2] == ["--- stage 1 after split", "+++ stage 1 after accumulate"]
+    removed, added = ([line for line in lines[2:] if line.startswith(sign)] for sign in "-+")
+    assert any("aten.mm.default" in line for line in removed)
+    assert any("aten.addmm_.default" in line for line in added)
+    same = inspect(f"{tiny}:two", "--diff", "joint", "joint")
+    assert "nothing changed from joint to joint" in same
+
+
 def test_a_graph_in_other_forms(tiny: Path, inspect: Callable[..., str]) -> None:
     """JSON and DOT hold every operation, and whatever it reads is there."""
     graph = json.loads(inspect(f"{tiny}:two", "--graph", "1.B", "--format", "json"))
@@ -263,6 +274,7 @@ def test_a_wrong_target_is_one_line(target: str, says: str, tiny: Path, refuse: 
 @pytest.mark.parametrize(
     ("option", "value", "says"),
     [
+        ("--stage", "1", "which stage --diff shows"),
         ("--format", "dot", "is for --graph or --graphs"),
         ("--graph", "7.B", "there is no stage 7: zb-v on 2 ranks has stages 0 to 3"),
         ("--graph", "1.X", "expected STAGE.PASS such as 1.B"),
