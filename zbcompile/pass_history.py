@@ -35,8 +35,8 @@ class PassHistory:
     def difference(self, stage: int, first: str, second: str) -> str:
         """A unified diff of the stage's graphs after the pass `first` and after `second`."""
         before, after = ("".join(graphs_text(self.made[stage][name])).splitlines() for name in (first, second))
-        titles = (f"stage {stage} after {name}" for name in (first, second))
-        lines = list(difflib.unified_diff(before, after, *titles, n=CONTEXT, lineterm=""))
+        old, new = (f"stage {stage} after {name}" for name in (first, second))
+        lines = list(difflib.unified_diff(before, after, old, new, n=CONTEXT, lineterm=""))
         return "\n".join(lines or [f"stage {stage}: nothing changed from {first} to {second}"]) + "\n"
 
 
