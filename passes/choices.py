@@ -23,6 +23,7 @@ class Choices:
     memory: int | None = None
     optimizer_state: float = 2.0
     accumulate_dtype: torch.dtype | None = None
+    weight_recompute: bool = False
 
     def dtype_of_sum(self, parameter: torch.dtype) -> torch.dtype:
         """In which dtype the gradients of a parameter of dtype `parameter` are summed over the microbatches."""

@@ -133,7 +133,7 @@ def compile_stage(
     joint = trace_joint(stage, trainable, tangents, choices.exact)
     simple = simplify(joint)
     lean = recompute(simple, choices.recompute)
-    pieces = split(lean)
+    pieces = split(lean, choices.weight_recompute)
     program = finish_stage(pieces, choices)
     if observe is not None:
         for name, made in zip(STAGE_PASSES, (stage, joint, simple, lean, pieces, program), strict=True):

@@ -35,6 +35,7 @@ def pipeline(  # type: ignore[misc]  # the overloads differ in `model` alone and
     loss_reduction: str = "mean",
     exact: bool = False,
     recompute: Recompute = "hints",
+    weight_recompute: bool = False,
     balance: str | Sequence[str] = "flops",
     boundary_bytes: int | None = None,
     memory: int | None = None,
@@ -67,6 +68,8 @@ def pipeline(  # type: ignore[misc]  # the overloads differ in `model` alone and
             (everything but products with parameters); "full": whatever can be, so that a stage keeps its inputs; an
             int: as little as possible, such that a stage keeps at most so many bytes per microbatch between its F and
             B. Gradients keep their bits; random numbers are not drawn again.
+        weight_recompute: W computes cheap values again (activations, norms) where that lowers the bytes that wait
+            between F and B plus those between B and W (docs/split.md). Gradients keep their bits.
         balance: by what the stages are made equal (docs/partitioning.md): "flops" (with bytes, at nominal speeds),
             "measured" (every kind of operation is run on this device), "parameters"; or the cuts themselves, as names
             of modules (cut before it) or of operations as inspect prints them (cut after it).
@@ -100,7 +103,9 @@ def pipeline(  # type: ignore[misc]  # the overloads differ in `model` alone and
     >>> loss = pipe.step(inputs, target=targets)                                            # doctest: +SKIP
     """
     cuts = balance if isinstance(balance, str) else tuple(balance)
-    choices = Choices(exact, recompute, cuts, boundary_bytes, memory, optimizer_state, accumulate_dtype)
+    choices = Choices(
+        exact, recompute, cuts, boundary_bytes, memory, optimizer_state, accumulate_dtype, weight_recompute
+    )
     options = Options(
         schedule, microbatches, loss, loss_reduction, choices, split, chunks, seed, timeout, max_shapes, init, debug_nan
     )

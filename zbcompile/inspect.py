@@ -86,6 +86,7 @@ def _add_plan(group: Any) -> None:
         metavar="none|hints|selective|full|BYTES",
         help="what B computes again (default: hints, the regions of torch.utils.checkpoint)",
     )
+    group.add_argument("--weight-recompute", action="store_true", help="W computes cheap values again to save memory")
     group.add_argument(
         "--balance",
         default="flops",

@@ -48,6 +48,7 @@ class Request:
     chunks: int | None
     exact: bool
     recompute: str
+    weight_recompute: bool
     balance: str
     boundary_bytes: int | None
     memory: int | None
@@ -137,6 +138,7 @@ def _choices(request: Request) -> Choices:
         boundary_bytes=request.boundary_bytes,
         memory=request.memory,
         optimizer_state=request.optimizer_state,
+        weight_recompute=request.weight_recompute,
     )
 
 

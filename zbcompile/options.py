@@ -44,6 +44,8 @@ class Options:
         if self.loss is not None and not callable(self.loss):
             raise PipelineError(f"loss= is a {type(self.loss).__name__}; expected a function loss(output, target).")
         _check_recompute(self.choices.recompute)
+        if not isinstance(self.choices.weight_recompute, bool):
+            raise PipelineError(f"weight_recompute={self.choices.weight_recompute!r}; expected True or False.")
         _check_cuts(self.choices)
         _check_dtype(self.choices.accumulate_dtype)
 

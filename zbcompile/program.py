@@ -87,6 +87,7 @@ class Program:
             "microbatches": self.schedule.microbatches,
             "exact": self.exact,
             "recompute": self.choices.recompute,
+            "weight_recompute": self.choices.weight_recompute,
             "accumulate_dtype": str(self.choices.accumulate_dtype),
             "threads": torch.get_num_threads(),
             "inputs": {path: list(map(str, spec)) for path, spec in self.inputs.items()},

@@ -36,6 +36,7 @@ def format_summary(summary: Summary, timeline: Timeline) -> str:
         _balance(summary),
         _titled("Bytes per microbatch that wait between the passes, and that travel", _bytes(summary)),
         _recomputed(summary),
+        _improved(summary),
         _titled(f"Ranks, predicted {summary.prediction.basis}", _ranks(summary)),
         _verdict(summary),
         _advice(summary),
@@ -165,6 +166,25 @@ def _recomputed(s: Summary) -> str:
     ]
     policy = f"{s.recompute:,} bytes" if isinstance(s.recompute, int) else f'"{s.recompute}"'
     return _titled(f"Made again in B (recompute={policy}), per microbatch", _table(rows, headers))
+
+
+def _improved(s: Summary) -> str:
+    """What the split did beyond the dependency closure, with its bytes."""
+    headers = ["stage", "operations", "what", "kept F..B", "residue B..W"]
+    rows = [
+        [str(stage.stage), str(done.operations), done.what, *map(_signed_bytes, (done.kept, done.residue))]
+        for stage in s.stages
+        for done in stage.improvements
+    ]
+    if not rows:
+        return ""
+    return _titled(
+        "What the split changed, and the bytes that this adds or saves", _table(rows, headers, left=("what",))
+    )
+
+
+def _signed_bytes(count: int) -> str:
+    return f"{'-' if count < 0 else '+' if count else ''}{format_bytes(abs(count))}"
 
 
 def _ranks(s: Summary) -> str:

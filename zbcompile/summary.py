@@ -10,6 +10,7 @@ from zbcompile.passes.canonical import output_values
 from zbcompile.passes.choices import Recompute
 from zbcompile.passes.joint import Recomputed
 from zbcompile.passes.origin import Origin, origin_of, shown_path
+from zbcompile.passes.split import Improvement
 from zbcompile.passes.stage_program import StageProgram
 from zbcompile.prediction import Basis, Messages, count_messages
 from zbcompile.program import Program
@@ -43,7 +44,7 @@ class StageSummary:
 
     `forward_to_backward`, `forward_to_weight`, `backward_to_weight` are the bytes by the pass that made (or received)
     them and the pass that needs them; `kept` waits between F and B, `residue` between B and W. `recomputed` says what B
-    makes again; None if nothing.
+    makes again; None if nothing. `improvements` are what the split did beyond the dependency closure (docs/split.md).
     """
 
     stage: int
@@ -63,6 +64,7 @@ class StageSummary:
     send_bytes: int
     random: bool
     recomputed: Recomputed | None
+    improvements: tuple[Improvement, ...]
 
 
 @dataclass(frozen=True)
@@ -207,6 +209,7 @@ def _stage(stage: StageProgram, program: Program, sizes: Mapping[str, tuple[int,
         send_bytes=stage.send_bytes,
         random=stage.random,
         recomputed=stage.recomputed,
+        improvements=stage.improvements,
     )
 
 

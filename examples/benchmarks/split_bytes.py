@@ -1,0 +1,108 @@
+"""What waits for W: the table of docs/split.md, for stages of two layers, in MB per microbatch.
+
+    python examples/benchmarks/split_bytes.py
+
+`operands`: input and output gradient of every product with a parameter, by storage: what any W must have. `kept`: what
+waits between B and W in our split, `closure` in the split by dependency alone, `torch` what eager's autograd graph and
+the output gradients hold after stage_backward_input of torch.distributed.pipelining. F..B: what waits between F and B,
+without and with weight_recompute=True, and what then waits for W. Nothing is counted that is there anyway: parameters,
+tokens.
+"""
+
+import argparse
+import itertools
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from weakref import WeakSet
+
+import torch
+from tabulate import tabulate
+from torch import Tensor
+from torch.distributed.pipelining._backward import stage_backward_input
+from tqdm import tqdm
+
+from zbcompile.passes.choices import Choices
+from zbcompile.passes.costs import count_flops, storage_bytes, storage_key_of, tensors_of
+from zbcompile.passes.pieces import Piece
+from zbcompile.passes.torch_private import FakeTensorMode
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from benchmarks.stages import LAYERS, Stage, compile_stages
+
+SHAPES = ((128, 64, 4), (256, 128, 4), (256, 512, 2), (512, 128, 1))
+CUTS = tuple(f"blocks.{i}" for i in (LAYERS, 2 * LAYERS))
+
+
+class Held:
+    """A tensor that autograd holds; gone when autograd lets go."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def torch_keeps(stage: Stage) -> int | None:
+    """Bytes that torch's split holds between its two halves; None for a first stage, which it does not split."""
+    if stage.arrives is None:
+        return None
+    held: WeakSet[Held] = WeakSet()
+
+    def pack(tensor: Tensor) -> Held:
+        value = Held(tensor)
+        held.add(value)
+        return value
+
+    arrived = stage.arrives.detach().requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value.tensor):
+        output = stage.eager(arrived)
+        given = None if stage.comes_back is None else [stage.comes_back]
+        _, groups = stage_backward_input([output], given, [arrived], iter(stage.parameters.values()))
+    gradients = [g for group in groups for grads in group["grads"] for g in grads if g is not None]
+    free = {storage_key_of(t) for t in (*stage.parameters.values(), *stage.inputs.values())}
+    return storage_bytes([*(value.tensor for value in held), *gradients], free)
+
+
+def operands(piece: Piece) -> int:
+    """Bytes of the storages that W's products (and the gradients of embeddings) read."""
+    flops = count_flops(piece.module, FakeTensorMode(allow_non_fake_inputs=True))
+    products = [node for node in piece.module.graph.nodes if flops.get(node) or "embedding" in str(node.target)]
+    holders = piece.module.graph.find_nodes(op="placeholder")
+    there = [node.meta["val"] for node in holders if node.meta["slot"].kind in ("parameter", "input", "constant")]
+    read = [t for node in products for argument in node.all_input_nodes for t in tensors_of(argument.meta["val"])]
+    return storage_bytes(read, {storage_key_of(t) for t in there})
+
+
+def compare(kind: str, shape: tuple[int, int, int]) -> Iterable[dict[str, object]]:
+    """A row for each stage of a model."""
+    again = compile_stages(kind, *shape, Choices(exact=True, balance=CUTS, weight_recompute=True))
+    for stage, other in zip(compile_stages(kind, *shape, Choices(exact=True, balance=CUTS)), again, strict=True):
+        needed, crossing = operands(stage.program.pieces["W"]), stage.program.crossing
+        closure = crossing.residue - sum(done.residue for done in stage.program.improvements)
+        eager = torch_keeps(stage)
+        yield {
+            "model": kind,
+            "d, T, batch": ", ".join(map(str, shape)),
+            "stage": stage.name,
+            "operands": needed / 1e6,
+            "kept": crossing.residue / 1e6,
+            "kept / operands": crossing.residue / needed,
+            "closure": closure / 1e6,
+            "torch": None if eager is None else eager / 1e6,
+            "F..B": crossing.kept / 1e6,
+            "F..B, again": other.program.crossing.kept / 1e6,
+            "kept, again": other.program.crossing.residue / 1e6,
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", type=int, default=len(SHAPES), help="how many shapes (default: all %(default)s)")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    cases = list(itertools.product(("gpt", "llama"), SHAPES[: options.shapes]))
+    rows = [row for kind, shape in tqdm(cases, unit="model") for row in compare(kind, shape)]
+    print(tabulate(rows, headers="keys", tablefmt="github", floatfmt=".3f"))
+
+
+if __name__ == "__main__":
+    main()
