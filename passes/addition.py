@@ -15,7 +15,7 @@ import torch
 from torch.fx import Graph, Node
 
 from zbcompile.passes.canonical import output_values
-from zbcompile.passes.torch_private import FakeTensorMode
+from zbcompile.passes.torch_private import UNSAFE_VIEW, FakeTensorMode
 
 aten = torch.ops.aten
 View = tuple[Any, tuple[Any, ...]]
@@ -172,7 +172,7 @@ _INVERSES: Mapping[Any, Callable[[Node], View]] = {
     aten.transpose.int: lambda node: (aten.transpose.int, node.args[1:]),
     aten.permute.default: _unpermuted,
     aten.view.default: _shape_before,
-    aten._unsafe_view.default: _shape_before,
+    UNSAFE_VIEW: _shape_before,
     aten.unsqueeze.default: _shape_before,
     aten.squeeze.dim: _shape_before,
     aten.squeeze.dims: _shape_before,

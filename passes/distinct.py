@@ -100,7 +100,6 @@ def _describe(
 ) -> str:
     steering = {key: value for key, value in node.meta.items() if key not in _NOT_WORK}
     what = [numbers[node], node.op, _spec(node.meta.get("val")), repr(sorted(steering.items()))]
-    what.append("recompute" * (node.meta.get("recompute") is not None))  # the number of the region steers nothing
     if node.op == "placeholder":
         slot: Slot = node.meta["slot"]
         return " ".join([*what, _anonymous(slot, names), str(slot.kind == "parameter" and slot.name in trainable)])

@@ -39,6 +39,9 @@ MEMORY_BOUND = {
     *(aten._fused_rms_norm_backward, aten.batch_norm_backward, aten.cudnn_batch_norm_backward),
 }
 
+# 2.11-2.13: the view of a matrix product that matmul makes; joint graphs call it by this name.
+UNSAFE_VIEW = aten._unsafe_view.default
+
 
 def is_in_place(operation: object) -> bool:
     """Whether `operation` works in place (2.11-2.13: the schema of an operator has no public name)."""
