@@ -113,9 +113,7 @@ def _again(node: Node) -> bool:
 
 @pytest.mark.parametrize("policy", ["all", -1, True, 1.5])
 def test_a_wrong_policy_is_refused(policy: Any) -> None:
-    with pytest.raises(
-        zbcompile.PipelineError, match='recompute=.*expected "none", "hints", "selective", "full", or a'
-    ):
+    with pytest.raises(zbcompile.PipelineError, match=r"recompute=.*expected .*a number of bytes"):
         zbcompile.pipeline(nn.Linear(2, 2), ranks=1, recompute=policy)
 
 
