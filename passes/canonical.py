@@ -13,9 +13,10 @@ import torch
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from zbcompile.passes.capture import Captured
+from zbcompile.passes.casts import is_autocasts
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.slots import Slot
-from zbcompile.passes.torch_private import ASSERTIONS, RECOMPUTE, FakeTensorMode, OpOverload, arguments_of
+from zbcompile.passes.torch_private import ASSERTIONS, AUTOCAST, RECOMPUTE, FakeTensorMode, OpOverload, arguments_of
 from zbcompile.passes.updates import make_copies_differentiable, separate_changing_buffers
 
 aten = torch.ops.aten
@@ -47,7 +48,7 @@ def output_values(graph: Graph) -> list[Any]:
 def canonicalise(captured: Captured) -> Canonical:
     """Copy the captured graph and run every canonicalisation over the copy, in order."""
     module = GraphModule(captured.module, _copy_graph(captured))
-    keep_recompute_hints(module.graph)
+    keep_marks(module.graph)
     slots = merge_tied_placeholders(module.graph, captured.inputs)
     drop_checks(module.graph)
     make_copies_differentiable(module.graph)
@@ -71,12 +72,15 @@ def _copy_graph(captured: Captured) -> Graph:
     return graph
 
 
-def keep_recompute_hints(graph: Graph) -> None:
-    """`meta["recompute"]`: the number of the torch.utils.checkpoint region that the model computed a node in."""
+def keep_marks(graph: Graph) -> None:
+    """`meta["recompute"]`: the number of the torch.utils.checkpoint region that the model computed a node in.
+    `meta["autocast"]`: the number of the autocast region that made a cast."""
     for node in graph.nodes:
         custom = node.meta.pop("custom", None) or {}
         if node.op == "call_function" and RECOMPUTE in custom:
             node.meta["recompute"] = custom[RECOMPUTE]
+        if node.op == "call_function" and AUTOCAST in custom and is_autocasts(node):
+            node.meta["autocast"] = custom[AUTOCAST]
 
 
 def merge_tied_placeholders(graph: Graph, slots: tuple[Slot, ...]) -> list[Slot]:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.fx import GraphModule
 
+from zbcompile.passes.casts import number_autocast_regions
 from zbcompile.passes.diagnosis import export_failure
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.meta_device import as_if_on
@@ -116,6 +117,7 @@ def _exported(wrapper: "TrainingStep | Inference", watch: Watch, example: Any) -
         raise
     except Exception as error:
         raise CaptureError(export_failure(wrapper.model, error)) from error
+    number_autocast_regions(program.graph_module, _device_of(example).type)
     _detach_no_grad_regions(program.graph_module)
     _keep_source_lines(program.graph_module)
     with _without_torchs_warnings():

@@ -1,12 +1,13 @@
 """Cutting: from the canonical graph and an assignment of its nodes to stages to one graph per stage."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from zbcompile.passes.canonical import Canonical, is_getitem, is_random
+from zbcompile.passes.casts import autocast_key
 from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.liveness import Line, held_behind, replicable
 from zbcompile.passes.partition import Cuts
@@ -102,6 +103,7 @@ class _Builder:
         self.rule = rule
         self.source = canonical.module
         self.copies: dict[Node, Node] = {}
+        self.casts: dict[Hashable, Node] = {}
         for node in arriving:
             self.copies[node] = self._placeholder(node, Slot("activation", node.name))
 
@@ -117,7 +119,14 @@ class _Builder:
         return self.copies[node]
 
     def compute(self, node: Node) -> None:
-        self.copies[node] = self.graph.node_copy(node, self.value)
+        key = autocast_key(node)
+        if key is None:
+            self.copies[node] = self.graph.node_copy(node, self.value)
+            return
+        if key not in self.casts:
+            self.casts[key] = self.graph.node_copy(node, self.value)
+            self.casts[key].meta.pop("autocast", None)  # it steers nothing from here on
+        self.copies[node] = self.casts[key]
 
     def leaving(self, node: Node) -> Node:
         """A value with the strides in which the next stage receives it."""

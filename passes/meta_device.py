@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
-from zbcompile.passes.torch_private import FakeTensorMode
+from zbcompile.passes.torch_private import FakeTensorMode, tensor_tables
 
 
 def is_on_meta(model: nn.Module) -> bool:
@@ -35,15 +35,6 @@ def as_if_on(model: nn.Module, device: torch.device) -> Iterator[Callable[[torch
     finally:
         for table, name, tensor in original:
             table[name] = tensor
-
-
-def tensor_tables(model: nn.Module) -> Iterator[tuple[dict[str, torch.Tensor], str, torch.Tensor]]:
-    """Every place where a module keeps a parameter or buffer: the table, the name in it, and the tensor."""
-    for module in model.modules():
-        for table in (module._parameters, module._buffers):
-            for name, tensor in list(table.items()):
-                if tensor is not None:
-                    yield table, name, tensor  # type: ignore[misc]
 
 
 def _fake(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> torch.Tensor:

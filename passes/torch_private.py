@@ -109,6 +109,21 @@ def watch_autograd_functions(seen: Callable[[type], None]) -> Iterator[None]:
         yield
 
 
+def tensor_tables(model: torch.nn.Module) -> Iterator[tuple[dict[str, torch.Tensor], str, torch.Tensor]]:
+    """Every place where a module keeps a parameter or buffer: the table, the name in it, and the tensor (2.11-2.13)."""
+    for module in model.modules():
+        for table in (module._parameters, module._buffers):
+            for name, tensor in list(table.items()):
+                if tensor is not None:
+                    yield table, name, tensor  # type: ignore[misc]
+
+
+def buffer_table(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+    """The buffers of `module` itself; an entry assigned here is no attribute set by the user (2.11-2.13)."""
+    return module._buffers
+
+
+AUTOCAST = "zbcompile.autocast"
 RECOMPUTE = "zbcompile.recompute"
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from zbcompile.passes.origin import calling_line
-from zbcompile.passes.torch_private import replaced, watch_autograd_functions
+from zbcompile.passes.torch_private import buffer_table, replaced, watch_autograd_functions
 
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _TRAINS = (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
@@ -65,7 +65,7 @@ class Watch:
     def _put_back(self, before: dict[tuple[nn.Module, str], torch.Tensor]) -> None:
         """A buffer that forward assigned anew is changed in place instead: torch.export sees only that."""
         for (module, name), old in before.items():
-            new = module._buffers.get(name)
+            new = buffer_table(module).get(name)
             if new is old:
                 continue
             if new is None or (new.shape, new.dtype) != (old.shape, old.dtype):
@@ -77,7 +77,7 @@ class Watch:
                 continue
             with torch.no_grad():
                 old.copy_(new.detach())
-            module._buffers[name] = old
+            buffer_table(module)[name] = old
 
     def _compare(self, before: dict[str, Any], after: dict[str, Any]) -> None:
         for name, new in after.items():
@@ -143,7 +143,7 @@ def _inference_as_no_grad() -> Iterator[None]:
 
 
 def _buffers(model: nn.Module) -> dict[tuple[nn.Module, str], torch.Tensor]:
-    return {(m, name): b for m in model.modules() for name, b in m._buffers.items() if b is not None}
+    return {(m, name): b for m in model.modules() for name, b in buffer_table(m).items() if b is not None}
 
 
 def _attributes(model: nn.Module) -> dict[str, Any]:

@@ -159,7 +159,7 @@ def _loss_dtype(stage: Stage) -> str:
 def place(model: nn.Module, captured: Captured, stages: tuple[Stage, ...]) -> dict[str, tuple[int, ...]]:
     """The stages that hold each parameter and buffer, by first name.
 
-    What the training graph does not use lives with its nearest relative in the module tree, else on the first stage.
+    What the training graph does not use lives with its nearest relative in the module tree, else on the last stage.
     """
     homes: dict[str, tuple[int, ...]] = {}
     for stage in stages:
@@ -167,18 +167,19 @@ def place(model: nn.Module, captured: Captured, stages: tuple[Stage, ...]) -> di
             homes[name] = (*homes.get(name, ()), stage.index)
     for name in dict.fromkeys(captured.names.values()):
         if name not in homes:
-            homes[name] = _relative(name, homes)
+            homes[name] = _relative(name, homes, len(stages) - 1)
     return homes
 
 
-def _relative(name: str, homes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+def _relative(name: str, homes: Mapping[str, tuple[int, ...]], last: int) -> tuple[int, ...]:
+    """The last stage of the nearest relatives: a head that only evaluation uses comes after what it works on."""
     prefix = name
     while "." in prefix:
         prefix = prefix.rpartition(".")[0]
-        near = [stages for other, stages in homes.items() if other.startswith(prefix + ".")]
+        near = [max(stages) for other, stages in homes.items() if other.startswith(prefix + ".")]
         if near:
-            return (near[0][0],)
-    return (0,)
+            return (max(near),)
+    return (last,)
 
 
 @dataclass(frozen=True)

@@ -34,12 +34,12 @@ class EvaluationPlan:
 
 def plan_evaluation(model: nn.Module, batch: Batch, program: Program) -> EvaluationPlan:
     """Compile the forward for this batch. It runs in microbatches when every output has one row per sample; an output
-    of
-    another kind (a loss, say) is computed on the whole batch, so that it is what the model itself returns."""
+    of another kind (a loss, say) is computed on the whole batch, so that it is what the model itself returns. So is a
+    forward that changes buffers, which a batch changes once."""
     whole = compile_inference(model, batch.microbatch(0, 1), program)
     wanted = program.schedule.microbatches
     count = max(n for n in range(1, wanted + 1) if batch.size % n == 0)
-    if count == 1 or not _has_rows(whole, batch.size):
+    if count == 1 or not _has_rows(whole, batch.size) or _changes_buffers(whole):
         return _ready(whole, 1)
     chunk = compile_inference(model, batch.microbatch(0, count), program)
     fits = _has_rows(chunk, batch.size // count) and _rest(chunk) == _rest(whole)
@@ -60,6 +60,10 @@ def _values(inference: Inference) -> dict[str, torch.Tensor]:
             if slot.kind == "output":
                 found[slot.name] = node.meta["val"]
     return found
+
+
+def _changes_buffers(inference: Inference) -> bool:
+    return any(slot.kind == "mutation" for slot in inference.captured.outputs)
 
 
 def _has_rows(inference: Inference, size: int) -> bool:
@@ -127,6 +131,8 @@ def _forward(
     for slot, value in results.items():
         if slot.kind == "output":
             made.setdefault(slot.name, []).append(value)
+        elif slot.kind == "mutation":
+            resident[Slot("buffer", slot.name)].copy_(value)
     if stage + 1 < program.schedule.stages:
         _pass_on(plan, program, engine, transport, results, stage, microbatch)
 

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from zbcompile.errors import PipelineError
-from zbcompile.passes.meta_device import is_on_meta, on_device, tensor_tables
+from zbcompile.passes.meta_device import is_on_meta, on_device
+from zbcompile.passes.torch_private import tensor_tables
 from zbcompile.seeds import undisturbed
 
 Init = Callable[[str, torch.Tensor], None]

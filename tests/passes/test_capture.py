@@ -237,6 +237,18 @@ class Cast(Layers):
         return self.layers[3](x.float())
 
 
+class CastTwice(Layers):
+    """A layer used twice in one autocast region, where eager casts its weight once, and a second region."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            x = self.layers[0](torch.tanh(self.layers[0](x)))
+        x = torch.tanh(self.layers[1](x.float()))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            x = self.layers[2](torch.tanh(self.layers[2](x)))
+        return self.layers[3](x.float())
+
+
 class Silent(Layers):
     """Regions without gradients: no_grad, inference_mode, detach, .data, and one with gradients inside them."""
 
@@ -367,6 +379,7 @@ MODELS = (
     (Buffers, "1f1b"),
     (Random, "zb-v"),
     (Cast, "zb-v"),
+    (CastTwice, "zb-h1"),
     (Silent, "zb-h1"),
     (InPlace, "zb-v"),
     (Choosing, "1f1b"),

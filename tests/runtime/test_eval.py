@@ -137,11 +137,70 @@ class EvalHead(nn.Module):
         return x.square().mean() if self.training else self.head(x)
 
 
+def test_a_head_that_only_evaluation_uses() -> None:
+    """It lives on the last stage, after what it works on."""
+    model = EvalHead()
+    pipe = zbcompile.pipeline(model, schedule="1f1b", microbatches=4, ranks=2)
+    pipe.step(rows(8))
+    with torch.no_grad():
+        torch.testing.assert_close(pipe.eval(rows(8)), model.eval()(rows(8)))
+
+
+class OutOfOrder(EvalHead):
+    """Evaluation runs the layers backwards."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.training else self.body[0](self.body[1](x))
+
+
 def test_parameters_out_of_order_are_refused() -> None:
-    pipe = zbcompile.pipeline(EvalHead(), schedule="1f1b", microbatches=4, ranks=2)
+    pipe = zbcompile.pipeline(OutOfOrder(), schedule="1f1b", microbatches=4, ranks=2)
     pipe.step(rows(8))
     with pytest.raises(zbcompile.PartitionError, match="in another order than the training graph"):
         pipe.eval(rows(8))
+
+
+class Seen(nn.Module):
+    """Counts its calls in evaluation too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.layers(x) * self.calls
+
+
+def test_buffers_that_evaluation_changes_change_once() -> None:
+    model = Seen()
+    pipe = zbcompile.pipeline(model, schedule="1f1b", microbatches=4, ranks=2, loss=F.mse_loss)
+    pipe.step(rows(8), target=rows(8))
+    pipe.eval(rows(8))
+    assert model.calls == 5  # four microbatches, and one batch as a whole
+
+
+class Padded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 3)
+
+    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+        return self.encoder(x, src_key_padding_mask=padding)
+
+
+def test_attention_with_padding() -> None:
+    """Eager's fast path leaves zeros where there is padding; everywhere else the outputs agree."""
+    torch.manual_seed(0)
+    model, x = Padded(), torch.randn(4, 5, WIDTH)
+    padding = torch.arange(5).expand(4, 5) >= torch.tensor([[5], [3], [4], [2]])
+    pipe = zbcompile.pipeline(model, schedule="1f1b", microbatches=2, ranks=2, loss=F.mse_loss)
+    pipe.compile(x, padding, target=x)
+    with torch.no_grad():
+        expected = model.eval()(x, padding)
+    torch.testing.assert_close(pipe.eval(x, padding)[~padding], expected[~padding])
 
 
 def test_output_of_an_unknown_type_is_refused() -> None:

@@ -1,0 +1,47 @@
+"""Casts of parameters by autocast: eager makes one per parameter and outermost autocast region, and keeps it.
+
+Two uses of a weight inside one region then add up their gradients in the low precision, before the one cast back.
+"""
+
+import itertools
+from collections.abc import Hashable, Iterator
+
+import torch
+from torch.fx import GraphModule, Node
+
+from zbcompile.passes.torch_private import AUTOCAST
+
+
+def number_autocast_regions(module: GraphModule, device: str) -> None:
+    """Note in every node's `meta["custom"]` the outermost autocast region that it is in, where it is in one."""
+    _number(module, -1 if torch.is_autocast_enabled(device) else None, itertools.count())
+
+
+def _number(module: GraphModule, around: int | None, numbers: Iterator[int]) -> None:
+    for node in module.graph.nodes:
+        number = around
+        if number is None and node.target is torch.ops.higher_order.wrap_with_autocast:
+            number = next(numbers)
+        if number is not None:
+            node.meta["custom"] = {**(node.meta.get("custom") or {}), AUTOCAST: number}
+        for argument in node.all_input_nodes:
+            child = getattr(module, str(argument.target), None) if argument.op == "get_attr" else None
+            if isinstance(child, GraphModule):
+                _number(child, number, numbers)
+
+
+def autocast_key(node: Node) -> Hashable | None:
+    """Equal for casts that eager's autocast makes once; None for anything else, the model's own casts included."""
+    region = node.meta.get("autocast")
+    if region is None or node.target is not torch.ops.aten._to_copy.default:
+        return None
+    source = node.args[0]
+    if not isinstance(source, Node) or source.op != "placeholder" or source.meta["slot"].kind != "parameter":
+        return None
+    return region, source, node.kwargs.get("dtype")
+
+
+def is_autocasts(node: Node) -> bool:
+    """Whether autocast made a cast node, rather than the model: then it stems from an operation that is no cast."""
+    sources = [str(source.target) for source in node.meta.get("from_node") or ()]
+    return bool(sources) and not sources[-1].startswith(("aten.to.", "aten._to_copy", "aten.type_as"))
