@@ -13,6 +13,7 @@ from zbcompile.errors import PipelineError
 from zbcompile.inspect_commands import FORMATS, Request, run
 from zbcompile.passes.errors import CompileError
 from zbcompile.schedules import ScheduleError
+from zbcompile.switches import SWITCHES
 
 FAILED = 2
 _EXPECTED = (PipelineError, CompileError, ScheduleError, OSError)
@@ -61,6 +62,15 @@ def _fail(error: Exception, debug: bool) -> int:
     return FAILED
 
 
+class _Environment(argparse.Action):
+    """Like --help: it needs nothing else and ends the command."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *_: Any) -> None:
+        for switch in SWITCHES:
+            print(f"{switch.name}=1  {switch.help}; now {'on' if switch.read() else 'off'}")
+        parser.exit()
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m zbcompile.inspect",
@@ -69,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("target", metavar="TARGET", help="package.module:name or path/file.py:name")
+    parser.add_argument("--env", action=_Environment, nargs=0, help="list the debug switches and end")
     _add_plan(parser.add_argument_group("what to compile"))
     _add_output(parser.add_argument_group("what to show (default: a summary)"))
     return parser

@@ -92,13 +92,21 @@ class Program:
             "threads": torch.get_num_threads(),
             "inputs": {path: list(map(str, spec)) for path, spec in self.inputs.items()},
             "cuts": list(self.cuts.after),
+            "order": _digest(str(self.lowered.programs)),
             "graphs": [_digest(stage.pieces["BW"].module.code) for stage in self.stages],
+            "types": [_digest(_types(stage.pieces["BW"].module)) for stage in self.stages],
         }
 
     @property
     def hash(self) -> str:
         """Equal on all ranks of one run, or the run must not start."""
         return _digest(json.dumps(self.manifest, sort_keys=True))
+
+
+def _types(module: torch.fx.GraphModule) -> str:
+    """Data types and shapes of all that goes into a graph; its code does not show them."""
+    values = [node.meta.get("val") for node in module.graph.find_nodes(op="placeholder")]
+    return str([(str(v.dtype), tuple(v.shape)) for v in values if isinstance(v, torch.Tensor)])
 
 
 def _digest(text: str) -> str:

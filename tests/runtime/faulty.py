@@ -143,9 +143,9 @@ def _drop_gradients(pipe: zbcompile.Pipeline) -> None:
         parameter.grad = None
 
 
-def failing_step(order: Order, timeout: float = 60) -> Ended | None:
+def failing_step(order: Order, timeout: float = 60, schedule: str = "1f1b") -> Ended | None:
     """`order` is carried out in the second step."""
-    pipe = trained(timeout=timeout)
+    pipe = trained(schedule, timeout)
     INJECT.order, INJECT.calls = order, 0
     return attempt(pipe, lambda: pipe.step(rows(), target=rows()))
 
@@ -227,15 +227,15 @@ class Scenario:
 def _raises(rank: int, pass_: str, call: int, where: str) -> Scenario:
     says = f"rank {rank} failed at {where}.* of step 1: ValueError: broken on order"
     order = Order("raise", rank, pass_, call)
-    return Scenario(f"an exception in {pass_}", rank, failing_step, (order,), says)
+    return Scenario(f"an exception in {pass_}", rank, failing_step, (order, 60.0, "zb-h1"), says)
 
 
 DIFFERENT = "the ranks compiled different programs: "
 SCENARIOS = (
     _raises(0, "F", 5, "F0"),
     _raises(1, "F", 0, "F1"),
-    _raises(0, "B", 3, "BW0"),
-    _raises(1, "W", 2, "BW1"),
+    _raises(0, "B", 3, "B0"),
+    _raises(1, "W", 2, "W1"),
     Scenario(
         "Ctrl-C in F", 0, failing_step, (Order("interrupt", 0, "F", 3),), "^$|rank 0 failed at F0.*KeyboardInterrupt"
     ),
