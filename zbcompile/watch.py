@@ -7,6 +7,7 @@ A normal step pays for two attribute writes per action and for nothing on the ne
 
 import contextlib
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -142,11 +143,12 @@ class Watch:
     def _find_out(self, region: int, error: BaseException) -> Fault:
         """Why a connection broke: a rank has posted it, or one shows no more signs of life."""
         before, end = self.board.statuses(), time.monotonic() + SILENCE
-        while time.monotonic() < end:
-            posted = self.board.posted(region)
-            if posted is not None:
-                return posted
-            time.sleep(INTERVAL / 10)
+        with _not_yet_terminated():
+            while time.monotonic() < end:
+                posted = self.board.posted(region)
+                if posted is not None:
+                    return posted
+                time.sleep(INTERVAL / 10)
         after = self.board.statuses()
         here = after[self.position.rank]
         cause = f"it lost its connection to the other ranks, which all show signs of life: {error}"
@@ -215,6 +217,20 @@ class Watch:
         self.fault = fault
         for group in self.groups:
             cut_connections(group)
+
+
+@contextlib.contextmanager
+def _not_yet_terminated() -> Iterator[None]:
+    """A launcher that sees one process die sends SIGTERM to the others at once. A rank that is about to raise for the
+    same reason ignores it for so long, so that it can say why."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def cut_connections(group: dist.ProcessGroup) -> None:

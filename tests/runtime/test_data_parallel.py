@@ -9,15 +9,19 @@ from torch.distributed.device_mesh import init_device_mesh
 import zbcompile
 from tests.oracle import MLP, PROBLEMS, WIDTH
 from tests.runtime.pool import Pool
-from tests.runtime.replicated import Gradients, in_one_process, replicated
+from tests.runtime.replicated import Gradients as Found
+from tests.runtime.replicated import in_one_process, replicated
 from tests.runtime.training import Case, pipeline_of
+from zbcompile.data_parallel import Replicas
+from zbcompile.gradients import Gradients
+from zbcompile.schedules.actions import flatten
 
 # Sums of the same numbers in another order: replicas add up their own microbatches first. Each addition rounds by at
 # most 2^-24 of the sum so far; 24 of them stay below this, relative to the largest entry.
 BOUND = 24 * 2.0**-24
 
 
-def assert_near(ours: Gradients, theirs: Gradients) -> None:
+def assert_near(ours: Found, theirs: Found) -> None:
     for name, gradient in ours.items():
         other = theirs[name]
         assert gradient is not None
@@ -106,3 +110,19 @@ def mesh_with_a_third_dimension() -> None:
 def test_other_dimensions_are_refused(pool: Pool) -> None:
     for outcome in pool.outcomes(mesh_with_a_third_dimension, ranks=4):
         assert 'a pipeline knows the dimensions "pp" and "dp"' in outcome.text
+
+
+def test_a_reduction_begins_after_the_last_weight_gradient_of_its_stage() -> None:
+    """Not at the end of the step: on each rank of ZB-V the first of the two stages is reduced while passes remain."""
+    pipe = pipeline_of(Case("mlp", "zb-v", 2, 4))
+    batch = PROBLEMS["mlp"].batches(1, 8)[0]
+    program = pipe.compile(*batch.args, target=batch.target).program
+    for rank in range(2):
+        gradients = Gradients({}, program.shared, program.choices)
+        hooks = Replicas(count=2).begin(program, rank, gradients).hooks
+        order = flatten(program.schedule.orders[rank])
+        assert sorted(a.stage for a in hooks) == sorted(program.stages_of(rank))
+        for action in hooks:
+            after = order[order.index(action) + 1 :]
+            assert not any(a.stage == action.stage and a.op != "F" for a in after)
+        assert min(order.index(action) for action in hooks) < len(order) - 1
