@@ -1,0 +1,103 @@
+"""How evenly models of many kinds are cut: the table of docs/partitioning.md.
+
+    OMP_NUM_THREADS=1 python examples/benchmarks/partition_table.py
+
+Imbalance is the heaviest rank over the mean rank: by FLOPs and bytes (what was balanced), and for the same cuts by
+measured times. "of the best" is what was minimised over the least that any cuts of the graph reach.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+from tabulate import tabulate
+from tqdm import tqdm
+
+import zbcompile
+from zbcompile.compiler import Drawn, draw_step
+from zbcompile.inspected import one_microbatch
+from zbcompile.measuring import measure_line
+from zbcompile.passes.balance import Row, best_cuts, heaviest_piece
+from zbcompile.passes.choices import Choices
+from zbcompile.passes.loads import loads_of, measured_seconds
+from zbcompile.passes.printing import format_bytes
+from zbcompile.planning import plan_cuts
+from zbcompile.schedules import Schedule, build
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from gpt import GPT, next_byte_loss
+from tests.zoo import ZOO
+
+HEADERS = ("model", "places", "schedule", "ranks", "cut after", "by FLOPs", "measured", "of the best", "boundary bytes")
+PLANS = (("zb-h1", 2), ("zb-h1", 4), ("zb-v", 2), ("zb-v", 4))
+
+
+def gpt(vocabulary: int = 256) -> zbcompile.Example:
+    tokens = torch.randint(256, (2, 129))
+    model = GPT(layers=12, width=256, heads=8, length=128)
+    model.head = torch.nn.Linear(256, vocabulary, bias=False)
+    return zbcompile.Example(model, (tokens[:, :-1],), loss=next_byte_loss, target=tokens[:, 1:].contiguous())
+
+
+def of_zoo(name: str) -> zbcompile.Example:
+    problem = ZOO[name]
+    (batch,) = problem.batches(1, 2)
+    return zbcompile.Example(problem.model(), batch.args, dict(batch.kwargs), problem.loss, batch.target)
+
+
+def line_of(name: str, drawn: Drawn, seconds: dict[str, float], schedule: Schedule) -> list[object]:
+    """One line of the table."""
+    line = drawn.line
+    cuts = plan_cuts(drawn.canonical, line, schedule, Choices(), {})
+    edges = [index + 1 for index in cuts.after]
+    ranks_of = [schedule.placement.rank(stage) for stage in range(schedule.stages)]
+    totals = [0.0, *accumulate(loads_of(line, "flops", {})[0])]
+    framed = [0, *(i + 1 for i, allowed in enumerate(line.allowed[:-1]) if allowed), len(line.nodes)]
+    row = Row(totals, ranks_of, heaviest_piece(totals, framed))
+    best = best_cuts(row, framed)
+    assert best is not None, "plan_cuts has found cuts"
+    measured = Row([0.0, *accumulate(measured_seconds(line, seconds))], ranks_of).rank_loads(edges)
+    widths = " ".join(format_bytes(width).replace(".0", "") for width in sorted(set(cuts.boundary)))
+    return [
+        name,
+        len(framed) - 2,
+        schedule.name,
+        schedule.ranks,
+        " ".join(cuts.names),
+        cuts.imbalance,
+        max(measured) * len(measured) / sum(measured),
+        row.heaviest(edges) / best[0],
+        widths,
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default="", help="names, separated by commas (default: all)")
+    chosen = [name for name in parser.parse_args().models.split(",") if name]
+    torch.set_num_threads(1)
+    makers: dict[str, Callable[[], zbcompile.Example]] = {
+        "gpt": gpt,
+        "gpt-128k": partial(gpt, 128_000),
+        **{name: partial(of_zoo, name) for name in ZOO},
+    }
+    rows = []
+    for name in tqdm(chosen or makers, unit="model"):
+        example = makers[name]()
+        drawn = draw_step(example.model, one_microbatch(example), example.loss)
+        seconds = measure_line(drawn.line)
+        for plan, ranks in PLANS:
+            try:
+                rows.append(line_of(name, drawn, seconds, build(plan, ranks, 2 * ranks)))
+            except zbcompile.CompileError as error:
+                tqdm.write(f"{name} {plan} {ranks}: {error}")
+    print(tabulate(rows, HEADERS, tablefmt="github", floatfmt=".2f"))
+
+
+if __name__ == "__main__":
+    main()
