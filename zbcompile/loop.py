@@ -1,8 +1,9 @@
 """The action loop: one handler per action, nothing known of how the order was made."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any, Protocol
 
 from zbcompile.faults import Position
 from zbcompile.rank_plan import Instruction, Message, RankPlan
@@ -11,7 +12,14 @@ from zbcompile.stage_plan import Tensors
 from zbcompile.stage_run import StageRun
 from zbcompile.transport import Transport
 
-Observer = Callable[[Action, "RankRun", Callable[[], None]], None]
+
+class Observer(Protocol):
+    """Is called in place of an action, or of the two of a pair, and calls `execute`; in the middle of a pair it is told
+    when the forward has `ended` and when the backward, after its wait, has begun."""
+
+    def __call__(self, actions: Sequence[Action], run: "RankRun", execute: Callable[[], None]) -> None: ...
+    def ended(self, forward: Action, run: "RankRun") -> None: ...
+    def began(self, backward: Action, run: "RankRun") -> None: ...
 
 
 @dataclass
@@ -33,25 +41,54 @@ class RankRun:
 
     def run(self) -> Iterator[Action]:
         """Carry out the rank's program. Yields an action for as long as its input has not arrived."""
-        transport, position, observe = self.transport, self.position, self.observe
         for step in self.plan.instructions:
             for instruction in step:
-                action = position.action = instruction.action
-                handler = HANDLERS[action.op]
-                if instruction.needs is not None:
-                    while not transport.ready(instruction.needs):
-                        yield action
-                        position.action = action
-                    position.waits = True
-                    transport.wait(instruction.needs)
-                    position.waits = False
-                    transport.complete(instruction.completes)
-                if observe is None:
-                    handler(self, instruction)
-                else:
-                    observe(action, self, partial(handler, self, instruction))
-                if action in self.after:
-                    self.after[action]()
+                self.position.action = instruction.action
+                while instruction.needs is not None and not self.transport.ready(instruction.needs):
+                    yield instruction.action
+                    self.position.action = instruction.action
+            self._arrive(step[0])
+            self._execute(step)
+            for instruction in step:
+                if instruction.action in self.after:
+                    self.after[instruction.action]()
+
+    def _execute(self, step: tuple[Instruction, ...]) -> None:
+        handler = HANDLERS[step[0].action.op] if len(step) == 1 else RankRun._pair
+        if self.observe is None:
+            handler(self, *step)
+        else:
+            self.observe([instruction.action for instruction in step[:2]], self, partial(handler, self, *step))
+
+    def _arrive(self, to: Instruction) -> None:
+        """Wait for what an action needs."""
+        if to.needs is not None:
+            self.position.action, self.position.waits = to.action, True
+            self.transport.wait(to.needs)
+            self.position.waits = False
+            self.transport.complete(to.completes)
+
+    def _pair(self, forward: Instruction, backward: Instruction, *sends: Instruction) -> None:
+        """One graph for both: the forward's results leave in its middle, where the backward's gradients are awaited."""
+        one, other = self.runs[forward.action.stage], self.runs[backward.action.stage]
+        op, microbatch = backward.action.op, backward.action.microbatch
+
+        def take(results: Tensors) -> None:
+            self._pass_on(forward, one.end_forward(forward.action.microbatch, results))
+            if self.observe is not None:
+                self.observe.ended(forward.action, self)
+            for send in sends:
+                self._execute((send,))
+
+        def give() -> Tensors:
+            self._arrive(backward)
+            if self.observe is not None:
+                self.observe.began(backward.action, self)
+            return other.begin_backward(op, microbatch, self._taken(backward))
+
+        values: list[Any] = one.begin_forward(forward.action.microbatch, self._taken(forward))
+        run = self.plan.merged[forward.action.stage, op, backward.action.stage]
+        self._pass_on(backward, other.end_backward(op, microbatch, run([*values, take, give])))
 
     def _forward(self, to: Instruction) -> None:
         self._pass_on(to, self.runs[to.action.stage].forward(to.action.microbatch, self._taken(to)))
@@ -85,7 +122,7 @@ class RankRun:
         self.transport.post(to.carries, to.buffers, to.peer)
 
 
-HANDLERS: Mapping[str, Callable[[RankRun, Instruction], None]] = {
+HANDLERS: Mapping[str, Callable[..., None]] = {
     "F": RankRun._forward,
     "B": RankRun._backward,
     "W": RankRun._weight,

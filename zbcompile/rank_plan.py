@@ -9,13 +9,15 @@ Decided here once, from the order of the actions alone:
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from zbcompile.passes.overlap import merge
 from zbcompile.passes.slots import TensorSpec
+from zbcompile.passes.torch_private import boxed
 from zbcompile.program import Program
 from zbcompile.schedules.actions import Action, Pair, Step
 from zbcompile.stage_plan import Arrival, CompiledStage, arrivals_of
@@ -42,7 +44,8 @@ class Instruction(NamedTuple):
     """An action with what it means for messages.
 
     A compute action runs once `needs` has arrived, which tells that the sends in `completes` are over, and `makes` a
-    message, `local` if for a stage on this rank. A SEND sends `carries` to `peer`; a RECV posts it, into `buffers`.
+    message, `local` if for a stage on this rank, else for one on `peer`. A SEND sends `carries` to `peer`; a RECV posts
+    it, into `buffers`.
     """
 
     action: Action
@@ -57,10 +60,12 @@ class Instruction(NamedTuple):
 
 @dataclass(frozen=True)
 class RankPlan:
-    """The instructions of one rank; a pair is a tuple of two."""
+    """The instructions of one rank; a pair is a tuple of two, and the send of what its forward makes. `merged` are the graphs of its pairs, by the stage of the
+    forward, the operation of the backward and its stage."""
 
     rank: int
     instructions: tuple[tuple[Instruction, ...], ...]
+    merged: Mapping[tuple[int, str, int], Callable[[list[Any]], Sequence[torch.Tensor]]]
 
     @property
     def buffers(self) -> dict[TensorSpec, int]:
@@ -86,9 +91,33 @@ def plan_rank(program: Program, rank: int, stages: Mapping[int, CompiledStage]) 
         target = program.rank_of(makes.stage, action.microbatch) if makes else -1
         if action.op in SENDS:
             return Instruction(action, carries=makes, peer=target)
-        return Instruction(action, needs, makes, target == rank, completes=completes.get(action, ()))
+        return Instruction(action, needs, makes, target == rank, peer=target, completes=completes.get(action, ()))
 
-    return RankPlan(rank, tuple(tuple(map(instruction, step)) for step in steps))
+    merged = _merge_pairs(steps, stages)
+    return RankPlan(rank, tuple(tuple(map(instruction, step)) for step in _send_within_pairs(steps)), merged)
+
+
+def _send_within_pairs(steps: Sequence[Sequence[Action]]) -> list[tuple[Action, ...]]:
+    """What the forward of a pair made is sent in the middle of the pair: its SEND becomes the pair's third part."""
+    placed = {action for step in steps for action in step}
+    sends = {step: Action("SEND_F", *step[0][1:]) for step in map(tuple, steps) if len(step) == 2}
+    early = {send for send in sends.values() if send in placed}
+    return [
+        (*step, sends[step]) if sends.get(step) in early else step  # type: ignore[misc]
+        for step in map(tuple, steps)
+        if step[0] not in early
+    ]
+
+
+def _merge_pairs(
+    steps: Sequence[Sequence[Action]], stages: Mapping[int, CompiledStage]
+) -> dict[tuple[int, str, int], Callable[[list[Any]], Sequence[torch.Tensor]]]:
+    """One graph per kind of pair. A rank with two model copies runs at most four kinds."""
+    kinds = dict.fromkeys((first.stage, second[0].op, second[0].stage) for first, *second in steps if second)
+    return {
+        (f, op, b): boxed(merge(stages[f].program.pieces["F"], stages[b].program.pieces[op]).module).forward
+        for f, op, b in kinds
+    }
 
 
 def needed_by(program: Program, action: Action) -> Message | None:

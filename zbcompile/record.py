@@ -75,11 +75,23 @@ class Recorder:
     held: dict[int, list[int]] = field(default_factory=dict)
     sent: dict[int, int] = field(default_factory=dict)
 
-    def __call__(self, action: Action, run: RankRun, execute: Callable[[], None]) -> None:
-        self.sent[run.rank] = self.sent.get(run.rank, 0) + self._bytes(action, run)
-        start = self.clock.mark()
+    opened: dict[int, list[Any]] = field(default_factory=dict)
+
+    def __call__(self, actions: Sequence[Action], run: RankRun, execute: Callable[[], None]) -> None:
+        self.sent[run.rank] = self.sent.get(run.rank, 0) + sum(self._bytes(action, run) for action in actions)
+        self.opened.setdefault(run.rank, []).append(self.clock.mark())
         execute()
-        self.marks.setdefault(run.rank, []).append((action, start, self.clock.mark()))
+        self._note(actions[-1], run)
+        self.opened[run.rank].pop()
+
+    def ended(self, forward: Action, run: RankRun) -> None:
+        self._note(forward, run)
+
+    def began(self, backward: Action, run: RankRun) -> None:
+        self.opened[run.rank][-1] = self.clock.mark()
+
+    def _note(self, action: Action, run: RankRun) -> None:
+        self.marks.setdefault(run.rank, []).append((action, self.opened[run.rank][-1], self.clock.mark()))
         self.held.setdefault(run.rank, []).append(sum(stage.live_bytes() for stage in run.runs.values()))
 
     def _bytes(self, action: Action, run: RankRun) -> int:
@@ -120,10 +132,21 @@ class Labels:
 
     inner: Observer | None
 
-    def __call__(self, action: Action, run: RankRun, execute: Callable[[], None]) -> None:
-        name = format_step(action, "torch") if action.op in TORCH_LETTERS else str(action)
-        with record_function(f"PP:{name}"):
+    def __call__(self, actions: Sequence[Action], run: RankRun, execute: Callable[[], None]) -> None:
+        with record_function("PP:" + "|".join(map(_torch_name, actions))):
             if self.inner is None:
                 execute()
             else:
-                self.inner(action, run, execute)
+                self.inner(actions, run, execute)
+
+    def ended(self, forward: Action, run: RankRun) -> None:
+        if self.inner is not None:
+            self.inner.ended(forward, run)
+
+    def began(self, backward: Action, run: RankRun) -> None:
+        if self.inner is not None:
+            self.inner.began(backward, run)
+
+
+def _torch_name(action: Action) -> str:
+    return format_step(action, "torch") if action.op in TORCH_LETTERS else str(action)

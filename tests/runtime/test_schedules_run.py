@@ -28,7 +28,7 @@ from tests.runtime.training import (
 )
 from zbcompile.engine import Distributed
 from zbcompile.rank_plan import Message
-from zbcompile.schedules import ScheduleError, build, names, smallest_microbatches
+from zbcompile.schedules import Pair, ScheduleError, build, names, smallest_microbatches
 from zbcompile.transport import PointToPoint, Tensors
 
 LAZY = "zb-h1-lazy"
@@ -181,3 +181,22 @@ def test_callers_generator_is_left_alone(pool: Pool) -> None:
     case = Case("small-dropout", "zb-h1", 2, 2, steps=1)
     assert generator_before_and_after(case)
     assert pool.run(generator_before_and_after, case) == [True, True]
+
+
+@pytest.mark.parametrize("name", ["dualpipe-v", "1f1b-overlap", "dualpipe"])
+def test_pairs_run_as_one_graph(name: str) -> None:
+    """Each kind of pair is one merged graph, called once per pair; recorded spans still name both halves."""
+    case = Case("mlp", name, 2, 8, steps=1)
+    pipe = pipeline_of(case)
+    batch = PROBLEMS["mlp"].batches(1, case.microbatches * ROWS)[0]
+    pipe.compile(*batch.args, target=batch.target)
+    pairs = [step for order in pipe.program.schedule.orders for step in order if isinstance(step, Pair)]
+    calls: list[str] = []
+    for plan in pipe._compiled.first().plans:
+        for kind, run in plan.merged.items():
+            plan.merged[kind] = lambda values, run=run: (calls.append(name), run(values))[1]  # type: ignore[index]
+    pipe.record = True
+    pipe.step(*batch.args, target=batch.target)
+    assert len(calls) == len(pairs) > 0
+    spans = {span.action for spans in pipe.last_step.spans.values() for span in spans}
+    assert {str(action) for pair in pairs for action in pair} <= spans

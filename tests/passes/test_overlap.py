@@ -1,0 +1,90 @@
+"""Merged graphs: both halves' values, each half in its own order, collectives of one behind the other's computation."""
+
+import torch
+import torch.distributed._functional_collectives
+from torch.fx import Graph, GraphModule, Node
+
+from zbcompile.passes.overlap import interleave, is_wait, merge
+from zbcompile.passes.pieces import Piece
+from zbcompile.passes.slots import Slot
+
+aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+
+
+def chain(name: str, exchanges: int, work: int) -> Piece:
+    """`work` operations, then a collective and its wait, again and again; as many operations at the end."""
+    graph = Graph()
+    value = first = graph.placeholder(name)
+    for exchange in range(exchanges + 1):
+        for _ in range(work):
+            value = graph.call_function(aten.sin.default, (value,))
+        if exchange < exchanges:
+            sent = graph.call_function(c10d.all_to_all_single.default, (value, [1], [1], "group"))
+            value = graph.call_function(c10d.wait_tensor.default, (sent,))
+    graph.output([value])
+    for node in graph.nodes:
+        node.meta["val"] = torch.empty(4, device="meta")
+    first.meta["slot"] = Slot("input", name)
+    return Piece(name, GraphModule({}, graph), (Slot("input", name),), (Slot("output", name),))
+
+
+def operations(piece: Piece) -> list[Node]:
+    return [node for node in piece.module.graph.nodes if node.op == "call_function"]
+
+
+def between(order: list[Node], half: list[Node]) -> list[int]:
+    """For every collective of a half: how many operations of the other half run until its wait."""
+    own, counts = set(half), []
+    for wait in filter(is_wait, half):
+        start = wait.all_input_nodes[0]
+        inside = order[order.index(start) : order.index(wait)]
+        counts.append(sum(node not in own for node in inside))
+    return counts
+
+
+def test_every_collective_has_work_of_the_other_half_behind_it() -> None:
+    first, second = operations(chain("F", 2, 3)), operations(chain("BW", 2, 5))
+    order = interleave(first, second)
+    assert [node for node in order if node in first] == first
+    assert [node for node in order if node in second] == second
+    assert min(between(order, first)) >= 3
+    assert min(between(order, second)) >= 1
+
+
+def test_work_is_kept_for_the_waits_to_come() -> None:
+    """One half with three collectives, the other with computation alone: a third of it for each."""
+    first, second = operations(chain("F", 3, 1)), operations(chain("BW", 0, 9))
+    assert between(interleave(first, second), first) == [3, 3, 3]
+
+
+def test_without_collectives_the_forward_comes_first() -> None:
+    first, second = operations(chain("F", 0, 3)), operations(chain("BW", 0, 3))
+    assert interleave(first, second) == [*first, *second]
+
+
+def test_waits_move_behind_what_does_not_need_them() -> None:
+    graph = Graph()
+    x = graph.placeholder("x")
+    sent = graph.call_function(c10d.all_to_all_single.default, (x, [1], [1], "group"))
+    wait = graph.call_function(c10d.wait_tensor.default, (sent,))
+    other = graph.call_function(aten.sin.default, (x,))
+    used = graph.call_function(aten.add.Tensor, (wait, other))
+    assert interleave([sent, wait, other, used], []) == [sent, other, wait, used]
+
+
+def test_a_merged_graph_hands_over_in_its_middle() -> None:
+    """The forward's results leave before the backward's inputs are asked for, and both are what they are alone."""
+    forward, backward = chain("F", 0, 2), chain("BW", 0, 3)
+    merged = merge(forward, backward)
+    x, y, seen = torch.rand(4), torch.rand(4), []
+
+    def take(results: list[torch.Tensor]) -> None:
+        seen.extend(results)
+
+    def give() -> list[torch.Tensor]:
+        assert seen, "asked before the forward was done"
+        return [y]
+
+    (result,) = merged.module(x, take, give)
+    assert torch.equal(seen[0], x.sin().sin())
+    assert torch.equal(result, y.sin().sin().sin())
