@@ -54,6 +54,7 @@ class RankRun:
                     self.after[instruction.action]()
 
     def _execute(self, step: tuple[Instruction, ...]) -> None:
+        self.position.action = step[0].action
         handler = HANDLERS[step[0].action.op] if len(step) == 1 else RankRun._pair
         if self.observe is None:
             handler(self, *step)

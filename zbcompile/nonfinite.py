@@ -19,7 +19,7 @@ def inspected(stage: CompiledStage) -> CompiledStage:
     calls = {
         name: replace(call, run=_Checked(stage.index, stage.program.pieces[name])) for name, call in stage.calls.items()
     }
-    return replace(stage, calls=calls)
+    return replace(stage, calls=calls, inspected=True)
 
 
 @dataclass(frozen=True)

@@ -60,8 +60,8 @@ class Instruction(NamedTuple):
 
 @dataclass(frozen=True)
 class RankPlan:
-    """The instructions of one rank; a pair is a tuple of two, and the send of what its forward makes. `merged` are the graphs of its pairs, by the stage of the
-    forward, the operation of the backward and its stage."""
+    """The instructions of one rank; a pair is a tuple of two, and of the send of what its forward makes. `merged` are
+    the graphs of its pairs, by the stage of the forward, the operation of the backward and its stage."""
 
     rank: int
     instructions: tuple[tuple[Instruction, ...], ...]
@@ -100,13 +100,13 @@ def plan_rank(program: Program, rank: int, stages: Mapping[int, CompiledStage]) 
 def _send_within_pairs(steps: Sequence[Sequence[Action]]) -> list[tuple[Action, ...]]:
     """What the forward of a pair made is sent in the middle of the pair: its SEND becomes the pair's third part."""
     placed = {action for step in steps for action in step}
-    sends = {step: Action("SEND_F", *step[0][1:]) for step in map(tuple, steps) if len(step) == 2}
-    early = {send for send in sends.values() if send in placed}
-    return [
-        (*step, sends[step]) if sends.get(step) in early else step  # type: ignore[misc]
-        for step in map(tuple, steps)
-        if step[0] not in early
-    ]
+    early = {Action("SEND_F", *step[0][1:]) for step in steps if len(step) == 2} & placed
+    result = []
+    for step in steps:
+        send = Action("SEND_F", *step[0][1:])
+        if step[0] not in early:
+            result.append((*step, send) if len(step) == 2 and send in early else tuple(step))
+    return result
 
 
 def _merge_pairs(
@@ -114,10 +114,21 @@ def _merge_pairs(
 ) -> dict[tuple[int, str, int], Callable[[list[Any]], Sequence[torch.Tensor]]]:
     """One graph per kind of pair. A rank with two model copies runs at most four kinds."""
     kinds = dict.fromkeys((first.stage, second[0].op, second[0].stage) for first, *second in steps if second)
-    return {
-        (f, op, b): boxed(merge(stages[f].program.pieces["F"], stages[b].program.pieces[op]).module).forward
-        for f, op, b in kinds
-    }
+    return {(f, op, b): _pair_of(stages[f], op, stages[b]) for f, op, b in kinds}
+
+
+def _pair_of(one: CompiledStage, op: str, other: CompiledStage) -> Callable[[list[Any]], Sequence[torch.Tensor]]:
+    """The merged graph; under inspection, which goes by pieces, the two one after the other."""
+    if not (one.inspected or other.inspected):
+        return boxed(merge(one.program.pieces["F"], other.program.pieces[op]).module).forward  # type: ignore[no-any-return]
+
+    def in_turn(values: list[Any]) -> Sequence[torch.Tensor]:
+        *inputs, take, give = values
+        values.clear()
+        take(list(one.calls["F"].run(inputs)))
+        return other.calls[op].run(give())
+
+    return in_turn
 
 
 def needed_by(program: Program, action: Action) -> Message | None:

@@ -49,7 +49,7 @@ class CompiledStage:
     `template` is a microbatch before its F: what is resident stands in its register, the others are None. `inputs` are
     the registers of user inputs by path, `arrivals` those of what arrives in F, `tangents` in B. `passing` names the
     registers that hold values of one microbatch only. `generator_arrives` and `generator_leaves` say whether generator
-    state travels with F.
+    state travels with F; `inspected` that its calls watch over every operation.
     """
 
     program: StageProgram
@@ -64,6 +64,7 @@ class CompiledStage:
     passing: tuple[int, ...]
     generator_arrives: bool
     generator_leaves: bool
+    inspected: bool = False
 
     @property
     def index(self) -> int:
