@@ -36,6 +36,8 @@ class RandomModel(nn.Module):
             self.table = nn.Embedding(CLASSES, WIDTH)
             self.norm = nn.BatchNorm1d(WIDTH)
             self.head = nn.Linear(WIDTH, WIDTH)
+        self.seen: Tensor
+        self.register_buffer("seen", torch.zeros(WIDTH))
         self.recipe = _recipe(seed, steps)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -50,9 +52,10 @@ class RandomModel(nn.Module):
 
 def _recipe(seed: int, steps: int) -> list[Step]:
     choose = random.Random(seed)
-    found = []
+    found, done = [], set[str]()
     for made in range(2, 2 + steps):
-        operation = choose.choice(list(OPERATIONS))
+        operation = choose.choice([name for name in OPERATIONS if name != "observe" or name not in done])
+        done.add(operation)
         recent = max(made - choose.choice([1, 1, 1, 3, made]), 0)
         reads = (recent, *(choose.randrange(made) for _ in range(ARITY.get(operation, 1) - 1)))
         found.append(Step(operation, reads, choose.randrange(5)))
@@ -125,6 +128,12 @@ def _empty(model: RandomModel, layer: int, x: Tensor, y: Tensor) -> Tensor:
     return torch.cat([x, torch.exp(y[:, :0])], dim=1)
 
 
+def _observe(model: RandomModel, layer: int, x: Tensor) -> Tensor:
+    """A running mean in a buffer; once per model, for a buffer that two stages change is refused."""
+    model.seen.mul_(0.9).add_(x.detach().mean(0))
+    return torch.tanh(x)
+
+
 def _dropout(model: RandomModel, layer: int, x: Tensor) -> Tensor:
     return F.dropout(x, 0.2, model.training)
 
@@ -149,6 +158,7 @@ OPERATIONS: dict[str, Callable[..., Tensor]] = {
     "twice": _twice,
     "empty": _empty,
     "dropout": _dropout,
+    "observe": _observe,
 }
 ARITY = dict.fromkeys(
     ("add", "multiply", "subtract", "concatenate", "detach", "no_grad", "index", "scalar", "expand", "empty"), 2

@@ -129,7 +129,7 @@ EDGES: dict[type[Cut], tuple[str, int, Sequence[str]]] = {  # schedule, ranks, c
 
 
 def assert_as_eager(model: nn.Module, schedule: str, ranks: int, cuts: Sequence[str], width: int) -> None:
-    """One step of `model` with the named cuts has the loss and the gradients of eager."""
+    """One step of `model` with the named cuts has the loss, the gradients and the buffers of eager."""
     torch.manual_seed(0)
     eager = copy.deepcopy(model)
     x, target = torch.randn(ROWS, width), torch.randn(ROWS, width)
@@ -139,6 +139,7 @@ def assert_as_eager(model: nn.Module, schedule: str, ranks: int, cuts: Sequence[
     loss = pipe.step(x, target=target)
     assert torch.equal(loss, eager_step(eager, _loss, Batch((x,), {}, target), MICROBATCHES, 0))
     assert_same_tensors(gradients_of(model), gradients_of(eager), "gradient of")
+    assert_same_tensors(dict(model.named_buffers()), dict(eager.named_buffers()), "buffer")
 
 
 @pytest.mark.parametrize("make", EDGES)
