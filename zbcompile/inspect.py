@@ -79,7 +79,8 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("target", metavar="TARGET", help="package.module:name or path/file.py:name")
-    parser.add_argument("--env", action=_Environment, nargs=0, help="list the debug switches and end")
+    nothing = argparse.SUPPRESS  # as for --help, no value is left behind
+    parser.add_argument("--env", action=_Environment, nargs=0, default=nothing, help="list the debug switches and end")
     _add_plan(parser.add_argument_group("what to compile"))
     _add_output(parser.add_argument_group("what to show (default: a summary)"))
     return parser
