@@ -12,11 +12,13 @@ import zbcompile
 from zbcompile.compiler import compile_stage
 from zbcompile.gradients import Gradients
 from zbcompile.passes.canonical import canonicalise
-from zbcompile.passes.capture import capture
+from zbcompile.passes.capture import Captured, capture
 from zbcompile.passes.choices import Choices
-from zbcompile.passes.cutting import cut
+from zbcompile.passes.cutting import Stage, cut
 from zbcompile.passes.distinct import compile_distinct
+from zbcompile.passes.joint import Joint, tangents_of, trace_joint
 from zbcompile.passes.liveness import Line, draw_line
+from zbcompile.passes.simplify import simplify
 from zbcompile.passes.slots import Slot
 from zbcompile.passes.stage_program import StageProgram
 from zbcompile.stage_plan import CompiledStage, prepare_stage
@@ -69,10 +71,7 @@ def compile_middle(inner: nn.Module, x: Tensor, choices: Choices | None = None) 
     """Compile `inner` as stage 1 of 3; `x` is one microbatch of its input."""
     model = Middle(inner, x)
     eager = copy.deepcopy(model)
-    captured = capture(model, (x,), {}, None, None)
-    canonical = canonicalise(captured)
-    line = draw_line(canonical)
-    stages = cut(canonical, line, _assigned(line), 3)
+    stages, captured = _stages(model, x)
     make = functools.partial(compile_stage, captured.trainable, choices or Choices(exact=True))
     inputs = [torch.randn_like(x) for _ in range(MICROBATCHES)]
     return Compiled(model, eager, inputs, compile_distinct(stages, captured.trainable, make), captured.constants)
@@ -90,7 +89,10 @@ def run_in_order(compiled: Compiled, order: Sequence[tuple[str, int]]) -> dict[s
     parameters = dict(compiled.model.named_parameters())
     for parameter in parameters.values():
         parameter.grad = None
-    runs = [StageRun(s, Gradients(parameters, frozenset()), *_inputs(compiled)) for s in _prepared(compiled)]
+    runs = [
+        StageRun(s, Gradients(parameters, frozenset(), Choices(exact=True)), *_inputs(compiled))
+        for s in _prepared(compiled)
+    ]
     for op, i in order:
         if op == "F":
             functools.reduce(lambda values, run: run.forward(i, values), runs, list[Tensor]())
@@ -123,3 +125,18 @@ def eager_gradients(compiled: Compiled) -> dict[str, Tensor | None]:
         torch.manual_seed(seed)
         (compiled.eager(x) / MICROBATCHES).backward()
     return {name: parameter.grad for name, parameter in compiled.eager.named_parameters()}
+
+
+def joint_of_middle(inner: nn.Module, x: Tensor) -> Joint:
+    """The joint graph of `inner` as stage 1 of 3."""
+    stages, captured = _stages(Middle(inner, x), x)
+    last = trace_joint(stages[2], captured.trainable, tangents_of(stages[2], None), exact=True)
+    tangents = tangents_of(stages[1], last.gradient_of_input)
+    return simplify(trace_joint(stages[1], captured.trainable, tangents, exact=True))
+
+
+def _stages(model: Middle, x: Tensor) -> tuple[tuple[Stage, ...], Captured]:
+    captured = capture(model, (x,), {}, None, None)
+    canonical = canonicalise(captured)
+    line = draw_line(canonical)
+    return cut(canonical, line, _assigned(line), 3), captured
