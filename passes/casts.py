@@ -33,7 +33,7 @@ def _number(module: GraphModule, around: int | None, numbers: Iterator[int]) -> 
 def autocast_key(node: Node) -> Hashable | None:
     """Equal for casts that eager's autocast makes once; None for anything else, the model's own casts included."""
     region = node.meta.get("autocast")
-    if region is None or node.target is not torch.ops.aten._to_copy.default:
+    if region is None or str(node.target) != "aten._to_copy.default":
         return None
     source = node.args[0]
     if not isinstance(source, Node) or source.op != "placeholder" or source.meta["slot"].kind != "parameter":
