@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 CHUNK_SHARE = 0.625  # in a V, the most of its rank's time that one chunk may take: uneven chunks stretch the warm-up
+PIECE_SLACK = 1.25  # unless it is little more than one piece that no cut divides, such as a head and its loss
 COARSE = 1e-3  # bisection ends here; what is still better is then found step by step
 SAME = 1e-9  # relative: less is rounding
 
@@ -52,11 +53,11 @@ class Row:
 
     def heaviest(self, cuts: Sequence[int]) -> float:
         """What is minimised. In a V a chunk above CHUNK_SHARE of its rank counts as if its rank were full of such
-        chunks, unless it is no heavier than what cannot be divided."""
+        chunks, unless it is at most PIECE_SLACK times what cannot be divided."""
         chunk = max(self.stage_loads(cuts))
         if not self.folded:
             return chunk
-        return max(*self.rank_loads(cuts), chunk / CHUNK_SHARE if chunk > self.piece * (1 + SAME) else 0)
+        return max(*self.rank_loads(cuts), chunk / CHUNK_SHARE if chunk > self.piece * PIECE_SLACK * (1 + SAME) else 0)
 
 
 def best_cuts(row: Row, edges: Sequence[int]) -> tuple[float, list[int]] | None:
@@ -149,7 +150,7 @@ class _Vee:
     def __init__(self, row: Row, edges: Sequence[int], limit: float) -> None:
         self.row, self.edges, self.limit = row, edges, limit * (1 + SAME)
         self.at = [row.totals[edge] for edge in edges]
-        self.chunk = max(limit * CHUNK_SHARE, row.piece) * (1 + SAME)
+        self.chunk = max(limit * CHUNK_SHARE, row.piece * PIECE_SLACK) * (1 + SAME)
         self.few = len(edges) <= 4 * row.stages
         self.ranks = row.stages // 2
 

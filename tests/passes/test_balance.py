@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zbcompile.passes.balance import CHUNK_SHARE, Row, best_cuts, heaviest_piece
+from zbcompile.passes.balance import CHUNK_SHARE, PIECE_SLACK, Row, best_cuts, heaviest_piece
 from zbcompile.schedules.placement import Placement
 
 LOADS = st.lists(st.one_of(st.integers(0, 9), st.integers(0, 60)), min_size=1, max_size=13)
@@ -30,7 +30,7 @@ def heaviest(loads: Sequence[float], cuts: Sequence[int], placement: Placement, 
     piece = max(sum(loads[a:b]) for a, b in pairwise(edges))
     chunk = max(stages)
     ranks = [sum(stages[s] for s in placement.stages_of(r)) for r in range(placement.ranks)]
-    return max(*ranks, chunk / CHUNK_SHARE if chunk > piece else 0)
+    return max(*ranks, chunk / CHUNK_SHARE if chunk > piece * PIECE_SLACK else 0)
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
