@@ -80,7 +80,7 @@ def record(in_process: bool) -> StepRecord:
         0: [Span("F0.0", 0, 1), Span("SEND_F0.0", 1, 1.1), Span("BW0.0", 4, 6)],
         1: [Span("RECV_F1.0", 0, 0.1), Span("F1.0", 1, 2), Span("BW1.0", 2, 4)],
     }
-    return StepRecord(spans, {0: 1_000_000, 1: 2_000_000}, 7.0, in_process)
+    return StepRecord(spans, {0: [1_000_000], 1: [2_000_000]}, {}, {}, 7.0, 0.0, in_process)
 
 
 def test_costs_and_times_from_a_record() -> None:
