@@ -11,6 +11,9 @@ RECOMPUTE_POLICIES = ("none", "hints", "selective", "full")
 Balance = str | tuple[str, ...]
 BALANCES = ("flops", "measured", "parameters")
 
+Vocab = Literal["off", "auto", 1, 2]
+VOCABS = ("off", "auto", 1, 2)
+
 
 @dataclass(frozen=True)
 class Choices:
@@ -24,6 +27,7 @@ class Choices:
     optimizer_state: float = 2.0
     accumulate_dtype: torch.dtype | None = None
     weight_recompute: bool = False
+    vocab: Vocab = "off"
 
     def dtype_of_sum(self, parameter: torch.dtype) -> torch.dtype:
         """In which dtype the gradients of a parameter of dtype `parameter` are summed over the microbatches."""

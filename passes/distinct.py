@@ -46,16 +46,17 @@ StageCompiler = Callable[[Stage, Tangents], Compiled]
 
 
 def compile_distinct(
-    stages: tuple[Stage, ...], trainable: frozenset[str], compile_stage: StageCompiler
+    stages: tuple[Stage, ...], trainable: frozenset[str], compile_stage: StageCompiler, behind: Tangents | None = None
 ) -> tuple[StageProgram, ...]:
     """The programs of all stages, made from the last to the first: a stage's tangents are the gradients of the next.
 
+    `behind` are the gradients that arrive at the last stage; None where it makes the loss.
     `compile_stage(stage, tangents)` gives a program and the fake gradient of each activation that the stage receives;
     it is called once per distinct graph.
     """
     made: dict[str, tuple[Stage, Tangents, Compiled]] = {}
     programs: list[StageProgram] = []
-    gradients: Tangents | None = None
+    gradients = behind
     for stage in reversed(stages):
         tangents = tangents_of(stage, gradients)
         key = same_work(stage, trainable, tangents)

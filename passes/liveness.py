@@ -32,7 +32,7 @@ def draw_line(canonical: Canonical) -> Line:
     flops = count_flops(canonical.module, canonical.mode)
     anywhere = replicable(canonical, flops)
     nodes = [n for n in canonical.graph.nodes if n.op == "call_function" and n not in anywhere]
-    live = _live_after(nodes, [value for slot, value in canonical.outputs if slot.kind == "loss"])
+    live = _live_after(nodes, [value for slot, value in canonical.outputs if slot.kind in ("loss", "activation")])
     whole = _inside_an_update(canonical, nodes)
     allowed = [
         _may_cut(node, crossing) and i not in whole for i, (node, crossing) in enumerate(zip(nodes, live, strict=True))

@@ -15,6 +15,7 @@ from zbcompile.passes.vocabulary_logits import CASTS, Exit, NotShardable, Pointw
 from zbcompile.passes.vocabulary_loss import RowLoss, row_loss
 
 aten = torch.ops.aten
+PRODUCTS = frozenset({aten.mm.default, aten.matmul.default})
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def _require_one_function(exits: list[Exit], hidden: Node) -> None:
     first, tokens = exits[0].logits, tuple(hidden.meta["val"].shape[:-1])
     for other in exits[1:]:
         if other.logits.pointwise != first.pointwise:
-            raise NotShardable("the loss reads logits before and after a soft cap or scale; use the same in all its terms")
+            raise NotShardable("the loss reads logits before and after a soft cap or scale; use the same in all terms")
         if token_order(other.logits, tokens) != token_order(first, tokens):
             raise NotShardable("the terms of the loss read the logits of different tokens; shift them alike")
 
@@ -112,7 +113,7 @@ def _weight(node: Node) -> Node | None:
         return None
     if node.target is aten.linear.default:
         return _parameter(node.args[1], transposed=False)
-    if node.target in (aten.mm.default, aten.matmul.default):
+    if node.target in PRODUCTS:
         return _parameter(node.args[1], transposed=True)
     return _parameter(node.args[2], transposed=True) if node.target is aten.addmm.default else None
 
@@ -124,10 +125,8 @@ def _hidden(linear: Node) -> Node:
 
 
 def _bias(linear: Node) -> Node | None:
-    if linear.target is aten.addmm.default:
-        found = linear.args[0]
-    else:
-        found = linear.args[2] if len(linear.args) > 2 else None
+    at = 0 if linear.target is aten.addmm.default else 2
+    found = linear.args[at] if len(linear.args) > at and linear.target not in PRODUCTS else None
     if found is None:
         return None
     parameter = _parameter(found, transposed=False, ndim=1)
@@ -145,6 +144,6 @@ def _parameter(node: object, transposed: bool, ndim: int = 2) -> Node | None:
             return None
         count += swaps
         node = node.args[0]
-    whole = isinstance(node, Node) and node.op == "placeholder" and node.meta["slot"].kind == "parameter"
-    good = whole and node.meta["val"].ndim == ndim and count % 2 == transposed  # type: ignore[union-attr]
-    return node if good and isinstance(node, Node) else None
+    if not isinstance(node, Node) or node.op != "placeholder" or node.meta["slot"].kind != "parameter":
+        return None
+    return node if node.meta["val"].ndim == ndim and count % 2 == transposed else None

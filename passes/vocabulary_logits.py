@@ -1,8 +1,9 @@
 """From an output layer to the loss: what the logits go through, and where they leave as one number per token.
 
 Logits may be reshaped, sliced and transposed as long as the vocabulary stays one whole dimension, and pass through
-elementwise operations with numbers (scale, soft cap). They leave through an exit: cross entropy, nll, gather, logsumexp,
-sum or mean over the vocabulary. Anything else that reads them is no vocabulary layer, or one that cannot be sharded.
+elementwise operations with numbers (scale, soft cap). They leave through an exit: cross entropy, nll, gather,
+logsumexp, sum or mean over the vocabulary. Anything else that reads them is no vocabulary layer, or one that cannot be
+sharded.
 """
 
 import math
@@ -51,7 +52,7 @@ class Logits:
     normalised: bool = False
 
     def move(self, value: torch.Tensor) -> torch.Tensor:
-        """Apply the moves to the output layer's input, and bring its last dimension back to the end: [tokens, width]."""
+        """Apply the moves to the output layer's input, its last dimension back at the end: [tokens, width]."""
         width = value.shape[-1]
         for step in self.moves:
             value = step(value, width)
@@ -128,15 +129,18 @@ def _exit(node: Node, logits: Logits) -> Exit:
 def _step(node: Node, before: Node, logits: Logits) -> Logits:
     if node.target in CASTS | COPIES:
         return logits
-    if node.target in LOG_SOFTMAX and not logits.normalised:
-        if node.args[1] % before.meta["val"].ndim == logits.axis:  # type: ignore[operator]
-            return replace(logits, normalised=True)
+    if node.target in LOG_SOFTMAX and not logits.normalised and _dimension(node, before) == logits.axis:
+        return replace(logits, normalised=True)
     if node.target in POINTWISE and not logits.normalised:
         return _pointwise(node, before, logits)
     move = _MOVES.get(node.target)
     if move is None:
         raise _refusal(node)
     return move(node, before, logits)
+
+
+def _dimension(node: Node, before: Node) -> int:
+    return int(node.args[1]) % int(before.meta["val"].ndim)  # type: ignore[arg-type]
 
 
 def _pointwise(node: Node, before: Node, logits: Logits) -> Logits:

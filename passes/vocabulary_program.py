@@ -10,9 +10,10 @@ from torch.fx import GraphModule
 
 from zbcompile.passes.accumulate import accumulate_in_place
 from zbcompile.passes.canonical import Canonical
+from zbcompile.passes.choices import Choices
 from zbcompile.passes.costs import count_flops
+from zbcompile.passes.pieces import Piece
 from zbcompile.passes.slots import Slot, TensorSpec
-from zbcompile.passes.split import Piece
 from zbcompile.passes.stage_program import tensor_spec
 from zbcompile.passes.torch_private import FakeTensorMode, make_fx
 from zbcompile.passes.vocabulary_head import VocabularyHead
@@ -71,7 +72,13 @@ def even_bounds(size: int, shards: int) -> Bounds:
 
 
 def make_vocabulary(
-    canonical: Canonical, head: VocabularyHead, activation: str, bounds: Bounds, barriers: int, tile: int | None
+    canonical: Canonical,
+    head: VocabularyHead,
+    activation: str,
+    bounds: Bounds,
+    barriers: int,
+    tile: int | None,
+    choices: Choices,
 ) -> VocabularyProgram:
     """The program of every shard. `tile` is how many words S and T work on at a time, keeping no logits; None: all."""
     shards = [
@@ -93,7 +100,7 @@ def make_vocabulary(
         statistics=tensor_spec(statistics),
         gradient=tensor_spec(hidden.to(statistics.dtype)),
         loss_dtype=str(head.loss.output.meta["val"].dtype).removeprefix("torch."),
-        pieces=tuple({name: _accumulating(piece) for name, piece in each.items()} for each in made),
+        pieces=tuple({**each, "T": _accumulating(each["T"], choices)} for each in made),
         flops=tuple(
             {name: sum(count_flops(piece.module, mode).values()) for name, piece in each.items()} for each in made
         ),
@@ -107,8 +114,15 @@ def _tokens(head: VocabularyHead, mode: FakeTensorMode) -> torch.Tensor:
         return head.tokens(torch.empty(value.shape, dtype=value.dtype, device=value.device))
 
 
-def _accumulating(piece: Piece) -> Piece:
-    return accumulate_in_place(piece) if piece.name == "T" else piece
+def _accumulating(piece: Piece, choices: Choices) -> Piece:
+    buffers = {slot.name: _buffer(value, choices) for slot, value in _results(piece) if slot.kind == "gradient"}
+    return accumulate_in_place(piece, buffers)
+
+
+def _buffer(gradient: torch.Tensor, choices: Choices) -> torch.Tensor:
+    """A fake tensor of the buffer that a gradient is added into."""
+    with gradient.fake_mode:  # type: ignore[attr-defined]
+        return torch.empty(gradient.shape, dtype=choices.dtype_of_sum(gradient.dtype), device=gradient.device)
 
 
 class _Tracer:

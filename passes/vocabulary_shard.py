@@ -4,8 +4,8 @@ S makes logits and statistics of the shard's words; the statistics of all shards
 the loss and a few numbers per token, and with one barrier into the shard's part of the input gradient; T makes the
 weight gradient, and with two barriers that part of the input gradient.
 
-The input gradient of one barrier leaves the label's word out of the sum, sum_{j != t} P_j W_j, and adds (P_t - 1) W_t with
-P_t - 1 = expm1(log P_t): for a confident token the two differ from P W - W_t by all the digits that bf16 has.
+The input gradient of one barrier leaves the label's word out of the sum, sum_{j != t} P_j W_j, and adds (P_t - 1) W_t
+with P_t - 1 = expm1(log P_t): for a confident token the two differ from P W - W_t by all the digits that bf16 has.
 """
 
 from collections.abc import Iterator, Mapping
@@ -62,8 +62,9 @@ class Parameters(NamedTuple):
 
 
 class Scan(NamedTuple):
-    """What S knows of some words: per token maximum, sum of exponentials, the label's logit where it is among them, the
-    weighted sum of logits over the maximum; the sum of these weights; `others` = sum_{j != t} p_j W_j [tokens, width] with p = exp(y - max)/sum."""
+    """What S knows of some words, per token: the maximum, the sum of exponentials, the label's logit where it is among
+    them, the weighted sum of logits over the maximum and the sum of these weights; `others` = sum_{j != t} p_j W_j
+    [tokens, width] with p = exp(y - maximum) / z."""
 
     maximum: Tensor
     z: Tensor
@@ -74,8 +75,8 @@ class Scan(NamedTuple):
 
 
 class Scanned(NamedTuple):
-    """What leaves S. `statistics` [4, tokens]; `label_rows` is D_t W_t of labels of this shard, `total_rows` sum_j w_j D_j
-    W_j; D is the derivative of the elementwise operations on the logits. `raw` are the logits before these."""
+    """What leaves S: `statistics` [4, tokens]; `label_rows` is D_t W_t of labels of this shard, `total_rows` is
+    sum_j w_j D_j W_j with D the derivative of the elementwise operations; `raw` are the logits before these."""
 
     statistics: Tensor
     others: Tensor | None
@@ -127,7 +128,8 @@ def _class_weight(shard: Shard, values: Values, words: slice, like: Tensor) -> T
 def scan(shard: Shard, hidden: Tensor, own: Parameters, values: Values) -> Scanned:
     """S: `hidden` [tokens, width] is the output layer's input."""
     labels = shard.head.loss.label_of(values)
-    found, kept = _nothing(shard, hidden), []
+    found: Scan | None = None
+    kept = []
     totals = label_rows = None
     if shard.barriers == 1:
         label_rows = _label_rows(shard, hidden, own, labels)
@@ -135,10 +137,12 @@ def scan(shard: Shard, hidden: Tensor, own: Parameters, values: Values) -> Scann
             totals = torch.zeros_like(hidden, dtype=shard.statistics_dtype)
     for words in shard.tiles():
         raw = _raw(shard, hidden, own, words)
-        found = _merge(found, _scan_tile(shard, raw, own, labels, values, words))
+        tile = _scan_tile(shard, raw, own, labels, values, words)
+        found = tile if found is None else _merge(found, tile)
         if totals is not None:
             totals = totals + _total_rows(shard, raw, own, values, words)
         kept.append(raw)
+    found = found or _nothing(shard, hidden)
     statistics = torch.stack([found.maximum, found.z, found.target, found.total])
     raw_logits = torch.cat(kept, 1) if shard.keep and len(kept) > 1 else kept[0] if shard.keep and kept else None
     return Scanned(statistics, found.others, label_rows, totals, raw_logits)

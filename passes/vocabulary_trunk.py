@@ -12,6 +12,8 @@ from zbcompile.passes.slots import Slot
 from zbcompile.passes.torch_private import FakeTensorMode, make_fx
 from zbcompile.passes.vocabulary_head import VocabularyHead
 
+DESCRIPTION = ("stack_trace", "nn_module_stack")
+
 
 def cut_off(canonical: Canonical, head: VocabularyHead) -> Canonical:
     """`canonical` ending, instead of at the loss, with one activation: the output layer's input [tokens, width]."""
@@ -45,7 +47,7 @@ def _inlined(graph: Graph, function: Callable[[torch.Tensor], torch.Tensor], arg
     for node in traced.graph.nodes:
         if node.op == "call_function":
             copies[node] = graph.node_copy(node, copies.__getitem__)
-            copies[node].meta |= {key: argument.meta[key] for key in ("stack_trace", "nn_module_stack") if key in argument.meta}
+            copies[node].meta |= {key: argument.meta[key] for key in DESCRIPTION if key in argument.meta}
     (end,) = traced.graph.output_node().args
     assert isinstance(end, Node)
     return copies[end]

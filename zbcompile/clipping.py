@@ -12,6 +12,7 @@ from zbcompile.state import Owner
 
 def total_norm(
     trained: Sequence[str],
+    sharded: frozenset[str],
     parameters: Mapping[str, nn.Parameter],
     engine: Engine,
     owners: Owner,
@@ -22,12 +23,14 @@ def total_norm(
     `torch.nn.utils.get_total_norm` over the whole model, for the same gradients.
 
     Each rank contributes the norms of the parameters that it holds first, the others' are zero in its list; so the sum
-    over the ranks is the list of all norms in the model's order.
+    over the ranks is the list of all norms in the model's order. Of the `sharded` parameters every rank holds rows of
+    its own, which have a norm each.
     """
-    norms = torch.zeros(len(trained), dtype=torch.float32, device=engine.device)
-    for index, name in enumerate(trained):
+    listed = [(name, r) for name in trained for r in (range(engine.ranks) if name in sharded else owners(name)[:1])]
+    norms = torch.zeros(len(listed), dtype=torch.float32, device=engine.device)
+    for index, (name, rank) in enumerate(listed):
         gradient = parameters[name].grad
-        if owners(name)[0] in engine.local and gradient is not None:
+        if rank in engine.local and gradient is not None:
             norms[index] = torch.linalg.vector_norm(gradient, norm_type)
     if isinstance(engine, Distributed):
         with engine.watch.position.waiting("the norm of all gradients"):

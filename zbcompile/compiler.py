@@ -24,11 +24,13 @@ from zbcompile.passes.sharing import refuse_inexact_sharing, refuse_mutation_of_
 from zbcompile.passes.simplify import simplify
 from zbcompile.passes.split import split
 from zbcompile.passes.stage_program import StageProgram, finish_stage, tensor_spec
+from zbcompile.passes.vocabulary_program import VocabularyProgram
 from zbcompile.passes.wrapped import LossFunction
 from zbcompile.planning import plan_cuts
 from zbcompile.program import Program
 from zbcompile.schedules.lowering import lower
 from zbcompile.schedules.schedule import Schedule
+from zbcompile.vocabulary_compile import Sharding, find_sharding, insert, shard
 
 STAGE_PASSES = ("cut", "joint", "simplify", "recompute", "split", "accumulate")  # what each stage goes through
 Observer = Callable[[int, str, Any], None]  # a stage, one of its passes, and what that made
@@ -36,11 +38,15 @@ Observer = Callable[[int, str, Any], None]  # a stage, one of its passes, and wh
 
 @dataclass(frozen=True)
 class Drawn:
-    """A captured training step, as the line of operations that is cut into stages."""
+    """A captured training step, as the line of operations that is cut into stages.
+
+    Where the output layer is sharded over all ranks, `sharding` has it and the loss, and the line ends before them.
+    """
 
     captured: Captured
     canonical: Canonical
     line: Line
+    sharding: Sharding | None
 
 
 def compile_step(
@@ -52,18 +58,22 @@ def compile_step(
     observe: Observer | None = None,
 ) -> Program:
     """Compile the training step of `model` for one microbatch's shapes, in one process."""
-    drawn = draw_step(model, microbatch, loss)
+    drawn = draw_step(model, microbatch, loss, choices)
     seconds = measure_line(drawn.line) if choices.balance == "measured" else {}
     return compile_drawn(model, microbatch, drawn, schedule, choices, seconds, observe=observe)
 
 
-def draw_step(model: nn.Module, microbatch: Microbatch, loss: LossFunction | None) -> Drawn:
+def draw_step(
+    model: nn.Module, microbatch: Microbatch, loss: LossFunction | None, choices: Choices = Choices()
+) -> Drawn:
     """Capture the training step of `model` for one microbatch's shapes."""
     args, kwargs, target = microbatch.example
     captured = capture(model, args, kwargs, target, loss)
     with without_autocast(microbatch):
         canonical = canonicalise(captured)
-        return Drawn(captured, canonical, draw_line(canonical))
+        sharding = find_sharding(canonical, choices)
+        canonical = canonical if sharding is None else sharding.trunk
+        return Drawn(captured, canonical, draw_line(canonical), sharding)
 
 
 def without_autocast(microbatch: Microbatch) -> torch.autocast:
@@ -85,7 +95,7 @@ def compile_drawn(
 
     `like` is a program of the same model for other shapes: every parameter then stays on the stage where it is.
     """
-    captured, canonical, line = drawn.captured, drawn.canonical, drawn.line
+    captured, canonical, line, sharding = drawn.captured, drawn.canonical, drawn.line, drawn.sharding
     with without_autocast(microbatch):
         if like is None:
             cuts = plan_cuts(canonical, line, schedule, choices, seconds)
@@ -99,23 +109,28 @@ def compile_drawn(
         if choices.exact:
             refuse_inexact_sharing(stages, captured.trainable)
         make = functools.partial(compile_stage, captured.trainable, choices, observe=observe)
-        programs = _compile_stages(canonical, stages, make)
+        programs = _compile_stages(canonical, stages, make, sharding.gradient if sharding else None)
+        vocabulary = shard(sharding, schedule, choices) if sharding else None
+        schedule = insert(schedule, vocabulary, programs) if vocabulary else schedule
     return Program(
         captured=captured,
         cuts=cuts,
         stages=programs,
         lowered=lower(schedule),
-        homes=like.homes if like else place(model, captured, stages),
+        homes=like.homes if like else place(model, captured, stages, vocabulary),
         choices=choices,
-        loss_dtype=_loss_dtype(stages[-1]),
+        loss_dtype=vocabulary.loss_dtype if vocabulary else _loss_dtype(stages[-1]),
         inputs={path: (tuple(t.shape), str(t.dtype)) for path, t in microbatch.tensors.items()},
         canonical_targets=_targets(line),
+        vocabulary=vocabulary,
     )
 
 
-def _compile_stages(canonical: Canonical, stages: tuple[Stage, ...], make: StageCompiler) -> tuple[StageProgram, ...]:
+def _compile_stages(
+    canonical: Canonical, stages: tuple[Stage, ...], make: StageCompiler, behind: Mapping[str, torch.Tensor] | None
+) -> tuple[StageProgram, ...]:
     try:
-        return compile_distinct(stages, canonical.captured.trainable, make)
+        return compile_distinct(stages, canonical.captured.trainable, make, behind)
     except CompileError:
         raise
     except Exception as error:  # torch's own words name neither the operation nor its line
@@ -156,8 +171,10 @@ def _loss_dtype(stage: Stage) -> str:
     return next(tensor_spec(node.meta["val"]).dtype for slot, node in results if slot.kind == "loss")
 
 
-def place(model: nn.Module, captured: Captured, stages: tuple[Stage, ...]) -> dict[str, tuple[int, ...]]:
-    """The stages that hold each parameter and buffer, by first name.
+def place(
+    model: nn.Module, captured: Captured, stages: tuple[Stage, ...], vocabulary: VocabularyProgram | None
+) -> dict[str, tuple[int, ...]]:
+    """The stages that hold each parameter and buffer, by first name; all of them what is sharded over all ranks.
 
     What the training graph does not use lives with its nearest relative in the module tree, else on the last stage.
     """
@@ -165,6 +182,7 @@ def place(model: nn.Module, captured: Captured, stages: tuple[Stage, ...]) -> di
     for stage in stages:
         for name in (*stage.named("parameter"), *stage.named("buffer")):
             homes[name] = (*homes.get(name, ()), stage.index)
+    homes |= dict.fromkeys(vocabulary.parameters if vocabulary else (), tuple(range(len(stages))))
     for name in dict.fromkeys(captured.names.values()):
         if name not in homes:
             homes[name] = _relative(name, homes, len(stages) - 1)

@@ -52,6 +52,7 @@ class Replicas:
         stages = {stage: program.stages[stage].trained for stage in program.stages_of(rank)}
         names = {stage: [n for n in found if n not in program.shared] for stage, found in stages.items()}
         shared = sorted(program.shared & {name for found in stages.values() for name in found})
+        shared += [] if program.vocabulary is None else program.vocabulary.parameters
         if self.count > 1 and self.rank and not self.partial:
             _clear(gradients.parameters[name] for found in (*names.values(), shared) for name in found)
         reduces = self.count > 1 and self.synchronise

@@ -25,6 +25,8 @@ from zbcompile.stage_plan import CompiledStage
 from zbcompile.stage_run import StageRun
 from zbcompile.torch_private import profiler_is_on
 from zbcompile.transport import Channels, Mailboxes, PointToPoint, ReceiveBuffers, Transport
+from zbcompile.vocabulary_collectives import Collectives
+from zbcompile.vocabulary_shards import VocabularyExecutable
 from zbcompile.watch import Alone, Watch
 
 
@@ -49,14 +51,19 @@ class Executable:
     stages: Mapping[int, CompiledStage]
     plans: tuple[RankPlan, ...]
     buffers: ReceiveBuffers
+    vocabulary: VocabularyExecutable | None
 
 
 def make_executable(
-    program: Program, stages: Mapping[int, CompiledStage], ranks: Sequence[int], device: torch.device
+    program: Program,
+    stages: Mapping[int, CompiledStage],
+    ranks: Sequence[int],
+    device: torch.device,
+    vocabulary: VocabularyExecutable | None,
 ) -> Executable:
-    """Plan the steps of `ranks`, whose stages are in `stages`."""
+    """Plan the steps of `ranks`, whose stages are in `stages` and whose vocabulary shards in `vocabulary`."""
     plans = tuple(plan_rank(program, rank, stages) for rank in ranks)
-    return Executable(program, stages, plans, ReceiveBuffers(device))
+    return Executable(program, stages, plans, ReceiveBuffers(device), vocabulary)
 
 
 class Engine(Protocol):
@@ -93,6 +100,7 @@ def _begin(
     position: Position,
     recorder: Recorder | None,
     replicas: Replicas,
+    collectives: Collectives | None,
 ) -> RankRun:
     """Microbatches are numbered over all replicas: together they train as one pipeline on the concatenated batch."""
     program = executable.program
@@ -104,7 +112,15 @@ def _begin(
         stage: StageRun(executable.stages[stage], gradients, given.microbatches, factor, seeds)
         for stage in program.stages_of(plan.rank)
     }
-    return RankRun(plan, runs, transport, position, Labels(recorder) if profiler_is_on() else recorder)
+    observe = Labels(recorder) if profiler_is_on() else recorder
+    if executable.vocabulary is None or collectives is None:
+        return RankRun(plan, runs, transport, position, observe)
+    shard = executable.vocabulary.begin(plan.rank, gradients, given.microbatches, factor, transport, collectives)
+    return RankRun(plan, runs, shard, position, observe, shard)
+
+
+def _collectives(executable: Executable) -> Collectives | None:
+    return executable.vocabulary.collectives() if executable.vocabulary else None
 
 
 def _loss_factor(program: Program, given: StepInput, count: int, device: torch.device) -> torch.Tensor:
@@ -118,6 +134,10 @@ def _end(run: RankRun) -> dict[int, torch.Tensor]:
     """Check that nothing is left; the losses of the microbatches whose last stage ran here."""
     for stage in run.runs.values():
         stage.check_empty()
+    if run.vocabulary is not None:
+        run.vocabulary.shard.check_empty()
+        if run.vocabulary.is_root:
+            return run.vocabulary.shard.losses
     return {i: loss for stage in run.runs.values() for i, loss in stage.losses.items()}
 
 
@@ -149,8 +169,9 @@ class InProcess:
         program, mailboxes = executable.program, Mailboxes()
         recorder = Recorder(program, clock_of(self.device)) if given.record else None
         gradients = [Gradients(parameters, program.shared, program.choices) for _ in self.local]
+        collectives = _collectives(executable)
         runs = [
-            _begin(executable, plan, given, own, mailboxes, self.watch.position, recorder, self.replicas)
+            _begin(executable, plan, given, own, mailboxes, self.watch.position, recorder, self.replicas, collectives)
             for plan, own in zip(executable.plans, gradients, strict=True)
         ]
         with undisturbed(self.device), torch.no_grad():
@@ -198,10 +219,19 @@ class Distributed:
     replicas: Replicas
     last_step: StepRecord | None = None
     ahead: float | None = None  # seconds that this host's clock is ahead of the first rank's
+    collectives: dist.ProcessGroup | None = None
 
     @property
     def local(self) -> tuple[int, ...]:
         return (self.rank,)
+
+    def collective_group(self) -> dist.ProcessGroup:
+        """The process group of the vocabulary's collectives, made by all ranks at the first call."""
+        if self.collectives is None:
+            members = dist.get_process_group_ranks(self.group)
+            self.collectives = dist.new_group(members, use_local_synchronization=True)
+            self.watch.groups = (*self.watch.groups, self.collectives)
+        return self.collectives
 
     def step(
         self, executable: Executable, given: StepInput, parameters: Mapping[str, nn.Parameter]
@@ -213,14 +243,17 @@ class Distributed:
                 self._compare_clocks()
                 dist.barrier(self.group)
         recorder = Recorder(program, clock_of(self.device)) if given.record else None
-        run = _begin(executable, executable.plans[0], given, gradients, transport, position, recorder, self.replicas)
+        run = _begin(
+            *(executable, executable.plans[0], given, gradients, transport, position, recorder, self.replicas),
+            _collectives(executable),
+        )
         reduction = self.replicas.begin(program, self.rank, gradients)
         run.after = reduction.hooks
         with undisturbed(self.device), torch.no_grad():
             for action in run.run():
                 raise PipelineError(f"rank {self.rank} cannot run {action}: its input was never requested")
         with position.waiting("the last sends"):
-            transport.finish()
+            run.transport.finish()
         losses = _end(run)
         with position.waiting("the sum of tied gradients"):
             sum_shared(program, gradients, self.rank, self.group)

@@ -10,7 +10,7 @@ from torch import nn
 
 from zbcompile.errors import PipelineError
 from zbcompile.options import Options
-from zbcompile.passes.choices import Choices, Recompute
+from zbcompile.passes.choices import Choices, Recompute, Vocab
 from zbcompile.passes.wrapped import LossFunction
 from zbcompile.pipe import Pipeline
 from zbcompile.schedules.schedule import Schedule
@@ -41,6 +41,7 @@ def pipeline(  # type: ignore[misc]  # the overloads differ in `model` alone and
     memory: int | None = None,
     optimizer_state: float = 2.0,
     accumulate_dtype: torch.dtype | None = None,
+    vocab: Vocab = "off",
     split: Mapping[str, bool] | None = None,
     chunks: int | None = None,
     example: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
@@ -79,6 +80,10 @@ def pipeline(  # type: ignore[misc]  # the overloads differ in `model` alone and
         accumulate_dtype: the dtype in which a step sums the gradients of its microbatches; each parameter takes the
             wider of this and its own. The sum is rounded into `.grad` once, at the end of the step. Default: float32
             for bfloat16 and float16 parameters, with `exact=True` the parameter's own, as in eager mode.
+        vocab: whether the output layer and its loss are sharded over all ranks by rows of the vocabulary
+            (docs/vocabulary.md): "off"; 1 or 2 barriers between the last stage's forward and backward (one takes less
+            memory); "auto": 1 where the output layer costs more than half of a rank's equal share, else off. Gradients
+            are equal within 2e-6 (fp32).
         split: which inputs are split into microbatches, by path or keyword name, where the default rule is wrong.
         chunks: stages per rank, for the interleaved schedules.
         example: `(args, kwargs)` of one batch (`target` among the keywords); compiles at once.
@@ -104,7 +109,7 @@ def pipeline(  # type: ignore[misc]  # the overloads differ in `model` alone and
     """
     cuts = balance if isinstance(balance, str) else tuple(balance)
     choices = Choices(
-        exact, recompute, cuts, boundary_bytes, memory, optimizer_state, accumulate_dtype, weight_recompute
+        exact, recompute, cuts, boundary_bytes, memory, optimizer_state, accumulate_dtype, weight_recompute, vocab
     )
     options = Options(
         schedule, microbatches, loss, loss_reduction, choices, split, chunks, seed, timeout, max_shapes, init, debug_nan

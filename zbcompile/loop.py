@@ -11,6 +11,7 @@ from zbcompile.schedules.actions import Action
 from zbcompile.stage_plan import Tensors
 from zbcompile.stage_run import StageRun
 from zbcompile.transport import Transport
+from zbcompile.vocabulary_collectives import VocabularyTransport
 
 
 class Observer(Protocol):
@@ -25,13 +26,15 @@ class Observer(Protocol):
 @dataclass
 class RankRun:
     """One rank during one step. `runs[stage]` are its stages, `outbox` what was made but not yet sent, `position` is
-    where others look to see how far the rank is; `after[action]` is called when `action` is done."""
+    where others look to see how far the rank is; `after[action]` is called when `action` is done. `vocabulary`
+    is the rank's shard of the output layer, where that is sharded."""
 
     plan: RankPlan
     runs: Mapping[int, StageRun]
     transport: Transport
     position: Position
     observe: Observer | None = None
+    vocabulary: VocabularyTransport | None = None
     after: Mapping[Action, Callable[[], None]] = field(default_factory=dict)
     outbox: dict[Message, Tensors] = field(default_factory=dict)
 
@@ -122,6 +125,18 @@ class RankRun:
         assert to.carries is not None
         self.transport.post(to.carries, to.buffers, to.peer)
 
+    def _scan(self, to: Instruction) -> None:
+        assert self.vocabulary is not None
+        self.vocabulary.shard.scan(to.action.microbatch)
+
+    def _update(self, to: Instruction) -> None:
+        assert self.vocabulary is not None
+        self.vocabulary.shard.update(to.action.microbatch)
+
+    def _announce(self, to: Instruction) -> None:
+        assert self.vocabulary is not None
+        self.vocabulary.announce(to.action.op, to.action.microbatch)
+
 
 HANDLERS: Mapping[str, Callable[..., None]] = {
     "F": RankRun._forward,
@@ -132,4 +147,9 @@ HANDLERS: Mapping[str, Callable[..., None]] = {
     "SEND_B": RankRun._send,
     "RECV_F": RankRun._receive,
     "RECV_B": RankRun._receive,
+    "S": RankRun._scan,
+    "T": RankRun._update,
+    "CAST": RankRun._announce,
+    "STATS": RankRun._announce,
+    "SUM": RankRun._announce,
 }

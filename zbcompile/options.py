@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from zbcompile.errors import PipelineError
-from zbcompile.passes.choices import BALANCES, RECOMPUTE_POLICIES, Choices
+from zbcompile.passes.choices import BALANCES, RECOMPUTE_POLICIES, VOCABS, Choices
 from zbcompile.passes.wrapped import LossFunction
 from zbcompile.schedules.files import load
 from zbcompile.schedules.registry import build, smallest_microbatches
@@ -46,6 +46,8 @@ class Options:
         _check_recompute(self.choices.recompute)
         if not isinstance(self.choices.weight_recompute, bool):
             raise PipelineError(f"weight_recompute={self.choices.weight_recompute!r}; expected True or False.")
+        if self.choices.vocab not in VOCABS or isinstance(self.choices.vocab, bool):
+            raise PipelineError(f'vocab={self.choices.vocab!r}; expected "off", "auto", 1 or 2 (barriers).')
         _check_cuts(self.choices)
         _check_dtype(self.choices.accumulate_dtype)
 

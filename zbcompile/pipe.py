@@ -31,6 +31,7 @@ from zbcompile.share import Share
 from zbcompile.stage_plan import prepare_stage
 from zbcompile.state import full_state, load_state, own_state, owned_parameters
 from zbcompile.switches import DEBUG_NAN
+from zbcompile.vocabulary_shards import VocabularyExecutable, VocabularyShards, make_executable_shards
 
 if TYPE_CHECKING:
     from zbcompile.generated import CompiledPipelineStage
@@ -62,6 +63,7 @@ class Pipeline:
         self._compiled: Recent[Any, Executable] = Recent(options.max_shapes)
         self._evaluations: Recent[Any, EvaluationPlan] = Recent(options.max_shapes)
         self._bound: dict[Slot, tuple[torch.Tensor, str]] = {}
+        self._shards: VocabularyShards | None = None
 
     @property
     def program(self) -> Program:
@@ -134,7 +136,7 @@ class Pipeline:
         try:
             yield
         except BaseException:
-            for parameter in self._model.parameters():
+            for parameter in (*self._model.parameters(), *self._parameters_by_name().values()):
                 parameter.grad = None
             self._engine.replicas.forget()
             for executable in self._compiled:
@@ -157,6 +159,7 @@ class Pipeline:
         self._share.require_filled()
         plan = self._evaluations[key]
         resident = resident_tensors(self._model, plan.inference.captured.constants)
+        self._gather_rows()
         with self._as_captured():
             return evaluate(plan, batch, program, self._engine, resident)
 
@@ -180,8 +183,10 @@ class Pipeline:
         gradients, tied parameters counted once, and returns that norm."""
         names = [name for name in self._parameters_by_name() if name in self.program.trained]
         with self._watch.region("clip_grad_norm_"):
+            split = frozenset(self._shards.own) if self._shards else frozenset()
             norm = total_norm(
-                names, self._parameters_by_name(), self._engine, self._owners, norm_type, error_if_nonfinite
+                *(names, split, self._parameters_by_name(), self._engine, self._owners),
+                *(norm_type, error_if_nonfinite),
             )
         nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, norm)
         return norm
@@ -225,6 +230,8 @@ class Pipeline:
         program, engine = self.program, self._engine
         if not isinstance(engine, Distributed):
             raise PipelineError("stages() needs a process group: start the script with torchrun.")
+        if program.vocabulary is not None:
+            raise PipelineError('torch\'s schedules know no vocabulary passes. Use pipe.step, or vocab="off".')
         if program.shared:
             raise PipelineError(
                 f"{sorted(program.shared)[0]} trains on several stages; torch's schedules cannot sum its gradients "
@@ -260,14 +267,19 @@ class Pipeline:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This process's parameters under the model's own names."""
         self.program  # noqa: B018  raises before compiling
-        return iter(list(owned_parameters(self._model, self._engine, self._owners)))
+        found = self._parameters_by_name()
+        return iter([(n, found[n]) for n, _ in owned_parameters(self._model, self._engine, self._owners)])
 
     def state_dict(self, full: bool = False) -> dict[str, Any]:
-        """Eager's state dict: this process's share, or with `full=True` all of it, on every rank."""
+        """Eager's state dict: this process's share, or with `full=True` all of it, on every rank.
+
+        Of an output layer sharded over several processes the share is a DTensor of this process's rows.
+        """
         self.program  # noqa: B018  raises before compiling
         if not full:
-            return own_state(self._model, self._engine, self._owners)
+            return self._own_state()
         with self._watch.region("state_dict"):
+            self._gather_rows()
             return full_state(self._model, self._engine, self._owners)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -357,7 +369,7 @@ class Pipeline:
 
     def _make_program(self, microbatch: Microbatch) -> Program:
         model, options = self._model, self.options
-        drawn = together(self._engine, "capturing", lambda: draw_step(model, microbatch, options.loss))
+        drawn = together(self._engine, "capturing", lambda: draw_step(model, microbatch, options.loss, options.choices))
         seconds = self._measured(drawn)
 
         def compile_() -> Program:
@@ -382,7 +394,35 @@ class Pipeline:
         stages = {i: prepare_stage(program.stages[i], resident, device, until) for i in own}
         if self._debug_nan:
             stages = {i: inspected(stage) for i, stage in stages.items()}
-        return make_executable(program, stages, self._engine.local, device)
+        return make_executable(program, stages, self._engine.local, device, self._prepare_vocabulary(program, resident))
+
+    def _prepare_vocabulary(
+        self, program: Program, resident: Mapping[Slot, torch.Tensor]
+    ) -> VocabularyExecutable | None:
+        """The shards of the output layer; shapes that are compiled later find the same rows."""
+        if program.vocabulary is None:
+            return None
+        engine, whole = self._engine, dict(self._model.named_parameters())
+        rank = engine.rank if isinstance(engine, Distributed) else None
+        if self._shards is None:
+            parameters = {name: whole[name] for name in program.vocabulary.parameters}
+            self._shards = VocabularyShards(program.vocabulary.bounds, parameters, rank)
+        group = engine.collective_group() if isinstance(engine, Distributed) else None
+        root = program.rank_of(program.schedule.stages - 1)
+        return make_executable_shards(program.vocabulary, self._shards, root, resident, engine.device, group)
+
+    def _gather_rows(self) -> None:
+        """Bring a sharded output layer together in the model's own parameters, for what needs it whole."""
+        if self._shards is not None and isinstance(self._engine, Distributed):
+            with self._watch.position.waiting("the rows of the output layer"):
+                self._shards.gather(self._engine.collective_group())
+
+    def _own_state(self) -> dict[str, Any]:
+        state = own_state(self._model, self._engine, self._owners)
+        if self._shards is None or not isinstance(self._engine, Distributed):
+            return state
+        return self._shards.sharded_state(state, self.program.captured.names, self._engine.group)
 
     def _parameters_by_name(self) -> dict[str, nn.Parameter]:
-        return dict(self._model.named_parameters())
+        """The model's parameters, those of a sharded output layer as this rank's rows."""
+        return {**dict(self._model.named_parameters()), **(self._shards.own if self._shards else {})}

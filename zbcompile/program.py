@@ -13,6 +13,7 @@ from zbcompile.passes.capture import Captured
 from zbcompile.passes.choices import Choices
 from zbcompile.passes.partition import Cuts
 from zbcompile.passes.stage_program import StageProgram
+from zbcompile.passes.vocabulary_program import VocabularyProgram
 from zbcompile.schedules.schedule import Lowered, Schedule
 from zbcompile.version import __version__
 
@@ -23,7 +24,7 @@ class Program:
 
     `stages[i]` is the program of stage i, `lowered.programs[rank]` the actions of a rank with their communication,
     `homes` the stages that use each parameter and buffer (tied ones under their first name), `cuts` where the model
-    was cut.
+    was cut, `vocabulary` the output layer where that is sharded over all ranks.
     """
 
     captured: Captured
@@ -34,6 +35,7 @@ class Program:
     choices: Choices
     loss_dtype: str
     inputs: Mapping[str, tuple[tuple[int, ...], str]]
+    vocabulary: VocabularyProgram | None
     canonical_targets: tuple[str, ...] = field(repr=False)
 
     @property
@@ -47,12 +49,14 @@ class Program:
     @property
     def trained(self) -> frozenset[str]:
         """Every parameter that gets a gradient, tied ones under their first name."""
-        return frozenset(name for stage in self.stages for name in stage.trained)
+        sharded = () if self.vocabulary is None else self.vocabulary.parameters
+        return frozenset((*sharded, *(name for stage in self.stages for name in stage.trained)))
 
     @cached_property
     def shared(self) -> frozenset[str]:
         """Trained parameters of several stages, or of two model copies: their gradients are summed over these."""
-        return frozenset(name for name in self.trained if self.copies > 1 or len(self.homes[name]) > 1)
+        trained = {name for stage in self.stages for name in stage.trained}
+        return frozenset(name for name in trained if self.copies > 1 or len(self.homes[name]) > 1)
 
     @cached_property
     def copies(self) -> int:
@@ -93,9 +97,18 @@ class Program:
             "inputs": {path: list(map(str, spec)) for path, spec in self.inputs.items()},
             "cuts": list(self.cuts.after),
             "order": _digest(str(self.lowered.programs)),
+            "vocabulary": self._sharding,
             "graphs": [_digest(stage.pieces["BW"].module.code) for stage in self.stages],
             "types": [_digest(_types(stage.pieces["BW"].module)) for stage in self.stages],
         }
+
+    @property
+    def _sharding(self) -> list[Any]:
+        found = self.vocabulary
+        if found is None:
+            return []
+        graphs = [_digest(each[name].module.code) for each in found.pieces for name in sorted(each)]
+        return [found.weight, found.barriers, list(map(list, found.bounds)), graphs]
 
     @property
     def hash(self) -> str:

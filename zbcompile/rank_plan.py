@@ -19,14 +19,17 @@ from zbcompile.passes.overlap import merge
 from zbcompile.passes.slots import TensorSpec
 from zbcompile.passes.torch_private import boxed
 from zbcompile.program import Program
-from zbcompile.schedules.actions import Action, Pair, Step
+from zbcompile.schedules.actions import CAST, STATS, SUM, Action, Pair, S, Step, T
 from zbcompile.stage_plan import Arrival, CompiledStage, arrivals_of
 
 SENDS, RECEIVES = ("SEND_F", "SEND_B"), ("RECV_F", "RECV_B")
+PASSES = ("F", "B", "W", "BW")
+HIDDEN_MESSAGE = "HIDDEN"  # the last stage's output, on its way to the vocabulary shards
 
 
 class Message(NamedTuple):
-    """What travels: the `F` or `B` values that arrive at `stage` for `microbatch`."""
+    """What travels: the `F` or `B` values that arrive at `stage` for `microbatch`, or a collective of the vocabulary
+    passes."""
 
     kind: str
     stage: int
@@ -85,6 +88,10 @@ def plan_rank(program: Program, rank: int, stages: Mapping[int, CompiledStage]) 
 
     def instruction(action: Action) -> Instruction:
         needs, makes = needed_by(program, action), made_by(program, action)
+        if program.vocabulary is not None and action.op not in (*SENDS, *RECEIVES):
+            needs, makes = needs or _awaited(program, action), makes or _hidden(program, action)
+            if makes is not None and makes.kind == HIDDEN_MESSAGE:
+                return Instruction(action, needs, makes, local=True, completes=completes.get(action, ()))
         if action.op in RECEIVES and needs is not None:
             source = program.rank_of(_source(needs), action.microbatch)
             return Instruction(action, carries=needs, peer=source, buffers=buffers[action])
@@ -141,6 +148,21 @@ def needed_by(program: Program, action: Action) -> Message | None:
     return None
 
 
+def _awaited(program: Program, action: Action) -> Message | None:
+    """The collective that a pass waits for."""
+    op, stage, microbatch = action
+    if op in ("B", "BW") and stage == program.schedule.stages - 1:
+        return Message((STATS, SUM)[program.schedule.barriers - 1], stage, microbatch)
+    return Message({S: CAST, T: STATS}[op], stage, microbatch) if op in (S, T) else None
+
+
+def _hidden(program: Program, action: Action) -> Message | None:
+    """What the last stage hands to the vocabulary shards."""
+    if action.op != "F" or action.stage != program.schedule.stages - 1:
+        return None
+    return Message(HIDDEN_MESSAGE, action.stage, action.microbatch)
+
+
 def made_by(program: Program, action: Action) -> Message | None:
     """What a compute action makes for another stage, or what a SEND sends."""
     op, stage, microbatch = action
@@ -174,7 +196,7 @@ def _assign_buffers(
             found = arrivals[action.stage][action.op[-1]]
             assigned[action] = tuple(_take_buffer(arrival, free, made) for arrival in found)
             waiting += [(b, a.readers) for b, a in zip(assigned[action], found, strict=True) if b.number >= 0]
-        elif action.op not in SENDS:
+        elif action.op in PASSES:
             done = [held for held in waiting if not _still_read(held[1], action.op)]
             for buffer, _ in done:
                 free[buffer.spec].append(buffer.number)

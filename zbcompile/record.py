@@ -92,7 +92,9 @@ class Recorder:
 
     def _note(self, action: Action, run: RankRun) -> None:
         self.marks.setdefault(run.rank, []).append((action, self.opened[run.rank][-1], self.clock.mark()))
-        self.held.setdefault(run.rank, []).append(sum(stage.live_bytes() for stage in run.runs.values()))
+        live = sum(stage.live_bytes() for stage in run.runs.values())
+        live += run.vocabulary.shard.live_bytes() if run.vocabulary is not None else 0
+        self.held.setdefault(run.rank, []).append(live)
 
     def _bytes(self, action: Action, run: RankRun) -> int:
         message = made_by(self.program, action) if action.op in (SEND_F, SEND_B) else None

@@ -5,7 +5,7 @@ the input gradient on the rank of the last stage; with two barriers SUM does tha
 in one order (`zbcompile.schedules.collectives`) and posting never waits.
 """
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -14,18 +14,21 @@ import torch
 import torch.distributed as dist
 
 from zbcompile.passes.vocabulary_program import HIDDEN
-from zbcompile.rank_plan import Buffer, Message
+from zbcompile.rank_plan import HIDDEN_MESSAGE, Buffer, Message
+from zbcompile.schedules.actions import CAST, COLLECTIVES, STATS, SUM
 from zbcompile.transport import Tensors, Transport
 from zbcompile.vocabulary_run import ShardRun
 
-LEAVING, CAST, STATS, SUM = "HIDDEN", "CAST", "STATS", "SUM"
-KINDS = frozenset((LEAVING, CAST, STATS, SUM))
+KINDS = frozenset((HIDDEN_MESSAGE, *COLLECTIVES))
 
 
 class Collectives(Protocol):
     """`post` announces that a rank takes part, `wait` returns once it is complete; `gradient` is the sum on the rank of
     the last stage."""
 
+    @property
+    def root(self) -> int: ...
+    def join(self, rank: int, shard: ShardRun) -> None: ...
     def post(self, op: str, rank: int, microbatch: int) -> None: ...
     def ready(self, op: str, microbatch: int) -> bool: ...
     def wait(self, op: str, microbatch: int) -> None: ...
@@ -37,20 +40,24 @@ class Collectives(Protocol):
 class SharedCollectives:
     """All shards in one process: a collective happens when the last of them has posted it. Sums are in rank order."""
 
-    shards: Mapping[int, ShardRun]
+    count: int
     root: int
     barriers: int
+    shards: dict[int, ShardRun] = field(default_factory=dict)
     posted: dict[tuple[str, int], set[int]] = field(default_factory=dict)
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def join(self, rank: int, shard: ShardRun) -> None:
+        self.shards[rank] = shard
 
     def post(self, op: str, rank: int, microbatch: int) -> None:
         present = self.posted.setdefault((op, microbatch), set())
         present.add(rank)
-        if len(present) == len(self.shards):
+        if len(present) == self.count:
             {CAST: self._cast, STATS: self._stats, SUM: self._sum}[op](microbatch)
 
     def ready(self, op: str, microbatch: int) -> bool:
-        return len(self.posted.get((op, microbatch), ())) == len(self.shards)
+        return len(self.posted.get((op, microbatch), ())) == self.count
 
     def wait(self, op: str, microbatch: int) -> None:
         pass
@@ -89,7 +96,6 @@ class GroupCollectives:
     """This process is one rank of `group`. Collectives run in the order of their posts beside the passes: on a thread
     of their own where the host carries them out (gloo), on a stream of their own on CUDA."""
 
-    shard: ShardRun
     group: dist.ProcessGroup
     root: int
     device: torch.device
@@ -100,6 +106,9 @@ class GroupCollectives:
         self._thread = ThreadPoolExecutor(1, "zbcompile-collectives") if self.device.type != "cuda" else None
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._events: dict[tuple[str, int], torch.cuda.Event] = {}
+
+    def join(self, rank: int, shard: ShardRun) -> None:
+        self.shard = shard
 
     def post(self, op: str, rank: int, microbatch: int) -> None:
         job = {CAST: self._cast, STATS: self._stats, SUM: self._sum}[op]
@@ -175,12 +184,22 @@ class GroupCollectives:
 class VocabularyTransport:
     """A rank's transport with the collectives beside the messages between stages."""
 
+    rank: int
     messages: Transport
     shard: ShardRun
     collectives: Collectives
 
+    @property
+    def is_root(self) -> bool:
+        """Whether the last stage is on this rank."""
+        return self.rank == self.collectives.root
+
+    def announce(self, op: str, microbatch: int) -> None:
+        """Take part in a collective."""
+        self.collectives.post(op, self.rank, microbatch)
+
     def deliver(self, message: Message, tensors: Tensors) -> None:
-        if message.kind == LEAVING:
+        if message.kind == HIDDEN_MESSAGE:
             self.shard.receive(message.microbatch, tensors[0].contiguous())
         else:
             self.messages.deliver(message, tensors)
@@ -188,7 +207,7 @@ class VocabularyTransport:
     def send(self, message: Message, tensors: Tensors, peer: int) -> None:
         self.messages.send(message, tensors, peer)
 
-    def post(self, message: Message, buffers: "tuple[Buffer, ...]", peer: int) -> None:
+    def post(self, message: Message, buffers: Sequence[Buffer], peer: int) -> None:
         self.messages.post(message, buffers, peer)
 
     def ready(self, message: Message) -> bool:
@@ -208,7 +227,7 @@ class VocabularyTransport:
         gradient = self.collectives.gradient(message.microbatch)
         return [gradient.to(getattr(torch, self.shard.shard.program.hidden.dtype))]
 
-    def complete(self, messages: "tuple[Message, ...]") -> None:
+    def complete(self, messages: Sequence[Message]) -> None:
         self.messages.complete(messages)
 
     def finish(self) -> None:
