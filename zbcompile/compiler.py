@@ -64,14 +64,14 @@ def compile_step(
 
 
 def draw_step(
-    model: nn.Module, microbatch: Microbatch, loss: LossFunction | None, choices: Choices = Choices()
+    model: nn.Module, microbatch: Microbatch, loss: LossFunction | None, choices: Choices | None = None
 ) -> Drawn:
     """Capture the training step of `model` for one microbatch's shapes."""
     args, kwargs, target = microbatch.example
     captured = capture(model, args, kwargs, target, loss)
     with without_autocast(microbatch):
         canonical = canonicalise(captured)
-        sharding = find_sharding(canonical, choices)
+        sharding = find_sharding(canonical, choices or Choices())
         canonical = canonical if sharding is None else sharding.trunk
         return Drawn(captured, canonical, draw_line(canonical), sharding)
 
