@@ -1,4 +1,4 @@
-"""Vocabulary passes against the unsplit output layer in eager mode, in one process; what is recognised, what refused."""
+"""Vocabulary passes against the unsplit output layer in eager mode; what is recognised, what is refused."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
