@@ -42,6 +42,9 @@ MEMORY_BOUND = {
 # 2.11-2.13: the view of a matrix product that matmul makes; joint graphs call it by this name.
 UNSAFE_VIEW = aten._unsafe_view.default
 
+# 2.11-2.13: what reshape, casts and log_softmax become in some graphs; no public operator has these names.
+UNSAFE_VIEW, TO_COPY, LOG_SOFTMAX = aten._unsafe_view.default, aten._to_copy.default, aten._log_softmax.default
+
 
 def is_in_place(operation: object) -> bool:
     """Whether `operation` works in place (2.11-2.13: the schema of an operator has no public name)."""

@@ -91,12 +91,12 @@ def _require_one_function(exits: list[Exit], hidden: Node) -> None:
 
 
 def _require_single_use(weight: Node, linear: Node, name: str) -> None:
-    """Every use of the parameter must be the output layer's, through casts and transposes."""
-    others = [user for user in _readers(weight) if user is not linear]
+    """Every use of the parameter must be the output layer's, through casts and transposes, or a lookup of a tied
+    embedding."""
+    lookups = (linear, *(user for user in weight.users if user.target is aten.embedding.default))
+    others = [user for user in _readers(weight) if user not in lookups]
     if others:
-        raise NotShardable(
-            f"{name} is also read by {others[0].name}: an output layer tied to the embedding is not sharded yet"
-        )
+        raise NotShardable(f"{name} is also read by {others[0].name}, which is neither it nor an embedding")
 
 
 def _readers(node: Node) -> Iterator[Node]:

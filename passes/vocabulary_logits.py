@@ -16,6 +16,7 @@ from torch.fx import Node
 
 from zbcompile.passes.canonical import source_line
 from zbcompile.passes.errors import CompileError
+from zbcompile.passes.torch_private import LOG_SOFTMAX, TO_COPY, UNSAFE_VIEW
 
 aten = torch.ops.aten
 
@@ -73,16 +74,16 @@ POINTWISE = frozenset(
         *(aten.sub.Tensor, aten.sub.Scalar, aten.tanh.default, aten.neg.default),
     }
 )
-CASTS = frozenset({aten.to.dtype, aten._to_copy.default, aten.to.device, aten.to.dtype_layout})
+CASTS = frozenset({aten.to.dtype, TO_COPY, aten.to.device, aten.to.dtype_layout})
 COPIES = frozenset({aten.clone.default, aten.contiguous.default, aten.alias.default})
-RESHAPES = frozenset({aten.view.default, aten.reshape.default, aten._unsafe_view.default})
+RESHAPES = frozenset({aten.view.default, aten.reshape.default, UNSAFE_VIEW})
 EXITS = frozenset(
     {
         *(aten.cross_entropy_loss.default, aten.nll_loss_nd.default, aten.nll_loss.default, aten.nll_loss2d.default),
         *(aten.gather.default, aten.logsumexp.default, aten.sum.dim_IntList, aten.mean.dim),
     }
 )
-LOG_SOFTMAX = frozenset({aten.log_softmax.int, aten._log_softmax.default})
+LOG_SOFTMAXES = frozenset({aten.log_softmax.int, LOG_SOFTMAX})
 
 
 def follow(linear: Node) -> list[Exit]:
@@ -129,7 +130,7 @@ def _exit(node: Node, logits: Logits) -> Exit:
 def _step(node: Node, before: Node, logits: Logits) -> Logits:
     if node.target in CASTS | COPIES:
         return logits
-    if node.target in LOG_SOFTMAX and not logits.normalised and _dimension(node, before) == logits.axis:
+    if node.target in LOG_SOFTMAXES and not logits.normalised and _dimension(node, before) == logits.axis:
         return replace(logits, normalised=True)
     if node.target in POINTWISE and not logits.normalised:
         return _pointwise(node, before, logits)

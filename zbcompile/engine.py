@@ -243,6 +243,9 @@ class Distributed:
                 self._compare_clocks()
                 dist.barrier(self.group)
         recorder = Recorder(program, clock_of(self.device)) if given.record else None
+        if executable.vocabulary is not None:
+            with position.waiting("the rows of a tied embedding"):
+                executable.vocabulary.begin_step(gradients, program.tied)
         run = _begin(
             *(executable, executable.plans[0], given, gradients, transport, position, recorder, self.replicas),
             _collectives(executable),
@@ -257,6 +260,9 @@ class Distributed:
         losses = _end(run)
         with position.waiting("the sum of tied gradients"):
             sum_shared(program, gradients, self.rank, self.group)
+        if executable.vocabulary is not None:
+            with position.waiting("the gradients of a tied embedding"):
+                executable.vocabulary.end_step(gradients, program.tied)
         gradients.finish()
         with position.waiting("the sum over replicas"):
             reduction.finish()

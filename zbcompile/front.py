@@ -82,8 +82,8 @@ def pipeline(  # type: ignore[misc]  # the overloads differ in `model` alone and
             for bfloat16 and float16 parameters, with `exact=True` the parameter's own, as in eager mode.
         vocab: whether the output layer and its loss are sharded over all ranks by rows of the vocabulary
             (docs/vocabulary.md): "off"; 1 or 2 barriers between the last stage's forward and backward (one takes less
-            memory); "auto": 1 where the output layer costs more than half of a rank's equal share, else off. Gradients
-            are equal within 2e-6 (fp32).
+            memory); "auto": 1 where there is an output layer that can be sharded, else off. Gradients are equal within
+            2e-6 (fp32).
         split: which inputs are split into microbatches, by path or keyword name, where the default rule is wrong.
         chunks: stages per rank, for the interleaved schedules.
         example: `(args, kwargs)` of one batch (`target` among the keywords); compiles at once.

@@ -17,7 +17,8 @@ class Gradients:
 
     `partial[name][stage][microbatch]` holds, for shared parameters in exact mode, one gradient per microbatch and
     stage; `sums[name, stage]` the running sum of a shared parameter's stage otherwise; `buffers[name]` the running sum
-    of a parameter whose `.grad` cannot be added into.
+    of a parameter whose `.grad` cannot be added into. `whole` are the parameters of which this rank trains rows, but
+    looks up all as an embedding: `lookups` has these gradients.
     """
 
     parameters: Mapping[str, nn.Parameter]
@@ -26,10 +27,14 @@ class Gradients:
     partial: dict[tuple[str, int], dict[int, torch.Tensor]] = field(default_factory=dict)
     sums: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    whole: Mapping[str, nn.Parameter] = field(default_factory=dict)
+    lookups: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def buffer(self, name: str, stage: int) -> torch.Tensor:
         """The tensor that W adds into: `.grad`, made of zeros where it is None, a buffer, or the stage's sum of a
         shared parameter."""
+        if name in self.whole and stage >= 0:
+            return self._lookup(name)
         if name in self.shared:
             if (name, stage) not in self.sums:
                 self.sums[name, stage] = self._zeros(name)
@@ -42,6 +47,15 @@ class Gradients:
         if parameter.grad is None:
             parameter.grad = self._zeros(name)
         return parameter.grad
+
+    def _lookup(self, name: str) -> torch.Tensor:
+        """The gradient of an embedding whose rows are shared out at the end of the step."""
+        if name not in self.lookups:
+            like = self.whole[name]
+            self.lookups[name] = torch.zeros_like(
+                like, dtype=self.choices.dtype_of_sum(like.dtype), requires_grad=False
+            )
+        return self.lookups[name]
 
     def _needs_buffer(self, parameter: nn.Parameter) -> bool:
         """Whether `.grad` has another dtype than the sum (torch wants the parameter's there), or odd strides."""

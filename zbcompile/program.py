@@ -56,7 +56,15 @@ class Program:
     def shared(self) -> frozenset[str]:
         """Trained parameters of several stages, or of two model copies: their gradients are summed over these."""
         trained = {name for stage in self.stages for name in stage.trained}
-        return frozenset(name for name in trained if self.copies > 1 or len(self.homes[name]) > 1)
+        sharded = () if self.vocabulary is None else self.vocabulary.parameters
+        several = {name for name in trained if self.copies > 1 or len(self.homes[name]) > 1}
+        return frozenset(several - set(sharded))
+
+    @property
+    def tied(self) -> dict[str, int]:
+        """Rows of a sharded output layer that a stage looks up as its embedding, by name, with that stage's rank."""
+        sharded = () if self.vocabulary is None else self.vocabulary.parameters
+        return {n: self.rank_of(s.stage) for n in sharded for s in self.stages if n in s.trained}
 
     @cached_property
     def copies(self) -> int:

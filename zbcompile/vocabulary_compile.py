@@ -43,7 +43,7 @@ class Sharding:
 
 def find_sharding(canonical: Canonical, choices: Choices) -> Sharding | None:
     """What `vocab=` asks for; None where it asks for nothing. Raises CompileError where it cannot be."""
-    if choices.vocab in ("off", "auto"):
+    if choices.vocab == "off" or (choices.vocab == "auto" and choices.exact):
         return None
     if choices.exact:
         raise CompileError(
@@ -53,16 +53,18 @@ def find_sharding(canonical: Canonical, choices: Choices) -> Sharding | None:
     try:
         head = find_head(canonical)
     except NotShardable as reason:
+        if choices.vocab == "auto":
+            return None
         raise CompileError(f'vocab={choices.vocab}: {reason}. Use vocab="off".') from reason
     return Sharding(canonical, head, cut_off(canonical, head))
 
 
 def shard(sharding: Sharding, schedule: Schedule, choices: Choices) -> VocabularyProgram:
     """The graphs of every rank's shard."""
-    assert isinstance(choices.vocab, int)
+    barriers = choices.vocab if isinstance(choices.vocab, int) else 1
     bounds = even_bounds(sharding.head.size, schedule.ranks)
     tile = tile_of(sharding.head, bounds)
-    return make_vocabulary(sharding.whole, sharding.head, sharding.activation, bounds, choices.vocab, tile, choices)
+    return make_vocabulary(sharding.whole, sharding.head, sharding.activation, bounds, barriers, tile, choices)
 
 
 def tile_of(head: VocabularyHead, bounds: tuple[tuple[int, int], ...]) -> int | None:

@@ -53,6 +53,22 @@ class VocabularyShards:
                 if rows.numel():
                     dist.broadcast(rows, group=group, group_src=rank)
 
+    def share_lookups(self, gradients: Gradients, tied: Mapping[str, int], group: dist.ProcessGroup) -> None:
+        """Add the gradient of a tied embedding, which the rank of its stage has, to the rows of every rank."""
+        for name, source in sorted(tied.items()):
+            own = gradients.buffer(name, stage=-1)
+            if self.rank == source:
+                found = gradients.lookups.pop(name)
+                for rank, (low, high) in enumerate(self.bounds):
+                    if rank != source and high > low:
+                        dist.send(found[low:high].contiguous(), group=group, group_dst=rank)
+                low, high = self.bounds[source]
+                own.add_(found[low:high])
+            elif own.numel():
+                rows = torch.empty_like(own)
+                dist.recv(rows, group=group, group_src=source)
+                own.add_(rows)
+
     def sharded_state(
         self, state: dict[str, Any], names: Mapping[str, str], group: dist.ProcessGroup
     ) -> dict[str, Any]:
@@ -83,6 +99,18 @@ class VocabularyExecutable:
     root: int
     device: torch.device
     group: dist.ProcessGroup | None
+    rows: VocabularyShards
+
+    def begin_step(self, gradients: Gradients, tied: Mapping[str, int]) -> None:
+        """A rank that looks up a tied embedding needs all rows as the optimizers have left them."""
+        if self.group is not None and tied:
+            gradients.whole = {name: self.rows.whole[name] for name in tied}
+            self.rows.gather(self.group)
+
+    def end_step(self, gradients: Gradients, tied: Mapping[str, int]) -> None:
+        """Every rank gets the gradients of its rows of a tied embedding."""
+        if self.group is not None and tied:
+            self.rows.share_lookups(gradients, tied, self.group)
 
     def collectives(self) -> Collectives:
         """The collectives of one step."""
@@ -120,4 +148,4 @@ def make_executable_shards(
         rows = {Slot("parameter", name): shards.rows(rank, name) for name in program.parameters}
         compiled[rank] = prepare_shard(program, rank, {**resident, **rows})
     accumulators = {rank: partial(shards.accumulator, rank) for rank in ranks}
-    return VocabularyExecutable(program, compiled, accumulators, root, device, group)
+    return VocabularyExecutable(program, compiled, accumulators, root, device, group, shards)

@@ -11,10 +11,11 @@ IN_PROCESS = (
     VocabularyCase("gpt-options", "zb-v", 1, 3, microbatches=6),
     VocabularyCase("gpt-options", "dualpipe-v", 2, 2),
     VocabularyCase("gpt", "interleaved-zb", 1, 2),
+    VocabularyCase("gpt-tied", "zb-h1", "auto", 2),
 )
 PROCESSES = (
     VocabularyCase("gpt", "1f1b", 1, 2),
-    VocabularyCase("gpt", "zb-v", 2, 2),
+    VocabularyCase("gpt-tied", "zb-v", 2, 2),
     VocabularyCase("gpt-options", "zb-h1", 1, 4),
     VocabularyCase("gpt-options", "dualpipe-v", 1, 4, microbatches=8),
 )

@@ -42,8 +42,8 @@ class Learned:
     output: Tensor
 
 
-def small_gpt() -> nn.Module:
-    return GPT(layers=4, width=32, heads=2, length=16)
+def small_gpt(tied: bool = False) -> nn.Module:
+    return GPT(layers=4, width=32, heads=2, length=16, tied=tied)
 
 
 def smoothed(output: Tensor, target: Tensor) -> Tensor:
@@ -58,6 +58,7 @@ Make = Callable[[], nn.Module]
 MODELS: Mapping[str, tuple[Make, Any]] = {
     "gpt": (small_gpt, next_byte_loss),
     "gpt-options": (small_gpt, smoothed),
+    "gpt-tied": (partial(small_gpt, tied=True), next_byte_loss),
 }
 
 
