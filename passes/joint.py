@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
 from torch.fx.traceback import preserve_node_meta
 
 from zbcompile.passes.canonical import output_values
 from zbcompile.passes.cutting import Stage
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.in_place import in_place_operation, replace_writes_into_fresh
+from zbcompile.passes.sharing import SEPARATE_USES, is_use
 from zbcompile.passes.slots import Slot
 from zbcompile.passes.sources import MarkingInterpreter, described_backward
 from zbcompile.passes.strides import boundary_like
@@ -127,10 +129,14 @@ class _Run:
 
     def __call__(self, *flat: Any) -> list[Any]:
         primals, tangents = flat[: self.primals], flat[self.primals :]
-        interpreter = MarkingInterpreter(self.stage.module, garbage_collect_values=False)
+        interpreter = _UseInterpreter(self.stage.module, garbage_collect_values=False)
         with torch.enable_grad():
             outputs = interpreter.run(*primals)
-        pairs = [(_gradient_slot(slot), value) for slot, value in zip(self.stage.inputs, primals, strict=True)]
+        pairs = [
+            (_gradient_slot(slot), value)
+            for slot, primal in zip(self.stage.inputs, primals, strict=True)
+            for value in interpreter.last_use_first(slot) or [primal]
+        ]
         first = first_activations(self.stage)
         pairs += [(Slot("virtual_gradient", node.name), interpreter.env[node]) for node in first]
         pairs = [(slot, value) for slot, value in pairs if isinstance(value, torch.Tensor) and value.requires_grad]
@@ -149,6 +155,35 @@ class _Run:
             return [None] * len(wanted)
         with described_backward():
             return list(torch.autograd.grad(roots, wanted, grad_outputs=tangents, allow_unused=True))
+
+
+class _UseInterpreter(MarkingInterpreter):
+    """Gives every use of a parameter that is marked so a tensor of its own, to have its own gradient."""
+
+    def __init__(self, module: GraphModule, garbage_collect_values: bool) -> None:
+        super().__init__(module, garbage_collect_values)
+        self.uses: dict[Slot, list[list[torch.Tensor]]] = {}  # by parameter: of each operation, in order
+
+    def map_nodes_to_values(self, args: Any, n: Node) -> Any:
+        if not is_use(n) or not any(SEPARATE_USES in node.meta for node in n.all_input_nodes):
+            return super().map_nodes_to_values(args, n)
+        found: dict[Slot, list[torch.Tensor]] = {}
+
+        def load(node: Node) -> Any:
+            value = self.env[node]
+            if SEPARATE_USES in node.meta:
+                value = value.detach().requires_grad_()
+                found.setdefault(node.meta["slot"], []).append(value)
+            return value
+
+        loaded = map_arg(args, load)
+        for slot, values in found.items():
+            self.uses.setdefault(slot, []).append(values)
+        return loaded
+
+    def last_use_first(self, slot: Slot) -> list[torch.Tensor]:
+        """The uses of a parameter in eager's order: the last operation first, what one operation reads as it reads."""
+        return [value for values in reversed(self.uses.get(slot, [])) for value in values]
 
 
 def first_activations(stage: Stage) -> list[Node]:

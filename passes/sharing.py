@@ -1,28 +1,43 @@
-"""Parameters and buffers that several stages or model copies use: what cannot be kept as eager keeps it is refused."""
+"""Parameters and buffers that several stages or copies use: eager's order of sums is kept, or the use refused."""
 
-from torch.fx import Node
+from collections.abc import Set
+from dataclasses import replace
+
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 
 from zbcompile.passes.cutting import Stage
 from zbcompile.passes.errors import CompileError
 
+SEPARATE_USES = "separate_uses"  # marks the placeholder of a parameter whose uses have a gradient each
 
-def refuse_inexact_sharing(stages: tuple[Stage, ...], trainable: frozenset[str]) -> None:
-    """Raise CompileError where a stage would add two uses of a parameter before the uses of later stages are added.
+
+def separate_uses(stages: tuple[Stage, ...], trainable: frozenset[str]) -> tuple[Stage, ...]:
+    """The stages, with parameters marked whose uses on one stage must not be added before those of later stages are.
 
     Eager adds the uses one at a time, the last use of the model first: (g3 + g2) + g1. A stage that holds the first two
-    hands over g2 + g1, and the sum g3 + (g2 + g1) has other bits.
+    and handed over g2 + g1 would make g3 + (g2 + g1), which has other bits. So it gives one gradient per use.
     """
     last = {name: stage.index for stage in stages for name in stage.named("parameter")}
-    for stage in stages:
-        for node in stage.module.graph.find_nodes(op="placeholder"):
-            slot = node.meta["slot"]
-            shared = slot.kind == "parameter" and slot.name in trainable and stage.index < last[slot.name]
-            if shared and _uses(node) > 1:
-                raise CompileError(
-                    f"parameter {slot.name} is used {_uses(node)} times on stage {stage.index} and again on stage "
-                    f"{last[slot.name]}; exact=True cannot keep the order in which eager adds these gradients. Use "
-                    "exact=False (equal within 1e-6), or fewer stages."
-                )
+    return tuple(_marked(stage, {n for n in trainable if stage.index < last.get(n, -1)}) for stage in stages)
+
+
+def _marked(stage: Stage, shared: Set[str]) -> Stage:
+    found = {
+        node.name
+        for node in stage.module.graph.find_nodes(op="placeholder")
+        if node.meta["slot"].kind == "parameter" and node.meta["slot"].name in shared and count_uses(node) > 1
+    }
+    if not found:
+        return stage
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    for node in stage.module.graph.nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+        if node.name in found:
+            copies[node].meta[SEPARATE_USES] = True
+    name = type(stage.module).__name__
+    return replace(stage, module=GraphModule(stage.module, graph, class_name=name))
 
 
 def refuse_shared_mutation(stages: tuple[Stage, ...]) -> None:
@@ -49,6 +64,18 @@ def refuse_mutation_of_copies(stages: tuple[Stage, ...]) -> None:
         )
 
 
-def _uses(node: Node) -> int:
+def count_uses(node: Node) -> int:
     """How often a parameter is read by something that a gradient flows through."""
-    return sum(user.op == "call_function" and bool(user.meta.get("differentiable")) for user in node.users)
+    return sum(_flat(user).count(node) for user in node.users if is_use(user))
+
+
+def is_use(user: Node) -> bool:
+    """Whether a gradient flows back through an operation to what it reads."""
+    return user.op == "call_function" and bool(user.meta.get("differentiable"))
+
+
+def _flat(user: Node) -> list[Node]:
+    """What an operation reads, as often as it reads it."""
+    read: list[Node] = []
+    map_arg((user.args, user.kwargs), read.append)
+    return read

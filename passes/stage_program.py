@@ -77,7 +77,7 @@ def finish_stage(split: Split, choices: Choices) -> StageProgram:
         gradients_out={name: tensor_spec(value) for name, value in gradients.items()},
         parameters=stage.named("parameter"),
         buffers=stage.named("buffer"),
-        trained=tuple(slot.name for slot, _ in split.joint.outputs if slot.kind == "gradient"),
+        trained=tuple(dict.fromkeys(slot.name for slot, _ in split.joint.outputs if slot.kind == "gradient")),
         random=stage.random,
         crossing=split.crossing,
         improvements=split.improvements,

@@ -20,7 +20,7 @@ from zbcompile.passes.joint import trace_joint
 from zbcompile.passes.liveness import Line, draw_line
 from zbcompile.passes.probing import backward_failure
 from zbcompile.passes.recompute import recompute
-from zbcompile.passes.sharing import refuse_inexact_sharing, refuse_mutation_of_copies, refuse_shared_mutation
+from zbcompile.passes.sharing import refuse_mutation_of_copies, refuse_shared_mutation, separate_uses
 from zbcompile.passes.simplify import simplify
 from zbcompile.passes.split import split
 from zbcompile.passes.stage_program import StageProgram, finish_stage, tensor_spec
@@ -107,7 +107,7 @@ def compile_drawn(
         if schedule.placement.kind == "dual":
             refuse_mutation_of_copies(stages)
         if choices.exact:
-            refuse_inexact_sharing(stages, captured.trainable)
+            stages = separate_uses(stages, captured.trainable)
         make = functools.partial(compile_stage, captured.trainable, choices, observe=observe)
         programs = _compile_stages(canonical, stages, make, sharding.gradient if sharding else None)
         vocabulary = shard(sharding, schedule, choices) if sharding else None

@@ -4,6 +4,7 @@ several stages train are summed over the stages first, in the order in which eag
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 
 import torch
 from torch import nn
@@ -15,16 +16,16 @@ from zbcompile.passes.choices import Choices
 class Gradients:
     """The gradients of one rank during one step.
 
-    `partial[name][stage][microbatch]` holds, for shared parameters in exact mode, one gradient per microbatch and
-    stage; `sums[name, stage]` the running sum of a shared parameter's stage otherwise; `buffers[name]` the running sum
-    of a parameter whose `.grad` cannot be added into. `whole` are the parameters of which this rank trains rows, but
-    looks up all as an embedding: `lookups` has these gradients.
+    `partial[name, stage][microbatch]` holds, for shared parameters in exact mode, one gradient per use on the stage, in
+    the order in which eager adds them; `sums[name, stage]` the running sum of a shared parameter's stage otherwise;
+    `buffers[name]` the running sum of a parameter whose `.grad` cannot be added into. `whole` are the parameters of
+    which this rank trains rows, but looks up all as an embedding: `lookups` has these gradients.
     """
 
     parameters: Mapping[str, nn.Parameter]
     shared: frozenset[str]
     choices: Choices
-    partial: dict[tuple[str, int], dict[int, torch.Tensor]] = field(default_factory=dict)
+    partial: dict[tuple[str, int], dict[int, list[torch.Tensor]]] = field(default_factory=dict)
     sums: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     whole: Mapping[str, nn.Parameter] = field(default_factory=dict)
@@ -69,7 +70,7 @@ class Gradients:
     def add(self, name: str, stage: int, microbatch: int, gradient: torch.Tensor) -> None:
         """Add one microbatch's gradient as eager's AccumulateGrad does: the first becomes `.grad`, later ones add."""
         if name in self.shared:
-            self.partial.setdefault((name, stage), {})[microbatch] = gradient
+            self.partial.setdefault((name, stage), {}).setdefault(microbatch, []).append(gradient)
         else:
             self._accumulate(name, gradient)
 
@@ -80,11 +81,11 @@ class Gradients:
         else:
             self.buffers.setdefault(name, self._zeros(name)).add_(gradient)
 
-    def waiting(self, name: str, stage: int) -> list[torch.Tensor]:
-        """What this rank holds of a shared parameter for one stage: one tensor per microbatch, or one sum in all."""
+    def waiting(self, name: str, stage: int) -> list[list[torch.Tensor]]:
+        """What this rank holds of a shared parameter for one stage: the uses of each microbatch, or one sum in all."""
         if (name, stage) in self.sums:
-            return [self.sums.pop((name, stage))]
-        return [gradient for _, gradient in sorted(self.partial.pop((name, stage)).items())]
+            return [[self.sums.pop((name, stage))]]
+        return [uses for _, uses in sorted(self.partial.pop((name, stage)).items())]
 
     def dtype_of_shared(self, name: str) -> torch.dtype:
         """The dtype of what `waiting` returns."""
@@ -114,6 +115,7 @@ def accumulate(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
             parameter.grad = torch.empty_like(parameter, requires_grad=False).copy_(gradient)
 
 
-def add_uses(later: Sequence[torch.Tensor], earlier: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Sum two uses of a shared parameter, microbatch by microbatch: the later use (none at first) comes first."""
-    return [first + second for first, second in zip(later, earlier, strict=True)] if later else list(earlier)
+def add_uses(later: Sequence[torch.Tensor], earlier: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+    """Add the uses of a stage, one at a time, to the sums of the stages behind it (none at first), per microbatch."""
+    sums = [[total] for total in later] or [[] for _ in earlier]
+    return [reduce(torch.add, [*total, *uses]) for total, uses in zip(sums, earlier, strict=True)]

@@ -118,14 +118,15 @@ def _call(program: StageProgram, name: str, registers: Mapping[Slot, int]) -> Ca
         accumulators=tuple((registers[slot], slot.name) for slot in piece.inputs if slot.kind == "accumulator"),
         saves=tuple((at, registers[slot]) for slot, at in places.items() if slot.kind == "saved" and slot in kept),
         sends=tuple((places[Slot(kind, name)], spec) for name, spec in specs.items()),  # type: ignore[arg-type]
-        gradients=_named(places, "gradient"),
-        mutations=_named(places, "mutation"),
+        gradients=_named(piece, "gradient"),
+        mutations=_named(piece, "mutation"),
         loss=next((place for slot, place in places.items() if slot.kind == "loss"), None),
     )
 
 
-def _named(places: Mapping[Slot, int], kind: str) -> tuple[tuple[int, str], ...]:
-    return tuple((place, slot.name) for slot, place in places.items() if slot.kind == kind)
+def _named(piece: Piece, kind: str) -> tuple[tuple[int, str], ...]:
+    """The results of one kind; a parameter may have several gradients, one per use (see `passes.sharing`)."""
+    return tuple((place, slot.name) for place, slot in enumerate(piece.outputs) if slot.kind == kind)
 
 
 def later_reads(program: StageProgram, name: str) -> frozenset[Slot]:

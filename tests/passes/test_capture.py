@@ -378,6 +378,7 @@ MODELS = (
     (Normed, "zb-h1"),
     (Buffers, "1f1b"),
     (Random, "zb-v"),
+    (Spectral, "zb-h1"),
     (Cast, "zb-v"),
     (CastTwice, "zb-h1"),
     (Silent, "zb-h1"),

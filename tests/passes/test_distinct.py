@@ -144,9 +144,9 @@ def test_graphs_that_differ_in_more_than_names_are_not_shared(make: Callable[[in
 def test_a_stage_is_compiled_once_per_distinct_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = []
 
-    def counted(trainable: frozenset[str], choices: Choices, stage: Stage, tangents: Any) -> Any:
+    def counted(trainable: frozenset[str], choices: Choices, stage: Stage, tangents: Any, **rest: Any) -> Any:
         compiled.append(stage.index)
-        return compile_stage(trainable, choices, stage, tangents)
+        return compile_stage(trainable, choices, stage, tangents, **rest)
 
     monkeypatch.setattr("zbcompile.compiler.compile_stage", counted)
     program = _compiled(_gpt(), 4)

@@ -1,6 +1,6 @@
 """What is alive between actions is what the program says, byte for byte, and nothing else is."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -69,8 +69,9 @@ class Auditor:
     waiting: dict[tuple[int, int], str] = field(default_factory=dict)
     checks: int = 0
 
-    def __call__(self, action: Action, run: RankRun, execute: Callable[[], None]) -> None:
+    def __call__(self, actions: Sequence[Action], run: RankRun, execute: Callable[[], None]) -> None:
         execute()
+        (action,) = actions
         if action.op in ("F", "B", "W", "BW"):
             self.waiting[action.stage, action.microbatch] = {"F": "kept", "B": "residue"}.get(action.op, "")
         for rank in self.ranks:
@@ -111,7 +112,7 @@ def _sums(gradients: Gradients) -> Iterator[Tensor | None]:
     assert all(name in gradients.shared for name, _ in gradients.partial)
     yield from (parameter.grad for parameter in gradients.parameters.values())
     yield from (*gradients.sums.values(), *gradients.buffers.values())
-    yield from (gradient for held in gradients.partial.values() for gradient in held.values())
+    yield from (gradient for held in gradients.partial.values() for uses in held.values() for gradient in uses)
 
 
 @pytest.mark.parametrize(

@@ -155,6 +155,7 @@ RANDOM = (  # seed, schedule, ranks, stages
     (2, "1f1b", 3, 3),
     (3, "interleaved-1f1b", 2, 4),
     (4, "zb-v", 3, 6),
+    (5, "1f1b", 2, 2),
     (6, "zb-h1", 2, 2),
     (7, "zb-v", 2, 4),
 )

@@ -23,6 +23,7 @@ CASES = (
     Case("vit", "zb-v", 4, 4, steps=2),
     Case("vit", "zb-h1", 2, 4, steps=2),
     Case("t5", "1f1b", 4, 4, steps=2),
+    Case("t5", "zb-h1", 2, 4, steps=2),
     Case("whisper", "zb-v", 2, 4, steps=2),
     Case("whisper", "1f1b", 3, 4, steps=2),
     Case("mixtral", "zb-h1", 3, 4, steps=2),
