@@ -98,6 +98,12 @@ def _add_plan(group: Any) -> None:
         metavar="none|hints|selective|full|BYTES",
         help="what B computes again (default: hints, the regions of torch.utils.checkpoint)",
     )
+    group.add_argument(
+        "--vocab",
+        default="off",
+        choices=("off", "auto", "1", "2"),
+        help="shard the output layer over all ranks, with so many barriers (default: off)",
+    )
     group.add_argument("--weight-recompute", action="store_true", help="W computes cheap values again to save memory")
     group.add_argument(
         "--balance",

@@ -48,6 +48,7 @@ class Request:
     chunks: int | None
     exact: bool
     recompute: str
+    vocab: str
     weight_recompute: bool
     balance: str
     boundary_bytes: int | None
@@ -139,6 +140,7 @@ def _choices(request: Request) -> Choices:
         memory=request.memory,
         optimizer_state=request.optimizer_state,
         weight_recompute=request.weight_recompute,
+        vocab=int(request.vocab) if request.vocab.isdecimal() else request.vocab,  # type: ignore[arg-type]
     )
 
 
@@ -166,9 +168,21 @@ def _schedule(request: Request, name: str) -> Schedule:
     return resolve_schedule(options, ranks, announce=False)
 
 
+def _unsharded(inspected: Inspected, request: Request) -> float | None:
+    """The predicted step with the output layer on one stage, and the other layers redistributed by the balancer."""
+    program = inspected.program
+    if program.vocabulary is None:
+        return None
+    plain = replace(request, vocab="off", microbatches=program.schedule.microbatches)
+    schedule = _schedule(plain, request.schedule)
+    if schedule.shards:  # a schedule file with vocabulary passes of its own has no form without
+        return None
+    return _predicted(_compiled(inspected.example, schedule, plain), plain)[0].makespan
+
+
 def _show_summary(inspected: Inspected, request: Request) -> None:
     timeline, basis = _predicted(inspected, request)
-    summary = summarise(inspected, basis, timeline, request.loss_reduction)
+    summary = summarise(inspected, basis, timeline, request.loss_reduction, _unsharded(inspected, request))
     if request.json:
         print(json.dumps(summary.to_dict(), indent=1))
     else:

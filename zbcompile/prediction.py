@@ -9,6 +9,7 @@ from zbcompile.program import Program
 from zbcompile.schedules import Costs, simulate
 from zbcompile.schedules.actions import SEND_B, SEND_F, flatten
 from zbcompile.schedules.timeline import Timeline
+from zbcompile.vocabulary_compile import with_vocabulary_costs
 
 NAMED_COSTS = ("flops", "uniform")
 
@@ -41,7 +42,10 @@ def flop_costs(program: Program) -> Costs:
     """Seconds of F, B and W from their FLOPs at the machine's nominal speed; a pass without contractions takes 0."""
     speed = machine_for(device_of(program)).flops_per_second
     forward, backward, weight = (tuple(stage.flops[op] / speed for stage in program.stages) for op in ("F", "B", "W"))
-    return _with_memory(Costs(forward, backward, weight), program)
+    costs = _with_memory(Costs(forward, backward, weight), program)
+    if program.vocabulary is None:
+        return costs
+    return with_vocabulary_costs(costs, program.schedule, program.vocabulary, speed)
 
 
 def _with_memory(costs: Costs, program: Program) -> Costs:

@@ -39,6 +39,7 @@ def format_summary(summary: Summary, timeline: Timeline) -> str:
         _improved(summary),
         _titled(f"Ranks, predicted {summary.prediction.basis}", _ranks(summary)),
         _verdict(summary),
+        _vocabulary(summary),
         _advice(summary),
         _titled("The predicted step, to scale (dots are idle time)", _picture(timeline)),
         _titled("The order of every rank", format_schedule(timeline.schedule, width=WIDTH)),
@@ -212,6 +213,21 @@ def _verdict(s: Summary) -> str:
     peak = f"peak activations {format_bytes(p.peak_bytes)}"
     sent = f"{p.messages.count} messages of {format_bytes(p.messages.bytes)} altogether"
     return "\n".join(_wrap(f"Predicted: {step}, {peak}; {sent}."))
+
+
+def _vocabulary(s: Summary) -> str:
+    v = s.vocabulary
+    if v is None:
+        return ""
+    words = f"{v.words[0]} words a rank" if len(set(v.words)) == 1 else f"{', '.join(map(str, v.words))} words by rank"
+    passes = f"S {format_count(v.flops['S'])} and T {format_count(v.flops['T'])} FLOPs per microbatch"
+    kept = "logits wait from S to T" if v.keeps_logits else "T makes the logits again"
+    lines = _wrap(f"Output layer sharded over all ranks: {v.found}; {words}, {passes}; {kept}.")
+    if v.unsharded_step is not None:
+        step = format_time(v.unsharded_step, s.prediction.unit)
+        change = s.prediction.step / v.unsharded_step - 1
+        lines += _wrap(f"Without sharding, layers redistributed (--vocab off): step {step}; sharded {change:+.1%}.")
+    return "\n".join(lines)
 
 
 def _advice(s: Summary) -> str:

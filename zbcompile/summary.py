@@ -36,6 +36,19 @@ class Cut:
 
 
 @dataclass(frozen=True)
+class VocabularySummary:
+    """The output layer, sharded over all ranks: what was found, how many words each rank has, FLOPs of S and T on the
+    first rank per microbatch, whether logits wait for T, and the predicted step without sharding."""
+
+    found: str
+    barriers: int
+    words: tuple[int, ...]
+    flops: Mapping[str, int]
+    keeps_logits: bool
+    unsharded_step: float | None
+
+
+@dataclass(frozen=True)
 class StageSummary:
     """One stage. `cut` is where it ends (None: the loss). FLOPs and bytes are per microbatch.
 
@@ -132,6 +145,7 @@ class Summary:
     orders: tuple[tuple[str, ...], ...]
     programs: tuple[tuple[str, ...], ...]
     shared_parameters: tuple[str, ...]
+    vocabulary: VocabularySummary | None
     dropped_outputs: tuple[str, ...]
     warnings: tuple[str, ...]
 
@@ -140,8 +154,19 @@ class Summary:
         return {"schema": SCHEMA, **asdict(self)}
 
 
-def summarise(inspected: Inspected, basis: Basis, timeline: Timeline, loss_reduction: str) -> Summary:
-    """Describe a compiled example; `timeline` is its step as `predict` sees it under `basis`."""
+def _vocabulary(program: Program, unsharded: float | None) -> VocabularySummary | None:
+    found = program.vocabulary
+    if found is None:
+        return None
+    words = tuple(high - low for low, high in found.bounds)
+    return VocabularySummary(found.text, found.barriers, words, found.flops[0], found.kept, unsharded)
+
+
+def summarise(
+    inspected: Inspected, basis: Basis, timeline: Timeline, loss_reduction: str, unsharded: float | None = None
+) -> Summary:
+    """Describe a compiled example; `timeline` is its step as `predict` sees it under `basis`, `unsharded` the time of
+    the step without a sharded output layer."""
     program, model = inspected.program, inspected.example.model
     sizes = {name: (p.numel(), p.numel() * p.element_size()) for name, p in model.named_parameters()}
     stages = tuple(_stage(stage, program, sizes) for stage in program.stages)
@@ -163,12 +188,13 @@ def summarise(inspected: Inspected, basis: Basis, timeline: Timeline, loss_reduc
         imbalance=_imbalance([rank.flops for rank in ranks]),
         prediction=prediction_of(program, basis, timeline),
         idle=idle_by_cause(timeline),
-        alternatives=alternatives(timeline),
+        alternatives=() if program.vocabulary else alternatives(timeline),  # these know no vocabulary passes
         stages=stages,
         per_rank=ranks,
         orders=tuple(tuple(map(str, order)) for order in program.schedule.orders),
         programs=tuple(tuple(map(str, order)) for order in program.lowered.programs),
         shared_parameters=tuple(sorted(program.shared)),
+        vocabulary=_vocabulary(program, unsharded),
         dropped_outputs=inspected.dropped,
         warnings=inspected.warnings,
     )
