@@ -168,11 +168,29 @@ def _scan_tile(shard: Shard, raw: Tensor, own: Parameters, labels: Tensor, value
         total, weights = (shifted * weight).sum(1), weight.sum()
     others = None
     if shard.barriers == 1:
-        p = exponentials / torch.where(z > 0, z, 1.0)[:, None]
-        at_label = torch.where(inside, 0.0, p.gather(1, number[:, None])[:, 0])
-        pulled = _pull(shard, raw, p.scatter(1, number[:, None], at_label[:, None]))
-        others = _times_weight(shard, pulled, own, words)
+        others = _others(shard, raw, exponentials, z, own, (inside, number), words)
     return Scan(maximum, z, target, total, weights, others)
+
+
+def _others(
+    shard: Shard,
+    raw: Tensor,
+    exponentials: Tensor,
+    z: Tensor,
+    own: Parameters,
+    label: tuple[Tensor, Tensor],
+    words: slice,
+) -> Tensor:
+    """sum_{j != t} p_j D_j W_j [tokens, width]. The division by z comes last, where there are fewest numbers, unless
+    fp16 could overflow before."""
+    divisor = torch.where(z > 0, z, 1.0)[:, None]
+    early = shard.head.dtype == torch.float16
+    p = exponentials / divisor if early else exponentials
+    inside, at = label[0], label[1][:, None]
+    at_label = torch.where(inside, 0.0, p.gather(1, at)[:, 0])
+    pulled = _pull(shard, raw, p.scatter(1, at, at_label[:, None]))
+    found = _times_weight(shard, pulled, own, words)
+    return found if early else found / divisor
 
 
 def _times_weight(shard: Shard, gradient: Tensor, own: Parameters, words: slice) -> Tensor:
@@ -307,11 +325,11 @@ def _logit_gradient(
     """The gradient by what the output layer makes [tokens, words]."""
     maximum, log_z, a, b, c = coefficients.unbind(0)
     y = _pointwise(shard, raw)
-    log_p = (y - _finite(maximum)[:, None]) - log_z[:, None]
-    gradient = a[:, None] * log_p.exp()
+    shifted = y - _finite(maximum)[:, None]
+    gradient = (a * torch.exp(-log_z))[:, None] * shifted.exp()
     inside, number = _local(shard, labels, words)
     at = number[:, None]
-    of_label = a * torch.expm1(log_p.gather(1, at)[:, 0]) + (a + b)
+    of_label = a * torch.expm1(shifted.gather(1, at)[:, 0] - log_z) + (a + b)
     of_label = torch.where(inside, of_label, gradient.gather(1, at)[:, 0])
     gradient = gradient.scatter(1, at, of_label[:, None])
     if shard.head.loss.needs_total:

@@ -1,0 +1,112 @@
+"""A GPT whose output layer costs four transformer layers: left on the last rank, redistributed, and sharded.
+
+    torchrun --standalone --nproc-per-node 2 examples/benchmarks/vocab.py
+
+8 layers of width 128, sequence 128, 8 microbatches of 2, 1F1B; one thread per rank. Rounds of all variants take turns;
+the medians of their ratios to equal layers per rank count. Bytes are those of the last rank: its parameters four times
+(gradient, two moments of Adam) and the most that waits between its passes.
+"""
+
+import argparse
+import copy
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tabulate import tabulate
+from torch import Tensor, nn
+from tqdm import tqdm
+
+import zbcompile
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from gpt import GPT, next_byte_loss
+
+LAYERS, WIDTH, LENGTH, MICROBATCHES, ROWS = 8, 128, 128, 8, 2
+WORDS = 4 * (12 * WIDTH + 2 * LENGTH)  # FLOPs of the output layer / those of a layer = WORDS / (12 width + 2 length)
+STATES = 4  # parameter, gradient, two moments
+VARIANTS: dict[str, dict[str, Any]] = {
+    "equal layers": {"balance": [f"blocks.{LAYERS // 2}"]},
+    "redistributed": {},
+    "vocab=1": {"vocab": 1},
+    "vocab=2": {"vocab": 2},
+}
+
+
+@dataclass
+class Measured:
+    """One variant on this rank: seconds of every round, CPU seconds over all ranks, bytes of this rank."""
+
+    pipe: zbcompile.Pipeline
+    optimizer: torch.optim.Optimizer
+    bytes: int
+    seconds: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+
+
+def model_with_words() -> nn.Module:
+    model = GPT(layers=LAYERS, width=WIDTH, heads=4, length=LENGTH)
+    model.token, model.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+    return model
+
+
+def prepare(model: nn.Module, options: dict[str, Any], inputs: Tensor, targets: Tensor) -> Measured:
+    pipe = zbcompile.pipeline(model, schedule="1f1b", microbatches=MICROBATCHES, loss=next_byte_loss, **options)
+    pipe.record = True
+    pipe.step(inputs, target=targets)
+    record, pipe.record = pipe.last_step, False
+    assert record is not None
+    held = record.peak_activation_bytes[dist.get_rank()]
+    own = sum(parameter.numel() * parameter.element_size() for parameter in pipe.parameters())
+    return Measured(pipe, torch.optim.AdamW(pipe.parameters()), held + STATES * own)
+
+
+def round_of(measured: Measured, inputs: Tensor, targets: Tensor) -> None:
+    dist.barrier()
+    wall, cpu = time.perf_counter(), time.process_time()
+    measured.pipe.step(inputs, target=targets)
+    measured.optimizer.step()
+    measured.optimizer.zero_grad()
+    dist.barrier()
+    spent = torch.tensor([time.process_time() - cpu], dtype=torch.float64)
+    dist.all_reduce(spent)
+    measured.seconds.append(time.perf_counter() - wall)
+    measured.cpu.append(float(spent))
+
+
+def row(name: str, one: Measured, base: Measured) -> list[Any]:
+    ratios = [
+        median(a / b for a, b in zip(x, y, strict=True)) for x, y in ((one.seconds, base.seconds), (one.cpu, base.cpu))
+    ]
+    return [name, *ratios, one.bytes / base.bytes, one.bytes / 2**20]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7, help="paired rounds (default: %(default)s)")
+    rounds = parser.parse_args().rounds
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = model_with_words()
+    inputs, targets = torch.randint(WORDS, (2, ROWS * MICROBATCHES, LENGTH)).unbind()
+    found = {name: prepare(copy.deepcopy(model), options, inputs, targets) for name, options in VARIANTS.items()}
+    for _ in tqdm(range(rounds), disable=dist.get_rank() != 0, unit="round"):
+        for measured in found.values():
+            round_of(measured, inputs, targets)
+    if dist.get_rank() == dist.get_world_size() - 1:
+        rows = [row(name, measured, found["equal layers"]) for name, measured in found.items()]
+        print(
+            f"{dist.get_world_size()} ranks, {WORDS} words, {rounds} rounds; ratios to equal layers, output layer last"
+        )
+        print(tabulate(rows, ["variant", "step time", "CPU seconds", "bytes, last rank", "MiB"], floatfmt=".3f"))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
