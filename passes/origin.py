@@ -4,6 +4,7 @@ import os
 import re
 import traceback
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch.fx import Node
@@ -45,8 +46,11 @@ class Origin:
 def origin_of(node: Node) -> Origin | None:
     """Where `node` comes from; None for what no module and no line of the model made.
 
-    The innermost frame outside torch counts; a model made of torch's own modules alone has only torch's frames.
+    The innermost frame outside torch counts; a model made of torch's own modules alone has only torch's frames. A graph
+    that was read from a file brings its origins along.
     """
+    if "origin" in node.meta:
+        return cast(Origin, node.meta["origin"])
     frames = _frames(node.meta.get("stack_trace") or "")
     users = [frame for frame in frames if not os.path.realpath(frame[0]).startswith((_TORCH, *_OWN))]
     path = _module_path(node)

@@ -187,6 +187,11 @@ def replaced(cls: type, name: str, value: Any) -> Iterator[None]:
         setattr(cls, name, original)
 
 
+def fake_of(value: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> torch.Tensor:
+    """A meta tensor as a fake one on `device`, over the same storage (2.11-2.13: what FakeTensorMode does itself)."""
+    return FakeTensor(mode, value, device)
+
+
 def storage_key(value: torch.Tensor) -> int:
     """Equal for tensors, fake ones too, that share a storage (2.11-2.13: a fake storage has no data pointer)."""
     return value.untyped_storage()._cdata

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from zbcompile.example import Example as Example
     from zbcompile.explanation import Explanation as Explanation
     from zbcompile.front import pipeline as pipeline
+    from zbcompile.loading import load as load
     from zbcompile.passes.errors import CaptureError as CaptureError
     from zbcompile.passes.errors import CompileError as CompileError
     from zbcompile.passes.errors import PartitionError as PartitionError
@@ -28,6 +29,7 @@ _HOME = {
     "examination": ("explain",),
     "explanation": ("Explanation",),
     "front": ("pipeline",),
+    "loading": ("load",),
     "pipe": ("Pipeline",),
     "scaling": ("GradScaler",),
     "tracing": ("trace",),

@@ -10,6 +10,7 @@ from torch import nn
 
 from zbcompile.batch import Microbatch
 from zbcompile.measuring import measure_line
+from zbcompile.model_facts import facts_of
 from zbcompile.passes.canonical import Canonical, canonicalise, output_values
 from zbcompile.passes.capture import Captured, capture, capture_inference
 from zbcompile.passes.choices import Choices
@@ -27,7 +28,7 @@ from zbcompile.passes.stage_program import StageProgram, finish_stage, tensor_sp
 from zbcompile.passes.vocabulary_program import VocabularyProgram
 from zbcompile.passes.wrapped import LossFunction
 from zbcompile.planning import plan_cuts
-from zbcompile.program import Program
+from zbcompile.program import Program, call_of
 from zbcompile.schedules.lowering import lower
 from zbcompile.schedules.schedule import Schedule
 from zbcompile.vocabulary_compile import Sharding, find_sharding, insert, shard
@@ -113,7 +114,7 @@ def compile_drawn(
         vocabulary = shard(sharding, schedule, choices) if sharding else None
         schedule = insert(schedule, vocabulary, programs) if vocabulary else schedule
     return Program(
-        captured=captured,
+        model=facts_of(model, captured.constants),
         cuts=cuts,
         stages=programs,
         lowered=lower(schedule),
@@ -123,6 +124,7 @@ def compile_drawn(
         inputs={path: (tuple(t.shape), str(t.dtype)) for path, t in microbatch.tensors.items()},
         canonical_targets=_targets(line),
         vocabulary=vocabulary,
+        call=call_of(microbatch),
     )
 
 

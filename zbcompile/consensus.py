@@ -34,6 +34,16 @@ def together(engine: Engine, what: str, make: Callable[[], Result]) -> Result:
     return result  # type: ignore[return-value]
 
 
+def gathered(engine: Engine, value: Result) -> list[Result]:
+    """The value of every rank, on every rank."""
+    if not isinstance(engine, Distributed):
+        return [value]
+    values = [value] * dist.get_world_size(engine.everyone)
+    with engine.watch.position.waiting("the exchange"):
+        dist.all_gather_object(values, value, group=engine.everyone)
+    return values
+
+
 def require_equal_programs(engine: Engine, manifest: Mapping[str, object]) -> None:
     """Raise on every rank when the manifests differ, naming what differs and where."""
     if not isinstance(engine, Distributed):

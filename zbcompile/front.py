@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from zbcompile.errors import PipelineError
+from zbcompile.group import device_of, make_engine
 from zbcompile.options import Options
 from zbcompile.passes.choices import Choices, Recompute, Vocab
 from zbcompile.passes.wrapped import LossFunction
@@ -118,7 +119,8 @@ def pipeline(  # type: ignore[misc]  # the overloads differ in `model` alone and
     def build(module: Any) -> Pipeline:
         if not isinstance(module, nn.Module):
             raise PipelineError(f"expected an nn.Module to pipeline, received {type(module).__name__}.")
-        pipe = Pipeline(module, options, ranks, mesh)
+        engine = make_engine(lambda: device_of(module), ranks, mesh, timeout)
+        pipe = Pipeline(module, options, engine)
         if example is not None:
             args, kwargs = example
             pipe.compile(*args, **kwargs)

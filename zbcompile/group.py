@@ -1,6 +1,7 @@
 """Where the ranks come from: a mesh, a process group, torchrun's environment, or this process alone."""
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -17,23 +18,25 @@ from zbcompile.faults import Position
 from zbcompile.passes.meta_device import is_on_meta
 from zbcompile.watch import Watch
 
+FindDevice = Callable[[], torch.device]
 
-def make_engine(model: nn.Module, ranks: int | None, mesh: Any, timeout: float) -> Engine:
+
+def make_engine(find_device: FindDevice, ranks: int | None, mesh: Any, timeout: float) -> Engine:
     """The engine for this process: distributed when a mesh, a process group or torchrun gives ranks, else
-    in-process. `timeout`: see `zbcompile.pipeline`."""
+    in-process. `find_device` is asked once this process has its GPU. `timeout`: see `zbcompile.pipeline`."""
     if mesh is not None:
-        return _distributed(model, _sides(mesh), ranks, timeout)
+        return _distributed(find_device, _sides(mesh), ranks, timeout)
     if dist.is_available() and dist.is_initialized():
-        return _distributed(model, Sides(dist.group.WORLD, dist.group.WORLD, Replicas()), ranks, timeout)
+        return _distributed(find_device, Sides(dist.group.WORLD, dist.group.WORLD, Replicas()), ranks, timeout)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         _initialise(timeout)
-        return _distributed(model, Sides(dist.group.WORLD, dist.group.WORLD, Replicas()), ranks, timeout)
+        return _distributed(find_device, Sides(dist.group.WORLD, dist.group.WORLD, Replicas()), ranks, timeout)
     if ranks is None:
         print("zbcompile: neither torchrun nor ranks= gives a number of ranks; running as one rank in this process.")
     count = 1 if ranks is None else ranks
     if count < 1:
         raise PipelineError(f"ranks={count}; expected a positive number of ranks.")
-    return InProcess(count, device_of(model))
+    return InProcess(count, find_device())
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -41,13 +44,20 @@ def device_of(model: nn.Module) -> torch.device:
     this process's GPU, or without one to the CPU."""
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta}
     if not devices and is_on_meta(model):
-        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        return own_device("cuda" if torch.cuda.is_available() else "cpu")
     if len(devices) > 1:
         raise PipelineError(
             f"the model's tensors are on several devices: {', '.join(sorted(map(str, devices)))}. Move it to one: "
             "model.to(device)."
         )
     return devices.pop() if devices else torch.device("cpu")
+
+
+def own_device(kind: str) -> torch.device:
+    """This process's device of a kind; the CPU where there is none of it."""
+    if kind == "cuda" and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def _initialise(timeout: float) -> None:
@@ -98,7 +108,7 @@ class Sides:
     replicas: Replicas
 
 
-def _distributed(model: nn.Module, sides: Sides, ranks: int | None, timeout: float) -> Distributed:
+def _distributed(find_device: FindDevice, sides: Sides, ranks: int | None, timeout: float) -> Distributed:
     group, everyone = sides.group, sides.everyone
     size = dist.get_world_size(group)
     if ranks is not None and ranks != size:
@@ -114,4 +124,4 @@ def _distributed(model: nn.Module, sides: Sides, ranks: int | None, timeout: flo
     board = Board(everyone, dist.get_process_group_ranks(everyone), own)
     groups = {group, everyone, up, down} | ({sides.replicas.group} if sides.replicas.group else set())
     watch = Watch(Position(own), board, tuple(groups), timeout)
-    return Distributed(group, everyone, dist.get_rank(group), size, device_of(model), up, down, watch, sides.replicas)
+    return Distributed(group, everyone, dist.get_rank(group), size, find_device(), up, down, watch, sides.replicas)

@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,13 +19,12 @@ from zbcompile.engine import Distributed, Engine, Executable, StepInput, make_ex
 from zbcompile.errors import PipelineError
 from zbcompile.evaluation import EvaluationPlan, evaluate, plan_evaluation
 from zbcompile.finish import total_loss
-from zbcompile.group import make_engine
 from zbcompile.measuring import agreed, measure_line
 from zbcompile.nonfinite import inspected
 from zbcompile.options import Options, resolve_schedule
 from zbcompile.passes.refusals import hook_problems, raise_first
 from zbcompile.passes.slots import Slot
-from zbcompile.program import Program
+from zbcompile.program import Program, StepOptions
 from zbcompile.recent import Recent
 from zbcompile.record import StepRecord
 from zbcompile.share import Share
@@ -45,13 +45,13 @@ class Pipeline:
     spans of the next steps. `step_index` counts steps; it enters `zbcompile.microbatch_seed`.
     """
 
-    def __init__(self, model: nn.Module, options: Options, ranks: int | None, mesh: Any) -> None:
+    def __init__(self, model: nn.Module, options: Options, engine: Engine) -> None:
         self.options = options
         self.record = False
         self.step_index = 0
         self.scaler: torch.amp.GradScaler | None = None
         self._model = model
-        self._engine = make_engine(model, ranks, mesh, options.timeout)
+        self._engine = engine
         self._watch = self._engine.watch
         self._ended = weakref.finalize(self, self._watch.close)
         self._debug_nan = options.debug_nan or DEBUG_NAN.read()
@@ -375,7 +375,8 @@ class Pipeline:
         def compile_() -> Program:
             return compile_drawn(model, microbatch, drawn, self._schedule, options.choices, seconds, self._first)
 
-        program = together(self._engine, "compiling", compile_)
+        step = StepOptions(options.loss_reduction, options.seed, options.split)
+        program = replace(together(self._engine, "compiling", compile_), step=step, engine=self._engine)
         if self.is_first and self._first is None and program.cuts.overweight:
             print(f"zbcompile: {program.cuts.overweight}")
         return program
@@ -387,7 +388,7 @@ class Pipeline:
         return agreed(self._engine, together(self._engine, "measuring", lambda: measure_line(drawn.line)))
 
     def _prepare(self, program: Program) -> Executable:
-        resident = resident_tensors(self._model, program.captured.constants)
+        resident = resident_tensors(self._model, program.model.constants)
         self._bound = {slot: (t, kind_of(t)) for slot, t in resident.items() if slot.kind != "constant"}
         own = sorted({stage for rank in self._engine.local for stage in program.stages_of(rank)})
         device, until = self._engine.device, program.random_until
@@ -421,7 +422,7 @@ class Pipeline:
         state = own_state(self._model, self._engine, self._owners)
         if self._shards is None or not isinstance(self._engine, Distributed):
             return state
-        return self._shards.sharded_state(state, self.program.captured.names, self._engine.group)
+        return self._shards.sharded_state(state, self.program.model.names, self._engine.group)
 
     def _parameters_by_name(self) -> dict[str, nn.Parameter]:
         """The model's parameters, those of a sharded output layer as this rank's rows."""

@@ -5,17 +5,31 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zbcompile.passes.capture import Captured
+from zbcompile.batch import Microbatch
+from zbcompile.model_facts import ModelFacts
 from zbcompile.passes.choices import Choices
 from zbcompile.passes.partition import Cuts
 from zbcompile.passes.stage_program import StageProgram
 from zbcompile.passes.vocabulary_program import VocabularyProgram
 from zbcompile.schedules.schedule import Lowered, Schedule
 from zbcompile.version import __version__
+
+if TYPE_CHECKING:
+    from zbcompile.engine import Engine
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """What a step does beside running the graphs: the keywords of `zbcompile.pipeline` of these names."""
+
+    loss_reduction: str = "mean"
+    seed: int = 0
+    split: Mapping[str, bool] | None = None
 
 
 @dataclass(frozen=True)
@@ -24,10 +38,11 @@ class Program:
 
     `stages[i]` is the program of stage i, `lowered.programs[rank]` the actions of a rank with their communication,
     `homes` the stages that use each parameter and buffer (tied ones under their first name), `cuts` where the model
-    was cut, `vocabulary` the output layer where that is sharded over all ranks.
+    was cut, `model` what is known of the model, `call` what a microbatch looks like (see `call_of`), `engine` what runs
+    the ranks (None where nothing does), `vocabulary` the output layer where that is sharded over all ranks.
     """
 
-    captured: Captured
+    model: ModelFacts
     cuts: Cuts
     stages: tuple[StageProgram, ...]
     lowered: Lowered
@@ -37,6 +52,9 @@ class Program:
     inputs: Mapping[str, tuple[tuple[int, ...], str]]
     vocabulary: VocabularyProgram | None
     canonical_targets: tuple[str, ...] = field(repr=False)
+    call: tuple[str, ...] = ()
+    step: StepOptions = StepOptions()
+    engine: "Engine | None" = field(default=None, repr=False, compare=False)
 
     @property
     def schedule(self) -> Schedule:
@@ -87,6 +105,20 @@ class Program:
     def stages_of(self, rank: int) -> tuple[int, ...]:
         return self.schedule.placement.stages_of(rank)
 
+    def save(self, directory: str | Path) -> None:
+        """Write the program to a directory that `zbcompile.load` reads; every rank must call it (docs/programs.md).
+
+        Each process writes the parts of its own ranks, the first one then the manifest. The directory is new, or holds
+        a program, which is replaced. The same model, options and versions give the same bytes. It holds no parameters:
+        save `pipe.state_dict(full=True)` beside it.
+
+        Raises PipelineError, on every rank, where it cannot be written; CompileError for an operation that a program
+        cannot hold.
+        """
+        from zbcompile.saving import save_program
+
+        save_program(self, Path(directory))
+
     @cached_property
     def manifest(self) -> dict[str, Any]:
         """What must be equal on every rank, as plain data."""
@@ -122,6 +154,18 @@ class Program:
     def hash(self) -> str:
         """Equal on all ranks of one run, or the run must not start."""
         return _digest(json.dumps(self.manifest, sort_keys=True))
+
+
+def call_of(microbatch: Microbatch) -> tuple[str, ...]:
+    """What a microbatch looks like to a compiled program: its structure, then every input with its path."""
+    leaves = zip(microbatch.paths, microbatch.leaves, strict=True)
+    return (str(microbatch.structure), *(f"{path}: {_described(leaf)}" for path, leaf in leaves))
+
+
+def _described(leaf: Any) -> str:
+    if not isinstance(leaf, torch.Tensor):
+        return repr(leaf)
+    return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)} strides {list(leaf.stride())}"
 
 
 def _types(module: torch.fx.GraphModule) -> str:

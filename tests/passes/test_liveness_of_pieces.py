@@ -140,7 +140,7 @@ def test_nothing_lives_but_what_the_program_says(name: str, schedule: str, optio
 def audit(example: zbcompile.Example, program: Program) -> Auditor:
     """Run a step of every rank in this process, each microbatch on the same inputs."""
     model, device = example.model, torch.device("cpu")
-    resident = {Slot("constant", name): value for name, value in program.captured.constants.items()}
+    resident = {Slot("constant", name): value for name, value in program.model.constants.items()}
     resident |= {Slot("parameter", name): value for name, value in model.named_parameters()}
     resident |= {Slot("buffer", name): value for name, value in model.named_buffers()}
     stages = {i: prepare_stage(stage, resident, device, program.random_until) for i, stage in enumerate(program.stages)}

@@ -57,7 +57,7 @@ def _model_values(inspected: Inspected) -> dict[Slot, torch.Tensor]:
     inputs = {f"args[{i}]": value for i, value in enumerate(example.args)}
     inputs |= {f"kwargs[{name!r}]": value for name, value in example.kwargs.items()} | {"target": example.target}
     values |= {Slot("input", path): value for path, value in inputs.items()}
-    values |= {Slot("constant", name): value for name, value in inspected.program.captured.constants.items()}
+    values |= {Slot("constant", name): value for name, value in inspected.program.model.constants.items()}
     values |= {Slot("buffer", name): value for name, value in example.model.named_buffers()}
     for name, value in example.model.named_parameters():
         values |= {Slot("parameter", name): value.detach(), Slot("accumulator", name): torch.randn_like(value)}

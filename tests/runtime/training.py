@@ -51,7 +51,11 @@ def problem_of(name: str) -> Problem:
 
 def pipelined(case: Case) -> Trained:
     """Train this process's share."""
-    pipe = pipeline_of(case)
+    return train(pipeline_of(case), case)
+
+
+def train(pipe: zbcompile.Pipeline, case: Case) -> Trained:
+    """Train the share of this process in `pipe`, a pipeline for `case`."""
     problem = problem_of(case.problem)
     losses, gradients, optimizer = [], [], None
     for batch in problem.batches(case.steps, case.microbatches * ROWS):

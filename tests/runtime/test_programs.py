@@ -1,0 +1,287 @@
+"""Programs as directories: saved, checked, and run again with the same bits and without the model's source."""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zbcompile
+from tests.runtime.pool import Pool
+from tests.runtime.training import (
+    Case,
+    assert_bitwise,
+    assert_same_tensors,
+    join,
+    pipeline_of,
+    problem_of,
+    reference,
+    train,
+)
+from zbcompile.program_manifest import digest_of
+
+ROOT = Path(__file__).parents[2]
+SMALL = Case("mlp", "1f1b", 2, 2)
+CASES = (
+    Case("gpt-tied", "zb-v", 2, 4, steps=2),
+    Case("skips", "zb-h1", 2, 2, steps=2),
+    Case("vit", "dualpipe-v", 2, 4, steps=1),
+)
+
+
+def compiled(case: Case) -> zbcompile.Pipeline:
+    batch = problem_of(case.problem).batches(1, case.microbatches * 2)[0]
+    target = {} if batch.target is None else {"target": batch.target}
+    return pipeline_of(case).compile(*batch.args, **batch.kwargs, **target)
+
+
+def save(case: Case, directory: str) -> None:
+    compiled(case).program.save(directory)
+
+
+def bytes_of(directory: Path) -> dict[str, str]:
+    """The hash of every file."""
+    files = [path for path in sorted(directory.rglob("*")) if path.is_file()]
+    return {str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], Path]:
+    """The directory of a case, saved once."""
+    root = tmp_path_factory.mktemp("programs")
+
+    def make(case: Case) -> Path:
+        directory = root / f"{case.problem} {case.schedule}"
+        if not directory.exists():
+            save(case, str(directory))
+        return directory
+
+    return make
+
+
+def train_loaded(directory: str, case: Case) -> Any:
+    return train(zbcompile.load(directory, state_dict=problem_of(case.problem).model().state_dict()), case)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_loaded_program_trains_with_the_same_bits(case: Case, saved: Callable[[Case], Path]) -> None:
+    ours, theirs = train_loaded(str(saved(case)), case), reference(case)
+    assert list(ours.state) == list(theirs.state)
+    assert_bitwise(ours, theirs)
+
+
+def own_part(directory: str, rank: int) -> str:
+    """A copy without the parts of other ranks."""
+    copy = f"{directory} of {rank}"
+    shutil.copytree(directory, copy)
+    for other in Path(copy).glob("rank-*"):
+        if other.name != f"rank-{rank:04d}":
+            shutil.rmtree(other)
+    return copy
+
+
+def save_and_train(directory: str, case: Case) -> Any:
+    """Each rank saves its part; each loads from a directory that holds no other's."""
+    save(case, directory)
+    torch.distributed.barrier()
+    return train_loaded(own_part(directory, torch.distributed.get_rank()), case)
+
+
+def test_each_rank_writes_and_reads_its_own_part(saved: Callable[[Case], Path], pool: Pool, tmp_path: Path) -> None:
+    """Two processes write the bytes that one process writes for both ranks, and train with eager's bits."""
+    case, directory = CASES[1], tmp_path / "program"
+    assert_bitwise(join(pool.run(save_and_train, str(directory), case)), reference(case))
+    assert bytes_of(directory) == bytes_of(saved(case))
+
+
+def test_the_same_model_gives_the_same_bytes(saved: Callable[[Case], Path], tmp_path: Path) -> None:
+    case = CASES[1]
+    save(case, str(tmp_path / "again"))
+    assert bytes_of(tmp_path / "again") == bytes_of(saved(case))
+
+
+STEP = """
+import importlib.util, sys, torch, zbcompile
+torch.set_num_threads(1)
+given = torch.load("given.pt")
+pipe = zbcompile.load("program", state_dict=given["state"])
+loss = pipe.step(*given["args"], target=given["target"])
+assert importlib.util.find_spec("gpt") is None and "transformers" not in sys.modules
+gradients = {name: parameter.grad for name, parameter in pipe.named_parameters()}
+torch.save({"loss": loss, "gradients": gradients}, "found.pt")
+"""
+
+
+def test_a_fresh_process_without_the_model(saved: Callable[[Case], Path], tmp_path: Path) -> None:
+    case = CASES[0]
+    problem, theirs = problem_of(case.problem), reference(case)
+    batch = problem.batches(case.steps, case.microbatches * 2)[0]
+    given = {"state": problem.model().state_dict(), "args": batch.args, "target": batch.target}
+    torch.save(given, tmp_path / "given.pt")
+    shutil.copytree(saved(case), tmp_path / "program")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", STEP], cwd=tmp_path, env=environment, check=True, timeout=200)
+    found = torch.load(tmp_path / "found.pt")
+    assert torch.equal(found["loss"], theirs.losses[0])
+    assert_same_tensors(found["gradients"], theirs.gradients[0], "gradient of")
+
+
+def rewrite(directory: Path, name: str, change: Callable[[dict[str, Any]], None], digest: bool = True) -> None:
+    """Change a JSON file; with `digest` also every hash that would betray it."""
+    data = json.loads((directory / name).read_text())
+    change(data)
+    if name == "manifest.json" and digest:
+        data.pop("digest")
+        data["digest"] = digest_of(data)
+    (directory / name).write_text(json.dumps(data))
+    if name != "manifest.json" and digest:
+        new = hashlib.sha256((directory / name).read_bytes()).hexdigest()
+        rewrite(directory, "manifest.json", lambda manifest: manifest["files"].update({name: new}))
+
+
+def truncate(directory: Path, name: str) -> None:
+    content = (directory / name).read_bytes()
+    (directory / name).write_bytes(content[: len(content) // 2])
+
+
+def first_call(data: dict[str, Any]) -> dict[str, Any]:
+    return next(node for node in data["pieces"]["F"]["nodes"] if node["op"] == "call_function")
+
+
+STAGE = "rank-0001/stage-0001.json"
+Damage = tuple[Callable[[Path], object], str]
+DAMAGES: dict[str, Damage] = {
+    "no manifest": (lambda d: (d / "manifest.json").unlink(), "is no program, or saving it was interrupted"),
+    "a truncated manifest": (lambda d: truncate(d, "manifest.json"), "is damaged or incomplete"),
+    "an edited manifest": (
+        lambda d: rewrite(d, "manifest.json", lambda data: data["step"].update(seed=1), digest=False),
+        "was changed after it was written",
+    ),
+    "another format": (lambda d: rewrite(d, "manifest.json", lambda data: data.update(version=99)), "reads version 1"),
+    "another torch": (
+        lambda d: rewrite(d, "manifest.json", lambda data: data.update(torch="1.0.0")),
+        "compiled with torch 1.0.0 and this is torch",
+    ),
+    "a missing file": (lambda d: (d / STAGE).unlink(), "cannot be read .* Copy all of the directory"),
+    "a missing rank": (lambda d: shutil.rmtree(d / "rank-0001"), "cannot be read"),
+    "a truncated graph": (lambda d: truncate(d, STAGE), "is not what was saved"),
+    "truncated constants": (lambda d: truncate(d, "rank-0000/constants.safetensors"), "is not what was saved"),
+    "an edited schedule": (lambda d: truncate(d, "schedule.json"), "is not what was saved"),
+    "a foreign operator": (
+        lambda d: rewrite(d, STAGE, lambda data: first_call(data).update(target="other.evil.default")),
+        r'pass operators=\["other::evil"\]',
+    ),
+    "an operator that writes files": (
+        lambda d: rewrite(d, STAGE, lambda data: first_call(data).update(target="aten.from_file.default")),
+        "is not an operator that a program may call",
+    ),
+    "a function": (
+        lambda d: rewrite(d, STAGE, lambda data: first_call(data).update(target="os.system")),
+        "'os.system' is not the name of an operator",
+    ),
+    "code as a name": (
+        lambda d: rewrite(d, STAGE, lambda data: data["pieces"]["F"]["nodes"][0].update(target="x=exit()")),
+        "'x=exit\\(\\)' in a graph is not a name",
+    ),
+    "code as a keyword": (
+        lambda d: rewrite(d, STAGE, lambda data: first_call(data).update(kwargs={"a=exit(),b": 1})),
+        "in a graph is not a name",
+    ),
+    "a graph without nodes": (
+        lambda d: rewrite(d, STAGE, lambda data: data["pieces"]["F"].pop("nodes")),
+        "holds what no release writes",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_what_was_not_saved_like_this_is_refused(damage: str, saved: Callable[[Case], Path], tmp_path: Path) -> None:
+    break_, message = DAMAGES[damage]
+    shutil.copytree(saved(SMALL), tmp_path / "program")
+    break_(tmp_path / "program")
+    with pytest.raises((zbcompile.PipelineError, zbcompile.CompileError), match=message):
+        zbcompile.load(tmp_path / "program")
+
+
+def load_parts(directory: str) -> None:
+    zbcompile.load(directory, state_dict=problem_of(SMALL.problem).model().state_dict())
+
+
+def test_a_damaged_part_is_refused_on_every_rank(saved: Callable[[Case], Path], pool: Pool, tmp_path: Path) -> None:
+    shutil.copytree(saved(SMALL), tmp_path / "program")
+    truncate(tmp_path / "program", STAGE)
+    outcomes = pool.outcomes(load_parts, str(tmp_path / "program"))
+    assert [outcome.error for outcome in outcomes] == ["PipelineError"] * 2
+    assert all("stage-0001.json is not what was saved" in outcome.text for outcome in outcomes)
+
+
+def test_another_number_of_ranks_is_refused(saved: Callable[[Case], Path]) -> None:
+    with pytest.raises(zbcompile.PipelineError, match="compiled for 2 ranks, but there are 4"):
+        zbcompile.load(saved(SMALL), ranks=4)
+
+
+def test_what_a_loaded_program_cannot_do_is_said(saved: Callable[[Case], Path]) -> None:
+    pipe = zbcompile.load(saved(SMALL))
+    batch = problem_of(SMALL.problem).batches(1, 4)[0]
+    with pytest.raises(zbcompile.PipelineError, match=r"not filled\. Call pipe\.load_state_dict"):
+        pipe.step(*batch.args, target=batch.target)
+    pipe.load_state_dict(problem_of(SMALL.problem).model().state_dict())
+    wider = torch.cat([*batch.args, *batch.args])
+    with pytest.raises(zbcompile.PipelineError, match=r"compiled for microbatches of args\[0\]: float32\[2, "):
+        pipe.step(wider, target=wider)
+    with pytest.raises(zbcompile.PipelineError, match="a loaded program cannot evaluate"):
+        pipe.eval(*batch.args)
+    with pytest.raises(zbcompile.PipelineError, match="was loaded from a directory"):
+        pipe.program.save("elsewhere")
+
+
+def test_a_directory_with_other_files_is_left_alone(saved: Callable[[Case], Path], tmp_path: Path) -> None:
+    shutil.copytree(saved(SMALL), tmp_path / "program")
+    pipe = compiled(SMALL)
+    pipe.program.save(tmp_path / "program")  # a program is replaced
+    (tmp_path / "program" / "notes.txt").write_text("mine")
+    with pytest.raises(zbcompile.PipelineError, match=r"holds other files \(notes.txt\)"):
+        pipe.program.save(tmp_path / "program")
+
+
+class Tables(nn.Module):
+    """Values that no state dict holds: a buffer, a constant with a stride of 0, one that is transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+        self.register_buffer("table", torch.randn(8), persistent=False)
+        self.register_buffer("steps", torch.zeros(()))
+        self.wide = torch.randn(8, 1).expand(8, 8)
+        self.turned = torch.randn(8, 4).t()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.steps += 1
+        return self.layers(x * self.table) @ self.wide @ self.turned.repeat(2, 1)
+
+
+def test_values_that_no_state_dict_holds(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = Tables(), torch.randn(4, 8)
+    pipe = zbcompile.pipeline(model, schedule="1f1b", microbatches=2, ranks=2, loss=_mean, exact=True)
+    pipe.compile(x, target=x)
+    pipe.program.save(tmp_path)
+    other = zbcompile.load(tmp_path, state_dict=model.state_dict())
+    assert torch.equal(pipe.step(x, target=x), other.step(x, target=x))
+    theirs = {name: parameter.grad for name, parameter in pipe.named_parameters()}
+    assert_same_tensors({name: p.grad for name, p in other.named_parameters()}, theirs, "gradient of")
+    assert_same_tensors(other.state_dict(), pipe.state_dict(), "state dict:")
+    assert "table" not in other.state_dict()
+
+
+def _mean(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()

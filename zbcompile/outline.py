@@ -1,0 +1,50 @@
+"""Outlines of stages as data: all that is known of a stage beside its graphs. Every rank knows every stage's."""
+
+from dataclasses import asdict
+from typing import Any
+
+from zbcompile.passes.crossing import Crossing
+from zbcompile.passes.joint import Recomputed
+from zbcompile.passes.slots import TensorSpec
+from zbcompile.passes.split import Improvement
+from zbcompile.passes.stage_program import StageProgram
+
+BOUNDARIES = ("receives", "sends", "gradients_in", "gradients_out")
+NAMES = ("parameters", "buffers", "trained")
+PLAIN = ("stage", "original", "random")
+
+
+def outline_to_data(stage: StageProgram) -> dict[str, Any]:
+    """A stage without its graphs, as JSON values."""
+    data: dict[str, Any] = {name: getattr(stage, name) for name in PLAIN}
+    data |= {name: list(getattr(stage, name)) for name in NAMES}
+    data |= {key: {name: _spec_to_data(spec) for name, spec in getattr(stage, key).items()} for key in BOUNDARIES}
+    data["flops"] = dict(stage.flops)
+    data["crossing"] = asdict(stage.crossing)
+    data["improvements"] = [asdict(each) for each in stage.improvements]
+    data["recomputed"] = asdict(stage.recomputed) if stage.recomputed else None
+    return data
+
+
+def outline_from_data(data: dict[str, Any], device: str) -> StageProgram:
+    """The stage without its graphs; its boundary tensors are on `device`."""
+    fields: dict[str, Any] = {name: data[name] for name in PLAIN}
+    fields |= {name: tuple(data[name]) for name in NAMES}
+    fields |= {key: {name: _spec_from_data(spec, device) for name, spec in data[key].items()} for key in BOUNDARIES}
+    return StageProgram(
+        **fields,
+        pieces={},
+        crossing=Crossing(**data["crossing"]),
+        improvements=tuple(Improvement(**each) for each in data["improvements"]),
+        flops=data["flops"],
+        recomputed=Recomputed(**data["recomputed"]) if data["recomputed"] else None,
+    )
+
+
+def _spec_to_data(spec: TensorSpec) -> list[Any]:
+    return [list(spec.shape), list(spec.stride), spec.dtype, spec.needs_gradient]
+
+
+def _spec_from_data(data: list[Any], device: str) -> TensorSpec:
+    shape, stride, dtype, needs_gradient = data
+    return TensorSpec(tuple(shape), tuple(stride), dtype, device, needs_gradient)

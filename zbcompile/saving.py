@@ -1,0 +1,98 @@
+"""Saving a program: every rank writes its own part of a directory, and the manifest comes last.
+
+A directory without a manifest is no program, so one that was left half written is never mistaken for a whole one.
+"""
+
+import hashlib
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from zbcompile.consensus import gathered, together
+from zbcompile.errors import PipelineError
+from zbcompile.program import Program
+from zbcompile.program_files import MANIFEST, SCHEDULE, files_of, operators_of
+from zbcompile.program_manifest import SavedProgram, manifest_to_text
+from zbcompile.schedules.files import to_json
+
+Result = TypeVar("Result")
+Hashes = dict[str, str]
+
+
+def save_program(program: Program, directory: Path) -> None:
+    """Write `program` to `directory`; see `Program.save`."""
+    engine = program.engine
+    ranks = range(program.schedule.ranks) if engine is None else engine.local
+    replica = 0 if engine is None else engine.replicas.rank
+
+    def agreed(make: Callable[[], Result]) -> Result:
+        return make() if engine is None else together(engine, f"saving {directory}", make)
+
+    def write() -> Hashes:
+        hashes: Hashes = {}
+        for rank in ranks if replica == 0 else ():
+            hashes |= _write(directory, files_of(program, rank))
+        return hashes
+
+    leads = replica == 0 and 0 in ranks
+    agreed(lambda: _prepare(program, directory, leads))
+    own = agreed(write)
+    hashes = {name: each for part in (gathered(engine, own) if engine else [own]) for name, each in part.items()}
+    agreed(lambda: _finish(program, directory, hashes) if leads else None)
+
+
+def _prepare(program: Program, directory: Path, leads: bool) -> None:
+    """Refuse what cannot be saved; then no manifest is left, nor a rank of an older program."""
+    _refuse(program)
+    if not leads:
+        return
+    held = {path.name for path in directory.iterdir()} if directory.exists() else set()
+    old = {name for name in held if name in (MANIFEST, SCHEDULE) or name.startswith("rank-")}
+    if held - old:
+        raise PipelineError(
+            f"{directory} holds other files ({sorted(held - old)[0]}); expected a new directory, or one that holds a "
+            "program, which is replaced."
+        )
+    (directory / MANIFEST).unlink(missing_ok=True)
+    for name in sorted(old - {MANIFEST}):
+        path = directory / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _refuse(program: Program) -> None:
+    if program.vocabulary is not None:
+        raise PipelineError('a program with vocabulary passes cannot be saved yet. Compile it with vocab="off".')
+    if isinstance(program, SavedProgram):
+        raise PipelineError("this program was loaded from a directory, which holds it already; copy that.")
+    empty = [name for name, tensor in program.model.unsaved.items() if tensor.is_meta]
+    if empty:
+        raise PipelineError(
+            f"{empty[0]} is a buffer that no state dict holds, on the meta device, where it has no values to save. "
+            "Build the model on a real device, or register the buffer as persistent."
+        )
+
+
+def _write(directory: Path, files: dict[str, bytes]) -> Hashes:
+    for name, content in files.items():
+        path = directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write_whole(path, content)
+    return {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+
+
+def _finish(program: Program, directory: Path, hashes: Hashes) -> None:
+    shared = _write(directory, {SCHEDULE: to_json(program.lowered).encode()})
+    text = manifest_to_text(program, {**hashes, **shared}, operators_of(program))
+    _write(directory, {MANIFEST: text.encode()})
+
+
+def _write_whole(path: Path, content: bytes) -> None:
+    """The file appears under its name only once all of it is on the disk."""
+    partial = path.with_name(f".{path.name}.partial")
+    with partial.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
