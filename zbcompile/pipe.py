@@ -96,6 +96,14 @@ class Pipeline:
             self._program_for(self._split(args, kwargs, target))
         return self
 
+    def adopt(self, program: Program) -> Executable:
+        """Run `program`, which was compiled elsewhere, with this pipeline's parameters; see `zbcompile.load`."""
+        self._first = program
+        self._share.make_real(self._is_own)
+        executable = self._prepare(program)
+        self._compiled.add((), executable)
+        return executable
+
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> torch.Tensor:
         """Forward and backward of one batch: gradients accumulate into `.grad`, the loss is returned on every rank.
 
