@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from tests.runtime.training import (
     train,
 )
 from zbcompile.program_manifest import digest_of
+from zbcompile.stage_plan import arrivals_of
 
 ROOT = Path(__file__).parents[2]
 SMALL = Case("mlp", "1f1b", 2, 2)
@@ -221,6 +223,17 @@ def test_a_damaged_part_is_refused_on_every_rank(saved: Callable[[Case], Path], 
     outcomes = pool.outcomes(load_parts, str(tmp_path / "program"))
     assert [outcome.error for outcome in outcomes] == ["PipelineError"] * 2
     assert all("stage-0001.json is not what was saved" in outcome.text for outcome in outcomes)
+
+
+def test_a_program_is_read_as_it_was_saved(saved: Callable[[Case], Path]) -> None:
+    case = CASES[1]
+    ours, theirs = zbcompile.load(saved(case)).program, compiled(case).program
+    for name in ("inputs", "call", "cuts", "homes", "choices", "lowered", "step", "loss_dtype", "manifest", "hash"):
+        assert getattr(ours, name) == getattr(theirs, name), name
+    for our, their in zip(ours.stages, theirs.stages, strict=True):
+        assert replace(our, pieces={}) == replace(their, pieces={})
+        assert {n: p.module.code for n, p in our.pieces.items()} == {n: p.module.code for n, p in their.pieces.items()}
+        assert arrivals_of(our) == arrivals_of(their)
 
 
 def test_another_number_of_ranks_is_refused(saved: Callable[[Case], Path]) -> None:
