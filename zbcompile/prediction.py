@@ -33,9 +33,17 @@ def basis_of(program: Program, source: str) -> Basis:
         return Basis(flop_costs(program), "s", f"from FLOPs at {speed / 1e9:g} GFLOP/s, messages free")
     if source == "uniform":
         return Basis(
-            _with_memory(Costs.uniform(len(program.stages)), program), "passes", "every pass takes 1, messages free"
+            _with_memory(_equal_costs(program), program), "passes", "every pass takes 1 (empty ones 0), messages free"
         )
     return Basis(_with_memory(_from_file(source, len(program.stages)), program), "s", f"times from {source}")
+
+
+def _equal_costs(program: Program) -> Costs:
+    """Every pass takes 1; one whose graph computes nothing (a stage without parameters has no W) takes 0."""
+    forward, backward, weight = (
+        tuple(int(not stage.pieces[op].empty) for stage in program.stages) for op in ("F", "B", "W")
+    )
+    return Costs(forward, backward, weight)
 
 
 def flop_costs(program: Program) -> Costs:

@@ -7,7 +7,10 @@ import pytest
 import torch
 
 import zbcompile
-from zbcompile.prediction import flop_costs, predict
+from zbcompile.inspected import compile_example
+from zbcompile.passes.choices import Choices
+from zbcompile.prediction import basis_of, flop_costs, predict
+from zbcompile.schedules import build
 from zbcompile.target import load_example
 
 TARGETS = Path(__file__).parents[2] / "examples" / "targets.py"
@@ -41,3 +44,15 @@ def test_what_is_predicted_happens(name: str, schedule: str) -> None:
         assert [str(span.step) for span in timeline.spans_of(rank)] == measured
     peaks = pipe.last_step.peak_activation_bytes
     assert timeline.peak_memory == tuple(peaks[rank] for rank in range(2))  # to the byte
+
+
+@pytest.mark.parametrize("source", ["uniform", "flops"])
+def test_an_empty_pass_takes_no_time(source: str) -> None:
+    """The second stage's parameters are frozen: it has nothing to do in W."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+    model[2:].requires_grad_(False)
+    example = zbcompile.Example(model, (torch.ones(2, 8),), loss=torch.nn.MSELoss(), target=torch.ones(2, 8))
+    program = compile_example(example, build("zb-h1", 2, 4), Choices(balance=("2",))).program
+    costs = basis_of(program, source).costs
+    assert costs.weight[1] == 0
+    assert min(*costs.forward, *costs.backward[1:], costs.weight[0]) > 0
