@@ -96,7 +96,7 @@ def inadmissible_microbatches() -> None:
 
 
 def buffers_in_two_model_copies() -> None:
-    train(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)), schedule="dualpipe")
+    train(nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Linear(32, 32)), schedule="dualpipe")
 
 
 def schedule_of_wrong_type() -> None:
