@@ -59,7 +59,7 @@ def make_executable(
     stages: Mapping[int, CompiledStage],
     ranks: Sequence[int],
     device: torch.device,
-    vocabulary: VocabularyExecutable | None,
+    vocabulary: VocabularyExecutable | None = None,
 ) -> Executable:
     """Plan the steps of `ranks`, whose stages are in `stages` and whose vocabulary shards in `vocabulary`."""
     plans = tuple(plan_rank(program, rank, stages) for rank in ranks)

@@ -13,6 +13,7 @@ from torch.fx import Graph, GraphModule
 
 from zbcompile.inspected import Inspected, compile_example
 from zbcompile.passes.canonical import is_getitem
+from zbcompile.passes.choices import Choices
 from zbcompile.passes.errors import CompileError
 from zbcompile.passes.origin import origin_of
 from zbcompile.passes.pieces import Piece
@@ -27,13 +28,13 @@ TARGETS = Path(__file__).parents[2] / "examples" / "targets.py"
 @pytest.fixture(scope="module", params=["gpt", "llama", "unet"])
 def inspected(request: pytest.FixtureRequest) -> Inspected:
     torch.manual_seed(0)
-    return compile_example(load_example(f"{TARGETS}:{request.param}"), build("zb-v", 1, 2), exact=False)
+    return compile_example(load_example(f"{TARGETS}:{request.param}"), build("zb-v", 1, 2), Choices())
 
 
 @pytest.fixture(scope="module")
 def exact() -> Inspected:
     torch.manual_seed(0)
-    return compile_example(load_example(f"{TARGETS}:gpt"), build("1f1b", 2, 2), exact=True)
+    return compile_example(load_example(f"{TARGETS}:gpt"), build("1f1b", 2, 2), Choices(exact=True))
 
 
 def _pieces(inspected: Inspected) -> Iterator[Piece]:
