@@ -91,6 +91,11 @@ class Engine(Protocol):
         ...
 
 
+def is_first(engine: Engine) -> bool:
+    """Whether this process has the first rank of all: the one that speaks and writes for all."""
+    return 0 in engine.local and engine.replicas.rank == 0
+
+
 def _begin(
     executable: Executable,
     plan: RankPlan,

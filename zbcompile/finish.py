@@ -50,7 +50,7 @@ def sum_shared(program: Program, gradients: Gradients, rank: int, group: dist.Pr
     holders."""
     link = _Link(gradients, rank, group)
     for name in sorted(program.shared):
-        holders = sorted({holder for stage in program.homes[name] for holder in program.ranks_of(stage)})
+        holders = sorted(program.holders(name))
         if rank in holders:
             totals = [link.share(name, walk, link.walk(name, walk), holders) for walk in walks(program, name)]
             for total in totals:

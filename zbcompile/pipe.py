@@ -3,35 +3,26 @@
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from zbcompile.batch import Batch, Microbatch, flatten_batch, refuse_input_gradients, require_divisible
-from zbcompile.binding import kind_of, require_same_tensors, resident_tensors
+from zbcompile.batch import Batch, flatten_batch, refuse_input_gradients, require_divisible
+from zbcompile.binding import resident_tensors
 from zbcompile.clipping import total_norm
-from zbcompile.compiler import Drawn, compile_drawn, draw_step
-from zbcompile.consensus import require_equal_programs, together
-from zbcompile.engine import Distributed, Engine, Executable, StepInput, make_executable
+from zbcompile.compiling import Executables, autocast_on
+from zbcompile.consensus import together
+from zbcompile.engine import Distributed, Engine, Executable, StepInput, is_first
 from zbcompile.errors import PipelineError
 from zbcompile.evaluation import EvaluationPlan, evaluate, plan_evaluation
 from zbcompile.finish import total_loss
-from zbcompile.measuring import agreed, measure_line
-from zbcompile.nonfinite import inspected
 from zbcompile.options import Options, resolve_schedule
-from zbcompile.passes.refusals import hook_problems, raise_first
-from zbcompile.passes.slots import Slot
-from zbcompile.program import Program, StepOptions
+from zbcompile.program import Program
 from zbcompile.recent import Recent
 from zbcompile.record import StepRecord
-from zbcompile.share import Share
-from zbcompile.stage_plan import prepare_stage
 from zbcompile.state import full_state, load_state, own_state, owned_parameters
-from zbcompile.switches import DEBUG_NAN
-from zbcompile.vocabulary_shards import VocabularyExecutable, VocabularyShards, make_executable_shards
 
 if TYPE_CHECKING:
     from zbcompile.generated import CompiledPipelineStage
@@ -54,26 +45,21 @@ class Pipeline:
         self._engine = engine
         self._watch = self._engine.watch
         self._ended = weakref.finalize(self, self._watch.close)
-        self._debug_nan = options.debug_nan or DEBUG_NAN.read()
         self._records: list[StepRecord] | None = None
         with self._watch.region("making the pipeline"):
             self._schedule = resolve_schedule(options, self._engine.ranks, self.is_first)
-        self._first: Program | None = None
-        self._share = Share(model, self._engine.device, options.init, options.seed)
-        self._compiled: Recent[Any, Executable] = Recent(options.max_shapes)
+        self._compiled = Executables(model, options, engine, self._schedule)
         self._evaluations: Recent[Any, EvaluationPlan] = Recent(options.max_shapes)
-        self._bound: dict[Slot, tuple[torch.Tensor, str]] = {}
-        self._shards: VocabularyShards | None = None
 
     @property
     def program(self) -> Program:
         """The compiled program (of the first shapes that were compiled)."""
-        if self._first is None:
+        if self._compiled.program is None:
             raise PipelineError(
                 "the pipeline is not compiled yet, so it is unknown which parameters are this rank's. Call "
                 "pipe.compile(*args, target=..., **kwargs) with a batch, or pass example=, or run a step first."
             )
-        return self._first
+        return self._compiled.program
 
     @property
     def device(self) -> torch.device:
@@ -83,7 +69,7 @@ class Pipeline:
     @property
     def is_first(self) -> bool:
         """Whether this process has the first rank of all: the one that speaks and writes for all."""
-        return 0 in self._engine.local and self._engine.replicas.rank == 0
+        return is_first(self._engine)
 
     @property
     def last_step(self) -> StepRecord | None:
@@ -98,11 +84,7 @@ class Pipeline:
 
     def adopt(self, program: Program) -> Executable:
         """Run `program`, which was compiled elsewhere, with this pipeline's parameters; see `zbcompile.load`."""
-        self._first = program
-        self._share.make_real(self._is_own)
-        executable = self._prepare(program)
-        self._compiled.add((), executable)
-        return executable
+        return self._compiled.adopt(program)
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> torch.Tensor:
         """Forward and backward of one batch: gradients accumulate into `.grad`, the loss is returned on every rank.
@@ -118,7 +100,7 @@ class Pipeline:
                 raise PipelineError("step runs inside torch.inference_mode(), where there are no gradients. Leave it.")
             batch = self._split(args, kwargs, target)
             executable = self._program_for(batch)
-            self._share.require_filled()
+            self._compiled.share.require_filled()
             given = self._step_input(batch, executable.program)
             with self._as_captured(), self._void_if_it_fails():
                 losses = self._engine.step(executable, given, self._parameters_by_name())
@@ -159,12 +141,12 @@ class Pipeline:
     def _evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         batch = flatten_batch(args, kwargs, None, self.options.split)
         program = self._program_for_eval(args, kwargs)
-        key = (batch.rows(0, batch.size).signature, self._autocast())
+        key = (batch.rows(0, batch.size).signature, autocast_on(self._engine.device))
         if key not in self._evaluations:
             with self._watch.position.turn_to(f"compiling eval for {batch.microbatch(0, 1).summary()}"):
                 plan = together(self._engine, "compiling eval", lambda: plan_evaluation(self._model, batch, program))
             self._evaluations.add(key, plan)
-        self._share.require_filled()
+        self._compiled.share.require_filled()
         plan = self._evaluations[key]
         resident = resident_tensors(self._model, plan.inference.captured.constants)
         self._gather_rows()
@@ -191,9 +173,9 @@ class Pipeline:
         gradients, tied parameters counted once, and returns that norm."""
         names = [name for name in self._parameters_by_name() if name in self.program.trained]
         with self._watch.region("clip_grad_norm_"):
-            split = frozenset(self._shards.own) if self._shards else frozenset()
+            split = frozenset(self._compiled.shards.own) if self._compiled.shards else frozenset()
             norm = total_norm(
-                *(names, split, self._parameters_by_name(), self._engine, self._owners),
+                *(names, split, self._parameters_by_name(), self._engine, self.program.holders),
                 *(norm_type, error_if_nonfinite),
             )
         nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, norm)
@@ -276,7 +258,7 @@ class Pipeline:
         """This process's parameters under the model's own names."""
         self.program  # noqa: B018  raises before compiling
         found = self._parameters_by_name()
-        return iter([(n, found[n]) for n, _ in owned_parameters(self._model, self._engine, self._owners)])
+        return iter([(n, found[n]) for n, _ in owned_parameters(self._model, self._engine, self.program.holders)])
 
     def state_dict(self, full: bool = False) -> dict[str, Any]:
         """Eager's state dict: this process's share, or with `full=True` all of it, on every rank.
@@ -288,13 +270,13 @@ class Pipeline:
             return self._own_state()
         with self._watch.region("state_dict"):
             self._gather_rows()
-            return full_state(self._model, self._engine, self._owners)
+            return full_state(self._model, self._engine, self.program.holders)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load this process's share of a full state dict; strict over the whole model."""
         self.program  # noqa: B018  raises before compiling
-        load_state(self._model, self._engine, self._owners, state)
-        self._share.filled(state)
+        load_state(self._model, self._engine, self.program.holders, state)
+        self._compiled.share.filled(state)
 
     def close(self) -> None:
         """Stop watching over the other ranks and let go of the process group.
@@ -303,15 +285,6 @@ class Pipeline:
         in the same process. A pipeline that is garbage collected closes itself.
         """
         self._ended()
-
-    def _owners(self, name: str) -> tuple[int, ...]:
-        """The ranks that hold a parameter or buffer; what is neither lives on rank 0."""
-        program = self.program
-        stages = program.homes.get(name, (0,))
-        return tuple(dict.fromkeys(rank for stage in stages for rank in program.ranks_of(stage)))
-
-    def _is_own(self, name: str) -> bool:
-        return bool(set(self._owners(name)) & set(self._engine.local))
 
     def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Batch:
         if self.options.loss is None and target is not None:
@@ -325,113 +298,29 @@ class Pipeline:
 
     def _program_for_eval(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
         """Parameters stay where they train. Where forward gives the loss, these inputs are enough to compile that."""
-        if self._first is not None or self.options.loss is not None:
+        if self._compiled.program is not None or self.options.loss is not None:
             return self.program
         return self._program_for(self._split(args, kwargs, None)).program
 
     def _program_for(self, batch: Batch) -> Executable:
-        microbatch = batch.microbatch(0, self._schedule.microbatches)
-        key = (microbatch.signature, self._modes(), self._autocast())
-        if key not in self._compiled:
-            with self._watch.position.turn_to(f"compiling for microbatches of {microbatch.summary()}"):
-                if self._compiled.add(key, self._compile(microbatch)) and self.is_first:
-                    print(f"zbcompile: dropped the program not used for longest; max_shapes={self.options.max_shapes}.")
-        require_same_tensors(self._model, self._bound)
-        raise_first(hook_problems(self._model))
-        return self._compiled[key]
-
-    def _modes(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
-        """What a captured graph depends on beside its inputs: train or eval of each module, frozen parameters."""
-        training = tuple(module.training for module in self._model.modules())
-        return training, tuple(parameter.requires_grad for parameter in self._model.parameters())
-
-    def _autocast(self) -> tuple[bool, torch.dtype]:
-        """Autocast at the time of capture becomes part of the graphs."""
-        device = self._engine.device.type
-        return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        return self._compiled.get(batch.microbatch(0, self._schedule.microbatches))
 
     def _as_captured(self) -> torch.autocast:
         """The casts are in the graphs: autocast around a running graph would cast what the model left uncast."""
         return torch.autocast(self._engine.device.type, enabled=False)
 
-    def _compile(self, microbatch: Microbatch) -> Executable:
-        if self._first is not None and self.is_first:
-            print(
-                f"zbcompile: compiling again for microbatches of {microbatch.summary()} (program "
-                f"{len(self._compiled) + 1}; max_shapes={self.options.max_shapes} are kept)."
-            )
-        program = self._make_program(microbatch)
-        options = {"loss_reduction": self.options.loss_reduction, "seed": self.options.seed}
-        require_equal_programs(self._engine, {**program.manifest, **options})
-        if self._first is None:
-            self._first = program
-            together(self._engine, "filling the model", lambda: self._share.make_real(self._is_own))
-            self._copy_first_replica()
-        return self._prepare(program)
-
-    def _copy_first_replica(self) -> None:
-        """Replicas begin with the same parameters and buffers, as under DistributedDataParallel."""
-        with self._watch.position.waiting("the first replica's parameters"):
-            share = own_state(self._model, self._engine, self._owners).values()
-            self._engine.replicas.broadcast(value for value in share if isinstance(value, torch.Tensor))
-
-    def _make_program(self, microbatch: Microbatch) -> Program:
-        model, options = self._model, self.options
-        drawn = together(self._engine, "capturing", lambda: draw_step(model, microbatch, options.loss, options.choices))
-        seconds = self._measured(drawn)
-
-        def compile_() -> Program:
-            return compile_drawn(model, microbatch, drawn, self._schedule, options.choices, seconds, self._first)
-
-        step = StepOptions(options.loss_reduction, options.seed, options.split)
-        program = replace(together(self._engine, "compiling", compile_), step=step, engine=self._engine)
-        if self.is_first and self._first is None and program.cuts.overweight:
-            print(f"zbcompile: {program.cuts.overweight}")
-        return program
-
-    def _measured(self, drawn: Drawn) -> dict[str, float]:
-        """The times by which the model is cut, the same on all ranks."""
-        if self.options.choices.balance != "measured" or self._first is not None:
-            return {}
-        return agreed(self._engine, together(self._engine, "measuring", lambda: measure_line(drawn.line)))
-
-    def _prepare(self, program: Program) -> Executable:
-        resident = resident_tensors(self._model, program.model.constants)
-        self._bound = {slot: (t, kind_of(t)) for slot, t in resident.items() if slot.kind != "constant"}
-        own = sorted({stage for rank in self._engine.local for stage in program.stages_of(rank)})
-        device, until = self._engine.device, program.random_until
-        stages = {i: prepare_stage(program.stages[i], resident, device, until) for i in own}
-        if self._debug_nan:
-            stages = {i: inspected(stage) for i, stage in stages.items()}
-        return make_executable(program, stages, self._engine.local, device, self._prepare_vocabulary(program, resident))
-
-    def _prepare_vocabulary(
-        self, program: Program, resident: Mapping[Slot, torch.Tensor]
-    ) -> VocabularyExecutable | None:
-        """The shards of the output layer; shapes that are compiled later find the same rows."""
-        if program.vocabulary is None:
-            return None
-        engine, whole = self._engine, dict(self._model.named_parameters())
-        rank = engine.rank if isinstance(engine, Distributed) else None
-        if self._shards is None:
-            parameters = {name: whole[name] for name in program.vocabulary.parameters}
-            self._shards = VocabularyShards(program.vocabulary.bounds, parameters, rank)
-        group = engine.collective_group() if isinstance(engine, Distributed) else None
-        root = program.rank_of(program.schedule.stages - 1)
-        return make_executable_shards(program.vocabulary, self._shards, root, resident, engine.device, group)
-
     def _gather_rows(self) -> None:
         """Bring a sharded output layer together in the model's own parameters, for what needs it whole."""
-        if self._shards is not None and isinstance(self._engine, Distributed):
+        if self._compiled.shards is not None and isinstance(self._engine, Distributed):
             with self._watch.position.waiting("the rows of the output layer"):
-                self._shards.gather(self._engine.collective_group())
+                self._compiled.shards.gather(self._engine.collective_group())
 
     def _own_state(self) -> dict[str, Any]:
-        state = own_state(self._model, self._engine, self._owners)
-        if self._shards is None or not isinstance(self._engine, Distributed):
+        state = own_state(self._model, self._engine, self.program.holders)
+        if self._compiled.shards is None or not isinstance(self._engine, Distributed):
             return state
-        return self._shards.sharded_state(state, self.program.model.names, self._engine.group)
+        return self._compiled.shards.sharded_state(state, self.program.model.names, self._engine.group)
 
     def _parameters_by_name(self) -> dict[str, nn.Parameter]:
         """The model's parameters, those of a sharded output layer as this rank's rows."""
-        return {**dict(self._model.named_parameters()), **(self._shards.own if self._shards else {})}
+        return {**dict(self._model.named_parameters()), **(self._compiled.shards.own if self._compiled.shards else {})}

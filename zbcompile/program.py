@@ -102,6 +102,10 @@ class Program:
         """The ranks that hold `stage`: one, or one per model copy."""
         return tuple(dict.fromkeys((self.rank_of(stage), self.rank_of(stage, self.schedule.microbatches - 1))))
 
+    def holders(self, name: str) -> tuple[int, ...]:
+        """The ranks that hold a parameter or buffer; what is neither lives on rank 0."""
+        return tuple(dict.fromkeys(rank for stage in self.homes.get(name, (0,)) for rank in self.ranks_of(stage)))
+
     def stages_of(self, rank: int) -> tuple[int, ...]:
         return self.schedule.placement.stages_of(rank)
 

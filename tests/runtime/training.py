@@ -83,7 +83,7 @@ def quickly(case: Case) -> Trained:
             _COMPILED[key] = compile_drawn(model, microbatch, drawn, schedule, *rest)
         return replace(_COMPILED[key], lowered=lower(schedule))
 
-    with mock.patch.multiple("zbcompile.pipe", draw_step=draw_once, compile_drawn=compile_once):
+    with mock.patch.multiple("zbcompile.compiling", draw_step=draw_once, compile_drawn=compile_once):
         return pipelined(case)
 
 

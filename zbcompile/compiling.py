@@ -1,0 +1,153 @@
+"""The executables of a pipeline: its model compiled for the shapes that it meets, bound to its tensors; a few are kept.
+
+The first one decides where every parameter lives; later ones keep to that.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from zbcompile.batch import Microbatch
+from zbcompile.binding import kind_of, require_same_tensors, resident_tensors
+from zbcompile.compiler import Drawn, compile_drawn, draw_step
+from zbcompile.consensus import require_equal_programs, together
+from zbcompile.engine import Distributed, Engine, Executable, is_first, make_executable
+from zbcompile.measuring import agreed, measure_line
+from zbcompile.nonfinite import inspected
+from zbcompile.options import Options
+from zbcompile.passes.refusals import hook_problems, raise_first
+from zbcompile.passes.slots import Slot
+from zbcompile.program import Program, StepOptions
+from zbcompile.recent import Recent
+from zbcompile.schedules.schedule import Schedule
+from zbcompile.share import Share
+from zbcompile.stage_plan import prepare_stage
+from zbcompile.state import own_state
+from zbcompile.switches import DEBUG_NAN
+from zbcompile.vocabulary_shards import VocabularyExecutable, VocabularyShards, make_executable_shards
+
+
+class Executables:
+    """What a pipeline runs, by the shapes of its microbatches. `program` is the first one's (None before), `share` this
+    process's share of the model, `shards` that of an output layer that is sharded over the ranks."""
+
+    def __init__(self, model: nn.Module, options: Options, engine: Engine, schedule: Schedule) -> None:
+        self.program: Program | None = None
+        self.share = Share(model, engine.device, options.init, options.seed)
+        self.shards: VocabularyShards | None = None
+        self._model, self._options, self._engine, self._schedule = model, options, engine, schedule
+        self._debug_nan = options.debug_nan or DEBUG_NAN.read()
+        self._kept: Recent[Any, Executable] = Recent(options.max_shapes)
+        self._bound: dict[Slot, tuple[torch.Tensor, str]] = {}
+
+    def __iter__(self) -> Iterator[Executable]:
+        return iter(self._kept)
+
+    def first(self) -> Executable:
+        """The one that was made first."""
+        return self._kept.first()
+
+    def adopt(self, program: Program) -> Executable:
+        """Run `program`, which was compiled elsewhere."""
+        self.program = program
+        self.share.make_real(self.is_own)
+        executable = self._prepare(program)
+        self._kept.add((), executable)
+        return executable
+
+    def get(self, microbatch: Microbatch) -> Executable:
+        """The executable for microbatches of these shapes; compiled if there is none. Raises PipelineError and
+        CaptureError where the model is no longer what was compiled."""
+        key = (microbatch.signature, self._modes(), autocast_on(self._engine.device))
+        if key not in self._kept:
+            with self._engine.watch.position.turn_to(f"compiling for microbatches of {microbatch.summary()}"):
+                dropped = self._kept.add(key, self._compile(microbatch))
+            if dropped and is_first(self._engine):
+                print(f"zbcompile: dropped the program not used for longest; max_shapes={self._options.max_shapes}.")
+        require_same_tensors(self._model, self._bound)
+        raise_first(hook_problems(self._model))
+        return self._kept[key]
+
+    def is_own(self, name: str) -> bool:
+        """Whether a parameter or buffer lives in this process."""
+        assert self.program is not None
+        return bool(set(self.program.holders(name)) & set(self._engine.local))
+
+    def _modes(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+        """What a captured graph depends on beside its inputs: train or eval of each module, frozen parameters."""
+        training = tuple(module.training for module in self._model.modules())
+        return training, tuple(parameter.requires_grad for parameter in self._model.parameters())
+
+    def _compile(self, microbatch: Microbatch) -> Executable:
+        if self.program is not None and is_first(self._engine):
+            print(
+                f"zbcompile: compiling again for microbatches of {microbatch.summary()} (program "
+                f"{len(self._kept) + 1}; max_shapes={self._options.max_shapes} are kept)."
+            )
+        program = self._make_program(microbatch)
+        options = {"loss_reduction": self._options.loss_reduction, "seed": self._options.seed}
+        require_equal_programs(self._engine, {**program.manifest, **options})
+        if self.program is None:
+            self.program = program
+            together(self._engine, "filling the model", lambda: self.share.make_real(self.is_own))
+            self._copy_first_replica(program)
+        return self._prepare(program)
+
+    def _copy_first_replica(self, program: Program) -> None:
+        """Replicas begin with the same parameters and buffers, as under DistributedDataParallel."""
+        with self._engine.watch.position.waiting("the first replica's parameters"):
+            share = own_state(self._model, self._engine, program.holders).values()
+            self._engine.replicas.broadcast(value for value in share if isinstance(value, torch.Tensor))
+
+    def _make_program(self, microbatch: Microbatch) -> Program:
+        model, options, schedule, engine = self._model, self._options, self._schedule, self._engine
+        drawn = together(engine, "capturing", lambda: draw_step(model, microbatch, options.loss, options.choices))
+        seconds = self._measured(drawn)
+
+        def compile_() -> Program:
+            return compile_drawn(model, microbatch, drawn, schedule, options.choices, seconds, self.program)
+
+        step = StepOptions(options.loss_reduction, options.seed, options.split)
+        program = replace(together(engine, "compiling", compile_), step=step, engine=engine)
+        if is_first(engine) and self.program is None and program.cuts.overweight:
+            print(f"zbcompile: {program.cuts.overweight}")
+        return program
+
+    def _measured(self, drawn: Drawn) -> dict[str, float]:
+        """The times by which the model is cut, the same on all ranks."""
+        if self._options.choices.balance != "measured" or self.program is not None:
+            return {}
+        return agreed(self._engine, together(self._engine, "measuring", lambda: measure_line(drawn.line)))
+
+    def _prepare(self, program: Program) -> Executable:
+        resident = resident_tensors(self._model, program.model.constants)
+        self._bound = {slot: (t, kind_of(t)) for slot, t in resident.items() if slot.kind != "constant"}
+        own = sorted({stage for rank in self._engine.local for stage in program.stages_of(rank)})
+        device, until = self._engine.device, program.random_until
+        stages = {i: prepare_stage(program.stages[i], resident, device, until) for i in own}
+        if self._debug_nan:
+            stages = {i: inspected(stage) for i, stage in stages.items()}
+        return make_executable(program, stages, self._engine.local, device, self._prepare_vocabulary(program, resident))
+
+    def _prepare_vocabulary(
+        self, program: Program, resident: Mapping[Slot, torch.Tensor]
+    ) -> VocabularyExecutable | None:
+        """The shards of the output layer; shapes that are compiled later find the same rows."""
+        if program.vocabulary is None:
+            return None
+        engine, whole = self._engine, dict(self._model.named_parameters())
+        rank = engine.rank if isinstance(engine, Distributed) else None
+        if self.shards is None:
+            parameters = {name: whole[name] for name in program.vocabulary.parameters}
+            self.shards = VocabularyShards(program.vocabulary.bounds, parameters, rank)
+        group = engine.collective_group() if isinstance(engine, Distributed) else None
+        root = program.rank_of(program.schedule.stages - 1)
+        return make_executable_shards(program.vocabulary, self.shards, root, resident, engine.device, group)
+
+
+def autocast_on(device: torch.device) -> tuple[bool, torch.dtype]:
+    """Autocast at the time of capture becomes part of the graphs."""
+    return torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
