@@ -239,24 +239,31 @@ def _completions(
     program: Program, rank: int, buffers: Mapping[Action, Sequence[Buffer]]
 ) -> dict[Action, tuple[Message, ...]]:
     """For every action: the sends known to be over once what it needs is there (if that is a message at all)."""
-    positions = [{action: at for at, action in enumerate(_flat(steps))} for steps in program.lowered.programs]
-    open_sends: list[tuple[int, int, Message]] = []  # receiver, where it has used the message, message
+    peers: dict[int, Mapping[Action, int]] = {}
+    open_sends: dict[int, list[tuple[int, Message]]] = defaultdict(list)  # by receiver: where it has used the message
     completes: dict[Action, tuple[Message, ...]] = {}
     for action in _flat(program.lowered.programs[rank]):
         if action.op in SENDS:
             message = made_by(program, action)
             assert message is not None
             peer = program.rank_of(message.stage, message.microbatch)
-            open_sends.append((peer, _used(positions[peer], message), message))
+            open_sends[peer].append((_used(_positions(program, peer, peers), message), message))
         elif buffers.get(Action("RECV_" + action.op[0], action.stage, action.microbatch)):
             needs = needed_by(program, action)
             assert needs is not None
             peer = program.rank_of(_source(needs), needs.microbatch)
-            sent = positions[peer].get(Action("SEND_" + needs.kind, _source(needs), needs.microbatch), -1)
-            over = [send for send in open_sends if send[0] == peer and send[1] < sent]
-            completes[action] = tuple(message for _, _, message in over)
-            open_sends = [send for send in open_sends if send not in over]
+            sent = Action("SEND_" + needs.kind, _source(needs), needs.microbatch)
+            at = _positions(program, peer, peers).get(sent, -1)
+            completes[action] = tuple(message for used, message in open_sends[peer] if used < at)
+            open_sends[peer] = [send for send in open_sends[peer] if send[0] >= at]
     return completes
+
+
+def _positions(program: Program, peer: int, known: dict[int, Mapping[Action, int]]) -> Mapping[Action, int]:
+    """Where each action stands in the program of a rank that this one talks to; a rank talks to few."""
+    if peer not in known:
+        known[peer] = {action: at for at, action in enumerate(_flat(program.lowered.programs[peer]))}
+    return known[peer]
 
 
 def _used(positions: Mapping[Action, int], message: Message) -> int:

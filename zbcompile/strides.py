@@ -8,7 +8,7 @@ from zbcompile.passes.strides import is_dense, packed_layout
 
 def packed(tensor: torch.Tensor) -> torch.Tensor:
     """Each element once and without gaps: `tensor` itself where it is dense."""
-    if is_dense(tensor):
+    if tensor.is_contiguous() or is_dense(tensor):
         return tensor
     shape, strides = packed_layout(tensor.shape, tensor.stride())
     return _copied(tensor, shape, strides)
@@ -22,7 +22,7 @@ def packed_buffer(spec: TensorSpec, device: torch.device) -> torch.Tensor:
 
 def laid_out(value: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     """`value`, packed or not, with the strides that the graph was traced for; a copy only where they differ."""
-    if tuple(value.shape) == spec.shape and _same_strides(value, spec):
+    if value.shape == spec.shape and (value.stride() == spec.stride or _same_strides(value, spec)):
         return value
     once, _ = packed_layout(spec.shape, spec.stride)
     return _copied(value, once, spec.stride).expand(spec.shape)
