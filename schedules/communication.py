@@ -41,6 +41,12 @@ class Route(NamedTuple):
 Routes = dict[tuple[str, int], Route]
 
 
+def channels_of(schedule: Schedule) -> tuple[Channel, ...]:
+    """Every pair of ranks, source and destination, between which a schedule sends messages."""
+    found = {route.channel for rank in range(schedule.ranks) for route in _routes(schedule, rank).values()}
+    return tuple(sorted(found))
+
+
 def check_communication(lowered: Lowered) -> tuple[int, ...]:
     """Raise `ScheduleError` unless the messages of a program are right; return the most receive buffers live, by rank.
 

@@ -4,10 +4,12 @@ It works when messages do not: a rank that failed, or one whose peer is gone, ca
 """
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
+from zbcompile.errors import PipelineError
 from zbcompile.faults import NEVER, Fault, Status
 
 
@@ -21,7 +23,27 @@ class Board:
         shared: Any = group.get_group_store()  # `clone` is missing in torch's type stubs (2.13)
         store = shared.clone()
         serial = store.add(f"zbcompile/made/{rank}", 1)  # every rank makes its pipelines in the same order
-        self._store = dist.PrefixStore(f"zbcompile/{serial}", store)
+        self._name = f"zbcompile/{serial}"
+        self._store = dist.PrefixStore(self._name, store)
+
+    def private_store(self, group: dist.ProcessGroup) -> dist.Store:
+        """A place for the ranks of `group` to meet, which they share with no other group or pipeline."""
+        first = dist.get_process_group_ranks(group)[0]
+        return dist.PrefixStore(f"{self._name}/channels/{first}", group.get_group_store())
+
+    def exchange(self, what: str, value: str, timeout: float) -> dict[int, str]:
+        """What every rank says about `what`, once they all have. Raises PipelineError after `timeout` seconds."""
+        keys = {rank: f"{what}/{rank}" for rank in self.members}
+        self._store.set(keys[self.rank], value)
+        try:
+            self._store.wait(list(keys.values()), timedelta(seconds=timeout))
+        except RuntimeError as error:
+            missing = [rank for rank, key in keys.items() if not self._store.check([key])]
+            raise PipelineError(
+                f"ranks {missing} did not come within {timeout:g} s to make their part of the pipeline. Every rank "
+                "must call zbcompile.pipeline."
+            ) from error
+        return {rank: self._store.get(key).decode() for rank, key in keys.items()}
 
     def beat(self, status: Status) -> None:
         """Show that this process lives, and where it is."""

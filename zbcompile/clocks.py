@@ -29,13 +29,14 @@ class HostClock:
 class DeviceClock:
     """For CUDA: events in the stream; the host only waits when it reads them."""
 
-    def __init__(self) -> None:
-        torch.cuda.synchronize()
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        torch.cuda.synchronize(device)
         self._base, self._zero = self.mark(), time.perf_counter()
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))
         return event
 
     def seconds(self, mark: torch.cuda.Event) -> float:
@@ -44,7 +45,7 @@ class DeviceClock:
 
 
 def clock_of(device: torch.device) -> Clock:
-    return DeviceClock() if device.type == "cuda" else HostClock()
+    return DeviceClock(device) if device.type == "cuda" else HostClock()
 
 
 def offset_to_first(group: dist.ProcessGroup, device: torch.device) -> float:

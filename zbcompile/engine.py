@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zbcompile.channels import Channels, Ordered, Tagged, open_channels
 from zbcompile.clocks import clock_of, offset_to_first
 from zbcompile.data_parallel import Replicas
 from zbcompile.errors import PipelineError
@@ -20,11 +21,13 @@ from zbcompile.program import Program
 from zbcompile.rank_plan import RankPlan, plan_rank
 from zbcompile.record import Labels, Recorder, Seen, StepRecord, make_record
 from zbcompile.schedules.actions import Action
+from zbcompile.schedules.communication import channels_of
+from zbcompile.schedules.schedule import Schedule
 from zbcompile.seeds import microbatch_seed, undisturbed
 from zbcompile.stage_plan import CompiledStage
 from zbcompile.stage_run import StageRun
 from zbcompile.torch_private import profiler_is_on
-from zbcompile.transport import Channels, Mailboxes, PointToPoint, ReceiveBuffers, Transport
+from zbcompile.transport import Mailboxes, PointToPoint, ReceiveBuffers, Transport
 from zbcompile.vocabulary_collectives import Collectives
 from zbcompile.vocabulary_shards import VocabularyExecutable
 from zbcompile.watch import Alone, Watch
@@ -218,17 +221,30 @@ class Distributed:
     rank: int
     ranks: int
     device: torch.device
-    up: dist.ProcessGroup
-    down: dist.ProcessGroup
+    backend: str
     watch: Watch
     replicas: Replicas
+    ordered: bool  # messages are told apart by their order alone, as NCCL does
     last_step: StepRecord | None = None
     ahead: float | None = None  # seconds that this host's clock is ahead of the first rank's
     collectives: dist.ProcessGroup | None = None
+    opened: Ordered | None = None
 
     @property
     def local(self) -> tuple[int, ...]:
         return (self.rank,)
+
+    def channels(self, schedule: Schedule, microbatches: int) -> Channels:
+        """What carries messages between the ranks of a schedule, by the numbers of `microbatches`; all ranks call it,
+        and the first call opens what the ranks have for themselves."""
+        if not self.ordered:
+            return Tagged(self.group, microbatches)
+        if self.opened is None:
+            store, pairs = self.watch.board.private_store(self.group), channels_of(schedule)
+            with self.watch.position.waiting("the opening of the channels"):
+                self.opened = open_channels(self.backend, pairs, self.rank, store, self.device, self.watch.timeout)
+            self.watch.groups = (*self.watch.groups, *self.opened.links)
+        return self.opened
 
     def collective_group(self) -> dist.ProcessGroup:
         """The process group of the vocabulary's collectives, made by all ranks at the first call."""
@@ -278,8 +294,8 @@ class Distributed:
             return share_losses(program, losses, self.replicas.count, self.device, self.everyone)
 
     def _transport(self, executable: Executable) -> PointToPoint:
-        channels = Channels(self.up, self.down, self.rank, executable.program.schedule.microbatches)
-        return PointToPoint(channels, executable.buffers)
+        schedule = executable.program.schedule
+        return PointToPoint(self.channels(schedule, schedule.microbatches), executable.buffers)
 
     def _compare_clocks(self) -> None:
         if self.ahead is None:

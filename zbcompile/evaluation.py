@@ -21,7 +21,7 @@ from zbcompile.seeds import undisturbed
 from zbcompile.stage_run import run_forward_only
 from zbcompile.strides import laid_out
 from zbcompile.torch_private import pytree
-from zbcompile.transport import Channels, Mailboxes, PointToPoint, ReceiveBuffers, Transport
+from zbcompile.transport import Mailboxes, PointToPoint, ReceiveBuffers, Transport
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def evaluate(
     """Run the plan; every rank returns the model's output for the whole batch."""
     inputs = [batch.microbatch(i, plan.count).tensors for i in range(plan.count)]
     made: dict[str, list[torch.Tensor]] = {}
-    transport = _transport(engine, plan.count)
+    transport = _transport(engine, program, plan.count)
     with undisturbed(engine.device):
         for stage, microbatch in _order(program, engine, plan.count):
             _forward(plan, program, engine, transport, resident, inputs, made, stage, microbatch)
@@ -98,10 +98,10 @@ def _order(program: Program, engine: Engine, count: int) -> list[tuple[int, int]
     return [(stage, microbatch) for stage in stages for microbatch in range(count)]
 
 
-def _transport(engine: Engine, count: int) -> Transport:
+def _transport(engine: Engine, program: Program, count: int) -> Transport:
     if not isinstance(engine, Distributed):
         return Mailboxes()
-    return PointToPoint(Channels(engine.up, engine.down, engine.rank, count), ReceiveBuffers(engine.device))
+    return PointToPoint(engine.channels(program.schedule, count), ReceiveBuffers(engine.device))
 
 
 def _forward(

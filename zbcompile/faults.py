@@ -95,10 +95,10 @@ NEVER = Status(beat=-1, region=-1, doing="its first call", action="", waits=Fals
 
 
 def find_dead(own: int, before: Mapping[int, Status], after: Mapping[int, Status]) -> Fault | None:
-    """The first rank whose heart did not beat between two looks at all ranks."""
+    """The first other rank whose heart did not beat between two looks at all ranks."""
     here = after[own]
     for rank, status in after.items():
-        if status.beat == before[rank].beat:
+        if rank != own and status.beat == before[rank].beat:
             where = status.where if status.region == here.region else here.doing
             return Fault(
                 rank,
@@ -124,8 +124,9 @@ def find_stray(own: int, statuses: Mapping[int, Status]) -> Fault | None:
     return None
 
 
-def find_late(own: int, statuses: Mapping[int, Status], seconds: float) -> Fault:
-    """Whom a rank that waited too long was waiting for: one that never came, one that is busy, or nobody."""
+def find_late(own: int, statuses: Mapping[int, Status], seconds: float, on_device: bool = False) -> Fault:
+    """Whom a rank that waited too long was waiting for: one that never came, one that is busy, or nobody. Where its
+    device waits and not its host, hosts that are as far say nothing."""
     here = statuses[own]
     waited = f"rank {own} waited {seconds:g} s for it at {here.where}"
     for rank, status in sorted(statuses.items(), key=lambda item: item[1].region):
@@ -133,6 +134,8 @@ def find_late(own: int, statuses: Mapping[int, Status], seconds: float) -> Fault
             return Fault(rank, status.where, f"it never arrived; {waited}")
         if status.region < here.region:
             return Fault(rank, status.where, f"it went no further; {waited}")
-        if not status.waits:
+        if not status.waits and not on_device:
             return Fault(rank, status.where, f"it did not finish; {waited}")
+    if on_device:
+        return Fault(own, here.where, f"its device did not finish within {seconds:g} s of its host")
     return Fault(own, here.where, f"every rank has waited for another one for {seconds:g} s")

@@ -15,7 +15,11 @@ from zbcompile.data_parallel import Replicas
 from zbcompile.engine import Distributed, Engine, InProcess
 from zbcompile.errors import PipelineError
 from zbcompile.faults import Position
+from zbcompile.gpus import require_own_gpus, take_gpu
 from zbcompile.passes.meta_device import is_on_meta
+from zbcompile.progress import progress_of
+from zbcompile.switches import ORDERED
+from zbcompile.torch_private import is_bound
 from zbcompile.watch import Watch
 
 FindDevice = Callable[[], torch.device]
@@ -29,7 +33,7 @@ def make_engine(find_device: FindDevice, ranks: int | None, mesh: Any, timeout: 
     if dist.is_available() and dist.is_initialized():
         return _distributed(find_device, Sides(dist.group.WORLD, dist.group.WORLD, Replicas()), ranks, timeout)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        _initialise(timeout)
+        _initialise(find_device, timeout)
         return _distributed(find_device, Sides(dist.group.WORLD, dist.group.WORLD, Replicas()), ranks, timeout)
     if ranks is None:
         print("zbcompile: neither torchrun nor ranks= gives a number of ranks; running as one rank in this process.")
@@ -60,17 +64,32 @@ def own_device(kind: str) -> torch.device:
     return torch.device("cpu")
 
 
-def _initialise(timeout: float) -> None:
-    """What a script under torchrun would write itself: each local rank takes its own GPU, gloo without CUDA."""
+def _initialise(find_device: FindDevice, timeout: float) -> None:
+    """What a script under torchrun would write itself: each local rank takes its own GPU, and the group has the backend
+    of the model's device. torch's own watchdog, which ends the process, comes after this package's."""
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        take_gpu()
+    cuda = find_device().type == "cuda"
     try:
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=timedelta(seconds=timeout))
+        dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=2 * timeout if cuda else timeout))
     except RuntimeError as error:
         raise PipelineError(
             f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} found no process group within {timeout:g} s: "
             f"{error}. Start all processes, with the same MASTER_ADDR and MASTER_PORT, or give them more timeout=."
         ) from error
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The backend by which a group moves the tensors of a device: "gloo" for the CPU, "nccl" for CUDA. Raises
+    PipelineError where it has another one, or none."""
+    backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
+    wanted, found = {"cpu": "gloo", "cuda": "nccl"}.get(device.type, "none"), backends.get(device.type, "none")
+    if found != wanted or wanted == "none":
+        raise PipelineError(
+            f"the model is on {device}, for which the process group has the backend {found}; expected "
+            f'{wanted}. Move the model (model.to(device)), or call init_process_group("cpu:gloo,cuda:nccl").'
+        )
+    return wanted
 
 
 def _sides(mesh: Any) -> "Sides":
@@ -96,6 +115,11 @@ def _whole(mesh: Any) -> Any:
     members = sorted(mesh.mesh.flatten().tolist())
     if members == list(range(dist.get_world_size())):
         return dist.group.WORLD
+    if is_bound(dist.group.WORLD):
+        raise PipelineError(
+            "mesh= covers a part of the ranks, and the process group is bound to a device, so that only all ranks "
+            "together can make a new group. Call init_process_group without device_id=."
+        )
     return dist.new_group(members, use_local_synchronization=True)
 
 
@@ -115,13 +139,12 @@ def _distributed(find_device: FindDevice, sides: Sides, ranks: int | None, timeo
         raise PipelineError(
             f"ranks={ranks}, but the process group has {size} ranks. Leave ranks= out, or start {ranks} processes."
         )
-    members = dist.get_process_group_ranks(group)
-    if dist.get_backend(group) == "gloo":
-        up = down = group  # gloo pairs messages by tag: one group carries both directions
-    else:
-        up, down = (dist.new_group(members, use_local_synchronization=True) for _ in range(2))
-    own = dist.get_rank()
+    device, own = find_device(), dist.get_rank()
+    backend = backend_of(group, device)
     board = Board(everyone, dist.get_process_group_ranks(everyone), own)
-    groups = {group, everyone, up, down} | ({sides.replicas.group} if sides.replicas.group else set())
-    watch = Watch(Position(own), board, tuple(groups), timeout)
-    return Distributed(group, everyone, dist.get_rank(group), size, find_device(), up, down, watch, sides.replicas)
+    if device.type == "cuda":
+        require_own_gpus(board, device, timeout)
+    groups = {group, everyone} | ({sides.replicas.group} if sides.replicas.group else set())
+    watch = Watch(Position(own), board, tuple(groups), timeout, backend, progress_of(device))
+    ordered = backend == "nccl" or ORDERED.read()
+    return Distributed(group, everyone, dist.get_rank(group), size, device, backend, watch, sides.replicas, ordered)

@@ -6,6 +6,7 @@ before tells it. An eager run seeded by `microbatch_seed` before each microbatch
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
@@ -36,15 +37,29 @@ def undisturbed(device: torch.device) -> Iterator[None]:
 
 
 def generator_state(device: torch.device) -> torch.Tensor:
-    """The state of the default generator of `device`, as a tensor on that device (so that any backend can send it)."""
+    """The state of the default generator of `device`, as a tensor on that device (so that any backend can send it).
+    The host does not wait for the copy."""
     if device.type == "cuda":
-        return torch.cuda.get_rng_state(device).to(device)
+        return torch.cuda.get_rng_state(device).pin_memory().to(device, non_blocking=True)
     return torch.get_rng_state()
 
 
-def set_generator_state(device: torch.device, state: torch.Tensor) -> None:
-    """Continue where `state` was taken."""
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state.cpu(), device)
-    else:
-        torch.set_rng_state(state)
+@dataclass
+class Relay:
+    """Continues on a stage where the generator stood at the end of the stage before.
+
+    On CUDA the state is a seed and an offset. The seed is the microbatch's; the offset depends on shapes alone, so it
+    is read from the first state that arrives and known from then on: reading waits for the device.
+    """
+
+    device: torch.device
+    offset: int | None = None
+
+    def continue_from(self, state: torch.Tensor, seed: int) -> None:
+        """`state` has arrived for a microbatch that began with `seed`."""
+        if self.device.type != "cuda":
+            torch.set_rng_state(state)
+            return
+        if self.offset is None:
+            self.offset = int(state.cpu().view(torch.int64)[1])
+        torch.cuda.set_rng_state(torch.tensor([seed, self.offset]).view(torch.uint8), self.device)

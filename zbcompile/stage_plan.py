@@ -16,6 +16,7 @@ from zbcompile.passes.pieces import Piece
 from zbcompile.passes.slots import Slot, TensorSpec
 from zbcompile.passes.stage_program import StageProgram
 from zbcompile.passes.torch_private import boxed
+from zbcompile.seeds import Relay
 
 RESIDENT = ("parameter", "buffer", "constant")
 LOSS_FACTOR = Slot("tangent", "loss")
@@ -49,7 +50,7 @@ class CompiledStage:
     `template` is a microbatch before its F: what is resident stands in its register, the others are None. `inputs` are
     the registers of user inputs by path, `arrivals` those of what arrives in F, `tangents` in B. `passing` names the
     registers that hold values of one microbatch only. `generator_arrives` and `generator_leaves` say whether generator
-    state travels with F; `inspected` that its calls watch over every operation.
+    state travels with F, which `relay` continues; `inspected` that its calls watch over every operation.
     """
 
     program: StageProgram
@@ -64,6 +65,7 @@ class CompiledStage:
     passing: tuple[int, ...]
     generator_arrives: bool
     generator_leaves: bool
+    relay: Relay
     inspected: bool = False
 
     @property
@@ -90,6 +92,7 @@ def prepare_stage(
         passing=tuple(place for slot, place in registers.items() if _passes(slot)),
         generator_arrives=0 < index <= random_until,
         generator_leaves=index < random_until,
+        relay=Relay(device),
     )
 
 

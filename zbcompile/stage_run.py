@@ -11,7 +11,7 @@ from zbcompile.errors import PipelineError
 from zbcompile.gradients import Gradients
 from zbcompile.passes.pieces import Piece
 from zbcompile.passes.slots import Slot
-from zbcompile.seeds import generator_state, set_generator_state
+from zbcompile.seeds import generator_state
 from zbcompile.stage_plan import Call, CompiledStage, Tensors
 from zbcompile.strides import laid_out
 
@@ -108,7 +108,7 @@ class StageRun:
 
     def _position_generator(self, microbatch: int, arrived: Tensors) -> None:
         if self.stage.generator_arrives:
-            set_generator_state(self.stage.device, arrived.pop())
+            self.stage.relay.continue_from(arrived.pop(), self.seeds[microbatch])
         elif self.stage.program.random or self.stage.generator_leaves:
             torch.manual_seed(self.seeds[microbatch])
 

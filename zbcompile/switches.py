@@ -28,4 +28,8 @@ DEBUG_NAN = Switch(
     "ZBCOMPILE_DEBUG_NAN",
     "stop at the first operation that makes a NaN or an infinity, and name its stage, pass, microbatch and line (slow)",
 )
-SWITCHES = (DEBUG_NAN,)
+ORDERED = Switch(
+    "ZBCOMPILE_ORDERED",
+    "messages over gloo travel as NCCL's do: one connection per direction of two ranks, told apart by order alone",
+)
+SWITCHES = (DEBUG_NAN, ORDERED)

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from zbcompile.channels import Channels
 from zbcompile.errors import PipelineError
 from zbcompile.rank_plan import Buffer, Message
 from zbcompile.strides import as_contiguous, packed, packed_buffer
@@ -63,25 +64,6 @@ class Mailboxes:
             raise PipelineError(f"the step ended with messages that no stage took: {sorted(self.boxes)}")
 
 
-@dataclass(frozen=True)
-class Channels:
-    """The process groups that carry messages: one per direction, so that what a pair of ranks says to each other in the
-    two directions never shares a NCCL communicator, whose operations run strictly one after the other."""
-
-    up: dist.ProcessGroup
-    down: dist.ProcessGroup
-    rank: int
-    microbatches: int
-
-    def group(self, source: int, destination: int) -> dist.ProcessGroup:
-        return self.up if source < destination else self.down
-
-    def tag(self, message: Message, index: int) -> int:
-        """A tag of its own for every tensor: gloo pairs messages of equal tags by order alone."""
-        number = (message.stage * 2 + (message.kind == "B")) * self.microbatches + message.microbatch
-        return number * 64 + index
-
-
 @dataclass
 class ReceiveBuffers:
     """The memory that messages arrive in, made at first use and kept over steps. `rank_plan` says who has it when.
@@ -106,9 +88,10 @@ class ReceiveBuffers:
 class PointToPoint:
     """Messages between processes.
 
-    Nothing here blocks the host on CUDA: `wait` on a NCCL work makes the compute stream wait, and both ends of a
-    message start when the compute stream reaches where they were posted. A sent tensor is held until its work has
-    been waited for, so the caching allocator cannot hand out its memory while it is being read.
+    Nothing here blocks the host on CUDA: `wait` on a NCCL work makes the compute stream wait for an event of the
+    channel's stream, and both ends of a message start when the compute stream reaches where they were posted. A sent
+    tensor is held until its work has been waited for, so the caching allocator cannot hand out its memory while it is
+    being read; `complete` only waits for what is known to be over, so the compute stream does not stand still there.
     """
 
     channels: Channels
@@ -121,18 +104,15 @@ class PointToPoint:
         self.boxes[message] = tensors
 
     def send(self, message: Message, tensors: Tensors, peer: int) -> None:
-        group = self.channels.group(self.channels.rank, peer)
         works = self.sends[message] = []
         for index, tensor in enumerate(tensors):
             flat = as_contiguous(packed(tensor))
-            works.append((flat, group.send([flat], peer, self.channels.tag(message, index))))
+            works.append((flat, self.channels.send(flat, message, index, peer)))
 
     def post(self, message: Message, buffers: Sequence[Buffer], peer: int) -> None:
-        group = self.channels.group(peer, self.channels.rank)
         tensors = self.boxes[message] = [self.buffers.get(buffer) for buffer in buffers]
         self.receives[message] = [
-            group.recv([as_contiguous(tensor)], peer, self.channels.tag(message, index))
-            for index, tensor in enumerate(tensors)
+            self.channels.receive(as_contiguous(tensor), message, index, peer) for index, tensor in enumerate(tensors)
         ]
 
     def ready(self, message: Message) -> bool:

@@ -94,17 +94,17 @@ def _sum_in_order(parts: list[torch.Tensor]) -> torch.Tensor:
 @dataclass
 class GroupCollectives:
     """This process is one rank of `group`. Collectives run in the order of their posts beside the passes: on a thread
-    of their own where the host carries them out (gloo), on a stream of their own on CUDA."""
+    of their own where the host carries them out (gloo), on `stream` on CUDA."""
 
     group: dist.ProcessGroup
     root: int
     device: torch.device
+    stream: torch.cuda.Stream | None = None
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
     complete: "dict[tuple[str, int], Future[None]]" = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "zbcompile-collectives") if self.device.type != "cuda" else None
-        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._thread = ThreadPoolExecutor(1, "zbcompile-collectives") if self.stream is None else None
         self._events: dict[tuple[str, int], torch.cuda.Event] = {}
 
     def join(self, rank: int, shard: ShardRun) -> None:
@@ -119,12 +119,14 @@ class GroupCollectives:
 
     def _on_stream(self, op: str, microbatch: int) -> None:
         """Behind what the compute stream has been given so far; whoever waits makes the compute stream wait."""
-        assert self._stream is not None
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream):
+        assert self.stream is not None
+        for value in self.shard.states.get(microbatch, {}).values():
+            value.record_stream(self.stream)  # else its memory could be used again while it is sent
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
             {CAST: self._cast, STATS: self._stats, SUM: self._sum}[op](microbatch)
         event = self._events[op, microbatch] = torch.cuda.Event()
-        event.record(self._stream)
+        event.record(self.stream)
 
     def ready(self, op: str, microbatch: int) -> bool:
         return True
@@ -140,7 +142,7 @@ class GroupCollectives:
 
     def gradient(self, microbatch: int) -> torch.Tensor:
         found = self.gradients.pop(microbatch)
-        if self._stream is not None:
+        if self.stream is not None:
             found.record_stream(torch.cuda.current_stream(self.device))
         return found
 

@@ -91,7 +91,8 @@ class VocabularyShards:
 
 @dataclass(frozen=True)
 class VocabularyExecutable:
-    """The shards of one program that run in this process. `group` is the collectives' own; None in one process."""
+    """The shards of one program that run in this process. `group` is the collectives' own, None in one process, `stream`
+    theirs on CUDA."""
 
     program: VocabularyProgram
     shards: Mapping[int, CompiledShard]
@@ -100,6 +101,7 @@ class VocabularyExecutable:
     device: torch.device
     group: dist.ProcessGroup | None
     rows: VocabularyShards
+    stream: torch.cuda.Stream | None
 
     def begin_step(self, gradients: Gradients, tied: Mapping[str, int]) -> None:
         """A rank that looks up a tied embedding needs all rows as the optimizers have left them."""
@@ -116,7 +118,7 @@ class VocabularyExecutable:
         """The collectives of one step."""
         if self.group is None:
             return SharedCollectives(len(self.shards), self.root, self.program.barriers)
-        return GroupCollectives(self.group, self.root, self.device)
+        return GroupCollectives(self.group, self.root, self.device, self.stream)
 
     def begin(
         self,
@@ -148,4 +150,5 @@ def make_executable_shards(
         rows = {Slot("parameter", name): shards.rows(rank, name) for name in program.parameters}
         compiled[rank] = prepare_shard(program, rank, {**resident, **rows})
     accumulators = {rank: partial(shards.accumulator, rank) for rank in ranks}
-    return VocabularyExecutable(program, compiled, accumulators, root, device, group, shards)
+    stream = torch.cuda.Stream(device) if group is not None and device.type == "cuda" else None
+    return VocabularyExecutable(program, compiled, accumulators, root, device, group, shards, stream)

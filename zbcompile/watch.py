@@ -8,6 +8,7 @@ A normal step pays for two attribute writes per action and for nothing on the ne
 import contextlib
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -18,8 +19,10 @@ import torch
 import torch.distributed as dist
 
 from zbcompile.board import Board
+from zbcompile.channels import Link
 from zbcompile.errors import PipelineError
 from zbcompile.faults import Fault, Position, Status, find_dead, find_late, find_stray
+from zbcompile.progress import Progress
 from zbcompile.schedules.actions import Action
 
 INTERVAL = 0.5  # seconds between two signs of life
@@ -27,6 +30,7 @@ SILENCE = 4 * INTERVAL  # a process that shows none for this long, while a conne
 LEAVING = 3 * INTERVAL  # how long a rank that knows of a fault stays until the others know of it too
 STRAY = 3.0  # seconds after which ranks that wait in different calls are not just on their way
 UNUSED_TAG = 1 << 30  # no message has it
+Group = dist.ProcessGroup | Link
 
 
 @dataclass
@@ -60,13 +64,15 @@ def own_fault(position: Position, error: BaseException) -> Fault:
 
 @dataclass
 class Watch:
-    """This process is one rank of several. `groups` are all that its pipeline talks through; `timeout` is how many
-    seconds it waits for another rank."""
+    """This process is one rank of several. `groups` are all that its pipeline talks through, by way of `backend`;
+    `timeout` is how many seconds it waits for another rank, and `progress` says how far its device is."""
 
     position: Position
     board: Board
-    groups: Sequence[dist.ProcessGroup]
+    groups: Sequence[Group]
     timeout: float
+    backend: str
+    progress: Progress
     fault: Fault | None = None
     known: Exception | None = None
     stopped: threading.Event = field(default_factory=threading.Event)
@@ -89,6 +95,7 @@ class Watch:
                 raise
             raise told from error
         self.position.leave()
+        self.progress.mark()
 
     def known_to_all(self, error: Exception) -> Exception:
         """`error` is about to be raised, and every other rank raises one for the same reason."""
@@ -203,21 +210,32 @@ class Watch:
     @property
     def _host_waits(self) -> bool:
         """With NCCL the device waits, not the host: a posted fault concerns this rank wherever it is."""
-        return all(dist.get_backend(group) == "gloo" for group in self.groups)
+        return self.backend == "gloo"
 
     def _lose_patience(self, waited: float) -> Fault | None:
-        if not self.position.waits or waited < min(STRAY, self.timeout):
+        if waited < min(STRAY, self.timeout) or not (self.position.waits or self.progress.behind()):
             return None
-        statuses: dict[int, Status] = self.board.statuses()
-        fault = find_stray(self.position.rank, statuses)
+        rank, statuses = self.position.rank, self.board.statuses()
+        fault = find_stray(rank, statuses)
         if fault is None and waited >= self.timeout:
-            fault = find_late(self.position.rank, statuses, self.timeout)
+            fault = None if self._host_waits else self._find_dead(statuses)
+            fault = fault or find_late(rank, statuses, self.timeout, on_device=not self.position.waits)
         return None if fault is None else self.board.post(self.position.region, fault)
 
+    def _find_dead(self, before: dict[int, Status]) -> Fault | None:
+        """Of a process that has died NCCL says nothing; its signs of life have stopped."""
+        self.stopped.wait(SILENCE)
+        after = {rank: status for rank, status in self.board.statuses().items() if before[rank].beat >= 0}
+        return find_dead(self.position.rank, before, after)
+
     def _cut(self, fault: Fault) -> None:
+        """End what this rank waits for. On CUDA nobody may be waiting for it in a call that can raise, so it is said at
+        once."""
         self.fault = fault
+        if not self._host_waits:
+            print(f"zbcompile: {fault.error()}", file=sys.stderr, flush=True)
         for group in self.groups:
-            cut_connections(group)
+            cut_connections(group, self.backend)
 
 
 @contextlib.contextmanager
@@ -234,15 +252,14 @@ def _not_yet_terminated() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def cut_connections(group: dist.ProcessGroup) -> None:
+def cut_connections(group: Group, backend: str) -> None:
     """Make everything that waits in `group` raise, on this rank; its peers see a closed connection.
 
     Gloo's `abort` does nothing (2.11-2.13), but a receive of its that times out closes the connections of the group.
     """
-    if dist.get_backend(group) != "gloo":
+    if backend != "gloo":
         group.abort()
-    elif dist.get_world_size(group) > 1:
-        peer = 1 if dist.get_rank(group) == 0 else 0
+    elif group.size() > 1:
+        peer = 1 if group.rank() == 0 else 0
         with contextlib.suppress(RuntimeError, ValueError):
-            work = dist.irecv(torch.empty(1), group=group, group_src=peer, tag=UNUSED_TAG)
-            work.wait(timedelta(milliseconds=1))  # type: ignore[union-attr]
+            group.recv([torch.empty(1)], peer, UNUSED_TAG).wait(timedelta(milliseconds=1))

@@ -4,14 +4,19 @@ Every schedule with every number of ranks that it admits among 1, 2 and 4 in one
 and with both models: a GPT with tied embeddings, and a net with skip connections.
 """
 
+import os
 import random
 import time
 from dataclasses import dataclass
+from functools import partial
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.oracle import PROBLEMS, eager_step_in_order
+from tests.runtime.ordered import InOrder, in_turn
 from tests.runtime.pool import Pool
 from tests.runtime.training import (
     ROWS,
@@ -26,9 +31,11 @@ from tests.runtime.training import (
     quickly,
     reference,
 )
+from zbcompile.channels import Ordered
 from zbcompile.engine import Distributed
 from zbcompile.rank_plan import Message
 from zbcompile.schedules import Pair, ScheduleError, build, names, smallest_microbatches
+from zbcompile.switches import ORDERED
 from zbcompile.transport import PointToPoint, Tensors
 
 LAZY = "zb-h1-lazy"
@@ -79,7 +86,10 @@ def assert_declared(ours: Trained, case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", IN_PROCESS, ids=str)
-def test_in_one_process(case: Case) -> None:
+def test_in_one_process(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages are paired by their order on each channel alone, as NCCL pairs them."""
+    schedule = build(case.schedule, case.ranks, case.microbatches)
+    monkeypatch.setattr("zbcompile.engine.Mailboxes", partial(InOrder, rank_of=schedule.rank_of))
     assert_declared(quickly(case), case)
 
 
@@ -135,31 +145,37 @@ def test_only_the_lazy_schedule_declares_another_order() -> None:
 
 @dataclass
 class Late(PointToPoint):
-    """Real messages, each sent a little late; `chance` is drawn anew on every rank, so some ranks are slow."""
+    """Real messages, each sent a little late; ranks with odd numbers are slow. Where the channels are ordered, each is
+    a stream, as with NCCL."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.channels, Ordered):
+            self.channels = in_turn(self.channels)
 
     def send(self, message: Message, tensors: Tensors, peer: int) -> None:
         time.sleep(random.random() ** 4 * 0.01)
         super().send(message, tensors, peer)
 
     def wait(self, message: Message) -> None:
-        time.sleep(random.random() ** 4 * 0.01 * (1 + self.channels.rank % 2))
+        time.sleep(random.random() ** 4 * 0.01 * (1 + dist.get_rank() % 2))
         super().wait(message)
 
 
-def delayed(case: Case, repeats: int) -> list[Trained]:
+def delayed(case: Case, ordered: bool) -> Trained:
     original = Distributed._transport
     Distributed._transport = lambda self, executable: Late(**vars(original(self, executable)))  # type: ignore[method-assign]
     try:
-        return [quickly(case) for _ in range(repeats)]
+        with mock.patch.dict(os.environ, {ORDERED.name: str(int(ordered))}):
+            return quickly(case)
     finally:
         Distributed._transport = original  # type: ignore[method-assign]
 
 
+@pytest.mark.parametrize("ordered", [False, True], ids=["by tag", "in order"])
 @pytest.mark.parametrize("case", DELAYED, ids=str)
-def test_late_messages_and_slow_ranks_change_no_bit(case: Case, pool: Pool) -> None:
-    shares = pool.run(delayed, case, 2, ranks=case.ranks)
-    for repeat in range(2):
-        assert_declared(join([share[repeat] for share in shares]), case)
+def test_late_messages_and_slow_ranks_change_no_bit(case: Case, ordered: bool, pool: Pool) -> None:
+    """Also where messages have no tags, and a channel ends one operation before it begins the next."""
+    assert_declared(join(pool.run(delayed, case, ordered, ranks=case.ranks)), case)
 
 
 @pytest.mark.parametrize(

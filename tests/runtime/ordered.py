@@ -1,0 +1,76 @@
+"""Transports that pair messages as NCCL does: by the order in which both ends of a channel post them, never by name."""
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from zbcompile.channels import Link, Ordered
+from zbcompile.rank_plan import Buffer, Message
+from zbcompile.transport import Mailboxes, Tensors
+
+Channel = tuple[int, int]  # source rank, destination rank
+
+
+@dataclass
+class InOrder(Mailboxes):
+    """All ranks in one process; the k-th send of a channel arrives where its k-th receive was posted. `rank_of` is the
+    schedule's."""
+
+    rank_of: Callable[[int, int], int] = field(kw_only=True)
+    sent: dict[Channel, deque[Tensors]] = field(default_factory=lambda: defaultdict(deque))
+    posted: dict[Channel, deque[Message]] = field(default_factory=lambda: defaultdict(deque))
+
+    def send(self, message: Message, tensors: Tensors, peer: int) -> None:
+        source = message.stage - 1 if message.kind == "F" else message.stage + 1
+        channel = self.rank_of(source, message.microbatch), peer
+        self.sent[channel].append(tensors)
+        self._match(channel)
+
+    def post(self, message: Message, buffers: Sequence[Buffer], peer: int) -> None:
+        channel = peer, self.rank_of(message.stage, message.microbatch)
+        self.posted[channel].append(message)
+        self._match(channel)
+
+    def _match(self, channel: Channel) -> None:
+        if self.sent[channel] and self.posted[channel]:
+            self.boxes[self.posted[channel].popleft()] = self.sent[channel].popleft()
+
+    def finish(self) -> None:
+        super().finish()
+        assert not any(self.sent.values())
+        assert not any(self.posted.values())
+
+
+class Job:
+    """The work of an operation that may not have begun yet."""
+
+    def __init__(self, future: "Future[Any]") -> None:
+        self.future = future
+
+    def wait(self) -> None:
+        self.future.result(60)
+
+
+class InTurn:
+    """A link whose operations run one after the other, as on a stream. A send of gloo's ends when its receive has been
+    posted, so one that stands behind another waits for that."""
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self.stream = ThreadPoolExecutor(1)
+
+    def send(self, tensors: list[Tensor], rank: int, tag: int) -> Any:
+        return Job(self.stream.submit(lambda: self.link.send(tensors, rank, tag).wait()))
+
+    def recv(self, tensors: list[Tensor], rank: int, tag: int) -> Any:
+        return Job(self.stream.submit(lambda: self.link.recv(tensors, rank, tag).wait()))
+
+
+def in_turn(channels: Ordered) -> Ordered:
+    """The same channels, each a stream."""
+    outward = {peer: InTurn(link) for peer, link in channels.outward.items()}
+    return Ordered(outward, {peer: InTurn(link) for peer, link in channels.inward.items()})  # type: ignore[arg-type]

@@ -1,0 +1,47 @@
+"""How far the device is: on CUDA the host runs ahead of it, so a call that has returned may not have happened yet."""
+
+from typing import Protocol
+
+import torch
+
+
+class Progress(Protocol):
+    """`mark` notes that a call has been given to the device; `behind` says, without waiting, whether the device has yet
+    to finish what was marked last."""
+
+    def mark(self) -> None: ...
+    def behind(self) -> bool: ...
+
+
+class HostProgress:
+    """For devices that work while the host waits."""
+
+    def mark(self) -> None:
+        pass
+
+    def behind(self) -> bool:
+        return False
+
+
+class StreamProgress:
+    """For CUDA: an event behind everything in the stream. Another thread may ask."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._event: torch.cuda.Event | None = None
+
+    def mark(self) -> None:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        self._event = event
+
+    def behind(self) -> bool:
+        event = self._event
+        try:
+            return event is not None and not event.query()
+        except RuntimeError:  # the device has failed: whoever uses it next learns why
+            return False
+
+
+def progress_of(device: torch.device) -> Progress:
+    return StreamProgress(device) if device.type == "cuda" else HostProgress()
