@@ -73,7 +73,8 @@ def _last_backwards(program: Program, rank: int) -> dict[int, Action]:
 
 @dataclass
 class Bucket:
-    """Gradients on their way: `flat` is the only one itself, or a copy of several."""
+    """Gradients on their way, in the dtype in which they were summed: `flat` is the only one itself, or a copy of
+    several."""
 
     gradients: Sequence[torch.Tensor]
     flat: torch.Tensor
@@ -108,10 +109,8 @@ class Reduction:
 
     def start(self, stage: int) -> None:
         """Begin to reduce a stage's gradients; returns at once."""
-        self.gradients.finish(self.names[stage])
-        parameters = [self.gradients.parameters[name] for name in self.names[stage]]
-        found = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        self.buckets.extend(map(self._send, in_buckets(found)))
+        sums = map(self.gradients.whole_sum, self.names[stage])
+        self.buckets.extend(map(self._send, in_buckets(found for found in sums if found is not None)))
 
     def finish(self) -> None:
         """Reduce what several stages share, and wait for everything.
@@ -120,8 +119,8 @@ class Reduction:
         """
         self.replicas.partial = not self.reduces and self.replicas.count > 1
         if self.reduces:
-            parameters = [self.gradients.parameters[name] for name in self.shared]
-            self.buckets.extend(self._send([p.grad]) for p in parameters if p.grad is not None)
+            sums = map(self.gradients.whole_sum, self.shared)
+            self.buckets.extend(self._send([found]) for found in sums if found is not None)
         for bucket in self.buckets:
             bucket.finish()
         self.buckets.clear()

@@ -284,9 +284,9 @@ class Distributed:
         if executable.vocabulary is not None:
             with position.waiting("the gradients of a tied embedding"):
                 executable.vocabulary.end_step(gradients, program.tied)
-        gradients.finish()
         with position.waiting("the sum over replicas"):
             reduction.finish()
+            gradients.finish()
             self.replicas.broadcast(_changed_buffers(executable.stages))
         with position.waiting("the end"):
             self.last_step = self._gather(recorder) if recorder else None

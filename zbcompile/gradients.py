@@ -2,7 +2,7 @@
 the parameter's strides, else into a buffer that lives for the step and is added to `.grad` once, at its end; those that
 several stages train are summed over the stages first, in the order in which eager autograd would have added them."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 
@@ -97,11 +97,22 @@ class Gradients:
         for gradient in sums:
             self._accumulate(name, gradient)
 
-    def finish(self, names: Iterable[str] | None = None) -> None:
-        """Put the sums of these parameters (default: of all) into `.grad`, each rounded to its dtype once."""
-        for name in list(self.buffers) if names is None else names:
-            if name in self.buffers:
-                accumulate(self.parameters[name], self.buffers.pop(name))
+    def whole_sum(self, name: str) -> torch.Tensor | None:
+        """The gradient as far as it has been summed, with what `.grad` held before the step, in the dtype of the sum:
+        what replicas add up. None where there is none."""
+        parameter = self.parameters[name]
+        if name not in self.buffers:
+            return parameter.grad
+        if parameter.grad is not None:
+            self.buffers[name].add_(parameter.grad)
+            parameter.grad.zero_()
+        return self.buffers[name]
+
+    def finish(self) -> None:
+        """Put all sums into `.grad`, each rounded to its dtype once."""
+        for name, buffer in self.buffers.items():
+            accumulate(self.parameters[name], buffer)
+        self.buffers.clear()
 
 
 def accumulate(parameter: nn.Parameter, gradient: torch.Tensor) -> None:

@@ -46,7 +46,7 @@ def nccl_link(store: dist.Store, rank: int, timeout: timedelta) -> Any:
     return dist.ProcessGroupNCCL(store, rank, 2, options)
 
 
-def is_bound(group: dist.ProcessGroup) -> bool:
+def is_bound(group: dist.ProcessGroup | None) -> bool:
     """Whether `init_process_group` was given a device_id: new groups are then split from this one by all of its ranks
     (2.11-2.13)."""
     return getattr(group, "bound_device_id", None) is not None

@@ -91,8 +91,8 @@ class VocabularyShards:
 
 @dataclass(frozen=True)
 class VocabularyExecutable:
-    """The shards of one program that run in this process. `group` is the collectives' own, None in one process, `stream`
-    theirs on CUDA."""
+    """The shards of one program that run in this process. `group` is the collectives' own, None in one process, and
+    `stream` theirs on CUDA."""
 
     program: VocabularyProgram
     shards: Mapping[int, CompiledShard]
