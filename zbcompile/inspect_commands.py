@@ -1,61 +1,42 @@
 """What the inspect command line can do: summary, graphs as Python, timelines and their causes, comparison."""
 
 import contextlib
-import io
 import json
-import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from zbcompile.causes import format_critical_path, format_idle_intervals
+from zbcompile.command_plan import RANKS, Plan, compiled, example_of, schedule_of
 from zbcompile.compiler import Observer
 from zbcompile.errors import PipelineError
 from zbcompile.example import Example
 from zbcompile.graph_data import PASSES, graph_of
 from zbcompile.graph_dot import to_dot
 from zbcompile.graph_page import to_page
-from zbcompile.inspected import Inspected, compile_example
-from zbcompile.options import Options, resolve_schedule
+from zbcompile.inspected import Inspected, read_saved
 from zbcompile.pass_history import PassHistory
-from zbcompile.passes.choices import BALANCES, Choices
 from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.printing import print_piece
-from zbcompile.passes.torch_private import FakeTensorMode
 from zbcompile.prediction import Basis, basis_of, predict
+from zbcompile.program import StepOptions
+from zbcompile.program_files import MANIFEST
+from zbcompile.program_manifest import SavedProgram
 from zbcompile.report import Compared, format_comparison, format_summary
-from zbcompile.schedules import Schedule, ScheduleError, load, lower, smallest_microbatches
+from zbcompile.schedules import Schedule, ScheduleError, lower, smallest_microbatches
 from zbcompile.schedules.pictures import ENDINGS, write_comparison, write_picture
 from zbcompile.schedules.placement import Placement
-from zbcompile.schedules.schedule import Lowered
 from zbcompile.schedules.timeline import Timeline
 from zbcompile.summary import SCHEMA, prediction_of, summarise
-from zbcompile.target import load_example
 
 FORMATS = ("text", "json", "dot", "html")
-RANKS = 2
 
 
 @dataclass(frozen=True)
-class Request:
+class Request(Plan):
     """The arguments of the command line; `python -m zbcompile.inspect --help` explains them."""
 
-    target: str
-    schedule: str
-    ranks: int | None
-    microbatches: int | None
-    chunks: int | None
-    exact: bool
-    recompute: str
-    vocab: str
-    weight_recompute: bool
-    balance: str
-    boundary_bytes: int | None
-    memory: int | None
-    optimizer_state: float
-    loss_reduction: str
-    fake: bool
     costs: str
     graph: str | None
     graphs: Path | None
@@ -67,7 +48,6 @@ class Request:
     timeline: Path | None
     format: str
     json: bool
-    debug: bool
 
 
 def run(request: Request) -> None:
@@ -78,12 +58,18 @@ def run(request: Request) -> None:
         request.graphs.mkdir(parents=True, exist_ok=True)
     if request.timeline and request.timeline.suffix not in ENDINGS:
         raise PipelineError(f"--timeline {request.timeline}: expected a file that ends in {', '.join(ENDINGS)}.")
-    example = _example(request)
-    if request.compare:
-        _compare(example, request)
-        return
-    history = PassHistory() if request.diff else None
-    inspected = _compiled(example, _schedule(request, request.schedule), request, history)
+    if (Path(request.target) / MANIFEST).exists():
+        _show(_saved(request), request, chosen, None)
+    elif request.compare:
+        _compare(example_of(request), request)
+    else:
+        history = PassHistory() if request.diff else None
+        schedule = schedule_of(request, request.schedule_name)
+        _show(_compiled(example_of(request), schedule, request, history), request, chosen, history)
+
+
+def _show(inspected: Inspected, request: Request, chosen: tuple[int, str] | None, history: PassHistory | None) -> None:
+    """What is asked for of one program; `chosen` is the stage and pass of `--graph`."""
     if history is not None:
         print(_difference(inspected, history, request), end="")
     elif chosen:
@@ -112,69 +98,32 @@ def _refuse_combinations(request: Request) -> None:
         raise PipelineError("--timeline draws the step, or with --compare several; leave it out, or the other.")
 
 
-def _example(request: Request) -> Example:
-    """The model; what it prints while it is built is no part of the report."""
-    with contextlib.redirect_stdout(sys.stderr), FakeTensorMode() if request.fake else contextlib.nullcontext():
-        return load_example(request.target)
-
-
 def _compiled(example: Example, schedule: Schedule, request: Request, observe: Observer | None = None) -> Inspected:
-    """Compile; where that fails torch prints whole graphs, which only `--debug` shows."""
     if sys.stderr.isatty():
         print(f"zbcompile.inspect: compiling for {schedule.name}, {schedule.stages} stages ...", file=sys.stderr)
-    with contextlib.nullcontext() if request.debug else _silence():
-        return compile_example(example, schedule, _choices(request), observe)
+    found = compiled(example, schedule, request, observe)
+    return replace(found, program=replace(found.program, step=StepOptions(request.loss_reduction)))
 
 
-def _choices(request: Request) -> Choices:
-    """What was asked for; `Options` checks it."""
-    given = request.recompute
-    if request.fake and request.balance == "measured":
-        raise PipelineError("--balance measured runs the model's operations for real; leave out --fake.")
-    named = request.balance not in BALANCES
-    return Choices(
-        exact=request.exact,
-        recompute=int(given) if given.isdecimal() else given,  # type: ignore[arg-type]
-        balance=tuple(request.balance.split(",")) if named else request.balance,
-        boundary_bytes=request.boundary_bytes,
-        memory=request.memory,
-        optimizer_state=request.optimizer_state,
-        weight_recompute=request.weight_recompute,
-        vocab=int(request.vocab) if request.vocab.isdecimal() else request.vocab,  # type: ignore[arg-type]
-    )
-
-
-@contextlib.contextmanager
-def _silence() -> Iterator[None]:
-    logging.disable(logging.WARNING)
-    try:
-        with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
-            yield
-    finally:
-        logging.disable(logging.NOTSET)
-
-
-def _schedule(request: Request, name: str) -> Schedule:
-    """The schedule called `name`, or in the file `name`, for the ranks and microbatches that were asked for."""
-    found: str | Schedule = name
-    ranks = request.ranks or RANKS
-    if Path(name).suffix in (".csv", ".json", ".txt"):
-        loaded = load(name)
-        found = loaded.schedule if isinstance(loaded, Lowered) else loaded
-        ranks = request.ranks or found.ranks
-    options = Options(
-        found, request.microbatches, None, request.loss_reduction, _choices(request), None, request.chunks, seed=0
-    )
-    return resolve_schedule(options, ranks, announce=False)
+def _saved(request: Request) -> Inspected:
+    """The program in a directory, whose model is not here: what needs that is refused."""
+    needing = [f"--{name}" for name in ("diff", "compare") if getattr(request, name)]
+    if request.changed or needing:
+        options = ", ".join([*request.changed, *needing])
+        raise PipelineError(
+            f"{request.target} is a program, compiled already: {options} needs its model. Leave it out, or inspect the "
+            "function that makes the model."
+        )
+    return read_saved(Path(request.target))
 
 
 def _unsharded(inspected: Inspected, request: Request) -> float | None:
     """The predicted step with the output layer on one stage, and the other layers redistributed by the balancer."""
     program = inspected.program
-    if program.vocabulary is None:
+    if program.vocabulary is None or isinstance(program, SavedProgram):
         return None
     plain = replace(request, vocab="off", microbatches=program.schedule.microbatches)
-    schedule = _schedule(plain, request.schedule)
+    schedule = schedule_of(plain, request.schedule_name)
     if schedule.shards:  # a schedule file with vocabulary passes of its own has no form without
         return None
     return _predicted(_compiled(inspected.example, schedule, plain), plain)[0].makespan
@@ -182,7 +131,8 @@ def _unsharded(inspected: Inspected, request: Request) -> float | None:
 
 def _show_summary(inspected: Inspected, request: Request) -> None:
     timeline, basis = _predicted(inspected, request)
-    summary = summarise(inspected, basis, timeline, request.loss_reduction, _unsharded(inspected, request))
+    reduction = inspected.program.step.loss_reduction
+    summary = summarise(inspected, basis, timeline, reduction, _unsharded(inspected, request))
     if request.json:
         print(json.dumps(summary.to_dict(), indent=1))
     else:
@@ -262,9 +212,9 @@ def _compare(example: Example, request: Request) -> None:
     """Compile once per placement, since a schedule changes the graphs by nothing else, and predict each schedule."""
     names = [name.strip() for name in (request.compare or "").split(",") if name.strip()]
     request = replace(request, microbatches=request.microbatches or _common_microbatches(names, request))
-    compiled: dict[Placement, Inspected] = {}
+    by_placement: dict[Placement, Inspected] = {}
     drawn: list[Timeline] = []
-    compared = [_compared(example, request, name, compiled, drawn) for name in names]
+    compared = [_compared(example, request, name, by_placement, drawn) for name in names]
     if not any(line.prediction for line in compared):
         raise PipelineError(
             "; ".join(f"{line.schedule}: {line.reason}" for line in compared) or "--compare names nothing"
@@ -287,16 +237,16 @@ def _common_microbatches(names: Sequence[str], request: Request) -> int:
 
 
 def _compared(
-    example: Example, request: Request, name: str, compiled: dict[Placement, Inspected], drawn: list[Timeline]
+    example: Example, request: Request, name: str, by_placement: dict[Placement, Inspected], drawn: list[Timeline]
 ) -> Compared:
     """One line of the comparison; its timeline is added to `drawn`."""
     try:
-        schedule = _schedule(request, name)
-        if schedule.placement not in compiled:
-            compiled[schedule.placement] = _compiled(example, schedule, request)
+        schedule = schedule_of(request, name)
+        if schedule.placement not in by_placement:
+            by_placement[schedule.placement] = _compiled(example, schedule, request)
     except (PipelineError, PartitionError, ScheduleError) as error:
         return Compared(name, 0, request.microbatches or 0, None, str(error).splitlines()[0])
-    program = replace(compiled[schedule.placement].program, lowered=lower(schedule))
+    program = replace(by_placement[schedule.placement].program, lowered=lower(schedule))
     basis = basis_of(program, request.costs)
     drawn.append(predict(program, basis.costs))
     prediction = prediction_of(program, basis, drawn[-1])

@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ import torch
 from zbcompile.batch import Microbatch
 from zbcompile.compiler import Observer, compile_step
 from zbcompile.example import Example
+from zbcompile.loading import read_manifest, read_program
+from zbcompile.model_facts import module_of
 from zbcompile.passes.capture import input_paths
 from zbcompile.passes.choices import Choices
 from zbcompile.passes.wrapped import loss_in
@@ -44,6 +47,14 @@ def compile_example(
     with _warnings() as seen:
         program = compile_step(example.model, one_microbatch(example), loss, schedule, choices, observe)
     return Inspected(example, program, tuple(dict.fromkeys(dropped)), tuple(seen))
+
+
+def read_saved(folder: Path) -> Inspected:
+    """The program in a directory, all ranks of it, on whatever machine. Its example has the model's names and shapes,
+    and no inputs. The operators of other libraries must be defined, but they only run in a step."""
+    data = read_manifest(folder)
+    program = read_program(folder, data, range(data["ranks"]), torch.device("cpu"), data["operators"])
+    return Inspected(Example(module_of(program.model)), program, (), ())
 
 
 def one_microbatch(example: Example) -> Microbatch:

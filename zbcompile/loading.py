@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from zbcompile.consensus import require_equal_programs, together
+from zbcompile.engine import Engine
 from zbcompile.errors import PipelineError
 from zbcompile.group import make_engine, own_device
 from zbcompile.loaded import LoadedPipeline
@@ -63,9 +64,9 @@ def load(
         program = together(
             engine,
             f"loading {folder}",
-            lambda: read_program(folder, engine.local, engine.ranks, engine.device, operators),
+            lambda: _read_for(folder, engine, operators),
         )
-        require_equal_programs(engine, {"manifest": digest_of(program.written or {})})
+        require_equal_programs(engine, {"manifest": digest_of(program.written or {}), **program.manifest})
     pipe = LoadedPipeline(program, _options(program, init, timeout, debug_nan), engine)
     if state_dict is not None:
         pipe.load_state_dict(state_dict)
@@ -109,22 +110,27 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest_from_text(path.read_text(encoding="utf-8", errors="replace"), str(path))
 
 
-def read_program(
-    folder: Path, own: Sequence[int], ranks: int, device: torch.device, operators: Collection[str] = ()
-) -> SavedProgram:
-    """The program with the graphs of the ranks `own`, out of `ranks`. Raises as `load` does."""
+def _read_for(folder: Path, engine: Engine, operators: Collection[str]) -> SavedProgram:
+    """This process's part of the program, which must be one for its device and number of ranks."""
     data = read_manifest(folder)
-    if data["ranks"] != ranks:
+    if data["ranks"] != engine.ranks:
         raise PipelineError(
-            f"{folder} was compiled for {data['ranks']} ranks, but there are {ranks}. Start {data['ranks']} processes, "
-            f"or compile it again for {ranks}."
+            f"{folder} was compiled for {data['ranks']} ranks, but there are {engine.ranks}. Start {data['ranks']} "
+            f"processes, or compile it again for {engine.ranks}."
         )
-    if device.type != data["device"]:
+    if data["device"] != engine.device.type:
         raise PipelineError(
-            f"{folder} was compiled for {data['device']}, but this process's device is {device}. {AGAIN} there."
+            f"{folder} was compiled for {data['device']}, but this process's device is {engine.device}. {AGAIN} there."
         )
-    reader = _Reader(folder, data["files"])
-    return reader.sound(lambda: _assemble(data, reader, own, device, operators))
+    return read_program(folder, data, engine.local, engine.device, operators)
+
+
+def read_program(
+    folder: Path, manifest: dict[str, Any], own: Sequence[int], device: torch.device, operators: Collection[str] = ()
+) -> SavedProgram:
+    """The program with the graphs of the ranks `own`, its tensors on `device`. Raises as `load` does."""
+    reader = _Reader(folder, manifest["files"])
+    return reader.sound(lambda: _assemble(manifest, reader, own, device, operators))
 
 
 def _assemble(

@@ -28,9 +28,10 @@ class Member(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """`members` stand in eager's order, module by module. `constants` are the tensors that capture lifted out of the
-    model, `unsaved` the buffers that no state dict holds, both by name."""
+    """`name` is that of the model's class, `members` stand in eager's order, module by module. `constants` are the
+    tensors that capture lifted out of the model, `unsaved` the buffers that no state dict holds, both by name."""
 
+    name: str
     members: tuple[Member, ...]
     constants: Mapping[str, torch.Tensor] = field(repr=False)
     unsaved: Mapping[str, torch.Tensor] = field(repr=False)
@@ -52,7 +53,7 @@ def facts_of(model: nn.Module, constants: Mapping[str, torch.Tensor]) -> ModelFa
         members.append(Member(name, kind, *sizes, dtype, tensor.requires_grad, name in saved, first[name]))
         if name not in saved:
             unsaved[name] = tensor
-    return ModelFacts(tuple(members), dict(constants), unsaved)
+    return ModelFacts(type(model).__name__, tuple(members), dict(constants), unsaved)
 
 
 def _named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -69,7 +70,8 @@ def module_of(facts: ModelFacts) -> nn.Module:
 
     Buffers that no state dict holds are there only where `facts.unsaved` has them.
     """
-    root, made = nn.Module(), dict(facts.unsaved)
+    root: nn.Module = type(facts.name, (nn.Module,), {})()
+    made = dict(facts.unsaved)
     for member in facts.members:
         if not member.saved and member.name not in facts.unsaved:
             continue

@@ -32,7 +32,7 @@ class SavedProgram(Program):
 
     @cached_property
     def manifest(self) -> dict[str, Any]:
-        return dict((self.written or {})["program"])
+        return {**(self.written or {})["program"], "threads": torch.get_num_threads()}
 
 
 def manifest_to_text(program: Program, hashes: Mapping[str, str], operators: list[str]) -> str:
@@ -49,8 +49,9 @@ def manifest_to_text(program: Program, hashes: Mapping[str, str], operators: lis
         "step": asdict(program.step),
         "choices": _choices_to_data(program.choices),
         "loss_dtype": program.loss_dtype,
-        "program": program.manifest,
+        "program": {key: value for key, value in program.manifest.items() if key != "threads"},
         "cuts": asdict(program.cuts),
+        "name": program.model.name,
         "model": [list(member) for member in program.model.members],
         "homes": {name: list(stages) for name, stages in program.homes.items()},
         "stages": [outline_to_data(stage) for stage in program.stages],
@@ -108,7 +109,7 @@ def program_from_manifest(data: Mapping[str, Any], lowered: Lowered, device: tor
         name: tuple(each) if isinstance(each, list) else each for name, each in data["cuts"].items()
     }
     return SavedProgram(
-        model=ModelFacts(members, {}, {}),
+        model=ModelFacts(data["name"], members, {}, {}),
         cuts=Cuts(**cuts),
         stages=tuple(outline_from_data(each, str(device)) for each in data["stages"]),
         lowered=lowered,

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from zbcompile.consensus import gathered, together
 from zbcompile.errors import PipelineError
+from zbcompile.passes.torch_private import FakeTensor
 from zbcompile.program import Program
 from zbcompile.program_files import MANIFEST, SCHEDULE, files_of, operators_of
 from zbcompile.program_manifest import SavedProgram, manifest_to_text
@@ -48,17 +49,24 @@ def _prepare(program: Program, directory: Path, leads: bool) -> None:
     _refuse(program)
     if not leads:
         return
-    held = {path.name for path in directory.iterdir()} if directory.exists() else set()
-    old = {name for name in held if name in (MANIFEST, SCHEDULE) or name.startswith("rank-")}
-    if held - old:
-        raise PipelineError(
-            f"{directory} holds other files ({sorted(held - old)[0]}); expected a new directory, or one that holds a "
-            "program, which is replaced."
-        )
+    old = program_in(directory)
     (directory / MANIFEST).unlink(missing_ok=True)
-    for name in sorted(old - {MANIFEST}):
-        path = directory / name
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for path in old:
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def program_in(directory: Path) -> list[Path]:
+    """The files of the program in `directory`, none where it is new. Raises PipelineError where none can go there."""
+    if directory.exists() and not directory.is_dir():
+        raise PipelineError(f"{directory} is a file; expected a directory, or a name that is free.")
+    held = sorted(directory.iterdir()) if directory.exists() else []
+    for path in held:
+        if not path.name.lstrip(".").startswith((MANIFEST, SCHEDULE, "rank-")):
+            raise PipelineError(
+                f"{directory} holds other files ({path.name}); expected a new directory, or one that holds a program, "
+                "which is replaced."
+            )
+    return held
 
 
 def _refuse(program: Program) -> None:
@@ -66,11 +74,12 @@ def _refuse(program: Program) -> None:
         raise PipelineError('a program with vocabulary passes cannot be saved yet. Compile it with vocab="off".')
     if isinstance(program, SavedProgram):
         raise PipelineError("this program was loaded from a directory, which holds it already; copy that.")
-    empty = [name for name, tensor in program.model.unsaved.items() if tensor.is_meta]
+    values = {**program.model.unsaved, **program.model.constants}
+    empty = [name for name, tensor in values.items() if tensor.is_meta or isinstance(tensor, FakeTensor)]
     if empty:
         raise PipelineError(
-            f"{empty[0]} is a buffer that no state dict holds, on the meta device, where it has no values to save. "
-            "Build the model on a real device, or register the buffer as persistent."
+            f"{empty[0]} is a tensor that no state dict holds, in a model built without memory (meta or fake), so it "
+            "has no values to save. Build the model on a real device, or make it a persistent buffer."
         )
 
 

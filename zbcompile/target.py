@@ -30,7 +30,7 @@ def load_example(target: str) -> Example:
 
 def _not_a_target(target: str) -> str:
     if os.path.isdir(target):
-        return f"{target} is a directory; programs made by zbcompile.compile cannot be read yet; {FORMS}."
+        return f"{target} is a directory without a program (it has no manifest.json); {FORMS}."
     return f"{target!r} names no function; {FORMS}."
 
 

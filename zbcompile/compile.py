@@ -1,0 +1,89 @@
+"""`python -m zbcompile.compile TARGET --output DIR`: compile ahead of time, for `zbcompile.load`."""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TextIO
+
+from zbcompile.command_line import exit_status
+from zbcompile.command_plan import Plan, add_plan, compiled, example_of, schedule_of
+from zbcompile.compiler import STAGE_PASSES
+from zbcompile.program import StepOptions
+from zbcompile.saving import program_in
+
+EXAMPLES = """examples:
+  python -m zbcompile.compile examples/targets.py:gpt --schedule zb-h1 --ranks 4 --output program
+  python -m zbcompile.compile mypackage.models:seventy_billion --fake --ranks 8 --output program
+
+TARGET is called without arguments and returns (model, args), (model, args, kwargs) or
+zbcompile.Example(model, args, kwargs, loss, target); args are those of one microbatch.
+DIR is new or empty, or holds a program, which is replaced; docs/programs.md describes what is in it. It holds no
+parameters: zbcompile.load(DIR, state_dict=...) takes them.
+exit status: 0, or 2 with one line on standard error when the request cannot be met.
+"""
+
+
+@dataclass(frozen=True)
+class CompileRequest(Plan):
+    """The arguments of the command line."""
+
+    output: Path
+    seed: int
+
+
+@dataclass
+class Progress:
+    """Says on a stream which stage is ready, and after how long; stages with equal graphs are compiled once."""
+
+    stream: TextIO
+    stages: int
+    began: float
+
+    def __call__(self, stage: int, name: str, _: Any) -> None:
+        if name == STAGE_PASSES[-1]:
+            self.say(f"compiled stage {stage} of 0 to {self.stages - 1}")
+
+    def say(self, text: str) -> None:
+        print(f"{time.monotonic() - self.began:7.1f} s  {text}", file=self.stream, flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    request = CompileRequest(**vars(_parser().parse_args(arguments)))
+    return exit_status("zbcompile.compile", lambda: run(request), request.debug)
+
+
+def run(request: CompileRequest) -> None:
+    """Compile and save; raises the project's errors and OSError."""
+    program_in(request.output)  # a wrong place is known before a long compilation
+    schedule = schedule_of(request, request.schedule_name)
+    progress = Progress(sys.stderr, schedule.stages, time.monotonic())
+    example = example_of(request)
+    progress.say(f"{type(example.model).__name__} is built; capturing it for {schedule.name}, {schedule.ranks} ranks")
+    program = compiled(example, schedule, request, progress).program
+    step = StepOptions(loss_reduction=request.loss_reduction, seed=request.seed)
+    replace(program, step=step).save(request.output)
+    progress.say("saved")
+    print(request.output)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m zbcompile.compile",
+        description="Compile the training step of a model into a directory that every rank loads its part of.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("target", metavar="TARGET", help="package.module:name or path/file.py:name")
+    parser.add_argument("--output", metavar="DIR", type=Path, required=True, help="where the program goes")
+    parser.add_argument("--seed", type=int, default=0, help="enters zbcompile.microbatch_seed (default: 0)")
+    parser.add_argument("--debug", action="store_true", help="errors with their traceback")
+    add_plan(parser)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
