@@ -53,6 +53,12 @@ class VocabularyProgram:
     def parameters(self) -> tuple[str, ...]:
         return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
+    @property
+    def resident(self) -> tuple[str, ...]:
+        """The parameters and buffers that every rank reads."""
+        slots = [slot for pieces in self.pieces for piece in pieces.values() for slot in piece.inputs]
+        return (*self.parameters, *dict.fromkeys(slot.name for slot in slots if slot.kind == "buffer"))
+
     def state_bytes(self, rank: int) -> int:
         """What a shard holds of a microbatch between S and T."""
         low, high = self.bounds[rank]

@@ -184,7 +184,7 @@ def place(
     for stage in stages:
         for name in (*stage.named("parameter"), *stage.named("buffer")):
             homes[name] = (*homes.get(name, ()), stage.index)
-    homes |= dict.fromkeys(vocabulary.parameters if vocabulary else (), tuple(range(len(stages))))
+    homes |= dict.fromkeys(vocabulary.resident if vocabulary else (), tuple(range(len(stages))))
     for name in dict.fromkeys(captured.names.values()):
         if name not in homes:
             homes[name] = _relative(name, homes, len(stages) - 1)

@@ -50,13 +50,11 @@ class Executables:
         """The one that was made first."""
         return self._kept.first()
 
-    def adopt(self, program: Program) -> Executable:
+    def adopt(self, program: Program) -> None:
         """Run `program`, which was compiled elsewhere."""
         self.program = program
-        self.share.make_real(self.is_own)
-        executable = self._prepare(program)
-        self._kept.add((), executable)
-        return executable
+        together(self._engine, "filling the model", lambda: self.share.make_real(self.is_own))
+        self._kept.add((), self._prepare(program))
 
     def get(self, microbatch: Microbatch) -> Executable:
         """The executable for microbatches of these shapes; compiled if there is none. Raises PipelineError and

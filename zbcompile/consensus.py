@@ -44,8 +44,14 @@ def gathered(engine: Engine, value: Result) -> list[Result]:
     return values
 
 
-def require_equal_programs(engine: Engine, manifest: Mapping[str, object]) -> None:
-    """Raise on every rank when the manifests differ, naming what differs and where."""
+COMPILED = "compiled different programs"
+BUILD = "Every rank must build the same model, use the same versions and pass the same batch shapes and options."
+
+
+def require_equal_programs(
+    engine: Engine, manifest: Mapping[str, object], what: str = COMPILED, remedy: str = BUILD
+) -> None:
+    """Raise on every rank when the manifests differ, naming what differs and where: the ranks did `what`."""
     if not isinstance(engine, Distributed):
         return
     manifests: list[Mapping[str, object]] = [{}] * dist.get_world_size(engine.everyone)
@@ -56,8 +62,6 @@ def require_equal_programs(engine: Engine, manifest: Mapping[str, object]) -> No
         for key, value in manifests[0].items():
             if other[key] != value:
                 text = (
-                    f"the ranks compiled different programs: {key} is {value} on rank {members[0]} and {other[key]} on "
-                    f"rank {rank}. Every rank must build the same model, use the same versions and pass the same batch "
-                    "shapes and options."
+                    f"the ranks {what}: {key} is {value} on rank {members[0]} and {other[key]} on rank {rank}. {remedy}"
                 )
                 raise engine.watch.known_to_all(PipelineError(text))

@@ -30,10 +30,9 @@ def make_engine(find_device: FindDevice, ranks: int | None, mesh: Any, timeout: 
     in-process. `find_device` is asked once this process has its GPU. `timeout`: see `zbcompile.pipeline`."""
     if mesh is not None:
         return _distributed(find_device, _sides(mesh), ranks, timeout)
-    if dist.is_available() and dist.is_initialized():
-        return _distributed(find_device, Sides(dist.group.WORLD, dist.group.WORLD, Replicas()), ranks, timeout)
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        _initialise(find_device, timeout)
+    if not is_alone(mesh):
+        if not dist.is_initialized():
+            _initialise(find_device, timeout)
         return _distributed(find_device, Sides(dist.group.WORLD, dist.group.WORLD, Replicas()), ranks, timeout)
     if ranks is None:
         print("zbcompile: neither torchrun nor ranks= gives a number of ranks; running as one rank in this process.")
@@ -41,6 +40,12 @@ def make_engine(find_device: FindDevice, ranks: int | None, mesh: Any, timeout: 
     if count < 1:
         raise PipelineError(f"ranks={count}; expected a positive number of ranks.")
     return InProcess(count, find_device())
+
+
+def is_alone(mesh: Any = None) -> bool:
+    """Whether nothing gives this process other ranks: no mesh, no process group, no torchrun."""
+    grouped = dist.is_available() and dist.is_initialized()
+    return mesh is None and not grouped and not ("RANK" in os.environ and "WORLD_SIZE" in os.environ)
 
 
 def device_of(model: nn.Module) -> torch.device:

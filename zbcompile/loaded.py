@@ -18,7 +18,6 @@ class LoadedPipeline(Pipeline):
 
     def __init__(self, program: SavedProgram, options: Options, engine: Engine) -> None:
         super().__init__(module_of(program.model), options, engine)
-        self._executable = self.adopt(program)
 
     def compile(self, *args: Any, target: Any = None, **kwargs: Any) -> "LoadedPipeline":
         """Check that this batch is one that the program was compiled for."""
@@ -38,7 +37,7 @@ class LoadedPipeline(Pipeline):
                 f"the program was compiled for microbatches of {_listed(self.program.call)}; received "
                 f"{_listed(given)}. Pass such batches, or compile and save a program for these."
             )
-        return self._executable
+        return self._compiled.first()
 
     def _program_for_eval(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
         raise PipelineError(

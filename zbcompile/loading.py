@@ -12,17 +12,29 @@ import torch
 from zbcompile.consensus import require_equal_programs, together
 from zbcompile.engine import Engine
 from zbcompile.errors import PipelineError
-from zbcompile.group import make_engine, own_device
+from zbcompile.group import is_alone, make_engine, own_device
 from zbcompile.loaded import LoadedPipeline
+from zbcompile.model_facts import has_values, on_meta
 from zbcompile.options import Options
 from zbcompile.passes.errors import CompileError
-from zbcompile.program_files import MANIFEST, SCHEDULE, index_file, part_from_files, stage_file, tensor_file
+from zbcompile.program_files import (
+    MANIFEST,
+    SCHEDULE,
+    VOCABULARY,
+    RankPart,
+    graph_file,
+    graph_files,
+    index_file,
+    part_from_files,
+    tensor_file,
+)
 from zbcompile.program_manifest import AGAIN, SavedProgram, digest_of, manifest_from_text, program_from_manifest
 from zbcompile.schedules import ScheduleError
 from zbcompile.schedules.files import from_json
 from zbcompile.schedules.schedule import Lowered
 from zbcompile.share import Init
 
+SAME = "Every rank must load the same directory, with the same torch and number of threads (OMP_NUM_THREADS)."
 MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError, ScheduleError)
 
 
@@ -58,18 +70,22 @@ def load(
     """
     folder = Path(directory)
     found = _attempt(folder)
-    here = found["ranks"] if ranks is None and found else ranks
-    engine = make_engine(lambda: own_device(found["device"] if found else "cpu"), here, mesh, timeout)
+    if ranks is None and found and is_alone(mesh):
+        ranks = found["ranks"]
+    engine = make_engine(lambda: own_device(found["device"] if found else "cpu"), ranks, mesh, timeout)
     with engine.watch.region(f"loading {folder}"):
-        program = together(
-            engine,
-            f"loading {folder}",
-            lambda: _read_for(folder, engine, operators),
-        )
-        require_equal_programs(engine, {"manifest": digest_of(program.written or {}), **program.manifest})
+        program = together(engine, f"loading {folder}", lambda: _read_for(folder, engine, operators, init))
+        same = {
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+            "digest": digest_of(program.written or {}),
+        }
+        require_equal_programs(engine, same, "loaded different programs", SAME)
     pipe = LoadedPipeline(program, _options(program, init, timeout, debug_nan), engine)
-    if state_dict is not None:
-        pipe.load_state_dict(state_dict)
+    with engine.watch.region(f"filling {folder}"):
+        pipe.adopt(program)
+        if state_dict is not None:
+            together(engine, "loading the state dict", lambda: pipe.load_state_dict(state_dict))
     return pipe
 
 
@@ -110,7 +126,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest_from_text(path.read_text(encoding="utf-8", errors="replace"), str(path))
 
 
-def _read_for(folder: Path, engine: Engine, operators: Collection[str]) -> SavedProgram:
+def _read_for(folder: Path, engine: Engine, operators: Collection[str], init: Init | None) -> SavedProgram:
     """This process's part of the program, which must be one for its device and number of ranks."""
     data = read_manifest(folder)
     if data["ranks"] != engine.ranks:
@@ -122,7 +138,15 @@ def _read_for(folder: Path, engine: Engine, operators: Collection[str]) -> Saved
         raise PipelineError(
             f"{folder} was compiled for {data['device']}, but this process's device is {engine.device}. {AGAIN} there."
         )
-    return read_program(folder, data, engine.local, engine.device, operators)
+    program = read_program(folder, data, engine.local, engine.device, operators)
+    unfilled = [name for name, tensor in program.model.unsaved.items() if not has_values(tensor)]
+    if unfilled and init is None:
+        raise PipelineError(
+            f"{unfilled[0]} is a buffer that no state dict holds, and {folder} was compiled without its values (under "
+            "fake tensors, or on the meta device). Pass init=fn(name, tensor), which fills it in place, or compile a "
+            "model on a real device."
+        )
+    return program
 
 
 def read_program(
@@ -140,19 +164,31 @@ def _assemble(
     if not isinstance(lowered, Lowered):
         raise ValueError(f"{SCHEDULE} has no communication")
     program = program_from_manifest(data, lowered, device)
-    stages = list(program.stages)
-    constants: dict[str, torch.Tensor] = {}
-    unsaved: dict[str, torch.Tensor] = {}
     for rank in own:
-        index = reader.json(index_file(rank))
-        graphs = {stage: reader.json(stage_file(rank, stage)) for stage in program.stages_of(rank)}
-        part = part_from_files(index, graphs, reader.bytes(tensor_file(rank)), device, operators)
-        for stage, pieces in part.pieces.items():
-            stages[stage] = replace(stages[stage], pieces=pieces)
-        constants |= part.named("constant")
-        unsaved |= part.named("buffer")
-    model = replace(program.model, constants=constants, unsaved=unsaved)
-    return replace(program, stages=tuple(stages), model=model)
+        files = graph_files(program, rank)
+        graphs = {stem: reader.json(graph_file(rank, stem)) for stem in files}
+        content = reader.bytes(tensor_file(rank))
+        part = part_from_files(reader.json(index_file(rank)), graphs, files, content, device, operators)
+        program = _with_part(program, rank, part)
+    return program
+
+
+def _with_part(program: SavedProgram, rank: int, part: RankPart) -> SavedProgram:
+    """`program` with the graphs and tensors of `rank`."""
+    stages = list(program.stages)
+    for stem, stage in graph_files(program, rank).items():
+        if stem != VOCABULARY:
+            stages[stage] = replace(stages[stage], pieces=part.pieces[stem])
+    vocabulary = program.vocabulary
+    if vocabulary is not None:
+        shards = list(vocabulary.pieces)
+        shards[rank] = part.pieces[VOCABULARY]
+        vocabulary = replace(vocabulary, pieces=tuple(shards))
+    held = program.model
+    constants, unsaved = {**held.constants, **part.named("constant")}, {**held.unsaved, **part.named("buffer")}
+    unsaved |= {member.name: on_meta(member) for member in held.members if member.name in part.unfilled}
+    model = replace(held, constants=constants, unsaved=unsaved)
+    return replace(program, stages=tuple(stages), vocabulary=vocabulary, model=model)
 
 
 class _Reader:

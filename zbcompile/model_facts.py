@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from zbcompile.passes.capture import first_names
+from zbcompile.passes.torch_private import FakeTensor
 
 
 class Member(NamedTuple):
@@ -42,6 +43,11 @@ class ModelFacts:
         return {member.name: member.first for member in self.members}
 
 
+def has_values(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has memory: one of a model built on the meta device or under fake tensors has none."""
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
+
+
 def facts_of(model: nn.Module, constants: Mapping[str, torch.Tensor]) -> ModelFacts:
     """Describe `model`; the tensors stay where they are."""
     saved, first = set(model.state_dict(keep_vars=True)), first_names(model)
@@ -68,14 +74,15 @@ def _named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
 def module_of(facts: ModelFacts) -> nn.Module:
     """A module with the model's parameters and buffers under their names, on the meta device; without a forward.
 
-    Buffers that no state dict holds are there only where `facts.unsaved` has them.
+    Buffers that no state dict holds are there only where `facts.unsaved` has them, on the meta device where they have
+    no values.
     """
     root: nn.Module = type(facts.name, (nn.Module,), {})()
     made = dict(facts.unsaved)
     for member in facts.members:
         if not member.saved and member.name not in facts.unsaved:
             continue
-        tensor = made.setdefault(member.first, facts.unsaved.get(member.name, _on_meta(member)))
+        tensor = made.setdefault(member.first, facts.unsaved.get(member.name, on_meta(member)))
         path, _, name = member.name.rpartition(".")
         module = _submodule(root, path)
         if isinstance(tensor, nn.Parameter):
@@ -85,7 +92,8 @@ def module_of(facts: ModelFacts) -> nn.Module:
     return root
 
 
-def _on_meta(member: Member) -> torch.Tensor:
+def on_meta(member: Member) -> torch.Tensor:
+    """A parameter or buffer without memory."""
     dtype = getattr(torch, member.dtype)
     tensor = torch.empty_strided(member.shape, member.stride, dtype=dtype, device="meta")
     return nn.Parameter(tensor, requires_grad=member.trainable) if member.kind == "parameter" else tensor

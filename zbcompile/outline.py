@@ -1,4 +1,5 @@
-"""Outlines of stages as data: all that is known of a stage beside its graphs. Every rank knows every stage's."""
+"""Outlines as data: all that is known of a stage, or of a sharded output layer, beside its graphs. Every rank knows
+every stage's."""
 
 from dataclasses import asdict
 from typing import Any
@@ -8,10 +9,13 @@ from zbcompile.passes.joint import Recomputed
 from zbcompile.passes.slots import TensorSpec
 from zbcompile.passes.split import Improvement
 from zbcompile.passes.stage_program import StageProgram
+from zbcompile.passes.vocabulary_program import VocabularyProgram
 
 BOUNDARIES = ("receives", "sends", "gradients_in", "gradients_out")
 NAMES = ("parameters", "buffers", "trained")
 PLAIN = ("stage", "original", "random")
+SHARDING = ("text", "weight", "bias", "barriers", "kept", "activation", "loss_dtype")
+SHARDED = ("hidden", "statistics", "gradient")
 
 
 def outline_to_data(stage: StageProgram) -> dict[str, Any]:
@@ -39,6 +43,25 @@ def outline_from_data(data: dict[str, Any], device: str) -> StageProgram:
         flops=data["flops"],
         recomputed=Recomputed(**data["recomputed"]) if data["recomputed"] else None,
     )
+
+
+def vocabulary_to_data(found: VocabularyProgram | None) -> dict[str, Any] | None:
+    """A sharded output layer without its graphs, as JSON values."""
+    if found is None:
+        return None
+    data: dict[str, Any] = {name: getattr(found, name) for name in SHARDING}
+    data |= {name: _spec_to_data(getattr(found, name)) for name in SHARDED}
+    return data | {"bounds": list(map(list, found.bounds)), "flops": list(map(dict, found.flops))}
+
+
+def vocabulary_from_data(data: dict[str, Any] | None, device: str) -> VocabularyProgram | None:
+    """The output layer; no rank's graphs are there yet."""
+    if data is None:
+        return None
+    fields: dict[str, Any] = {name: data[name] for name in SHARDING}
+    fields |= {name: _spec_from_data(data[name], device) for name in SHARDED}
+    bounds = tuple((low, high) for low, high in data["bounds"])
+    return VocabularyProgram(**fields, bounds=bounds, flops=tuple(data["flops"]), pieces=({},) * len(bounds))
 
 
 def _spec_to_data(spec: TensorSpec) -> list[Any]:

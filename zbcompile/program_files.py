@@ -1,20 +1,20 @@
 """The files of a program directory: their names, and one rank's part of them. docs/programs.md describes the format."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from zbcompile.json_text import to_text
-from zbcompile.model_facts import Member
+from zbcompile.model_facts import Member, has_values
 from zbcompile.passes.piece_data import Reading, foreign_operators, piece_from_data, piece_to_data, tensors_in
 from zbcompile.passes.pieces import Piece
-from zbcompile.passes.stage_program import StageProgram
 from zbcompile.program import Program
 from zbcompile.tensor_file import tensors_from_bytes, tensors_to_bytes
 
 MANIFEST, SCHEDULE = "manifest.json", "schedule.json"
+VOCABULARY = "vocabulary"
 Pieces = dict[str, Piece]
 
 
@@ -26,68 +26,91 @@ def index_file(rank: int) -> str:
     return f"{folder_of(rank)}/rank.json"
 
 
-def stage_file(rank: int, stage: int) -> str:
-    return f"{folder_of(rank)}/stage-{stage:04d}.json"
+def graph_file(rank: int, stem: str) -> str:
+    return f"{folder_of(rank)}/{stem}.json"
 
 
 def tensor_file(rank: int) -> str:
     return f"{folder_of(rank)}/constants.safetensors"
 
 
+def graph_files(program: Program, rank: int) -> dict[str, int]:
+    """The files of a rank's graphs, by stem: one per stage and one for its shard of the output layer, with the number
+    of the stage or the shard."""
+    stages = {_stem(stage): stage for stage in program.stages_of(rank)}
+    return stages if program.vocabulary is None else {**stages, VOCABULARY: rank}
+
+
+def _stem(stage: int) -> str:
+    return f"stage-{stage:04d}"
+
+
 def files_of(program: Program, rank: int) -> dict[str, bytes]:
     """One rank's part of a program: the content of each of its files."""
-    stages = [program.stages[i] for i in program.stages_of(rank)]
-    content, strides = tensors_to_bytes(_tensors(program, stages))
+    members, graphs = _members(program, rank), _graphs(program, rank)
+    content, strides = tensors_to_bytes(_tensors(program, members, graphs))
     index = {
         "rank": rank,
-        "stages": [stage.stage for stage in stages],
-        "parameters": {m.name: [m.dtype, list(m.shape)] for m in _members(program, stages) if m.kind == "parameter"},
-        "buffers": {m.name: [m.dtype, list(m.shape)] for m in _members(program, stages) if m.kind == "buffer"},
+        "stages": list(program.stages_of(rank)),
+        "parameters": {m.name: [m.dtype, list(m.shape)] for m in members if m.kind == "parameter"},
+        "buffers": {m.name: [m.dtype, list(m.shape)] for m in members if m.kind == "buffer"},
+        "unfilled": sorted(name for name in _unsaved(program, members) if not has_values(program.model.unsaved[name])),
         "strides": strides,
     }
     files = {index_file(rank): to_text(index, 2).encode(), tensor_file(rank): content}
-    for stage in stages:
-        files[stage_file(rank, stage.stage)] = to_text(_stage_to_data(stage), 4).encode()
+    for stem, pieces in graphs.items():
+        data = {"pieces": {name: piece_to_data(piece) for name, piece in pieces.items()}}
+        files[graph_file(rank, stem)] = to_text(data, 4).encode()
     return files
-
-
-def _stage_to_data(stage: StageProgram) -> dict[str, Any]:
-    return {"stage": stage.stage, "pieces": {name: piece_to_data(piece) for name, piece in stage.pieces.items()}}
 
 
 def operators_of(program: Program) -> list[str]:
     """The operators that the graphs call, as `library::operator`, where the library is not torch's own."""
-    pieces = [piece for stage in program.stages for piece in stage.pieces.values()]
+    groups = [stage.pieces for stage in program.stages] + list(program.vocabulary.pieces if program.vocabulary else ())
+    pieces = [piece for group in groups for piece in group.values()]
     return sorted(set().union(*(foreign_operators(piece_to_data(piece)) for piece in pieces)))
 
 
-def _members(program: Program, stages: list[StageProgram]) -> list[Member]:
-    own = {stage.stage for stage in stages}
+def _graphs(program: Program, rank: int) -> dict[str, Mapping[str, Piece]]:
+    stages = {_stem(stage): program.stages[stage].pieces for stage in program.stages_of(rank)}
+    return stages if program.vocabulary is None else {**stages, VOCABULARY: program.vocabulary.pieces[rank]}
+
+
+def _members(program: Program, rank: int) -> list[Member]:
+    own = set(program.stages_of(rank))
     return [member for member in program.model.members if own & set(program.homes[member.first])]
 
 
-def _tensors(program: Program, stages: list[StageProgram]) -> dict[str, torch.Tensor]:
+def _tensors(
+    program: Program, members: Collection[Member], graphs: Mapping[str, Mapping[str, Piece]]
+) -> dict[str, torch.Tensor]:
     """The values that no state dict holds: constants, buffers, and tensors inside the graphs."""
-    pieces = [(stage.stage, piece) for stage in stages for piece in stage.pieces.values()]
+    pieces = [(stem, piece) for stem, group in graphs.items() for piece in group.values()]
     constants = {slot.name for _, piece in pieces for slot in piece.inputs if slot.kind == "constant"}
-    buffers = {member.name for member in _members(program, stages)} & set(program.model.unsaved)
+    buffers = {name: program.model.unsaved[name] for name in _unsaved(program, members)}
     found = {f"constant {name}": program.model.constants[name] for name in constants}
-    found |= {f"buffer {name}": program.model.unsaved[name] for name in buffers}
-    for stage, piece in pieces:
-        found |= tensors_in(piece.module, _prefix(stage, piece.name))
+    found |= {f"buffer {name}": tensor for name, tensor in buffers.items() if has_values(tensor)}
+    for stem, piece in pieces:
+        found |= tensors_in(piece.module, _prefix(stem, piece.name))
     return found
 
 
-def _prefix(stage: int, piece: str) -> str:
-    return f"graph {stage}.{piece}."
+def _unsaved(program: Program, members: Collection[Member]) -> set[str]:
+    return {member.name for member in members} & set(program.model.unsaved)
+
+
+def _prefix(stem: str, piece: str) -> str:
+    return f"graph {stem}.{piece}."
 
 
 @dataclass(frozen=True)
 class RankPart:
-    """One rank's part, read back: the graphs of its stages, and tensors by the names that `files_of` gave them."""
+    """One rank's part, read back: the graphs by the stem of their file, tensors by the names that `files_of` gave them,
+    and the names of buffers that were saved without values."""
 
-    pieces: dict[int, Pieces]
+    pieces: dict[str, Pieces]
     tensors: dict[str, torch.Tensor]
+    unfilled: tuple[str, ...]
 
     def named(self, kind: str) -> dict[str, torch.Tensor]:
         """The tensors of one kind ("constant", "buffer") by name."""
@@ -96,20 +119,21 @@ class RankPart:
 
 def part_from_files(
     index: dict[str, Any],
-    stages: dict[int, dict[str, Any]],
+    graphs: Mapping[str, dict[str, Any]],
+    numbers: Mapping[str, int],
     content: bytes,
     device: torch.device,
     foreign: Collection[str],
 ) -> RankPart:
-    """What `files_of` wrote, from its parsed files."""
+    """What `files_of` wrote, from its parsed files; `numbers` are those of `graph_files`."""
     tensors = tensors_from_bytes(content, index["strides"], device)
     reading = Reading(device, tensors, foreign)
     pieces = {
-        stage: {
-            name: piece_from_data(name, piece, reading, _prefix(stage, name), f"{name}{stage}")
+        stem: {
+            name: piece_from_data(name, piece, reading, _prefix(stem, name), f"{name}{numbers[stem]}")
             for name, piece in data["pieces"].items()
             if name.isidentifier()
         }
-        for stage, data in stages.items()
+        for stem, data in graphs.items()
     }
-    return RankPart(pieces, tensors)
+    return RankPart(pieces, tensors, tuple(index["unfilled"]))

@@ -13,7 +13,7 @@ import torch
 from zbcompile.errors import PipelineError
 from zbcompile.json_text import to_text
 from zbcompile.model_facts import Member, ModelFacts
-from zbcompile.outline import outline_from_data, outline_to_data
+from zbcompile.outline import outline_from_data, outline_to_data, vocabulary_from_data, vocabulary_to_data
 from zbcompile.passes.choices import Choices
 from zbcompile.passes.partition import Cuts
 from zbcompile.program import Program, StepOptions
@@ -55,6 +55,7 @@ def manifest_to_text(program: Program, hashes: Mapping[str, str], operators: lis
         "model": [list(member) for member in program.model.members],
         "homes": {name: list(stages) for name, stages in program.homes.items()},
         "stages": [outline_to_data(stage) for stage in program.stages],
+        "vocabulary": vocabulary_to_data(program.vocabulary),
         "files": dict(sorted(hashes.items())),
     }
     return to_text({**data, "digest": digest_of(data)}, 2)
@@ -117,7 +118,7 @@ def program_from_manifest(data: Mapping[str, Any], lowered: Lowered, device: tor
         choices=_choices_from_data(data["choices"]),
         loss_dtype=data["loss_dtype"],
         inputs={path: (tuple(shape), dtype) for path, (shape, dtype) in data["inputs"].items()},
-        vocabulary=None,
+        vocabulary=vocabulary_from_data(data["vocabulary"], str(device)),
         canonical_targets=(),
         call=tuple(data["call"]),
         step=StepOptions(**data["step"]),

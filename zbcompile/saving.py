@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from zbcompile.consensus import gathered, together
 from zbcompile.errors import PipelineError
-from zbcompile.passes.torch_private import FakeTensor
+from zbcompile.model_facts import has_values
 from zbcompile.program import Program
 from zbcompile.program_files import MANIFEST, SCHEDULE, files_of, operators_of
 from zbcompile.program_manifest import SavedProgram, manifest_to_text
@@ -70,16 +70,13 @@ def program_in(directory: Path) -> list[Path]:
 
 
 def _refuse(program: Program) -> None:
-    if program.vocabulary is not None:
-        raise PipelineError('a program with vocabulary passes cannot be saved yet. Compile it with vocab="off".')
     if isinstance(program, SavedProgram):
         raise PipelineError("this program was loaded from a directory, which holds it already; copy that.")
-    values = {**program.model.unsaved, **program.model.constants}
-    empty = [name for name, tensor in values.items() if tensor.is_meta or isinstance(tensor, FakeTensor)]
+    empty = [name for name, tensor in program.model.constants.items() if not has_values(tensor)]
     if empty:
         raise PipelineError(
-            f"{empty[0]} is a tensor that no state dict holds, in a model built without memory (meta or fake), so it "
-            "has no values to save. Build the model on a real device, or make it a persistent buffer."
+            f"{empty[0]} is a tensor in a plain attribute of a model that was built without memory (meta or fake), so "
+            "it has no values to save. Build the model on a real device, or make it a buffer."
         )
 
 

@@ -27,9 +27,24 @@ class Net(nn.Module):
     def forward(self, x, scale=1.0):
         return (self.layers(x) * scale).square().mean()
 
+class Scaled(Net):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("factor", torch.full((8,), 3.0), persistent=False)
+    def forward(self, x):
+        return (self.layers(x) * self.factor).square().mean()
+
+class Plain(Net):
+    def __init__(self):
+        super().__init__()
+        self.factor = torch.full((8,), 3.0)
+    forward = Scaled.forward
+
 def net():
     print("building")
     return Net(), (torch.ones(2, 8),), {"scale": 2.0}
+def scaled(): return Scaled(), (torch.ones(2, 8),)
+def plain(): return Plain(), (torch.ones(2, 8),)
 """
 PLAN = ("--schedule", "zb-h1", "--microbatches", "4", "--exact", "--loss-reduction", "sum")
 
@@ -91,6 +106,28 @@ def files(directory: Path) -> dict[str, bytes]:
 def test_without_memory_the_program_is_the_same(target: str, program: Path, tmp_path: Path) -> None:
     assert zbcompile.compile.main([target, *PLAN, "--fake", "--output", str(tmp_path)]) == 0
     assert files(tmp_path) == files(program)
+
+
+def test_what_has_no_values_is_filled_by_init(target: str, tmp_path: Path) -> None:
+    of = target.replace(":net", ":scaled")
+    assert zbcompile.compile.main([of, *PLAN, "--fake", "--output", str(tmp_path)]) == 0
+    with pytest.raises(zbcompile.PipelineError, match=r"factor is a buffer .* Pass init=fn\(name, tensor\)"):
+        zbcompile.load(tmp_path)
+
+    def init(name: str, tensor: torch.Tensor) -> None:
+        if name == "factor":
+            tensor.fill_(3.0)
+
+    model, x = load_example(of).model, torch.ones(8, 8)
+    loss = zbcompile.load(tmp_path, model.state_dict(), init=init).step(x)
+    assert torch.equal(loss, sum((model(part) for part in x.chunk(4)), torch.zeros(())))
+
+
+def test_a_plain_tensor_without_values_is_refused(target: str, tmp_path: Path, command: Command) -> None:
+    of = target.replace(":net", ":plain")
+    status, _, said = command(zbcompile.compile.main, of, *PLAN, "--fake", "--output", tmp_path)
+    assert status == 2
+    assert "is a tensor in a plain attribute of a model that was built without memory" in said.splitlines()[-1]
 
 
 def test_every_option_arrives(target: str, tmp_path: Path) -> None:

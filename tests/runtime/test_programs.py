@@ -2,10 +2,13 @@
 
 import hashlib
 import json
+import multiprocessing
 import os
+import random
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +19,8 @@ import torch
 from torch import Tensor, nn
 
 import zbcompile
+import zbcompile.inspect
+from tests.runtime import vocabulary_training
 from tests.runtime.pool import Pool
 from tests.runtime.training import (
     Case,
@@ -27,7 +32,10 @@ from tests.runtime.training import (
     reference,
     train,
 )
+from tests.runtime.vocabulary_training import VocabularyCase
+from zbcompile.program import Program
 from zbcompile.program_manifest import digest_of
+from zbcompile.schedules.interlaced_pipeline import interlaced
 from zbcompile.stage_plan import arrivals_of
 
 ROOT = Path(__file__).parents[2]
@@ -298,3 +306,94 @@ def test_values_that_no_state_dict_holds(tmp_path: Path) -> None:
 
 def _mean(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
+
+
+SHARDED = {
+    "two barriers": VocabularyCase("gpt-tied", "zb-v", 2, 2),
+    "interlaced": VocabularyCase("gpt-options", interlaced(2, 4), 2, 2),
+}
+
+
+def learn_both(directory: str, case: VocabularyCase) -> None:
+    """A program with vocabulary passes trains with the same bits once it was saved and loaded."""
+    pipe = vocabulary_training.pipeline_of(case)
+    losses, gradients = vocabulary_training.learn(pipe, case)
+    pipe.program.save(directory)
+    other = zbcompile.load(directory, state_dict=vocabulary_training.model_of(case).state_dict())
+    again, differently = vocabulary_training.learn(other, case)
+    assert_same_tensors(again, losses, "loss of step")
+    for our, their in zip(differently, gradients, strict=True):
+        assert_same_tensors(our, their, "gradient of")
+    assert_same_tensors(other.state_dict(full=True), pipe.state_dict(full=True), "state dict:")
+
+
+@pytest.mark.parametrize("case", SHARDED)
+def test_a_sharded_output_layer(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    learn_both(str(tmp_path), SHARDED[case])
+    assert zbcompile.inspect.main([str(tmp_path)]) == 0
+    assert "words" in capsys.readouterr().out
+
+
+def test_a_sharded_output_layer_in_processes(pool: Pool, tmp_path: Path) -> None:
+    pool.run(learn_both, str(tmp_path), SHARDED["two barriers"])
+
+
+def load_with_threads(directory: str) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1 + torch.distributed.get_rank())
+    try:
+        zbcompile.load(directory)
+    finally:
+        torch.set_num_threads(before)
+
+
+def load_for_others(directory: str, own: str) -> None:
+    zbcompile.load(directory if torch.distributed.get_rank() == 0 else own)
+
+
+def test_ranks_that_differ_are_refused_on_every_rank(saved: Callable[[Case], Path], pool: Pool, tmp_path: Path) -> None:
+    directory, other = str(saved(SMALL)), str(saved(CASES[1]))
+    whole = "Every rank must load the same directory, with the same torch and number of threads"
+    for outcomes, reason in (
+        (pool.outcomes(load_with_threads, directory), "threads is 1 on rank 0 and 2 on rank 1"),
+        (pool.outcomes(load_for_others, directory, other), "loaded different programs: digest is"),
+        (pool.outcomes(load_for_others, directory, str(tmp_path / "nowhere")), "nowhere has no manifest.json"),
+    ):
+        assert [outcome.error for outcome in outcomes] == ["PipelineError"] * 2
+        assert all(reason in outcome.text for outcome in outcomes), outcomes
+        assert whole in outcomes[0].text or "Compile and save the program again" in outcomes[0].text
+    outcomes = pool.outcomes(load_parts, directory, ranks=4)
+    assert ["compiled for 2 ranks, but there are 4" in outcome.text for outcome in outcomes] == [True] * 4
+
+
+def save_for_ever(program: Program, directory: Path) -> None:
+    while True:
+        program.save(directory)
+
+
+def refusal(directory: Path) -> str:
+    """Why a program cannot be loaded; "" if it can."""
+    try:
+        zbcompile.load(directory)
+    except zbcompile.PipelineError as error:
+        return str(error)
+    return ""
+
+
+def test_a_save_that_is_killed_leaves_a_whole_program_or_none(tmp_path: Path) -> None:
+    program, moments = compiled(SMALL).program, random.Random(0)
+    began = time.monotonic()
+    program.save(tmp_path)
+    duration, whole = time.monotonic() - began, bytes_of(tmp_path)
+    refusals = []
+    for _ in range(12):
+        process = multiprocessing.get_context("fork").Process(target=save_for_ever, args=(program, tmp_path))
+        process.start()
+        time.sleep(moments.uniform(0, 3 * duration))
+        process.kill()
+        process.join()
+        refusals.append(refusal(tmp_path))
+    assert any(refusals)
+    assert all(not each or "is no program, or saving it was interrupted" in each for each in refusals), refusals
+    program.save(tmp_path)
+    assert bytes_of(tmp_path) == whole

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import zbcompile
 from gpt import GPT, next_byte_loss
 from tests.oracle import Batch, eager_step
+from zbcompile.schedules import Schedule
 
 STEPS = 2
 
@@ -22,7 +23,7 @@ class VocabularyCase:
     """One training run: a model by name, what shards its output layer, where it runs."""
 
     model: str
-    schedule: str
+    schedule: str | Schedule
     vocab: Any
     ranks: int
     microbatches: int = 4
@@ -77,7 +78,13 @@ def batches_of(case: VocabularyCase) -> list[Batch]:
 
 def sharded(case: VocabularyCase) -> Learned:
     """Train this process's share."""
-    pipe = zbcompile.pipeline(
+    pipe = pipeline_of(case)
+    losses, gradients = learn(pipe, case)
+    return Learned(losses, gradients, pipe.state_dict(full=True), pipe.eval(*batches_of(case)[0].args))
+
+
+def pipeline_of(case: VocabularyCase) -> zbcompile.Pipeline:
+    return zbcompile.pipeline(
         model_of(case),
         schedule=case.schedule,
         microbatches=case.microbatches,
@@ -85,6 +92,10 @@ def sharded(case: VocabularyCase) -> Learned:
         ranks=None if dist.is_initialized() else case.ranks,
         vocab=case.vocab,
     )
+
+
+def learn(pipe: zbcompile.Pipeline, case: VocabularyCase) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
+    """Losses and gradients of each step of a pipeline for `case`."""
     losses, gradients, optimizer = [], [], None
     for batch in batches_of(case):
         losses.append(pipe.step(*batch.args, target=batch.target))
@@ -92,7 +103,7 @@ def sharded(case: VocabularyCase) -> Learned:
         gradients.append({name: p.grad.clone() for name, p in pipe.named_parameters() if p.grad is not None})
         optimizer.step()
         optimizer.zero_grad()
-    return Learned(losses, gradients, pipe.state_dict(full=True), pipe.eval(*batches_of(case)[0].args))
+    return losses, gradients
 
 
 def eager(case: VocabularyCase) -> Learned:

@@ -1,0 +1,55 @@
+"""How long a rank takes to start from a saved program: a 24-layer GPT in 8 stages, one per rank.
+
+    python -m zbcompile.compile examples/benchmarks/program_load.py:gpt --schedule zb-h1 --ranks 8 --output program
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 8 examples/benchmarks/program_load.py program
+
+Each rank reads and checks its part, builds its graphs, makes its parameters and plans its step; imports and the start
+of the process group are not counted. CPU seconds, since 8 processes share what cores there are; `slowest` is by the
+clock.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import zbcompile
+import zbcompile.loading
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from gpt import GPT, next_byte_loss
+
+
+def gpt() -> zbcompile.Example:
+    tokens = torch.randint(256, (2, 129))
+    model = GPT(layers=24, width=256, heads=8, length=128)
+    return zbcompile.Example(model, (tokens[:, :-1],), loss=next_byte_loss, target=tokens[:, 1:].contiguous())
+
+
+def own_bytes(folder: Path, rank: int) -> int:
+    """What a rank reads."""
+    shared = sum((folder / name).stat().st_size for name in ("manifest.json", "schedule.json"))
+    return shared + sum(path.stat().st_size for path in (folder / f"rank-{rank:04d}").iterdir())
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    dist.barrier()
+    began, clock = time.process_time(), time.monotonic()
+    zbcompile.load(sys.argv[1], init=lambda name, tensor: tensor.zero_())
+    own = time.process_time() - began, time.monotonic() - clock, own_bytes(Path(sys.argv[1]), dist.get_rank())
+    every = [own] * dist.get_world_size()
+    dist.all_gather_object(every, own)
+    if dist.get_rank() == 0:
+        seconds, clocks, sizes = zip(*every, strict=True)
+        print(
+            f"CPU seconds per rank: {min(seconds):.2f} to {max(seconds):.2f}; slowest by the clock: {max(clocks):.2f}"
+        )
+        print(f"bytes read per rank: {min(sizes):,} to {max(sizes):,}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
