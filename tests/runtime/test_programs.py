@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import zbcompile
 import zbcompile.inspect
@@ -26,6 +27,7 @@ from tests.runtime.training import (
     Case,
     assert_bitwise,
     assert_same_tensors,
+    gradients_of,
     join,
     pipeline_of,
     problem_of,
@@ -44,6 +46,7 @@ CASES = (
     Case("gpt-tied", "zb-v", 2, 4, steps=2),
     Case("skips", "zb-h1", 2, 2, steps=2),
     Case("vit", "dualpipe-v", 2, 4, steps=1),
+    Case("small-tied", "dualpipe", 2, 4, steps=1),
 )
 
 
@@ -105,11 +108,32 @@ def save_and_train(directory: str, case: Case) -> Any:
     return train_loaded(own_part(directory, torch.distributed.get_rank()), case)
 
 
-def test_each_rank_writes_and_reads_its_own_part(saved: Callable[[Case], Path], pool: Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", [CASES[1], CASES[3]], ids=str)
+def test_each_rank_writes_and_reads_its_own_part(
+    case: Case, saved: Callable[[Case], Path], pool: Pool, tmp_path: Path
+) -> None:
     """Two processes write the bytes that one process writes for both ranks, and train with eager's bits."""
-    case, directory = CASES[1], tmp_path / "program"
+    directory = tmp_path / "program"
     assert_bitwise(join(pool.run(save_and_train, str(directory), case)), reference(case))
     assert bytes_of(directory) == bytes_of(saved(case))
+
+
+def step_replicas(directory: str) -> None:
+    """Two replicas of a pipeline of two ranks: the first one saves, both load."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    problem = problem_of("small-tied")
+    own = list(problem.batches(1, 16)[0].parts(2))[mesh["dp"].get_local_rank()]
+    options = {"schedule": "zb-h1", "microbatches": 4, "loss": problem.loss, "exact": True}
+    pipe = zbcompile.pipeline(problem.model(), mesh=mesh, **options)
+    loss = pipe.step(*own.args, target=own.target)
+    pipe.program.save(directory)
+    other = zbcompile.load(directory, problem.model().state_dict(), mesh=mesh)
+    assert torch.equal(other.step(*own.args, target=own.target), loss)
+    assert_same_tensors(gradients_of(other), gradients_of(pipe), "gradient of")
+
+
+def test_replicas_of_a_program(pool: Pool, tmp_path: Path) -> None:
+    pool.run(step_replicas, str(tmp_path), ranks=4)
 
 
 def test_the_same_model_gives_the_same_bytes(saved: Callable[[Case], Path], tmp_path: Path) -> None:
