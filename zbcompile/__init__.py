@@ -8,6 +8,10 @@ from zbcompile.version import __version__ as __version__
 if TYPE_CHECKING:
     from zbcompile import passes as passes
     from zbcompile import schedules as schedules
+    from zbcompile.checkpoint_files import latest_checkpoint as latest_checkpoint
+    from zbcompile.checkpoints import Checkpoint as Checkpoint
+    from zbcompile.checkpoints import load_checkpoint as load_checkpoint
+    from zbcompile.checkpoints import save_checkpoint as save_checkpoint
     from zbcompile.errors import FaultError as FaultError
     from zbcompile.errors import PipelineError as PipelineError
     from zbcompile.examination import explain as explain
@@ -23,8 +27,12 @@ if TYPE_CHECKING:
     from zbcompile.schedules.errors import ScheduleError as ScheduleError
     from zbcompile.seeds import microbatch_seed as microbatch_seed
     from zbcompile.tracing import trace as trace
+    from zbcompile.weights import load_weights as load_weights
+    from zbcompile.weights import save_weights as save_weights
 
 _HOME = {
+    "checkpoint_files": ("latest_checkpoint",),
+    "checkpoints": ("Checkpoint", "load_checkpoint", "save_checkpoint"),
     "example": ("Example",),
     "examination": ("explain",),
     "explanation": ("Explanation",),
@@ -33,6 +41,7 @@ _HOME = {
     "pipe": ("Pipeline",),
     "scaling": ("GradScaler",),
     "tracing": ("trace",),
+    "weights": ("load_weights", "save_weights"),
     "seeds": ("microbatch_seed",),
     "errors": ("FaultError", "PipelineError"),
     "passes.errors": ("CompileError", "CaptureError", "PartitionError"),

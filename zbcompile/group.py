@@ -32,7 +32,7 @@ def make_engine(find_device: FindDevice, ranks: int | None, mesh: Any, timeout: 
         return _distributed(find_device, _sides(mesh), ranks, timeout)
     if not is_alone(mesh):
         if not dist.is_initialized():
-            _initialise(find_device, timeout)
+            start_group(find_device, timeout)
         return _distributed(find_device, Sides(dist.group.WORLD, dist.group.WORLD, Replicas()), ranks, timeout)
     if ranks is None:
         print("zbcompile: neither torchrun nor ranks= gives a number of ranks; running as one rank in this process.")
@@ -69,9 +69,11 @@ def own_device(kind: str) -> torch.device:
     return torch.device("cpu")
 
 
-def _initialise(find_device: FindDevice, timeout: float) -> None:
+def start_group(find_device: FindDevice, timeout: float) -> None:
     """What a script under torchrun would write itself: each local rank takes its own GPU, and the group has the backend
     of the model's device. torch's own watchdog, which ends the process, comes after this package's."""
+    if "RANK" not in os.environ:
+        raise PipelineError("there are no other processes. Start the command with torchrun.")
     if torch.cuda.is_available():
         take_gpu()
     cuda = find_device().type == "cuda"

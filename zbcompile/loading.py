@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from zbcompile.checkpoints import load_checkpoint
 from zbcompile.consensus import require_equal_programs, together
 from zbcompile.engine import Engine
 from zbcompile.errors import PipelineError
@@ -44,8 +45,10 @@ def load(
     *,
     ranks: int | None = None,
     mesh: Any = None,
+    checkpoint: str | Path | None = None,
     operators: Sequence[str] = (),
     init: Init | None = None,
+    seed: int | None = None,
     timeout: float = 300.0,
     debug_nan: bool = False,
 ) -> LoadedPipeline:
@@ -54,9 +57,13 @@ def load(
     Args:
         directory: the program. Each process reads the manifest, the schedule and the parts of its own ranks.
         state_dict: the model's full state dict, as `pipe.state_dict(full=True)` or the model itself gives it; copied.
-            Without it, call `load_state_dict` before the first step, or give `init=`.
+            Without it, give `checkpoint=` or `init=`, or call `load_state_dict` or `zbcompile.load_weights` before the
+            first step.
+        checkpoint: a checkpoint of `zbcompile.save_checkpoint`, or a folder of them, whose newest one is taken: the
+            model's tensors, and the step. An optimizer is made afterwards; see `zbcompile.load_checkpoint`.
         ranks: without torchrun, all ranks of the program run in this process; another number is refused.
         mesh, init, timeout, debug_nan: as for `zbcompile.pipeline`.
+        seed: enters `zbcompile.microbatch_seed`; default: the one that it was compiled with.
         operators: operators of other libraries that the program may call, such as "mylibrary::scale". Import the module
             that defines them first.
 
@@ -68,6 +75,8 @@ def load(
     >>> pipe = zbcompile.load("program", state_dict=torch.load("model.pt"))      # doctest: +SKIP
     >>> loss = pipe.step(inputs, target=targets)                                 # doctest: +SKIP
     """
+    if state_dict is not None and checkpoint is not None:
+        raise PipelineError("load received state_dict= and checkpoint=; both give the model its values. Pass one.")
     folder = Path(directory)
     found = _attempt(folder)
     if ranks is None and found and is_alone(mesh):
@@ -81,11 +90,13 @@ def load(
             "digest": digest_of(program.written or {}),
         }
         require_equal_programs(engine, same, "loaded different programs", SAME)
-    pipe = LoadedPipeline(program, _options(program, init, timeout, debug_nan), engine)
+    pipe = LoadedPipeline(program, _options(program, init, seed, timeout, debug_nan), engine)
     with engine.watch.region(f"filling {folder}"):
         pipe.adopt(program)
         if state_dict is not None:
             together(engine, "loading the state dict", lambda: pipe.load_state_dict(state_dict))
+    if checkpoint is not None:
+        load_checkpoint(checkpoint, pipe, random=False)
     return pipe
 
 
@@ -97,7 +108,7 @@ def _attempt(folder: Path) -> dict[str, Any] | None:
         return None
 
 
-def _options(program: SavedProgram, init: Init | None, timeout: float, debug_nan: bool) -> Options:
+def _options(program: SavedProgram, init: Init | None, seed: int | None, timeout: float, debug_nan: bool) -> Options:
     step, schedule = program.step, program.schedule
     return Options(
         schedule=schedule,
@@ -107,7 +118,7 @@ def _options(program: SavedProgram, init: Init | None, timeout: float, debug_nan
         choices=program.choices,
         split=step.split,
         chunks=None,
-        seed=step.seed,
+        seed=step.seed if seed is None else seed,
         timeout=timeout,
         max_shapes=1,
         init=init,

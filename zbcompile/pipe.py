@@ -1,7 +1,7 @@
 """The pipeline object: a model's training step, compiled for the shapes it meets."""
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -277,6 +277,12 @@ class Pipeline:
         self.program  # noqa: B018  raises before compiling
         load_state(self._model, self._engine, self.program.holders, state)
         self._compiled.share.filled(state)
+
+    def resume(self, step: int, filled: Iterable[str]) -> None:
+        """Go on with step number `step`, now that the tensors `filled` of this process's share have their values;
+        `zbcompile.load_checkpoint` writes them in place."""
+        self.step_index = step
+        self._compiled.share.filled(filled)
 
     def close(self) -> None:
         """Stop watching over the other ranks and let go of the process group.

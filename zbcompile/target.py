@@ -21,11 +21,16 @@ def load_example(target: str) -> Example:
 
     Raises PipelineError when it cannot be found, imported or called, or returns something else.
     """
+    return _as_example(_call(load_object(target), target), target)
+
+
+def load_object(target: str) -> Any:
+    """Import what `target` names. Raises PipelineError when it cannot be found or imported."""
     where, _, name = target.rpartition(":")
     if not where or not name:
         raise PipelineError(_not_a_target(target))
     module = _from_file(Path(where)) if where.endswith(".py") else _from_package(where)
-    return _as_example(_call(_attribute(module, name, where), target), target)
+    return _attribute(module, name, where)
 
 
 def _not_a_target(target: str) -> str:

@@ -1,0 +1,228 @@
+"""Checkpoints: saved at any number of ranks, loaded at any other, with the bits of a training that never stopped."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+import zbcompile
+from tests.oracle import optimizer_of
+from tests.runtime.checkpointing import PROBLEM, State, begin, save_program, state_of, train_eager, train_pipe
+from tests.runtime.pool import Pool
+from tests.runtime.training import assert_same_tensors
+from zbcompile.checkpoint_files import begin as begin_checkpoint
+from zbcompile.checkpoint_files import checkpoints_in, publish
+from zbcompile.checkpoint_storage import describe
+from zbcompile.checkpoints import PROCESS
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path]:
+    """The model compiled for a schedule and a number of ranks, once."""
+    root = tmp_path_factory.mktemp("programs")
+
+    def make(schedule: str, ranks: int) -> Path:
+        directory = root / f"{schedule}-{ranks}"
+        return directory if directory.exists() else save_program(directory, schedule, ranks)
+
+    return make
+
+
+def uninterrupted(steps: int) -> State:
+    model = PROBLEM.model()
+    optimizer = optimizer_of(model.parameters())
+    train_eager(model, optimizer, 0, steps)
+    return state_of(model, optimizer)
+
+
+def assert_same_state(ours: State, theirs: State) -> None:
+    assert_same_tensors(ours.weights, theirs.weights, "weight")
+    assert_same_tensors(ours.moments, theirs.moments, "optimizer's")
+
+
+def test_other_ranks_another_schedule_and_one_process(
+    program: Callable[[str, int], Path], pool: Pool, tmp_path: Path
+) -> None:
+    """20 steps as zb-h1 on two ranks, 4 as zb-v on four, 4 in eager mode."""
+    two, four, folder = str(program("zb-h1", 2)), str(program("zb-v", 4)), str(tmp_path)
+    pool.run(train_pipe, two, folder, 20, ranks=2)
+    assert [path.name for path in checkpoints_in(folder)] == ["step-00000010", "step-00000020"]
+    pool.run(train_pipe, four, folder, 24, ranks=4)
+    model = PROBLEM.model()
+    optimizer = optimizer_of(model.parameters())
+    at = zbcompile.load_checkpoint(folder, model, optimizer)
+    train_eager(model, optimizer, at.step, 28)
+    assert at.step == 24
+    assert_same_state(state_of(model, optimizer), uninterrupted(28))
+
+
+def train_and_save(program: str, folder: str, steps: int) -> None:
+    train_pipe(program, folder, steps)
+
+
+def test_from_one_process_to_a_pipeline(program: Callable[[str, int], Path], tmp_path: Path) -> None:
+    """A plain model is saved after three steps; a pipeline trains on, and another one starts from its weights."""
+    model = PROBLEM.model()
+    optimizer = optimizer_of(model.parameters())
+    train_eager(model, optimizer, 0, 3)
+    zbcompile.save_checkpoint(tmp_path, model, optimizer, step=3)
+    train_pipe(str(program("zb-h1", 2)), str(tmp_path), 5)
+    theirs = uninterrupted(5)
+    pipe = zbcompile.load(program("zb-h1", 2), checkpoint=tmp_path)
+    assert pipe.step_index == 5
+    assert_same_tensors(pipe.state_dict(), theirs.weights, "weight")
+
+
+def test_torchs_own_functions_read_it(program: Callable[[str, int], Path], tmp_path: Path) -> None:
+    train_pipe(str(program("zb-h1", 2)), str(tmp_path), 2)
+    model = PROBLEM.model()
+    optimizer = optimizer_of(model.parameters())
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    weights, moments = get_state_dict(model, optimizer, options=options)
+    state = {"model": weights, "optimizer": moments}
+    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)  # a tied parameter is there under its first name alone
+    dcp.load(state, checkpoint_id=zbcompile.latest_checkpoint(tmp_path), planner=planner, no_dist=True)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments, options=options)
+    assert_same_state(state_of(model, optimizer), uninterrupted(2))
+
+
+def test_every_tensor_is_written_once(program: Callable[[str, int], Path], pool: Pool, tmp_path: Path) -> None:
+    """Under dualpipe-v both ranks hold all stages; the tied matrix is in two of them."""
+    pool.run(train_and_save, str(program("dualpipe-v", 2)), str(tmp_path), 1)
+    found = dcp.FileSystemReader(checkpoints_in(tmp_path)[0]).read_metadata()
+    tensors = {key: value for key, value in found.state_dict_metadata.items() if hasattr(value, "chunks")}
+    assert all(len(value.chunks) == 1 for value in tensors.values())
+    assert {key.removeprefix("model.") for key in tensors if key.startswith("model.")} == dict(
+        PROBLEM.model().named_parameters()
+    ).keys()
+    assert "model.head.weight" not in tensors
+
+
+class Normed(nn.Module):
+    """Buffers that change, one of which is a number; a parameter without gradient, one that is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(2))
+        self.unused = nn.Parameter(torch.ones(2))
+        self.frozen = nn.Parameter(torch.ones(4), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x) * self.frozen
+        return x
+
+
+def test_buffers_groups_and_what_is_extra(tmp_path: Path) -> None:
+    """All that belongs to a run comes back, also into a plain model: buffers, options per group, generators, extra."""
+    torch.manual_seed(0)
+    model, x = Normed(), torch.randn(8, 4)
+    pipe = zbcompile.pipeline(model, schedule="1f1b", ranks=2, microbatches=2, loss=nn.functional.mse_loss)
+    pipe.compile(x, target=x)
+
+    def optimizer_over(named: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
+        first = [p for name, p in named.items() if name.endswith("weight")]
+        rest = [p for name, p in named.items() if not name.endswith("weight")]
+        return torch.optim.SGD([{"params": first, "weight_decay": 0.5}, {"params": rest}], lr=0.1, momentum=0.9)
+
+    optimizer = optimizer_over(dict(pipe.named_parameters()))
+    pipe.step(x, target=x)
+    optimizer.step()
+    optimizer.param_groups[1]["lr"] = 0.05
+    zbcompile.save_checkpoint(tmp_path, pipe, optimizer, extra={"seen": [1, 2], "rate": torch.ones(2)})
+    drawn = torch.rand(3)
+    other = Normed()
+    others = optimizer_over(dict(other.named_parameters()))
+    at = zbcompile.load_checkpoint(tmp_path, other, others)
+    assert torch.equal(torch.rand(3), drawn)
+    assert (at.step, at.extra["seen"], at.extra["rate"].tolist()) == (1, [1, 2], [1.0, 1.0])
+    assert_same_state(state_of(other, others), state_of(model, optimizer))
+    assert [group["lr"] for group in others.param_groups] == [0.1, 0.05]
+    assert [group["weight_decay"] for group in others.param_groups] == [0.5, 0]
+
+
+def test_an_interrupted_save_leaves_the_one_before(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    first = zbcompile.save_checkpoint(tmp_path, model, step=1)
+    left = begin_checkpoint(tmp_path, 2)
+    (left / "__0_0.distcp").write_bytes(b"half")
+    assert zbcompile.latest_checkpoint(tmp_path) == first
+    assert zbcompile.load_checkpoint(tmp_path, nn.Linear(2, 2)).step == 1
+    zbcompile.save_checkpoint(tmp_path, model, step=3)
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["step-00000001", "step-00000003"]
+
+
+def test_old_ones_are_dropped_and_none_is_replaced(tmp_path: Path) -> None:
+    """The same step again is another directory, so that there is a complete one at every moment."""
+    for step in (1, 2, 2, 30, 4):
+        publish(begin_checkpoint(tmp_path, step), keep=2)
+    names = [path.name for path in checkpoints_in(tmp_path)]
+    assert names == ["step-00000002.1", "step-00000004", "step-00000030"]  # a later one is left alone
+    assert zbcompile.latest_checkpoint(tmp_path) == tmp_path / names[-1]
+
+
+def save_in(program: str, folder: str, elsewhere: str) -> None:
+    """Rank 1 works in another directory."""
+    before = os.getcwd()
+    pipe, optimizer = begin(program)
+    os.chdir(elsewhere if torch.distributed.get_rank() else folder)
+    try:
+        zbcompile.save_checkpoint("checkpoints", pipe, optimizer)
+    finally:
+        os.chdir(before)
+        pipe.close()
+
+
+def test_a_directory_that_is_not_shared_is_refused(
+    program: Callable[[str, int], Path], pool: Pool, tmp_path: Path
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    outcomes = pool.outcomes(save_in, str(program("zb-h1", 2)), str(tmp_path), str(tmp_path / "elsewhere"))
+    assert [outcome.error for outcome in outcomes] == ["PipelineError"] * 2
+    assert all("need a directory that all ranks share" in outcome.text for outcome in outcomes)
+
+
+def load_in(program: str, folder: str) -> None:
+    pipe, optimizer = begin(program)
+    try:
+        zbcompile.load_checkpoint(folder, pipe, optimizer)
+    finally:
+        pipe.close()
+
+
+def test_a_damaged_one_is_refused_on_every_rank(
+    program: Callable[[str, int], Path], pool: Pool, tmp_path: Path
+) -> None:
+    pool.run(train_and_save, str(program("zb-h1", 2)), str(tmp_path), 1)
+    for path in checkpoints_in(tmp_path)[0].glob("*_0.distcp"):
+        path.write_bytes(path.read_bytes()[:100])
+    outcomes = pool.outcomes(load_in, str(program("zb-h1", 2)), str(tmp_path))
+    assert [outcome.error for outcome in outcomes] == ["PipelineError"] * 2
+    assert all("cannot be read" in outcome.text for outcome in outcomes)
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(zbcompile.PipelineError, match="holds no complete checkpoint"):
+        zbcompile.load_checkpoint(tmp_path, model)
+    assert zbcompile.load_checkpoint(tmp_path, model, required=False).path is None
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(zbcompile.PipelineError, match="extra= holds something"):
+        zbcompile.save_checkpoint(tmp_path, model, extra=Path("x"))
+    zbcompile.save_checkpoint(tmp_path, model, optimizer)
+    with pytest.raises(zbcompile.PipelineError, match="saved with AdamW, and this is SGD"):
+        zbcompile.load_checkpoint(tmp_path, model, torch.optim.SGD(model.parameters()))
+    with pytest.raises(zbcompile.PipelineError, match=r"weight has shape \[2, 2\] in .* and \[2, 3\] in the model"):
+        zbcompile.load_checkpoint(tmp_path, nn.Linear(3, 2))
+    with pytest.raises(zbcompile.PipelineError, match=r"missing nothing, unexpected \['bias'\]"):
+        zbcompile.load_checkpoint(tmp_path, nn.Linear(2, 2, bias=False))
+    with pytest.raises(zbcompile.PipelineError, match="not one of this process's"):
+        zbcompile.save_checkpoint(tmp_path, nn.Linear(2, 2), optimizer)
+    with pytest.raises(zbcompile.PipelineError, match="no checkpoint can be written"):
+        zbcompile.save_checkpoint(checkpoints_in(tmp_path)[0] / PROCESS, model)
+    assert all(key.startswith(("model.", "optimizer.")) for key in describe(checkpoints_in(tmp_path)[0]))

@@ -1,0 +1,109 @@
+"""A folder of checkpoints: each one a directory that appears under its name when all of it is on the disk.
+
+    checkpoints/step-00000020           complete: what `latest_checkpoint` finds
+    checkpoints/.step-00000040.partial  being written, or left by a process that was killed
+
+A file system with atomic renames is all that this needs.
+"""
+
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from zbcompile.errors import PipelineError
+
+INDEX = "checkpoint.json"
+PARTIAL, DROPPED = ".partial", ".dropped"
+_NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")  # a second one of the same step is step-00000020.1
+
+
+def checkpoints_in(folder: str | Path) -> list[Path]:
+    """The complete checkpoints in `folder`, oldest first.
+
+    >>> checkpoints_in("nowhere")
+    []
+    """
+    try:
+        found = [(match, entry) for entry in Path(folder).iterdir() if (match := _NAME.fullmatch(entry.name))]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return [entry for _, entry in sorted(((_number(match), entry) for match, entry in found))]
+
+
+def _number(match: re.Match[str]) -> tuple[int, int]:
+    return int(match[1]), int(match[2] or 0)
+
+
+def latest_checkpoint(folder: str | Path) -> Path | None:
+    """The newest complete checkpoint in `folder`; None where there is none. What is half written does not count."""
+    return next(reversed(checkpoints_in(folder)), None)
+
+
+def find_checkpoint(path: str | Path) -> Path | None:
+    """`path` itself where it is a checkpoint, else the newest one in that folder."""
+    return Path(path) if (Path(path) / INDEX).is_file() else latest_checkpoint(path)
+
+
+def begin(folder: Path, step: int) -> Path:
+    """A directory to write the checkpoint of `step` into; what interrupted ones left is removed.
+
+    Only one training run may write to a folder. Raises PipelineError where it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in folder.glob(".step-*"):
+            shutil.rmtree(path)
+        partial = folder / f".{_new_name(folder, step)}{PARTIAL}"
+        partial.mkdir()
+    except OSError as error:
+        raise PipelineError(f"no checkpoint can be written to {folder}: {error.strerror}.") from None
+    return partial
+
+
+def _new_name(folder: Path, step: int) -> str:
+    name, attempt = f"step-{step:08d}", 0
+    while (folder / name).exists():
+        attempt += 1
+        name = f"step-{step:08d}.{attempt}"
+    return name
+
+
+def publish(partial: Path, keep: int | None) -> Path:
+    """Give a directory that is fully written its name, and drop all but the newest `keep` up to it."""
+    final = partial.with_name(partial.name.removeprefix(".").removesuffix(PARTIAL))
+    sync_directory(partial)
+    partial.rename(final)
+    sync_directory(final.parent)
+    older = checkpoints_in(final.parent)
+    older = older[: older.index(final) + 1]
+    _drop(older[:-keep] if keep is not None else [])
+    return final
+
+
+def _drop(checkpoints: Sequence[Path]) -> None:
+    """Remove checkpoints; none is ever seen without some of its files."""
+    for path in checkpoints:
+        hidden = path.with_name(f".{path.name}{DROPPED}")
+        path.rename(hidden)
+        shutil.rmtree(hidden)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file that appears under its name only once all of it is on the disk."""
+    partial = path.with_name(f".{path.name}{PARTIAL}")
+    with partial.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
+def sync_directory(path: Path) -> None:
+    """Have the names in a directory on the disk too."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

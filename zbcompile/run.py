@@ -1,0 +1,172 @@
+"""`torchrun ... -m zbcompile.run DIR --data FILE.py:batches`: train a compiled program with nothing but a data
+function."""
+
+import argparse
+import ast
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from zbcompile.errors import PipelineError
+from zbcompile.passes.errors import CompileError
+from zbcompile.run_job import Job, train
+from zbcompile.run_optimizer import DECAYS, NAMED
+from zbcompile.schedules import ScheduleError
+
+FAILED = 2
+_EXPECTED = (PipelineError, CompileError, ScheduleError, OSError)
+EPILOG = """the data:
+  --data FILE.py:batches (or package.module:batches) names a function, which every rank calls once, or an iterable.
+  It gives one batch per step, the same on every rank of a replica, either as
+      (args, kwargs)      a tuple and a mapping, what pipe.step takes, or
+      {"input_ids": ...}  a mapping of keywords.
+  The target of the loss that the program was compiled with is the keyword "target". The function gets those of these
+  keywords that it has parameters for:
+      start               the number of batches that were trained on before; the first one that it gives is batch
+                          number `start`
+      seed                --seed
+      replica, replicas   which replica of the pipeline this is, of how many: each trains on batches of its own
+  When a run is resumed, a function without `start` gives all batches again, and those of the steps before are dropped.
+  Of an iterable with state_dict and load_state_dict (such as a stateful loader) every checkpoint holds the state.
+  The generators of Python, torch and numpy are seeded by --seed before the function is called, and are part of the
+  checkpoint.
+
+examples:
+  python -m zbcompile.run program --data examples/text_batches.py:batches --weights model.safetensors --steps 100
+  torchrun --standalone --nproc-per-node 4 -m zbcompile.run program --data examples/text_batches.py:batches \\
+      --weights model.safetensors --steps 1000 --lr 3e-4 --checkpoint checkpoints --every 100 --resume
+The second one goes on after a crash or a kill, with the same bits as if it had never stopped: start it again.
+docs/running.md describes checkpoints and how to load them elsewhere.
+exit status: 0, or 2 with one line on standard error when the run cannot go on.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line on this rank; returns the exit status."""
+    parser = _parser()
+    chosen = vars(parser.parse_args(arguments))
+    debug = chosen.pop("debug")
+    job = _job(parser, chosen)
+    try:
+        train(job)
+    except Exception as error:
+        return _fail(error, debug)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return 0
+
+
+def _job(parser: argparse.ArgumentParser, chosen: dict[str, Any]) -> Job:
+    options = dict(chosen.pop("option"))
+    options |= {name: chosen.pop(name) for name in ("lr", "weight_decay") if chosen[name] is not None}
+    chosen = {name: value for name, value in chosen.items() if name not in ("lr", "weight_decay")}
+    job = Job(**chosen, options=options)
+    for name in ("steps", "every", "keep", "replicas", "log_every"):
+        if getattr(job, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} is {getattr(job, name)}; expected at least 1")
+    if job.resume and job.checkpoint is None:
+        parser.error("--resume needs --checkpoint DIR, where the checkpoints are")
+    if job.export is not None and job.export.suffix not in ("", ".safetensors"):
+        parser.error(f"--export {job.export}; expected FILE.safetensors or a directory")
+    return job
+
+
+def _fail(error: Exception, debug: bool) -> int:
+    """One line on standard error (with `debug` the traceback); what no one foresaw says so."""
+    if debug or not isinstance(error, _EXPECTED):
+        traceback.print_exc()
+    rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
+    text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
+    print(f"zbcompile.run: {rank}{text}", file=sys.stderr)
+    return FAILED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m zbcompile.run",
+        description="Train a compiled program with a data function; the model's source is not needed. Under torchrun "
+        "each process is one rank; without it all ranks run in this process.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("directory", metavar="DIR", type=Path, help="a program, as pipe.program.save writes it")
+    parser.add_argument("--data", required=True, metavar="FILE.py:NAME", help="what gives the batches (see below)")
+    parser.add_argument("--steps", required=True, type=int, help="optimizer steps in all, resumed ones included")
+    parser.add_argument("--seed", type=int, default=0, help="of dropout, --init and the data (default: 0)")
+    _add_optimizer(parser.add_argument_group("the optimizer"))
+    _add_state(parser.add_argument_group("weights and checkpoints"))
+    _add_process(parser.add_argument_group("processes and output"))
+    return parser
+
+
+def _add_optimizer(group: Any) -> None:
+    group.add_argument(
+        "--optimizer",
+        default="adamw",
+        metavar="|".join((*NAMED, "FILE.py:NAME")),
+        help="torch's, or a function that gets a list of (name, parameter) and the options (default: adamw)",
+    )
+    group.add_argument("--lr", type=float, help="the highest learning rate (default: the optimizer's)")
+    group.add_argument("--weight-decay", type=float, help="default: the optimizer's")
+    group.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        type=_option,
+        metavar="NAME=VALUE",
+        help='any other option of the optimizer, such as "betas=(0.9, 0.95)"; may be repeated',
+    )
+    group.add_argument("--warmup", type=int, default=0, metavar="STEPS", help="raise the rate over so many steps")
+    group.add_argument("--decay", choices=DECAYS, default="none", help="lower the rate to 0 at the last step")
+    group.add_argument("--clip", type=float, metavar="NORM", help="clip the gradients to this norm over all ranks")
+
+
+def _option(text: str) -> tuple[str, Any]:
+    name, _, value = text.partition("=")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        raise argparse.ArgumentTypeError(f"{text!r}; expected NAME=VALUE with a Python literal") from None
+
+
+def _add_state(group: Any) -> None:
+    group.add_argument(
+        "--weights", type=Path, metavar="PATH", help=".safetensors, a directory of them with an index, or a checkpoint"
+    )
+    group.add_argument(
+        "--init", metavar="FILE.py:NAME", help="instead: a function init(name, tensor) that fills a tensor in place"
+    )
+    group.add_argument("--checkpoint", type=Path, metavar="DIR", help="where checkpoints are written; all ranks see it")
+    group.add_argument("--every", type=int, default=100, metavar="N", help="steps between two (default: 100)")
+    group.add_argument("--keep", type=int, default=3, metavar="N", help="how many are kept (default: 3)")
+    group.add_argument("--resume", action="store_true", help="go on from the newest one, if there is one")
+    group.add_argument(
+        "--export", type=Path, metavar="PATH", help="write the last weights: .safetensors or a directory"
+    )
+
+
+def _add_process(group: Any) -> None:
+    group.add_argument("--replicas", type=int, default=1, metavar="N", help="replicas of the pipeline (data parallel)")
+    group.add_argument("--threads", type=int, help="torch's threads per process (default: torch's own choice)")
+    group.add_argument(
+        "--operator",
+        action="append",
+        default=[],
+        dest="operators",
+        metavar="LIBRARY::NAME",
+        help="an operator of another library that the program may call; --data must import it",
+    )
+    group.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS", help="how long ranks wait (300)")
+    group.add_argument("--log-every", type=int, default=10, metavar="N", help="steps between two lines (default: 10)")
+    group.add_argument("--debug-nan", action="store_true", help="stop at the first NaN and say where it came from")
+    group.add_argument("--debug", action="store_true", help="errors with their traceback")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
