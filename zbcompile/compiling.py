@@ -50,11 +50,13 @@ class Executables:
         """The one that was made first."""
         return self._kept.first()
 
-    def adopt(self, program: Program) -> None:
+    def adopt(self, program: Program) -> Executable:
         """Run `program`, which was compiled elsewhere."""
         self.program = program
         together(self._engine, "filling the model", lambda: self.share.make_real(self.is_own))
-        self._kept.add((), self._prepare(program))
+        executable = self._prepare(program)
+        self._kept.add((), executable)
+        return executable
 
     def get(self, microbatch: Microbatch) -> Executable:
         """The executable for microbatches of these shapes; compiled if there is none. Raises PipelineError and

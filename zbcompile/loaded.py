@@ -19,6 +19,10 @@ class LoadedPipeline(Pipeline):
     def __init__(self, program: SavedProgram, options: Options, engine: Engine) -> None:
         super().__init__(module_of(program.model), options, engine)
 
+    def adopt(self, program: Program) -> Executable:
+        self._executable = super().adopt(program)
+        return self._executable
+
     def compile(self, *args: Any, target: Any = None, **kwargs: Any) -> "LoadedPipeline":
         """Check that this batch is one that the program was compiled for."""
         self._program_for(self._split(args, kwargs, target))
@@ -37,7 +41,7 @@ class LoadedPipeline(Pipeline):
                 f"the program was compiled for microbatches of {_listed(self.program.call)}; received "
                 f"{_listed(given)}. Pass such batches, or compile and save a program for these."
             )
-        return self._compiled.first()
+        return self._executable
 
     def _program_for_eval(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
         raise PipelineError(

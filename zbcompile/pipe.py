@@ -82,9 +82,9 @@ class Pipeline:
             self._program_for(self._split(args, kwargs, target))
         return self
 
-    def adopt(self, program: Program) -> None:
+    def adopt(self, program: Program) -> Executable:
         """Run `program`, which was compiled elsewhere, with this pipeline's parameters; see `zbcompile.load`."""
-        self._compiled.adopt(program)
+        return self._compiled.adopt(program)
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> torch.Tensor:
         """Forward and backward of one batch: gradients accumulate into `.grad`, the loss is returned on every rank.

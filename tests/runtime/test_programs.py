@@ -3,11 +3,8 @@
 import hashlib
 import json
 import multiprocessing
-import os
 import random
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -40,12 +37,10 @@ from zbcompile.program_manifest import digest_of
 from zbcompile.schedules.interlaced_pipeline import interlaced
 from zbcompile.stage_plan import arrivals_of
 
-ROOT = Path(__file__).parents[2]
 SMALL = Case("mlp", "1f1b", 2, 2)
 CASES = (
-    Case("gpt-tied", "zb-v", 2, 4, steps=2),
     Case("skips", "zb-h1", 2, 2, steps=2),
-    Case("vit", "dualpipe-v", 2, 4, steps=1),
+    Case("mlp", "dualpipe-v", 2, 4, steps=1),
     Case("small-tied", "dualpipe", 2, 4, steps=1),
 )
 
@@ -108,7 +103,7 @@ def save_and_train(directory: str, case: Case) -> Any:
     return train_loaded(own_part(directory, torch.distributed.get_rank()), case)
 
 
-@pytest.mark.parametrize("case", [CASES[1], CASES[3]], ids=str)
+@pytest.mark.parametrize("case", [CASES[0], CASES[2]], ids=str)
 def test_each_rank_writes_and_reads_its_own_part(
     case: Case, saved: Callable[[Case], Path], pool: Pool, tmp_path: Path
 ) -> None:
@@ -137,35 +132,9 @@ def test_replicas_of_a_program(pool: Pool, tmp_path: Path) -> None:
 
 
 def test_the_same_model_gives_the_same_bytes(saved: Callable[[Case], Path], tmp_path: Path) -> None:
-    case = CASES[1]
+    case = CASES[0]
     save(case, str(tmp_path / "again"))
     assert bytes_of(tmp_path / "again") == bytes_of(saved(case))
-
-
-STEP = """
-import importlib.util, sys, torch, zbcompile
-torch.set_num_threads(1)
-given = torch.load("given.pt")
-pipe = zbcompile.load("program", state_dict=given["state"])
-loss = pipe.step(*given["args"], target=given["target"])
-assert importlib.util.find_spec("gpt") is None and "transformers" not in sys.modules
-gradients = {name: parameter.grad for name, parameter in pipe.named_parameters()}
-torch.save({"loss": loss, "gradients": gradients}, "found.pt")
-"""
-
-
-def test_a_fresh_process_without_the_model(saved: Callable[[Case], Path], tmp_path: Path) -> None:
-    case = CASES[0]
-    problem, theirs = problem_of(case.problem), reference(case)
-    batch = problem.batches(case.steps, case.microbatches * 2)[0]
-    given = {"state": problem.model().state_dict(), "args": batch.args, "target": batch.target}
-    torch.save(given, tmp_path / "given.pt")
-    shutil.copytree(saved(case), tmp_path / "program")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-c", STEP], cwd=tmp_path, env=environment, check=True, timeout=200)
-    found = torch.load(tmp_path / "found.pt")
-    assert torch.equal(found["loss"], theirs.losses[0])
-    assert_same_tensors(found["gradients"], theirs.gradients[0], "gradient of")
 
 
 def rewrite(directory: Path, name: str, change: Callable[[dict[str, Any]], None], digest: bool = True) -> None:
@@ -258,7 +227,7 @@ def test_a_damaged_part_is_refused_on_every_rank(saved: Callable[[Case], Path], 
 
 
 def test_a_program_is_read_as_it_was_saved(saved: Callable[[Case], Path]) -> None:
-    case = CASES[1]
+    case = CASES[0]
     ours, theirs = zbcompile.load(saved(case)).program, compiled(case).program
     for name in ("inputs", "call", "cuts", "homes", "choices", "lowered", "step", "loss_dtype", "manifest", "hash"):
         assert getattr(ours, name) == getattr(theirs, name), name
@@ -332,12 +301,6 @@ def _mean(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
 
 
-SHARDED = {
-    "two barriers": VocabularyCase("gpt-tied", "zb-v", 2, 2),
-    "interlaced": VocabularyCase("gpt-options", interlaced(2, 4), 2, 2),
-}
-
-
 def learn_both(directory: str, case: VocabularyCase) -> None:
     """A program with vocabulary passes trains with the same bits once it was saved and loaded."""
     pipe = vocabulary_training.pipeline_of(case)
@@ -351,15 +314,14 @@ def learn_both(directory: str, case: VocabularyCase) -> None:
     assert_same_tensors(other.state_dict(full=True), pipe.state_dict(full=True), "state dict:")
 
 
-@pytest.mark.parametrize("case", SHARDED)
-def test_a_sharded_output_layer(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    learn_both(str(tmp_path), SHARDED[case])
+def test_a_sharded_output_layer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    learn_both(str(tmp_path), VocabularyCase("gpt-options", interlaced(2, 4), 2, 2))
     assert zbcompile.inspect.main([str(tmp_path)]) == 0
     assert "words" in capsys.readouterr().out
 
 
 def test_a_sharded_output_layer_in_processes(pool: Pool, tmp_path: Path) -> None:
-    pool.run(learn_both, str(tmp_path), SHARDED["two barriers"])
+    pool.run(learn_both, str(tmp_path), VocabularyCase("gpt-tied", "zb-v", 1, 2))
 
 
 def load_with_threads(directory: str) -> None:
@@ -376,7 +338,7 @@ def load_for_others(directory: str, own: str) -> None:
 
 
 def test_ranks_that_differ_are_refused_on_every_rank(saved: Callable[[Case], Path], pool: Pool, tmp_path: Path) -> None:
-    directory, other = str(saved(SMALL)), str(saved(CASES[1]))
+    directory, other = str(saved(SMALL)), str(saved(CASES[0]))
     whole = "Every rank must load the same directory, with the same torch and number of threads"
     for outcomes, reason in (
         (pool.outcomes(load_with_threads, directory), "threads is 1 on rank 0 and 2 on rank 1"),
