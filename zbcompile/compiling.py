@@ -39,7 +39,7 @@ class Executables:
         self.share = Share(model, engine.device, options.init, options.seed)
         self.shards: VocabularyShards | None = None
         self._model, self._options, self._engine, self._schedule = model, options, engine, schedule
-        self._debug_nan = options.debug_nan or DEBUG_NAN.read()
+        self.debug_nan = options.debug_nan or DEBUG_NAN.read()
         self._kept: Recent[Any, Executable] = Recent(options.max_shapes)
         self._bound: dict[Slot, tuple[torch.Tensor, str]] = {}
 
@@ -128,7 +128,7 @@ class Executables:
         own = sorted({stage for rank in self._engine.local for stage in program.stages_of(rank)})
         device, until = self._engine.device, program.random_until
         stages = {i: prepare_stage(program.stages[i], resident, device, until) for i in own}
-        if self._debug_nan:
+        if self.debug_nan:
             stages = {i: inspected(stage) for i, stage in stages.items()}
         return make_executable(program, stages, self._engine.local, device, self._prepare_vocabulary(program, resident))
 

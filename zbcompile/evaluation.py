@@ -11,12 +11,14 @@ from torch import nn
 from zbcompile.batch import Batch
 from zbcompile.compiler import Inference, compile_inference
 from zbcompile.engine import Distributed, Engine
+from zbcompile.nonfinite import Checked
 from zbcompile.passes.canonical import output_values
 from zbcompile.passes.slots import Slot
 from zbcompile.passes.stage_program import inference_piece, tensor_spec
 from zbcompile.passes.torch_private import use_boxed_calls
 from zbcompile.program import Program
 from zbcompile.rank_plan import Buffer, Message
+from zbcompile.schedules.actions import Action
 from zbcompile.seeds import undisturbed
 from zbcompile.stage_run import run_forward_only
 from zbcompile.strides import laid_out
@@ -26,30 +28,35 @@ from zbcompile.transport import Mailboxes, PointToPoint, ReceiveBuffers, Transpo
 
 @dataclass(frozen=True)
 class EvaluationPlan:
-    """How one shape of batch is evaluated: as `count` equal chunks, each through `inference`."""
+    """How one shape of batch is evaluated: as `count` equal chunks, each through `inference`, under inspection if
+    `inspect`."""
 
     inference: Inference
     count: int
+    inspect: bool
 
 
-def plan_evaluation(model: nn.Module, batch: Batch, program: Program) -> EvaluationPlan:
-    """Compile the forward for this batch. It runs in microbatches when every output has one row per sample; an output
-    of another kind (a loss, say) is computed on the whole batch, so that it is what the model itself returns. So is a
-    forward that changes buffers, which a batch changes once."""
+def plan_evaluation(model: nn.Module, batch: Batch, program: Program, inspect: bool) -> EvaluationPlan:
+    """Compile the forward for this batch; `inspect` as `debug_nan` of `zbcompile.pipeline`.
+
+    It runs in microbatches when every output has one row per sample; an output of another kind (a loss, say) is
+    computed on the whole batch, so that it is what the model itself returns. So is a forward that changes buffers,
+    which a batch changes once.
+    """
     whole = compile_inference(model, batch.microbatch(0, 1), program)
     wanted = program.schedule.microbatches
     count = max(n for n in range(1, wanted + 1) if batch.size % n == 0)
     if count == 1 or not _has_rows(whole, batch.size) or _changes_buffers(whole):
-        return _ready(whole, 1)
+        return _ready(whole, 1, inspect)
     chunk = compile_inference(model, batch.microbatch(0, count), program)
     fits = _has_rows(chunk, batch.size // count) and _rest(chunk) == _rest(whole)
-    return _ready(chunk, count) if fits else _ready(whole, 1)
+    return _ready(chunk, count, inspect) if fits else _ready(whole, 1, inspect)
 
 
-def _ready(inference: Inference, count: int) -> EvaluationPlan:
+def _ready(inference: Inference, count: int, inspect: bool) -> EvaluationPlan:
     for stage in inference.stages:
         use_boxed_calls(stage.module)
-    return EvaluationPlan(inference, count)
+    return EvaluationPlan(inference, count, inspect)
 
 
 def _values(inference: Inference) -> dict[str, torch.Tensor]:
@@ -127,7 +134,9 @@ def _forward(
         with engine.watch.position.waiting(f"F{stage}.{microbatch}"):
             transport.wait(message)
         values.update(zip(arriving, transport.take(message), strict=True))
-    results = run_forward_only(inference_piece(graph), values)
+    _locate(engine, program, stage, microbatch)
+    piece = inference_piece(graph)
+    results = run_forward_only(piece, Checked(stage, piece) if plan.inspect else piece.module, values)
     for slot, value in results.items():
         if slot.kind == "output":
             made.setdefault(slot.name, []).append(value)
@@ -135,6 +144,14 @@ def _forward(
             resident[Slot("buffer", slot.name)].copy_(value)
     if stage + 1 < program.schedule.stages:
         _pass_on(plan, program, engine, transport, results, stage, microbatch)
+
+
+def _locate(engine: Engine, program: Program, stage: int, microbatch: int) -> None:
+    """Say where this process is, for whoever asks after a failure."""
+    position = engine.watch.position
+    position.action = Action("F", stage, microbatch)
+    if not isinstance(engine, Distributed):
+        position.rank = program.rank_of(stage)
 
 
 def _arrives(node: torch.fx.Node) -> bool:

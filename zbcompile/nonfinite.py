@@ -16,15 +16,14 @@ from zbcompile.stage_plan import CompiledStage, Tensors
 
 def inspected(stage: CompiledStage) -> CompiledStage:
     """`stage` with every pass checked: FloatingPointError at the first operation that makes what its inputs lack."""
-    calls = {
-        name: replace(call, run=_Checked(stage.index, stage.program.pieces[name])) for name, call in stage.calls.items()
-    }
+    pieces = stage.program.pieces
+    calls = {name: replace(call, run=Checked(stage.index, pieces[name])) for name, call in stage.calls.items()}
     return replace(stage, calls=calls, inspected=True)
 
 
 @dataclass(frozen=True)
-class _Checked:
-    """A pass as the action loop calls it: with a list, which it empties."""
+class Checked:
+    """A pass under inspection, called as the boxed graph would be: with a list, which it empties."""
 
     stage: int
     piece: Piece

@@ -142,16 +142,19 @@ class Pipeline:
         batch = flatten_batch(args, kwargs, None, self.options.split)
         program = self._program_for_eval(args, kwargs)
         key = (batch.rows(0, batch.size).signature, autocast_on(self._engine.device))
+
+        def plan() -> EvaluationPlan:
+            return plan_evaluation(self._model, batch, program, self._compiled.debug_nan)
+
         if key not in self._evaluations:
             with self._watch.position.turn_to(f"compiling eval for {batch.microbatch(0, 1).summary()}"):
-                plan = together(self._engine, "compiling eval", lambda: plan_evaluation(self._model, batch, program))
-            self._evaluations.add(key, plan)
+                self._evaluations.add(key, together(self._engine, "compiling eval", plan))
         self._compiled.share.require_filled()
-        plan = self._evaluations[key]
-        resident = resident_tensors(self._model, plan.inference.captured.constants)
+        chosen = self._evaluations[key]
+        resident = resident_tensors(self._model, chosen.inference.captured.constants)
         self._gather_rows()
         with self._as_captured():
-            return evaluate(plan, batch, program, self._engine, resident)
+            return evaluate(chosen, batch, program, self._engine, resident)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -1,7 +1,7 @@
 """Running one stage: its graphs over the registers of each microbatch, each value freed after the last pass that reads
 it."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -157,8 +157,10 @@ def _storage_bytes(values: Iterable[torch.Tensor], without: set[int]) -> int:
     return sum(size for key, size in storages.items() if key not in without)
 
 
-def run_forward_only(piece: Piece, values: Mapping[Slot, Any]) -> dict[Slot, torch.Tensor]:
-    """One forward without a backward to follow."""
+def run_forward_only(
+    piece: Piece, run: Callable[[list[Any]], Sequence[torch.Tensor]], values: Mapping[Slot, Any]
+) -> dict[Slot, torch.Tensor]:
+    """One forward without a backward to follow, by `run`."""
     with torch.no_grad():
-        results = piece.module([values[slot] for slot in piece.inputs])
+        results = run([values[slot] for slot in piece.inputs])
     return dict(zip(piece.outputs, results, strict=True))

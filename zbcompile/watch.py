@@ -201,7 +201,7 @@ class Watch:
         place = self._place()
         if place != self._seen:
             self._seen, self._since = place, time.monotonic()
-        if self.fault is None and (self.position.waits or not self._host_waits):
+        if self.fault is None and (self.position.waits or self.progress.behind() or not self._host_waits):
             self._keeper = self.board.status(self.board.members[0])
             fault = self.board.posted(self.position.region) or self._lose_patience(time.monotonic() - self._since)
             if fault is not None:
@@ -218,21 +218,21 @@ class Watch:
         rank, statuses = self.position.rank, self.board.statuses()
         fault = find_stray(rank, statuses)
         if fault is None and waited >= self.timeout:
-            fault = None if self._host_waits else self._find_dead(statuses)
-            fault = fault or find_late(rank, statuses, self.timeout, on_device=not self.position.waits)
+            on_device = not self.position.waits
+            fault = self._find_dead(statuses) if on_device else None
+            fault = fault or find_late(rank, statuses, self.timeout, on_device)
         return None if fault is None else self.board.post(self.position.region, fault)
 
     def _find_dead(self, before: dict[int, Status]) -> Fault | None:
-        """Of a process that has died NCCL says nothing; its signs of life have stopped."""
+        """Whose signs of life have stopped: NCCL does not say that a peer has died."""
         self.stopped.wait(SILENCE)
         after = {rank: status for rank, status in self.board.statuses().items() if before[rank].beat >= 0}
         return find_dead(self.position.rank, before, after)
 
     def _cut(self, fault: Fault) -> None:
-        """End what this rank waits for. On CUDA nobody may be waiting for it in a call that can raise, so it is said at
-        once."""
+        """End what this rank waits for. Where its device waits, and no call that could raise, it is said at once."""
         self.fault = fault
-        if not self._host_waits:
+        if not self.position.waits:
             print(f"zbcompile: {fault.error()}", file=sys.stderr, flush=True)
         for group in self.groups:
             cut_connections(group, self.backend)

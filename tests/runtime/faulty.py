@@ -80,21 +80,24 @@ act.register_autograd(_backward, setup_context=_setup)
 class Faulty(nn.Module):
     """Linear layers that pass the injector in F, B and W. One parameter is tied over the first and last stage."""
 
-    def __init__(self) -> None:
+    def __init__(self, final: Callable[[Tensor], Tensor] = torch.tanh) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
         self.layers[-1].weight = self.layers[0].weight
+        self.final = final
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = act(torch.tanh(F.linear(x, act(layer.weight, ""), layer.bias)), "F")
-        return x
+        return self.final(x)
 
 
-def make(schedule: str = "1f1b", timeout: float = 60, **options: object) -> zbcompile.Pipeline:
+def make(
+    schedule: str = "1f1b", timeout: float = 60, model: nn.Module | None = None, **options: object
+) -> zbcompile.Pipeline:
     torch.manual_seed(0)
     options = {"microbatches": 4, "loss": F.mse_loss} | options
-    return zbcompile.pipeline(Faulty(), schedule=schedule, timeout=timeout, **options)
+    return zbcompile.pipeline(model or Faulty(), schedule=schedule, timeout=timeout, **options)
 
 
 def rows(samples: int = 8) -> Tensor:
@@ -198,16 +201,46 @@ def other_call(rank: int) -> Ended | None:
 
 def other_program(rank: int, what: str) -> Ended | None:
     """A rank compiles something else, or with another torch."""
-    options: dict[str, object] = {}
-    if dist.get_rank() == rank and what in ("microbatches", "schedule"):
-        options = {"microbatches": 2} if what == "microbatches" else {"schedule": "gpipe"}
-    version = torch.__version__
-    if dist.get_rank() == rank and what == "torch":
-        torch.__version__ = "2.12.1"  # type: ignore[assignment]
+    options, version, x = {}, torch.__version__, rows()
+    if dist.get_rank() == rank:
+        options = OTHER.get(what, dict)()
+        x = x.double() if what == "dtype" else x
+        torch.__version__ = "2.12.1" if what == "torch" else version  # type: ignore[assignment]
     try:
-        return _uncompiled(make(**options), rows())  # type: ignore[arg-type]
+        return _uncompiled(make(**options), x)  # type: ignore[arg-type]
     finally:
         torch.__version__ = version
+
+
+OTHER: dict[str, Callable[[], dict[str, object]]] = {
+    "microbatches": lambda: {"microbatches": 2},
+    "schedule": lambda: {"schedule": "gpipe"},
+    "model": lambda: {"model": Faulty(torch.sin)},
+    "dtype": lambda: {"model": Faulty().double()},
+}
+
+
+@dataclass
+class NeverThere:
+    """The progress of a device that does not come to the end of what it was given."""
+
+    def mark(self) -> None:
+        pass
+
+    def behind(self) -> bool:
+        return True
+
+
+def peer_of_a_device(rank: int, timeout: float) -> Ended | None:
+    """A rank does not come to a call that another one has given to its device, and goes on from."""
+    pipe = trained(timeout=timeout)
+    if dist.get_rank() == rank:
+        time.sleep(timeout + 4)
+    else:
+        with pipe._watch.region("step 1"):
+            pipe._watch.progress = NeverThere()  # type: ignore[union-attr]
+        time.sleep(timeout + 2)
+    return attempt(pipe, lambda: pipe.step(rows(), target=rows()))
 
 
 @dataclass(frozen=True)
@@ -285,6 +318,17 @@ SCENARIOS = (
     ),
     Scenario("eval instead of step", 1, other_call, (1,), "eval.* is at .* meanwhile. Every rank must make the same"),
     Scenario("another count of microbatches", 1, other_program, (1, "microbatches"), DIFFERENT + "microbatches is 4"),
+    Scenario("another model", 1, other_program, (1, "model"), DIFFERENT + "graphs is .* on rank 0 and .* on rank 1"),
+    Scenario(
+        "another dtype", 1, other_program, (1, "dtype"), DIFFERENT + "inputs is .*float32.* on rank 0 and .*float64"
+    ),
+    Scenario(
+        "a rank that a device waits for, timeout=2",
+        1,
+        peer_of_a_device,
+        (1, 2.0),
+        "rank 1 failed at the end of step 0: it went no further; rank 0 waited 2 s for it at the end of step 1",
+    ),
     Scenario("another schedule", 1, other_program, (1, "schedule"), DIFFERENT + "schedule is 1f1b on rank 0 and gpipe"),
     Scenario("another torch", 1, other_program, (1, "torch"), DIFFERENT + "torch is .* on rank 0 and 2.12.1 on rank 1"),
 )

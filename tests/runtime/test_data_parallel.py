@@ -10,7 +10,13 @@ import zbcompile
 from tests.oracle import MLP, PROBLEMS, WIDTH
 from tests.runtime.pool import Pool
 from tests.runtime.replicated import Gradients as Found
-from tests.runtime.replicated import in_one_process, replicated
+from tests.runtime.replicated import (
+    in_one_process,
+    mesh_of_replicas,
+    replicated,
+    replicated_in_half_precision,
+    summed_in_single_precision,
+)
 from tests.runtime.training import Case, pipeline_of
 from zbcompile.data_parallel import Replicas
 from zbcompile.gradients import Gradients
@@ -30,12 +36,18 @@ def assert_near(ours: Found, theirs: Found) -> None:
 
 
 @pytest.mark.parametrize(
-    ("problem", "reduction", "unsynchronised"), [("gpt-tied", "mean", 0), ("gpt-dropout", "mean", 1), ("mlp", "sum", 2)]
+    ("problem", "schedule", "reduction", "unsynchronised"),
+    [
+        ("gpt-tied", "zb-h1", "mean", 0),
+        ("gpt-dropout", "zb-h1", "mean", 1),
+        ("mlp", "zb-h1", "sum", 2),
+        ("small-tied", "dualpipe", "mean", 1),
+    ],
 )
 def test_gradients_are_those_of_the_concatenated_batch(
-    problem: str, reduction: str, unsynchronised: int, pool: Pool
+    problem: str, schedule: str, reduction: str, unsynchronised: int, pool: Pool
 ) -> None:
-    runs = pool.run(replicated, problem, reduction, unsynchronised, ranks=4)
+    runs = pool.run(replicated, problem, schedule, reduction, unsynchronised, ranks=4)
     expected = in_one_process(problem, reduction, unsynchronised + 2)
     names: set[str] = set()
     for rank, run in enumerate(runs):
@@ -47,6 +59,18 @@ def test_gradients_are_those_of_the_concatenated_batch(
         assert all(torch.equal(run.gradients[name], twin.gradients[name]) for name in run.gradients)
         names |= run.gradients.keys()
     assert names == expected.gradients.keys()
+
+
+def test_half_precision_is_rounded_after_the_sum_over_replicas(pool: Pool) -> None:
+    """Sums are float32 until the end, so they differ from one float32 sum by the order of additions alone: about 1e-7,
+    which turns the rounding to bfloat16 (8 bits) for one entry in some thousand, by one step."""
+    expected = summed_in_single_precision()
+    for found in pool.run(replicated_in_half_precision, ranks=4):
+        for name, gradient in found.items():
+            assert gradient is not None
+            assert gradient.dtype == torch.bfloat16
+            assert torch.allclose(gradient, expected[name], rtol=2.0**-7, atol=0), name
+            assert (gradient != expected[name]).float().mean() <= 0.01, name
 
 
 def clipped(case: Case) -> tuple[Tensor, Tensor]:
@@ -72,10 +96,11 @@ def test_clipping_counts_tied_parameters_once(pool: Pool) -> None:
         assert torch.equal(other, norm)
 
 
-def scaled(infinite_on: int | None) -> tuple[bool, float, bool]:
+def scaled(infinite_on: int | None, replicas: bool = False) -> tuple[bool, float, bool]:
     """Whether the optimizer stepped, the scale after it, and whether unscaled gradients are those without a scaler."""
     torch.manual_seed(0)
-    pipe = zbcompile.pipeline(MLP(), schedule="zb-h1", microbatches=4, loss=nn.functional.mse_loss, exact=True)
+    options = {"schedule": "zb-h1", "microbatches": 4, "loss": nn.functional.mse_loss, "exact": True}
+    pipe = zbcompile.pipeline(MLP(), mesh=mesh_of_replicas() if replicas else None, **options)
     x = torch.linspace(-1, 1, 8 * WIDTH).view(8, WIDTH)
     plain_loss = pipe.step(x, target=x)
     plain = [parameter.grad for parameter in pipe.parameters()]
@@ -100,6 +125,8 @@ def test_a_scaler_skips_the_step_on_all_ranks_or_none(pool: Pool) -> None:
     first, second = pool.run(scaled, 1)
     assert first == (False, 512.0, True)
     assert second[:2] == (False, 512.0)
+    for outcome in pool.run(scaled, 3, True, ranks=4):
+        assert outcome[:2] == (False, 512.0)
 
 
 def mesh_with_a_third_dimension() -> None:

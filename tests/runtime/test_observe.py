@@ -120,6 +120,9 @@ def test_the_source_of_a_nan() -> None:
         pipe.step(bad, target=x)
     assert "test_observe.py" in str(caught.value)
     assert "return x / size" in str(caught.value)
+    message = r"rank 1 failed at F1\.2 of eval: FloatingPointError: a NaN first appears in F of stage 1, in aten.div"
+    with pytest.raises(zbcompile.FaultError, match=message):
+        pipe.eval(bad)
 
 
 def test_the_switch_for_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,94 @@
+"""On CUDA: the same gradients, and a host that never waits. Skipped, with the reason, where there are too few GPUs."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import zbcompile
+from tests.oracle import PROBLEMS, Batch, eager_step
+
+GPUS = torch.cuda.device_count()
+one_gpu = pytest.mark.skipif(GPUS < 1, reason="needs a GPU")
+two_gpus = pytest.mark.skipif(GPUS < 2, reason=f"NCCL connects GPUs: needs 2, found {GPUS}")
+
+# float32 GEMMs of another shape or order: 2^-23 per addition, some hundred of them. TF32 is off by default.
+BOUND = 1e-4
+
+
+@contextmanager
+def waiting_forbidden() -> Iterator[None]:
+    """Every operation that makes the host wait for the device raises."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def assert_steps_as_eager(problem: str, schedule: str, ranks: int | None, device: torch.device) -> None:
+    chosen, microbatches = PROBLEMS[problem], 8
+    batches = chosen.batches(3, 2 * microbatches)
+    model, twin = chosen.model().to(device), chosen.model().to(device)
+    pipe = zbcompile.pipeline(
+        model, schedule=schedule, microbatches=microbatches, loss=chosen.loss, ranks=ranks, exact=True
+    )
+    for step, batch in enumerate(batches):
+        moved = on_device(batch, device)
+        with waiting_forbidden() if step else nullcontext():  # the first step compiles
+            loss = pipe.step(*moved.args, target=moved.target)
+        assert_near(loss, eager_step(twin, chosen.loss, moved, microbatches, step))
+    expected = dict(twin.named_parameters())
+    for name, parameter in pipe.named_parameters():
+        assert_near(parameter.grad, expected[name].grad)
+    pipe.close()
+
+
+def on_device(batch: Batch, device: torch.device) -> Batch:
+    assert batch.target is not None
+    return Batch(tuple(tensor.to(device) for tensor in batch.args), {}, batch.target.to(device))
+
+
+def assert_near(ours: Tensor | None, theirs: Tensor | None) -> None:
+    assert ours is not None
+    assert theirs is not None
+    assert ours.is_cuda
+    assert (ours - theirs).abs().max() <= BOUND * theirs.abs().max()
+
+
+@one_gpu
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "dualpipe-v"])
+def test_in_one_process(schedule: str) -> None:
+    assert_steps_as_eager("small-tied", schedule, 2, torch.device("cuda", 0))
+
+
+def rank_of_two(rank: int, store: str, bound: bool, schedule: str) -> None:
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    chosen = device if bound else None
+    dist.init_process_group("nccl", init_method=store, rank=rank, world_size=2, device_id=chosen)
+    assert_steps_as_eager("small-dropout", schedule, None, device)
+    dist.destroy_process_group()
+
+
+@two_gpus
+@pytest.mark.parametrize("bound", [False, True], ids=["lazy", "bound to a device"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved-zb", "zb-v", "dualpipe-v", "dualpipe"])
+def test_two_processes_over_nccl(schedule: str, bound: bool, tmp_path: Path) -> None:
+    """Also in a group that is bound to its device, whose pairs share one communicator."""
+    torch.multiprocessing.spawn(rank_of_two, (f"file://{tmp_path}/store", bound, schedule), nprocs=2)
+
+
+def two_on_one_gpu(rank: int, store: str) -> None:
+    dist.init_process_group("nccl", init_method=store, rank=rank, world_size=2)
+    with pytest.raises(zbcompile.PipelineError, match="ranks 0 and 1 use the same GPU"):
+        zbcompile.pipeline(PROBLEMS["mlp"].model().to("cuda:0"), schedule="1f1b", microbatches=2)
+
+
+@one_gpu
+def test_two_ranks_on_one_gpu_are_refused(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(two_on_one_gpu, (f"file://{tmp_path}/store",), nprocs=2)
