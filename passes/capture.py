@@ -17,6 +17,7 @@ from torch.fx import GraphModule
 
 from zbcompile.passes.casts import number_autocast_regions
 from zbcompile.passes.diagnosis import export_failure
+from zbcompile.passes.eager_path import told_it_is_eager
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.meta_device import as_if_on
 from zbcompile.passes.refusals import problems_of, raise_first, training_problems
@@ -110,18 +111,48 @@ def _export(
 
 
 def _exported(wrapper: "TrainingStep | Inference", watch: Watch, example: Any) -> torch.export.ExportedProgram:
-    try:
-        with watch.functions(), numbered_checkpoints(), _without_torchs_warnings():
-            program = torch.export.export(wrapper, example, strict=False)
-    except CaptureError:
-        raise
-    except Exception as error:
-        raise CaptureError(export_failure(wrapper.model, error)) from error
+    with _diagnosed(wrapper.model):
+        program = _exported_on_eagers_path(wrapper, watch, example)
     number_autocast_regions(program.graph_module, _device_of(example).type)
     _detach_no_grad_regions(program.graph_module)
     _keep_source_lines(program.graph_module)
     with _without_torchs_warnings():
         return program.run_decompositions({})
+
+
+@contextlib.contextmanager
+def _diagnosed(model: nn.Module) -> Iterator[None]:
+    """Whatever torch.export raises, in terms of the model."""
+    try:
+        yield
+    except CaptureError:
+        raise
+    except Exception as error:
+        raise CaptureError(export_failure(model, error)) from error
+
+
+def _exported_on_eagers_path(
+    wrapper: "TrainingStep | Inference", watch: Watch, example: Any
+) -> torch.export.ExportedProgram:
+    """A model that asks whether it is traced is told so only if it cannot be captured otherwise."""
+    asked: list[str] = []
+    try:
+        with told_it_is_eager(asked):
+            return _export_once(wrapper, watch, example)
+    except Exception as error:
+        if isinstance(error, CaptureError) or not asked:
+            raise
+    program = _export_once(wrapper, watch, example)
+    watch.warning(
+        f"forward asks torch whether it is traced ({asked[0]}) and can be captured only if it is told so. It may go "
+        "another way than in eager mode, with other last bits, also with exact=True."
+    )
+    return program
+
+
+def _export_once(wrapper: "TrainingStep | Inference", watch: Watch, example: Any) -> torch.export.ExportedProgram:
+    with watch.functions(), numbered_checkpoints(), _without_torchs_warnings():
+        return torch.export.export(wrapper, example, strict=False)
 
 
 def _device_of(example: Any) -> torch.device:

@@ -34,9 +34,10 @@ _REMEDIES = (  # (words in the error, what it means, what to do)
         "Register a fake implementation: @torch.library.register_fake(name).",
     ),
     (
-        ("same dtype", "dtypes", "!= "),
+        ("same dtype", "dtypes", "!= ", "same reduction dim", "cannot be multiplied", "must match the size"),
         "mixes dtypes or shapes that do not fit together",
-        "If the model was converted (model.double(), model.to(dtype)), convert the batch as well.",
+        "Does the batch have the shapes and dtypes that the model takes? If the model was converted (model.double(), "
+        "model.to(dtype)), convert the batch as well.",
     ),
 )
 

@@ -237,9 +237,6 @@ def tangents_of(stage: Stage, gradients: Mapping[str, torch.Tensor] | None) -> d
     """
     if gradients is not None:
         return {s.name: gradients[s.name] for s in stage.outputs if s.kind == "activation" and s.name in gradients}
-    loss = [
-        node for slot, node in zip(stage.outputs, output_values(stage.module.graph), strict=True) if slot.kind == "loss"
-    ]
-    if not loss or not loss[0].meta["differentiable"]:
-        raise CaptureError("the loss depends on no parameter that requires a gradient; there is nothing to train.")
-    return {"loss": loss[0].meta["val"]}
+    results = zip(stage.outputs, output_values(stage.module.graph), strict=True)
+    (loss,) = (node for slot, node in results if slot.kind == "loss")
+    return {"loss": loss.meta["val"]}

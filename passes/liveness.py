@@ -33,9 +33,10 @@ def draw_line(canonical: Canonical) -> Line:
     anywhere = replicable(canonical, flops)
     nodes = [n for n in canonical.graph.nodes if n.op == "call_function" and n not in anywhere]
     live = _live_after(nodes, [value for slot, value in canonical.outputs if slot.kind in ("loss", "activation")])
-    whole = _inside_an_update(canonical, nodes)
+    whole, end = _inside_an_update(canonical, nodes), _last_work(nodes)
     allowed = [
-        _may_cut(node, crossing) and i not in whole for i, (node, crossing) in enumerate(zip(nodes, live, strict=True))
+        i < end and i not in whole and _may_cut(node, crossing)
+        for i, (node, crossing) in enumerate(zip(nodes, live, strict=True))
     ]
     return Line(tuple(nodes), tuple(live), tuple(allowed), flops)
 
@@ -92,6 +93,18 @@ def _inside_an_update(canonical: Canonical, nodes: list[Node]) -> set[int]:
             touching = [position[node] for node in (*readers, value) if node in position]
             found |= set(range(min(touching, default=0), max(touching, default=0)))
     return found
+
+
+def _last_work(nodes: list[Node]) -> int:
+    """The last position that reads or makes more than single numbers: what the loss is made of afterwards is no
+    stage."""
+    return max((i for i, node in enumerate(nodes) if _largest(node) > 1), default=0)
+
+
+def _largest(node: Node) -> int:
+    """Elements of the largest tensor that a node reads or makes."""
+    values = (n.meta.get("val") for n in (node, *node.all_input_nodes))
+    return max((tensor.numel() for value in values for tensor in tensors_of(value)), default=0)
 
 
 def _may_cut(node: Node, crossing: tuple[Node, ...]) -> bool:

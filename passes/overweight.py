@@ -33,7 +33,7 @@ class Overweight:
         place = f" in {self.module}" if self.module else ""
         cause = f"{self.operation}{place} alone is {self.share:.0%} of it"
         better = [f"{change} (then {ratio:.2f})" for change, ratio in self.remedies]
-        advice = "; ".join([*better, "share a large vocabulary out over the ranks (docs/vocabulary.md)"])
+        advice = "; ".join([*better, "vocab=1, which shards a large output layer over all ranks (docs/vocabulary.md)"])
         return (
             f"{self.who} carries {self.ratio:.2f} times the mean load, and a step is as slow as its heaviest rank: "
             f"{cause}. To change that: {advice}."

@@ -78,8 +78,9 @@ def choose_edges(line: Line, totals: Sequence[float], ranks_of: Sequence[int], l
     best = best_cuts(search.row, search.framed(edges))
     if best is None:
         raise PartitionError(_too_little_memory(search, edges, limits))
-    edges = search.thinnest(edges, best[0] * THINNER)
-    return search.thinned(search.alike(edges), edges, best[0] * THINNER)
+    limit = best[0] * THINNER
+    edges = search.thinnest(edges, limit)
+    return search.thinned(search.alike(edges, limit), edges, limit)
 
 
 def describe_cuts(
@@ -128,8 +129,8 @@ class _Search:
     def _within(self, edges: list[int], width: int) -> list[int]:
         return [edge for edge in edges if self.width[edge] <= width]
 
-    def alike(self, edges: list[int]) -> list[int]:
-        """The best cuts at `edges`; at one place of repeated layers, if that is nearly as good."""
+    def alike(self, edges: list[int], limit: float) -> list[int]:
+        """The best cuts at `edges`; at one place of repeated layers, if that is nearly as good and within `limit`."""
         best = best_cuts(self.row, self.framed(edges))
         assert best is not None, "edges that admit cuts have best cuts"
         groups: dict[str, list[int]] = defaultdict(list)
@@ -139,7 +140,7 @@ class _Search:
             best_cuts(self.row, self.framed(group)) for group in groups.values() if len(group) >= self.row.stages - 1
         )
         lightest = min((found for found in same if found), default=best)
-        return lightest[1] if lightest[0] <= best[0] * ALIKE else best[1]
+        return lightest[1] if lightest[0] <= min(best[0] * ALIKE, limit) else best[1]
 
     def thinned(self, cuts: list[int], edges: list[int], limit: float) -> list[int]:
         """Move each cut to the thinnest place between its neighbours that keeps the balance within `limit`."""

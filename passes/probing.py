@@ -39,6 +39,15 @@ def gradient_stops(canonical: Canonical) -> list[str]:
     ]
 
 
+def loss_problems(canonical: Canonical) -> list[str]:
+    """Why no gradient starts from the loss; empty if one does."""
+    (loss,) = (node for slot, node in canonical.outputs if slot.kind == "loss")
+    if loss.meta["differentiable"]:
+        return []
+    stops = "; ".join(gradient_stops(canonical)) or "nothing in it depends on a parameter that trains"
+    return [f"the loss has no gradient: {stops}. Compute it from parameters that train, by differentiable operations."]
+
+
 def described(node: Node) -> str:
     """The line of the model that a node comes from."""
     origin = origin_of(node)

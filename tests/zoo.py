@@ -25,7 +25,7 @@ SMALL = {
 
 
 def _llama() -> nn.Module:
-    """Grouped queries, rotary positions, RMS norm."""
+    """Grouped queries, rotary positions, RMS norm. Without padding it leaves mask and grouping to the kernel."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return LlamaForCausalLM(LlamaConfig(**SMALL, num_key_value_heads=2))

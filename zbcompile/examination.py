@@ -22,7 +22,13 @@ from zbcompile.passes.errors import CaptureError, CompileError
 from zbcompile.passes.joint import trace_joint
 from zbcompile.passes.liveness import Line, draw_line
 from zbcompile.passes.loads import nominal_seconds
-from zbcompile.passes.probing import backward_failure, described, gradient_stops, operations_without_backward
+from zbcompile.passes.probing import (
+    backward_failure,
+    described,
+    gradient_stops,
+    loss_problems,
+    operations_without_backward,
+)
 from zbcompile.passes.refusals import training_problems
 from zbcompile.passes.watching import Watch
 from zbcompile.passes.wrapped import LossFunction, check_loss, loss_in, register_dataclasses
@@ -111,11 +117,11 @@ class _Examination:
 
     def _differentiate(self, canonical: Canonical) -> None:
         """Trace the backward of the model in one piece, as exact as possible."""
-        (loss,) = (node for slot, node in canonical.outputs if slot.kind == "loss")
-        if not loss.meta["differentiable"]:
-            stops = "; ".join(gradient_stops(canonical)) or "nothing in it depends on a parameter that trains"
-            self.problems.append(f"the loss has no gradient: {stops}.")
+        without_gradient = loss_problems(canonical)
+        self.problems += without_gradient
+        if without_gradient:
             return
+        (loss,) = (node for slot, node in canonical.outputs if slot.kind == "loss")
         failures = [_backward_failure(canonical, loss, exact) for exact in (True, False)]
         if failures[1]:
             self.problems.append(failures[1])

@@ -363,6 +363,14 @@ class Parametrised(Layers):
         return super().forward(x @ self.listed[0]) + self.named["shift"]
 
 
+class Asking(Layers):
+    """Goes another way when it is traced, as transformers' models do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        traced = torch.compiler.is_compiling() or torch.compiler.is_exporting()
+        return super().forward(2 * x if traced else x)
+
+
 class Tied(Layers):
     """A whole layer used twice, and a weight that is another layer's transpose."""
 
@@ -389,6 +397,7 @@ MODELS = (
     (Dtypes, "zb-v"),
     (Complex, "1f1b"),
     (Parametrised, "zb-h1"),
+    (Asking, "1f1b"),
     (Tied, "zb-v"),
 )
 
@@ -398,61 +407,7 @@ def test_equals_eager(make: Callable[[], nn.Module], schedule: str) -> None:
     assert_equals_eager(make, schedule)
 
 
-# What is refused, or said
-
-
-class ChangesInput(Layers):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.mul_(2))
-
-
-class ChangesParameter(Layers):
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.layers[1].weight.clamp_(-0.3, 0.3)  # type: ignore[operator, union-attr]
-        return super().forward(x)
-
-
-class KeepsState(Layers):
-    def __init__(self) -> None:
-        super().__init__()
-        self.state = torch.zeros(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = super().forward(x) + self.state
-        self.state = x.detach().mean(0)
-        return x
-
-
-class GrowsBuffer(Layers):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("kept", torch.zeros(1, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.kept = torch.cat([self.kept, x.detach()])
-        return super().forward(x)
-
-
-class Lazy(nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(WIDTH, WIDTH), nn.LazyLinear(WIDTH))
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (ChangesInput, r"forward changes its input args_0 in place.*clone"),
-        (ChangesParameter, r"forward changes parameter layers\.1\.weight in place.*between the steps"),
-        (KeepsState, r"replaces the tensor in the plain attribute state.*register_buffer"),
-        (GrowsBuffer, r"replaces buffer kept of GrowsBuffer .*by torch\.float32 \[3, 6\]"),
-        (Lazy, r"module 1 \(LazyLinear\) is lazy"),
-    ],
-)
-def test_refused(make: Callable[[], nn.Module], message: str) -> None:
-    pipe = zbcompile.pipeline(make(), schedule="1f1b", ranks=2, microbatches=MICROBATCHES, loss=F.mse_loss)
-    with pytest.raises(zbcompile.CaptureError, match=message):
-        pipe.step(*rows()[0], target=rows()[2])
+# What is said, and what is seen
 
 
 def test_a_number_that_forward_changes_is_warned_of() -> None:
@@ -473,8 +428,45 @@ def test_a_number_that_forward_changes_is_warned_of() -> None:
     assert sum("changes the attribute calls from 0 to 1" in str(warning.message) for warning in seen) == 1
 
 
+class CastOnTwoStages(Layers):
+    """A layer used at both ends of an autocast region."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            for i in (0, 1, 2, 0):
+                x = torch.tanh(self.layers[i](x))
+        return self.layers[3](x.float())
+
+
+def test_a_weight_that_autocast_casts_on_two_stages() -> None:
+    """Eager casts it once and adds its gradients in bfloat16; here they are added in float32."""
+    torch.manual_seed(0)
+    model = CastOnTwoStages()
+    eager, ((x,), kwargs, target) = copy.deepcopy(model), rows()
+    options = {"schedule": "1f1b", "ranks": 2, "microbatches": MICROBATCHES, "loss": F.mse_loss, "exact": True}
+    pipe = zbcompile.pipeline(model, **options)
+    assert torch.equal(pipe.step(x, target=target), eager_step(eager, F.mse_loss, ((x,), kwargs, target), 0))
+    assert "layers.0.weight" in pipe.program.shared
+    for (name, ours), theirs in zip(model.named_parameters(), eager.parameters(), strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        bound = 2**-7 * theirs.grad.abs().max() if name.startswith("layers.0.") else 0
+        assert (ours.grad - theirs.grad).abs().max() <= bound, name
+
+
+def test_a_model_that_must_be_told_that_it_is_traced() -> None:
+    """It looks at values otherwise, which no trace can; what it then does instead is warned of."""
+
+    class Looking(Layers):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x if torch.compiler.is_compiling() or x.sum() < 9 else -x)
+
+    with pytest.warns(UserWarning, match=r"asks torch whether it is traced \(.*test_capture\.py:\d+: return super"):
+        capture(Looking(), (torch.randn(2, WIDTH),), {}, torch.randn(2, WIDTH), F.mse_loss)
+
+
 def test_parts_of_one_flat_buffer_are_separate_parameters() -> None:
-    """As cuDNN's recurrent layers keep them; overlapping ones are refused (test_bad_input)."""
+    """As cuDNN's recurrent layers keep them; overlapping ones are refused (test_refused_models)."""
 
     def make() -> nn.Module:
         model = Layers()
@@ -486,7 +478,7 @@ def test_parts_of_one_flat_buffer_are_separate_parameters() -> None:
     assert_equals_eager(make, "1f1b")
 
 
-def test_weights_changed_in_place_are_seen_and_conversions_refused() -> None:
+def test_weights_changed_in_place_are_seen() -> None:
     model = Layers()
     pipe = zbcompile.pipeline(model, schedule="1f1b", ranks=2, microbatches=MICROBATCHES, loss=F.mse_loss, exact=True)
     (x,), _, target = rows()
@@ -496,11 +488,6 @@ def test_weights_changed_in_place_are_seen_and_conversions_refused() -> None:
     model.layers[1].weight.data = torch.eye(WIDTH)  # type: ignore[union-attr]
     eager = copy.deepcopy(model)
     assert torch.equal(pipe.step(x, target=target), eager_step(eager, F.mse_loss, ((x,), {}, target), 0))
-    with torch.inference_mode(), pytest.raises(zbcompile.PipelineError, match=r"inside torch\.inference_mode"):
-        pipe.step(x, target=target)
-    model.double()
-    with pytest.raises(zbcompile.PipelineError, match=r"was float32\[6, 6\] on cpu .* is float64.*new pipeline"):
-        pipe.step(x, target=target)
 
 
 # Checkpoint regions

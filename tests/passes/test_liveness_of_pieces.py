@@ -60,25 +60,40 @@ def storages(values: Iterable[Tensor | None]) -> dict[int, int]:
 
 @dataclass
 class Auditor:
-    """After every action compares what lives with what the program says."""
+    """After every action, or pair of them in one graph, compares what lives with what the program says."""
 
     program: Program
     births: Births
     mail: Mailboxes
     ranks: list[RankRun] = field(default_factory=list)
     waiting: dict[tuple[int, int], str] = field(default_factory=dict)
+    depth: int = 0
     checks: int = 0
+    pairs: int = 0
 
     def __call__(self, actions: Sequence[Action], run: RankRun, execute: Callable[[], None]) -> None:
+        self.depth += 1
         execute()
-        (action,) = actions
-        if action.op in ("F", "B", "W", "BW"):
-            self.waiting[action.stage, action.microbatch] = {"F": "kept", "B": "residue"}.get(action.op, "")
+        self.depth -= 1
+        for action in actions:
+            if action.op in ("F", "B", "W", "BW"):
+                self.waiting[action.stage, action.microbatch] = {"F": "kept", "B": "residue"}.get(action.op, "")
+        if not self.depth:  # what is sent in the middle of a pair is looked at when the pair is done
+            self._check(actions)
+
+    def ended(self, forward: Action, run: RankRun) -> None:
+        """The forward of a pair has ended."""
+        self.pairs += 1
+
+    def began(self, backward: Action, run: RankRun) -> None:
+        """The backward of a pair has begun."""
+
+    def _check(self, actions: Sequence[Action]) -> None:
         for rank in self.ranks:
             for stage in rank.runs.values():
                 self._check_stage(stage)
         unknown = self.births.alive().keys() - self._known()
-        assert not unknown, f"after {action} {[self.births.born[key][1] for key in unknown]} bytes live nowhere"
+        assert not unknown, f"after {actions} {[self.births.born[key][1] for key in unknown]} bytes live nowhere"
         self.checks += 1
 
     def _check_stage(self, run: StageRun) -> None:
@@ -121,6 +136,7 @@ def _sums(gradients: Gradients) -> Iterator[Tensor | None]:
         ("gpt", "zb-v", {"exact": True}),  # tied, with dropout
         ("gpt", "zb-h1", {"recompute": "full"}),
         ("llama", "zb-h1", {}),
+        ("gpt", "dualpipe-v", {}),  # pairs: a forward and a backward in one graph
         ("unet", "1f1b", {}),
         ("unet", "zb-h1", {"exact": True}),
     ],
@@ -134,7 +150,9 @@ def test_nothing_lives_but_what_the_program_says(name: str, schedule: str, optio
     if example.loss is not None:
         batch["target"] = torch.cat([example.target] * MICROBATCHES)
     program = pipe.compile(*(torch.cat([value] * MICROBATCHES) for value in example.args), **batch).program
-    assert audit(example, program).checks >= 2 * RANKS * MICROBATCHES
+    audited = audit(example, program)
+    assert audited.checks >= 2 * RANKS * MICROBATCHES
+    assert (audited.pairs > 0) == (schedule == "dualpipe-v")
 
 
 def audit(example: zbcompile.Example, program: Program) -> Auditor:

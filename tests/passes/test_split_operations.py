@@ -42,6 +42,17 @@ class Adapter(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
+class Looked(nn.Module):
+    """Rows of a table of which one stands for padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, D, padding_idx=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.table(torch.tensor([1, 0, 3, 1]))
+
+
 class Attention(nn.Module):
     """Attention of four heads, with the projections of a transformer."""
 
@@ -130,6 +141,24 @@ def _scattered(x: Tensor, w: Tensor) -> Tensor:
     return x @ torch.zeros(D, D).scatter(0, torch.tensor([[0, 1, 2, 5, 4, 3]]), w)
 
 
+def _selected(x: Tensor, w: Tensor) -> Tensor:
+    return x + torch.index_select(w, 0, torch.tensor([0, 2, 2, 4]))
+
+
+def _added_at(x: Tensor, w: Tensor) -> Tensor:
+    return x @ torch.zeros(D, D).index_put((torch.tensor([0, 2, 0]),), w, accumulate=True)
+
+
+def _biased_attention(x: Tensor, bias: Tensor) -> Tensor:
+    q = x.unflatten(-1, (4, 2)).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, q, q, attn_mask=bias).transpose(1, 2).flatten(2)
+
+
+def _weighted_bags(x: Tensor, w: Tensor, by: Tensor) -> Tensor:
+    rows = torch.tensor([[1, 0], [3, 1], [2, 2], [0, 4]])
+    return x + F.embedding_bag(rows, w, per_sample_weights=by, mode="sum")
+
+
 def _embedded(x: Tensor, w: Tensor) -> Tensor:
     return x + F.embedding(torch.tensor([1, 0, 3, 1]), w)
 
@@ -163,6 +192,8 @@ OPERATIONS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], bool]] = {
     "einsum": (f(lambda x, w: torch.einsum("btd,dhk->bhtk", x, w), (D, 2, 3)), SEQUENCE, True),
     "embedding": (f(_embedded, (5, D)), ROWS, False),
     "embedding-bag": (f(_bagged, (5, D)), ROWS, False),
+    "embedding-bag-weighted": (f(_weighted_bags, (5, D), (4, 2)), ROWS, False),
+    "embedding-padding": (lambda: Looked(), ROWS, False),
     "conv1d": (_conv(1), IMAGE[1], True),
     "conv2d": (_conv(2), IMAGE[2], True),
     "conv2d-no-bias": (_conv(2, bias=False), IMAGE[2], True),
@@ -180,9 +211,12 @@ OPERATIONS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], bool]] = {
     "attention": (lambda: Attention(), HEADS, True),
     "attention-causal": (lambda: Attention(is_causal=True), HEADS, True),
     "attention-masked": (lambda: Attention(attn_mask=torch.randn(5, 5)), HEADS, True),
+    "attention-bias": (f(_biased_attention, (5, 5)), HEADS, False),
     "attention-dropout": (lambda: Attention(dropout_p=0.3), HEADS, True),
     "attention-grouped-queries": (lambda: Attention(key_heads=1, enable_gqa=True), HEADS, True),
     "index": (f(_indexed, (5, D)), ROWS, False),
+    "index-select": (f(_selected, (5, D)), ROWS, False),
+    "index-put": (f(_added_at, (3, D)), ROWS, True),
     "gather": (f(_gathered, (4, D)), ROWS, False),
     "scatter": (f(_scattered, (1, D)), ROWS, True),
     "twice": (f(lambda x, w: x @ w @ w, (D, D)), ROWS, True),
@@ -193,7 +227,9 @@ OPERATIONS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], bool]] = {
     "adapter": (Adapter, ROWS, True),
     "frozen": (lambda: nn.Linear(D, D).requires_grad_(False), ROWS, False),
     "bias-alone": (f(lambda x, b: torch.tanh(x * 2) + b, (D,)), SEQUENCE, False),
+    "orthogonal": (lambda: torch.nn.utils.parametrizations.orthogonal(nn.Linear(D, D)), ROWS, True),
     "complex": (Complex, ROWS, True),
+    "complex-double": (f(lambda x, w: x.to(w.dtype) @ w, (D, D), dtype=torch.complex128), ROWS, True),
     "double": (f(lambda x, w: x.double() @ w, (D, D), dtype=torch.float64), ROWS, True),
     "custom-operator": (f(lambda x, w: scaled(x, w), (D,)), ROWS, False),
     "prelu": (lambda: nn.PReLU(), ROWS, False),
@@ -214,3 +250,13 @@ def test_gradients_have_eagers_bits(name: str) -> None:
         for parameter, gradient in expected.items():
             same = found[parameter] is gradient is None or torch.equal(found[parameter], gradient)  # type: ignore[arg-type]
             assert same, f"{parameter}, {order}"
+
+
+def test_the_weights_of_a_frozen_base_are_in_no_w() -> None:
+    """Of an adapter, W has the two products of its low-rank path; of a frozen layer it is empty."""
+    adapter = compile_middle(Adapter(), torch.randn(ROWS)).middle
+    assert adapter.flops["W"] == 2 * (2 * ROWS[0] * D * 2)
+    assert {slot.name for slot in adapter.pieces["W"].outputs} == {"inner.down.weight", "inner.up.weight"}
+    frozen = compile_middle(nn.Linear(D, D).requires_grad_(False), torch.randn(ROWS)).middle
+    assert not frozen.pieces["W"].outputs
+    assert frozen.crossing.residue == 0

@@ -16,6 +16,7 @@ from tests.zoo import ZOO
 CASES = (
     Case("llama", "zb-v", 2, 4, steps=2),
     Case("llama", "zb-h1", 4, 4, steps=2),
+    Case("llama-unpadded", "zb-v", 2, 4, steps=2),
     Case("gpt2", "zb-h1", 3, 4, steps=2),
     Case("gpt2", "1f1b", 4, 4, steps=2),
     Case("bert", "zb-v", 3, 4, steps=2),
@@ -58,15 +59,6 @@ def test_in_processes(case: Case, pool: Pool) -> None:
     assert_bitwise(join(pool.run(pipelined, case, ranks=case.ranks)), reference(case))
 
 
-def test_llama_without_a_mask_takes_another_path_when_it_is_traced() -> None:
-    """Without padding, eager Llama asks the attention kernel for a causal mask; when transformers sees that it is
-    traced, it builds the mask and repeats keys and values by hand. The same numbers, other kernels: within 1e-6."""
-    case = Case("llama-unpadded", "zb-v", 2, 4, steps=1)
-    ours, theirs = pipelined(case), reference(case)
-    assert_close(ours, theirs)
-    assert torch.allclose(ours.losses[0], theirs.losses[0], rtol=1e-6)
-
-
 def test_lstm_is_close_without_onednn() -> None:
     """Eager's cells work in place on slices, whose kernels differ from those of the copies that a split graph needs."""
     case = Case("lstm", "zb-v", 2, 4, exact=False, steps=1)
@@ -91,5 +83,4 @@ def test_eval_returns_the_models_own_output() -> None:
 
 
 def test_the_zoo_is_tested() -> None:
-    elsewhere = {"llama-unpadded", "lstm"}
-    assert {case.problem for case in CASES} | elsewhere == set(ZOO)
+    assert {case.problem for case in CASES} | {"lstm"} == set(ZOO)

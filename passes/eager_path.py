@@ -1,0 +1,45 @@
+"""Eager's path: a model that asks torch whether it is being traced is told what it is told in eager mode.
+
+Many models go another way under an export. transformers' decoders then build the causal mask and repeat keys and values
+by hand, instead of asking the attention kernel for both: other kernels, other bits, more memory.
+"""
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+
+import torch
+
+from zbcompile.passes.origin import calling_line
+from zbcompile.passes.torch_private import replaced
+
+
+@contextlib.contextmanager
+def told_it_is_eager(asked: list[str]) -> Iterator[None]:
+    """Inside, `torch.compiler.is_compiling()` and `is_exporting()` are False for all code but torch's own.
+
+    `asked` gets the first line of a model that asks, if any does.
+    """
+    with contextlib.ExitStack() as stack:
+        for question in ("is_compiling", "is_exporting"):
+            answer = _answer(getattr(torch.compiler, question), asked)
+            stack.enter_context(replaced(torch.compiler, question, answer))
+        yield
+
+
+def _answer(truth: Callable[[], bool], asked: list[str]) -> Callable[[], bool]:
+    def answer() -> bool:
+        if _torch_asks():
+            return truth()
+        if not asked:
+            asked.append(calling_line())
+        return False
+
+    return answer
+
+
+def _torch_asks() -> bool:
+    """Whether the function that asks, two frames up, is torch's."""
+    frame = inspect.currentframe()
+    asker = frame.f_back.f_back if frame and frame.f_back else None
+    return asker is not None and str(asker.f_globals.get("__name__")).partition(".")[0] == "torch"
