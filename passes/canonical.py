@@ -14,6 +14,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from zbcompile.passes.capture import Captured
 from zbcompile.passes.casts import is_autocasts
+from zbcompile.passes.diagnosis import operation_failure
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.slots import Slot
 from zbcompile.passes.torch_private import ASSERTIONS, AUTOCAST, RECOMPUTE, FakeTensorMode, OpOverload, arguments_of
@@ -187,7 +188,10 @@ class _Values(Interpreter):
     """Runs the graph on fake tensors with autograd on, noting each value and whether a gradient reaches it."""
 
     def run_node(self, n: Node) -> Any:
-        value = super().run_node(n)
+        try:
+            value = super().run_node(n)
+        except Exception as error:  # torch.export lets pass what only the data can tell
+            raise CaptureError(operation_failure(n, error)) from error
         n.meta["differentiable"] = any(t.requires_grad for t in _tensors(value))
         n.meta["val"] = torch.fx.node.map_aggregate(value, _detached)  # type: ignore[arg-type]
         return value
@@ -206,7 +210,9 @@ def infer_values(module: GraphModule, captured: Captured, mode: FakeTensorMode) 
     """Set `val` and `differentiable` of every node by one run on fake tensors."""
     with mode, torch.enable_grad():
         inputs = [_fake_input(node, captured) for node in module.graph.find_nodes(op="placeholder")]
-        _Values(module, garbage_collect_values=False).run(*inputs)
+        values = _Values(module, garbage_collect_values=False)
+        values.extra_traceback = False  # our errors name the line
+        values.run(*inputs)
 
 
 def _fake_input(node: Node, captured: Captured) -> Any:

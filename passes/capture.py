@@ -111,7 +111,7 @@ def _export(
 
 
 def _exported(wrapper: "TrainingStep | Inference", watch: Watch, example: Any) -> torch.export.ExportedProgram:
-    with _diagnosed(wrapper.model):
+    with _diagnosed(wrapper.model, watch):
         program = _exported_on_eagers_path(wrapper, watch, example)
     number_autocast_regions(program.graph_module, _device_of(example).type)
     _detach_no_grad_regions(program.graph_module)
@@ -121,14 +121,14 @@ def _exported(wrapper: "TrainingStep | Inference", watch: Watch, example: Any) -
 
 
 @contextlib.contextmanager
-def _diagnosed(model: nn.Module) -> Iterator[None]:
+def _diagnosed(model: nn.Module, watch: Watch) -> Iterator[None]:
     """Whatever torch.export raises, in terms of the model."""
     try:
         yield
     except CaptureError:
         raise
     except Exception as error:
-        raise CaptureError(export_failure(model, error)) from error
+        raise CaptureError(export_failure(model, error, watch.shape_from_data)) from error
 
 
 def _exported_on_eagers_path(

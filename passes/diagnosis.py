@@ -1,8 +1,9 @@
-"""Diagnosis: why torch.export failed, in terms of the user's model."""
+"""Diagnosis: why a model cannot be captured, in terms of its own lines."""
 
 from torch import nn
+from torch.fx import Node
 
-from zbcompile.passes.origin import failing_line
+from zbcompile.passes.origin import failing_line, origin_of
 
 _REMEDIES = (  # (words in the error, what it means, what to do)
     (
@@ -19,7 +20,7 @@ _REMEDIES = (  # (words in the error, what it means, what to do)
     ),
     (
         ("data-dependent", "DataDependent", "Could not guard", ".item()"),
-        "decides in Python from the values of a tensor",
+        "makes a Python number, or a decision, from the values of a tensor",
         "Data-dependent Python control flow must become torch.cond or tensor operations such as torch.where; a number "
         "read with .item() must stay a tensor.",
     ),
@@ -42,18 +43,27 @@ _REMEDIES = (  # (words in the error, what it means, what to do)
 )
 
 
-def export_failure(model: nn.Module, error: BaseException) -> str:
-    """One message: what failed, where in the user's code, and the remedy where it is known."""
+def export_failure(model: nn.Module, error: BaseException, shape_from_data: str = "") -> str:
+    """One message: what failed, where in the user's code, and the remedy where it is known.
+
+    `shape_from_data` is the line that made the first tensor whose shape depends on the data, if there is one: what
+    fails is often far behind it.
+    """
+    place = shape_from_data or failing_line(error)
+    return f"torch.export cannot capture {type(model).__name__}: {f'{place} ' if place else ''}{_explained(error)}"
+
+
+def operation_failure(node: Node, error: BaseException) -> str:
+    """Why an operation of a captured graph has no value that is known beforehand."""
+    return f"{node.target} ({origin_of(node) or node.name}) {_explained(error)}"
+
+
+def _explained(error: BaseException) -> str:
+    """What the error means and what to do about it, where that is known, and its own words."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     first = lines[0].strip() if lines else ""
-    place = failing_line(error)
     meaning, remedy = _meaning(f"{type(error).__name__}: {error}")
-    return (
-        f"torch.export cannot capture {type(model).__name__}: "
-        + (f"{place} " if place else "")
-        + (f"{meaning}. {remedy} " if meaning else "")
-        + f"({type(error).__name__}: {first})"
-    )
+    return (f"{meaning}. {remedy} " if meaning else "") + f"({type(error).__name__}: {first})"
 
 
 def _meaning(text: str) -> tuple[str, str]:

@@ -5,7 +5,7 @@ by hand, instead of asking the attention kernel for both: other kernels, other b
 """
 
 import contextlib
-import inspect
+import sys
 from collections.abc import Callable, Iterator
 
 import torch
@@ -29,17 +29,11 @@ def told_it_is_eager(asked: list[str]) -> Iterator[None]:
 
 def _answer(truth: Callable[[], bool], asked: list[str]) -> Callable[[], bool]:
     def answer() -> bool:
-        if _torch_asks():
+        asker = str(sys._getframe(1).f_globals.get("__name__"))  # a frame that is kept would keep its fake tensors
+        if asker.partition(".")[0] == "torch":
             return truth()
         if not asked:
             asked.append(calling_line())
         return False
 
     return answer
-
-
-def _torch_asks() -> bool:
-    """Whether the function that asks, two frames up, is torch's."""
-    frame = inspect.currentframe()
-    asker = frame.f_back.f_back if frame and frame.f_back else None
-    return asker is not None and str(asker.f_globals.get("__name__")).partition(".")[0] == "torch"

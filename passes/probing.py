@@ -11,6 +11,12 @@ from zbcompile.passes.costs import tensors_of
 from zbcompile.passes.origin import origin_of
 from zbcompile.passes.torch_private import HigherOrderOperator, OpOverload, single_threaded_backward
 
+aten = torch.ops.aten
+_OF_ONE_DTYPE = {
+    *(aten.linear.default, aten.matmul.default, aten.mm.default, aten.addmm.default, aten.bmm.default),
+    *(aten.baddbmm.default, aten.conv1d.default, aten.conv2d.default, aten.conv3d.default),
+}
+
 
 def operations_without_backward(canonical: Canonical) -> list[str]:
     """A sentence for every operation that a gradient must pass through and cannot. Runs each alone, on fake tensors."""
@@ -46,6 +52,20 @@ def loss_problems(canonical: Canonical) -> list[str]:
         return []
     stops = "; ".join(gradient_stops(canonical)) or "nothing in it depends on a parameter that trains"
     return [f"the loss has no gradient: {stops}. Compute it from parameters that train, by differentiable operations."]
+
+
+def mixed_dtypes(canonical: Canonical) -> list[str]:
+    """A sentence for the first product of two dtypes: torch.export lets it pass, and no kernel computes it."""
+    for node in canonical.graph.nodes:
+        if node.target in _OF_ONE_DTYPE:
+            found = {str(t.dtype) for argument in node.all_input_nodes for t in tensors_of(argument.meta["val"])}
+            if len(found) > 1:
+                kinds = " and ".join(sorted(name.removeprefix("torch.") for name in found))
+                return [
+                    f"{node.target} takes {kinds} together ({described(node)}). If the model was converted "
+                    "(model.double(), model.to(dtype)), convert the batch as well; else cast where they meet."
+                ]
+    return []
 
 
 def described(node: Node) -> str:

@@ -23,10 +23,14 @@ _GRADIENTS = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backwar
 
 @dataclass
 class Watch:
-    """What was seen: `problems` forbid the capture, `warnings` are what a user should know of it."""
+    """What was seen: `problems` forbid the capture, `warnings` are what a user should know of it.
+
+    `shape_from_data` is the first line that made a tensor whose shape depends on the data.
+    """
 
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    shape_from_data: str = ""
 
     @contextlib.contextmanager
     def functions(self) -> Iterator[None]:
@@ -123,7 +127,15 @@ class _Calls(TorchFunctionMode):
                 f"forward changes requires_grad of a parameter ({calling_line()}); which parameters train must be "
                 "settled before the step."
             )
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if not self.watch.shape_from_data and _has_unknown_shape(result):
+            self.watch.shape_from_data = calling_line()
+        return result
+
+
+def _has_unknown_shape(value: Any) -> bool:
+    """Shapes are numbers in a capture, unless they depend on the data."""
+    return isinstance(value, torch.Tensor) and not all(isinstance(size, int) for size in value.shape)
 
 
 @contextlib.contextmanager

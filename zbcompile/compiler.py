@@ -19,7 +19,7 @@ from zbcompile.passes.distinct import StageCompiler, compile_distinct
 from zbcompile.passes.errors import CaptureError, CompileError
 from zbcompile.passes.joint import trace_joint
 from zbcompile.passes.liveness import Line, draw_line
-from zbcompile.passes.probing import backward_failure, loss_problems
+from zbcompile.passes.probing import backward_failure, loss_problems, mixed_dtypes
 from zbcompile.passes.recompute import recompute
 from zbcompile.passes.refusals import raise_first
 from zbcompile.passes.sharing import refuse_mutation_of_copies, refuse_shared_mutation, separate_uses
@@ -73,7 +73,7 @@ def draw_step(
     captured = capture(model, args, kwargs, target, loss)
     with without_autocast(microbatch):
         canonical = canonicalise(captured)
-        raise_first(loss_problems(canonical))
+        raise_first([*mixed_dtypes(canonical), *loss_problems(canonical)])
         sharding = find_sharding(canonical, choices or Choices())
         canonical = canonical if sharding is None else sharding.trunk
         return Drawn(captured, canonical, draw_line(canonical), sharding)

@@ -27,6 +27,7 @@ from zbcompile.passes.probing import (
     described,
     gradient_stops,
     loss_problems,
+    mixed_dtypes,
     operations_without_backward,
 )
 from zbcompile.passes.refusals import training_problems
@@ -112,7 +113,7 @@ class _Examination:
             return
         self.places = tuple(_places(draw_line(canonical)))
         self.notes += _updates_that_forbid_cuts(canonical)
-        self.problems += operations_without_backward(canonical)
+        self.problems += [*mixed_dtypes(canonical), *operations_without_backward(canonical)]
         self._differentiate(canonical)
 
     def _differentiate(self, canonical: Canonical) -> None:

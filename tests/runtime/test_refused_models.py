@@ -140,6 +140,22 @@ def shape_from_data() -> None:
     train(Picking(2))
 
 
+def count_from_data() -> None:
+    class Averaging(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * x[x > 0].mean()
+
+    train(Averaging(2))
+
+
+def number_from_data() -> None:
+    class Reading(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * x.sum().item()
+
+    train(Reading(2))
+
+
 def lazy() -> None:
     train(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LazyLinear(WIDTH)))
 
@@ -308,6 +324,8 @@ REFUSED = (
     Refused(gradients_inside, CAPTURE, r"computes gradients itself \(.*autograd\.grad"),
     Refused(freezes_while_it_runs, CAPTURE, r"changes requires_grad of a parameter \(.*requires_grad_\(False\)"),
     Refused(shape_from_data, CAPTURE, r"x\[x\[:, 0\] > 0\].*shape depends on the data.*mask"),
+    Refused(count_from_data, CAPTURE, r"index.*x\[x > 0\]\.mean\(\).*shape depends on the data.*mask"),
+    Refused(number_from_data, CAPTURE, r"x\.sum\(\)\.item\(\).*from the values of a tensor.*must stay a tensor"),
     Refused(lazy, CAPTURE, r"module 1 \(LazyLinear\) is lazy"),
     Refused(changes_its_input, CAPTURE, r"forward changes its input args_0 in place.*clone"),
     Refused(changes_a_parameter, CAPTURE, r"changes parameter layers\.1\.weight in place.*between the steps"),
@@ -318,7 +336,7 @@ REFUSED = (
     Refused(detached_output, CAPTURE, r"loss has no gradient: nothing in it depends on a parameter"),
     Refused(in_place_below_autograd, CAPTURE, r"writes in place below autograd.*exact=False"),
     Refused(wrong_width, CAPTURE, r"shapes that do not fit together\. Does the batch have the shapes"),
-    Refused(wrong_dtype, CAPTURE, r"dtypes or shapes that do not fit together.*convert the batch"),
+    Refused(wrong_dtype, CAPTURE, r"takes float32 and float64 together \(layers\.0 .*convert the batch"),
     Refused(converted_after_compiling, PIPELINE, r"was float32\[32, 32\] on cpu .* is float64.*new pipeline"),
     Refused(inference_mode, PIPELINE, r"inside torch\.inference_mode"),
     Refused(evaluation_of_unknown_class, CAPTURE, r"a class that torch\.export does not know.*register the class"),
