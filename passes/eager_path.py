@@ -5,7 +5,7 @@ by hand, instead of asking the attention kernel for both: other kernels, other b
 """
 
 import contextlib
-import sys
+import inspect
 from collections.abc import Callable, Iterator
 
 import torch
@@ -29,11 +29,19 @@ def told_it_is_eager(asked: list[str]) -> Iterator[None]:
 
 def _answer(truth: Callable[[], bool], asked: list[str]) -> Callable[[], bool]:
     def answer() -> bool:
-        asker = str(sys._getframe(1).f_globals.get("__name__"))  # a frame that is kept would keep its fake tensors
-        if asker.partition(".")[0] == "torch":
+        if _asker().partition(".")[0] == "torch":
             return truth()
         if not asked:
             asked.append(calling_line())
         return False
 
     return answer
+
+
+def _asker() -> str:
+    """The module of the code that asks, two frames up."""
+    frame = inspect.currentframe()
+    try:
+        return str(frame.f_back.f_back.f_globals.get("__name__"))  # type: ignore[union-attr]
+    finally:
+        del frame  # a frame that holds itself would keep the fake tensors of all frames above it

@@ -6,6 +6,7 @@ Supporting a newer torch starts here: run the test suite, and mend what moved in
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -178,13 +179,13 @@ def _watched_apply(original: Any, seen: Callable[[type], None]) -> "classmethod[
 
 
 @contextlib.contextmanager
-def replaced(cls: type, name: str, value: Any) -> Iterator[None]:
-    original = cls.__dict__[name]
-    setattr(cls, name, value)
+def replaced(owner: type | ModuleType, name: str, value: Any) -> Iterator[None]:
+    original = owner.__dict__[name]
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(cls, name, original)
+        setattr(owner, name, original)
 
 
 def fake_of(value: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> torch.Tensor:
