@@ -15,6 +15,7 @@ from zbcompile.passes.errors import CompileError
 from zbcompile.passes.torch_private import HigherOrderOperator, OpOverload, arguments_of
 
 OWN_LIBRARIES = ("aten", "prims")
+OF_A_GROUP = ("_c10d_functional", "_c10d_functional_autograd", "c10d")  # their arguments name a process group
 HIGHER_ORDER = ("cond",)
 GETITEM = "getitem"
 _NAME = re.compile(r"[A-Za-z_]\w*\.[A-Za-z_]\w*\.[A-Za-z_]\w*")  # library.operator.overload
@@ -28,6 +29,7 @@ def name_of_operator(target: Any) -> str:
     if target is operator.getitem:
         return GETITEM
     if isinstance(target, OpOverload):
+        _refuse_collective(str(target))
         return str(target)
     if isinstance(target, HigherOrderOperator) and target.name() in HIGHER_ORDER:
         return f"higher_order.{target.name()}"
@@ -57,6 +59,7 @@ def operator_named(name: str, foreign: Collection[str] = ()) -> Callable[..., An
         return getattr(torch.ops.higher_order, name.partition(".")[2])  # type: ignore[no-any-return]
     if not _NAME.fullmatch(name):
         raise CompileError(f"{name!r} is not the name of an operator; expected library.operator.overload.")
+    _refuse_collective(name)
     library, function, overload = name.split(".")
     if library not in OWN_LIBRARIES and f"{library}::{function}" not in foreign:
         raise CompileError(
@@ -64,6 +67,15 @@ def operator_named(name: str, foreign: Collection[str] = ()) -> Callable[..., An
             f'module that defines it and pass operators=["{library}::{function}"].'
         )
     return _without_files(name, _found(library, function, overload))
+
+
+def _refuse_collective(name: str) -> None:
+    """A name of a process group means nothing in another run, or another group."""
+    if name.partition(".")[0] in OF_A_GROUP:
+        raise CompileError(
+            f"{name} is a collective of a process group that only the run which compiled it has; a program cannot hold "
+            "it. Use the pipeline that was compiled, without saving it."
+        )
 
 
 def _found(library: str, function: str, overload: str) -> Any:

@@ -36,7 +36,7 @@ from zbcompile.schedules.schedule import Lowered
 from zbcompile.share import Init
 
 SAME = "Every rank must load the same directory, with the same torch and number of threads (OMP_NUM_THREADS)."
-MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError, ScheduleError)
+MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError, SyntaxError, ScheduleError)
 
 
 def load(

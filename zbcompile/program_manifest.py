@@ -75,7 +75,7 @@ def manifest_from_text(text: str, where: str) -> dict[str, Any]:
         _require_torch(data["torch"], where)
         if data.pop("digest") != digest_of(data):
             raise PipelineError(f"{where} was changed after it was written: its digest does not fit. {AGAIN}.")
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise PipelineError(f"{where} is damaged or incomplete ({error!r}). {AGAIN}.") from None
     return data  # type: ignore[no-any-return]
 

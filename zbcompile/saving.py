@@ -4,12 +4,12 @@ A directory without a manifest is no program, so one that was left half written 
 """
 
 import hashlib
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from zbcompile.checkpoint_files import sync_directory, write_whole
 from zbcompile.consensus import gathered, together
 from zbcompile.errors import PipelineError
 from zbcompile.model_facts import has_values
@@ -84,7 +84,9 @@ def _write(directory: Path, files: dict[str, bytes]) -> Hashes:
     for name, content in files.items():
         path = directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        _write_whole(path, content)
+        write_whole(path, content)
+    for folder in {(directory / name).parent for name in files}:
+        sync_directory(folder)
     return {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
 
 
@@ -92,13 +94,3 @@ def _finish(program: Program, directory: Path, hashes: Hashes) -> None:
     shared = _write(directory, {SCHEDULE: to_json(program.lowered).encode()})
     text = manifest_to_text(program, {**hashes, **shared}, operators_of(program))
     _write(directory, {MANIFEST: text.encode()})
-
-
-def _write_whole(path: Path, content: bytes) -> None:
-    """The file appears under its name only once all of it is on the disk."""
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)

@@ -32,6 +32,7 @@ from tests.runtime.training import (
     train,
 )
 from tests.runtime.vocabulary_training import VocabularyCase
+from zbcompile.passes.operators import name_of_operator, operator_named
 from zbcompile.program import Program
 from zbcompile.program_manifest import digest_of
 from zbcompile.schedules.interlaced_pipeline import interlaced
@@ -235,6 +236,23 @@ def test_a_program_is_read_as_it_was_saved(saved: Callable[[Case], Path]) -> Non
         assert replace(our, pieces={}) == replace(their, pieces={})
         assert {n: p.module.code for n, p in our.pieces.items()} == {n: p.module.code for n, p in their.pieces.items()}
         assert arrivals_of(our) == arrivals_of(their)
+
+
+def test_operators_of_other_libraries_must_be_named(saved: Callable[[Case], Path]) -> None:
+    case = Case("custom-op", "1f1b", 2, 2, steps=1)
+    directory, state = saved(case), problem_of(case.problem).model().state_dict()
+    named = json.loads((directory / "manifest.json").read_text())["operators"]
+    assert named
+    with pytest.raises(zbcompile.CompileError, match=rf'pass operators=\["{named[0]}"\]'):
+        zbcompile.load(directory, state)
+    assert_bitwise(train(zbcompile.load(directory, state, operators=named), case), reference(case))
+
+
+def test_collectives_are_refused() -> None:
+    with pytest.raises(zbcompile.CompileError, match="is a collective of a process group that only the run which"):
+        name_of_operator(torch.ops._c10d_functional.wait_tensor.default)
+    with pytest.raises(zbcompile.CompileError, match="a program cannot hold it"):
+        operator_named("_c10d_functional.wait_tensor.default", ["_c10d_functional::wait_tensor"])
 
 
 def test_another_number_of_ranks_is_refused(saved: Callable[[Case], Path]) -> None:
