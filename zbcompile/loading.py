@@ -81,7 +81,7 @@ def load(
     found = _attempt(folder)
     if ranks is None and found and is_alone(mesh):
         ranks = found["ranks"]
-    engine = make_engine(lambda: own_device(found["device"] if found else "cpu"), ranks, mesh, timeout)
+    engine = make_engine(lambda: device_for(folder), ranks, mesh, timeout)
     with engine.watch.region(f"loading {folder}"):
         program = together(engine, f"loading {folder}", lambda: _read_for(folder, engine, operators, init))
         same = {
@@ -106,6 +106,12 @@ def _attempt(folder: Path) -> dict[str, Any] | None:
         return read_manifest(folder)
     except (PipelineError, OSError):
         return None
+
+
+def device_for(folder: Path) -> torch.device:
+    """This process's device of the kind that a program was compiled for."""
+    found = _attempt(folder)
+    return own_device(found["device"] if found else "cpu")
 
 
 def _options(program: SavedProgram, init: Init | None, seed: int | None, timeout: float, debug_nan: bool) -> Options:

@@ -5,21 +5,16 @@ import argparse
 import ast
 import os
 import sys
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from zbcompile.errors import PipelineError
-from zbcompile.passes.errors import CompileError
+from zbcompile.command_line import exit_status
 from zbcompile.run_job import Job, train
 from zbcompile.run_optimizer import DECAYS, NAMED
-from zbcompile.schedules import ScheduleError
 
-FAILED = 2
-_EXPECTED = (PipelineError, CompileError, ScheduleError, OSError)
 EPILOG = """the data:
   --data FILE.py:batches (or package.module:batches) names a function, which every rank calls once, or an iterable.
   It gives one batch per step, the same on every rank of a replica, either as
@@ -29,11 +24,11 @@ EPILOG = """the data:
   keywords that it has parameters for:
       start               the number of batches that were trained on before; the first one that it gives is batch
                           number `start`
-      seed                --seed
+      seed                --seed, or what the program was compiled with
       replica, replicas   which replica of the pipeline this is, of how many: each trains on batches of its own
   When a run is resumed, a function without `start` gives all batches again, and those of the steps before are dropped.
   Of an iterable with state_dict and load_state_dict (such as a stateful loader) every checkpoint holds the state.
-  The generators of Python, torch and numpy are seeded by --seed before the function is called, and are part of the
+  The generators of Python, torch and numpy are seeded by it before the function is called, and are part of the
   checkpoint.
 
 examples:
@@ -52,14 +47,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = vars(parser.parse_args(arguments))
     debug = chosen.pop("debug")
     job = _job(parser, chosen)
+    rank = f": rank {os.environ['RANK']}" if "RANK" in os.environ else ""
     try:
-        train(job)
-    except Exception as error:
-        return _fail(error, debug)
+        return exit_status(f"zbcompile.run{rank}", lambda: train(job), debug)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-    return 0
 
 
 def _job(parser: argparse.ArgumentParser, chosen: dict[str, Any]) -> Job:
@@ -77,16 +70,6 @@ def _job(parser: argparse.ArgumentParser, chosen: dict[str, Any]) -> Job:
     return job
 
 
-def _fail(error: Exception, debug: bool) -> int:
-    """One line on standard error (with `debug` the traceback); what no one foresaw says so."""
-    if debug or not isinstance(error, _EXPECTED):
-        traceback.print_exc()
-    rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
-    text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
-    print(f"zbcompile.run: {rank}{text}", file=sys.stderr)
-    return FAILED
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m zbcompile.run",
@@ -98,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("directory", metavar="DIR", type=Path, help="a program, as pipe.program.save writes it")
     parser.add_argument("--data", required=True, metavar="FILE.py:NAME", help="what gives the batches (see below)")
     parser.add_argument("--steps", required=True, type=int, help="optimizer steps in all, resumed ones included")
-    parser.add_argument("--seed", type=int, default=0, help="of dropout, --init and the data (default: 0)")
+    parser.add_argument("--seed", type=int, help="of dropout, --init and the data (default: the program's)")
     _add_optimizer(parser.add_argument_group("the optimizer"))
     _add_state(parser.add_argument_group("weights and checkpoints"))
     _add_process(parser.add_argument_group("processes and output"))
@@ -140,7 +123,9 @@ def _add_state(group: Any) -> None:
         "--weights", type=Path, metavar="PATH", help=".safetensors, a directory of them with an index, or a checkpoint"
     )
     group.add_argument(
-        "--init", metavar="FILE.py:NAME", help="instead: a function init(name, tensor) that fills a tensor in place"
+        "--init",
+        metavar="FILE.py:NAME",
+        help="a function init(name, tensor) that fills a tensor in place; --weights come after it",
     )
     group.add_argument("--checkpoint", type=Path, metavar="DIR", help="where checkpoints are written; all ranks see it")
     group.add_argument("--every", type=int, default=100, metavar="N", help="steps between two (default: 100)")

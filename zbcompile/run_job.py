@@ -13,9 +13,9 @@ from zbcompile.checkpoint_files import find_checkpoint, latest_checkpoint
 from zbcompile.checkpoints import Checkpoint, load_checkpoint, save_checkpoint
 from zbcompile.consensus import gathered, together
 from zbcompile.errors import PipelineError
-from zbcompile.group import own_device, start_group
+from zbcompile.group import start_group
 from zbcompile.loaded import LoadedPipeline
-from zbcompile.loading import load, read_manifest
+from zbcompile.loading import device_for, load
 from zbcompile.random_state import restore_random_state, seed_everything
 from zbcompile.run_data import Data, Start, amount, on_device
 from zbcompile.run_optimizer import make_optimizer, options_of, rate_factor, set_options
@@ -43,7 +43,7 @@ class Job:
     keep: int = 3
     resume: bool = False
     export: Path | None = None
-    seed: int = 0
+    seed: int | None = None
     replicas: int = 1
     threads: int | None = None
     operators: tuple[str, ...] = ()
@@ -58,7 +58,6 @@ def train(job: Job) -> None:
         torch.set_num_threads(job.threads)
     source = load_object(job.data)
     init = load_object(job.init) if job.init else None
-    seed_everything(job.seed)
     pipe = load(
         job.directory,
         mesh=_mesh(job),
@@ -80,12 +79,14 @@ def _mesh(job: Job) -> Any:
         return None
     from torch.distributed.device_mesh import init_device_mesh
 
-    device = own_device(read_manifest(job.directory)["device"])
-    start_group(lambda: device, job.timeout)
+    if not dist.is_initialized():
+        start_group(lambda: device_for(job.directory), job.timeout)
     world = dist.get_world_size()
     if world % job.replicas:
         raise PipelineError(f"--replicas {job.replicas} does not divide the {world} processes that were started.")
-    return init_device_mesh(device.type, (job.replicas, world // job.replicas), mesh_dim_names=("dp", "pp"))
+    return init_device_mesh(
+        device_for(job.directory).type, (job.replicas, world // job.replicas), mesh_dim_names=("dp", "pp")
+    )
 
 
 def _train(job: Job, pipe: LoadedPipeline, source: Any) -> None:
@@ -148,10 +149,10 @@ def _origin(job: Job, at: Checkpoint) -> str:
 def _data(job: Job, pipe: LoadedPipeline, source: Any, at: Checkpoint) -> Data:
     """The data from step `at.step` on. Where batches are drawn again to be skipped, so are their random numbers; else
     the generators go on where they were."""
-    seed_everything(job.seed)
+    seed, replicas = pipe.options.seed, pipe.engine.replicas
+    seed_everything(seed)
     state = at.extra["data"] if at.extra else None
-    replicas = pipe.engine.replicas
-    data = Data(source, job.data, Start(at.step, job.seed, replicas.rank, replicas.count, state))
+    data = Data(source, job.data, Start(at.step, seed, replicas.rank, replicas.count, state))
     if at.random is not None and not data.skips:
         restore_random_state(at.random, pipe.device)
     return data

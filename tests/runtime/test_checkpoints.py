@@ -12,25 +12,13 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 import zbcompile
 from tests.oracle import optimizer_of
-from tests.runtime.checkpointing import PROBLEM, State, begin, save_program, state_of, train_eager, train_pipe
+from tests.runtime.checkpointing import PROBLEM, State, begin, state_of, train_eager, train_pipe
 from tests.runtime.pool import Pool
 from tests.runtime.training import assert_same_tensors
 from zbcompile.checkpoint_files import begin as begin_checkpoint
 from zbcompile.checkpoint_files import checkpoints_in, publish
 from zbcompile.checkpoint_storage import describe
 from zbcompile.checkpoints import PROCESS
-
-
-@pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path]:
-    """The model compiled for a schedule and a number of ranks, once."""
-    root = tmp_path_factory.mktemp("programs")
-
-    def make(schedule: str, ranks: int) -> Path:
-        directory = root / f"{schedule}-{ranks}"
-        return directory if directory.exists() else save_program(directory, schedule, ranks)
-
-    return make
 
 
 def uninterrupted(steps: int) -> State:
@@ -46,10 +34,10 @@ def assert_same_state(ours: State, theirs: State) -> None:
 
 
 def test_other_ranks_another_schedule_and_one_process(
-    program: Callable[[str, int], Path], pool: Pool, tmp_path: Path
+    small_program: Callable[[str, int], Path], pool: Pool, tmp_path: Path
 ) -> None:
     """20 steps as zb-h1 on two ranks, 4 as zb-v on four, 4 in eager mode."""
-    two, four, folder = str(program("zb-h1", 2)), str(program("zb-v", 4)), str(tmp_path)
+    two, four, folder = str(small_program("zb-h1", 2)), str(small_program("zb-v", 4)), str(tmp_path)
     pool.run(train_pipe, two, folder, 20, ranks=2)
     assert [path.name for path in checkpoints_in(folder)] == ["step-00000010", "step-00000020"]
     pool.run(train_pipe, four, folder, 24, ranks=4)
@@ -65,21 +53,21 @@ def train_and_save(program: str, folder: str, steps: int) -> None:
     train_pipe(program, folder, steps)
 
 
-def test_from_one_process_to_a_pipeline(program: Callable[[str, int], Path], tmp_path: Path) -> None:
+def test_from_one_process_to_a_pipeline(small_program: Callable[[str, int], Path], tmp_path: Path) -> None:
     """A plain model is saved after three steps; a pipeline trains on, and another one starts from its weights."""
     model = PROBLEM.model()
     optimizer = optimizer_of(model.parameters())
     train_eager(model, optimizer, 0, 3)
     zbcompile.save_checkpoint(tmp_path, model, optimizer, step=3)
-    train_pipe(str(program("zb-h1", 2)), str(tmp_path), 5)
+    train_pipe(str(small_program("zb-h1", 2)), str(tmp_path), 5)
     theirs = uninterrupted(5)
-    pipe = zbcompile.load(program("zb-h1", 2), checkpoint=tmp_path)
+    pipe = zbcompile.load(small_program("zb-h1", 2), checkpoint=tmp_path)
     assert pipe.step_index == 5
     assert_same_tensors(pipe.state_dict(), theirs.weights, "weight")
 
 
-def test_torchs_own_functions_read_it(program: Callable[[str, int], Path], tmp_path: Path) -> None:
-    train_pipe(str(program("zb-h1", 2)), str(tmp_path), 2)
+def test_torchs_own_functions_read_it(small_program: Callable[[str, int], Path], tmp_path: Path) -> None:
+    train_pipe(str(small_program("zb-h1", 2)), str(tmp_path), 2)
     model = PROBLEM.model()
     optimizer = optimizer_of(model.parameters())
     options = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -91,9 +79,9 @@ def test_torchs_own_functions_read_it(program: Callable[[str, int], Path], tmp_p
     assert_same_state(state_of(model, optimizer), uninterrupted(2))
 
 
-def test_every_tensor_is_written_once(program: Callable[[str, int], Path], pool: Pool, tmp_path: Path) -> None:
+def test_every_tensor_is_written_once(small_program: Callable[[str, int], Path], pool: Pool, tmp_path: Path) -> None:
     """Under dualpipe-v both ranks hold all stages; the tied matrix is in two of them."""
-    pool.run(train_and_save, str(program("dualpipe-v", 2)), str(tmp_path), 1)
+    pool.run(train_and_save, str(small_program("dualpipe-v", 2)), str(tmp_path), 1)
     found = dcp.FileSystemReader(checkpoints_in(tmp_path)[0]).read_metadata()
     tensors = {key: value for key, value in found.state_dict_metadata.items() if hasattr(value, "chunks")}
     assert all(len(value.chunks) == 1 for value in tensors.values())
@@ -179,10 +167,10 @@ def save_in(program: str, folder: str, elsewhere: str) -> None:
 
 
 def test_a_directory_that_is_not_shared_is_refused(
-    program: Callable[[str, int], Path], pool: Pool, tmp_path: Path
+    small_program: Callable[[str, int], Path], pool: Pool, tmp_path: Path
 ) -> None:
     (tmp_path / "elsewhere").mkdir()
-    outcomes = pool.outcomes(save_in, str(program("zb-h1", 2)), str(tmp_path), str(tmp_path / "elsewhere"))
+    outcomes = pool.outcomes(save_in, str(small_program("zb-h1", 2)), str(tmp_path), str(tmp_path / "elsewhere"))
     assert [outcome.error for outcome in outcomes] == ["PipelineError"] * 2
     assert all("need a directory that all ranks share" in outcome.text for outcome in outcomes)
 
@@ -196,12 +184,12 @@ def load_in(program: str, folder: str) -> None:
 
 
 def test_a_damaged_one_is_refused_on_every_rank(
-    program: Callable[[str, int], Path], pool: Pool, tmp_path: Path
+    small_program: Callable[[str, int], Path], pool: Pool, tmp_path: Path
 ) -> None:
-    pool.run(train_and_save, str(program("zb-h1", 2)), str(tmp_path), 1)
+    pool.run(train_and_save, str(small_program("zb-h1", 2)), str(tmp_path), 1)
     for path in checkpoints_in(tmp_path)[0].glob("*_0.distcp"):
         path.write_bytes(path.read_bytes()[:100])
-    outcomes = pool.outcomes(load_in, str(program("zb-h1", 2)), str(tmp_path))
+    outcomes = pool.outcomes(load_in, str(small_program("zb-h1", 2)), str(tmp_path))
     assert [outcome.error for outcome in outcomes] == ["PipelineError"] * 2
     assert all("cannot be read" in outcome.text for outcome in outcomes)
 
@@ -226,3 +214,76 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(zbcompile.PipelineError, match="no checkpoint can be written"):
         zbcompile.save_checkpoint(checkpoints_in(tmp_path)[0] / PROCESS, model)
     assert all(key.startswith(("model.", "optimizer.")) for key in describe(checkpoints_in(tmp_path)[0]))
+
+
+class Words(nn.Module):
+    """An output layer of five words: four ranks have 2, 2, 1 and 0 of its rows."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.token = nn.Embedding(5, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.head = nn.Linear(4, 5, bias=False)
+        if tied:
+            self.head.weight = self.token.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.token(tokens)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x)
+
+
+def words(tied: bool) -> nn.Module:
+    torch.manual_seed(0)
+    return Words(tied)
+
+
+def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def train_rows(folder: str, tied: bool, until: int) -> State:
+    """Train with a sharded output layer from the newest checkpoint on; the weights, and the moments of this rank."""
+    tokens = torch.arange(40).view(8, 5) % 5
+    pipe = zbcompile.pipeline(words(tied), schedule="1f1b", microbatches=4, loss=loss_of, vocab=1)
+    pipe.compile(tokens, target=tokens)
+    optimizer = optimizer_of(pipe.parameters())
+    at = zbcompile.load_checkpoint(folder, pipe, optimizer, required=False)
+    for _ in range(at.step, until):
+        pipe.step(tokens, target=tokens)
+        optimizer.step()
+        optimizer.zero_grad()
+    zbcompile.save_checkpoint(folder, pipe, optimizer)
+    zbcompile.save_weights(Path(folder, "weights"), pipe)
+    zbcompile.load_weights(Path(folder, "weights"), pipe)
+    names = {id(parameter): name for name, parameter in pipe.named_parameters()}
+    moments = {f"{names[id(p)]} {key}": value for p, kept in optimizer.state.items() for key, value in kept.items()}
+    weights = pipe.state_dict(full=True)
+    pipe.close()
+    return State(weights, moments)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_rows_of_an_output_layer_are_put_together(tied: bool, pool: Pool, tmp_path: Path) -> None:
+    """Two ranks save, four go on (one of which has no rows), one process reads: rows in the order of the words."""
+    two = pool.run(train_rows, str(tmp_path), tied, 2, ranks=2)
+    check_rows(tied, tmp_path, two)
+    four = pool.run(train_rows, str(tmp_path), tied, 3, ranks=4)
+    check_rows(tied, tmp_path, four)
+
+
+def check_rows(tied: bool, folder: Path, ranks: list[State]) -> None:
+    """A plain model reads what the ranks have."""
+    model = words(tied)
+    optimizer = optimizer_of(model.parameters())
+    zbcompile.load_checkpoint(folder, model, optimizer)
+    other = words(tied)
+    zbcompile.load_weights(folder / "weights", other)
+    found = state_of(model, optimizer)
+    assert_same_tensors(found.weights, ranks[0].weights, "weight")
+    assert_same_tensors(dict(other.state_dict()), ranks[0].weights, "weight in safetensors")
+    name = "token.weight" if tied else "head.weight"
+    for key in ("exp_avg", "exp_avg_sq"):
+        rows = torch.cat([rank.moments[f"{name} {key}"] for rank in ranks])
+        assert torch.equal(found.moments[f"{name}.{key}"], rows)
