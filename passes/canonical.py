@@ -16,6 +16,7 @@ from zbcompile.passes.capture import Captured
 from zbcompile.passes.casts import is_autocasts
 from zbcompile.passes.diagnosis import operation_failure
 from zbcompile.passes.errors import CaptureError
+from zbcompile.passes.groups import name_groups
 from zbcompile.passes.slots import Slot
 from zbcompile.passes.torch_private import ASSERTIONS, AUTOCAST, RECOMPUTE, FakeTensorMode, OpOverload, arguments_of
 from zbcompile.passes.updates import make_copies_differentiable, separate_changing_buffers
@@ -56,7 +57,8 @@ def canonicalise(captured: Captured) -> Canonical:
     separate_changing_buffers(module.graph, captured.outputs)
     drop_no_ops(module.graph)
     drop_dead_code(module.graph)
-    captured = replace(captured, inputs=tuple(slot for slot in slots if slot is not None))
+    inputs = tuple(slot for slot in slots if slot is not None)
+    captured = replace(captured, inputs=inputs, groups=name_groups(module))
     module.recompile()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     _refuse_sparse_gradients(module.graph)

@@ -33,7 +33,8 @@ class Captured:
 
     `names` maps every parameter and buffer FQN to the first FQN of the same tensor (tied parameters share it).
     A training graph has the one output `loss`; of an inference graph `structure` rebuilds the model's output from its
-    leaves, some of which may be `constant_leaves` (None, numbers).
+    leaves, some of which may be `constant_leaves` (None, numbers). `groups` are this process's names of the process
+    groups that collectives in the graph call `group0`, `group1`, and so on, once the graph is canonical.
     """
 
     module: GraphModule
@@ -44,6 +45,7 @@ class Captured:
     constants: Mapping[str, torch.Tensor]
     structure: Any
     constant_leaves: Mapping[str, Any]
+    groups: tuple[str, ...] = ()
 
 
 def capture(

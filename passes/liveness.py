@@ -7,6 +7,7 @@ from torch.fx import Node
 
 from zbcompile.passes.canonical import Canonical, is_getitem, is_random
 from zbcompile.passes.costs import count_flops, is_view, storage_bytes, tensors_of
+from zbcompile.passes.groups import is_collective, is_under_way
 from zbcompile.passes.slots import Slot
 
 
@@ -45,7 +46,7 @@ def replicable(canonical: Canonical, flops: Mapping[Node, int]) -> set[Node]:
     """Nodes that every stage can compute for itself: made of inputs and constants, or a view of a parameter.
 
     Position ids, masks, rotary tables and casts of a mask then cross no boundary. Nothing with a contraction, nothing
-    random and nothing that a gradient must be summed through is ever computed twice.
+    random, no collective and nothing that a gradient must be summed through is ever computed twice.
     """
     mutated = {slot.name for slot in canonical.captured.outputs if slot.kind == "mutation"}
     makers = {value for slot, value in canonical.outputs if slot.kind == "mutation"}
@@ -63,7 +64,7 @@ def _is_mutated(node: Node, mutated: set[str]) -> bool:
 
 
 def _is_cheap(node: Node, flops: Mapping[Node, int]) -> bool:
-    if is_random(node) or flops.get(node, 0):
+    if is_random(node) or is_collective(node) or flops.get(node, 0):
         return False
     return not node.meta["differentiable"] or is_view(node)
 
@@ -108,11 +109,12 @@ def _largest(node: Node) -> int:
 
 
 def _may_cut(node: Node, crossing: tuple[Node, ...]) -> bool:
-    """Never at a tuple, never right after a view, and only where a gradient can flow back."""
+    """Never at a tuple, never right after a view or while a collective is under way, and only where a gradient can flow
+    back."""
     maker = node.args[0] if is_getitem(node) else node
     if is_view(maker) or any(isinstance(n.meta["val"], tuple | list) for n in crossing):  # type: ignore[arg-type]
         return False
-    return any(n.meta["differentiable"] for n in crossing)
+    return any(n.meta["differentiable"] for n in crossing) and not any(map(is_under_way, crossing))
 
 
 def held_behind(node: Node, on_line: frozenset[Node]) -> list[Node]:

@@ -15,9 +15,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from zbcompile.passes.canonical import output_values
 from zbcompile.passes.costs import bytes_moved
+from zbcompile.passes.groups import is_collective, is_wait
 from zbcompile.passes.pieces import Piece
-
-WAIT = "_c10d_functional.wait_tensor"
 
 
 @dataclass(frozen=True)
@@ -105,11 +104,6 @@ def _copy(piece: Piece, graph: Graph, copies: dict[Node, Node], prefix: str) -> 
     return made
 
 
-def is_wait(node: Node) -> bool:
-    """Whether a node waits for a collective."""
-    return node.op == "call_function" and str(node.target).startswith(WAIT)
-
-
 def interleave(first: Sequence[Node], second: Sequence[Node]) -> list[Node]:
     """Both halves in one order that keeps the order of each, except that waits stand right before their first user.
 
@@ -128,14 +122,19 @@ def interleave(first: Sequence[Node], second: Sequence[Node]) -> list[Node]:
             budget = float("inf")
             if half and is_wait(half[0]) and half[0] not in excused:
                 excused.add(half[0])
-                budget = sum(map(bytes_moved, other)) / max(waits[current], 1)
+                budget = sum(map(_work, other)) / max(waits[current], 1)
             current = 1 - current
             continue
         node = half.pop(0)
         waits[current] -= is_wait(node)
-        budget -= bytes_moved(node)
+        budget -= _work(node)
         order.append(node)
     return order
+
+
+def _work(node: Node) -> int:
+    """What a node keeps the host or the compute stream busy with; a collective is under way elsewhere."""
+    return 0 if is_collective(node) else bytes_moved(node)
 
 
 def _late_waits(nodes: Sequence[Node]) -> list[Node]:

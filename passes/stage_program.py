@@ -1,7 +1,7 @@
 """What the compiler knows of one stage: its graphs, what they keep and send, and what they cost."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -12,6 +12,7 @@ from zbcompile.passes.choices import Choices
 from zbcompile.passes.costs import count_flops
 from zbcompile.passes.crossing import Crossing
 from zbcompile.passes.cutting import Stage
+from zbcompile.passes.groups import with_groups
 from zbcompile.passes.joint import Recomputed
 from zbcompile.passes.pieces import Piece
 from zbcompile.passes.slots import Slot, TensorSpec
@@ -96,6 +97,12 @@ def _buffers(split: Split, choices: Choices) -> dict[str, torch.Tensor]:
             )
             for name, like in parameters.items()
         }
+
+
+def bind_groups(program: StageProgram, names: Sequence[str]) -> StageProgram:
+    """`program` with this process's names of the process groups in its graphs (see `zbcompile.passes.groups`)."""
+    pieces = {key: replace(piece, module=with_groups(piece.module, names)) for key, piece in program.pieces.items()}
+    return replace(program, pieces=pieces) if names else program
 
 
 def inference_piece(stage: Stage) -> Piece:

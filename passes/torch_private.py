@@ -127,6 +127,10 @@ def buffer_table(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     return module._buffers
 
 
+# 2.11-2.13: the libraries of the functional collectives, and where their autograd functions are defined.
+FUNCTIONAL_COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd")
+FUNCTIONAL_COLLECTIVES_MODULE = "torch.distributed._functional_collectives"
+
 AUTOCAST = "zbcompile.autocast"
 RECOMPUTE = "zbcompile.recompute"
 

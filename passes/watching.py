@@ -13,11 +13,17 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from zbcompile.passes.origin import calling_line
-from zbcompile.passes.torch_private import buffer_table, replaced, watch_autograd_functions
+from zbcompile.passes.torch_private import (
+    FUNCTIONAL_COLLECTIVES_MODULE,
+    buffer_table,
+    replaced,
+    watch_autograd_functions,
+)
 
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _TRAINS = (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 _HOOKS = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook, torch.Tensor.retain_grad)
+_PLAIN_COLLECTIVES = "torch.distributed.distributed_c10d"
 _GRADIENTS = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
 
 
@@ -57,7 +63,7 @@ class Watch:
             self.warnings.append(text)
 
     def _function(self, function: type) -> None:
-        if function.__module__.startswith(("torch._", "torch.fx")):
+        if function.__module__.startswith(("torch._", "torch.fx", FUNCTIONAL_COLLECTIVES_MODULE)):
             return
         self.problem(
             f"the model applies the custom autograd.Function {function.__module__}.{function.__qualname__} "
@@ -101,7 +107,8 @@ class Watch:
 
 
 class _Calls(TorchFunctionMode):
-    """Notes hooks on activations and changes of requires_grad, and reads `.data` as what it means: a detach."""
+    """Notes hooks on activations, exchanges that autograd does not see and changes of requires_grad, and reads `.data`
+    as what it means: a detach."""
 
     def __init__(self, watch: Watch, parameters: set[int]) -> None:
         super().__init__()
@@ -122,6 +129,12 @@ class _Calls(TorchFunctionMode):
                 f"forward computes gradients itself ({calling_line()}); gradients of gradients cannot be split over "
                 "stages. Write the derivative out as ordinary operations."
             )
+        if getattr(func, "__module__", "") == _PLAIN_COLLECTIVES and _carries_gradient(args):
+            self.watch.problem(
+                f"forward calls torch.distributed.{func.__name__} on an activation ({calling_line()}); autograd does "
+                "not see it, so gradients would not pass through the exchange as they do through the graph. Use the "
+                "function of that kind in torch.distributed._functional_collectives, or call it under torch.no_grad()."
+            )
         if func in _TRAINS and id(args[0]) in self.parameters:
             self.watch.problem(
                 f"forward changes requires_grad of a parameter ({calling_line()}); which parameters train must be "
@@ -136,6 +149,10 @@ class _Calls(TorchFunctionMode):
 def _has_unknown_shape(value: Any) -> bool:
     """Shapes are numbers in a capture, unless they depend on the data."""
     return isinstance(value, torch.Tensor) and not all(isinstance(size, int) for size in value.shape)
+
+
+def _carries_gradient(args: Any) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(value, torch.Tensor) and value.requires_grad for value in args)
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from zbcompile.passes.choices import Choices
 from zbcompile.passes.cutting import Assignment, Stage, assign_by_cuts, assign_by_parameters, cut
 from zbcompile.passes.distinct import StageCompiler, compile_distinct
 from zbcompile.passes.errors import CaptureError, CompileError
+from zbcompile.passes.groups import with_groups
 from zbcompile.passes.joint import trace_joint
 from zbcompile.passes.liveness import Line, draw_line
 from zbcompile.passes.probing import backward_failure, loss_problems, mixed_dtypes
@@ -127,6 +128,7 @@ def compile_drawn(
         canonical_targets=_targets(line),
         vocabulary=vocabulary,
         call=call_of(microbatch),
+        groups=canonical.captured.groups,
     )
 
 
@@ -222,4 +224,6 @@ def compile_inference(model: nn.Module, microbatch: Microbatch, like: Program) -
     assigned = assign_by_parameters(canonical, line, like.homes)
     stages = cut(canonical, line, assigned, like.schedule.stages)
     makers = {slot.name: stage.index for stage in stages for slot in stage.outputs if slot.kind == "output"}
-    return Inference(captured, stages, makers)
+    groups = canonical.captured.groups
+    bound = tuple(replace(stage, module=with_groups(stage.module, groups)) for stage in stages)
+    return Inference(captured, bound, makers)

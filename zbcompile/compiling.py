@@ -20,6 +20,7 @@ from zbcompile.nonfinite import inspected
 from zbcompile.options import Options
 from zbcompile.passes.refusals import hook_problems, raise_first
 from zbcompile.passes.slots import Slot
+from zbcompile.passes.stage_program import bind_groups
 from zbcompile.program import Program, StepOptions
 from zbcompile.recent import Recent
 from zbcompile.schedules.schedule import Schedule
@@ -127,7 +128,10 @@ class Executables:
         self._bound = {slot: (t, kind_of(t)) for slot, t in resident.items() if slot.kind != "constant"}
         own = sorted({stage for rank in self._engine.local for stage in program.stages_of(rank)})
         device, until = self._engine.device, program.random_until
-        stages = {i: prepare_stage(program.stages[i], resident, device, until) for i in own}
+        programs = {i: bind_groups(program.stages[i], program.groups) for i in own}
+        stages = {i: prepare_stage(each, resident, device, until) for i, each in programs.items()}
+        if isinstance(self._engine, Distributed):
+            self._engine.watch_over(program.groups)
         if self.debug_nan:
             stages = {i: inspected(stage) for i, stage in stages.items()}
         return make_executable(program, stages, self._engine.local, device, self._prepare_vocabulary(program, resident))

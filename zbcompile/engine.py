@@ -1,6 +1,6 @@
 """The two ways to run a step: all ranks inside this process, or this process as one rank of a group."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -26,7 +26,7 @@ from zbcompile.schedules.schedule import Schedule
 from zbcompile.seeds import microbatch_seed, undisturbed
 from zbcompile.stage_plan import CompiledStage
 from zbcompile.stage_run import StageRun
-from zbcompile.torch_private import profiler_is_on
+from zbcompile.torch_private import group_called, profiler_is_on
 from zbcompile.transport import Mailboxes, PointToPoint, ReceiveBuffers, Transport
 from zbcompile.vocabulary_collectives import Collectives
 from zbcompile.vocabulary_shards import VocabularyExecutable
@@ -253,6 +253,11 @@ class Distributed:
             self.collectives = dist.new_group(members, use_local_synchronization=True)
             self.watch.groups = (*self.watch.groups, self.collectives)
         return self.collectives
+
+    def watch_over(self, names: Iterable[str]) -> None:
+        """Process groups that the graphs communicate through: they end with this pipeline when one of its ranks
+        fails, so that their other ranks do not wait for it."""
+        self.watch.inner = tuple({*self.watch.inner, *map(group_called, names)})
 
     def step(
         self, executable: Executable, given: StepInput, parameters: Mapping[str, nn.Parameter]

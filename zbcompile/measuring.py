@@ -17,6 +17,7 @@ from torch.fx.node import map_arg
 from zbcompile.engine import Distributed, Engine
 from zbcompile.passes.canonical import is_getitem
 from zbcompile.passes.costs import is_view, tensors_of
+from zbcompile.passes.groups import is_collective
 from zbcompile.passes.liveness import Line
 from zbcompile.passes.loads import kernel_key
 
@@ -28,12 +29,12 @@ ENOUGH = 0.02  # seconds of measuring after which the least number of runs will 
 def measure_line(line: Line) -> dict[str, float]:
     """Seconds of forward and backward of every distinct operation of `line`, by `passes.loads.kernel_key`.
 
-    Runs on the device of the graph. A part of a tuple and a view take no time.
+    Runs on the device of the graph. A part of a tuple and a view take no time, and a collective none of this process.
     """
     found: dict[str, float] = {}
     with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_available() else []):
         for node in line.nodes:
-            if not is_getitem(node) and not is_view(node) and kernel_key(node) not in found:
+            if not (is_getitem(node) or is_view(node) or is_collective(node)) and kernel_key(node) not in found:
                 found[kernel_key(node)] = _seconds(_run_of(node))
     return found
 

@@ -39,7 +39,8 @@ class Program:
     `stages[i]` is the program of stage i, `lowered.programs[rank]` the actions of a rank with their communication,
     `homes` the stages that use each parameter and buffer (tied ones under their first name), `cuts` where the model
     was cut, `model` what is known of the model, `call` what a microbatch looks like (see `call_of`), `engine` what runs
-    the ranks (None where nothing does), `vocabulary` the output layer where that is sharded over all ranks.
+    the ranks (None where nothing does), `vocabulary` the output layer where that is sharded over all ranks. `groups`
+    are this process's names of the process groups that the graphs call `group0`, `group1`, and so on.
     """
 
     model: ModelFacts
@@ -54,6 +55,7 @@ class Program:
     canonical_targets: tuple[str, ...] = field(repr=False)
     call: tuple[str, ...] = ()
     step: StepOptions = StepOptions()
+    groups: tuple[str, ...] = field(default=(), compare=False)
     engine: "Engine | None" = field(default=None, repr=False, compare=False)
 
     @property

@@ -70,6 +70,11 @@ def program_in(directory: Path) -> list[Path]:
 
 
 def _refuse(program: Program) -> None:
+    if program.groups:
+        raise PipelineError(
+            f"the model's graphs communicate through {len(program.groups)} process group(s), whose names are those of "
+            "this run; a program that holds them cannot be saved. Compile the model where it runs."
+        )
     if isinstance(program, SavedProgram):
         raise PipelineError("this program was loaded from a directory, which holds it already; copy that.")
     empty = [name for name, tensor in program.model.constants.items() if not has_values(tensor)]

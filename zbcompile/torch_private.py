@@ -20,6 +20,11 @@ def profiler_is_on() -> bool:
     return torch.autograd._profiler_enabled()
 
 
+def group_called(name: str) -> dist.ProcessGroup:
+    """The process group of this name, by which functional collectives find it (2.11-2.13: no public function does)."""
+    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type, no-any-return]
+
+
 def found_infinities(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
     """What `unscale_` found for an optimizer, one tensor per device; empty before it. No public name says it
     (2.11-2.13)."""

@@ -64,8 +64,9 @@ def own_fault(position: Position, error: BaseException) -> Fault:
 
 @dataclass
 class Watch:
-    """This process is one rank of several. `groups` are all that its pipeline talks through, by way of `backend`;
-    `timeout` is how many seconds it waits for another rank, and `progress` says how far its device is."""
+    """This process is one rank of several. `groups` are all that its pipeline talks through, by way of `backend`,
+    `inner` those that its graphs do, with ranks of other pipelines; `timeout` is how many seconds it waits for another
+    rank, and `progress` says how far its device is."""
 
     position: Position
     board: Board
@@ -75,6 +76,7 @@ class Watch:
     progress: Progress
     fault: Fault | None = None
     known: Exception | None = None
+    inner: tuple[dist.ProcessGroup, ...] = ()
     stopped: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
@@ -138,6 +140,8 @@ class Watch:
             fault = self.fault or self.board.post(region, self._find_out(region, error))
         self.fault = fault
         self.board.end(fault)
+        for group in self.inner:
+            cut_connections(group, self.backend)
         self._leave(region)
         return fault.error()
 
@@ -234,7 +238,7 @@ class Watch:
         self.fault = fault
         if not self.position.waits:
             print(f"zbcompile: {fault.error()}", file=sys.stderr, flush=True)
-        for group in self.groups:
+        for group in (*self.groups, *self.inner):
             cut_connections(group, self.backend)
 
 

@@ -4,7 +4,8 @@ import torch
 import torch.distributed._functional_collectives
 from torch.fx import Graph, GraphModule, Node
 
-from zbcompile.passes.overlap import interleave, is_wait, merge
+from zbcompile.passes.groups import is_wait
+from zbcompile.passes.overlap import interleave, merge
 from zbcompile.passes.pieces import Piece
 from zbcompile.passes.slots import Slot
 
