@@ -106,11 +106,11 @@ def _describe(
         return " ".join([*what, _anonymous(slot, names), str(slot.kind == "parameter" and slot.name in trainable)])
     if node.op == "get_attr":  # a branch or a constant of the graph: the same only if it is the same object
         return " ".join([*what, str(id(attrgetter(str(node.target))(module)))])
-    arguments = map_arg((node.args, node.kwargs), lambda argument: _Number(numbers[argument]))  # type: ignore[arg-type, return-value]
+    arguments = map_arg((node.args, node.kwargs), lambda argument: NodeNumber(numbers[argument]))  # type: ignore[arg-type, return-value]
     return " ".join([*what, str(node.target), repr(arguments)])
 
 
-class _Number(str):
+class NodeNumber(str):
     """A node in a printed argument list, which a string there can never equal."""
 
     __slots__ = ()

@@ -8,9 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
+from zbcompile.backends import NAMES, check_backend, make_backend
 from zbcompile.command_line import exit_status
 from zbcompile.command_plan import Plan, add_plan, compiled, example_of, schedule_of
 from zbcompile.compiler import STAGE_PASSES
+from zbcompile.group import device_of
+from zbcompile.preparation import compile_passes
 from zbcompile.program import StepOptions
 from zbcompile.saving import program_in
 
@@ -32,6 +35,7 @@ class CompileRequest(Plan):
 
     output: Path
     seed: int
+    backend: str
 
 
 @dataclass
@@ -59,14 +63,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(request: CompileRequest) -> None:
     """Compile and save; raises the project's errors and OSError."""
     program_in(request.output)  # a wrong place is known before a long compilation
+    check_backend(request.backend, request.exact)
     schedule = schedule_of(request, request.schedule_name)
     progress = Progress(sys.stderr, schedule.stages, time.monotonic())
     example = example_of(request)
+    backend = make_backend(request.backend, device_of(example.model))
     progress.say(f"{type(example.model).__name__} is built; capturing it for {schedule.name}, {schedule.ranks} ranks")
     program = compiled(example, schedule, request, progress).program
-    step = StepOptions(loss_reduction=request.loss_reduction, seed=request.seed)
+    step = StepOptions(loss_reduction=request.loss_reduction, seed=request.seed, backend=request.backend)
     replace(program, step=step).save(request.output)
     progress.say("saved")
+    if backend.compiler is not None:
+        progress.say(str(compile_passes(program, range(schedule.ranks), backend).compilation))
     print(request.output)
 
 
@@ -80,6 +88,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("target", metavar="TARGET", help="package.module:name or path/file.py:name")
     parser.add_argument("--output", metavar="DIR", type=Path, required=True, help="where the program goes")
     parser.add_argument("--seed", type=int, default=0, help="enters zbcompile.microbatch_seed (default: 0)")
+    parser.add_argument(
+        "--backend",
+        choices=NAMES,
+        default="fx",
+        help="what runs the graphs (default: fx); inductor also compiles those of all ranks into this machine's cache",
+    )
     parser.add_argument("--debug", action="store_true", help="errors with their traceback")
     add_plan(parser)
     return parser

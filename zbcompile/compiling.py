@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from zbcompile.backends import Compilation, backend_name, make_backend
 from zbcompile.batch import Microbatch
 from zbcompile.binding import kind_of, require_same_tensors, resident_tensors
 from zbcompile.compiler import Drawn, compile_drawn, draw_step
 from zbcompile.consensus import require_equal_programs, together
+from zbcompile.cuda_graphs import check_cuda_graphs
 from zbcompile.engine import Distributed, Engine, Executable, is_first, make_executable
 from zbcompile.measuring import agreed, measure_line
 from zbcompile.nonfinite import inspected
@@ -21,6 +23,7 @@ from zbcompile.options import Options
 from zbcompile.passes.refusals import hook_problems, raise_first
 from zbcompile.passes.slots import Slot
 from zbcompile.passes.stage_program import bind_groups
+from zbcompile.preparation import CompiledPasses, compile_passes
 from zbcompile.program import Program, StepOptions
 from zbcompile.recent import Recent
 from zbcompile.schedules.schedule import Schedule
@@ -33,7 +36,8 @@ from zbcompile.vocabulary_shards import VocabularyExecutable, VocabularyShards, 
 
 class Executables:
     """What a pipeline runs, by the shapes of its microbatches. `program` is the first one's (None before), `share` this
-    process's share of the model, `shards` that of an output layer that is sharded over the ranks."""
+    process's share of the model, `shards` that of an output layer that is sharded over the ranks; `compilations` say
+    what the backend did for each program."""
 
     def __init__(self, model: nn.Module, options: Options, engine: Engine, schedule: Schedule) -> None:
         self.program: Program | None = None
@@ -41,6 +45,9 @@ class Executables:
         self.shards: VocabularyShards | None = None
         self._model, self._options, self._engine, self._schedule = model, options, engine, schedule
         self.debug_nan = options.debug_nan or DEBUG_NAN.read()
+        self._backend = make_backend("fx" if self.debug_nan else options.backend, engine.device)
+        check_cuda_graphs(options.cuda_graphs, engine.device)
+        self.compilations: list[Compilation] = []
         self._kept: Recent[Any, Executable] = Recent(options.max_shapes)
         self._bound: dict[Slot, tuple[torch.Tensor, str]] = {}
 
@@ -90,6 +97,7 @@ class Executables:
             )
         program = self._make_program(microbatch)
         options = {"loss_reduction": self._options.loss_reduction, "seed": self._options.seed}
+        options["backend"] = backend_name(self._options.backend)
         require_equal_programs(self._engine, {**program.manifest, **options})
         if self.program is None:
             self.program = program
@@ -111,7 +119,9 @@ class Executables:
         def compile_() -> Program:
             return compile_drawn(model, microbatch, drawn, schedule, options.choices, seconds, self.program)
 
-        step = StepOptions(options.loss_reduction, options.seed, options.split)
+        step = StepOptions(
+            options.loss_reduction, options.seed, options.split, backend_name(options.backend), options.cuda_graphs
+        )
         program = replace(together(engine, "compiling", compile_), step=step, engine=engine)
         if is_first(engine) and self.program is None and program.cuts.overweight:
             print(f"zbcompile: {program.cuts.overweight}")
@@ -128,16 +138,33 @@ class Executables:
         self._bound = {slot: (t, kind_of(t)) for slot, t in resident.items() if slot.kind != "constant"}
         own = sorted({stage for rank in self._engine.local for stage in program.stages_of(rank)})
         device, until = self._engine.device, program.random_until
-        programs = {i: bind_groups(program.stages[i], program.groups) for i in own}
-        stages = {i: prepare_stage(each, resident, device, until) for i, each in programs.items()}
+        bound = replace(program, stages=tuple(bind_groups(each, program.groups) for each in program.stages))
+        passes = self._compile_passes(bound)
+        stages = {i: prepare_stage(bound.stages[i], resident, device, until, passes.stage(i)) for i in own}
         if isinstance(self._engine, Distributed):
             self._engine.watch_over(program.groups)
         if self.debug_nan:
             stages = {i: inspected(stage) for i, stage in stages.items()}
-        return make_executable(program, stages, self._engine.local, device, self._prepare_vocabulary(program, resident))
+        vocabulary = self._prepare_vocabulary(program, resident, passes)
+        return make_executable(program, stages, self._engine.local, device, vocabulary)
+
+    def _compile_passes(self, program: Program) -> CompiledPasses:
+        engine, backend = self._engine, self._backend
+        graphs = self._options.cuda_graphs and not self.debug_nan
+
+        def compile_() -> CompiledPasses:
+            return compile_passes(program, engine.local, backend, graphs)
+
+        passes = (
+            compile_() if backend.compiler is None else together(engine, f"compiling with {backend.name}", compile_)
+        )
+        self.compilations.append(passes.compilation)
+        if passes.compilation.compiled and is_first(engine):
+            print(f"zbcompile: {passes.compilation}.")
+        return passes
 
     def _prepare_vocabulary(
-        self, program: Program, resident: Mapping[Slot, torch.Tensor]
+        self, program: Program, resident: Mapping[Slot, torch.Tensor], passes: CompiledPasses
     ) -> VocabularyExecutable | None:
         """The shards of the output layer; shapes that are compiled later find the same rows."""
         if program.vocabulary is None:
@@ -149,7 +176,7 @@ class Executables:
             self.shards = VocabularyShards(program.vocabulary.bounds, parameters, rank)
         group = engine.collective_group() if isinstance(engine, Distributed) else None
         root = program.rank_of(program.schedule.stages - 1)
-        return make_executable_shards(program.vocabulary, self.shards, root, resident, engine.device, group)
+        return make_executable_shards(program.vocabulary, self.shards, root, resident, engine.device, group, passes)
 
 
 def autocast_on(device: torch.device) -> tuple[bool, torch.dtype]:

@@ -8,6 +8,7 @@ from typing import Any, overload
 import torch
 from torch import nn
 
+from zbcompile.backends import GraphCompiler
 from zbcompile.errors import PipelineError
 from zbcompile.group import device_of, make_engine
 from zbcompile.options import Options
@@ -52,6 +53,8 @@ def pipeline(  # type: ignore[misc]  # the overloads differ in `model` alone and
     max_shapes: int = 8,
     init: Init | None = None,
     debug_nan: bool = False,
+    backend: str | GraphCompiler = "fx",
+    cuda_graphs: bool = False,
 ) -> Any:
     """Turn `model` into a pipeline, or decorate an nn.Module class or a function that returns a module.
 
@@ -100,7 +103,12 @@ def pipeline(  # type: ignore[misc]  # the overloads differ in `model` alone and
             first compilation each rank makes its own share real and nothing else. Without it `load_state_dict` fills
             the share before the first step.
         debug_nan: stop at the first operation that makes a NaN or an infinity, and name its stage, pass, microbatch and
-            line (slow). ZBCOMPILE_DEBUG_NAN=1 does the same.
+            line (slow; the graphs run as they are, whatever the backend). ZBCOMPILE_DEBUG_NAN=1 does the same.
+        backend: what runs the graphs (docs/backends.md). "fx": each operation as it is; "inductor": compiled by torch's
+            inductor, once per distinct graph and machine, gradients equal within 2e-6 of the largest entry (fp32); or a
+            function `backend(graph_module, example_inputs)` that returns what is called in place of the graph.
+        cuda_graphs: record every pass as a CUDA graph and replay it (docs/backends.md). Takes memory for the copies of
+            what goes in and out, and gradients that stay in place: `optimizer.zero_grad(set_to_none=False)`.
 
     Raises PipelineError, CompileError or ScheduleError with what to do, on every rank; FaultError where one rank
     failed in the middle of a step (docs/faults.md).
@@ -113,7 +121,20 @@ def pipeline(  # type: ignore[misc]  # the overloads differ in `model` alone and
         exact, recompute, cuts, boundary_bytes, memory, optimizer_state, accumulate_dtype, weight_recompute, vocab
     )
     options = Options(
-        schedule, microbatches, loss, loss_reduction, choices, split, chunks, seed, timeout, max_shapes, init, debug_nan
+        schedule,
+        microbatches,
+        loss,
+        loss_reduction,
+        choices,
+        split,
+        chunks,
+        seed,
+        timeout,
+        max_shapes,
+        init,
+        debug_nan,
+        backend,
+        cuda_graphs,
     )
 
     def build(module: Any) -> Pipeline:

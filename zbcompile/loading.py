@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from zbcompile.backends import NAMES, GraphCompiler
 from zbcompile.checkpoints import load_checkpoint
 from zbcompile.consensus import require_equal_programs, together
 from zbcompile.engine import Engine
@@ -51,6 +52,8 @@ def load(
     seed: int | None = None,
     timeout: float = 300.0,
     debug_nan: bool = False,
+    backend: str | GraphCompiler | None = None,
+    cuda_graphs: bool | None = None,
 ) -> LoadedPipeline:
     """The pipeline that `pipe.program.save(directory)` saved, without the model's source; it runs the same bits.
 
@@ -66,6 +69,8 @@ def load(
         seed: enters `zbcompile.microbatch_seed`; default: the one that it was compiled with.
         operators: operators of other libraries that the program may call, such as "mylibrary::scale". Import the module
             that defines them first.
+        backend, cuda_graphs: as for `zbcompile.pipeline`; default: as the program was saved. The directory holds
+            graphs, never compiled code: inductor compiles them here, or finds them in its cache (docs/backends.md).
 
     Nothing in the directory is executed: graphs are data that name operators of torch, and of `operators`.
 
@@ -90,7 +95,8 @@ def load(
             "digest": digest_of(program.written or {}),
         }
         require_equal_programs(engine, same, "loaded different programs", SAME)
-    pipe = LoadedPipeline(program, _options(program, init, seed, timeout, debug_nan), engine)
+    given = {"seed": seed, "backend": backend, "cuda_graphs": cuda_graphs}
+    pipe = LoadedPipeline(program, _options(program, init, timeout, debug_nan, given), engine)
     with engine.watch.region(f"filling {folder}"):
         pipe.adopt(program)
         if state_dict is not None:
@@ -114,8 +120,17 @@ def device_for(folder: Path) -> torch.device:
     return own_device(found["device"] if found else "cpu")
 
 
-def _options(program: SavedProgram, init: Init | None, seed: int | None, timeout: float, debug_nan: bool) -> Options:
+def _options(
+    program: SavedProgram, init: Init | None, timeout: float, debug_nan: bool, given: Mapping[str, Any]
+) -> Options:
+    """The options of a loaded program. Where `given` has None, they are those that it was saved with."""
     step, schedule = program.step, program.schedule
+    chosen = {name: getattr(step, name) if value is None else value for name, value in given.items()}
+    if given["backend"] is None and step.backend not in NAMES:
+        raise PipelineError(
+            f"the program was saved with a backend of its own, {step.backend}, which a directory cannot hold. Pass "
+            'backend=: that function, "fx" or "inductor".'
+        )
     return Options(
         schedule=schedule,
         microbatches=schedule.microbatches,
@@ -124,11 +139,11 @@ def _options(program: SavedProgram, init: Init | None, seed: int | None, timeout
         choices=program.choices,
         split=step.split,
         chunks=None,
-        seed=step.seed if seed is None else seed,
         timeout=timeout,
         max_shapes=1,
         init=init,
         debug_nan=debug_nan,
+        **chosen,
     )
 
 

@@ -18,7 +18,7 @@ def inspected(stage: CompiledStage) -> CompiledStage:
     """`stage` with every pass checked: FloatingPointError at the first operation that makes what its inputs lack."""
     pieces = stage.program.pieces
     calls = {name: replace(call, run=Checked(stage.index, pieces[name])) for name, call in stage.calls.items()}
-    return replace(stage, calls=calls, inspected=True)
+    return replace(stage, calls=calls, mergeable=False)
 
 
 @dataclass(frozen=True)

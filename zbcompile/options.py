@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from zbcompile.backends import GraphCompiler, check_backend
 from zbcompile.errors import PipelineError
 from zbcompile.passes.choices import BALANCES, RECOMPUTE_POLICIES, VOCABS, Choices
 from zbcompile.passes.wrapped import LossFunction
@@ -31,6 +32,8 @@ class Options:
     max_shapes: int = 8
     init: Init | None = None
     debug_nan: bool = False
+    backend: str | GraphCompiler = "fx"
+    cuda_graphs: bool = False
 
     def __post_init__(self) -> None:
         if self.loss_reduction not in ("mean", "sum"):
@@ -48,6 +51,7 @@ class Options:
             raise PipelineError(f"weight_recompute={self.choices.weight_recompute!r}; expected True or False.")
         if self.choices.vocab not in VOCABS or isinstance(self.choices.vocab, bool):
             raise PipelineError(f'vocab={self.choices.vocab!r}; expected "off", "auto", 1 or 2 (barriers).')
+        check_backend(self.backend, self.choices.exact)
         _check_cuts(self.choices)
         _check_dtype(self.choices.accumulate_dtype)
 

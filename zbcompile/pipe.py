@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zbcompile.backends import Compilation
 from zbcompile.batch import Batch, flatten_batch, refuse_input_gradients, require_divisible
 from zbcompile.binding import resident_tensors
 from zbcompile.clipping import total_norm
@@ -48,7 +49,7 @@ class Pipeline:
         self._records: list[StepRecord] | None = None
         with self._watch.region("making the pipeline"):
             self._schedule = resolve_schedule(options, self._engine.ranks, self.is_first)
-        self._compiled = Executables(model, options, engine, self._schedule)
+            self._compiled = Executables(model, options, engine, self._schedule)
         self._evaluations: Recent[Any, EvaluationPlan] = Recent(options.max_shapes)
 
     @property
@@ -75,6 +76,14 @@ class Pipeline:
     def last_step(self) -> StepRecord | None:
         """The record of the last step that ran with `record = True`."""
         return self._engine.last_step
+
+    @property
+    def compilations(self) -> tuple[Compilation, ...]:
+        """What the backend did on this process, for each program: how many graphs, how many distinct, compiled, loaded.
+
+        Over all ranks, and with an empty cache, as many graphs are compiled as are distinct.
+        """
+        return tuple(self._compiled.compilations)
 
     def compile(self, *args: Any, target: Any = None, **kwargs: Any) -> "Pipeline":
         """Compile for the shapes of this batch (as `step` takes it) without running it."""

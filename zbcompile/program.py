@@ -30,6 +30,8 @@ class StepOptions:
     loss_reduction: str = "mean"
     seed: int = 0
     split: Mapping[str, bool] | None = None
+    backend: str = "fx"
+    cuda_graphs: bool = False
 
 
 @dataclass(frozen=True)

@@ -125,8 +125,8 @@ def _merge_pairs(
 
 
 def _pair_of(one: CompiledStage, op: str, other: CompiledStage) -> Callable[[list[Any]], Sequence[torch.Tensor]]:
-    """The merged graph; under inspection, which goes by pieces, the two one after the other."""
-    if not (one.inspected or other.inspected):
+    """The merged graph; where the passes are no plain graphs any more, the two one after the other."""
+    if one.mergeable and other.mergeable:
         return boxed(merge(one.program.pieces["F"], other.program.pieces[op]).module).forward  # type: ignore[no-any-return]
 
     def in_turn(values: list[Any]) -> Sequence[torch.Tensor]:

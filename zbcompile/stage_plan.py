@@ -4,12 +4,13 @@ At run time a microbatch is one list of values, the registers; a pass fetches it
 later pass reads, and stores what it keeps. All that could be decided beforehand is decided here, once per program.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from zbcompile.backends import Run
 from zbcompile.passes.canonical import output_values
 from zbcompile.passes.costs import storage_key_of
 from zbcompile.passes.pieces import Piece
@@ -32,7 +33,7 @@ class Call:
     boundary tensors travel, `gradients` (result, parameter), `mutations` (result, buffer); `loss` is a result or None.
     """
 
-    run: Callable[[Tensors], Sequence[torch.Tensor]]
+    run: Run
     takes: tuple[int, ...]
     frees: tuple[int, ...]
     accumulators: tuple[tuple[int, str], ...]
@@ -50,7 +51,8 @@ class CompiledStage:
     `template` is a microbatch before its F: what is resident stands in its register, the others are None. `inputs` are
     the registers of user inputs by path, `arrivals` those of what arrives in F, `tangents` in B. `passing` names the
     registers that hold values of one microbatch only. `generator_arrives` and `generator_leaves` say whether generator
-    state travels with F, which `relay` continues; `inspected` that its calls watch over every operation.
+    state travels with F, which `relay` continues; `mergeable` that its calls run its graphs as they are, so that a pair
+    can be one graph.
     """
 
     program: StageProgram
@@ -66,7 +68,7 @@ class CompiledStage:
     generator_arrives: bool
     generator_leaves: bool
     relay: Relay
-    inspected: bool = False
+    mergeable: bool
 
     @property
     def index(self) -> int:
@@ -74,9 +76,15 @@ class CompiledStage:
 
 
 def prepare_stage(
-    program: StageProgram, resident: Mapping[Slot, torch.Tensor], device: torch.device, random_until: int
+    program: StageProgram,
+    resident: Mapping[Slot, torch.Tensor],
+    device: torch.device,
+    random_until: int,
+    runs: Mapping[str, Run] | None = None,
 ) -> CompiledStage:
-    """Bind a stage program to its tensors. Its graphs become boxed calls: each frees its inputs as it uses them."""
+    """Bind a stage program to its tensors. `runs` are what a backend made of its graphs, by pass; without them the
+    graphs run as FX code. Either way a call frees its inputs as it uses them."""
+    code = runs or {name: boxed(piece.module).forward for name, piece in program.pieces.items()}
     registers = _registers(program)
     index = program.stage
     return CompiledStage(
@@ -84,7 +92,7 @@ def prepare_stage(
         device=device,
         resident=resident,
         template=tuple(resident[slot] if slot.kind in RESIDENT else None for slot in registers),
-        calls={name: _call(program, name, registers) for name in program.pieces},
+        calls={name: _call(program, name, code[name], registers) for name in program.pieces},
         inputs=tuple((place, slot.name) for slot, place in registers.items() if slot.kind == "input"),
         arrivals=tuple(registers[Slot("activation", name)] for name in program.receives),
         tangents=tuple(registers[Slot("tangent", name)] for name in program.gradients_in),
@@ -93,6 +101,7 @@ def prepare_stage(
         generator_arrives=0 < index <= random_until,
         generator_leaves=index < random_until,
         relay=Relay(device),
+        mergeable=runs is None,
     )
 
 
@@ -108,14 +117,14 @@ def _passes(slot: Slot) -> bool:
     return slot.kind not in RESIDENT and slot != LOSS_FACTOR
 
 
-def _call(program: StageProgram, name: str, registers: Mapping[Slot, int]) -> Call:
+def _call(program: StageProgram, name: str, run: Run, registers: Mapping[Slot, int]) -> Call:
     piece = program.pieces[name]
     kept = later_reads(program, name)
     places = {slot: place for place, slot in enumerate(piece.outputs)}
     sent = {"F": ("activation", program.sends), "B": ("input_gradient", program.gradients_out)}
     kind, specs = sent.get("B" if name == "BW" else name, ("", {}))
     return Call(
-        run=boxed(piece.module).forward,
+        run=run,
         takes=tuple(registers[slot] for slot in piece.inputs),
         frees=tuple(place for slot, place in registers.items() if _passes(slot) and slot not in kept),
         accumulators=tuple((registers[slot], slot.name) for slot in piece.inputs if slot.kind == "accumulator"),

@@ -3,13 +3,20 @@
 Supporting a newer torch starts here and in `passes/torch_private.py`.
 """
 
-from collections.abc import Iterable
+import contextlib
+import copy
+import hashlib
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree  # 2.11-2.13: torch.export's own pytree; torch.utils.pytree is newer
+
+from zbcompile.passes.torch_private import is_in_place, make_fx
 
 pytree = pytree
 
@@ -55,3 +62,116 @@ def is_bound(group: dist.ProcessGroup | None) -> bool:
     """Whether `init_process_group` was given a device_id: new groups are then split from this one by all of its ranks
     (2.11-2.13)."""
     return getattr(group, "bound_device_id", None) is not None
+
+
+# What inductor is told beside the user's own torch._inductor.config: eager's random numbers (its own generator draws
+# others), no CUDA graphs (zbcompile captures its own) and no cache of its own (CompileCache is one).
+INDUCTOR = {
+    "fallback_random": True,
+    "triton.cudagraphs": False,
+    "fx_graph_cache": False,
+    "fx_graph_remote_cache": False,
+    "force_disable_caches": False,
+}
+
+
+def inductor_compile(module: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> bytes:
+    """Compile a graph of ATen operations, given as fake tensors, to bytes that `inductor_load` runs; its libraries
+    stand in the folder of `inductor_files_in`.
+
+    torch.compile and torch._inductor.compile would make additions into an input functional and copy the sums back, and
+    their callables keep inputs alive until they return. So the graph goes to the function below them, which leaves
+    operations in place and frees inputs as they are used (2.11-2.13: `compile_fx_inner` and what it returns).
+    """
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
+
+    with config.patch(INDUCTOR), torch.no_grad():
+        _keep_in_place_operations()
+        rules = {op: rule for op, rule in select_decomp_table().items() if not is_in_place(op)}
+        lowered = make_fx(module, decomposition_table=rules)(*inputs)
+        output = lowered.graph.output_node()
+        values = output.args[0]
+        output.meta["user_visible_output_idxs"] = list(range(len(values)))  # type: ignore[arg-type]
+        output.meta["original_output_strides"] = [value.meta["val"].stride() for value in values]  # type: ignore[union-attr]
+        compiled = copy.copy(compile_fx_inner(lowered, list(inputs), is_inference=True))
+    compiled.prepare_for_serialization()
+    return pickle.dumps(compiled)
+
+
+def _keep_in_place_operations() -> None:
+    """Let inductor call these as they are (2.11-2.13: it has a rule for every operation, or a fallback that must be
+    registered; the one that it registers itself is refused where the environment variable CI is set)."""
+    from torch._inductor.lowering import lowerings, make_fallback
+
+    aten = torch.ops.aten
+    for operation in (aten.addmm_.default, aten.baddbmm_.default, aten.index_add_.default):
+        if operation not in lowerings:
+            make_fallback(operation, warn=False, override_decomp=True)
+
+
+def inductor_load(content: bytes) -> Callable[[list[Any]], Sequence[torch.Tensor]]:
+    """What `inductor_compile` made, as a function of one list, which it empties (2.11-2.13: what inductor's own cache
+    does on a hit). Runs code from the folder of `inductor_files_in`."""
+    from torch._inductor import config
+    from torch._inductor.output_code import CompiledFxGraphConstants
+    from torch._inductor.utils import BoxedBool
+
+    compiled = pickle.loads(content)
+    constants = CompiledFxGraphConstants()
+    with config.patch({"cpp_cache_precompile_headers": False}):  # nothing is compiled, so no headers are needed
+        compiled.after_deserialization(constants)
+    compiled.post_compile((), constants, {"cudagraphs": BoxedBool(False), "is_backward": False})
+    return compiled  # type: ignore[no-any-return]
+
+
+def takes_a_list(function: Callable[..., Any]) -> bool:
+    """Whether a compiled function takes one list, which it empties (2.11-2.13: torch's own mark for it)."""
+    return bool(getattr(function, "_boxed_call", False))
+
+
+@contextlib.contextmanager
+def inductor_files_in(folder: Path) -> Iterator[None]:
+    """Let inductor read and write in `folder` alone (2.11-2.13: the environment variable for it is public, that it must
+    forget what it loaded from elsewhere is not)."""
+    from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
+
+    with temporary_cache_dir(str(folder)):
+        yield
+
+
+def inductor_settings() -> str:
+    """Everything beside the graph that enters the compiled code: torch's release, inductor's options and the switches
+    of torch that it reads (2.11-2.13: the options have no public list)."""
+    from torch._inductor import config
+
+    with config.patch(INDUCTOR):
+        options = sorted(config.save_config_portable().items())
+    switches = [
+        *(torch.__version__, torch.version.git_version, torch.get_num_threads(), torch.get_float32_matmul_precision()),
+        *(torch.are_deterministic_algorithms_enabled(), torch.backends.cuda.matmul.allow_tf32),
+    ]
+    return hashlib.sha256(repr([options, switches]).encode()).hexdigest()
+
+
+def cpp_compiler() -> tuple[str, str]:
+    """The C++ compiler that inductor uses, and its version; RuntimeError where there is none (2.11-2.13)."""
+    from torch._inductor.cpp_builder import get_compiler_version_info, get_cpp_compiler
+
+    compiler = get_cpp_compiler()
+    return compiler, get_compiler_version_info(compiler)
+
+
+def vector_instructions(known: str | None) -> str:
+    """The vector instructions that inductor compiles for. To find them it compiles and loads a library, which takes
+    seconds; `known`, what an earlier run found on such a machine, is believed where the processor has them
+    (2.11-2.13: `vec_isa_ok` skips the trial)."""
+    from torch._inductor import config, cpu_vec_isa
+
+    if known is not None:
+        with config.patch({"cpp.vec_isa_ok": True}):
+            if str(cpu_vec_isa.pick_vec_isa()) == known:
+                return known
+        cpu_vec_isa.valid_vec_isa_list.cache_clear()
+    return str(cpu_vec_isa.pick_vec_isa())

@@ -1,10 +1,11 @@
 """Running one vocabulary shard: its graphs, what waits between them, and where its gradients go."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 
+from zbcompile.backends import Run
 from zbcompile.errors import PipelineError
 from zbcompile.passes.slots import Slot
 from zbcompile.passes.torch_private import boxed
@@ -20,13 +21,18 @@ class CompiledShard:
 
     rank: int
     program: VocabularyGraphs
-    calls: Mapping[str, Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]]
+    calls: Mapping[str, Run]
     resident: Mapping[Slot, torch.Tensor]
 
 
-def prepare_shard(program: VocabularyGraphs, rank: int, resident: Mapping[Slot, torch.Tensor]) -> CompiledShard:
-    """Bind a shard's graphs to its tensors."""
-    calls = {name: boxed(piece.module) for name, piece in program.pieces[rank].items()}
+def prepare_shard(
+    program: VocabularyGraphs,
+    rank: int,
+    resident: Mapping[Slot, torch.Tensor],
+    runs: Mapping[str, Run] | None = None,
+) -> CompiledShard:
+    """Bind a shard's graphs to its tensors. `runs` are what a backend made of them, by pass."""
+    calls = runs or {name: boxed(piece.module).forward for name, piece in program.pieces[rank].items()}
     return CompiledShard(rank, program, calls, resident)
 
 

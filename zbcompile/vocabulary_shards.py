@@ -16,6 +16,7 @@ from torch import nn
 from zbcompile.gradients import Gradients
 from zbcompile.passes.slots import Slot
 from zbcompile.passes.vocabulary_program import VocabularyProgram
+from zbcompile.preparation import CompiledPasses
 from zbcompile.transport import Transport
 from zbcompile.vocabulary_collectives import Collectives, GroupCollectives, SharedCollectives, VocabularyTransport
 from zbcompile.vocabulary_run import CompiledShard, ShardRun, prepare_shard
@@ -142,13 +143,14 @@ def make_executable_shards(
     resident: Mapping[Slot, torch.Tensor],
     device: torch.device,
     group: dist.ProcessGroup | None,
+    passes: CompiledPasses,
 ) -> VocabularyExecutable:
-    """Bind the graphs of this process's shards to their rows."""
+    """Bind the graphs of this process's shards, as `passes` has them, to their rows."""
     ranks = range(len(shards.bounds)) if shards.rank is None else [shards.rank]
     compiled = {}
     for rank in ranks:
         rows = {Slot("parameter", name): shards.rows(rank, name) for name in program.parameters}
-        compiled[rank] = prepare_shard(program, rank, {**resident, **rows})
+        compiled[rank] = prepare_shard(program, rank, {**resident, **rows}, passes.shard(rank))
     accumulators = {rank: partial(shards.accumulator, rank) for rank in ranks}
     stream = torch.cuda.Stream(device) if group is not None and device.type == "cuda" else None
     return VocabularyExecutable(program, compiled, accumulators, root, device, group, shards, stream)

@@ -5,24 +5,22 @@
 One process, one thread. Rounds of all contestants take turns, and the median of the rounds' ratios counts: a shared
 machine drifts. Contestants: F + B + W and F + BW of the compiled stage, weight gradients added inside the GEMM; torch's
 own split (stage_backward_input, then stage_backward_weight, of torch.distributed.pipelining); with --inductor F + B + W
-through torch.compile. Torch does not split a first stage: there the whole backward is its W.
+compiled by backend="inductor". Torch does not split a first stage: there the whole backward is its W.
 """
 
 import argparse
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
 import torch
 from tabulate import tabulate
-from torch import Tensor
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from tqdm import tqdm
 
+from zbcompile.backends import Backend, make_backend
 from zbcompile.gradients import Gradients
 from zbcompile.passes.choices import Choices
 from zbcompile.passes.slots import Slot
@@ -78,24 +76,14 @@ def compiled_step(stage: Stage, prepared: CompiledStage, split: bool) -> Step:
     return step
 
 
-def prepare(stage: Stage) -> CompiledStage:
+def prepare(stage: Stage, backend: Backend | None = None) -> CompiledStage:
+    """The stage bound to its parameters, its graphs as they are or compiled by `backend`."""
     resident = {Slot("parameter", name): parameter for name, parameter in stage.parameters.items()}
-    return prepare_stage(stage.program, resident, torch.device("cpu"), -1)
+    runs = backend.compile(stage.program.pieces)[0] if backend else None
+    return prepare_stage(stage.program, resident, torch.device("cpu"), -1, runs)
 
 
-def through_inductor(prepared: CompiledStage) -> CompiledStage:
-    """The same stage with every piece compiled by torch.compile."""
-    pieces = prepared.program.pieces
-    calls = {name: replace(call, run=_compiled(pieces[name].module)) for name, call in prepared.calls.items()}
-    return replace(prepared, calls=calls)
-
-
-def _compiled(module: torch.fx.GraphModule) -> Callable[[list[Tensor]], list[Tensor]]:
-    optimised = torch.compile(module, dynamic=False)
-    return lambda values: optimised(*values)
-
-
-def contestants(stage: Stage, inductor: bool) -> dict[str, Step]:
+def contestants(stage: Stage, inductor: Backend | None) -> dict[str, Step]:
     prepared = prepare(stage)
     steps = {
         OURS: compiled_step(stage, prepared, split=True),
@@ -103,7 +91,7 @@ def contestants(stage: Stage, inductor: bool) -> dict[str, Step]:
         TORCH: lambda: torch_step(stage),
     }
     if inductor:
-        steps[INDUCTOR] = compiled_step(stage, through_inductor(prepared), split=True)
+        steps[INDUCTOR] = compiled_step(stage, prepare(stage, inductor), split=True)
     return steps
 
 
@@ -142,16 +130,14 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=128, help="tokens of a sequence (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=4, help="sequences of a microbatch (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=21, help="paired rounds (default: %(default)s)")
-    parser.add_argument("--inductor", action="store_true", help="also through torch.compile (minutes to compile)")
+    parser.add_argument("--inductor", action="store_true", help="also compiled by inductor (minutes, the first time)")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    if options.inductor and not (shutil.which("g++") or shutil.which("clang++")):
-        print("--inductor: there is no C++ compiler (g++ or clang++); left out.")
-        options.inductor = False
+    inductor = make_backend("inductor", torch.device("cpu")) if options.inductor else None
     rows = []
     for kind in options.models.split(","):
         for stage in tqdm(compile_stages(kind, options.width, options.length, options.batch), unit="stage"):
-            found = measure(stage, contestants(stage, options.inductor), options.rounds)
+            found = measure(stage, contestants(stage, inductor), options.rounds)
             rows.append({"model": kind, "stage": stage.name, **found})
     print(f"CPU seconds / eager forward and backward, median of {options.rounds} paired rounds")
     print(tabulate(rows, headers="keys", floatfmt=".3f"))

@@ -92,8 +92,8 @@ class Contender:
         self.cpu.append(float(spent))
 
 
-def ours(name: str, model: nn.Module, inputs: Tensor, targets: Tensor) -> Contender:
-    pipe = zbcompile.pipeline(model, schedule=name, microbatches=MICROBATCHES, loss=next_byte_loss)
+def ours(name: str, model: nn.Module, inputs: Tensor, targets: Tensor, backend: str = "fx") -> Contender:
+    pipe = zbcompile.pipeline(model, schedule=name, microbatches=MICROBATCHES, loss=next_byte_loss, backend=backend)
     pipe.compile(inputs, target=targets)
 
     def held() -> int:
@@ -105,7 +105,7 @@ def ours(name: str, model: nn.Module, inputs: Tensor, targets: Tensor) -> Conten
     return Contender(lambda: pipe.step(inputs, target=targets), pipe.parameters(), held)
 
 
-def torchs(name: str, model: GPT, inputs: Tensor, targets: Tensor) -> Contender:
+def torchs(name: str, model: GPT, inputs: Tensor, targets: Tensor, compiled: bool = False) -> Contender:
     rank, placement = dist.get_rank(), build(TORCH[name], dist.get_world_size(), MICROBATCHES).placement
     count = placement.stages
     parts = {i: Part(model, i, count) for i in placement.stages_of(rank)}
@@ -113,8 +113,11 @@ def torchs(name: str, model: GPT, inputs: Tensor, targets: Tensor) -> Contender:
     stages = []
     for i, part in parts.items():
         example = tokens if i == 0 else hidden
+        module = torch.compile(part, dynamic=False) if compiled else part
         result = torch.zeros(ROWS, LENGTH, 256 if i == count - 1 else WIDTH, requires_grad=True)
-        stages.append(PipelineStage(part, i, count, torch.device("cpu"), input_args=(example,), output_args=(result,)))
+        stages.append(
+            PipelineStage(module, i, count, torch.device("cpu"), input_args=(example,), output_args=(result,))
+        )
     kind = getattr(torch_schedules, name)
     single = issubclass(kind, torch_schedules.PipelineScheduleSingle)
     schedule = kind(stages[0] if single else stages, MICROBATCHES, loss_fn=next_byte_loss)

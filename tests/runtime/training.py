@@ -91,7 +91,7 @@ _DRAWN: dict[str, Drawn] = {}
 _COMPILED: dict[Any, Program] = {}
 
 
-def pipeline_of(case: Case) -> zbcompile.Pipeline:
+def pipeline_of(case: Case, **options: Any) -> zbcompile.Pipeline:
     problem = problem_of(case.problem)
     return zbcompile.pipeline(
         problem.model(),
@@ -100,6 +100,7 @@ def pipeline_of(case: Case) -> zbcompile.Pipeline:
         loss=problem.loss,
         exact=case.exact,
         ranks=None if dist.is_initialized() else case.ranks,
+        **options,
     )
 
 

@@ -1,0 +1,85 @@
+"""Graphs without names: what counts as the same work."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from zbcompile.batch import Microbatch
+from zbcompile.compiler import compile_step
+from zbcompile.example import Example
+from zbcompile.inspected import one_microbatch
+from zbcompile.passes.bare_graph import bare
+from zbcompile.passes.choices import Choices
+from zbcompile.passes.torch_private import make_fx
+from zbcompile.schedules import build
+
+WIDTH = 8
+
+
+class Layers(nn.Module):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def traced(function: Callable[..., list[Tensor]], *inputs: Tensor) -> GraphModule:
+    return make_fx(function, tracing_mode="fake")(*inputs)
+
+
+def microbatch(model: nn.Module) -> Microbatch:
+    return one_microbatch(Example(model, (torch.zeros(2, WIDTH),)))
+
+
+def test_equal_stages_have_equal_texts() -> None:
+    """Eight stages of one layer: those in the middle differ from each other in names alone."""
+    model = Layers(8)
+    cuts = Choices(balance=tuple(f"layers.{i}" for i in range(1, 8)))
+    program = compile_step(model, microbatch(model), None, build("zb-v", 4, 8), cuts)
+    for name in ("F", "B", "W", "BW"):
+        texts = [bare(stage.pieces[name].module).text for stage in program.stages]
+        assert len(set(texts[1:-1])) == 1
+        assert len({texts[1], texts[-1]}) == (1 if name == "W" else 2)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        (lambda x: [x * 2, x + 1.5], torch.zeros(2, 3)),
+        (lambda x: [x + 1.5, x * 2], torch.zeros(2, 3)),
+        (lambda x: [x * 2, x + 1], torch.zeros(3, 2)),
+        (lambda x: [x * 2, x + 1], torch.zeros(3, 2).t()),
+        (lambda x: [x * 2, x + 1], torch.zeros(2, 3, dtype=torch.float64)),
+    ],
+    ids=["number", "order of results", "shape", "strides", "dtype"],
+)
+def test_what_makes_a_difference(other: tuple[Callable[..., list[Tensor]], Tensor]) -> None:
+    same = [bare(traced(lambda x: [x * 2, x + 1], torch.zeros(2, 3))).text for _ in range(2)]
+    assert same[0] == same[1]
+    assert bare(traced(other[0], other[1])).text != same[0]
+
+
+def test_constants_become_inputs() -> None:
+    weight = torch.arange(6.0).view(2, 3)
+    module = make_fx(lambda x: [x + weight])(torch.zeros(2, 3))
+    found = bare(module)
+    assert torch.equal(*found.constants, weight)
+    assert [tuple(value.shape) for value in found.inputs] == [(2, 3), (2, 3)]
+    assert torch.equal(found.module(torch.ones(2, 3), *found.constants)[0], weight + 1)
+    assert bare(make_fx(lambda x: [x + weight * 0])(torch.zeros(2, 3))).text != found.text
+
+
+def test_branches_count_by_what_they_do() -> None:
+    def choose(factor: float) -> Callable[..., list[Tensor]]:
+        return lambda flag, x: [torch.cond(flag, lambda x: x * factor, lambda x: x + 1, (x,))]
+
+    inputs = torch.tensor(True), torch.zeros(2)
+    texts = [bare(traced(choose(factor), *inputs)).text for factor in (2.0, 2.0, 3.0)]
+    assert texts[0] == texts[1] != texts[2]

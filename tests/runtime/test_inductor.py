@@ -1,0 +1,174 @@
+"""backend="inductor": within its bound of eager, compiled once per distinct graph, in place, and from the cache."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zbcompile
+from tests.runtime.pool import Pool
+from tests.runtime.training import Case, Trained, assert_bitwise, join, pipeline_of, problem_of, reference, train
+from zbcompile.backends import Compilation
+from zbcompile.compile_cache import CompileCache
+from zbcompile.inductor import make_inductor
+from zbcompile.passes.bare_graph import bare
+from zbcompile.passes.torch_private import make_fx
+
+pytestmark = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
+BOUND = 2e-6  # of the largest entry of each gradient, fp32: other orders of summation, vectorised functions
+CASE = Case("mlp", "zb-v", 2, 4, exact=False, steps=2)
+GLOO = [Case("mlp", name, 2, 4, exact=False, steps=1) for name in ("zb-h1", "zb-v", "dualpipe-v")]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """One folder of compiled graphs for all tests of this file."""
+    folder = tmp_path_factory.mktemp("compiled")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ZBCOMPILE_CACHE", str(folder))
+        yield folder
+
+
+def assert_close(ours: Trained, theirs: Trained) -> None:
+    for one, other in zip(ours.losses, theirs.losses, strict=True):
+        torch.testing.assert_close(one, other, rtol=BOUND, atol=0)
+    for step, expected in enumerate(theirs.gradients):
+        for name, gradient in expected.items():
+            found = ours.gradients[step][name]
+            assert (found is None) == (gradient is None), name
+            if gradient is not None and found is not None:
+                worst = (found - gradient).abs().max() / gradient.abs().max()
+                assert worst <= BOUND, f"step {step}: {name} differs by {worst:.1e}"
+
+
+def entries(folder: Path) -> int:
+    """The graphs in a cache."""
+    return len(list(folder.glob("*/graph.pickle")))
+
+
+@pytest.fixture(scope="module")
+def first(cache: Path) -> tuple[Trained, Compilation]:
+    """The first training with an empty cache, and what was compiled for it."""
+    pipe = pipeline_of(CASE, backend="inductor")
+    trained = train(pipe, CASE)
+    assert entries(cache) == pipe.compilations[0].compiled
+    return trained, pipe.compilations[0]
+
+
+def test_gradients_are_within_the_bound(first: tuple[Trained, Compilation]) -> None:
+    assert_close(first[0], reference(CASE))
+
+
+def test_each_distinct_graph_is_compiled_once(first: tuple[Trained, Compilation], cache: Path) -> None:
+    """Stages with equal layers share their graphs; a second pipeline finds them all."""
+    done = first[1]
+    assert done.compiled == done.distinct < done.graphs
+    pipe = pipeline_of(CASE, backend="inductor")
+    assert_bitwise(train(pipe, CASE), first[0])
+    again = pipe.compilations[0]
+    assert (again.compiled, again.loaded, again.distinct) == (0, done.distinct, done.distinct)
+
+
+@pytest.mark.slow
+def test_embeddings_norms_attention_and_dropout(cache: Path) -> None:
+    """Random numbers are eager's own; embeddings add their rows in place."""
+    case = Case("small-dropout", "1f1b", 2, 2, exact=False, steps=2)
+    assert_close(train(pipeline_of(case, backend="inductor"), case), reference(case))
+
+
+def run_here(case: Case, folder: str) -> tuple[Trained, Compilation]:
+    """One rank's share of a training through the cache in `folder`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ZBCOMPILE_CACHE", folder)
+        pipe = pipeline_of(case, backend="inductor")
+        return train(pipe, case), pipe.compilations[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", GLOO, ids=str)
+def test_zero_bubble_schedules_with_inductor_over_gloo(case: Case, cache: Path, pool: Pool) -> None:
+    """torch's own refuse compiled modules. The ranks share what there is to compile."""
+    before = entries(cache)
+    shares, done = zip(*pool.run(run_here, case, str(cache), ranks=2, timeout=240), strict=True)
+    assert_close(join(shares), reference(case))
+    assert sum(each.compiled for each in done) == entries(cache) - before
+    assert all(each.compiled + each.loaded == each.distinct for each in done)
+
+
+def test_a_saved_program_is_compiled_through_the_cache(
+    first: tuple[Trained, Compilation], cache: Path, tmp_path: Path
+) -> None:
+    pipe = pipeline_of(CASE, backend="inductor")
+    batch = problem_of(CASE.problem).batches(1, CASE.microbatches * 2)[0]
+    pipe.compile(*batch.args, target=batch.target).program.save(tmp_path / "program")
+    loaded = zbcompile.load(tmp_path / "program", problem_of(CASE.problem).model().state_dict())
+    assert_bitwise(train(loaded, CASE), first[0])
+    assert loaded.compilations[0].compiled == 0
+    plain = zbcompile.load(tmp_path / "program", problem_of(CASE.problem).model().state_dict(), backend="fx")
+    assert_close(train(plain, CASE), reference(CASE))
+
+
+def test_an_exact_program_is_not_loaded_with_inductor(tmp_path: Path) -> None:
+    case = Case("mlp", "1f1b", 2, 2)
+    pipe = pipeline_of(case)
+    train(pipe, case)
+    pipe.program.save(tmp_path / "program")
+    with pytest.raises(zbcompile.PipelineError, match="exact=True cannot have it"):
+        zbcompile.load(tmp_path / "program", backend="inductor")
+
+
+def test_the_memory_that_waits_is_that_of_the_graphs(first: tuple[Trained, Compilation], cache: Path) -> None:
+    batch = problem_of(CASE.problem).batches(1, CASE.microbatches * 2)[0]
+
+    def peak(**options: Any) -> dict[int, int]:
+        pipe = pipeline_of(CASE, **options)
+        pipe.record = True
+        pipe.step(*batch.args, target=batch.target)
+        assert pipe.last_step is not None
+        return dict(pipe.last_step.peak_activation_bytes)
+
+    assert peak(backend="inductor") == peak()
+
+
+def test_gradients_accumulate_in_place(first: tuple[Trained, Compilation], cache: Path) -> None:
+    model: nn.Module = problem_of(CASE.problem).model()
+    batch = problem_of(CASE.problem).batches(1, CASE.microbatches * 2)[0]
+    pipe = pipeline_of(CASE, backend="inductor")
+    pipe.step(*batch.args, target=batch.target)
+    once = {name: (p.grad.data_ptr(), p.grad.clone()) for name, p in pipe.named_parameters() if p.grad is not None}
+    assert set(once) == {name for name, _ in model.named_parameters()}
+    pipe.step(*batch.args, target=batch.target)
+    for name, parameter in pipe.named_parameters():
+        assert parameter.grad is not None
+        assert parameter.grad.data_ptr() == once[name][0]
+        torch.testing.assert_close(parameter.grad, 2 * once[name][1], rtol=1e-5, atol=1e-7)
+
+
+def test_another_number_of_threads_is_other_code(first: tuple[Trained, Compilation], cache: Path) -> None:
+    """Compiled loops have it inside."""
+    inductor = make_inductor(torch.device("cpu"))
+    graph = bare(make_fx(lambda x: [x + 1])(torch.zeros(2)))
+    one = inductor.key(graph)
+    torch.set_num_threads(2)
+    try:
+        assert inductor.key(graph) != one
+    finally:
+        torch.set_num_threads(1)
+    assert inductor.key(graph) == one
+
+
+def test_half_an_entry_is_made_again(first: tuple[Trained, Compilation], cache: Path, tmp_path: Path) -> None:
+    """What a killed compilation leaves: a folder that was not renamed."""
+    key = next(path.parent.name for path in cache.glob("*/graph.pickle"))
+    copy = CompileCache(tmp_path / "copy")
+    shutil.copytree(cache, copy.folder)
+    (copy.folder / key).rename(copy.folder / f"{key}.partial")
+    (copy.folder / f"{key}.partial" / "graph.pickle").write_bytes(b"")
+    assert not copy.has(key)
+    trained, done = run_here(CASE, str(copy.folder))
+    assert_bitwise(trained, first[0])
+    assert (done.compiled, done.loaded) == (1, done.distinct - 1)
