@@ -50,9 +50,10 @@ class Replicas:
     def begin(self, program: Program, rank: int, gradients: Gradients) -> "Reduction":
         """The reductions of one step on pipeline rank `rank`."""
         stages = {stage: program.stages[stage].trained for stage in program.stages_of(rank)}
-        names = {stage: [n for n in found if n not in program.shared] for stage, found in stages.items()}
-        shared = sorted(program.shared & {name for found in stages.values() for name in found})
-        shared += [] if program.vocabulary is None else program.vocabulary.parameters
+        sharded = frozenset(() if program.vocabulary is None else program.vocabulary.parameters)
+        late = program.shared | sharded  # complete at the end of the step only
+        names = {stage: [name for name in found if name not in late] for stage, found in stages.items()}
+        shared = sorted(sharded | program.shared & {name for found in stages.values() for name in found})
         if self.count > 1 and self.rank and not self.partial:
             _clear(gradients.parameters[name] for found in (*names.values(), shared) for name in found)
         reduces = self.count > 1 and self.synchronise
