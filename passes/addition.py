@@ -1,15 +1,15 @@
 """Adding a gradient into its buffer in place, by the operation that makes it where one can.
 
 A matrix product adds into the buffer itself (addmm_, baddbmm_), an embedding adds its rows (index_add_) instead of
-making a whole table, the terms of a sum are added one by one. Between such an operation and the parameter may stand
-views; the buffer is then viewed the other way round. A buffer of another dtype than the gradient takes the gradient by
-add_, which casts.
+making a whole table, the terms of a sum are added one by one, rows that are made piece by piece each where they belong.
+Between such an operation and the parameter may stand views; the buffer is then viewed the other way round. A buffer of
+another dtype than the gradient takes the gradient by add_, which casts.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.fx import Graph, Node
@@ -63,6 +63,8 @@ class Adder:
             return whole if all(part.rule is Adder.whole for part in parts) else parts
         if _is_sum(gradient):
             return [part for term in gradient.all_input_nodes for part in self._parts(place, term)]
+        if _is_stack_of_rows(gradient):
+            return [part for rows, seen in _rows_of(place, gradient) for part in self._parts(seen, rows)]
         rule = _fused_rule(place, gradient)
         return whole if rule is None else [Part(place, gradient, rule)]
 
@@ -146,6 +148,22 @@ def _is_sum(node: Node) -> bool:
         return False
     like = node.meta["val"]
     return all(_value(a).shape == like.shape and _value(a).dtype == like.dtype for a in node.all_input_nodes)
+
+
+def _is_stack_of_rows(node: Node) -> bool:
+    """Pieces of a gradient along its first dimension."""
+    return node.target is aten.cat.default and tuple(node.args[1:]) in ((), (0,)) and not node.kwargs
+
+
+def _rows_of(place: Place, stack: Node) -> Iterator[tuple[Node, Place]]:
+    """Every piece with the rows of the buffer that it belongs to."""
+    start, pieces = 0, stack.args[0]
+    for piece in cast(Sequence[Node], pieces):
+        stop = start + piece.meta["val"].shape[0]
+        seen = place.through((aten.slice.Tensor, (0, start, stop)))
+        assert seen is not None  # rows of any strides can be sliced
+        yield piece, seen
+        start = stop
 
 
 def _fused_rule(place: Place, gradient: Node) -> Rule | None:

@@ -222,7 +222,8 @@ def _fake_input(node: Node, captured: Captured) -> Any:
     if not isinstance(old, torch.Tensor):
         return old
     new = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device=old.device)
-    return new.requires_grad_(slot.kind == "parameter" and slot.name in captured.trainable)
+    trained = slot.kind == "parameter" and slot.name in captured.trainable
+    return new.requires_grad_(trained or slot.kind == "activation")
 
 
 def is_getitem(node: Node) -> bool:

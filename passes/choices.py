@@ -13,6 +13,8 @@ BALANCES = ("flops", "measured", "parameters")
 
 Vocab = Literal["off", "auto", 1, 2]
 VOCABS = ("off", "auto", 1, 2)
+VocabLogits = Literal["auto", "keep", "remake"]
+VOCAB_LOGITS = ("auto", "keep", "remake")
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class Choices:
     accumulate_dtype: torch.dtype | None = None
     weight_recompute: bool = False
     vocab: Vocab = "off"
+    vocab_logits: VocabLogits = "auto"
 
     def dtype_of_sum(self, parameter: torch.dtype) -> torch.dtype:
         """In which dtype the gradients of a parameter of dtype `parameter` are summed over the microbatches."""

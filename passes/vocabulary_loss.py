@@ -55,11 +55,11 @@ class RowLoss:
 
     def label_of(self, values: Values) -> torch.Tensor:
         """The label of every token [tokens]; what is no word is ignored by the loss."""
-        return _evaluate(self.labels, values, {}).flatten()
+        return evaluate(self.labels, values, {}).flatten()
 
     def weight_of(self, values: Values) -> torch.Tensor | None:
         """w [size]."""
-        return None if self.class_weights is None else _evaluate(self.class_weights, values, {})
+        return None if self.class_weights is None else evaluate(self.class_weights, values, {})
 
     def __call__(self, statistics: Statistics, values: Values) -> torch.Tensor:
         """The loss, in the dtype in which the model returns it."""
@@ -67,7 +67,7 @@ class RowLoss:
         for node, leaving in self.exits.items():
             known[node] = _leave(self, leaving, statistics, values)
         for node in self.tail:
-            _evaluate(node, values, known)
+            evaluate(node, values, known)
         return known[self.output].to(self.output.meta["val"].dtype)  # type: ignore[no-any-return]
 
 
@@ -81,8 +81,10 @@ def row_loss(canonical: Canonical, exits: list[Exit], size: int) -> RowLoss:
     leaving = {e.node: e for e in exits}
     tail = _tail(output, frozenset(leaving))
     _require_data_only(labels)
-    data = {slot for node in (labels, *([] if weights is None else [weights]), *tail) for slot in _data(node, leaving)}
-    data |= {slot for e in exits for arg in e.node.all_input_nodes[1:] for slot in _data(arg, leaving)}
+    data = {
+        slot for node in (labels, *([] if weights is None else [weights]), *tail) for slot in data_of(node, leaving)
+    }
+    data |= {slot for e in exits for arg in e.node.all_input_nodes[1:] for slot in data_of(arg, leaving)}
     needs_total = any(_totals(e.node) for e in exits)
     return RowLoss(labels, weights, needs_total, tuple(sorted(data)), size, leaving, tuple(tail), output)
 
@@ -155,7 +157,8 @@ def _require_data_only(node: Node) -> None:
         )
 
 
-def _data(node: Node, known: Mapping[Node, Any]) -> set[Slot]:
+def data_of(node: Node, known: Mapping[Node, Any]) -> set[Slot]:
+    """The slots of all that `node` is computed from, but for what is `known`."""
     found: set[Slot] = set()
     queue, seen = [node], {node}
     while queue:
@@ -169,7 +172,7 @@ def _data(node: Node, known: Mapping[Node, Any]) -> set[Slot]:
     return found
 
 
-def _evaluate(node: Node, values: Values, known: dict[Node, Any]) -> Any:
+def evaluate(node: Node, values: Values, known: dict[Node, Any]) -> Any:
     """The value of `node`, from data and what is known."""
     if node not in known:
         if node.op == "placeholder":
@@ -177,7 +180,7 @@ def _evaluate(node: Node, values: Values, known: dict[Node, Any]) -> Any:
         elif node.op == "get_attr":
             known[node] = getattr(node.graph.owning_module, str(node.target))
         else:
-            args, kwargs = map_arg((node.args, node.kwargs), lambda a: _evaluate(a, values, known))
+            args, kwargs = map_arg((node.args, node.kwargs), lambda a: evaluate(a, values, known))
             known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
     return known[node]
 
@@ -204,7 +207,7 @@ def _leave(loss: RowLoss, leaving: Exit, given: Statistics, values: Values) -> t
 
 def _cross_entropy(loss: RowLoss, node: Node, given: Statistics, values: Values) -> torch.Tensor:
     """F.cross_entropy and F.nll_loss (torch/aten/native/LossNLL.cpp), rows that are ignored exactly 0."""
-    weights = None if _argument(node, 2, None) is None else _evaluate(node.args[2], values, {})  # type: ignore[arg-type]
+    weights = None if _argument(node, 2, None) is None else evaluate(node.args[2], values, {})  # type: ignore[arg-type]
     reduction, ignore = _argument(node, 3, MEAN), _argument(node, 4, -100)
     smoothing = _argument(node, 5, 0.0)
     labels = loss.label_of(values)

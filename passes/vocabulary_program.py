@@ -1,4 +1,5 @@
-"""The vocabulary passes of a shard as graphs: S, STATS (what ends the barrier) and T, with slots as any stage's."""
+"""The vocabulary passes of a shard as graphs, with slots as any stage's: S, STATS (what ends the barrier), T, and where
+the input layer is sharded too LOOKUP and SPREAD."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -17,22 +18,45 @@ from zbcompile.passes.slots import Slot, TensorSpec
 from zbcompile.passes.stage_program import tensor_spec
 from zbcompile.passes.torch_private import FakeTensorMode, make_fx
 from zbcompile.passes.vocabulary_head import VocabularyHead
-from zbcompile.passes.vocabulary_shard import Parameters, Shard, combine, scan, update
+from zbcompile.passes.vocabulary_lookup import VocabularyLookup, look_up, spread
+from zbcompile.passes.vocabulary_scan import scan
+from zbcompile.passes.vocabulary_shard import Parameters, Shard
+from zbcompile.passes.vocabulary_update import combine, update
 
 HIDDEN, GRADIENT = Slot("activation", "hidden"), Slot("input_gradient", "hidden")
 STATISTICS, GATHERED = Slot("saved", "statistics"), Slot("saved", "gathered")
 COEFFICIENTS, TANGENT = Slot("saved", "coefficients"), Slot("tangent", "loss")
+LOOKED_UP, OF_LOOKUP = Slot("activation", "lookup"), Slot("tangent", "lookup")
 ROWS = 4  # statistics per token that every shard sends
 
 Bounds = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
+class InputLayer:
+    """An embedding by `weight` that is sharded as the output layer is. `activation` is the name of the looked up rows
+    in the first stage, `rows` describes them."""
+
+    weight: str
+    activation: str
+    rows: TensorSpec
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """S and T work on `words` words at a time; `keep` says whether the logits wait between them."""
+
+    words: int
+    keep: bool
+
+
+@dataclass(frozen=True)
 class VocabularyProgram:
     """How the output layer is sharded: `bounds[rank]` are the words of a rank, `pieces[rank]` its graphs.
 
-    `hidden` is what the last stage broadcasts to all shards, `activation` its name in that stage. `kept` says whether
-    logits wait between S and T. `flops[rank]` is per pass and microbatch.
+    `hidden` is what the last stage broadcasts to all shards, `activation` its name in that stage; `lookup` is the input
+    layer where that is sharded, too. `tiling.keep` says whether logits wait between S and T. `flops[rank]` is per pass
+    and microbatch.
     """
 
     text: str
@@ -40,7 +64,7 @@ class VocabularyProgram:
     bias: str | None
     bounds: Bounds
     barriers: int
-    kept: bool
+    tiling: Tiling
     activation: str
     hidden: TensorSpec
     statistics: TensorSpec
@@ -48,10 +72,13 @@ class VocabularyProgram:
     loss_dtype: str
     pieces: tuple[Mapping[str, Piece], ...]
     flops: tuple[Mapping[str, int], ...]
+    lookup: InputLayer | None = None
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        return (self.weight,) if self.bias is None else (self.weight, self.bias)
+        """What is sharded by rows, each once."""
+        table = None if self.lookup is None else self.lookup.weight
+        return tuple(name for name in dict.fromkeys((self.weight, self.bias, table)) if name is not None)
 
     @property
     def resident(self) -> tuple[str, ...]:
@@ -64,7 +91,7 @@ class VocabularyProgram:
         low, high = self.bounds[rank]
         tokens, width = self.hidden.shape
         item = getattr(torch, self.hidden.dtype).itemsize
-        return tokens * (width + (high - low) * self.kept) * item + 5 * tokens * 4
+        return tokens * (width + (high - low) * self.tiling.keep) * item + 5 * tokens * 4
 
 
 def even_bounds(size: int, shards: int) -> Bounds:
@@ -77,20 +104,35 @@ def even_bounds(size: int, shards: int) -> Bounds:
     return tuple((min(i * part, size), min((i + 1) * part, size)) for i in range(shards))
 
 
+def levelled_bounds(size: int, loads: Sequence[float]) -> Bounds:
+    """Words such that the fullest shard is as empty as can be, where shard i bears other work worth `loads[i]` words.
+
+    >>> levelled_bounds(10, [0, 4, 0, 20])
+    ((0, 5), (5, 5), (5, 10), (10, 10))
+    """
+    level = 0.0
+    for count in range(1, len(loads) + 1):  # the emptiest `count` shards share the words
+        level = (size + sum(sorted(loads)[:count])) / count
+        if count < len(loads) and level <= sorted(loads)[count]:
+            break
+    wanted = [max(0.0, level - load) for load in loads]
+    ends = [round(sum(wanted[: i + 1])) for i in range(len(loads))]
+    return tuple(zip([0, *ends[:-1]], ends, strict=True))
+
+
 def make_vocabulary(
     canonical: Canonical,
     head: VocabularyHead,
     activation: str,
     bounds: Bounds,
     barriers: int,
-    tile: int | None,
+    tiling: Tiling,
+    lookup: VocabularyLookup | None,
     choices: Choices,
 ) -> VocabularyProgram:
-    """The program of every shard. `tile` is how many words S and T work on at a time, keeping no logits; None: all."""
-    shards = [
-        Shard(head, rank, bounds, barriers, tile is None, tile or max(1, head.size)) for rank in range(len(bounds))
-    ]
-    made = [_Tracer(canonical, shard).pieces() for shard in shards]
+    """The program of every shard."""
+    shards = [Shard(head, rank, bounds, barriers, tiling.keep, tiling.words) for rank in range(len(bounds))]
+    made = [_Tracer(canonical, shard, lookup).pieces() for shard in shards]
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     hidden = _tokens(head, mode)
     statistics = torch.empty(ROWS, hidden.shape[0], dtype=shards[0].statistics_dtype, device=hidden.device)
@@ -100,17 +142,22 @@ def make_vocabulary(
         bias=head.bias,
         bounds=bounds,
         barriers=barriers,
-        kept=tile is None,
+        tiling=tiling,
         activation=activation,
         hidden=tensor_spec(hidden),
         statistics=tensor_spec(statistics),
         gradient=tensor_spec(hidden.to(statistics.dtype)),
         loss_dtype=str(head.loss.output.meta["val"].dtype).removeprefix("torch."),
-        pieces=tuple({**each, "T": _accumulating(each["T"], choices)} for each in made),
+        pieces=tuple({name: _accumulating(piece, choices) for name, piece in each.items()} for each in made),
         flops=tuple(
             {name: sum(count_flops(piece.module, mode).values()) for name, piece in each.items()} for each in made
         ),
+        lookup=None if lookup is None else _input_layer(lookup),
     )
+
+
+def _input_layer(lookup: VocabularyLookup) -> InputLayer:
+    return InputLayer(lookup.weight, lookup.node.name, tensor_spec(lookup.node.meta["val"], needs_gradient=True))
 
 
 def _tokens(head: VocabularyHead, mode: FakeTensorMode) -> torch.Tensor:
@@ -122,7 +169,7 @@ def _tokens(head: VocabularyHead, mode: FakeTensorMode) -> torch.Tensor:
 
 def _accumulating(piece: Piece, choices: Choices) -> Piece:
     buffers = {slot.name: _buffer(value, choices) for slot, value in _results(piece) if slot.kind == "gradient"}
-    return accumulate_in_place(piece, buffers)
+    return accumulate_in_place(piece, buffers) if buffers else piece
 
 
 def _buffer(gradient: torch.Tensor, choices: Choices) -> torch.Tensor:
@@ -134,17 +181,14 @@ def _buffer(gradient: torch.Tensor, choices: Choices) -> torch.Tensor:
 class _Tracer:
     """Traces the passes of one shard on fake tensors."""
 
-    def __init__(self, canonical: Canonical, shard: Shard) -> None:
-        self.shard, self.head = shard, shard.head
+    def __init__(self, canonical: Canonical, shard: Shard, lookup: VocabularyLookup | None) -> None:
+        self.shard, self.head, self.lookup = shard, shard.head, lookup
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        holders = {node.meta["slot"]: node.meta["val"] for node in canonical.graph.find_nodes(op="placeholder")}
+        self.holders = {node.meta["slot"]: node.meta["val"] for node in canonical.graph.find_nodes(op="placeholder")}
         with self.mode:
-            self.data = {slot: self._like(holders[slot]) for slot in self.head.loss.data}
-            self.parameters = {
-                Slot("parameter", name): self._rows(holders[Slot("parameter", name)])
-                for name in (self.head.weight, self.head.bias)
-                if name is not None
-            }
+            self.data = self._likes(self.head.loss.data)
+            own = [Slot("parameter", name) for name in (self.head.weight, self.head.bias) if name is not None]
+            self.parameters = {slot: self._rows(slot) for slot in own}
             self.hidden = _tokens(self.head, self.mode)
             device = self.hidden.device
             tokens, kind = self.hidden.shape[0], shard.statistics_dtype
@@ -152,13 +196,15 @@ class _Tracer:
             self.coefficients = torch.empty(5, tokens, dtype=kind, device=device)
             self.tangent = torch.empty((), dtype=self.head.loss.output.meta["val"].dtype, device=device)
 
-    @staticmethod
-    def _like(value: Any) -> Any:
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    def _likes(self, slots: Sequence[Slot]) -> dict[Slot, torch.Tensor]:
+        values = {slot: self.holders[slot] for slot in slots}
+        return {
+            slot: torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for slot, v in values.items()
+        }
 
-    def _rows(self, whole: torch.Tensor) -> torch.Tensor:
-        shape = (self.shard.size, *whole.shape[1:])
-        return torch.empty(shape, dtype=whole.dtype, device=whole.device)
+    def _rows(self, slot: Slot) -> torch.Tensor:
+        whole = self.holders[slot]
+        return torch.empty((self.shard.size, *whole.shape[1:]), dtype=whole.dtype, device=whole.device)
 
     def pieces(self) -> dict[str, Piece]:
         scanned = self._trace("S", {HIDDEN: self.hidden} | self.parameters | self.data, self._scan)
@@ -168,7 +214,26 @@ class _Tracer:
         combined = {GATHERED: self.gathered, TANGENT: self.tangent} | parts | self.data
         updated = {HIDDEN: self.hidden, COEFFICIENTS: self.coefficients} | raw | self.parameters | self.data
         stats = self._trace("STATS", combined, self._combine)
-        return {"S": scanned, "STATS": stats, "T": self._trace("T", updated, self._update)}
+        found = {"S": scanned, "STATS": stats, "T": self._trace("T", updated, self._update)}
+        return found if self.lookup is None else found | self._input_pieces(self.lookup)
+
+    def _input_pieces(self, lookup: VocabularyLookup) -> dict[str, Piece]:
+        table, value = Slot("parameter", lookup.weight), lookup.node.meta["val"]
+        with self.mode:
+            rows, data = self._rows(table), self._likes(lookup.data)
+            gradient = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+        return {
+            "LOOKUP": self._trace(
+                "LOOKUP",
+                {table: rows} | data,
+                lambda values: {LOOKED_UP: look_up(self.shard, lookup, values[table], values)},
+            ),
+            "SPREAD": self._trace(
+                "SPREAD",
+                {OF_LOOKUP: gradient} | data,
+                lambda values: {Slot("gradient", lookup.weight): spread(self.shard, lookup, values[OF_LOOKUP], values)},
+            ),
+        }
 
     def _own(self, values: Mapping[Slot, Any]) -> Parameters:
         bias = None if self.head.bias is None else values[Slot("parameter", self.head.bias)]

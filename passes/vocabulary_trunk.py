@@ -1,4 +1,5 @@
-"""The trunk: the model without its output layer and loss. Its last stage returns what the vocabulary shards need."""
+"""The trunk: the model without its output layer and loss, and without a lookup that is sharded. Its last stage returns
+what the vocabulary shards need, its first receives what they have looked up."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,14 +12,20 @@ from zbcompile.passes.canonical import Canonical, drop_dead_code, infer_values
 from zbcompile.passes.slots import Slot
 from zbcompile.passes.torch_private import FakeTensorMode, make_fx
 from zbcompile.passes.vocabulary_head import VocabularyHead
+from zbcompile.passes.vocabulary_lookup import VocabularyLookup
 
 DESCRIPTION = ("stack_trace", "nn_module_stack")
 
 
-def cut_off(canonical: Canonical, head: VocabularyHead) -> Canonical:
-    """`canonical` ending, instead of at the loss, with one activation: the output layer's input [tokens, width]."""
+def cut_off(canonical: Canonical, head: VocabularyHead, lookup: VocabularyLookup | None) -> Canonical:
+    """`canonical` ending, instead of at the loss, with one activation: the output layer's input [tokens, width].
+
+    With `lookup` it begins with another one, of that node's name: the rows that are looked up.
+    """
     graph, copies = Graph(), dict[Node, Node]()
     graph.output(graph.graph_copy(canonical.graph, copies))
+    if lookup is not None:
+        copies[lookup.node] = _receive(graph, lookup.node.name, copies[lookup.node])
     with graph.inserting_before(graph.output_node()):
         leaving = _inlined(graph, head.tokens, copies[head.hidden])
     outputs = [(slot, copies[node] if isinstance(node, Node) else node) for slot, node in canonical.outputs]
@@ -34,6 +41,20 @@ def cut_off(canonical: Canonical, head: VocabularyHead) -> Canonical:
     module, mode = GraphModule(canonical.module, graph), FakeTensorMode(allow_non_fake_inputs=True)
     infer_values(module, captured, mode)
     return Canonical(captured, module, mode)
+
+
+def _receive(graph: Graph, name: str, node: Node) -> Node:
+    """Let `node` arrive instead of being computed; returns what takes its place: a copy, because what later stages need
+    too must be made on the first stage."""
+    with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
+        arriving = graph.placeholder(f"activation_{name}")
+    arriving.meta = {"val": node.meta["val"], "slot": Slot("activation", name), "differentiable": True}
+    with graph.inserting_before(node):
+        copy = graph.call_function(torch.ops.aten.clone.default, (arriving,))
+    copy.meta = {key: node.meta[key] for key in ("val", *DESCRIPTION) if key in node.meta}
+    node.replace_all_uses_with(copy)
+    graph.erase_node(node)
+    return copy
 
 
 def _inlined(graph: Graph, function: Callable[[torch.Tensor], torch.Tensor], argument: Node) -> Node:

@@ -2,8 +2,8 @@
 
 The letters are those of the papers: F forward, B input gradient, W weight gradient, BW the fused backward, S and T
 the two vocabulary passes. A lowered program also holds SEND_F, RECV_F, SEND_B and RECV_B, and the collectives of the
-vocabulary passes: CAST, STATS and SUM. torch writes I for our B, W for our W and B for our BW; `zbcompile.schedules`
-reads and writes both.
+vocabulary passes: CAST, STATS, SUM, LOOKUP and SPREAD. torch writes I for our B, W for our W and B for our BW;
+`zbcompile.schedules` reads and writes both.
 """
 
 from typing import NamedTuple
@@ -11,9 +11,10 @@ from typing import NamedTuple
 F, B, W, BW, S, T = "F", "B", "W", "BW", "S", "T"
 SEND_F, RECV_F, SEND_B, RECV_B = "SEND_F", "RECV_F", "SEND_B", "RECV_B"
 CAST, STATS, SUM = "CAST", "STATS", "SUM"
+LOOKUP, SPREAD = "LOOKUP", "SPREAD"
 COMPUTE = frozenset((F, B, W, BW, S, T))
 MESSAGES = frozenset((SEND_F, RECV_F, SEND_B, RECV_B))
-COLLECTIVES = frozenset((CAST, STATS, SUM))
+COLLECTIVES = frozenset((CAST, STATS, SUM, LOOKUP, SPREAD))
 COMMUNICATION = MESSAGES | COLLECTIVES
 
 
@@ -27,7 +28,8 @@ class Action(NamedTuple):
     S, T and the collectives name a shard of the vocabulary by the first stage of its rank. A collective is posted by
     every shard and never waited for by the one that posts it: CAST carries the last stage's output to all shards (C0),
     STATS what S made (C1; with one barrier the input gradient of the output layer too), SUM, with two barriers, that
-    input gradient once T has made it (C2).
+    input gradient once T has made it (C2). LOOKUP sums the shards' rows of a sharded embedding for the first stage,
+    SPREAD carries its gradient back to them.
     """
 
     op: str

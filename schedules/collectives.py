@@ -5,6 +5,9 @@ collective is complete when the last shard has posted it. In a run of the orders
 which the last pass that feeds it ends. All shards post it before the action that they run at that time. Then no post
 stands behind what waits for it: a consumer begins no earlier than that time, and everything in front of a post began
 before it. Numbered by these times they join the proof in `zbcompile.schedules.lowering`.
+
+A LOOKUP is fed by nothing but the inputs. It belongs to the time at which the last but one forward of the first stage
+before its own ends: so it has a forward's time to travel, and at most two wait to be used.
 """
 
 from bisect import bisect_left
@@ -12,13 +15,28 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
-from zbcompile.schedules.actions import CAST, COLLECTIVES, STATS, SUM, Action, F, S, Step, T
+from zbcompile.schedules.actions import (
+    CAST,
+    COLLECTIVES,
+    LOOKUP,
+    SPREAD,
+    STATS,
+    SUM,
+    Action,
+    B,
+    F,
+    S,
+    Step,
+    T,
+    flatten,
+)
 from zbcompile.schedules.engine import Run
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.excerpt import culprit_error
 from zbcompile.schedules.schedule import Lowered, Schedule
 
-Posts = list[list[Action] | None]  # what is posted in front of each step of one rank
+LOOKUPS_AHEAD = 2
+Posts = list[list[Action] | None]  # what is posted in front of each step of one rank, and behind the last
 
 
 class Collective(NamedTuple):
@@ -31,20 +49,26 @@ class Collective(NamedTuple):
 
 def collectives_of(schedule: Schedule) -> tuple[str, ...]:
     """The kinds of collective that every microbatch needs, in the order in which it needs them."""
-    return (CAST, STATS, SUM)[: 1 + schedule.barriers]
+    passes = (CAST, STATS, SUM)[: 1 + schedule.barriers]
+    return (LOOKUP, *passes, SPREAD) if schedule.lookups else passes
 
 
 def global_order(schedule: Schedule, outcome: Run) -> list[Collective]:
     """Every collective of a step in the order of the times at which they can begin."""
     events, shards = outcome.events, schedule.shards
-    made = {CAST: [events.first(F, schedule.stages - 1)]}
+    made = {CAST: [events.first(F, schedule.stages - 1)], SPREAD: [events.first(B, 0)]}
     made |= {op: [events.first(by, shard) for shard in shards] for op, by in ((STATS, S), (SUM, T))}
-    every = range(schedule.microbatches)
-    return sorted(
-        Collective(max(outcome.happened[event + m] for event in made[op]), m, op)
-        for op in collectives_of(schedule)
-        for m in every
-    )
+    fed = [Action(op, 0, m) for op in collectives_of(schedule) if op in made for m in range(schedule.microbatches)]
+    found = [Collective(max(outcome.happened[event + m] for event in made[op]), m, op) for op, _, m in fed]
+    return sorted([*found, *(_lookups(schedule, outcome) if schedule.lookups else ())])
+
+
+def _lookups(schedule: Schedule, outcome: Run) -> list[Collective]:
+    """Every LOOKUP with the time of the forward before the one before its own."""
+    first = [a.microbatch for a in flatten(schedule.orders[schedule.rank_of(0, 0)]) if a.op == F and a.stage == 0]
+    ends = [outcome.happened[outcome.events.first(F, 0) + m] for m in first]
+    times = [0.0] * LOOKUPS_AHEAD + ends
+    return [Collective(time, m, LOOKUP) for time, m in zip(times, first, strict=False)]
 
 
 def post_collectives(schedule: Schedule, outcome: Run, posts: Sequence[Posts]) -> None:

@@ -14,10 +14,12 @@ from typing import Any, NamedTuple
 from zbcompile.schedules.actions import (
     BW,
     CAST,
+    LOOKUP,
     RECV_B,
     RECV_F,
     SEND_B,
     SEND_F,
+    SPREAD,
     STATS,
     SUM,
     Action,
@@ -33,7 +35,7 @@ from zbcompile.schedules.costs import Costs
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.schedule import Lowered, Schedule
 
-BANDS = (F, B, RECV_F, RECV_B, SEND_F, SEND_B, S, T, CAST, STATS, SUM)
+BANDS = (F, B, RECV_F, RECV_B, SEND_F, SEND_B, S, T, CAST, STATS, SUM, LOOKUP, SPREAD)
 COMPUTE_BANDS, MESSAGE_BANDS = 2, 6
 
 
@@ -169,25 +171,26 @@ def _rank(
         raise ScheduleError(f"rank {rank}, step {len(begin)}: not this rank's to run; `check` shows what") from None
 
 
-def awaited(schedule: Schedule, lowered: bool) -> dict[str, str]:
-    """What of EVERY shard an operation waits for: the operation that makes it, or in a lowered program its collective.
-
-    A collective is complete when every shard has posted it. B and BW stand for those of the last stage.
-    """
+def awaited(schedule: Schedule, lowered: bool) -> dict[tuple[str, int], str]:
+    """What of EVERY shard an operation on a stage waits for: the operation that makes it, or in a lowered program its
+    collective, which is complete when every shard has posted it."""
     reduced = {1: (S, STATS), 2: (T, SUM)}[schedule.barriers][lowered]
-    found = {T: STATS if lowered else S, B: reduced, BW: reduced}
-    return found | {S: CAST} if lowered else found
+    found = {(op, schedule.stages - 1): reduced for op in (B, BW)}
+    found |= {(T, shard): STATS if lowered else S for shard in schedule.shards}
+    if lowered:
+        found |= {(S, shard): CAST for shard in schedule.shards}
+    return found | {(F, 0): LOOKUP} if lowered and schedule.lookups else found
 
 
 def _triples(
-    order: Sequence[Step], rows: Rows, costs: Costs, events: Events, shards: Sequence[int], awaits: Mapping[str, str]
+    order: Sequence[Step], rows: Rows, costs: Costs, events: Events, shards: Sequence[int], awaits: Mapping[Any, str]
 ) -> Iterator[Triple]:
     """An order with everything opened that waits for more than one event; adds what that needs to `rows`."""
     for step in order:
         for op, stage, microbatch in step if isinstance(step, Pair) else (step,):
-            if op in awaits and (op in (S, T) or stage == events.stages - 1):
+            if (op, stage) in awaits:
                 for shard in shards:
-                    yield ("after", awaits[op]), shard, microbatch
+                    yield ("after", awaits[op, stage]), shard, microbatch
         if isinstance(step, Pair):
             yield from _pair_triples(step, rows, costs, events)
         else:
@@ -222,8 +225,8 @@ def _rows(schedule: Schedule, costs: Costs, events: Events, rank: int, lowered: 
         if events.bands == len(BANDS):
             _add_vocabulary_rows(rows, schedule, costs, events, rank, stage, lowered)
     if events.bands == len(BANDS):
-        for op in (S, T, CAST, STATS, SUM):
-            delay = costs.cast_time if op == CAST else costs.stats_time
+        for op in (S, T, CAST, STATS, SUM, LOOKUP):
+            delay = costs.cast_time if op in (CAST, LOOKUP) else costs.stats_time
             rows["after", op] = {s: (events.first(op, s), delay, None, nothing) for s in range(events.stages)}
     return rows
 
@@ -240,6 +243,9 @@ def _add_vocabulary_rows(
     rows[CAST][stage] = (output if made_here else 0, 0, 0, events.first(CAST, stage))
     rows[STATS][stage] = (events.first(S, stage), 0, 0, events.first(STATS, stage))
     rows[SUM][stage] = (events.first(T, stage), 0, 0, events.first(SUM, stage))
+    rows[LOOKUP][stage] = (0, 0, 0, events.first(LOOKUP, stage))
+    first_here = rank in {schedule.rank_of(0, m) for m in (0, events.microbatches - 1)}
+    rows[SPREAD][stage] = (events.first(B, 0) if first_here else 0, 0, 0, events.first(SPREAD, stage))
 
 
 def _dependent_row(

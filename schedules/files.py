@@ -40,6 +40,8 @@ def to_csv(program: Schedule | Lowered, letters: Letters = "torch") -> str:
         raise ScheduleError(
             f"{schedule.name}: a CSV has no place for its {schedule.barriers} barriers; write .json or .txt"
         )
+    if schedule.lookups:
+        raise ScheduleError(f"{schedule.name}: a CSV has no place for lookups; write .json or .txt")
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     for order in program.programs if isinstance(program, Lowered) else program.orders:
@@ -113,6 +115,8 @@ def to_json(program: Schedule | Lowered, costs: Costs | None = None) -> str:
     }
     if schedule.barriers != 1:
         data["barriers"] = schedule.barriers
+    if schedule.lookups:
+        data["lookups"] = True
     if costs is not None:
         data["costs"] = json.loads(costs.to_json())
     lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in data.items()]
@@ -133,8 +137,8 @@ def from_json(text: str) -> Document:
         if data["version"] != JSON_VERSION:
             raise ScheduleError(f"JSON version {data['version']}; this release reads version {JSON_VERSION}")
         orders = _orders(data["orders"])
-        placement, barriers = Placement(**data["placement"]), data.get("barriers", 1)
-        schedule = Schedule(data["name"], placement, data["microbatches"], orders, barriers)
+        placement, passes = Placement(**data["placement"]), (data.get("barriers", 1), data.get("lookups", False))
+        schedule = Schedule(data["name"], placement, data["microbatches"], orders, *passes)
         program = Lowered(schedule, _orders(data["programs"])) if "programs" in data else schedule
         return Document(program, Costs.from_dict(data["costs"]) if "costs" in data else None)
     except json.JSONDecodeError as error:

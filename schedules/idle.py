@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple, get_args
 from zbcompile.schedules.actions import (
     BW,
     CAST,
+    LOOKUP,
     RECV_B,
     RECV_F,
     SEND_B,
@@ -145,9 +146,10 @@ class Waits:
         """Everything that must have been made, here or on another rank, before `action` may begin."""
         op, stage, microbatch = action
         last = self.schedule.stages - 1
-        if op in self.awaits and (op in (S, T) or stage == last):
-            delay = self.costs.cast_time if self.awaits[op] == CAST else self.costs.stats_time
-            yield from (self._made(Action(self.awaits[op], shard, microbatch), delay) for shard in self.shards)
+        if (op, stage) in self.awaits:
+            by = self.awaits[op, stage]
+            delay = self.costs.cast_time if by in (CAST, LOOKUP) else self.costs.stats_time
+            yield from (self._made(Action(by, shard, microbatch), delay) for shard in self.shards)
         if op == F and stage > 0:
             yield self._neighbour(rank, stage, Action(F, stage - 1, microbatch))
         elif op in (B, BW) and stage < last:

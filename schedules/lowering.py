@@ -68,7 +68,7 @@ def lower(schedule: Schedule, costs: Costs | None = None) -> Lowered:
     require_finished(schedule, outcome)
     microbatches = tuple(range(schedule.microbatches))  # one object per number, not one per action
     peers = [_peers(schedule, rank, microbatches) for rank in range(schedule.ranks)]
-    posts: list[Posts] = [[None] * len(order) for order in schedule.orders]
+    posts: list[Posts] = [[None] * (len(order) + 1) for order in schedule.orders]
     for rank, order in enumerate(schedule.orders):
         _post_receives(order, outcome.begin[rank], peers[rank], outcome, posts)
     if schedule.shards:
@@ -142,7 +142,7 @@ def _interleave(order: Sequence[Step], peers: Peers, posts: Posts) -> tuple[Step
     """Steps with the receives in front of them; sends follow their step, after the receives of the next."""
     program: list[Step] = []
     sends: list[Action] = []
-    for step, receives in zip(order, posts, strict=True):
+    for step, receives in zip(order, posts[:-1], strict=True):
         if receives is not None:
             program += receives
         if sends:
@@ -153,4 +153,4 @@ def _interleave(order: Sequence[Step], peers: Peers, posts: Posts) -> tuple[Step
             peer = peers[op].get(stage)
             if peer is not None:
                 sends.append(peer.sends[microbatch])
-    return (*program, *sends)
+    return (*program, *(posts[-1] or ()), *sends)

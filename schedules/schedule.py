@@ -12,7 +12,8 @@ class Schedule:
     """`orders[rank]` is the tuple of that rank's actions (or pairs of them), compute only.
 
     `barriers` says, where there are vocabulary passes, what the backward of the last stage waits for: S of every shard
-    (1), or T of every shard (2).
+    (1), or T of every shard (2). `lookups` says that the embedding is sharded, too: the first stage receives what all
+    shards have looked up.
     """
 
     name: str
@@ -20,6 +21,7 @@ class Schedule:
     microbatches: int
     orders: tuple[tuple[Step, ...], ...]
     barriers: int = 1
+    lookups: bool = False
 
     @property
     def ranks(self) -> int:

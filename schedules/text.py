@@ -23,7 +23,8 @@ _TORCH = re.compile(r"(\d+)([A-Z]+(?:_[FB])?)(\d+)")
 _PAPERS_PAIR = re.compile(r"\(([^|()]+)\|([^|()]+)\)")
 _TORCH_PAIR = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
 _HEADER = re.compile(
-    r"(\S+): (\d+) ranks, (\d+) microbatches, (\w+) placement, (\d+) chunks?(?:, (\d+) barriers)?(, lowered)?"
+    r"(\S+): (\d+) ranks, (\d+) microbatches, (\w+) placement, (\d+) chunks?(?:, (\d+) barriers)?(, lookups)?"
+    r"(, lowered)?"
 )
 
 
@@ -112,7 +113,9 @@ def _header(schedule: Schedule, lowered: bool) -> str:
     counts = f"{schedule.ranks} ranks, {schedule.microbatches} microbatches"
     plural = "" if chunks == 1 else "s"
     barriers = f", {schedule.barriers} barriers" * (schedule.barriers != 1)
-    return f"{schedule.name}: {counts}, {kind} placement, {chunks} chunk{plural}{barriers}" + ", lowered" * lowered
+    lookups = ", lookups" * schedule.lookups
+    what = f"{schedule.name}: {counts}, {kind} placement, {chunks} chunk{plural}{barriers}{lookups}"
+    return what + ", lowered" * lowered
 
 
 def _columns(cells: Sequence[Sequence[str]]) -> list[list[str]]:
@@ -144,7 +147,7 @@ def parse_schedule(text: str) -> Schedule | Lowered:
     if not match:
         expected = "NAME: P ranks, M microbatches, KIND placement, V chunks"
         raise ScheduleError(f"first line {header!r}; expected {expected!r}")
-    name, ranks, microbatches, kind, chunks, barriers, lowered = match.groups()
+    name, ranks, microbatches, kind, chunks, barriers, lookups, lowered = match.groups()
     orders: list[list[Step]] = [[] for _ in range(int(ranks))]
     for line in lines:
         word, rank, *steps = line.split()
@@ -153,7 +156,8 @@ def parse_schedule(text: str) -> Schedule | Lowered:
         orders[int(rank)] += map(parse_step, steps)
     programs = tuple(map(tuple, orders))
     placement = Placement(kind, int(ranks), int(chunks))
-    schedule = Schedule(name, placement, int(microbatches), compute_only(programs), int(barriers or 1))
+    passes = int(barriers or 1), lookups is not None
+    schedule = Schedule(name, placement, int(microbatches), compute_only(programs), *passes)
     return Lowered(schedule, programs) if lowered else schedule
 
 

@@ -33,7 +33,8 @@ from zbcompile.planning import plan_cuts
 from zbcompile.program import Program, call_of
 from zbcompile.schedules.lowering import lower
 from zbcompile.schedules.schedule import Schedule
-from zbcompile.vocabulary_compile import Sharding, find_sharding, insert, shard
+from zbcompile.vocabulary_choice import choose_sharding
+from zbcompile.vocabulary_compile import Sharding, shard
 
 STAGE_PASSES = ("cut", "joint", "simplify", "recompute", "split", "accumulate")  # what each stage goes through
 Observer = Callable[[int, str, Any], None]  # a stage, one of its passes, and what that made
@@ -61,21 +62,25 @@ def compile_step(
     observe: Observer | None = None,
 ) -> Program:
     """Compile the training step of `model` for one microbatch's shapes, in one process."""
-    drawn = draw_step(model, microbatch, loss, choices)
+    drawn = draw_step(model, microbatch, loss, choices, schedule)
     seconds = measure_line(drawn.line) if choices.balance == "measured" else {}
     return compile_drawn(model, microbatch, drawn, schedule, choices, seconds, observe=observe)
 
 
 def draw_step(
-    model: nn.Module, microbatch: Microbatch, loss: LossFunction | None, choices: Choices | None = None
+    model: nn.Module,
+    microbatch: Microbatch,
+    loss: LossFunction | None,
+    choices: Choices | None = None,
+    schedule: Schedule | None = None,
 ) -> Drawn:
-    """Capture the training step of `model` for one microbatch's shapes."""
+    """Capture the training step of `model` for one microbatch's shapes. `vocab="auto"` decides for `schedule`."""
     args, kwargs, target = microbatch.example
     captured = capture(model, args, kwargs, target, loss)
     with without_autocast(microbatch):
         canonical = canonicalise(captured)
         raise_first([*mixed_dtypes(canonical), *loss_problems(canonical)])
-        sharding = find_sharding(canonical, choices or Choices())
+        sharding = choose_sharding(canonical, schedule, choices or Choices())
         canonical = canonical if sharding is None else sharding.trunk
         return Drawn(captured, canonical, draw_line(canonical), sharding)
 
@@ -114,8 +119,10 @@ def compile_drawn(
             stages = separate_uses(stages, captured.trainable)
         make = functools.partial(compile_stage, captured.trainable, choices, observe=observe)
         programs = _compile_stages(canonical, stages, make, sharding.gradient if sharding else None)
-        vocabulary = shard(sharding, schedule, choices) if sharding else None
-        schedule = insert(schedule, vocabulary, programs) if vocabulary else schedule
+        vocabulary = None
+        if sharding is not None:
+            bounds = like.vocabulary.bounds if like is not None and like.vocabulary is not None else None
+            vocabulary, schedule = shard(sharding, schedule, choices, programs, bounds)
     return Program(
         model=facts_of(model, captured.constants),
         cuts=cuts,

@@ -20,6 +20,7 @@ from zbcompile.engine import Distributed, Engine, Executable, is_first, make_exe
 from zbcompile.measuring import agreed, measure_line
 from zbcompile.nonfinite import inspected
 from zbcompile.options import Options
+from zbcompile.passes.choices import Choices
 from zbcompile.passes.refusals import hook_problems, raise_first
 from zbcompile.passes.slots import Slot
 from zbcompile.passes.stage_program import bind_groups
@@ -31,6 +32,7 @@ from zbcompile.share import Share
 from zbcompile.stage_plan import prepare_stage
 from zbcompile.state import own_state
 from zbcompile.switches import DEBUG_NAN
+from zbcompile.vocabulary_collectives import Roots
 from zbcompile.vocabulary_shards import VocabularyExecutable, VocabularyShards, make_executable_shards
 
 
@@ -61,7 +63,7 @@ class Executables:
     def adopt(self, program: Program) -> Executable:
         """Run `program`, which was compiled elsewhere."""
         self.program = program
-        together(self._engine, "filling the model", lambda: self.share.make_real(self.is_own))
+        together(self._engine, "filling the model", lambda: self._make_real(program))
         executable = self._prepare(program)
         self._kept.add((), executable)
         return executable
@@ -101,19 +103,34 @@ class Executables:
         require_equal_programs(self._engine, {**program.manifest, **options})
         if self.program is None:
             self.program = program
-            together(self._engine, "filling the model", lambda: self.share.make_real(self.is_own))
+            together(self._engine, "filling the model", lambda: self._make_real(program))
             self._copy_first_replica(program)
         return self._prepare(program)
 
     def _copy_first_replica(self, program: Program) -> None:
         """Replicas begin with the same parameters and buffers, as under DistributedDataParallel."""
         with self._engine.watch.position.waiting("the first replica's parameters"):
-            share = own_state(self._model, self._engine, program.holders).values()
-            self._engine.replicas.broadcast(value for value in share if isinstance(value, torch.Tensor))
+            share = own_state(self._model, self._engine, program.holders)
+            tensors = {**share, **(self.shards.own if self.shards else {})}.values()
+            real = [value for value in tensors if isinstance(value, torch.Tensor) and not value.is_meta]
+            self._engine.replicas.broadcast(real)
+
+    def _make_real(self, program: Program) -> None:
+        """Give this process's share of the model memory and values: of a sharded output layer its rows alone."""
+        rank = self._engine.rank if isinstance(self._engine, Distributed) else None
+        sharded = () if program.vocabulary is None else program.vocabulary.parameters
+        in_rows = set(sharded) - set(program.tied) if rank is not None else set()
+        self.share.make_real(lambda name: self.is_own(name) and name not in in_rows)
+        if program.vocabulary is not None:
+            whole = dict(self._model.named_parameters())
+            bounds, device = program.vocabulary.bounds, self._engine.device
+            self.shards = VocabularyShards(bounds, {name: whole[name] for name in sharded}, rank, device)
+            self.shards.fill(self.share)
 
     def _make_program(self, microbatch: Microbatch) -> Program:
         model, options, schedule, engine = self._model, self._options, self._schedule, self._engine
-        drawn = together(engine, "capturing", lambda: draw_step(model, microbatch, options.loss, options.choices))
+        given = model, microbatch, options.loss, self._choices(), schedule
+        drawn = together(engine, "capturing", lambda: draw_step(*given))
         seconds = self._measured(drawn)
 
         def compile_() -> Program:
@@ -126,6 +143,13 @@ class Executables:
         if is_first(engine) and self.program is None and program.cuts.overweight:
             print(f"zbcompile: {program.cuts.overweight}")
         return program
+
+    def _choices(self) -> Choices:
+        """Further shapes shard their output layer if the first did: its rows have their ranks."""
+        choices = self._options.choices
+        if self.program is None or choices.vocab != "auto":
+            return choices
+        return replace(choices, vocab="off" if self.program.vocabulary is None else 1)
 
     def _measured(self, drawn: Drawn) -> dict[str, float]:
         """The times by which the model is cut, the same on all ranks."""
@@ -167,16 +191,12 @@ class Executables:
         self, program: Program, resident: Mapping[Slot, torch.Tensor], passes: CompiledPasses
     ) -> VocabularyExecutable | None:
         """The shards of the output layer; shapes that are compiled later find the same rows."""
-        if program.vocabulary is None:
+        if program.vocabulary is None or self.shards is None:
             return None
-        engine, whole = self._engine, dict(self._model.named_parameters())
-        rank = engine.rank if isinstance(engine, Distributed) else None
-        if self.shards is None:
-            parameters = {name: whole[name] for name in program.vocabulary.parameters}
-            self.shards = VocabularyShards(program.vocabulary.bounds, parameters, rank)
+        engine = self._engine
         group = engine.collective_group() if isinstance(engine, Distributed) else None
-        root = program.rank_of(program.schedule.stages - 1)
-        return make_executable_shards(program.vocabulary, self.shards, root, resident, engine.device, group, passes)
+        roots = Roots(program.rank_of(0), program.rank_of(program.schedule.stages - 1))
+        return make_executable_shards(program.vocabulary, self.shards, roots, resident, engine.device, group, passes)
 
 
 def autocast_on(device: torch.device) -> tuple[bool, torch.dtype]:

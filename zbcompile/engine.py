@@ -184,7 +184,8 @@ class InProcess:
         ]
         with undisturbed(self.device), torch.no_grad():
             interleave(runs)
-        mailboxes.finish()
+        for run in runs:
+            run.transport.finish()
         losses = {i: loss for run in runs for i, loss in _end(run).items()}
         sum_shared_in_process(program, gradients)
         for own in gradients:

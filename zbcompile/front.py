@@ -12,7 +12,7 @@ from zbcompile.backends import GraphCompiler
 from zbcompile.errors import PipelineError
 from zbcompile.group import device_of, make_engine
 from zbcompile.options import Options
-from zbcompile.passes.choices import Choices, Recompute, Vocab
+from zbcompile.passes.choices import Choices, Recompute, Vocab, VocabLogits
 from zbcompile.passes.wrapped import LossFunction
 from zbcompile.pipe import Pipeline
 from zbcompile.schedules.schedule import Schedule
@@ -44,6 +44,7 @@ def pipeline(  # type: ignore[misc]  # the overloads differ in `model` alone and
     optimizer_state: float = 2.0,
     accumulate_dtype: torch.dtype | None = None,
     vocab: Vocab = "off",
+    vocab_logits: VocabLogits = "auto",
     split: Mapping[str, bool] | None = None,
     chunks: int | None = None,
     example: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
@@ -88,6 +89,9 @@ def pipeline(  # type: ignore[misc]  # the overloads differ in `model` alone and
             (docs/vocabulary.md): "off"; 1 or 2 barriers between the last stage's forward and backward (one takes less
             memory); "auto": 1 where there is an output layer that can be sharded, else off. Gradients are equal within
             2e-6 (fp32).
+        vocab_logits: whether the logits of a shard wait for its weight gradient ("keep") or are made again ("remake":
+            a third more FLOPs of the output layer, and nothing of the size of the vocabulary waits); "auto": kept while
+            those of a microbatch take at most 256 MiB and `memory` allows it.
         split: which inputs are split into microbatches, by path or keyword name, where the default rule is wrong.
         chunks: stages per rank, for the interleaved schedules.
         example: `(args, kwargs)` of one batch (`target` among the keywords); compiles at once.
@@ -118,7 +122,8 @@ def pipeline(  # type: ignore[misc]  # the overloads differ in `model` alone and
     """
     cuts = balance if isinstance(balance, str) else tuple(balance)
     choices = Choices(
-        exact, recompute, cuts, boundary_bytes, memory, optimizer_state, accumulate_dtype, weight_recompute, vocab
+        *(exact, recompute, cuts, boundary_bytes, memory, optimizer_state, accumulate_dtype, weight_recompute),
+        *(vocab, vocab_logits),
     )
     options = Options(
         schedule,

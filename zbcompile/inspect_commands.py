@@ -19,16 +19,16 @@ from zbcompile.inspected import Inspected, read_saved
 from zbcompile.pass_history import PassHistory
 from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.printing import print_piece
-from zbcompile.prediction import Basis, basis_of, predict
+from zbcompile.prediction import Basis, basis_of, left_on_last, predict
 from zbcompile.program import StepOptions
 from zbcompile.program_files import MANIFEST
 from zbcompile.program_manifest import SavedProgram
 from zbcompile.report import Compared, format_comparison, format_summary
-from zbcompile.schedules import Schedule, ScheduleError, lower, smallest_microbatches
+from zbcompile.schedules import Costs, Schedule, ScheduleError, lower, simulate, smallest_microbatches
 from zbcompile.schedules.pictures import ENDINGS, write_comparison, write_picture
 from zbcompile.schedules.placement import Placement
 from zbcompile.schedules.timeline import Timeline
-from zbcompile.summary import SCHEMA, prediction_of, summarise
+from zbcompile.summary import SCHEMA, Unsharded, prediction_of, summarise
 
 FORMATS = ("text", "json", "dot", "html")
 
@@ -117,22 +117,23 @@ def _saved(request: Request) -> Inspected:
     return read_saved(Path(request.target))
 
 
-def _unsharded(inspected: Inspected, request: Request) -> float | None:
-    """The predicted step with the output layer on one stage, and the other layers redistributed by the balancer."""
+def _unsharded(inspected: Inspected, request: Request, costs: Costs) -> Unsharded:
+    """The predicted step with the output layer on the last stage."""
     program = inspected.program
     if program.vocabulary is None or isinstance(program, SavedProgram):
-        return None
+        return Unsharded()
     plain = replace(request, vocab="off", microbatches=program.schedule.microbatches)
     schedule = schedule_of(plain, request.schedule_name)
     if schedule.shards:  # a schedule file with vocabulary passes of its own has no form without
-        return None
-    return _predicted(_compiled(inspected.example, schedule, plain), plain)[0].makespan
+        return Unsharded()
+    redistributed = _predicted(_compiled(inspected.example, schedule, plain), plain)[0].makespan
+    return Unsharded(simulate(schedule, left_on_last(costs)).makespan, redistributed)
 
 
 def _show_summary(inspected: Inspected, request: Request) -> None:
     timeline, basis = _predicted(inspected, request)
     reduction = inspected.program.step.loss_reduction
-    summary = summarise(inspected, basis, timeline, reduction, _unsharded(inspected, request))
+    summary = summarise(inspected, basis, timeline, reduction, _unsharded(inspected, request, basis.costs))
     if request.json:
         print(json.dumps(summary.to_dict(), indent=1))
     else:

@@ -11,7 +11,7 @@ from zbcompile.schedules.actions import Action
 from zbcompile.stage_plan import Tensors
 from zbcompile.stage_run import StageRun
 from zbcompile.transport import Transport
-from zbcompile.vocabulary_collectives import VocabularyTransport
+from zbcompile.vocabulary_transport import VocabularyTransport
 
 
 class Observer(Protocol):
@@ -152,4 +152,6 @@ HANDLERS: Mapping[str, Callable[..., None]] = {
     "CAST": RankRun._announce,
     "STATS": RankRun._announce,
     "SUM": RankRun._announce,
+    "LOOKUP": RankRun._announce,
+    "SPREAD": RankRun._announce,
 }

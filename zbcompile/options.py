@@ -8,7 +8,7 @@ import torch
 
 from zbcompile.backends import GraphCompiler, check_backend
 from zbcompile.errors import PipelineError
-from zbcompile.passes.choices import BALANCES, RECOMPUTE_POLICIES, VOCABS, Choices
+from zbcompile.passes.choices import BALANCES, RECOMPUTE_POLICIES, VOCAB_LOGITS, VOCABS, Choices
 from zbcompile.passes.wrapped import LossFunction
 from zbcompile.schedules.files import load
 from zbcompile.schedules.registry import build, smallest_microbatches
@@ -51,6 +51,8 @@ class Options:
             raise PipelineError(f"weight_recompute={self.choices.weight_recompute!r}; expected True or False.")
         if self.choices.vocab not in VOCABS or isinstance(self.choices.vocab, bool):
             raise PipelineError(f'vocab={self.choices.vocab!r}; expected "off", "auto", 1 or 2 (barriers).')
+        if self.choices.vocab_logits not in VOCAB_LOGITS:
+            raise PipelineError(f'vocab_logits={self.choices.vocab_logits!r}; expected "auto", "keep" or "remake".')
         check_backend(self.backend, self.choices.exact)
         _check_cuts(self.choices)
         _check_dtype(self.choices.accumulate_dtype)

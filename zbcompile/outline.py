@@ -9,12 +9,12 @@ from zbcompile.passes.joint import Recomputed
 from zbcompile.passes.slots import TensorSpec
 from zbcompile.passes.split import Improvement
 from zbcompile.passes.stage_program import StageProgram
-from zbcompile.passes.vocabulary_program import VocabularyProgram
+from zbcompile.passes.vocabulary_program import InputLayer, Tiling, VocabularyProgram
 
 BOUNDARIES = ("receives", "sends", "gradients_in", "gradients_out")
 NAMES = ("parameters", "buffers", "trained")
 PLAIN = ("stage", "original", "random")
-SHARDING = ("text", "weight", "bias", "barriers", "kept", "activation", "loss_dtype")
+SHARDING = ("text", "weight", "bias", "barriers", "activation", "loss_dtype")
 SHARDED = ("hidden", "statistics", "gradient")
 
 
@@ -51,6 +51,9 @@ def vocabulary_to_data(found: VocabularyProgram | None) -> dict[str, Any] | None
         return None
     data: dict[str, Any] = {name: getattr(found, name) for name in SHARDING}
     data |= {name: _spec_to_data(getattr(found, name)) for name in SHARDED}
+    lookup = found.lookup
+    data["lookup"] = lookup and [lookup.weight, lookup.activation, _spec_to_data(lookup.rows)]
+    data["tiling"] = [found.tiling.words, found.tiling.keep]
     return data | {"bounds": list(map(list, found.bounds)), "flops": list(map(dict, found.flops))}
 
 
@@ -60,6 +63,10 @@ def vocabulary_from_data(data: dict[str, Any] | None, device: str) -> Vocabulary
         return None
     fields: dict[str, Any] = {name: data[name] for name in SHARDING}
     fields |= {name: _spec_from_data(data[name], device) for name in SHARDED}
+    fields["tiling"] = Tiling(*data["tiling"])
+    if data["lookup"]:
+        weight, activation, rows = data["lookup"]
+        fields["lookup"] = InputLayer(weight, activation, _spec_from_data(rows, device))
     bounds = tuple((low, high) for low, high in data["bounds"])
     return VocabularyProgram(**fields, bounds=bounds, flops=tuple(data["flops"]), pieces=({},) * len(bounds))
 

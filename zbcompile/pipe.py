@@ -20,6 +20,7 @@ from zbcompile.errors import PipelineError
 from zbcompile.evaluation import EvaluationPlan, evaluate, plan_evaluation
 from zbcompile.finish import total_loss
 from zbcompile.options import Options, resolve_schedule
+from zbcompile.passes.slots import Slot
 from zbcompile.program import Program
 from zbcompile.recent import Recent
 from zbcompile.record import StepRecord
@@ -161,7 +162,7 @@ class Pipeline:
         self._compiled.share.require_filled()
         chosen = self._evaluations[key]
         resident = resident_tensors(self._model, chosen.inference.captured.constants)
-        self._gather_rows()
+        resident |= {Slot("parameter", name): whole for name, whole in self._gather_rows().items()}
         with self._as_captured():
             return evaluate(chosen, batch, program, self._engine, resident)
 
@@ -281,13 +282,14 @@ class Pipeline:
         if not full:
             return self._own_state()
         with self._watch.region("state_dict"):
-            self._gather_rows()
-            return full_state(self._model, self._engine, self.program.holders)
+            return full_state(self._model, self._engine, self.program.holders, self._gather_rows())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load this process's share of a full state dict; strict over the whole model."""
         self.program  # noqa: B018  raises before compiling
         load_state(self._model, self._engine, self.program.holders, state)
+        if self._compiled.shards is not None:
+            self._compiled.shards.load(state)
         self._compiled.share.filled(state)
 
     def resume(self, step: int, filled: Iterable[str]) -> None:
@@ -327,11 +329,12 @@ class Pipeline:
         """The casts are in the graphs: autocast around a running graph would cast what the model left uncast."""
         return torch.autocast(self._engine.device.type, enabled=False)
 
-    def _gather_rows(self) -> None:
-        """Bring a sharded output layer together in the model's own parameters, for what needs it whole."""
-        if self._compiled.shards is not None and isinstance(self._engine, Distributed):
-            with self._watch.position.waiting("the rows of the output layer"):
-                self._compiled.shards.gather(self._engine.collective_group())
+    def _gather_rows(self) -> dict[str, torch.Tensor]:
+        """A sharded output layer whole: in the model's own parameters, where these have memory."""
+        if self._compiled.shards is None or not isinstance(self._engine, Distributed):
+            return {}
+        with self._watch.position.waiting("the rows of the output layer"):
+            return self._compiled.shards.gather(self._engine.collective_group())
 
     def _own_state(self) -> dict[str, Any]:
         state = own_state(self._model, self._engine, self.program.holders)

@@ -56,6 +56,18 @@ def flop_costs(program: Program) -> Costs:
     return with_vocabulary_costs(costs, program.schedule, program.vocabulary, speed)
 
 
+def left_on_last(costs: Costs) -> Costs:
+    """`costs` with the output layer whole on the last stage: what S and T of all shards take together, in thirds."""
+    third = (sum(costs.vocab_s) + sum(costs.vocab_t)) / 3
+    forward, backward, weight = (
+        (*times[:-1], times[-1] + third) for times in (costs.forward, costs.backward, costs.weight)
+    )
+    none = (0.0,) * costs.stages
+    return replace(
+        costs, forward=forward, backward=backward, weight=weight, vocab_s=none, vocab_t=none, vocab_state=none
+    )
+
+
 def _with_memory(costs: Costs, program: Program) -> Costs:
     stages = program.stages
     return replace(

@@ -19,12 +19,13 @@ from zbcompile.passes.overlap import merge
 from zbcompile.passes.slots import TensorSpec
 from zbcompile.passes.torch_private import boxed
 from zbcompile.program import Program
-from zbcompile.schedules.actions import CAST, STATS, SUM, Action, Pair, S, Step, T
+from zbcompile.schedules.actions import CAST, LOOKUP, STATS, SUM, Action, F, Pair, S, Step, T
 from zbcompile.stage_plan import Arrival, CompiledStage, arrivals_of
 
 SENDS, RECEIVES = ("SEND_F", "SEND_B"), ("RECV_F", "RECV_B")
 PASSES = ("F", "B", "W", "BW")
 HIDDEN_MESSAGE = "HIDDEN"  # the last stage's output, on its way to the vocabulary shards
+ROWS_MESSAGE = "ROWS"  # the gradient of what these have looked up for the first stage
 
 
 class Message(NamedTuple):
@@ -89,8 +90,8 @@ def plan_rank(program: Program, rank: int, stages: Mapping[int, CompiledStage]) 
     def instruction(action: Action) -> Instruction:
         needs, makes = needed_by(program, action), made_by(program, action)
         if program.vocabulary is not None and action.op not in (*SENDS, *RECEIVES):
-            needs, makes = needs or _awaited(program, action), makes or _hidden(program, action)
-            if makes is not None and makes.kind == HIDDEN_MESSAGE:
+            needs, makes = needs or _awaited(program, action), makes or _handed_over(program, action)
+            if makes is not None and makes.kind in (HIDDEN_MESSAGE, ROWS_MESSAGE):
                 return Instruction(action, needs, makes, local=True, completes=completes.get(action, ()))
         if action.op in RECEIVES and needs is not None:
             source = program.rank_of(_source(needs), action.microbatch)
@@ -153,14 +154,19 @@ def _awaited(program: Program, action: Action) -> Message | None:
     op, stage, microbatch = action
     if op in ("B", "BW") and stage == program.schedule.stages - 1:
         return Message((STATS, SUM)[program.schedule.barriers - 1], stage, microbatch)
+    if op == F and stage == 0 and program.schedule.lookups:
+        return Message(LOOKUP, stage, microbatch)
     return Message({S: CAST, T: STATS}[op], stage, microbatch) if op in (S, T) else None
 
 
-def _hidden(program: Program, action: Action) -> Message | None:
-    """What the last stage hands to the vocabulary shards."""
-    if action.op != "F" or action.stage != program.schedule.stages - 1:
-        return None
-    return Message(HIDDEN_MESSAGE, action.stage, action.microbatch)
+def _handed_over(program: Program, action: Action) -> Message | None:
+    """What the last stage's forward and the first one's backward hand to the vocabulary shards."""
+    op, stage, microbatch = action
+    if op == F and stage == program.schedule.stages - 1:
+        return Message(HIDDEN_MESSAGE, stage, microbatch)
+    if op in ("B", "BW") and stage == 0 and program.schedule.lookups:
+        return Message(ROWS_MESSAGE, stage, microbatch)
+    return None
 
 
 def made_by(program: Program, action: Action) -> Message | None:

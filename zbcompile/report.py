@@ -222,11 +222,14 @@ def _vocabulary(s: Summary) -> str:
     words = f"{v.words[0]} words a rank" if len(set(v.words)) == 1 else f"{', '.join(map(str, v.words))} words by rank"
     passes = f"S {format_count(v.flops['S'])} and T {format_count(v.flops['T'])} FLOPs per microbatch"
     kept = "logits wait from S to T" if v.keeps_logits else "T makes the logits again"
-    lines = _wrap(f"Output layer sharded over all ranks: {v.found}; {words}, {passes}; {kept}.")
-    if v.unsharded_step is not None:
-        step = format_time(v.unsharded_step, s.prediction.unit)
-        change = s.prediction.step / v.unsharded_step - 1
-        lines += _wrap(f"Without sharding, layers redistributed (--vocab off): step {step}; sharded {change:+.1%}.")
+    also = f" The embedding {v.embedding} is sharded likewise." if v.embedding else ""
+    lines = _wrap(f"Output layer sharded over all ranks: {v.found}; {words}, {passes}; {kept}.{also}")
+    steps = (v.unsharded_step, "on the last stage beside the layers that are there now")
+    around = (v.redistributed_step, "on the last stage, the layers redistributed around it (--vocab off)")
+    for step, where in (steps, around):
+        if step is not None:
+            change = s.prediction.step / step - 1
+            lines += _wrap(f"Whole {where}: step {format_time(step, s.prediction.unit)}; sharded {change:+.1%}.")
     return "\n".join(lines)
 
 

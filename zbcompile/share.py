@@ -40,6 +40,13 @@ class Share:
             if id(tensor) in real:
                 table[name] = real[id(tensor)]
 
+    def fill_rows(self, name: str, whole: torch.Tensor, rows: torch.Tensor, low: int) -> None:
+        """Give `rows`, which are those of a parameter from number `low` on, the values that the `whole` would have."""
+        values = torch.empty_like(whole, device="meta" if self.init is None else self.device)
+        self._fill(name, values)
+        if self.init is not None:
+            rows.copy_(values[low : low + len(rows)])
+
     def filled(self, names: Iterable[str]) -> None:
         """These have their values now."""
         self.unfilled -= set(names)

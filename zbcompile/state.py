@@ -28,12 +28,18 @@ def own_state(model: nn.Module, engine: Engine, owners: Owner) -> dict[str, Any]
     return {key: value for key, value in full.items() if set(owners(names.get(key, key))) & set(engine.local)}
 
 
-def full_state(model: nn.Module, engine: Engine, owners: Owner) -> dict[str, Any]:
-    """Eager's whole state dict, on every rank: each tensor comes from a rank that owns it."""
+def full_state(
+    model: nn.Module, engine: Engine, owners: Owner, known: Mapping[str, torch.Tensor] | None = None
+) -> dict[str, Any]:
+    """Eager's whole state dict, on every rank: each tensor comes from a rank that owns it, or is `known` to all by its
+    first name."""
     if not isinstance(engine, Distributed):
         return dict(model.state_dict())
     names, gathered = first_names(model), {}
     for key, value in model.state_dict().items():
+        if known and names.get(key, key) in known:
+            gathered[key] = known[names.get(key, key)].clone()
+            continue
         owner = owners(names.get(key, key))[0]
         with engine.watch.position.waiting(key):
             gathered[key] = _broadcast(value, owner, engine)

@@ -38,7 +38,9 @@ class Cut:
 @dataclass(frozen=True)
 class VocabularySummary:
     """The output layer, sharded over all ranks: what was found, how many words each rank has, FLOPs of S and T on the
-    first rank per microbatch, whether logits wait for T, and the predicted step without sharding."""
+    first rank per microbatch, whether logits wait for T, and the predicted step with the output layer left whole on the
+    last stage: with the other layers as they are (`unsharded_step`), or redistributed around it. `embedding` is the
+    lookup that is sharded too, "" if none is."""
 
     found: str
     barriers: int
@@ -46,6 +48,8 @@ class VocabularySummary:
     flops: Mapping[str, int]
     keeps_logits: bool
     unsharded_step: float | None
+    redistributed_step: float | None
+    embedding: str
 
 
 @dataclass(frozen=True)
@@ -154,19 +158,27 @@ class Summary:
         return {"schema": SCHEMA, **asdict(self)}
 
 
-def _vocabulary(program: Program, unsharded: float | None) -> VocabularySummary | None:
+@dataclass(frozen=True)
+class Unsharded:
+    """The predicted step without a sharded output layer, see `VocabularySummary`; None where nobody asked."""
+
+    left: float | None = None
+    redistributed: float | None = None
+
+
+def _vocabulary(program: Program, unsharded: Unsharded) -> VocabularySummary | None:
     found = program.vocabulary
     if found is None:
         return None
     words = tuple(high - low for low, high in found.bounds)
-    return VocabularySummary(found.text, found.barriers, words, found.flops[0], found.kept, unsharded)
+    shown = unsharded.left, unsharded.redistributed, found.lookup.weight if found.lookup else ""
+    return VocabularySummary(found.text, found.barriers, words, found.flops[0], found.tiling.keep, *shown)
 
 
 def summarise(
-    inspected: Inspected, basis: Basis, timeline: Timeline, loss_reduction: str, unsharded: float | None = None
+    inspected: Inspected, basis: Basis, timeline: Timeline, loss_reduction: str, unsharded: Unsharded = Unsharded()
 ) -> Summary:
-    """Describe a compiled example; `timeline` is its step as `predict` sees it under `basis`, `unsharded` the time of
-    the step without a sharded output layer."""
+    """Describe a compiled example; `timeline` is its step as `predict` sees it under `basis`."""
     program, model = inspected.program, inspected.example.model
     sizes = {name: (p.numel(), p.numel() * p.element_size()) for name, p in model.named_parameters()}
     stages = tuple(_stage(stage, program, sizes) for stage in program.stages)

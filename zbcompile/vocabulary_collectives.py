@@ -1,33 +1,40 @@
 """The collectives of the vocabulary passes: between the shards of one process, or over a process group of their own.
 
 CAST carries the last stage's output to all shards, STATS gathers what S made and, with one barrier, sums the parts of
-the input gradient on the rank of the last stage; with two barriers SUM does that after T. Every rank posts all of them
-in one order (`zbcompile.schedules.collectives`) and posting never waits.
+the input gradient on the rank of the last stage; with two barriers SUM does that after T. LOOKUP sums the looked up
+rows of a sharded embedding on the rank of the first stage, SPREAD carries their gradient to all shards. Every rank
+posts all of them in one order (`zbcompile.schedules.collectives`) and posting never waits.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
+from zbcompile.passes.slots import TensorSpec
 from zbcompile.passes.vocabulary_program import HIDDEN
-from zbcompile.rank_plan import HIDDEN_MESSAGE, Buffer, Message
-from zbcompile.schedules.actions import CAST, COLLECTIVES, STATS, SUM
-from zbcompile.transport import Tensors, Transport
+from zbcompile.schedules.actions import CAST, LOOKUP, SPREAD, STATS, SUM
 from zbcompile.vocabulary_run import ShardRun
 
-KINDS = frozenset((HIDDEN_MESSAGE, *COLLECTIVES))
+Job = Callable[[int], None]  # what a collective does for a microbatch
+
+
+class Roots(NamedTuple):
+    """The ranks of the first and of the last stage."""
+
+    first: int
+    last: int
 
 
 class Collectives(Protocol):
-    """`post` announces that a rank takes part, `wait` returns once it is complete; `gradient` is the sum on the rank of
-    the last stage."""
+    """`post` announces that a rank takes part, `wait` returns once it is complete. `gradient` is the sum on the rank of
+    the last stage; what LOOKUP and SPREAD bring is in the shards."""
 
     @property
-    def root(self) -> int: ...
+    def roots(self) -> Roots: ...
     def join(self, rank: int, shard: ShardRun) -> None: ...
     def post(self, op: str, rank: int, microbatch: int) -> None: ...
     def ready(self, op: str, microbatch: int) -> bool: ...
@@ -41,7 +48,7 @@ class SharedCollectives:
     """All shards in one process: a collective happens when the last of them has posted it. Sums are in rank order."""
 
     count: int
-    root: int
+    roots: Roots
     barriers: int
     shards: dict[int, ShardRun] = field(default_factory=dict)
     posted: dict[tuple[str, int], set[int]] = field(default_factory=dict)
@@ -54,7 +61,12 @@ class SharedCollectives:
         present = self.posted.setdefault((op, microbatch), set())
         present.add(rank)
         if len(present) == self.count:
-            {CAST: self._cast, STATS: self._stats, SUM: self._sum}[op](microbatch)
+            self._jobs[op](microbatch)
+
+    @property
+    def _jobs(self) -> Mapping[str, Job]:
+        found = {CAST: self._cast, STATS: self._stats, SUM: self._sum}
+        return found | {LOOKUP: self._lookup, SPREAD: self._spread}
 
     def ready(self, op: str, microbatch: int) -> bool:
         return len(self.posted.get((op, microbatch), ())) == self.count
@@ -69,9 +81,9 @@ class SharedCollectives:
         pass
 
     def _cast(self, microbatch: int) -> None:
-        hidden = self.shards[self.root].states[microbatch][HIDDEN]
+        hidden = self.shards[self.roots.last].states[microbatch][HIDDEN]
         for rank, shard in self.shards.items():
-            if rank != self.root:
+            if rank != self.roots.last:
                 shard.receive(microbatch, hidden)
 
     def _stats(self, microbatch: int) -> None:
@@ -82,6 +94,15 @@ class SharedCollectives:
 
     def _sum(self, microbatch: int) -> None:
         self.gradients[microbatch] = _sum_in_order([self.shards[r].part(microbatch) for r in sorted(self.shards)])
+
+    def _lookup(self, microbatch: int) -> None:
+        rows = _sum_in_order([self.shards[rank].look_up(microbatch) for rank in sorted(self.shards)])
+        self.shards[self.roots.first].looked_up[microbatch] = rows
+
+    def _spread(self, microbatch: int) -> None:
+        gradient = self.shards[self.roots.first].spreads[microbatch]
+        for shard in self.shards.values():
+            shard.spreads[microbatch] = gradient
 
 
 def _sum_in_order(parts: list[torch.Tensor]) -> torch.Tensor:
@@ -97,7 +118,7 @@ class GroupCollectives:
     of their own where the host carries them out (gloo), on `stream` on CUDA."""
 
     group: dist.ProcessGroup
-    root: int
+    roots: Roots
     device: torch.device
     stream: torch.cuda.Stream | None = None
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -111,20 +132,26 @@ class GroupCollectives:
         self.shard = shard
 
     def post(self, op: str, rank: int, microbatch: int) -> None:
-        job = {CAST: self._cast, STATS: self._stats, SUM: self._sum}[op]
+        job = {
+            CAST: self._cast,
+            STATS: self._stats,
+            SUM: self._sum,
+            LOOKUP: self._lookup,
+            SPREAD: self._spread,
+        }[op]
         if self._thread is not None:
             self.complete[op, microbatch] = self._thread.submit(torch.no_grad()(job), microbatch)
         else:
-            self._on_stream(op, microbatch)
+            self._on_stream(job, op, microbatch)
 
-    def _on_stream(self, op: str, microbatch: int) -> None:
+    def _on_stream(self, job: Job, op: str, microbatch: int) -> None:
         """Behind what the compute stream has been given so far; whoever waits makes the compute stream wait."""
         assert self.stream is not None
-        for value in self.shard.states.get(microbatch, {}).values():
+        for value in (*self.shard.states.get(microbatch, {}).values(), *self._of_input_layer):
             value.record_stream(self.stream)  # else its memory could be used again while it is sent
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
-            {CAST: self._cast, STATS: self._stats, SUM: self._sum}[op](microbatch)
+            job(microbatch)
         event = self._events[op, microbatch] = torch.cuda.Event()
         event.record(self.stream)
 
@@ -137,8 +164,12 @@ class GroupCollectives:
             return
         stream = torch.cuda.current_stream(self.device)
         stream.wait_event(self._events[op, microbatch])
-        for value in self.shard.states.get(microbatch, {}).values():
+        for value in (*self.shard.states.get(microbatch, {}).values(), *self._of_input_layer):
             value.record_stream(stream)
+
+    @property
+    def _of_input_layer(self) -> list[torch.Tensor]:
+        return [*self.shard.looked_up.values(), *self.shard.spreads.values()]
 
     def gradient(self, microbatch: int) -> torch.Tensor:
         found = self.gradients.pop(microbatch)
@@ -153,16 +184,30 @@ class GroupCollectives:
         if self._thread is not None:
             self._thread.shutdown()
 
-    @property
-    def _is_root(self) -> bool:
-        return dist.get_rank(self.group) == self.root
+    def _is(self, rank: int) -> bool:
+        return dist.get_rank(self.group) == rank
+
+    def _empty(self, spec: TensorSpec) -> torch.Tensor:
+        return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=self.device)
 
     def _cast(self, microbatch: int) -> None:
-        spec = self.shard.shard.program.hidden
-        if not self._is_root:
-            hidden = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=self.device)
-            self.shard.receive(microbatch, hidden)
-        dist.broadcast(self.shard.states[microbatch][HIDDEN], group=self.group, group_src=self.root)
+        if not self._is(self.roots.last):
+            self.shard.receive(microbatch, self._empty(self.shard.shard.program.hidden))
+        dist.broadcast(self.shard.states[microbatch][HIDDEN], group=self.group, group_src=self.roots.last)
+
+    def _lookup(self, microbatch: int) -> None:
+        """One shard has a token's row, the others zeros: a sum that loses nothing."""
+        part = self.shard.look_up(microbatch).contiguous()
+        dist.reduce(part, group=self.group, group_dst=self.roots.first)
+        if self._is(self.roots.first):
+            self.shard.looked_up[microbatch] = part
+
+    def _spread(self, microbatch: int) -> None:
+        lookup = self.shard.shard.program.lookup
+        assert lookup is not None
+        if not self._is(self.roots.first):
+            self.shard.spreads[microbatch] = self._empty(lookup.rows)
+        dist.broadcast(self.shard.spreads[microbatch], group=self.group, group_src=self.roots.first)
 
     def _stats(self, microbatch: int) -> None:
         own = self.shard.statistics(microbatch)
@@ -177,61 +222,6 @@ class GroupCollectives:
 
     def _reduce(self, microbatch: int, part: torch.Tensor) -> None:
         part = part.contiguous()
-        dist.reduce(part, group=self.group, group_dst=self.root)
-        if self._is_root:
+        dist.reduce(part, group=self.group, group_dst=self.roots.last)
+        if self._is(self.roots.last):
             self.gradients[microbatch] = part
-
-
-@dataclass
-class VocabularyTransport:
-    """A rank's transport with the collectives beside the messages between stages."""
-
-    rank: int
-    messages: Transport
-    shard: ShardRun
-    collectives: Collectives
-
-    @property
-    def is_root(self) -> bool:
-        """Whether the last stage is on this rank."""
-        return self.rank == self.collectives.root
-
-    def announce(self, op: str, microbatch: int) -> None:
-        """Take part in a collective."""
-        self.collectives.post(op, self.rank, microbatch)
-
-    def deliver(self, message: Message, tensors: Tensors) -> None:
-        if message.kind == HIDDEN_MESSAGE:
-            self.shard.receive(message.microbatch, tensors[0].contiguous())
-        else:
-            self.messages.deliver(message, tensors)
-
-    def send(self, message: Message, tensors: Tensors, peer: int) -> None:
-        self.messages.send(message, tensors, peer)
-
-    def post(self, message: Message, buffers: Sequence[Buffer], peer: int) -> None:
-        self.messages.post(message, buffers, peer)
-
-    def ready(self, message: Message) -> bool:
-        if message.kind in KINDS:
-            return self.collectives.ready(message.kind, message.microbatch)
-        return self.messages.ready(message)
-
-    def wait(self, message: Message) -> None:
-        if message.kind in KINDS:
-            self.collectives.wait(message.kind, message.microbatch)
-        else:
-            self.messages.wait(message)
-
-    def take(self, message: Message) -> Tensors:
-        if message.kind not in KINDS:
-            return self.messages.take(message)
-        gradient = self.collectives.gradient(message.microbatch)
-        return [gradient.to(getattr(torch, self.shard.shard.program.hidden.dtype))]
-
-    def complete(self, messages: Sequence[Message]) -> None:
-        self.messages.complete(messages)
-
-    def finish(self) -> None:
-        self.collectives.finish()
-        self.messages.finish()

@@ -9,7 +9,16 @@ from zbcompile.backends import Run
 from zbcompile.errors import PipelineError
 from zbcompile.passes.slots import Slot
 from zbcompile.passes.torch_private import boxed
-from zbcompile.passes.vocabulary_program import COEFFICIENTS, GATHERED, GRADIENT, HIDDEN, STATISTICS, TANGENT
+from zbcompile.passes.vocabulary_program import (
+    COEFFICIENTS,
+    GATHERED,
+    GRADIENT,
+    HIDDEN,
+    LOOKED_UP,
+    OF_LOOKUP,
+    STATISTICS,
+    TANGENT,
+)
 from zbcompile.passes.vocabulary_program import VocabularyProgram as VocabularyGraphs
 
 Values = dict[Slot, torch.Tensor]
@@ -38,7 +47,8 @@ def prepare_shard(
 
 @dataclass
 class ShardRun:
-    """A shard during one step: `states[microbatch]` holds what waits for its next pass.
+    """A shard during one step: `states[microbatch]` holds what waits for its next pass, `looked_up[microbatch]` the
+    rows for the first stage, where that is here, `spreads[microbatch]` their gradient.
 
     `accumulator` gives the tensor that the gradient of a parameter's rows is added into, `factor` is the tangent of a
     microbatch's loss.
@@ -50,6 +60,8 @@ class ShardRun:
     factor: torch.Tensor
     states: dict[int, Values] = field(default_factory=dict)
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
+    looked_up: dict[int, torch.Tensor] = field(default_factory=dict)
+    spreads: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def receive(self, microbatch: int, hidden: torch.Tensor) -> None:
         """The last stage's output has arrived (or was made here)."""
@@ -84,6 +96,15 @@ class ShardRun:
         """What T made for the input gradient."""
         return self.states.pop(microbatch)[GRADIENT]
 
+    def look_up(self, microbatch: int) -> torch.Tensor:
+        """LOOKUP: the rows of the embedding that are this shard's, zeros for all other tokens."""
+        return self._call("LOOKUP", microbatch)[LOOKED_UP]
+
+    def spread(self, microbatch: int) -> None:
+        """SPREAD: add the gradient of this shard's rows of the embedding."""
+        self._call("SPREAD", microbatch)
+        del self.spreads[microbatch]
+
     def _call(self, name: str, microbatch: int) -> Values:
         piece = self.shard.program.pieces[self.shard.rank][name]
         results = self.shard.calls[name]([self._value(slot, microbatch) for slot in piece.inputs])
@@ -94,20 +115,24 @@ class ShardRun:
             return self.factor
         if slot.kind == "accumulator":
             return self.accumulator(slot.name)
+        if slot == OF_LOOKUP:
+            return self.spreads[microbatch]
         if slot.kind == "input":
             return self.inputs[microbatch][slot.name]
         return self.shard.resident[slot] if slot in self.shard.resident else self.states[microbatch][slot]
 
     def live_bytes(self) -> int:
         """Bytes of the distinct storages that wait."""
-        waiting = [value for state in self.states.values() for value in state.values()]
+        waiting = [value for state in [*self.states.values()] for value in [*state.values()]]
+        waiting += [*self.looked_up.values(), *self.spreads.values()]
         storages = {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in waiting}
         return sum(storages.values())
 
     def check_empty(self) -> None:
         """After a step nothing may wait."""
-        if self.states:
+        waiting = {*self.states, *self.looked_up, *self.spreads}
+        if waiting:
             raise PipelineError(
                 f"the vocabulary shard of rank {self.shard.rank} ended the step with microbatches "
-                f"{sorted(self.states)} still waiting; the schedule must give every S its T."
+                f"{sorted(waiting)} still waiting; the schedule must give every S its T, and every F its LOOKUP."
             )

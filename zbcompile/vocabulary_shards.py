@@ -15,30 +15,54 @@ from torch import nn
 
 from zbcompile.gradients import Gradients
 from zbcompile.passes.slots import Slot
-from zbcompile.passes.vocabulary_program import VocabularyProgram
+from zbcompile.passes.vocabulary_program import VocabularyProgram, even_bounds
 from zbcompile.preparation import CompiledPasses
+from zbcompile.share import Share
+from zbcompile.torch_private import with_offset
 from zbcompile.transport import Transport
-from zbcompile.vocabulary_collectives import Collectives, GroupCollectives, SharedCollectives, VocabularyTransport
+from zbcompile.vocabulary_collectives import Collectives, GroupCollectives, Roots, SharedCollectives
 from zbcompile.vocabulary_run import CompiledShard, ShardRun, prepare_shard
+from zbcompile.vocabulary_transport import VocabularyTransport
 
 
 @dataclass
 class VocabularyShards:
-    """The shards that live in this process. `rank` is None where all do; `own` are the parameters of its rows."""
+    """The shards that live in this process. `rank` is None where all do; `own` are the parameters of its rows.
+
+    `whole` are the model's own parameters. One that is on the meta device stays there, and only the rows get memory.
+    """
 
     bounds: tuple[tuple[int, int], ...]
     whole: Mapping[str, nn.Parameter]
     rank: int | None
+    device: torch.device
     own: dict[str, nn.Parameter] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.rank is not None:
-            self.own = {name: nn.Parameter(self.rows(self.rank, name)) for name in self.whole}
+            self.own = {name: nn.Parameter(self._memory(self.rank, name)) for name in self.whole}
+
+    def _memory(self, rank: int, name: str) -> torch.Tensor:
+        low, high = self.bounds[rank]
+        whole = self.whole[name].detach()
+        return torch.empty_like(whole[low:high], device=self.device) if whole.is_meta else whole[low:high]
 
     def rows(self, rank: int, name: str) -> torch.Tensor:
-        """The rows of a rank, as a view of the whole parameter."""
+        """The rows of a rank; in one process a view of the whole parameter."""
         low, high = self.bounds[rank]
-        return self.whole[name].detach()[low:high]
+        return self.own[name].detach() if rank == self.rank else self.whole[name].detach()[low:high]
+
+    def fill(self, share: Share) -> None:
+        """Give rows without values those of the whole parameter."""
+        for name, own in self.own.items():
+            if self.whole[name].is_meta:
+                share.fill_rows(name, self.whole[name], own.detach(), self.bounds[self.rank or 0][0])
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take this rank's rows out of the whole parameters in `state`, by name."""
+        low, high = self.bounds[self.rank or 0]
+        for name, own in self.own.items():
+            own.detach().copy_(state[name][low:high])
 
     def accumulator(self, rank: int, gradients: Gradients, name: str) -> torch.Tensor:
         """What T of a rank adds the gradient of its rows into."""
@@ -46,13 +70,20 @@ class VocabularyShards:
         low, high = self.bounds[rank]
         return whole if name in self.own else whole[low:high]
 
-    def gather(self, group: dist.ProcessGroup) -> None:
-        """Bring the rows of all ranks into the whole parameters of this process."""
-        for name in self.own:
-            for rank in range(len(self.bounds)):
-                rows = self.rows(rank, name)
-                if rows.numel():
-                    dist.broadcast(rows, group=group, group_src=rank)
+    def gather(self, group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
+        """The whole parameters with the rows of all ranks: the model's own where these have memory."""
+        return {name: self._gathered(name, group) for name in self.own}
+
+    def _gathered(self, name: str, group: dist.ProcessGroup) -> torch.Tensor:
+        whole = self.whole[name].detach()
+        if whole.is_meta:
+            whole = torch.empty_like(whole, device=self.device)
+            low, high = self.bounds[self.rank or 0]
+            whole[low:high] = self.own[name].detach()
+        for rank, (low, high) in enumerate(self.bounds):
+            if high > low:
+                dist.broadcast(whole[low:high], group=group, group_src=rank)
+        return whole
 
     def share_lookups(self, gradients: Gradients, tied: Mapping[str, int], group: dist.ProcessGroup) -> None:
         """Add the gradient of a tied embedding, which the rank of its stage has, to the rows of every rank."""
@@ -74,20 +105,26 @@ class VocabularyShards:
         self, state: dict[str, Any], names: Mapping[str, str], group: dist.ProcessGroup
     ) -> dict[str, Any]:
         """`state` with this rank's rows as DTensors under the original names, as torch.distributed.checkpoint reads
-        them."""
-        return {
-            key: self._distributed(names.get(key, key), group) if names.get(key, key) in self.own else value
-            for key, value in state.items()
-        }
+        them; `names` are the first names of tied parameters."""
+        firsts = {key: names.get(key, key) for key in state}
+        shown = {name: self.distributed(name, own.detach(), group) for name, own in self.own.items()}
+        return {key: shown.get(firsts[key], value) for key, value in state.items()}
 
-    def _distributed(self, name: str, group: dist.ProcessGroup) -> Any:
+    def distributed(self, name: str, rows: torch.Tensor, group: dist.ProcessGroup) -> Any:
+        """This rank's `rows` of a parameter, or of something of its shape (a moment of Adam), as a DTensor.
+
+        The DTensor's own rule of sharding knows equal parts alone; of others it is told where they belong.
+        """
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.tensor import DTensor, Shard
 
         whole = self.whole[name]
-        mesh = DeviceMesh.from_group(group, whole.device.type)
-        own = self.own[name].detach()
-        return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
+        mesh = DeviceMesh.from_group(group, self.device.type)
+        local = rows
+        if self.bounds != even_bounds(whole.shape[0], len(self.bounds)):
+            low = self.bounds[self.rank or 0][0]
+            local = with_offset(rows, (low, *([0] * (whole.ndim - 1))))
+        return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
 
 
 @dataclass(frozen=True)
@@ -98,7 +135,7 @@ class VocabularyExecutable:
     program: VocabularyProgram
     shards: Mapping[int, CompiledShard]
     accumulators: Mapping[int, Callable[[Gradients, str], torch.Tensor]]
-    root: int
+    roots: Roots
     device: torch.device
     group: dist.ProcessGroup | None
     rows: VocabularyShards
@@ -118,8 +155,8 @@ class VocabularyExecutable:
     def collectives(self) -> Collectives:
         """The collectives of one step."""
         if self.group is None:
-            return SharedCollectives(len(self.shards), self.root, self.program.barriers)
-        return GroupCollectives(self.group, self.root, self.device, self.stream)
+            return SharedCollectives(len(self.shards), self.roots, self.program.barriers)
+        return GroupCollectives(self.group, self.roots, self.device, self.stream)
 
     def begin(
         self,
@@ -139,7 +176,7 @@ class VocabularyExecutable:
 def make_executable_shards(
     program: VocabularyProgram,
     shards: VocabularyShards,
-    root: int,
+    roots: Roots,
     resident: Mapping[Slot, torch.Tensor],
     device: torch.device,
     group: dist.ProcessGroup | None,
@@ -153,4 +190,4 @@ def make_executable_shards(
         compiled[rank] = prepare_shard(program, rank, {**resident, **rows}, passes.shard(rank))
     accumulators = {rank: partial(shards.accumulator, rank) for rank in ranks}
     stream = torch.cuda.Stream(device) if group is not None and device.type == "cuda" else None
-    return VocabularyExecutable(program, compiled, accumulators, root, device, group, shards, stream)
+    return VocabularyExecutable(program, compiled, accumulators, roots, device, group, shards, stream)

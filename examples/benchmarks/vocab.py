@@ -2,13 +2,18 @@
 
     torchrun --standalone --nproc-per-node 2 examples/benchmarks/vocab.py
 
-8 layers of width 128, sequence 128, 8 microbatches of 2, 1F1B; one thread per rank. Rounds of all variants take turns;
-the medians of their ratios to equal layers per rank count. Bytes are those of the last rank: its parameters four times
-(gradient, two moments of Adam) and the most that waits between its passes.
+2 layers of width 128, sequence 128, 8 microbatches of 4, 1F1B; one thread per rank. With so few layers no way of
+distributing them is even: equal layers give the last rank five units of work and the first one, the balancer four and
+two, sharding three each. (With four layers the balancer finds four and four: then sharding saves memory, not time.)
+
+Rounds of all variants take turns; the medians of their ratios to equal layers per rank count. Bytes are those of the
+last rank: parameters and the moments of Adam, and what its resident memory grows by in a step (Linux).
 """
 
 import argparse
 import copy
+import ctypes
+import gc
 import sys
 import time
 from dataclasses import dataclass, field
@@ -27,13 +32,15 @@ import zbcompile
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from gpt import GPT, next_byte_loss
 
-LAYERS, WIDTH, LENGTH, MICROBATCHES, ROWS = 8, 128, 128, 8, 2
+LAYERS, WIDTH, LENGTH, MICROBATCHES, ROWS = 2, 128, 128, 8, 4
 WORDS = 4 * (12 * WIDTH + 2 * LENGTH)  # FLOPs of the output layer / those of a layer = WORDS / (12 width + 2 length)
-STATES = 4  # parameter, gradient, two moments
+STATES = 3  # parameter and two moments; gradients exist in a step alone
+MMAP_THRESHOLD = -3  # glibc's number of the size beyond which memory is given back as soon as it is free
 VARIANTS: dict[str, dict[str, Any]] = {
     "equal layers": {"balance": [f"blocks.{LAYERS // 2}"]},
     "redistributed": {},
     "vocab=1": {"vocab": 1},
+    "vocab=1, logits made again": {"vocab": 1, "vocab_logits": "remake"},
     "vocab=2": {"vocab": 2},
 }
 
@@ -44,9 +51,9 @@ class Measured:
 
     pipe: zbcompile.Pipeline
     optimizer: torch.optim.Optimizer
-    bytes: int
     seconds: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
+    bytes: int = 0
 
 
 def model_with_words() -> nn.Module:
@@ -57,26 +64,49 @@ def model_with_words() -> nn.Module:
 
 def prepare(model: nn.Module, options: dict[str, Any], inputs: Tensor, targets: Tensor) -> Measured:
     pipe = zbcompile.pipeline(model, schedule="1f1b", microbatches=MICROBATCHES, loss=next_byte_loss, **options)
-    pipe.record = True
-    pipe.step(inputs, target=targets)
-    record, pipe.record = pipe.last_step, False
-    assert record is not None
-    held = record.peak_activation_bytes[dist.get_rank()]
-    own = sum(parameter.numel() * parameter.element_size() for parameter in pipe.parameters())
-    return Measured(pipe, torch.optim.AdamW(pipe.parameters()), held + STATES * own)
+    pipe.compile(inputs, target=targets)
+    measured = Measured(pipe, torch.optim.AdamW(pipe.parameters()))
+    step(measured, inputs, targets)
+    return measured
+
+
+def step(measured: Measured, inputs: Tensor, targets: Tensor) -> None:
+    measured.pipe.step(inputs, target=targets)
+    measured.optimizer.step()
+    measured.optimizer.zero_grad()
 
 
 def round_of(measured: Measured, inputs: Tensor, targets: Tensor) -> None:
     dist.barrier()
     wall, cpu = time.perf_counter(), time.process_time()
-    measured.pipe.step(inputs, target=targets)
-    measured.optimizer.step()
-    measured.optimizer.zero_grad()
+    step(measured, inputs, targets)
     dist.barrier()
     spent = torch.tensor([time.process_time() - cpu], dtype=torch.float64)
     dist.all_reduce(spent)
     measured.seconds.append(time.perf_counter() - wall)
     measured.cpu.append(float(spent))
+
+
+def measure_bytes(measured: Measured, inputs: Tensor, targets: Tensor) -> None:
+    """Call `give_back_freed_memory` before."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
+    before = resident_bytes("VmRSS")
+    step(measured, inputs, targets)
+    own = sum(parameter.numel() * parameter.element_size() for parameter in measured.pipe.parameters())
+    measured.bytes = STATES * own + resident_bytes("VmHWM") - before
+
+
+def give_back_freed_memory() -> None:
+    """From here on resident memory is what is in use; the allocations of a step get slower."""
+    libc = ctypes.CDLL(None)
+    libc.mallopt(MMAP_THRESHOLD, 1 << 16)
+    libc.malloc_trim(0)
+
+
+def resident_bytes(field: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) << 10
 
 
 def row(name: str, one: Measured, base: Measured) -> list[Any]:
@@ -99,6 +129,9 @@ def main() -> None:
     for _ in tqdm(range(rounds), disable=dist.get_rank() != 0, unit="round"):
         for measured in found.values():
             round_of(measured, inputs, targets)
+    give_back_freed_memory()
+    for measured in found.values():
+        measure_bytes(measured, inputs, targets)
     if dist.get_rank() == dist.get_world_size() - 1:
         rows = [row(name, measured, found["equal layers"]) for name, measured in found.items()]
         print(

@@ -23,7 +23,7 @@ IN_PROCESS = (
     VocabularyCase("gpt-options", "zb-v", 1, 3, microbatches=6),
     VocabularyCase("gpt-options", "dualpipe-v", 2, 2),
     VocabularyCase("gpt", "interleaved-zb", 1, 2),
-    VocabularyCase("gpt-tied", "zb-h1", "auto", 2),
+    VocabularyCase("gpt-tied", "zb-h1", 1, 2),
 )
 PROCESSES = (
     VocabularyCase("gpt", "1f1b", 1, 2),

@@ -1,0 +1,126 @@
+"""The end of the barrier and T, the second pass of a vocabulary shard: the loss, and the gradients of its rows."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+from zbcompile.passes.vocabulary_loss import Statistics, Values
+from zbcompile.passes.vocabulary_shard import (
+    Parameters,
+    Shard,
+    class_weight,
+    finite,
+    local,
+    pointwise,
+    pull,
+    raw_logits,
+    times_weight,
+)
+
+Tensor = torch.Tensor
+
+
+class Combined(NamedTuple):
+    """What every shard makes of all statistics: the loss, `coefficients` [5, tokens] for T, and with one barrier its
+    part of the input gradient [tokens, width]."""
+
+    loss: Tensor
+    coefficients: Tensor
+    part: Tensor | None
+
+
+def combine(shard: Shard, gathered: Tensor, tangent: Tensor, kept: Mapping[str, Tensor], values: Values) -> Combined:
+    """The end of the barrier: `gathered` [shards, 4, tokens], `tangent` the factor of this microbatch's loss."""
+    maxima, z, targets, totals = gathered.unbind(1)
+    maximum = maxima.amax(0)
+    safe = finite(maximum)
+    shares = z * (maxima - safe).exp()
+    statistics = Statistics(shares.sum(0).log(), targets.sum(0) - maximum, None, maximum)
+    if shard.head.loss.needs_total:
+        moved = (finite(maxima) - safe) * _weight_sums(shard, values, z)[:, None]
+        statistics = statistics._replace(total=(totals + moved).sum(0))
+    loss, a, b, c = _differentiate(shard, statistics, tangent, values)
+    coefficients = torch.stack([maximum, statistics.log_z, a, b, c])
+    if shard.barriers == 2:
+        return Combined(loss, coefficients, None)
+    at_label = a * torch.expm1(statistics.target - statistics.log_z) + (a + b)
+    share = a * shares[shard.rank] / shares.sum(0)
+    part = share[:, None] * kept["others"] + at_label[:, None] * kept["label_rows"]
+    if "total_rows" in kept:
+        part = part + c[:, None] * kept["total_rows"]
+    return Combined(loss, coefficients, part)
+
+
+def _weight_sums(shard: Shard, values: Values, like: Tensor) -> Tensor:
+    """Sum of w over the words of every shard [shards]."""
+    whole = shard.head.loss.weight_of(values)
+    if whole is None:
+        return torch.tensor([high - low for low, high in shard.bounds], dtype=like.dtype, device=like.device)
+    return torch.stack([whole[low:high].to(like.dtype).sum() for low, high in shard.bounds])
+
+
+def _differentiate(
+    shard: Shard, statistics: Statistics, tangent: Tensor, values: Values
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The loss and its gradients by log_z, target and total, times `tangent`."""
+    with torch.enable_grad():
+        leaves = [each.detach().requires_grad_() for each in statistics[:3] if each is not None]
+        total = leaves[2] if len(leaves) > 2 else None
+        loss = shard.head.loss(Statistics(leaves[0], leaves[1], total, statistics.maximum), values)
+        found = torch.autograd.grad(loss, leaves, tangent.to(loss.dtype), allow_unused=True)
+    zeros = torch.zeros_like(statistics.log_z)
+    a, b, c = [zeros if each is None else each for each in (*found, None)][:3]
+    return loss.detach(), a, b, c
+
+
+class Updates(NamedTuple):
+    """What leaves T: gradients of the shard's rows, and with two barriers its part of the input gradient."""
+
+    weight: Tensor
+    bias: Tensor | None
+    part: Tensor | None
+
+
+def update(
+    shard: Shard, hidden: Tensor, own: Parameters, coefficients: Tensor, raw: Tensor | None, values: Values
+) -> Updates:
+    """T, tile by tile: logits kept by S or made again."""
+    labels = shard.head.loss.label_of(values)
+    part = torch.zeros_like(hidden, dtype=shard.statistics_dtype) if shard.barriers == 2 else None
+    weights, biases = [], []
+    for words in shard.tiles():
+        logits = raw_logits(shard, hidden, own, words) if raw is None else raw[:, words]
+        gradient = _logit_gradient(shard, logits, coefficients, labels, values, words)
+        if part is not None:
+            part = part + times_weight(shard, gradient, own, words)
+        weights.append(gradient.to(hidden.dtype).t() @ hidden)
+        biases.append(gradient.sum(0))
+    bias = None if own.bias is None else _joined(biases, own.bias)
+    return Updates(_joined(weights, own.weight), bias, part)
+
+
+def _joined(pieces: list[Tensor], parameter: Tensor) -> Tensor:
+    """The gradient of a parameter from those of its tiles; a shard without words has none."""
+    if not pieces:
+        return torch.zeros_like(parameter)
+    pieces = [piece.to(parameter.dtype) for piece in pieces]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def _logit_gradient(
+    shard: Shard, raw: Tensor, coefficients: Tensor, labels: Tensor, values: Values, words: slice
+) -> Tensor:
+    """The gradient by what the output layer makes [tokens, words]."""
+    maximum, log_z, a, b, c = coefficients.unbind(0)
+    y = pointwise(shard, raw)
+    shifted = y - finite(maximum)[:, None]
+    gradient = (a * torch.exp(-log_z))[:, None] * shifted.exp()
+    inside, number = local(shard, labels, words)
+    at = number[:, None]
+    of_label = a * torch.expm1(shifted.gather(1, at)[:, 0] - log_z) + (a + b)
+    of_label = torch.where(inside, of_label, gradient.gather(1, at)[:, 0])
+    gradient = gradient.scatter(1, at, of_label[:, None])
+    if shard.head.loss.needs_total:
+        gradient = gradient + c[:, None] * class_weight(shard, values, words, y)
+    return pull(shard, raw, gradient)
