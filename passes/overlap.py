@@ -17,6 +17,7 @@ from zbcompile.passes.canonical import output_values
 from zbcompile.passes.costs import bytes_moved
 from zbcompile.passes.groups import is_collective, is_wait
 from zbcompile.passes.pieces import Piece
+from zbcompile.passes.torch_private import OpOverload
 
 
 @dataclass(frozen=True)
@@ -107,14 +108,15 @@ def _copy(piece: Piece, graph: Graph, copies: dict[Node, Node], prefix: str) -> 
 def interleave(first: Sequence[Node], second: Sequence[Node]) -> list[Node]:
     """Both halves in one order that keeps the order of each, except that waits stand right before their first user.
 
-    A half runs up to a wait; then the other one runs, for its share of what it has left (it has to serve all the waits
-    to come), or up to a wait of its own; then the first goes on. Costs are the bytes that a node moves.
+    The half begins that has less to do before it can start a collective. A half runs up to a wait; then the other one
+    runs, for its share of what it has left (it has to serve all the waits to come), or up to a wait of its own; then
+    the first goes on. Costs are the bytes that a node moves.
     """
     halves = [_late_waits(first), _late_waits(second)]
     waits = [sum(map(is_wait, half)) for half in halves]
     order: list[Node] = []
     excused: set[Node] = set()
-    current, budget = 0, float("inf")
+    current, budget = int(_before_a_wait(halves[1]) < _before_a_wait(halves[0])), float("inf")
     while any(halves):
         half, other = halves[current], halves[1 - current]
         stop = not half or budget <= 0 or (is_wait(half[0]) and half[0] not in excused)
@@ -134,7 +136,13 @@ def interleave(first: Sequence[Node], second: Sequence[Node]) -> list[Node]:
 
 def _work(node: Node) -> int:
     """What a node keeps the host or the compute stream busy with; a collective is under way elsewhere."""
-    return 0 if is_collective(node) else bytes_moved(node)
+    return bytes_moved(node) if isinstance(node.target, OpOverload) and not is_collective(node) else 0
+
+
+def _before_a_wait(half: Sequence[Node]) -> float:
+    """The work of a half up to its first wait; without one there is no end to it."""
+    place = next((i for i, node in enumerate(half) if is_wait(node)), None)
+    return float("inf") if place is None else sum(map(_work, half[:place]))
 
 
 def _late_waits(nodes: Sequence[Node]) -> list[Node]:

@@ -58,6 +58,20 @@ def test_work_is_kept_for_the_waits_to_come() -> None:
     assert between(interleave(first, second), first) == [3, 3, 3]
 
 
+def test_the_half_that_can_start_a_collective_sooner_begins() -> None:
+    """Its exchange is then under way while the other half computes; otherwise both would wait at once."""
+    first, second = operations(chain("F", 1, 9)), operations(chain("BW", 1, 1))
+    order = interleave(first, second)
+    assert order[0] is second[0]
+    assert between(order, second) == [10]  # what F does before its own exchange, and that
+    assert min(between(order, first)) >= 1
+
+
+def test_the_half_with_collectives_begins() -> None:
+    first, second = operations(chain("F", 0, 9)), operations(chain("BW", 1, 3))
+    assert between(interleave(first, second), second) == [9]
+
+
 def test_without_collectives_the_forward_comes_first() -> None:
     first, second = operations(chain("F", 0, 3)), operations(chain("BW", 0, 3))
     assert interleave(first, second) == [*first, *second]

@@ -1,0 +1,166 @@
+"""Do pairs hide communication? A step whose pairs are one graph each, beside the same order with its pairs opened.
+
+    python examples/benchmarks/overlap.py                      # two pipelines of two ranks, side by side
+    torchrun --standalone --nproc-per-node 8 examples/benchmarks/overlap.py
+
+Ranks of neighbouring pipelines exchange activations by an all-to-all in the forward of every layer, and so gradients in
+its backward, as layers of experts do (examples/moe.py). Processes, messages, functional collectives, compiled stages
+and the action loop are real. Two things are of known length, so that the result does not depend on the machine: the
+computation, which SLEEPS as in promise.py, and the all-to-all, which is complete no sooner than some milliseconds after
+it was started. A third step with exchanges that take no such time shows what there was to hide.
+Printed: milliseconds of the three steps (medians; from the first start on any rank to the last end), and how much of
+what exchanges cost with opened pairs is gone with merged ones. What no pair contains cannot be hidden: the ends of a
+schedule, where a rank has only forwards or only backwards to run.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
+from promise import BACKWARD, FORWARD, WEIGHT, WIDTH, forward
+from tabulate import tabulate
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import zbcompile
+from zbcompile.schedules import Schedule, build
+from zbcompile.schedules.actions import flatten
+
+SIDE_BY_SIDE = 2  # pipelines
+LAYERS = 2  # of a stage
+SHARE = 0.25  # of promise.py's times, for one layer
+
+
+class Until(dist.Work):
+    """A collective that is complete when it is, but not before a moment."""
+
+    def __init__(self, work: dist.Work, moment: float) -> None:
+        super().__init__()
+        self.work, self.moment = work, moment
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        self.work.wait()
+        time.sleep(max(0.0, self.moment - time.monotonic()))
+        return True
+
+
+class KnownLength(dist.ProcessGroup):
+    """A group whose all-to-all takes `seconds` from its start."""
+
+    def __init__(self, inner: dist.ProcessGroup) -> None:
+        super().__init__(inner.rank(), inner.size())
+        self.inner, self.seconds, self.name = inner, 0.0, ""
+
+    @property
+    def group_name(self) -> str:
+        return self.name
+
+    def _set_group_name(self, name: str) -> None:  # torch tells a group its name (2.11-2.13)
+        self.name = name
+
+    def alltoall_base(self, *args: Any) -> Until:  # type: ignore[override]
+        return Until(self.inner.alltoall_base(*args), time.monotonic() + self.seconds)
+
+
+def with_known_length(inner: dist.ProcessGroup) -> KnownLength:
+    """`inner` as a group that functional collectives find by its name."""
+    dist.Backend.register_backend("known-length", lambda *_: KnownLength(inner), devices=["cpu"])
+    members = dist.get_process_group_ranks(inner)
+    return dist.new_group(members, backend="known-length", use_local_synchronization=True)  # type: ignore[return-value]
+
+
+class Exchanging(nn.Module):
+    """Layers that compute and exchange. What enters depends on parameters, as an embedding's output does."""
+
+    def __init__(self, layers: int, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.group = group.group_name
+        self.entry = nn.ParameterList(nn.Parameter(torch.ones(WIDTH)) for _ in range(2))
+        self.weights = nn.ParameterList(nn.Parameter(torch.ones(WIDTH)) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.entry[0] + self.entry[1]
+        for weight in self.weights:
+            x = collectives.all_to_all_single(forward(x, weight, SHARE), None, None, self.group)
+        return x
+
+
+def opened(schedule: Schedule) -> Schedule:
+    """The same order without pairs."""
+    return replace(schedule, orders=tuple(tuple(flatten(order)) for order in schedule.orders))
+
+
+def stepper(schedule: Schedule, group: dist.ProcessGroup, mesh: Any) -> Callable[[], float]:
+    """A function that runs a step and returns its seconds, from the first start on any rank to the last end."""
+    x = torch.ones(schedule.microbatches * SIDE_BY_SIDE, WIDTH)
+    model, count = Exchanging(LAYERS * schedule.stages, group), schedule.microbatches
+    pipe = zbcompile.pipeline(model, schedule=schedule, microbatches=count, mesh=mesh, loss=lambda y, t: (y - t).mean())
+    pipe.compile(x, target=x)
+    layers = [sum(name.startswith("weights") for name in stage.trained) for stage in pipe.program.stages]
+    assert layers == [LAYERS] * schedule.stages, f"{LAYERS} layers per stage, not {layers}"
+
+    def step() -> float:
+        dist.barrier()
+        begin = time.monotonic()
+        pipe.step(x, target=x)
+        span = torch.tensor([-begin, time.monotonic()], dtype=torch.float64)  # one clock for all processes
+        dist.all_reduce(span, dist.ReduceOp.MAX)
+        return float(span.sum())
+
+    return step
+
+
+def row(name: str, group: KnownLength, mesh: Any, microbatches: int, seconds: float, steps: int) -> list[Any]:
+    """The three steps of a schedule, run in turn."""
+    merged = build(name, mesh.size(), microbatches)
+    run_merged, run_opened = (stepper(schedule, group, mesh) for schedule in (merged, opened(merged)))
+    kinds = ((run_opened, seconds), (run_merged, seconds), (run_opened, 0.0))
+    times: list[list[float]] = [[], [], []]
+    for _ in range(steps + 1):  # the first one warms up
+        for found, (run, length) in zip(times, kinds, strict=True):
+            group.seconds = length
+            found.append(run())
+    apart, together, free = (1e3 * median(found[1:]) for found in times)
+    return [name, microbatches, apart, together, free, 100 * (apart - together) / (apart - free)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--schedules", default="dualpipe-v,1f1b-overlap", help="default: %(default)s")
+    parser.add_argument("--exchange", type=float, default=8.0, help="milliseconds of one (default: %(default)s)")
+    parser.add_argument("--microbatches", type=int, default=8, help="default: %(default)s")
+    parser.add_argument("--steps", type=int, default=3, help="measured steps of each kind (default: %(default)s)")
+    options = parser.parse_args()
+    if "RANK" not in os.environ:
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+        subprocess.run([sys.executable, *launch, __file__, *sys.argv[1:]], check=True)
+        return
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    shape = (SIDE_BY_SIDE, dist.get_world_size() // SIDE_BY_SIDE)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("ep", "pp"))
+    group = with_known_length(mesh["ep"].get_group())
+    given = (options.microbatches, options.exchange / 1e3, options.steps)
+    rows = [row(name, group, mesh["pp"], *given) for name in options.schedules.split(",")]
+    if dist.get_rank() == 0:
+        part, other = (1e3 * SHARE * length for length in (FORWARD, BACKWARD + WEIGHT))
+        print(f"{shape[1]} ranks; a layer computes {part:.1f} ms forward and {other:.1f} ms backward, and exchanges")
+        print(f"for {options.exchange:g} ms in each direction; {LAYERS} layers per stage")
+        print(tabulate(rows, HEAD, floatfmt=("", "", ".1f", ".1f", ".1f", ".0f")), flush=True)
+    dist.destroy_process_group()
+
+
+HEAD = ["schedule", "microbatches", "pairs opened, ms", "pairs merged, ms", "exchanges of 0 ms", "hidden, %"]
+
+if __name__ == "__main__":
+    main()
