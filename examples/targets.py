@@ -14,7 +14,9 @@ def gpt() -> zbcompile.Example:
     """A byte-level GPT whose loss is a function of its output."""
     model = GPT(layers=4, width=64, length=32, dropout=0.1, tied=True)
     tokens = torch.randint(VOCABULARY, (2, 33))
-    return zbcompile.Example(model, (tokens[:, :-1],), loss=next_byte_loss, target=tokens[:, 1:].contiguous())
+    return zbcompile.Example(
+        model, (tokens[:, :-1].contiguous(),), loss=next_byte_loss, target=tokens[:, 1:].contiguous()
+    )
 
 
 def llama() -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:

@@ -12,10 +12,12 @@ from zbcompile.backends import NAMES, check_backend, make_backend
 from zbcompile.command_line import exit_status
 from zbcompile.command_plan import Plan, add_plan, compiled, example_of, schedule_of
 from zbcompile.compiler import STAGE_PASSES
+from zbcompile.errors import PipelineError
 from zbcompile.group import device_of
 from zbcompile.preparation import compile_passes
 from zbcompile.program import StepOptions
 from zbcompile.saving import program_in
+from zbcompile.weights import save_weights
 
 EXAMPLES = """examples:
   python -m zbcompile.compile examples/targets.py:gpt --schedule zb-h1 --ranks 4 --output program
@@ -24,7 +26,7 @@ EXAMPLES = """examples:
 TARGET is called without arguments and returns (model, args), (model, args, kwargs) or
 zbcompile.Example(model, args, kwargs, loss, target); args are those of one microbatch.
 DIR is new or empty, or holds a program, which is replaced; docs/programs.md describes what is in it. It holds no
-parameters: zbcompile.load(DIR, state_dict=...) takes them.
+parameters: zbcompile.load(DIR, state_dict=...) takes them, and zbcompile.run those that --weights writes.
 exit status: 0, or 2 with one line on standard error when the request cannot be met.
 """
 
@@ -34,6 +36,7 @@ class CompileRequest(Plan):
     """The arguments of the command line."""
 
     output: Path
+    weights: Path | None
     seed: int
     backend: str
 
@@ -64,6 +67,8 @@ def run(request: CompileRequest) -> None:
     """Compile and save; raises the project's errors and OSError."""
     program_in(request.output)  # a wrong place is known before a long compilation
     check_backend(request.backend, request.exact)
+    if request.weights is not None and request.fake:
+        raise PipelineError("--weights writes the model's own values, and under --fake it has none. Leave one out.")
     schedule = schedule_of(request, request.schedule_name)
     progress = Progress(sys.stderr, schedule.stages, time.monotonic())
     example = example_of(request)
@@ -72,6 +77,8 @@ def run(request: CompileRequest) -> None:
     program = compiled(example, schedule, request, progress).program
     step = StepOptions(loss_reduction=request.loss_reduction, seed=request.seed, backend=request.backend)
     replace(program, step=step).save(request.output)
+    if request.weights is not None:
+        save_weights(request.weights, example.model)
     progress.say("saved")
     if backend.compiler is not None:
         progress.say(str(compile_passes(program, range(schedule.ranks), backend).compilation))
@@ -87,6 +94,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("target", metavar="TARGET", help="package.module:name or path/file.py:name")
     parser.add_argument("--output", metavar="DIR", type=Path, required=True, help="where the program goes")
+    parser.add_argument(
+        "--weights", metavar="PATH", type=Path, help="write the model's own weights too: .safetensors or a directory"
+    )
     parser.add_argument("--seed", type=int, default=0, help="enters zbcompile.microbatch_seed (default: 0)")
     parser.add_argument(
         "--backend",

@@ -134,10 +134,11 @@ def run(site: Site, kill: Kill | None) -> None:
 
 
 def moment(site: Site, kill: Kill) -> bool:
-    """Whether the phase has begun."""
+    """Whether the phase has begun: some steps after the start, in the first or the second save after it."""
     if kill.phase == "save":
-        return any((site.folder / "checkpoints").glob(".step-*"))
-    return "loss" in printed(site)
+        saved = printed(site).count("saved")
+        return saved >= int(2 * kill.late) and any((site.folder / "checkpoints").glob(".step-*"))
+    return printed(site).count("loss") > int(8 * kill.late)
 
 
 def environments() -> list[dict[str, str]]:
