@@ -1,4 +1,4 @@
-"""Small models to look at: `python -m zbcompile.inspect examples/targets.py:gpt` (or :llama, :unet)."""
+"""Models to look at: `python -m zbcompile.inspect examples/targets.py:gpt` (or :llama, :unet; :llama_70b --fake)."""
 
 from typing import Any
 
@@ -33,6 +33,24 @@ def llama() -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
     )
     tokens = torch.randint(config.vocab_size, (2, 32))
     return LlamaForCausalLM(config), (), {"input_ids": tokens, "labels": tokens}
+
+
+def llama_70b() -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """Llama 3 70B with sequences of 8,192 tokens, in bfloat16. Only under `--fake`: its weights take 141 GB."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    config = LlamaConfig(
+        vocab_size=128256,
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        max_position_embeddings=8192,
+    )
+    tokens = torch.zeros(1, 8192, dtype=torch.int64)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    return model, (), {"input_ids": tokens, "labels": tokens}
 
 
 class UNet(nn.Module):

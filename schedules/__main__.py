@@ -13,7 +13,6 @@ from zbcompile.schedules.checker import check
 from zbcompile.schedules.costs import Costs
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.files import load, save
-from zbcompile.schedules.idle import CAUSES
 from zbcompile.schedules.lowering import lower
 from zbcompile.schedules.pictures import ENDINGS, write_comparison, write_picture
 from zbcompile.schedules.registry import FAMILIES, build, find, names
@@ -164,7 +163,7 @@ def _rank_table(timeline: Timeline, receive_buffers: Sequence[int]) -> str:
         (rank, timeline.busy[rank], *idle[rank].values(), timeline.peak_memory[rank], receive_buffers[rank])
         for rank in range(timeline.schedule.ranks)
     ]
-    heads = ("rank", "work", *(f"idle: {cause}" for cause in CAUSES), "peak memory", "receive buffers")
+    heads = ("rank", "work", *(f"idle: {cause}" for cause in timeline.causes), "peak memory", "receive buffers")
     return tabulate(rows, headers=heads, floatfmt=".5g")
 
 

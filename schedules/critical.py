@@ -15,13 +15,17 @@ from zbcompile.schedules.timeline import Timeline
 
 
 class Leg(NamedTuple):
-    """`step` ran on `rank` from `start` to `end`; what it made was then on its way for `travel` to the next leg."""
+    """`step` ran on `rank` from `start` to `end`; what it made was then on its way for `travel` to the next leg.
+
+    `overhead`, in a measured step, is what then passed on the same rank before the next leg, with nothing missing.
+    """
 
     rank: int
     step: Step
     start: float
     end: float
     travel: float
+    overhead: float = 0
 
     def __str__(self) -> str:
         return f"rank {self.rank}: {self.step}, {self.start:g} to {self.end:g}"
@@ -47,12 +51,14 @@ def critical_path(timeline: Timeline) -> tuple[Leg, ...]:
 def chain(timeline: Timeline, idle: Idle) -> tuple[Leg, ...]:
     """What the other ranks did while `idle.rank` stood still, first to last: the steps that it waited for.
 
-    Empty where the rank has nothing left to do.
+    Empty where it waited for nothing.
     """
-    if idle.step is None:
+    if idle.step is None or idle.action is None:
         return ()
     index = parts(timeline.program)[1][idle.rank].index(idle.step)
-    needed = timeline.waits.binding(idle.rank, index)
+    needed = timeline.waits.held_up(idle.rank, index)
+    if needed is None:
+        return ()
     legs = []
     travel = timeline.run.begin[idle.rank][index] - needed.made
     for leg in _back(timeline, needed.rank, needed.step, travel):
@@ -64,25 +70,26 @@ def chain(timeline: Timeline, idle: Idle) -> tuple[Leg, ...]:
 
 def _back(timeline: Timeline, rank: int, index: int, travel: float = 0) -> Iterator[Leg]:
     """From one step back to the first, always to what held the step up."""
+    overhead: float = 0
     run = timeline.run
     orders = parts(timeline.program)[1]
     while True:
         start = run.begin[rank][index]
         if orders[rank][index][0] not in COMMUNICATION:
-            yield Leg(rank, orders[rank][index], start, run.end[rank][index], travel)
-            travel = 0  # of a SEND, which takes no time of its own, it goes to the step that made the message
-        if index and run.end[rank][index - 1] >= start:
-            index -= 1
-        elif start > 0:
-            needed = timeline.waits.binding(rank, index)
+            yield Leg(rank, orders[rank][index], start, run.end[rank][index], travel, overhead)
+            travel = overhead = 0  # those of a SEND, which takes no time, go to the step that made the message
+        needed = timeline.waits.held_up(rank, index)
+        if needed is not None:
             rank, index, travel = needed.rank, needed.step, travel + start - needed.made
+        elif index:
+            index, overhead = index - 1, overhead + start - run.end[rank][index - 1]
         else:
             return
 
 
 def time_by_kind(path: Sequence[Leg]) -> dict[str, float]:
-    """How much of a path each kind of step takes ("F", "B", "W", "F|BW", ..., "messages"), longest first."""
-    total: dict[str, float] = {"messages": sum(leg.travel for leg in path)}
+    """How much of a path each kind of step takes ("F", "B", "F|BW", ..., "messages", "overhead"), longest first."""
+    total = {"messages": sum(leg.travel for leg in path), "overhead": sum(leg.overhead for leg in path)}
     for leg in path:
         kind = "|".join(action.op for action in flatten((leg.step,)))
         total[kind] = total.get(kind, 0) + leg.end - leg.start

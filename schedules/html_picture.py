@@ -2,7 +2,6 @@
 
 from html import escape
 
-from zbcompile.schedules.idle import CAUSES
 from zbcompile.schedules.svg_picture import to_svg
 from zbcompile.schedules.timeline import Timeline
 from zbcompile.schedules.timeline_text import summary
@@ -54,7 +53,7 @@ def to_html(timeline: Timeline, width: int | None = None) -> str:
 def rank_table(timeline: Timeline) -> str:
     """What every rank spends its time on, as an HTML table."""
     idle = timeline.idle_by_cause
-    heads = ("rank", "work", *(f"idle: {cause}" for cause in CAUSES), "peak memory")
+    heads = ("rank", "work", *(f"idle: {cause}" for cause in timeline.causes), "peak memory")
     rows = [
         (rank, timeline.busy[rank], *idle[rank].values(), timeline.peak_memory[rank])
         for rank in range(timeline.schedule.ranks)

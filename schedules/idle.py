@@ -26,7 +26,7 @@ from zbcompile.schedules.costs import Costs
 from zbcompile.schedules.engine import Run, awaited, parts
 from zbcompile.schedules.schedule import Lowered, Schedule
 
-Cause = Literal["warm-up", "wait", "imbalance", "communication", "cool-down"]
+Cause = Literal["warm-up", "wait", "imbalance", "communication", "cool-down", "overhead"]
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 
 
@@ -40,7 +40,8 @@ class Idle(NamedTuple):
     * `warm-up`: the rank has not begun its first backward: the pipeline fills;
     * `cool-down`: the rank has run its last forward: the pipeline drains, until the last rank has finished;
     * `imbalance`: the rank at the root of the wait has more work in the step than this one;
-    * `wait`: any other wait: the order of the schedule does not fit the costs.
+    * `wait`: any other wait: the order of the schedule does not fit the costs;
+    * `overhead`: nothing was missing; only in a measured step: what the host does between passes.
 
     `action` on `source` is what `step` waits for; the root is found by going back from there to a rank that was busy.
     """
@@ -54,10 +55,9 @@ class Idle(NamedTuple):
     source: int | None
 
     def __str__(self) -> str:
-        waits = (
-            "until the last rank has finished" if self.action is None else f"for {self.action} of rank {self.source}"
-        )
-        return f"rank {self.rank} idle {self.start:g} to {self.end:g}: {self.cause}, waits {waits}"
+        waits = f"waits for {self.action} of rank {self.source}" if self.action else "nothing was missing"
+        waits = waits if self.step else "waits until the last rank has finished"
+        return f"rank {self.rank} idle {self.start:g} to {self.end:g}: {self.cause}, {waits}"
 
 
 class _Gap(NamedTuple):
@@ -118,7 +118,10 @@ class Waits:
     def _explain(self, rank: int, gap: _Gap, phase: Cause | None) -> Iterator[Idle]:
         """The wait until what the next step needs was made, then its way to this rank."""
         step = self.orders[rank][gap.before]
-        needed = self.binding(rank, gap.before)
+        needed = self.held_up(rank, gap.before)
+        if needed is None:
+            yield Idle(rank, gap.start, gap.end, "overhead", step, None, None)
+            return
         made = gap.start if step[0] in (SEND_F, SEND_B) else min(max(needed.made, gap.start), gap.end)
         if made > gap.start:
             cause = phase or ("imbalance" if self._has_more_work(self._root(needed), rank) else "wait")
@@ -132,15 +135,16 @@ class Waits:
     def _root(self, needed: Input) -> int:
         """The rank that was busy: go back from what was waited for while its rank stood still before it."""
         rank, index = needed.rank, needed.step
-        while index and self.run.begin[rank][index] > self.run.end[rank][index - 1]:
-            needed = self.binding(rank, index)
-            rank, index = needed.rank, needed.step
+        while (before := self.held_up(rank, index)) is not None:
+            rank, index = before.rank, before.step
         return rank
 
-    def binding(self, rank: int, index: int) -> Input:
-        """What arrived last of all that a step needs."""
+    def held_up(self, rank: int, index: int) -> Input | None:
+        """What arrived last of all that a step needs; None if it was there when the rank had ended the step before."""
         inputs = (needed for action in flatten((self.orders[rank][index],)) for needed in self._inputs(rank, action))
-        return max(inputs, key=lambda needed: needed.arrived)
+        last = max(inputs, key=lambda needed: needed.arrived, default=None)
+        free = self.run.end[rank][index - 1] if index else 0
+        return last if last is not None and last.arrived > free else None
 
     def _inputs(self, rank: int, action: Action) -> Iterator[Input]:
         """Everything that must have been made, here or on another rank, before `action` may begin."""

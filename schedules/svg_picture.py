@@ -38,6 +38,7 @@ IDLE_COLOURS = {
     "wait": "#f7b6b6",
     "communication": "#c6d8f2",
     "imbalance": "#f3e3a8",
+    "overhead": "#fff",
 }
 COMPACT = 20_000  # steps beyond which boxes carry no text of their own
 STYLE = """

@@ -102,9 +102,17 @@ class Timeline:
         return Waits(self.program, self.costs, self.run)
 
     @cached_property
+    def causes(self) -> tuple[Cause, ...]:
+        """The causes of idle time that there can be; overhead only where it was measured."""
+        measured = any(gap.cause == "overhead" for gap in self.idle)
+        return tuple(cause for cause in CAUSES if measured or cause != "overhead")
+
+    @cached_property
     def idle_by_cause(self) -> tuple[dict[Cause, float], ...]:
         """For every rank how long it stands still for each cause."""
-        totals: tuple[dict[Cause, float], ...] = tuple(dict.fromkeys(CAUSES, 0) for _ in range(self.schedule.ranks))
+        totals: tuple[dict[Cause, float], ...] = tuple(
+            dict.fromkeys(self.causes, 0) for _ in range(self.schedule.ranks)
+        )
         for gap in self.idle:
             totals[gap.rank][gap.cause] += gap.end - gap.start
         return totals

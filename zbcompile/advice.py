@@ -9,17 +9,24 @@ from zbcompile.schedules.timeline import Timeline
 
 WORTH = 0.01  # an alternative is worth a line if the step gets so much shorter
 LEANER = 0.1  # or the fullest rank so much emptier
+LITTLE = 0.02  # idle time below which nothing is to be said of it
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """A change, with the step it leads to: `time_ratio` is the time per microbatch, `peak_ratio` the fullest rank's
-    memory, both relative to the step at hand."""
+    """A change, in words and as an option of the command line, with the step that it leads to: `time_ratio` is the time
+    per microbatch, `peak_ratio` the fullest rank's memory, both relative to the step at hand."""
 
     change: str
+    option: str
     time_ratio: float
     bubble: float
     peak_ratio: float
+
+    @property
+    def worth(self) -> bool:
+        """Whether it gains enough, in time or in memory, to be tried."""
+        return self.time_ratio < 1 - WORTH or self.peak_ratio < 1 - LEANER
 
 
 def idle_by_cause(timeline: Timeline) -> dict[str, float]:
@@ -36,22 +43,26 @@ def idle_by_cause(timeline: Timeline) -> dict[str, float]:
 
 
 def alternatives(timeline: Timeline) -> tuple[Alternative, ...]:
-    """More microbatches, the fastest and the leanest schedule on the same stages; those that gain enough."""
+    """Twice the microbatches, the fastest and the leanest other schedule, all on the same stages; whether they gain or
+    not."""
     more = _more_microbatches(timeline)
-    others = [_judge(name, timeline, other) for name, other in _others(timeline.schedule, timeline.costs)]
+    others = [
+        judge("on the same stages", f"--schedule {name}", timeline, then)
+        for name, then in _others(timeline.schedule, timeline.costs)
+    ]
     fastest = min(others, key=lambda a: (a.time_ratio, a.peak_ratio), default=None)
     leanest = min(others, key=lambda a: (a.peak_ratio, a.time_ratio), default=None)
-    chosen = dict.fromkeys(a for a in (more, fastest) if a and a.time_ratio < 1 - WORTH)
-    if leanest and leanest.peak_ratio < 1 - LEANER:
-        chosen[leanest] = None
-    return tuple(chosen)
+    return tuple(dict.fromkeys(found for found in (more, fastest, leanest) if found))
 
 
 def _more_microbatches(timeline: Timeline) -> Alternative | None:
     schedule = timeline.schedule
-    twice = _built(schedule, schedule.name, 2 * schedule.microbatches)
-    change = f"{2 * schedule.microbatches} microbatches of the same size"
-    return _judge(change, timeline, simulate(twice, timeline.costs)) if twice else None
+    count = 2 * schedule.microbatches
+    twice = _built(schedule, schedule.name, count)
+    if twice is None:
+        return None
+    change = "of the same size"
+    return judge(change, f"--microbatches {count}", timeline, simulate(twice, timeline.costs))
 
 
 def _others(schedule: Schedule, costs: Costs) -> Iterator[tuple[str, Timeline]]:
@@ -69,11 +80,11 @@ def _built(schedule: Schedule, name: str, microbatches: int) -> Schedule | None:
         return None
 
 
-def _judge(change: str, now: Timeline, then: Timeline) -> Alternative:
-    per_microbatch = then.makespan / then.schedule.microbatches, now.makespan / now.schedule.microbatches
-    return Alternative(
-        change, _ratio(*per_microbatch), then.bubble, _ratio(max(then.peak_memory), max(now.peak_memory))
-    )
+def judge(change: str, option: str, now: Timeline, then: Timeline) -> Alternative:
+    """What the step would be, relative to what it is."""
+    after, before = (t.makespan / t.schedule.microbatches for t in (then, now))
+    peaks = max(then.peak_memory), max(now.peak_memory)
+    return Alternative(change, option, _ratio(after, before), then.bubble, _ratio(*peaks))
 
 
 def _ratio(after: float, before: float) -> float:
@@ -85,3 +96,45 @@ def format_idle(shares: Mapping[str, float]) -> str:
     parts = [f"{cause} {share:.1%}" for cause, share in shares.items() if share >= 0.0005]
     total = sum(shares.values())
     return f"Ranks stand still {total:.1%} of the time: {', '.join(parts)}." if parts else "No rank stands still."
+
+
+def what_limits(timeline: Timeline) -> str:
+    """In plain words, what keeps the step from being shorter."""
+    step, busy = timeline.makespan, timeline.busy
+    mean = sum(busy) / len(busy)
+    if not step or 1 - mean / step < LITTLE:
+        return f"Little limits this pipeline: {_share(mean, step)} of all ranks' time is work."
+    heaviest = max(range(len(busy)), key=busy.__getitem__)
+    unequal, waiting = busy[heaviest] - mean, step - busy[heaviest]
+    if unequal >= waiting:
+        return (
+            f"What limits this pipeline is its balance: rank {heaviest} has {busy[heaviest] / mean:.2f} times the mean "
+            f"work, and the others wait for it, {_share(unequal, step)} of the step. No order wins that back; a cut "
+            "that makes the ranks equal does, or an output layer that is sharded over them."
+        )
+    return _PHASES[_phase(timeline)].format(share=_share(waiting, step), m=timeline.schedule.microbatches)
+
+
+_PHASES = {
+    "phases": "What limits this pipeline is filling and draining it: the busiest rank stands still {share} of the "
+    "step. {m} microbatches are few to spread that over; more of them, or an order that fills faster, shorten it.",
+    "waits": "What limits this pipeline are waits in the middle of the step: the busiest rank stands still {share} of "
+    "it. The order does not fit the times of the passes; another schedule may.",
+    "communication": "What limits this pipeline are messages on their way: the busiest rank stands still {share} of "
+    "the step. Smaller boundaries or an order with more passes in flight hide them.",
+}
+
+
+def _phase(timeline: Timeline) -> str:
+    """Where most of the idle time is."""
+    causes = idle_by_cause(timeline)
+    kinds = {
+        "phases": causes.get("warm-up", 0) + causes.get("cool-down", 0),
+        "waits": causes.get("wait", 0) + causes.get("imbalance", 0),
+        "communication": causes.get("communication", 0),
+    }
+    return max(kinds, key=kinds.__getitem__)
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{part / whole if whole else 1:.1%}"

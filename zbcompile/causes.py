@@ -37,6 +37,8 @@ def _interval(timeline: Timeline, gap: Idle, unit: str) -> str:
     length, start = format_time(gap.end - gap.start, unit), format_time(gap.start, unit)
     if gap.step is None:
         return f"{length} of {gap.cause} from {start} on: nothing left to do until the last rank has finished"
+    if gap.action is None:
+        return f"{length} of {gap.cause} from {start} on, before {gap.step}: nothing was missing"
     awaited = f"{gap.action} of rank {gap.source}"
     head = f"{length} of {gap.cause} from {start} on, before {gap.step}, which needs {awaited}"
     return "\n".join([head, *(f"  {_leg(legs, unit)}" for legs in by_rank(chain(timeline, gap)))])

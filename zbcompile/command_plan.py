@@ -112,18 +112,17 @@ def example_of(plan: Plan) -> Example:
 
 def compiled(example: Example, schedule: Schedule, plan: Plan, observe: Observer | None = None) -> Inspected:
     """Compile; where that fails torch prints whole graphs, which only `--debug` shows."""
-    with contextlib.nullcontext() if plan.debug else _silence():
+    with quiet(plan):
         return compile_example(example, schedule, _choices(plan), observe)
 
 
-def schedule_of(plan: Plan, name: str) -> Schedule:
-    """The schedule called `name`, or in the file `name`, for the ranks and microbatches that were asked for."""
-    found: str | Schedule = name
-    ranks = plan.ranks or RANKS
-    if Path(name).suffix in (".csv", ".json", ".txt"):
-        loaded = load(name)
+def schedule_of(plan: Plan, wanted: str | Schedule) -> Schedule:
+    """The schedule called `wanted`, or in the file `wanted`, for the ranks and microbatches that were asked for."""
+    found = wanted
+    if isinstance(wanted, str) and Path(wanted).suffix in (".csv", ".json", ".txt"):
+        loaded = load(wanted)
         found = loaded.schedule if isinstance(loaded, Lowered) else loaded
-        ranks = plan.ranks or found.ranks
+    ranks = plan.ranks or (RANKS if isinstance(found, str) else found.ranks)
     options = Options(found, plan.microbatches, None, plan.loss_reduction, _choices(plan), None, plan.chunks, seed=0)
     return resolve_schedule(options, ranks, announce=False)
 
@@ -147,7 +146,11 @@ def _choices(plan: Plan) -> Choices:
 
 
 @contextlib.contextmanager
-def _silence() -> Iterator[None]:
+def quiet(plan: Plan) -> Iterator[None]:
+    """Nothing that torch prints is seen, unless for `--debug`."""
+    if plan.debug:
+        yield
+        return
     logging.disable(logging.WARNING)
     try:
         with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):

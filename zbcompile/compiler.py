@@ -80,9 +80,20 @@ def draw_step(
     with without_autocast(microbatch):
         canonical = canonicalise(captured)
         raise_first([*mixed_dtypes(canonical), *loss_problems(canonical)])
-        sharding = choose_sharding(canonical, schedule, choices or Choices())
-        canonical = canonical if sharding is None else sharding.trunk
-        return Drawn(captured, canonical, draw_line(canonical), sharding)
+        return _drawn(captured, canonical, schedule, choices or Choices())
+
+
+def redraw(drawn: Drawn, microbatch: Microbatch, choices: Choices, schedule: Schedule) -> Drawn:
+    """The same captured step for other choices: with the output layer sharded, or not."""
+    whole = drawn.canonical if drawn.sharding is None else drawn.sharding.whole
+    with without_autocast(microbatch):
+        return _drawn(drawn.captured, whole, schedule, choices)
+
+
+def _drawn(captured: Captured, whole: Canonical, schedule: Schedule | None, choices: Choices) -> Drawn:
+    sharding = choose_sharding(whole, schedule, choices)
+    canonical = whole if sharding is None else sharding.trunk
+    return Drawn(captured, canonical, draw_line(canonical), sharding)
 
 
 def without_autocast(microbatch: Microbatch) -> torch.autocast:

@@ -9,7 +9,8 @@ from typing import Any
 from zbcompile.command_line import exit_status
 from zbcompile.command_plan import add_plan
 from zbcompile.compiler import STAGE_PASSES
-from zbcompile.inspect_commands import FORMATS, Request, run
+from zbcompile.inspect_commands import run
+from zbcompile.inspect_request import FORMATS, Request
 from zbcompile.switches import SWITCHES
 
 EXAMPLES = """examples:
@@ -22,6 +23,7 @@ EXAMPLES = """examples:
   python -m zbcompile.inspect examples/targets.py:gpt --compare 1f1b,zb-h1,zb-v --timeline compared.svg
   python -m zbcompile.inspect examples/targets.py:gpt --ranks 4 --explain-idle 2
   python -m zbcompile.inspect examples/targets.py:gpt --ranks 4 --critical-path
+  python -m zbcompile.inspect examples/targets.py:gpt --measured step.json
   python -m zbcompile.inspect mypackage.models:seventy_billion --fake --ranks 8 --json
 
 TARGET may also be a directory made by zbcompile.compile or pipe.program.save. Else it is called without
@@ -65,7 +67,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_prediction(group: Any) -> None:
     group.add_argument(
-        "--costs", default="flops", metavar="flops|uniform|FILE", help="times to predict with (default: flops)"
+        "--costs",
+        default="flops",
+        metavar="flops|uniform|measured|FILE",
+        help="times to predict with; a FILE holds costs, or the record of a step (default: flops)",
     )
 
 
@@ -91,6 +96,10 @@ def _add_output(group: Any) -> None:
         type=Path,
         help="draw the step, or those compared: .txt, .svg, .html, .json (Chrome)",
     )
+    group.add_argument(
+        "--measured", metavar="FILE", type=Path, help="a recorded step (pipe.last_step.save) beside its prediction"
+    )
+    group.add_argument("--quick", action="store_true", help="a summary without what must be compiled again to predict")
     group.add_argument("--stage", type=int, metavar="N", help="the stage of --diff (default: the first)")
     group.add_argument("--format", choices=FORMATS, default="text", help="of --graph and --graphs (default: text)")
     group.add_argument("--json", action="store_true", help="the summary, or the comparison, as JSON")

@@ -4,16 +4,18 @@ import dataclasses
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from zbcompile.batch import Microbatch
-from zbcompile.compiler import Observer, compile_step
+from zbcompile.compiler import Drawn, Observer, compile_drawn, draw_step, redraw
+from zbcompile.errors import PipelineError
 from zbcompile.example import Example
 from zbcompile.loading import read_manifest, read_program
+from zbcompile.measuring import measure_line
 from zbcompile.model_facts import module_of
 from zbcompile.passes.capture import input_paths
 from zbcompile.passes.choices import Choices
@@ -27,12 +29,17 @@ _NOT_THE_MODELS = (DeprecationWarning, FutureWarning, PendingDeprecationWarning)
 
 @dataclass(frozen=True)
 class Inspected:
-    """A compiled example. `dropped` names outputs that training does not keep, `warnings` what capturing warned of."""
+    """A compiled example. `dropped` names outputs that training does not keep, `warnings` what capturing warned of.
+
+    `drawn` is the captured step, `seconds` the measured times by which it was cut; a program that was read has neither.
+    """
 
     example: Example
     program: Program
-    dropped: tuple[str, ...]
-    warnings: tuple[str, ...]
+    dropped: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    drawn: Drawn | None = None
+    seconds: Mapping[str, float] = field(default_factory=dict)
 
 
 def compile_example(
@@ -44,9 +51,23 @@ def compile_example(
     """
     dropped: list[str] = []
     loss = example.loss or _loss_and_names(dropped)
+    microbatch = one_microbatch(example)
     with _warnings() as seen:
-        program = compile_step(example.model, one_microbatch(example), loss, schedule, choices, observe)
-    return Inspected(example, program, tuple(dict.fromkeys(dropped)), tuple(seen))
+        drawn = draw_step(example.model, microbatch, loss, choices, schedule)
+        seconds = measure_line(drawn.line) if choices.balance == "measured" else {}
+        program = compile_drawn(example.model, microbatch, drawn, schedule, choices, seconds, observe=observe)
+    return Inspected(example, program, tuple(dict.fromkeys(dropped)), tuple(seen), drawn, seconds)
+
+
+def compile_again(inspected: Inspected, schedule: Schedule, choices: Choices) -> Program:
+    """The program of the same captured step for another schedule or other choices; raises as `compile_example`."""
+    if inspected.drawn is None:
+        raise PipelineError("a program that was read from a directory cannot be compiled again: its model is not here.")
+    example, microbatch = inspected.example, one_microbatch(inspected.example)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        drawn = redraw(inspected.drawn, microbatch, choices, schedule)
+        return compile_drawn(example.model, microbatch, drawn, schedule, choices, inspected.seconds)
 
 
 def read_saved(folder: Path) -> Inspected:
@@ -54,7 +75,7 @@ def read_saved(folder: Path) -> Inspected:
     and no inputs. The operators of other libraries must be defined, but they only run in a step."""
     data = read_manifest(folder)
     program = read_program(folder, data, range(data["ranks"]), torch.device("cpu"), data["operators"])
-    return Inspected(Example(module_of(program.model)), program, (), ())
+    return Inspected(Example(module_of(program.model)), program)
 
 
 def one_microbatch(example: Example) -> Microbatch:

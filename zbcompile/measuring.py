@@ -35,7 +35,7 @@ def measure_line(line: Line) -> dict[str, float]:
     with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_available() else []):
         for node in line.nodes:
             if not (is_getitem(node) or is_view(node) or is_collective(node)) and kernel_key(node) not in found:
-                found[kernel_key(node)] = _seconds(_run_of(node))
+                found[kernel_key(node)] = mean_run_seconds(_run_of(node))
     return found
 
 
@@ -52,12 +52,12 @@ def agreed(engine: Engine, seconds: Mapping[str, float]) -> dict[str, float]:
 
 def _run_of(node: Node) -> Callable[[], None]:
     """Forward and, where a gradient flows, backward of one operation."""
-    inputs = {argument: _synthetic(argument) for argument in node.all_input_nodes}
+    inputs = {argument: _value_of(argument) for argument in node.all_input_nodes}
     leaves = [t for argument in inputs if argument.meta.get("differentiable") for t in tensors_of(inputs[argument])]
     leaves = [t.requires_grad_() for t in leaves if t.is_floating_point() or t.is_complex()]
     args, kwargs = map_arg((node.args, node.kwargs), inputs.__getitem__)  # type: ignore[misc]
     device = next((t.device for value in inputs.values() for t in tensors_of(value)), torch.device("cpu"))
-    tangents = [_filled(t) for t in tensors_of(node.meta["val"])]
+    tangents = [synthetic(t) for t in tensors_of(node.meta["val"])]
 
     def run() -> None:
         with torch.enable_grad():
@@ -72,14 +72,14 @@ def _run_of(node: Node) -> Callable[[], None]:
     return run
 
 
-def _synthetic(node: Node) -> Any:
+def _value_of(node: Node) -> Any:
     """A value of the form that `node` has."""
     if node.op == "get_attr":
         return attrgetter(str(node.target))(node.graph.owning_module)
-    return torch.fx.node.map_aggregate(node.meta["val"], _filled)
+    return torch.fx.node.map_aggregate(node.meta["val"], synthetic)
 
 
-def _filled(value: Any) -> Any:
+def synthetic(value: Any) -> Any:
     """Random numbers between 0 and 1; indices are 0 and masks let everything through."""
     if not isinstance(value, torch.Tensor):
         return value
@@ -92,7 +92,7 @@ def _filled(value: Any) -> Any:
     return storage.as_strided(value.shape, value.stride()).detach()
 
 
-def _seconds(run: Callable[[], None]) -> float:
+def mean_run_seconds(run: Callable[[], None]) -> float:
     """Mean of the middle half of several runs: what interrupts one of them does not count."""
     for _ in range(WARM_UP):
         run()

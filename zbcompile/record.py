@@ -2,24 +2,29 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch.profiler import record_function
 
 from zbcompile.clocks import Clock, HostClock
-from zbcompile.idle_time import Timed, idle_seconds
 from zbcompile.loop import Observer, RankRun
 from zbcompile.program import Program
 from zbcompile.rank_plan import made_by
+from zbcompile.recorded import Span, recorded_costs, recorded_timeline
 from zbcompile.schedules.actions import SEND_B, SEND_F, Action
+from zbcompile.schedules.costs import Costs
+from zbcompile.schedules.schedule import Schedule
 from zbcompile.schedules.text import TORCH_LETTERS, format_step
+from zbcompile.schedules.timeline import Timeline
 
 
-class Span(NamedTuple):
-    """One action with its start and end in seconds since the step began."""
+class Timed(NamedTuple):
+    """An action with its start and end, in seconds on a clock that all ranks share."""
 
-    action: str
+    action: Action
     start: float
     end: float
 
@@ -30,22 +35,63 @@ class StepRecord:
 
     `spans[rank]` are the actions in the order in which they ran, in seconds since `started`, which is on the clock of
     the first rank, as are all times. `held_bytes[rank]` is what waited for B and W after each of them, counted by
-    storage, `peak_activation_bytes[rank]` its largest value; `bytes_sent[rank]` what the rank's sends carried;
-    `idle[rank]` the seconds without a pass by cause (`zbcompile.idle_time`; empty in one process, where ranks take
-    turns). `step_time` is the seconds from the first rank's begin to the last one's end.
+    storage, `peak_activation_bytes[rank]` its largest value; `bytes_sent[rank]` what the rank's sends carried.
+    `step_time` is the seconds from the first rank's begin to the last one's end. `schedule` is what was run, `program`
+    the manifest of the program that it was compiled to.
     """
 
     spans: dict[int, list[Span]]
     held_bytes: dict[int, list[int]]
     bytes_sent: dict[int, int]
-    idle: dict[int, dict[str, float]]
     step_time: float
     started: float
     in_process: bool
+    schedule: Schedule = field(repr=False)
+    program: Mapping[str, Any] = field(repr=False)
 
     @property
     def peak_activation_bytes(self) -> dict[int, int]:
         return {rank: max(held) for rank, held in self.held_bytes.items()}
+
+    @cached_property
+    def costs(self) -> Costs:
+        """The mean seconds of every pass, and the delay of a message (`zbcompile.recorded`)."""
+        return recorded_costs(self.schedule, self.spans)
+
+    @property
+    def costs_of_passes(self) -> Costs:
+        """The same with messages that take no time."""
+        return replace(self.costs, comm=0)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The passes as they ran, in the simulator's terms: pictures, idle intervals, the critical path."""
+        return recorded_timeline(self.schedule, self.spans, self.costs)
+
+    @cached_property
+    def idle(self) -> dict[int, dict[str, float]]:
+        """The seconds without a pass of each rank by cause, from the first start to the last end of all ranks.
+
+        `zbcompile.schedules.idle` defines the causes. Empty in one process, where ranks take turns.
+        """
+        return (
+            {}
+            if self.in_process
+            else {
+                rank: {str(cause): seconds for cause, seconds in idle.items()}
+                for rank, idle in enumerate(self.timeline.idle_by_cause)
+            }
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write the record to a file that `python -m zbcompile.inspect TARGET --measured FILE` reads; it is the same on
+        every rank, so the first one is enough.
+
+        >>> pipe.last_step.save("step.json")                      # doctest: +SKIP
+        """
+        from zbcompile.record_file import record_to_text
+
+        Path(path).write_text(record_to_text(self), encoding="utf-8")
 
 
 @dataclass
@@ -116,10 +162,11 @@ def make_record(program: Program, parts: Sequence[Seen], in_process: bool) -> St
         spans=spans,
         held_bytes=_merged([part.held for part in parts]),
         bytes_sent=_merged([part.sent for part in parts]),
-        idle={} if in_process else idle_seconds(program, timed),
         step_time=max(part.end for part in parts) - started,
         started=started,
         in_process=in_process,
+        schedule=program.schedule,
+        program=program.manifest,
     )
 
 

@@ -32,17 +32,18 @@ def format_summary(summary: Summary, timeline: Timeline) -> str:
     """The default report; `timeline` is the predicted step."""
     parts = [
         _heading(summary),
-        _titled("Stages, FLOPs per microbatch (a multiply-add is two)", _stages(summary)),
+        titled("Stages, FLOPs per microbatch (a multiply-add is two)", _stages(summary)),
         _balance(summary),
-        _titled("Bytes per microbatch that wait between the passes, and that travel", _bytes(summary)),
+        titled("Bytes per microbatch that wait between the passes, and that travel", _bytes(summary)),
+        titled("Bytes of a microbatch that a pass needs while it runs, what waited for it included", _running(summary)),
         _recomputed(summary),
         _improved(summary),
-        _titled(f"Ranks, predicted {summary.prediction.basis}", _ranks(summary)),
+        titled(f"Ranks, a step, predicted {summary.prediction.basis}", _ranks(summary)),
         _verdict(summary),
         _vocabulary(summary),
         _advice(summary),
-        _titled("The predicted step, to scale (dots are idle time)", _picture(timeline)),
-        _titled("The order of every rank", format_schedule(timeline.schedule, width=WIDTH)),
+        titled("The predicted step, to scale (dots are idle time)", _picture(timeline)),
+        titled("The order of every rank", format_schedule(timeline.schedule, width=WIDTH)),
         _notes(summary),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -53,7 +54,7 @@ def _picture(timeline: Timeline) -> str:
     return "\n".join(rows)
 
 
-def _titled(title: str, body: str) -> str:
+def titled(title: str, body: str) -> str:
     return f"{title}\n\n{body}"
 
 
@@ -73,10 +74,10 @@ def _number(count: int, word: str) -> str:
 
 
 def _wrap(text: str, indent: str = "  ") -> list[str]:
-    return textwrap.wrap(text, WIDTH, subsequent_indent=indent)
+    return textwrap.wrap(text, WIDTH, subsequent_indent=indent, break_on_hyphens=False)
 
 
-def _table(rows: Sequence[Sequence[str]], headers: Sequence[str], left: Sequence[str] = ()) -> str:
+def table(rows: Sequence[Sequence[str]], headers: Sequence[str], left: Sequence[str] = ()) -> str:
     """Numbers to the right, the columns in `left` to the left."""
     align = ["left" if header in left else "right" for header in headers]
     return tabulate(rows, headers, tablefmt="simple", colalign=align, disable_numparse=True)
@@ -94,7 +95,7 @@ def _stages(s: Summary) -> str:
         ]
         for stage in s.stages
     ]
-    return _table(rows, headers, left=("cut after",))
+    return table(rows, headers, left=("cut after",))
 
 
 def format_cut(cut: Cut | None) -> str:
@@ -130,10 +131,10 @@ def _balance(s: Summary) -> str:
         ]
         for stage in s.stages
     ]
-    table = _table(rows, ["stage", "rank", "load", "of the mean", "crosses", "graphs"], left=("graphs",))
+    rows_text = table(rows, ["stage", "rank", "load", "of the mean", "crosses", "graphs"], left=("graphs",))
     count = f"{_number(len(s.stages), 'stage')}, {_number(s.balance.distinct_graphs, 'distinct graph')}"
     verdict = _wrap(f"{count}; the heaviest rank carries {s.balance.ratio:.2f} times the mean load.")
-    return _titled(f"Cut by {_BASES[s.balance.basis]}", "\n".join([table, "", *verdict]))
+    return titled(f"Cut by {_BASES[s.balance.basis]}", "\n".join([rows_text, "", *verdict]))
 
 
 def _bytes(s: Summary) -> str:
@@ -146,7 +147,13 @@ def _bytes(s: Summary) -> str:
         ]
         for stage in s.stages
     ]
-    return _table(rows, headers)
+    return table(rows, headers)
+
+
+def _running(s: Summary) -> str:
+    names = ("F", "B", "W", "BW")
+    rows = [[str(stage.stage), *(format_bytes(stage.running[name]) for name in names)] for stage in s.stages]
+    return table(rows, ["stage", *names])
 
 
 def _recomputed(s: Summary) -> str:
@@ -166,7 +173,7 @@ def _recomputed(s: Summary) -> str:
         if stage.recomputed
     ]
     policy = f"{s.recompute:,} bytes" if isinstance(s.recompute, int) else f'"{s.recompute}"'
-    return _titled(f"Made again in B (recompute={policy}), per microbatch", _table(rows, headers))
+    return titled(f"Made again in B (recompute={policy}), per microbatch", table(rows, headers))
 
 
 def _improved(s: Summary) -> str:
@@ -179,9 +186,7 @@ def _improved(s: Summary) -> str:
     ]
     if not rows:
         return ""
-    return _titled(
-        "What the split changed, and the bytes that this adds or saves", _table(rows, headers, left=("what",))
-    )
+    return titled("What the split changed, and the bytes that this adds or saves", table(rows, headers, left=("what",)))
 
 
 def _signed_bytes(count: int) -> str:
@@ -189,7 +194,7 @@ def _signed_bytes(count: int) -> str:
 
 
 def _ranks(s: Summary) -> str:
-    headers = ["rank", "stages", "parameters", "FLOPs of a step", "share", "busy", "idle", "peak activations"]
+    headers = ["rank", "stages", "parameters", "FLOPs", "share", "busy", "idle", "peak waiting", "peak running"]
     total = sum(rank.flops for rank in s.per_rank) or 1
     rows = [
         [
@@ -201,10 +206,11 @@ def _ranks(s: Summary) -> str:
             format_time(rank.busy, s.prediction.unit),
             format_share(rank.idle_share),
             format_bytes(rank.peak_bytes),
+            format_bytes(rank.running_peak_bytes),
         ]
         for rank in s.per_rank
     ]
-    return _table(rows, headers)
+    return table(rows, headers)
 
 
 def _verdict(s: Summary) -> str:
@@ -234,17 +240,29 @@ def _vocabulary(s: Summary) -> str:
 
 
 def _advice(s: Summary) -> str:
-    """What the time is lost to, and what the same stages would do otherwise."""
-    lines = _wrap(f"{format_idle(s.idle)} The heaviest rank has {s.imbalance:.2f} times the mean FLOPs.")
-    lines += _wrap(s.balance.overweight)
-    lines += [line for a in s.alternatives for line in _wrap(f"- {_alternative(a)}")]
-    lines += [] if s.alternatives else ["Nothing tried on the same stages is faster or leaner."]
-    return _titled("What limits it, and what the same stages would do otherwise (predicted)", "\n".join(lines))
+    """What the time is lost to, and what would change it."""
+    fullest = max(s.per_rank, key=lambda rank: rank.peak_bytes)
+    memory = f"Rank {fullest.rank} is the fullest, with {format_bytes(fullest.peak_bytes)} of activations."
+    lines = _wrap(f"{s.limits} {format_idle(s.idle)} {memory} {s.balance.overweight}".rstrip())
+    worth = [a for a in s.alternatives if a.worth]
+    rest = [_short(a) for a in s.alternatives if not a.worth]
+    lines += ["", *(line for a in worth for line in _wrap(f"- {_alternative(a)}"))] if worth else []
+    lines += ["", *_wrap(f"Tried without gain: {'; '.join(rest)}.")] if rest else []
+    lines += [line for each in s.impossible for line in _wrap(f"Not possible: {each.option}: {each.reason}")]
+    return titled("What limits it, and what to try (each predicted)", "\n".join(lines))
 
 
 def _alternative(a: Alternative) -> str:
+    return f"{a.option} ({a.change}): {_effect(a)}, bubble {format_share(a.bubble)}"
+
+
+def _short(a: Alternative) -> str:
+    return f"{a.option} ({_effect(a)})"
+
+
+def _effect(a: Alternative) -> str:
     time, peak = (f"{ratio - 1:+.1%}" for ratio in (a.time_ratio, a.peak_ratio))
-    return f"{a.change}: {time} time per microbatch, bubble {format_share(a.bubble)}, {peak} peak activations"
+    return f"{time} time per microbatch, {peak} peak activations"
 
 
 def _notes(s: Summary) -> str:
@@ -259,19 +277,19 @@ def _notes(s: Summary) -> str:
     if s.shared_parameters:
         notes.append(f"on several stages, gradients summed over them: {', '.join(s.shared_parameters)}.")
     notes += [f"warning while capturing: {text}" for text in s.warnings]
-    lines = [line for note in notes for line in textwrap.wrap(f"- {note}", WIDTH, subsequent_indent="  ")]
-    return _titled("Notes", "\n".join(lines)) if lines else ""
+    lines = [line for note in notes for line in _wrap(f"- {note}")]
+    return titled("Notes", "\n".join(lines)) if lines else ""
 
 
 def format_comparison(compared: Sequence[Compared]) -> str:
     """The table of `--compare`."""
     headers = ["schedule", "stages", "microbatches", "step", "bubble", "peak activations", "messages", "sent"]
     rows = [_compared(line, line.prediction) for line in compared if line.prediction]
-    table = _table(rows, headers, left=("schedule",)) if rows else ""
+    rows_text = table(rows, headers, left=("schedule",)) if rows else ""
     left_out = [line for c in compared if not c.prediction for line in _wrap(_reason(c))]
     bases = {c.prediction.basis for c in compared if c.prediction}
     title = f"Predicted {', '.join(sorted(bases))}; one step, on the busiest rank" if bases else ""
-    return "\n\n".join(part for part in (title, table, "\n".join(left_out)) if part) + "\n"
+    return "\n\n".join(part for part in (title, rows_text, "\n".join(left_out)) if part) + "\n"
 
 
 def _reason(line: Compared) -> str:

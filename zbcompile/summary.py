@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from zbcompile.advice import Alternative, alternatives, idle_by_cause
+from zbcompile.advice import Alternative, alternatives, idle_by_cause, what_limits
 from zbcompile.inspected import Inspected
 from zbcompile.passes.canonical import output_values
 from zbcompile.passes.choices import Recompute
@@ -12,11 +12,13 @@ from zbcompile.passes.joint import Recomputed
 from zbcompile.passes.origin import Origin, origin_of, shown_path
 from zbcompile.passes.split import Improvement
 from zbcompile.passes.stage_program import StageProgram
-from zbcompile.prediction import Basis, Messages, count_messages
+from zbcompile.passes.transient import transient_bytes
+from zbcompile.prediction import Basis, Messages, count_messages, running_peaks
 from zbcompile.program import Program
 from zbcompile.schedules.actions import flatten
 from zbcompile.schedules.schedule import Schedule
 from zbcompile.schedules.timeline import Timeline
+from zbcompile.trials import Impossible
 
 SCHEMA = "zbcompile.inspect/1"
 
@@ -60,8 +62,10 @@ class StageSummary:
     shares, but for names.
 
     `forward_to_backward`, `forward_to_weight`, `backward_to_weight` are the bytes by the pass that made (or received)
-    them and the pass that needs them; `kept` waits between F and B, `residue` between B and W. `recomputed` says what B
-    makes again; None if nothing. `improvements` are what the split did beyond the dependency closure (docs/split.md).
+    them and the pass that needs them; `kept` waits between F and B, `residue` between B and W. `running` is the most
+    that a pass needs while it runs, of what waited for it and of what it makes (`zbcompile.passes.transient`).
+    `recomputed` says what B makes again; None if nothing. `improvements` are what the split did beyond the dependency
+    closure (docs/split.md).
     """
 
     stage: int
@@ -77,6 +81,7 @@ class StageSummary:
     backward_to_weight: int
     kept: int
     residue: int
+    running: Mapping[str, int]
     receive_bytes: int
     send_bytes: int
     random: bool
@@ -86,7 +91,8 @@ class StageSummary:
 
 @dataclass(frozen=True)
 class RankSummary:
-    """One rank: its stages, its FLOPs in a step, and what is predicted (`busy` in the prediction's unit; bytes)."""
+    """One rank: its stages, its FLOPs in a step, and what is predicted (`busy` in the prediction's unit; bytes):
+    `peak_bytes` is the most that waits, `running_peak_bytes` with what the pass needs that runs."""
 
     rank: int
     stages: tuple[int, ...]
@@ -95,6 +101,7 @@ class RankSummary:
     busy: float
     idle_share: float
     peak_bytes: int
+    running_peak_bytes: int
 
 
 @dataclass(frozen=True)
@@ -126,7 +133,8 @@ class Prediction:
 class Summary:
     """Everything that the default report shows.
 
-    `imbalance` is the heaviest rank's FLOPs over the mean rank's, `idle` the share of time lost to each cause.
+    `imbalance` is the heaviest rank's FLOPs over the mean rank's, `idle` the share of time lost to each cause, `limits`
+    says what that means, `alternatives` what was tried, `impossible` what could not be.
     """
 
     model: str
@@ -143,7 +151,9 @@ class Summary:
     imbalance: float
     prediction: Prediction
     idle: Mapping[str, float]
+    limits: str
     alternatives: tuple[Alternative, ...]
+    impossible: tuple[Impossible, ...]
     stages: tuple[StageSummary, ...]
     per_rank: tuple[RankSummary, ...]
     orders: tuple[tuple[str, ...], ...]
@@ -175,14 +185,25 @@ def _vocabulary(program: Program, unsharded: Unsharded) -> VocabularySummary | N
     return VocabularySummary(found.text, found.barriers, words, found.flops[0], found.tiling.keep, *shown)
 
 
+@dataclass(frozen=True)
+class Tried:
+    """What was compiled beside the program: other graphs, what could not be, and the step without a sharded output
+    layer."""
+
+    alternatives: tuple[Alternative, ...] = ()
+    impossible: tuple[Impossible, ...] = ()
+    unsharded: Unsharded = Unsharded()
+
+
 def summarise(
-    inspected: Inspected, basis: Basis, timeline: Timeline, loss_reduction: str, unsharded: Unsharded = Unsharded()
+    inspected: Inspected, basis: Basis, timeline: Timeline, loss_reduction: str, tried: Tried = Tried()
 ) -> Summary:
     """Describe a compiled example; `timeline` is its step as `predict` sees it under `basis`."""
     program, model = inspected.program, inspected.example.model
     sizes = {name: (p.numel(), p.numel() * p.element_size()) for name, p in model.named_parameters()}
     stages = tuple(_stage(stage, program, sizes) for stage in program.stages)
-    ranks = tuple(_rank(rank, program, sizes, timeline) for rank in range(program.schedule.ranks))
+    running = running_peaks(program, timeline.costs)
+    ranks = tuple(_rank(rank, program, sizes, timeline, running[rank]) for rank in range(program.schedule.ranks))
     return Summary(
         model=type(model).__name__,
         parameters=sum(count for count, _ in sizes.values()),
@@ -200,16 +221,23 @@ def summarise(
         imbalance=_imbalance([rank.flops for rank in ranks]),
         prediction=prediction_of(program, basis, timeline),
         idle=idle_by_cause(timeline),
-        alternatives=() if program.vocabulary else alternatives(timeline),  # these know no vocabulary passes
+        limits=what_limits(timeline),
+        alternatives=(*_same_stages(program, timeline), *tried.alternatives),
+        impossible=tried.impossible,
         stages=stages,
         per_rank=ranks,
         orders=tuple(tuple(map(str, order)) for order in program.schedule.orders),
         programs=tuple(tuple(map(str, order)) for order in program.lowered.programs),
         shared_parameters=tuple(sorted(program.shared)),
-        vocabulary=_vocabulary(program, unsharded),
+        vocabulary=_vocabulary(program, tried.unsharded),
         dropped_outputs=inspected.dropped,
         warnings=inspected.warnings,
     )
+
+
+def _same_stages(program: Program, timeline: Timeline) -> tuple[Alternative, ...]:
+    """The generators of schedules know no vocabulary passes."""
+    return () if program.vocabulary else alternatives(timeline)
 
 
 def prediction_of(program: Program, basis: Basis, timeline: Timeline) -> Prediction:
@@ -243,6 +271,7 @@ def _stage(stage: StageProgram, program: Program, sizes: Mapping[str, tuple[int,
         backward_to_weight=crossing.backward_to_weight,
         kept=crossing.kept,
         residue=crossing.residue,
+        running={op: transient_bytes(stage, op) for op in stage.pieces},
         receive_bytes=stage.receive_bytes,
         send_bytes=stage.send_bytes,
         random=stage.random,
@@ -269,7 +298,9 @@ def cut_of(stage: StageProgram) -> Cut | None:
     return Cut(origin.module, made[last], shown_path(origin.file) if origin.file else "", origin.line, origin.code)
 
 
-def _rank(rank: int, program: Program, sizes: Mapping[str, tuple[int, int]], timeline: Timeline) -> RankSummary:
+def _rank(
+    rank: int, program: Program, sizes: Mapping[str, tuple[int, int]], timeline: Timeline, running: int
+) -> RankSummary:
     stages = program.schedule.placement.stages_of(rank)
     names = {name for stage in stages for name in program.stages[stage].parameters}
     actions = flatten(program.schedule.orders[rank])
@@ -281,4 +312,5 @@ def _rank(rank: int, program: Program, sizes: Mapping[str, tuple[int, int]], tim
         busy=timeline.busy[rank],
         idle_share=1 - timeline.busy[rank] / timeline.makespan if timeline.makespan else 0.0,
         peak_bytes=int(timeline.peak_memory[rank]),
+        running_peak_bytes=running,
     )

@@ -1,6 +1,7 @@
 """Vocabulary parallelism in the compiler: what is sharded, how, and the schedule that runs the pieces."""
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -190,10 +191,18 @@ def flop_costs(schedule: Schedule, vocabulary: VocabularyProgram, stages: tuple[
 
 
 def with_vocabulary_costs(costs: Costs, schedule: Schedule, vocabulary: VocabularyProgram, speed: float) -> Costs:
-    """`costs` with S and T of every rank's shard, at `speed` FLOPs a second, on the stage that names the shard."""
+    """`costs` with S and T of every rank's shard, at `speed` FLOPs a second."""
+    times = [{op: count / speed for op, count in flops.items()} for flops in vocabulary.flops]
+    return with_shard_times(costs, schedule, vocabulary, times)
+
+
+def with_shard_times(
+    costs: Costs, schedule: Schedule, vocabulary: VocabularyProgram, times: Sequence[Mapping[str, float]]
+) -> Costs:
+    """`costs` with the times of S and T of every rank's shard, on the stage that names the shard."""
     scan, update, state = ([0.0] * schedule.stages for _ in range(3))
-    for rank, flops in enumerate(vocabulary.flops):
+    for rank, found in enumerate(times):
         stage = schedule.placement.stages_of(rank)[0]
-        scan[stage], update[stage] = flops["S"] / speed, flops["T"] / speed
+        scan[stage], update[stage] = found["S"], found["T"]
         state[stage] = vocabulary.state_bytes(rank)
     return replace(costs, vocab_s=tuple(scan), vocab_t=tuple(update), vocab_state=tuple(state))

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from zbcompile.advice import alternatives, format_idle, idle_by_cause
+from zbcompile.advice import alternatives, format_idle, idle_by_cause, what_limits
 from zbcompile.schedules import Costs, build, simulate
 from zbcompile.schedules.timeline import Timeline
 
@@ -22,27 +22,38 @@ def test_the_causes_account_for_all_idle_time(name: str) -> None:
 
 
 def test_gpipe_is_told_of_a_leaner_and_a_faster_schedule() -> None:
-    found = {a.change: a for a in alternatives(_timeline("gpipe", 2, 4))}
-    assert set(found) == {"8 microbatches of the same size", "zb-h1"}
-    assert found["zb-h1"].time_ratio == pytest.approx(13 / 15)
-    assert found["zb-h1"].peak_ratio == 0.5
+    found = {a.option: a for a in alternatives(_timeline("gpipe", 2, 4)) if a.worth}
+    assert set(found) == {"--microbatches 8", "--schedule zb-h1"}
+    assert found["--schedule zb-h1"].time_ratio == pytest.approx(13 / 15)
+    assert found["--schedule zb-h1"].peak_ratio == 0.5
 
 
 def test_alternatives_keep_the_stages() -> None:
     for name in ("zb-v", "interleaved-1f1b"):
         timeline = _timeline(name, 4, 8)
         for alternative in alternatives(timeline):
-            if "microbatches" not in alternative.change:
-                assert build(alternative.change, 4, 8).placement == timeline.schedule.placement
+            if "--schedule" in alternative.option:
+                assert build(alternative.option.split()[1], 4, 8).placement == timeline.schedule.placement
 
 
 def test_one_rank_has_nothing_to_gain() -> None:
     timeline = _timeline("1f1b", 1, 4)
-    assert alternatives(timeline) == ()
+    assert not any(a.worth for a in alternatives(timeline))
     assert format_idle(idle_by_cause(timeline)) == "No rank stands still."
 
 
 def test_a_schedule_of_ones_own_has_no_name_to_build_again() -> None:
     timeline = _timeline("1f1b", 2, 4)
     own = simulate(replace(timeline.schedule, name="mine"), timeline.costs)
-    assert all("microbatches" not in a.change for a in alternatives(own))
+    assert all("--microbatches" not in a.option for a in alternatives(own))
+
+
+def test_what_limits_a_pipeline_is_told_apart() -> None:
+    filling = what_limits(_timeline("gpipe", 4, 4))
+    assert "filling and draining it: the busiest rank stands still 42.9% of the step" in filling
+    schedule = build("1f1b", 2, 64)
+    uneven = simulate(schedule, Costs((1, 3), (1, 3), (1, 3)))
+    assert "its balance: rank 1 has 1.50 times the mean work" in what_limits(uneven)
+    slow = simulate(schedule, Costs.uniform(2, comm=20))
+    assert "messages on their way" in what_limits(slow)
+    assert "Little limits this pipeline" in what_limits(_timeline("1f1b", 1, 4))

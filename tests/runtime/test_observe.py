@@ -16,6 +16,7 @@ from tests.runtime.pool import Pool
 from tests.runtime.training import Case, pipeline_of
 from zbcompile.clocks import offset_to_first
 from zbcompile.record import StepRecord
+from zbcompile.record_file import read_record
 from zbcompile.schedules.actions import flatten
 from zbcompile.schedules.text import format_step
 
@@ -64,6 +65,8 @@ def test_record_and_trace_of_two_processes(pool: Pool, tmp_path: Path) -> None:
         whole = max(s.end for s in compute) - min(s.start for s in compute)
         assert sum(causes.values()) == pytest.approx(whole - busy, abs=1e-6)
     assert first.idle[1]["warm-up"] > 0
+    first.save(tmp_path / "step.json")
+    assert read_record(tmp_path / "step.json").bytes_sent == first.bytes_sent
     assert_ordered(first)
     assert_trace(json.loads((tmp_path / "steps.json").read_text())["traceEvents"], first)
 

@@ -11,7 +11,8 @@ import stdlib_text
 import train_gpt
 from step_report import measured_costs, observed, report
 from tests.runtime.pool import Pool
-from zbcompile.record import Span, StepRecord
+from zbcompile.record import StepRecord
+from zbcompile.recorded import Span
 from zbcompile.schedules import build
 
 SMALL = ["--layers", "3", "--width", "32", "--sequence-length", "16", "--batch", "8", "--steps", "12", "--verify"]
@@ -80,7 +81,8 @@ def record(in_process: bool) -> StepRecord:
         0: [Span("F0.0", 0, 1), Span("SEND_F0.0", 1, 1.1), Span("BW0.0", 4, 6)],
         1: [Span("RECV_F1.0", 0, 0.1), Span("F1.0", 1, 2), Span("BW1.0", 2, 4)],
     }
-    return StepRecord(spans, {0: [1_000_000], 1: [2_000_000]}, {}, {}, 7.0, 0.0, in_process)
+    held = {0: [1_000_000], 1: [2_000_000]}
+    return StepRecord(spans, held, {}, 7.0, 0.0, in_process, build("1f1b", ranks=2, microbatches=1), {})
 
 
 def test_costs_and_times_from_a_record() -> None:
