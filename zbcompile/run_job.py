@@ -50,6 +50,7 @@ class Job:
     timeout: float = 300.0
     log_every: int = 10
     debug_nan: bool = False
+    backend: str | None = None
 
 
 def train(job: Job) -> None:
@@ -66,6 +67,7 @@ def train(job: Job) -> None:
         seed=job.seed,
         timeout=job.timeout,
         debug_nan=job.debug_nan,
+        backend=job.backend,
     )
     try:
         _train(job, pipe, source)

@@ -13,6 +13,7 @@ import zbcompile
 from tests.runtime.pool import Pool
 from tests.runtime.training import Case, Trained, assert_bitwise, join, pipeline_of, problem_of, reference, train
 from zbcompile.backends import Compilation
+from zbcompile.compile import main
 from zbcompile.compile_cache import CompileCache
 from zbcompile.inductor import make_inductor
 from zbcompile.passes.bare_graph import bare
@@ -172,3 +173,29 @@ def test_half_an_entry_is_made_again(first: tuple[Trained, Compilation], cache: 
     trained, done = run_here(CASE, str(copy.folder))
     assert_bitwise(trained, first[0])
     assert (done.compiled, done.loaded) == (1, done.distinct - 1)
+
+
+TARGET = """
+import zbcompile
+from tests.runtime.training import problem_of
+
+def target():
+    problem = problem_of("mlp")
+    batch = problem.batches(1, 2)[0]
+    return zbcompile.Example(problem.model(), batch.args, loss=problem.loss, target=batch.target)
+"""
+
+
+def test_the_command_fills_the_cache(
+    first: tuple[Trained, Compilation], cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Here it finds all of them there; the program that it writes asks for inductor."""
+    (tmp_path / "given.py").write_text(TARGET)
+    plan = ["--schedule", "zb-v", "--ranks", "2", "--microbatches", "4", "--backend", "inductor"]
+    given = [f"{tmp_path / 'given.py'}:target", *plan, "--output", str(tmp_path / "program")]
+    assert main(given) == 0
+    assert f"{first[1].distinct} from the cache" in capsys.readouterr().err
+    loaded = zbcompile.load(tmp_path / "program", problem_of(CASE.problem).model().state_dict())
+    assert_bitwise(train(loaded, CASE), first[0])
+    assert main([*given, "--exact"]) == 2
+    assert "exact=True cannot have it" in capsys.readouterr().err
