@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from zbcompile.compiler import Observer
 from zbcompile.errors import PipelineError
 from zbcompile.example import Example
@@ -35,6 +37,7 @@ DEFAULTS: dict[str, Any] = {
     "boundary_bytes": None,
     "memory": None,
     "optimizer_state": 2.0,
+    "accumulate_dtype": None,
     "loss_reduction": "mean",
     "fake": False,
 }
@@ -57,6 +60,7 @@ class Plan:
     boundary_bytes: int | None
     memory: int | None
     optimizer_state: float
+    accumulate_dtype: str | None
     loss_reduction: str
     fake: bool
     debug: bool
@@ -99,6 +103,11 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--boundary-bytes", type=int, help="the most bytes across a cut, per microbatch")
     group.add_argument("--memory", type=int, help="the most bytes on a rank")
     group.add_argument("--optimizer-state", type=float, help="bytes per parameter byte (default: 2)")
+    group.add_argument(
+        "--accumulate-dtype",
+        choices=("float32", "float64"),
+        help="sum gradients in this dtype where it is wider",
+    )
     group.add_argument("--loss-reduction", choices=("mean", "sum"))
     group.add_argument("--fake", action="store_true", help="build the model without memory (CPU fake tensors)")
     parser.set_defaults(**DEFAULTS)
@@ -140,6 +149,7 @@ def _choices(plan: Plan) -> Choices:
         boundary_bytes=plan.boundary_bytes,
         memory=plan.memory,
         optimizer_state=plan.optimizer_state,
+        accumulate_dtype=getattr(torch, plan.accumulate_dtype) if plan.accumulate_dtype else None,
         weight_recompute=plan.weight_recompute,
         vocab=int(plan.vocab) if plan.vocab.isdecimal() else plan.vocab,  # type: ignore[arg-type]
     )

@@ -13,7 +13,7 @@ from zbcompile.command_line import exit_status
 from zbcompile.command_plan import Plan, add_plan, compiled, example_of, schedule_of
 from zbcompile.compiler import STAGE_PASSES
 from zbcompile.errors import PipelineError
-from zbcompile.group import device_of
+from zbcompile.group import device_of, is_alone
 from zbcompile.preparation import compile_passes
 from zbcompile.program import StepOptions
 from zbcompile.saving import program_in
@@ -38,6 +38,7 @@ class CompileRequest(Plan):
     output: Path
     weights: Path | None
     seed: int
+    split: Sequence[tuple[str, bool]]
     backend: str
 
 
@@ -65,6 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(request: CompileRequest) -> None:
     """Compile and save; raises the project's errors and OSError."""
+    if not is_alone():
+        raise PipelineError("one process compiles for all ranks. Start zbcompile.compile without torchrun.")
     program_in(request.output)  # a wrong place is known before a long compilation
     check_backend(request.backend, request.exact)
     if request.weights is not None and request.fake:
@@ -75,7 +78,7 @@ def run(request: CompileRequest) -> None:
     backend = make_backend(request.backend, device_of(example.model))
     progress.say(f"{type(example.model).__name__} is built; capturing it for {schedule.name}, {schedule.ranks} ranks")
     program = compiled(example, schedule, request, progress).program
-    step = StepOptions(loss_reduction=request.loss_reduction, seed=request.seed, backend=request.backend)
+    step = StepOptions(request.loss_reduction, request.seed, dict(request.split) or None, request.backend)
     replace(program, step=step).save(request.output)
     if request.weights is not None:
         save_weights(request.weights, example.model)
@@ -83,6 +86,13 @@ def run(request: CompileRequest) -> None:
     if backend.compiler is not None:
         progress.say(str(compile_passes(program, range(schedule.ranks), backend).compilation))
     print(request.output)
+
+
+def _split(text: str) -> tuple[str, bool]:
+    name, _, answer = text.rpartition("=")
+    if not name or answer not in ("yes", "no"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form INPUT=yes or INPUT=no")
+    return name, answer == "yes"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -96,6 +106,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", metavar="DIR", type=Path, required=True, help="where the program goes")
     parser.add_argument(
         "--weights", metavar="PATH", type=Path, help="write the model's own weights too: .safetensors or a directory"
+    )
+    parser.add_argument(
+        "--split",
+        metavar="INPUT=yes|no",
+        type=_split,
+        action="append",
+        default=[],
+        help="whether an input (kwargs['mask'], or mask) is split into microbatches, where the default rule is wrong",
     )
     parser.add_argument("--seed", type=int, default=0, help="enters zbcompile.microbatch_seed (default: 0)")
     parser.add_argument(

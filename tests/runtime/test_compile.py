@@ -133,6 +133,7 @@ def test_a_plain_tensor_without_values_is_refused(target: str, tmp_path: Path, c
 def test_every_option_arrives(target: str, tmp_path: Path) -> None:
     plan = ("--recompute", "full", "--weight-recompute", "--balance", "parameters", "--seed", "7", "--ranks", "1")
     more = ("--boundary-bytes", "4096", "--memory", "1000000", "--optimizer-state", "1", "--chunks", "2")
+    more = (*more, "--accumulate-dtype", "float64", "--split", "args[0]=yes")
     command = [target, "--schedule", "interleaved-1f1b", *plan, *more, "--output", str(tmp_path)]
     assert zbcompile.compile.main(command) == 0
     written = json.loads((tmp_path / "manifest.json").read_text())
@@ -143,9 +144,10 @@ def test_every_option_arrives(target: str, tmp_path: Path) -> None:
         "boundary_bytes": 4096,
         "memory": 1000000,
         "optimizer_state": 1.0,
+        "accumulate_dtype": "float64",
     }
     assert {key: written["choices"][key] for key in expected} == expected
-    assert (written["step"]["seed"], len(written["stages"])) == (7, 2)
+    assert (written["step"]["seed"], written["step"]["split"], len(written["stages"])) == (7, {"args[0]": True}, 2)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +175,7 @@ def test_pictures_of_a_directory(program: Path, tmp_path: Path, command: Command
     picture = tmp_path / "step.svg"
     assert command(zbcompile.inspect.main, program, "--timeline", picture)[:2] == (0, f"{picture}\n")
     assert "Net: " in command(zbcompile.inspect.main, program)[1]
-    assert "rank 1" in command(zbcompile.inspect.main, program, "--explain-idle", "1")[1]
+    assert "Rank 1 stands still" in command(zbcompile.inspect.main, program, "--explain-idle", "1")[1]
     assert command(zbcompile.inspect.main, program, "--graphs", tmp_path, "--format", "html")[0] == 0
     assert "small.py" in (tmp_path / "graphs.html").read_text()
 
@@ -190,6 +192,16 @@ def test_a_damaged_directory_is_one_line(program: Path, tmp_path: Path, command:
     status, _, said = command(zbcompile.inspect.main, tmp_path)
     assert (status, said.count("\n")) == (2, 1)
     assert "is damaged or incomplete" in said
+
+
+def test_torchrun_is_refused(target: str, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    status, _, said = command(zbcompile.compile.main, target, "--output", tmp_path)
+    assert (status, said) == (
+        2,
+        "zbcompile.compile: one process compiles for all ranks. Start zbcompile.compile without torchrun.\n",
+    )
 
 
 def test_the_command_needs_a_place(target: str, capsys: pytest.CaptureFixture[str]) -> None:
