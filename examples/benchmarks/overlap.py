@@ -38,7 +38,7 @@ from zbcompile.schedules.actions import flatten
 
 SIDE_BY_SIDE = 2  # pipelines
 LAYERS = 2  # of a stage
-SHARE = 0.25  # of promise.py's times, for one layer
+SHARE = 0.125  # of promise.py's times, for one layer
 
 
 class Until(dist.Work):
