@@ -75,6 +75,11 @@ class Ordered:
     def receive(self, tensor: torch.Tensor, message: Message, index: int, peer: int) -> dist.Work:
         return self.inward[peer].recv([tensor], SOURCE, 0)
 
+    def close(self, backend: str) -> None:
+        """End the connections. gloo's end with their groups."""
+        for link in self.links if backend == "nccl" else ():
+            link.shutdown()
+
     @property
     def links(self) -> tuple[Link, ...]:
         return (*self.outward.values(), *self.inward.values())

@@ -26,7 +26,7 @@ from zbcompile.schedules.schedule import Schedule
 from zbcompile.seeds import microbatch_seed, undisturbed
 from zbcompile.stage_plan import CompiledStage
 from zbcompile.stage_run import StageRun
-from zbcompile.torch_private import group_called, profiler_is_on
+from zbcompile.torch_private import group_called, is_bound, profiler_is_on
 from zbcompile.transport import Mailboxes, PointToPoint, ReceiveBuffers, Transport
 from zbcompile.vocabulary_collectives import Collectives
 from zbcompile.vocabulary_shards import VocabularyExecutable
@@ -85,6 +85,10 @@ class Engine(Protocol):
     def device(self) -> torch.device: ...
     @property
     def last_step(self) -> StepRecord | None: ...
+
+    def disconnect(self) -> None:
+        """Let go of what the ranks have for themselves."""
+        ...
 
     def step(
         self, executable: Executable, given: StepInput, parameters: Mapping[str, nn.Parameter]
@@ -171,6 +175,9 @@ class InProcess:
     def local(self) -> tuple[int, ...]:
         return tuple(range(self.ranks))
 
+    def disconnect(self) -> None:
+        pass
+
     def step(
         self, executable: Executable, given: StepInput, parameters: Mapping[str, nn.Parameter]
     ) -> list[torch.Tensor]:
@@ -247,9 +254,20 @@ class Distributed:
             self.watch.groups = (*self.watch.groups, *self.opened.links)
         return self.opened
 
+    def disconnect(self) -> None:
+        """Close the channels; all ranks call it, as NCCL ends a communicator from both its ends."""
+        if self.opened is not None and self.watch.fault is None:
+            self.opened.close(self.backend)
+        self.opened = None
+
     def collective_group(self) -> dist.ProcessGroup:
         """The process group of the vocabulary's collectives, made by all ranks at the first call."""
         if self.collectives is None:
+            if self.replicas.count > 1 and is_bound(dist.group.WORLD):
+                raise PipelineError(
+                    "vocab= beside replicas needs a process group that is not bound to a device, since only all ranks "
+                    "together can make new groups of one that is. Call init_process_group without device_id=."
+                )
             members = dist.get_process_group_ranks(self.group)
             self.collectives = dist.new_group(members, use_local_synchronization=True)
             self.watch.groups = (*self.watch.groups, self.collectives)

@@ -299,11 +299,12 @@ class Pipeline:
         self._compiled.share.filled(filled)
 
     def close(self) -> None:
-        """Stop watching over the other ranks and let go of the process group.
+        """Stop watching over the other ranks and let go of the process group. Every rank calls it.
 
         After this, and `torch.distributed.destroy_process_group()`, a new process group and a new pipeline can be made
         in the same process. A pipeline that is garbage collected closes itself.
         """
+        self._engine.disconnect()
         self._ended()
 
     def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Batch:
