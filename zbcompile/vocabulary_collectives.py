@@ -178,9 +178,11 @@ class GroupCollectives:
         return found
 
     def finish(self) -> None:
-        """Every collective has ended; raises what failed."""
+        """Every collective has ended (on CUDA, for what the compute stream is given next); raises what failed."""
         for each in self.complete.values():
             each.result()
+        if self.stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self.stream)
         if self._thread is not None:
             self._thread.shutdown()
 
