@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zbcompile.backends import NAMES as BACKENDS
+from zbcompile.backends import NAMES
 from zbcompile.command_line import exit_status
 from zbcompile.run_job import Job, train
 from zbcompile.run_optimizer import DECAYS, NAMED
@@ -148,9 +148,13 @@ def _add_process(group: Any) -> None:
         metavar="LIBRARY::NAME",
         help="an operator of another library that the program may call; --data must import it",
     )
+    group.add_argument(
+        "--backend",
+        metavar="|".join((*NAMES, "FILE.py:NAME")),
+        help="what runs the graphs (docs/backends.md; default: as the program was saved)",
+    )
     group.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS", help="how long ranks wait (300)")
     group.add_argument("--log-every", type=int, default=10, metavar="N", help="steps between two lines (default: 10)")
-    group.add_argument("--backend", choices=BACKENDS, help="what runs the graphs (default: as the program was saved)")
     group.add_argument("--debug-nan", action="store_true", help="stop at the first NaN and say where it came from")
     group.add_argument("--debug", action="store_true", help="errors with their traceback")
 

@@ -47,10 +47,10 @@ class Job:
     replicas: int = 1
     threads: int | None = None
     operators: tuple[str, ...] = ()
+    backend: str | None = None
     timeout: float = 300.0
     log_every: int = 10
     debug_nan: bool = False
-    backend: str | None = None
 
 
 def train(job: Job) -> None:
@@ -65,9 +65,9 @@ def train(job: Job) -> None:
         operators=job.operators,
         init=init,
         seed=job.seed,
+        backend=load_object(job.backend) if ":" in (job.backend or "") else job.backend,
         timeout=job.timeout,
         debug_nan=job.debug_nan,
-        backend=job.backend,
     )
     try:
         _train(job, pipe, source)

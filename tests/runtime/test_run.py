@@ -1,5 +1,8 @@
 """`python -m zbcompile.run`: a program, a data function, and a command that goes on where it stopped."""
 
+import io
+import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -112,6 +115,7 @@ REFUSED = {
     "no batches": (["--data", f"{DATA}:bare", "--init", f"{DATA}:init"], "is a Tensor; expected (args, kwargs)"),
     "no optimizer": (["--data", f"{DATA}:numbered", "--optimizer", "adamv"], "expected adamw, adam, sgd, or FILE"),
     "no option": (["--data", f"{DATA}:numbered", "--option", "speed=1"], "unexpected keyword argument 'speed'"),
+    "no backend": (["--data", f"{DATA}:numbered", "--backend", "fxx"], "fxx"),
     "no group": (["--data", f"{DATA}:numbered", "--replicas", "2"], "Start the command with torchrun"),
 }
 
@@ -136,6 +140,20 @@ def test_checkpoints_are_not_mixed(small_program: Program, tmp_path: Path, capsy
     with pytest.raises(SystemExit):
         main([*arguments[:7], "--resume"])
     assert "--resume needs --checkpoint" in capsys.readouterr().err
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_gets_a_bar(small_program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    assert main(command(small_program("zb-h1", 2), tmp_path, "run", 2, "numbered")) == 0
+    last = terminal.getvalue().split("\r")[-1]
+    assert "2/2" in last
+    assert re.search(r"loss \d\.\d+, [\d,]+ tokens/s", last)
 
 
 def test_rates() -> None:
