@@ -84,8 +84,10 @@ def save_checkpoint(
         if engine.replicas.rank == 0:
             write_values(engine, partial, values)
         index = _index(holding, optimizer, count)
-        final = together(engine, what, lambda: _finish(partial, index, process, keep) if first else None)
-        return gathered(engine, final)[0] or partial
+        finished = together(engine, what, lambda: _finish(partial, index, process, keep) if first else None)
+        final = gathered(engine, finished)[0]
+        assert final is not None
+        return final
 
 
 def load_checkpoint(

@@ -29,8 +29,7 @@ EPILOG = """the data:
       replica, replicas   which replica of the pipeline this is, of how many: each trains on batches of its own
   When a run is resumed, a function without `start` gives all batches again, and those of the steps before are dropped.
   Of an iterable with state_dict and load_state_dict (such as a stateful loader) every checkpoint holds the state.
-  The generators of Python, torch and numpy are seeded by it before the function is called, and are part of the
-  checkpoint.
+  The generators of Python, torch and numpy are seeded before the function is called, and are part of a checkpoint.
 
 examples:
   python -m zbcompile.run program --data examples/text_batches.py:batches --weights model.safetensors --steps 100
@@ -96,8 +95,8 @@ def _add_optimizer(group: Any) -> None:
         metavar="|".join((*NAMED, "FILE.py:NAME")),
         help="torch's, or a function that gets a list of (name, parameter) and the options (default: adamw)",
     )
-    group.add_argument("--lr", type=float, help="the highest learning rate (default: the optimizer's)")
-    group.add_argument("--weight-decay", type=float, help="default: the optimizer's")
+    group.add_argument("--lr", type=float, metavar="RATE", help="the highest learning rate (default: the optimizer's)")
+    group.add_argument("--weight-decay", type=float, metavar="DECAY", help="default: the optimizer's")
     group.add_argument(
         "--option",
         action="append",
@@ -139,7 +138,9 @@ def _add_state(group: Any) -> None:
 
 def _add_process(group: Any) -> None:
     group.add_argument("--replicas", type=int, default=1, metavar="N", help="replicas of the pipeline (data parallel)")
-    group.add_argument("--threads", type=int, help="torch's threads per process (default: torch's own choice)")
+    group.add_argument(
+        "--threads", type=int, metavar="N", help="torch's threads per process (default: torch's own choice)"
+    )
     group.add_argument(
         "--operator",
         action="append",
