@@ -107,7 +107,7 @@ def drop_checks(graph: Graph) -> None:
 
 
 def drop_no_ops(graph: Graph) -> None:
-    """Casts to the dtype a value has, dropout that drops nothing, and detaches of integers."""
+    """Casts to the dtype a value has, dropout that drops nothing, copies, and detaches of integers."""
     for node in list(graph.nodes):
         rule = _NO_OPS.get(node.target)
         if rule is not None and isinstance(node.args[0], Node) and rule(node):
@@ -132,11 +132,19 @@ def _integer(node: Node) -> bool:
     return isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex())
 
 
+def _copies_for_itself(node: Node) -> bool:
+    """A copy of what nothing else reads, such as torch.export makes of dropout that drops nothing. With other readers
+    it decides in which order gradients are added."""
+    source = node.args[0]
+    return source.op == "call_function" and len(source.users) == 1 and _same_tensor(node)  # type: ignore[union-attr]
+
+
 _NO_OPS: dict[Any, Callable[[Node], bool]] = {
     aten.to.dtype: _same_tensor,
     aten.to.dtype_layout: _same_tensor,
     aten.to.device: _same_tensor,
     aten.dropout.default: _drops_nothing,
+    aten.clone.default: _copies_for_itself,
     aten.detach.default: _integer,
     aten.alias.default: lambda node: True,
 }
