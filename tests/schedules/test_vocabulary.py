@@ -22,7 +22,7 @@ from zbcompile.schedules import (
     to_json,
     with_vocabulary,
 )
-from zbcompile.schedules.actions import CAST, COLLECTIVES, STATS, SUM
+from zbcompile.schedules.actions import CAST, COLLECTIVES, LOOKUP, STATS, SUM, flatten
 from zbcompile.schedules.schedule import Lowered
 from zbcompile.schedules.vocabulary_insertion import textbook_costs
 
@@ -117,6 +117,33 @@ def test_lowered_program() -> None:
     )
 
 
+def with_lookups(name: str, ranks: int, microbatches: int) -> Schedule:
+    return replace(with_vocabulary(build(name, ranks, microbatches)), lookups=True)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_lookups_come_early_and_gradients_are_spread_after_the_first_backward(name: str) -> None:
+    """Of every microbatch one each, in one order on all ranks; at most two lookups wait to be used."""
+    lowered = lower(with_lookups(name, 4, 12))
+    check(lowered)
+    first = [str(action).replace("BW", "B") for action in flatten(lowered.programs[0])]
+    for m in range(12):
+        posted, used = first.index(f"LOOKUP0.{m}"), first.index(f"F0.{m}")
+        assert posted < used
+        assert sum(action.startswith("F0.") for action in first[posted:used]) <= 2
+        assert first.index(f"B0.{m}") < first.index(f"SPREAD0.{m}")
+
+
+def test_a_lookup_behind_what_waits_for_it_is_a_deadlock() -> None:
+    lowered = lower(with_lookups("1f1b", 2, 4))
+    programs = []
+    for program in lowered.programs:
+        late = [step for step in program if step[0] == LOOKUP and step[2] == 3]
+        programs.append((*(step for step in program if step not in late), *late))
+    with pytest.raises(ScheduleError, match=r"F0\.3 and waits for rank 0 to post LOOKUP0\.3"):
+        check(replace(lowered, programs=tuple(programs)))
+
+
 def test_collectives_in_another_order_are_refused() -> None:
     lowered = lower(with_vocabulary(build("1f1b", 4, 8)))
     places = [i for i, step in enumerate(lowered.programs[2]) if step[0] in COLLECTIVES]
@@ -159,6 +186,9 @@ def test_text_and_json_round_trip(barriers: int) -> None:
     assert parse_schedule(str(schedule)) == schedule
     assert parse_schedule(str(lower(schedule))) == lower(schedule)
     assert from_json(to_json(lower(schedule))).program == lower(schedule)
+    lowered = lower(replace(schedule, lookups=True))
+    assert parse_schedule(str(lowered)) == lowered
+    assert from_json(to_json(lowered)).program == lowered
 
 
 def test_what_has_no_place_for_them_is_refused() -> None:
@@ -170,6 +200,8 @@ def test_what_has_no_place_for_them_is_refused() -> None:
         with_vocabulary(with_vocabulary(build("1f1b", 2, 4)))
     with pytest.raises(ScheduleError, match="a CSV has no place"):
         to_csv(with_vocabulary(build("1f1b", 2, 4), 2), "papers")
+    with pytest.raises(ScheduleError, match="a CSV has no place for lookups"):
+        to_csv(with_lookups("1f1b", 2, 4), "papers")
 
 
 def test_state_between_s_and_t_counts() -> None:
