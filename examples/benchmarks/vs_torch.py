@@ -113,7 +113,7 @@ def torchs(name: str, model: GPT, inputs: Tensor, targets: Tensor, compiled: boo
     stages = []
     for i, part in parts.items():
         example = tokens if i == 0 else hidden
-        module = torch.compile(part, dynamic=False) if compiled else part
+        module: Any = torch.compile(part, dynamic=False) if compiled else part
         result = torch.zeros(ROWS, LENGTH, 256 if i == count - 1 else WIDTH, requires_grad=True)
         stages.append(
             PipelineStage(module, i, count, torch.device("cpu"), input_args=(example,), output_args=(result,))
@@ -187,10 +187,11 @@ def main() -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = GPT(layers=LAYERS, width=WIDTH, heads=8, length=LENGTH)
-    data = torch.randint(256, (2, ROWS * MICROBATCHES, LENGTH)).unbind()
-    contenders = {"eager, one process": eager(copy.deepcopy(model), *data)}
-    contenders |= {name: ours(name, copy.deepcopy(model), *data) for name in options.ours.split(",")}
-    contenders |= {f"torch {name}": torchs(name, copy.deepcopy(model), *data) for name in options.torch.split(",")}
+    inputs, targets = torch.randint(256, (2, ROWS * MICROBATCHES, LENGTH)).unbind()
+    contenders = {"eager, one process": eager(copy.deepcopy(model), inputs, targets)}
+    contenders |= {name: ours(name, copy.deepcopy(model), inputs, targets) for name in options.ours.split(",")}
+    for name in options.torch.split(","):
+        contenders[f"torch {name}"] = torchs(name, copy.deepcopy(model), inputs, targets)
     for _ in range(options.rounds + 1):  # the first round warms up
         for contender in contenders.values():
             contender.measure()
