@@ -106,8 +106,9 @@ def pipeline(  # type: ignore[misc]  # the overloads differ in `model` alone and
         init: `init(name, tensor)` fills a parameter or buffer in place, for a model built on the meta device: after the
             first compilation each rank makes its own share real and nothing else. Without it `load_state_dict` fills
             the share before the first step.
-        debug_nan: stop at the first operation that makes a NaN or an infinity, and name its stage, pass, microbatch and
-            line (slow; the graphs run as they are, whatever the backend). ZBCOMPILE_DEBUG_NAN=1 does the same.
+        debug_nan: stop at the first operation of a step or of `eval` that makes a NaN or an infinity, and name its
+            stage, pass, microbatch and line (slow; the graphs run as they are, whatever the backend).
+            ZBCOMPILE_DEBUG_NAN=1 does the same.
         backend: what runs the graphs (docs/backends.md). "fx": each operation as it is; "inductor": compiled by torch's
             inductor, once per distinct graph and machine, gradients equal within 2e-6 of the largest entry (fp32); or a
             function `backend(graph_module, example_inputs)` that returns what is called in place of the graph.

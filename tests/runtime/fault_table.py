@@ -1,9 +1,10 @@
 """Write the table of docs/faults.md anew: break everything there is to break and look at every rank.
 
-python -m tests.runtime.fault_table
+python -m tests.runtime.fault_table [NAME ...]   (only the rows of these names)
 """
 
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,13 +15,18 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "faults.md"
 BEGIN, END = "<!-- table: begin -->\n", "<!-- table: end -->\n"
 
 
-def main() -> None:
-    with open_pool() as pool:
-        rows = [row for scenario in SCENARIOS for row in rows_of(scenario, pool)]
-    head = ["| injected | on rank | rank | what it said | seconds |", "| --- | --- | --- | --- | --- |"]
+def main(names: list[str]) -> None:
     before, _, rest = DOCUMENT.read_text(encoding="utf-8").partition(BEGIN)
-    after = rest.partition(END)[2]
-    DOCUMENT.write_text(before + BEGIN + "\n".join([*head, *rows]) + "\n" + END + after, encoding="utf-8")
+    table, _, after = rest.partition(END)
+    rows = {s.name: [line for line in table.splitlines() if line.startswith(f"| {s.name} |")] for s in SCENARIOS}
+    chosen = [s for s in SCENARIOS if s.name in names or not names]
+    rows |= {s.name: [] for s in chosen}
+    with open_pool() as pool:
+        for scenario in chosen:
+            rows[scenario.name] += rows_of(scenario, pool)
+    head = ["| injected | on rank | rank | what it said | seconds |", "| --- | --- | --- | --- | --- |"]
+    lines = [*head, *(line for found in rows.values() for line in found)]
+    DOCUMENT.write_text(before + BEGIN + "\n".join(lines) + "\n" + END + after, encoding="utf-8")
 
 
 def rows_of(scenario: Scenario, pool: Pool) -> Iterator[str]:
@@ -50,4 +56,4 @@ def _seconds(outcome: Outcome) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -3,7 +3,7 @@
 import pytest
 
 import zbcompile
-from tests.oracle import PROBLEMS
+from tests.oracle import PROBLEMS, WIDTH
 from tests.runtime.pool import Pool
 from tests.runtime.training import Case, pipeline_of
 from zbcompile.record import StepRecord
@@ -72,6 +72,18 @@ def test_more_in_flight_needs_more_memory() -> None:
         assert record is not None
         peaks[schedule] = record.peak_activation_bytes[0]
     assert peaks["gpipe"] >= 3.5 * peaks["1f1b"]
+
+
+def test_what_pairs_send_is_counted() -> None:
+    """A pair's forward is sent in the middle of the pair."""
+    record, lowered = recorded(Case("mlp", "dualpipe-v", 2, 8))[1:]
+    assert record is not None
+    boundary = 2 * WIDTH * 4  # a microbatch of two rows of floats
+    for rank, program in enumerate(lowered.programs):
+        sends = [str(step) for step in program if step[0] in ("SEND_F", "SEND_B")]
+        assert record.bytes_sent[rank] == len(sends) * boundary
+        assert {span.action for span in record.spans[rank]} == set(map(str, flatten(program)))
+        assert set(sends) <= {span.action for span in record.spans[rank]}
 
 
 def test_step_index_counts_steps() -> None:
