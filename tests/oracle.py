@@ -160,6 +160,7 @@ PROBLEMS: Mapping[str, Problem] = {
     "small-dropout": Problem(partial(_small_gpt, dropout=0.2), next_byte_loss, _text),
     "small-tied": Problem(partial(_small_gpt, tied=True), next_byte_loss, _text),
     "mlp": Problem(MLP, F.mse_loss, _rows),
+    "short-mlp": Problem(partial(MLP, layers=4), F.mse_loss, _rows),
     "frozen": Problem(Frozen, F.mse_loss, _rows),
     "skips": Problem(Skips, F.mse_loss, _sequences),
     "loss-scalar": Problem(partial(WithLoss, "scalar"), None, _own_goal),

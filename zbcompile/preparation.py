@@ -1,6 +1,6 @@
 """Which passes of a program this process runs, compiled by the pipeline's backend."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from zbcompile.backends import Backend, Compilation, Run
 from zbcompile.cuda_graphs import record
 from zbcompile.passes.pieces import Piece
 from zbcompile.program import Program
-from zbcompile.schedules.actions import Action, Pair
+from zbcompile.schedules.actions import flatten
 
 
 class Place(NamedTuple):
@@ -52,7 +52,7 @@ def compile_passes(
     passes = _passes_of(program, ranks)
     if backend.compiler is None and not cuda_graphs:
         return CompiledPasses({}, Compilation(backend.name, len(passes), 0))
-    ordered = {(action.op, action.stage) for rank in ranks for action in _actions(program, rank)}
+    ordered = {(action.op, action.stage) for rank in ranks for action in flatten(program.lowered.programs[rank])}
     now = {p: piece for p, piece in passes.items() if p.kind == "shard" or (p.name, p.owner) in ordered}
     runs, compilation = backend.compile(now, min(ranks))
     later = {place: backend.later(piece) for place, piece in passes.items() if place not in now}
@@ -69,8 +69,3 @@ def _passes_of(program: Program, ranks: Sequence[int]) -> dict[Place, Piece]:
     owners = [("stage", i, pieces) for i, pieces in stages.items()]
     owners += [("shard", i, pieces) for i, pieces in shards.items()]
     return {Place(name, kind, owner): piece for kind, owner, pieces in owners for name, piece in pieces.items()}
-
-
-def _actions(program: Program, rank: int) -> Iterator[Action]:
-    for step in program.lowered.programs[rank]:
-        yield from step if isinstance(step, Pair) else (step,)

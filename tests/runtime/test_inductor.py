@@ -7,11 +7,23 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import zbcompile
+from tests.oracle import Batch, eager_step
 from tests.runtime.pool import Pool
-from tests.runtime.training import Case, Trained, assert_bitwise, join, pipeline_of, problem_of, reference, train
+from tests.runtime.training import (
+    Case,
+    Trained,
+    assert_bitwise,
+    gradients_of,
+    join,
+    pipeline_of,
+    problem_of,
+    reference,
+    train,
+)
 from zbcompile.backends import Compilation
 from zbcompile.compile import main
 from zbcompile.compile_cache import CompileCache
@@ -19,10 +31,23 @@ from zbcompile.inductor import make_inductor
 from zbcompile.passes.bare_graph import bare
 from zbcompile.passes.torch_private import make_fx
 
-pytestmark = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
+pytestmark = [
+    pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler"),
+    pytest.mark.timeout(900),  # compilers take seconds per graph, and on a busy machine many
+]
 BOUND = 2e-6  # of the largest entry of each gradient, fp32: other orders of summation, vectorised functions
-CASE = Case("mlp", "zb-v", 2, 4, exact=False, steps=2)
-GLOO = [Case("mlp", name, 2, 4, exact=False, steps=1) for name in ("zb-h1", "zb-v", "dualpipe-v")]
+# One step each: an optimizer such as Adam makes much of small differences, and the next step starts from them.
+CASE = Case("mlp", "zb-v", 2, 4, exact=False, steps=1)
+GLOO = [
+    Case(problem, name, 2, 4, exact=False, steps=1)
+    for problem, name in (("short-mlp", "zb-h1"), ("mlp", "zb-v"), ("mlp", "dualpipe-v"))
+]
+
+
+def pipe_of(case: Case, **options: Any) -> zbcompile.Pipeline:
+    """Two layers on each stage: then all cases have the same first, middle and last stage."""
+    layers = len(problem_of(case.problem).model().layers)  # type: ignore[arg-type]
+    return pipeline_of(case, balance=[f"layers.{i}" for i in range(2, layers, 2)], **options)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +79,7 @@ def entries(folder: Path) -> int:
 @pytest.fixture(scope="module")
 def first(cache: Path) -> tuple[Trained, Compilation]:
     """The first training with an empty cache, and what was compiled for it."""
-    pipe = pipeline_of(CASE, backend="inductor")
+    pipe = pipe_of(CASE, backend="inductor")
     trained = train(pipe, CASE)
     assert entries(cache) == pipe.compilations[0].compiled
     return trained, pipe.compilations[0]
@@ -68,24 +93,41 @@ def test_each_distinct_graph_is_compiled_once(first: tuple[Trained, Compilation]
     """Stages with equal layers share their graphs; a second pipeline finds them all."""
     done = first[1]
     assert done.compiled == done.distinct < done.graphs
-    pipe = pipeline_of(CASE, backend="inductor")
+    pipe = pipe_of(CASE, backend="inductor")
     assert_bitwise(train(pipe, CASE), first[0])
     again = pipe.compilations[0]
     assert (again.compiled, again.loaded, again.distinct) == (0, done.distinct, done.distinct)
 
 
+class Words(nn.Module):
+    """What an MLP has not: an embedding, a norm, random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.layer, self.norm = nn.Embedding(16, 8), nn.Linear(8, 8), nn.LayerNorm(8)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = F.dropout(self.layer(self.token(tokens)), 0.2)
+        return F.dropout(self.norm(x), 0.2).square().mean()
+
+
 @pytest.mark.slow
-def test_embeddings_norms_attention_and_dropout(cache: Path) -> None:
+def test_embeddings_norms_and_dropout(cache: Path) -> None:
     """Random numbers are eager's own; embeddings add their rows in place."""
-    case = Case("small-dropout", "1f1b", 2, 2, exact=False, steps=2)
-    assert_close(train(pipeline_of(case, backend="inductor"), case), reference(case))
+    torch.manual_seed(0)
+    ours, theirs, tokens = Words(), Words(), torch.randint(16, (4, 6))
+    theirs.load_state_dict(ours.state_dict())
+    pipe = zbcompile.pipeline(ours, schedule="1f1b", ranks=2, microbatches=2, backend="inductor")
+    losses = [pipe.step(tokens)], [eager_step(theirs, None, Batch((tokens,), {}), 2, 0)]
+    found, expected = (Trained(loss, [gradients_of(m)], {}) for loss, m in zip(losses, (ours, theirs), strict=True))
+    assert_close(found, expected)
 
 
 def run_here(case: Case, folder: str) -> tuple[Trained, Compilation]:
     """One rank's share of a training through the cache in `folder`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ZBCOMPILE_CACHE", folder)
-        pipe = pipeline_of(case, backend="inductor")
+        pipe = pipe_of(case, backend="inductor")
         return train(pipe, case), pipe.compilations[0]
 
 
@@ -94,7 +136,7 @@ def run_here(case: Case, folder: str) -> tuple[Trained, Compilation]:
 def test_zero_bubble_schedules_with_inductor_over_gloo(case: Case, cache: Path, pool: Pool) -> None:
     """torch's own refuse compiled modules. The ranks share what there is to compile."""
     before = entries(cache)
-    shares, done = zip(*pool.run(run_here, case, str(cache), ranks=2, timeout=240), strict=True)
+    shares, done = zip(*pool.run(run_here, case, str(cache), ranks=2, timeout=800), strict=True)
     assert_close(join(shares), reference(case))
     assert sum(each.compiled for each in done) == entries(cache) - before
     assert all(each.compiled + each.loaded == each.distinct for each in done)
@@ -103,7 +145,7 @@ def test_zero_bubble_schedules_with_inductor_over_gloo(case: Case, cache: Path, 
 def test_a_saved_program_is_compiled_through_the_cache(
     first: tuple[Trained, Compilation], cache: Path, tmp_path: Path
 ) -> None:
-    pipe = pipeline_of(CASE, backend="inductor")
+    pipe = pipe_of(CASE, backend="inductor")
     batch = problem_of(CASE.problem).batches(1, CASE.microbatches * 2)[0]
     pipe.compile(*batch.args, target=batch.target).program.save(tmp_path / "program")
     loaded = zbcompile.load(tmp_path / "program", problem_of(CASE.problem).model().state_dict())
@@ -126,7 +168,7 @@ def test_the_memory_that_waits_is_that_of_the_graphs(first: tuple[Trained, Compi
     batch = problem_of(CASE.problem).batches(1, CASE.microbatches * 2)[0]
 
     def peak(**options: Any) -> dict[int, int]:
-        pipe = pipeline_of(CASE, **options)
+        pipe = pipe_of(CASE, **options)
         pipe.record = True
         pipe.step(*batch.args, target=batch.target)
         assert pipe.last_step is not None
@@ -138,7 +180,7 @@ def test_the_memory_that_waits_is_that_of_the_graphs(first: tuple[Trained, Compi
 def test_gradients_accumulate_in_place(first: tuple[Trained, Compilation], cache: Path) -> None:
     model: nn.Module = problem_of(CASE.problem).model()
     batch = problem_of(CASE.problem).batches(1, CASE.microbatches * 2)[0]
-    pipe = pipeline_of(CASE, backend="inductor")
+    pipe = pipe_of(CASE, backend="inductor")
     pipe.step(*batch.args, target=batch.target)
     once = {name: (p.grad.data_ptr(), p.grad.clone()) for name, p in pipe.named_parameters() if p.grad is not None}
     assert set(once) == {name for name, _ in model.named_parameters()}
@@ -192,6 +234,7 @@ def test_the_command_fills_the_cache(
     """Here it finds all of them there; the program that it writes asks for inductor."""
     (tmp_path / "given.py").write_text(TARGET)
     plan = ["--schedule", "zb-v", "--ranks", "2", "--microbatches", "4", "--backend", "inductor"]
+    plan += ["--balance", "layers.2,layers.4,layers.6"]
     given = [f"{tmp_path / 'given.py'}:target", *plan, "--output", str(tmp_path / "program")]
     assert main(given) == 0
     assert f"{first[1].distinct} from the cache" in capsys.readouterr().err
