@@ -8,6 +8,7 @@ import shutil
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
@@ -364,7 +365,8 @@ def test_ranks_that_differ_are_refused_on_every_rank(saved: Callable[[Case], Pat
     assert ["compiled for 2 ranks, but there are 4" in outcome.text for outcome in outcomes] == [True] * 4
 
 
-def save_for_ever(program: Program, directory: Path) -> None:
+def save_for_ever(program: Program, directory: Path, begun: Event) -> None:
+    begun.set()
     while True:
         program.save(directory)
 
@@ -383,10 +385,12 @@ def test_a_save_that_is_killed_leaves_a_whole_program_or_none(tmp_path: Path) ->
     began = time.monotonic()
     program.save(tmp_path)
     duration, whole = time.monotonic() - began, bytes_of(tmp_path)
-    refusals = []
+    context, refusals = multiprocessing.get_context("fork"), []
     for _ in range(12):
-        process = multiprocessing.get_context("fork").Process(target=save_for_ever, args=(program, tmp_path))
+        begun = context.Event()
+        process = context.Process(target=save_for_ever, args=(program, tmp_path, begun))
         process.start()
+        assert begun.wait(60)
         time.sleep(moments.uniform(0, 3 * duration))
         process.kill()
         process.join()
