@@ -187,19 +187,19 @@ def test_memory_is_respected_and_the_least_is_named(
     assert least * 0.999 <= named <= least * 1.002
 
 
-def test_the_predicted_residents_are_those_of_the_compiled_stages() -> None:
+def test_the_predicted_residents_are_those_of_the_compiled_stages(drawn: dict[str, Drawn]) -> None:
     """What autograd keeps is what F keeps; parameters count with gradient and two moments."""
     example = _gpt()
     pipe = zbcompile.pipeline(example.model, schedule="1f1b", ranks=2, microbatches=4, loss=example.loss)
     tokens = torch.randint(256, (8, 33))
     program = pipe.compile(tokens[:, :-1].contiguous(), target=tokens[:, 1:].clone()).program
-    drawn = _draw(example)
+    captured, line = drawn["gpt"].canonical, drawn["gpt"].line
     waiting = [most_waiting(program.schedule, rank) for rank in range(2)]
-    residency = Residency(drawn.canonical, drawn.line, waiting, 2.0)
+    residency = Residency(captured, line, waiting, 2.0)
     sizes = {name: p.numel() * p.element_size() for name, p in example.model.named_parameters()}
     edges = [index + 1 for index in program.cuts.after]
     for rank, stage in enumerate(program.stages):
-        spans = rank_spans(edges, len(drawn.line.nodes), (rank,))
+        spans = rank_spans(edges, len(line.nodes), (rank,))
         parameters = sum(sizes[name] for name in stage.parameters)
         assert residency.bytes(rank, spans) == 4 * parameters + (2 - rank) * stage.crossing.kept
 

@@ -10,7 +10,7 @@ import torch
 
 import zbcompile
 from tests.runtime.pool import Pool
-from tests.runtime.training import Case, assert_bitwise, assert_close, join, pipeline_of, pipelined, reference
+from tests.runtime.training import Case, assert_bitwise, assert_close, join, pipeline_of, pipelined, quickly, reference
 from tests.zoo import ZOO
 
 CASES = (
@@ -49,9 +49,13 @@ def test_every_pair_of_schedule_and_ranks_occurs() -> None:
     assert len({(case.schedule, case.ranks) for case in CASES}) == 9
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+# One worker runs all cases of a model, which it captures once.
+OF_ONE_MODEL = [pytest.param(case, id=str(case), marks=pytest.mark.xdist_group(case.problem)) for case in CASES]
+
+
+@pytest.mark.parametrize("case", OF_ONE_MODEL)
 def test_in_one_process(case: Case) -> None:
-    assert_bitwise(pipelined(case), reference(case))
+    assert_bitwise(quickly(case), reference(case))
 
 
 @pytest.mark.parametrize("case", PROCESSES, ids=str)
