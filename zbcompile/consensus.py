@@ -2,7 +2,7 @@
 start."""
 
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -61,7 +61,22 @@ def require_equal_programs(
     for rank, other in zip(members, manifests, strict=True):
         for key, value in manifests[0].items():
             if other[key] != value:
-                text = (
-                    f"the ranks {what}: {key} is {value} on rank {members[0]} and {other[key]} on rank {rank}. {remedy}"
-                )
+                where, here, there = first_difference(key, value, other[key])
+                text = f"the ranks {what}: {where} is {here} on rank {members[0]} and {there} on rank {rank}. {remedy}"
                 raise engine.watch.known_to_all(PipelineError(text))
+
+
+def first_difference(name: str, one: Any, other: Any) -> tuple[str, Any, Any]:
+    """Down to the entry in which lists of one length, or mappings with the same keys, differ first.
+
+    >>> first_difference("graphs", ["a", "b"], ["a", "c"])
+    ('graphs[1]', 'b', 'c')
+    """
+    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+        entries = [(str(key), one[key], other[key]) for key in one]
+    elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        entries = [(str(index), a, b) for index, (a, b) in enumerate(zip(one, other, strict=True))]
+    else:
+        return name, one, other
+    key, a, b = next(entry for entry in entries if entry[1] != entry[2])
+    return first_difference(f"{name}[{key}]", a, b)
