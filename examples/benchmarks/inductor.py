@@ -13,11 +13,13 @@ the last rank in fresh processes from the saved program: seconds from the direct
 
 import argparse
 import copy
+import importlib
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
@@ -29,7 +31,6 @@ import zbcompile
 from zbcompile.backends import make_backend
 from zbcompile.loading import read_manifest, read_program
 from zbcompile.preparation import compile_passes
-from zbcompile.torch_private import inductor_settings
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.vs_torch import LAYERS, LENGTH, MICROBATCHES, ROWS, WIDTH, Contender, ours, torchs
@@ -89,7 +90,14 @@ def start(layers: int, ranks: int, width: int) -> None:
         os.environ["ZBCOMPILE_CACHE"] = f"{folder}/cache"
         tokens = torch.randint(256, (2, 2 * ranks, 33)).unbind()[0]
         model = GPT(layers=layers, width=width, heads=4, length=32)
-        pipe = zbcompile.pipeline(model, schedule="zb-h1", ranks=ranks, microbatches=2 * ranks, loss=next_byte_loss)
+        pipe = zbcompile.pipeline(
+            model,
+            schedule="zb-h1",
+            ranks=ranks,
+            microbatches=2 * ranks,
+            loss=next_byte_loss,
+            balance=[f"blocks.{i * layers // ranks}" for i in range(1, ranks)],  # equal stages
+        )
         seconds = timed(lambda: pipe.compile(tokens[:, :-1].contiguous(), target=tokens[:, 1:].contiguous()))
         print(f"{layers} layers in {ranks} stages: from the model to its program {seconds:.1f} s")
         pipe.program.save(f"{folder}/program")
@@ -101,16 +109,16 @@ def start(layers: int, ranks: int, width: int) -> None:
             subprocess.run([*command, "--program", f"{folder}/program"], check=True)
 
 
-def timed(work: object) -> float:
+def timed(work: Callable[[], object]) -> float:
     begin = time.perf_counter()
-    assert callable(work)
     work()
     return time.perf_counter() - begin
 
 
 def start_rank(folder: Path, rank: int) -> None:
     """One rank's start from a program directory, imports not counted."""
-    inductor_settings()  # imports inductor
+    for name in ("_inductor.codecache", "_inductor.output_code", "_inductor.async_compile", "utils.cpp_extension"):
+        importlib.import_module(f"torch.{name}")
     begin, cpu = time.perf_counter(), time.process_time()
     program = read_program(folder, read_manifest(folder), (rank,), CPU)
     done = compile_passes(program, (rank,), make_backend("inductor", CPU)).compilation
