@@ -36,17 +36,17 @@ def assert_same_state(ours: State, theirs: State) -> None:
 def test_other_ranks_another_schedule_and_one_process(
     small_program: Callable[[str, int], Path], pool: Pool, tmp_path: Path
 ) -> None:
-    """20 steps as zb-h1 on two ranks, 4 as zb-v on four, 4 in eager mode."""
+    """20 steps as zb-h1 on two ranks, 2 as zb-v on four, 2 in eager mode."""
     two, four, folder = str(small_program("zb-h1", 2)), str(small_program("zb-v", 4)), str(tmp_path)
-    pool.run(train_pipe, two, folder, 20, ranks=2)
+    pool.run(train_pipe, two, folder, 20, ranks=2, timeout=240)
     assert [path.name for path in checkpoints_in(folder)] == ["step-00000010", "step-00000020"]
-    pool.run(train_pipe, four, folder, 24, ranks=4)
+    pool.run(train_pipe, four, folder, 22, ranks=4, timeout=240)
     model = PROBLEM.model()
     optimizer = optimizer_of(model.parameters())
     at = zbcompile.load_checkpoint(folder, model, optimizer)
-    train_eager(model, optimizer, at.step, 28)
-    assert at.step == 24
-    assert_same_state(state_of(model, optimizer), uninterrupted(28))
+    train_eager(model, optimizer, at.step, 24)
+    assert at.step == 22
+    assert_same_state(state_of(model, optimizer), uninterrupted(24))
 
 
 def train_and_save(program: str, folder: str, steps: int) -> None:

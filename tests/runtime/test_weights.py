@@ -61,6 +61,25 @@ def test_files_of_others(small_program: Callable[[str, int], Path], tmp_path: Pa
     assert torch.isfinite(pipe.step(*batch.args, target=batch.target))
 
 
+def test_to_and_from_transformers(tmp_path: Path) -> None:
+    """Its shards with their index are read; what is written, in one file or a directory, it reads."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        **{"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1},
+        **{"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True},
+    )
+    model, other = transformers.LlamaForCausalLM(config), transformers.LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path / "theirs", max_shard_size="1KB")
+    assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 1
+    zbcompile.load_weights(tmp_path / "theirs", other)
+    assert_same_tensors(dict(other.state_dict()), dict(model.state_dict()), "read:")
+    for target in ("parts", "single/model.safetensors"):
+        zbcompile.save_weights(tmp_path / target, other)
+        config.save_pretrained(tmp_path / target.partition("/")[0])
+        found = transformers.LlamaForCausalLM.from_pretrained(tmp_path / target.partition("/")[0])
+        assert_same_tensors(dict(found.state_dict()), dict(model.state_dict()), "read by transformers:")
+
+
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     model, path = nn.Linear(2, 2), tmp_path / "model.safetensors"
     with pytest.raises(zbcompile.PipelineError, match="is no safetensors file"):
