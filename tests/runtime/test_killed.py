@@ -2,9 +2,12 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.runtime.killing import PHASES, Site, finish, random_kills
 
 
+@pytest.mark.timeout(600)  # a dozen starts
 def test_five_kills(tmp_path: Path) -> None:
     """One in each phase, at random moments; `python -m tests.runtime.killing` meets as many more as one likes."""
     undisturbed, disturbed = Site(tmp_path / "undisturbed"), Site(tmp_path / "disturbed")
