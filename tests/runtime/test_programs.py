@@ -386,7 +386,7 @@ def test_a_save_that_is_killed_leaves_a_whole_program_or_none(tmp_path: Path) ->
     program.save(tmp_path)
     duration, whole = time.monotonic() - began, bytes_of(tmp_path)
     context, refusals = multiprocessing.get_context("fork"), []
-    for _ in range(12):
+    for _ in range(6):
         begun = context.Event()
         process = context.Process(target=save_for_ever, args=(program, tmp_path, begun))
         process.start()
