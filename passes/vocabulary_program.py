@@ -27,6 +27,7 @@ HIDDEN, GRADIENT = Slot("activation", "hidden"), Slot("input_gradient", "hidden"
 STATISTICS, GATHERED = Slot("saved", "statistics"), Slot("saved", "gathered")
 COEFFICIENTS, TANGENT = Slot("saved", "coefficients"), Slot("tangent", "loss")
 LOOKED_UP, OF_LOOKUP = Slot("activation", "lookup"), Slot("tangent", "lookup")
+RAW = "raw"  # how the tiles of kept logits are called
 ROWS = 4  # statistics per token that every shard sends
 
 Bounds = tuple[tuple[int, int], ...]
@@ -209,8 +210,8 @@ class _Tracer:
     def pieces(self) -> dict[str, Piece]:
         scanned = self._trace("S", {HIDDEN: self.hidden} | self.parameters | self.data, self._scan)
         kept = {slot: node_value for slot, node_value in _results(scanned) if slot != STATISTICS}
-        raw = {slot: value for slot, value in kept.items() if slot.name == "raw"}
-        parts = {slot: value for slot, value in kept.items() if slot.name != "raw"}
+        raw = {slot: value for slot, value in kept.items() if slot.name.startswith(RAW)}
+        parts = {slot: value for slot, value in kept.items() if slot not in raw}
         combined = {GATHERED: self.gathered, TANGENT: self.tangent} | parts | self.data
         updated = {HIDDEN: self.hidden, COEFFICIENTS: self.coefficients} | raw | self.parameters | self.data
         stats = self._trace("STATS", combined, self._combine)
@@ -241,7 +242,8 @@ class _Tracer:
 
     def _scan(self, values: Mapping[Slot, Any]) -> dict[Slot, Any]:
         found = scan(self.shard, values[HIDDEN], self._own(values), values)
-        return {Slot("saved", name): value for name, value in found._asdict().items()}
+        tiles = {Slot("saved", f"{RAW}{i}"): tile for i, tile in enumerate(found.raw)}
+        return tiles | {Slot("saved", name): value for name, value in found._asdict().items() if name != RAW}
 
     def _combine(self, values: Mapping[Slot, Any]) -> dict[Slot, Any]:
         kept = {slot.name: value for slot, value in values.items() if slot.kind == "saved"}
@@ -249,7 +251,7 @@ class _Tracer:
         return {Slot("loss"): found.loss, COEFFICIENTS: found.coefficients, GRADIENT: found.part}
 
     def _update(self, values: Mapping[Slot, Any]) -> dict[Slot, Any]:
-        raw = values.get(Slot("saved", "raw"))
+        raw = [value for slot, value in values.items() if slot.name.startswith(RAW)]
         found = update(self.shard, values[HIDDEN], self._own(values), values[COEFFICIENTS], raw, values)
         bias = {} if self.head.bias is None else {Slot("gradient", self.head.bias): found.bias}
         return {Slot("gradient", self.head.weight): found.weight, **bias, GRADIENT: found.part}

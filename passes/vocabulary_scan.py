@@ -44,29 +44,29 @@ class Scan(NamedTuple):
 
 class Scanned(NamedTuple):
     """What leaves S: `statistics` [4, tokens], `others` and `total_rows` as in `Scan`, `label_rows` D_t W_t of labels
-    of this shard, and `raw`, the logits before the elementwise operations, where they are kept."""
+    of this shard, and `raw`, the tiles of logits before the elementwise operations, where they are kept."""
 
     statistics: Tensor
     others: Tensor | None
     label_rows: Tensor | None
     total_rows: Tensor | None
-    raw: Tensor | None
+    raw: tuple[Tensor, ...]
 
 
 def scan(shard: Shard, hidden: Tensor, own: Parameters, values: Values) -> Scanned:
     """S: `hidden` [tokens, width] is the output layer's input."""
     labels = shard.head.loss.label_of(values)
     label_rows = _label_rows(shard, hidden, own, labels) if shard.barriers == 1 else None
-    every = slice(0, shard.size)
-    whole = raw_logits(shard, hidden, own, every) if shard.keep and shard.size else None
     found: Scan | None = None
+    kept = []
     for words in shard.tiles():
-        raw = raw_logits(shard, hidden, own, words) if whole is None else whole[:, words]
+        raw = raw_logits(shard, hidden, own, words)
+        kept += [raw] if shard.keep else []
         tile = _scan_tile(shard, raw, own, labels, values, words)
         found = tile if found is None else _merge(found, tile)
     found = found or _nothing(shard, hidden)
     statistics = torch.stack([found.maximum, found.z, found.target, found.total])
-    return Scanned(statistics, found.others, label_rows, found.total_rows, whole)
+    return Scanned(statistics, found.others, label_rows, found.total_rows, tuple(kept))
 
 
 def _nothing(shard: Shard, hidden: Tensor) -> Scan:

@@ -1,6 +1,6 @@
 """The end of the barrier and T, the second pass of a vocabulary shard: the loss, and the gradients of its rows."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -83,14 +83,14 @@ class Updates(NamedTuple):
 
 
 def update(
-    shard: Shard, hidden: Tensor, own: Parameters, coefficients: Tensor, raw: Tensor | None, values: Values
+    shard: Shard, hidden: Tensor, own: Parameters, coefficients: Tensor, raw: Sequence[Tensor], values: Values
 ) -> Updates:
-    """T, tile by tile: logits kept by S or made again."""
+    """T, tile by tile: logits kept by S, or made again where there are none."""
     labels = shard.head.loss.label_of(values)
     part = torch.zeros_like(hidden, dtype=shard.statistics_dtype) if shard.barriers == 2 else None
     weights, biases = [], []
-    for words in shard.tiles():
-        logits = raw_logits(shard, hidden, own, words) if raw is None else raw[:, words]
+    for number, words in enumerate(shard.tiles()):
+        logits = raw[number] if raw else raw_logits(shard, hidden, own, words)
         gradient = _logit_gradient(shard, logits, coefficients, labels, values, words)
         if part is not None:
             part = part + times_weight(shard, gradient, own, words)

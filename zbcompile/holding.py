@@ -12,6 +12,7 @@ from zbcompile.engine import Engine, InProcess
 from zbcompile.errors import PipelineError
 from zbcompile.model_facts import ModelFacts, facts_of
 from zbcompile.pipe import Pipeline
+from zbcompile.torch_private import offset_of, with_offset, without_offset
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of this process that `tensor` stands for."""
-    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined,no-any-return]
+    return without_offset(tensor.to_local()) if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def like_rows(local: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -91,5 +92,7 @@ def like_rows(local: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     from torch.distributed.tensor import DTensor
 
     assert isinstance(rows, DTensor)
+    offset = offset_of(rows.to_local())
+    local = local if offset is None else with_offset(local, offset)
     shape, stride = rows.shape, rows.stride()
     return DTensor.from_local(local, rows.device_mesh, rows.placements, run_check=False, shape=shape, stride=stride)

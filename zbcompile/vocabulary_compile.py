@@ -116,7 +116,7 @@ def _inserted(
 
 
 def bounds_of(head: VocabularyHead, schedule: Schedule, stages: tuple[StageProgram, ...]) -> Bounds:
-    """Equal parts; or, where ranks with less other work make the busiest one end much earlier, more words for these."""
+    """Equal parts; or more words for ranks with less other work, where that lets the busiest one end much earlier."""
     loads = [
         sum(stages[stage].flops[op] for stage in schedule.placement.stages_of(rank) for op in ("F", "B", "W"))
         for rank in range(schedule.ranks)
@@ -128,7 +128,8 @@ def bounds_of(head: VocabularyHead, schedule: Schedule, stages: tuple[StageProgr
     def busiest(bounds: Bounds) -> float:
         return max(load + of_word * (high - low) for load, (low, high) in zip(loads, bounds, strict=True))
 
-    return levelled if busiest(levelled) < BALLAST * busiest(even) else even
+    gains = busiest(levelled) < BALLAST * busiest(even) and all(high > low for low, high in levelled)
+    return levelled if gains else even
 
 
 def tiling_of(head: VocabularyHead, bounds: Bounds, choices: Choices) -> Tiling:

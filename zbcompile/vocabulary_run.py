@@ -80,17 +80,17 @@ class ShardRun:
         the input gradient."""
         self.states[microbatch][GATHERED] = gathered
         made = self._call("STATS", microbatch)
-        kept = {slot: v for slot, v in self.states[microbatch].items() if slot in (HIDDEN, Slot("saved", "raw"))}
+        wanted = set(self.shard.program.pieces[self.shard.rank]["T"].inputs)
+        kept = {slot: value for slot, value in self.states[microbatch].items() if slot in wanted}
         self.states[microbatch] = {**kept, COEFFICIENTS: made[COEFFICIENTS]}
         self.losses[microbatch] = made[Slot("loss")]
         return made.get(GRADIENT)
 
     def update(self, microbatch: int) -> None:
         """T: the gradients of the shard's rows; with two barriers its part of the input gradient waits for `part`."""
-        made = self._call("T", microbatch)
-        self.states[microbatch] = {GRADIENT: made[GRADIENT]} if GRADIENT in made else {}
-        if not self.states[microbatch]:
-            del self.states[microbatch]
+        made = self._call("T", microbatch, last=True)
+        if GRADIENT in made:
+            self.states[microbatch] = {GRADIENT: made[GRADIENT]}
 
     def part(self, microbatch: int) -> torch.Tensor:
         """What T made for the input gradient."""
@@ -105,9 +105,13 @@ class ShardRun:
         self._call("SPREAD", microbatch)
         del self.spreads[microbatch]
 
-    def _call(self, name: str, microbatch: int) -> Values:
+    def _call(self, name: str, microbatch: int, last: bool = False) -> Values:
+        """Run a pass; the `last` one of a microbatch frees what it reads as it goes."""
         piece = self.shard.program.pieces[self.shard.rank][name]
-        results = self.shard.calls[name]([self._value(slot, microbatch) for slot in piece.inputs])
+        values = [self._value(slot, microbatch) for slot in piece.inputs]
+        if last:
+            del self.states[microbatch]
+        results = self.shard.calls[name](values)
         return dict(zip(piece.outputs, results, strict=True))
 
     def _value(self, slot: Slot, microbatch: int) -> torch.Tensor:

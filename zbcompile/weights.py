@@ -17,6 +17,7 @@ from zbcompile.consensus import gathered, together
 from zbcompile.errors import PipelineError
 from zbcompile.holding import Holding, holding_of, is_sharded, local_part
 from zbcompile.pipe import Pipeline
+from zbcompile.torch_private import offset_of
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -167,5 +168,6 @@ def _read(key: str, file: Any, tensor: torch.Tensor) -> torch.Tensor:
         return file.get_tensor(key)  # type: ignore[no-any-return]
     mesh = tensor.device_mesh  # type: ignore[attr-defined]
     each = -(-tensor.shape[0] // mesh.size())
-    low = min(mesh.get_local_rank() * each, tensor.shape[0])
+    offset = offset_of(tensor.to_local())  # type: ignore[attr-defined]
+    low = min(mesh.get_local_rank() * each, tensor.shape[0]) if offset is None else offset[0]
     return file.get_slice(key)[low : low + local_part(tensor).shape[0]]  # type: ignore[no-any-return]

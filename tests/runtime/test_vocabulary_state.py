@@ -1,5 +1,6 @@
 """Rows of a sharded vocabulary as parameters: replicas, clipping, checkpoints, models on the meta device."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,45 +77,57 @@ def fill(name: str, tensor: Tensor) -> None:
 def on_meta(folder: str) -> Seen:
     """A model on the meta device, one layer on the first rank and three on the second; saved, changed and restored."""
     with torch.device("meta"):
-        model = GPT(layers=4, width=16, heads=2, length=8)
+        model = tall()
     options: Any = {"schedule": "1f1b", "microbatches": MICROBATCHES, "loss": next_byte_loss, "init": fill}
-    pipe = zbcompile.pipeline(
-        model, vocab=1, balance=["blocks.1"], ranks=None if dist.is_initialized() else 2, **options
-    )
+    options["ranks"] = None if dist.is_initialized() else 2
+    pipe = zbcompile.pipeline(model, vocab=1, balance=["blocks.1"], **options)
     batch = batch_of(2 * MICROBATCHES)
     loss = pipe.step(*batch.args, target=batch.target)
-    before = pipe.state_dict(full=True)
-    state = pipe.state_dict()
-    if dist.is_initialized():
-        dcp.save(state, checkpoint_id=folder)
-        with torch.no_grad():
-            for parameter in pipe.parameters():
-                parameter.add_(1.0)
-        dcp.load(state, checkpoint_id=folder)
-    gradients = {name: p.grad for name, p in pipe.named_parameters()}
+    gradients = {name: p.grad.clone() for name, p in pipe.named_parameters() if p.grad is not None}
+    before, optimizer = pipe.state_dict(full=True), sgd(pipe.parameters())
+    optimizer.step()
+    trained = pipe.state_dict(full=True)
+    zbcompile.save_checkpoint(folder, pipe, optimizer)
+    with torch.no_grad():
+        for parameter in pipe.parameters():
+            parameter.add_(1.0)
+    zbcompile.load_checkpoint(folder, pipe, optimizer)
+    assert pipe.program.vocabulary is not None
     words = [high - low for low, high in pipe.program.vocabulary.bounds]
     real = {name for name, p in model.named_parameters() if not p.is_meta}
-    output, full = pipe.eval(*batch.args), pipe.state_dict(full=True)
-    return {"loss": loss, "before": before, "full": full, "gradients": gradients, "words": words, "real": real} | {
-        "output": output
-    }
+    seen: Seen = {"loss": loss, "gradients": gradients, "before": before, "trained": trained, "words": words}
+    return seen | {"real": real, "restored": pipe.state_dict(full=True), "output": pipe.eval(*batch.args)}
+
+
+def tall() -> nn.Module:
+    return GPT(layers=4, width=16, heads=2, length=8)
+
+
+sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
 def test_a_rank_makes_its_own_rows_real(pool: Pool, tmp_path: Path) -> None:
     """The rank with fewer layers has more rows; only these get memory, with the values that the whole parameter would
-    have; gradients are those of one process with all ranks, and unequal rows are put together again."""
-    alone = on_meta("")
-    seen = pool.run(on_meta, str(tmp_path))
+    have; gradients are those of one process with all ranks, and a checkpoint puts unequal rows together again."""
+    alone = on_meta(str(tmp_path / "alone"))
+    seen = pool.run(on_meta, str(tmp_path / "ranks"))
     assert alone["words"] == seen[0]["words"] == seen[1]["words"]
     assert alone["words"][0] > alone["words"][1]
     for each in seen:
         assert not {"head.weight", "token.weight"} & each["real"]
         assert distance(each["loss"], alone["loss"]) < 1e-6
         assert distance(each["output"], alone["output"]) < 1e-5
-        for key, value in alone["full"].items():
+        for key, value in alone["before"].items():
             assert torch.equal(each["before"][key], value), key
-            assert torch.equal(each["full"][key], value), key
+            assert torch.equal(each["restored"][key], each["trained"][key]), key
+    joined = {}
     for name, gradient in alone["gradients"].items():
         parts = [each["gradients"][name] for each in seen if name in each["gradients"]]
-        assert distance(torch.cat(parts) if len(parts) == 2 else parts[0], gradient) < 2e-6, name
-    assert_holds(tmp_path, alone["full"])
+        joined[name] = torch.cat(parts) if len(parts) == 2 else parts[0]
+        assert distance(joined[name], gradient) < 2e-6, name
+    model = tall()
+    optimizer = sgd(model.parameters())
+    zbcompile.load_checkpoint(tmp_path / "ranks", model, optimizer)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, seen[0]["trained"][name]), name
+        assert torch.equal(optimizer.state[parameter]["momentum_buffer"], joined[name]), name
