@@ -16,7 +16,7 @@ from zbcompile.passes.vocabulary_scan import scan
 from zbcompile.passes.vocabulary_shard import Parameters, Shard
 from zbcompile.passes.vocabulary_update import combine, update
 
-WIDTH, WORDS = 8, 11
+WIDTH, WORDS, TILE = 8, 11, 3
 WEIGHTS = torch.linspace(0.5, 2.0, WORDS)
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -124,7 +124,7 @@ def sharded(
 ) -> Made:
     """All shards, one after the other, with the collectives written out."""
     bounds = even_bounds(head.size, p)
-    shards = [Shard(head, rank, bounds, barriers, not lean, 3 if lean else head.size) for rank in range(p)]
+    shards = [Shard(head, rank, bounds, barriers, not lean, TILE) for rank in range(p)]
     bias = None if model.head.bias is None else model.head.bias.detach()
     own = [Parameters(model.head.weight.detach()[a:b], None if bias is None else bias[a:b]) for a, b in bounds]
     leaf = hidden.clone().requires_grad_()
