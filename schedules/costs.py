@@ -55,6 +55,7 @@ class Costs:
     * `overlap`: share of the shorter half that a pair (F|BW) hides, 0 they add up, 1 the longer one decides; `pairs`
       overrides it for single pairs of stages.
     * `barrier`: time of the global check between the last gradient of any rank and the first optimizer step.
+    * `time_unit`, `memory_unit`: what pictures write behind the numbers.
 
     Raises `ScheduleError` for lengths that differ and for values that are negative or not finite.
 
@@ -81,6 +82,8 @@ class Costs:
     barrier: float = 0
     cast: float | None = None
     stats: float | None = None
+    time_unit: str = ""
+    memory_unit: str = ""
 
     def __post_init__(self) -> None:
         stages = len(self.forward)

@@ -13,7 +13,7 @@ from xml.sax.saxutils import escape
 
 from zbcompile.schedules.actions import BW, Action, B, F, S, T, W, flatten
 from zbcompile.schedules.timeline import Span, Timeline
-from zbcompile.schedules.timeline_text import summary
+from zbcompile.schedules.timeline_text import format_amount, summary
 
 COLOURS = {F: "#56b4e9", B: "#e69f00", W: "#2bb58c", BW: "#e2722b", S: "#d98cb8", T: "#f0e442"}
 HATCHES = {  # strokes in a tile of 6 x 6
@@ -190,10 +190,10 @@ class _Drawing:
         path = [f"M{self.LEFT},{base:g}"]
         for time, amount in self.timeline.memory_curve(rank):
             path.append(f"H{self.x(time):g}V{base - self.curve * amount / top:.2f}")
-        peak = self.timeline.peak_memory[rank]
-        yield f'<path class="memory" d="{"".join(path)}Z"><title>memory of rank {rank}, peak {peak:g}</title></path>'
-        x = self.x(self.timeline.finish) + 6
-        yield f'<text x="{x:g}" y="{base - 2:g}" style="font-size:{min(11, self.curve + 1):g}px">peak {peak:g}</text>'
+        peak = format_amount(self.timeline.peak_memory[rank], self.timeline.costs.memory_unit)
+        yield f'<path class="memory" d="{"".join(path)}Z"><title>memory of rank {rank}, peak {peak}</title></path>'
+        x, label = self.x(self.timeline.finish) + 6, peak if self.timeline.costs.memory_unit else f"peak {peak}"
+        yield f'<text x="{x:g}" y="{base - 2:g}" style="font-size:{min(11, self.curve + 1):g}px">{label}</text>'
 
     def axis(self) -> Iterator[str]:
         bottom = self.height - 20
@@ -202,7 +202,8 @@ class _Drawing:
             time = tick * step
             x = self.x(time)
             yield f'<line class="axis" x1="{x:g}" x2="{x:g}" y1="{self.TOP - 4}" y2="{bottom:g}"/>'
-            yield f'<text x="{x:g}" y="{bottom + 13:g}" text-anchor="middle">{time:.4g}</text>'
+            unit = f" {self.timeline.costs.time_unit}".rstrip()
+            yield f'<text x="{x:g}" y="{bottom + 13:g}" text-anchor="middle">{time:.4g}{unit}</text>'
 
     def legend(self) -> Iterator[str]:
         ops = {action.op for span in self.timeline.spans for action in flatten((span.step,))}

@@ -11,10 +11,21 @@ def summary(timeline: Timeline) -> str:
     >>> summary(simulate(build("1f1b", ranks=4, microbatches=8)))
     '1f1b, 4 ranks, 8 microbatches: makespan 33 (bubble 27.3%), cost 33 (bubble 27.3%), peak memory 4'
     """
-    t, schedule = timeline, timeline.schedule
+    t, schedule, unit = timeline, timeline.schedule, timeline.costs.time_unit
     sizes = f"{schedule.name}, {schedule.ranks} ranks, {schedule.microbatches} microbatches"
-    makespan, cost = f"makespan {t.makespan:g} (bubble {t.bubble:.1%})", f"cost {t.cost:g} (bubble {t.cost_bubble:.1%})"
-    return f"{sizes}: {makespan}, {cost}, peak memory {max(t.peak_memory):g}"
+    makespan = f"makespan {format_amount(t.makespan, unit)} (bubble {t.bubble:.1%})"
+    cost = f"cost {format_amount(t.cost, unit)} (bubble {t.cost_bubble:.1%})"
+    peak = format_amount(max(t.peak_memory), timeline.costs.memory_unit)
+    return f"{sizes}: {makespan}, {cost}, peak memory {peak}"
+
+
+def format_amount(value: float, unit: str) -> str:
+    """A number of the costs, with four digits where it has a unit.
+
+    >>> format_amount(33, ""), format_amount(7.38265, "ms")
+    ('33', '7.383 ms')
+    """
+    return f"{value:.4g} {unit}" if unit else f"{value:g}"
 
 
 def format_timeline(timeline: Timeline, width: int | None = None) -> str:

@@ -7,7 +7,7 @@ from tabulate import tabulate
 
 from zbcompile.errors import PipelineError
 from zbcompile.report import WIDTH, format_share, format_time
-from zbcompile.schedules import Idle, Leg, Timeline, chain, critical_path
+from zbcompile.schedules import Idle, Leg, Schedule, Timeline, chain, critical_path
 from zbcompile.schedules.critical import by_rank, time_by_kind
 
 LONGEST = 5
@@ -18,10 +18,7 @@ def format_idle_intervals(timeline: Timeline, rank: int, unit: str) -> str:
 
     `unit` is that of the timeline ("s" or "passes"). Raises PipelineError for a rank that there is not.
     """
-    if not 0 <= rank < timeline.schedule.ranks:
-        raise PipelineError(
-            f"there is no rank {rank}: {timeline.schedule.name} has ranks 0 to {timeline.schedule.ranks - 1}."
-        )
+    require_rank(timeline.schedule, rank)
     gaps = sorted((gap for gap in timeline.idle if gap.rank == rank), key=lambda gap: gap.start - gap.end)
     total = sum(gap.end - gap.start for gap in gaps)
     share = format_share(total / timeline.finish if timeline.finish else 0)
@@ -31,6 +28,12 @@ def format_idle_intervals(timeline: Timeline, rank: int, unit: str) -> str:
     shown = gaps[:LONGEST]
     title = f"{head}, {len(gaps)} times. The longest {len(shown)}, each with what the rank waited for:"
     return "\n\n".join([textwrap.fill(title, WIDTH), *(_interval(timeline, gap, unit) for gap in shown)]) + "\n"
+
+
+def require_rank(schedule: Schedule, rank: int) -> None:
+    """Raise PipelineError for a rank that there is not."""
+    if not 0 <= rank < schedule.ranks:
+        raise PipelineError(f"there is no rank {rank}: {schedule.name} has ranks 0 to {schedule.ranks - 1}.")
 
 
 def _interval(timeline: Timeline, gap: Idle, unit: str) -> str:

@@ -10,16 +10,26 @@ from zbcompile.errors import PipelineError
 from zbcompile.inspect_compare import compare
 from zbcompile.inspect_graphs import difference, graph_text, stage_and_pass, write_graphs
 from zbcompile.inspect_measured import show_measured
-from zbcompile.inspect_request import Request, announcer, compile_for, predicted, refuse_combinations
+from zbcompile.inspect_request import (
+    Request,
+    announcer,
+    compile_for,
+    predicted,
+    refuse_combinations,
+    refuse_files,
+    refuse_places,
+)
 from zbcompile.inspected import Inspected, read_saved
 from zbcompile.pass_history import PassHistory
+from zbcompile.picture_units import for_trace, in_units
 from zbcompile.prediction import Basis, left_on_last
 from zbcompile.program_files import MANIFEST
 from zbcompile.program_manifest import SavedProgram
 from zbcompile.record_file import read_record
 from zbcompile.report import format_summary
 from zbcompile.schedules import Costs, simulate
-from zbcompile.schedules.pictures import ENDINGS, write_picture
+from zbcompile.schedules.pictures import write_picture
+from zbcompile.schedules.timeline import Timeline
 from zbcompile.summary import Tried, Unsharded, summarise
 from zbcompile.trials import Impossible, run_trials
 
@@ -27,11 +37,8 @@ from zbcompile.trials import Impossible, run_trials
 def run(request: Request) -> None:
     """Do what is asked and print the result; raises the project's errors and OSError."""
     refuse_combinations(request)
+    refuse_files(request)
     chosen = None if request.graph is None else stage_and_pass(request.graph)
-    if request.graphs:  # a wrong path is known before a long compilation
-        request.graphs.mkdir(parents=True, exist_ok=True)
-    if request.timeline and request.timeline.suffix not in ENDINGS:
-        raise PipelineError(f"--timeline {request.timeline}: expected a file that ends in {', '.join(ENDINGS)}.")
     record = read_record(request.measured) if request.measured else None
     if (Path(request.target) / MANIFEST).exists():
         inspected = _saved(request)
@@ -44,6 +51,7 @@ def run(request: Request) -> None:
     else:
         history = PassHistory() if request.diff else None
         schedule = schedule_of(request, request.schedule_name)
+        refuse_places(request, schedule, chosen)
         _show(compile_for(example_of(request), schedule, request, history), request, chosen, history)
 
 
@@ -58,9 +66,16 @@ def _show(inspected: Inspected, request: Request, chosen: tuple[int, str] | None
     elif request.explain_idle is not None or request.critical_path:
         print(_causes(inspected, request), end="")
     elif request.timeline:
-        print(write_picture(predicted(inspected, request)[0], request.timeline))
+        print(write_picture(_for_picture(*predicted(inspected, request), request.timeline), request.timeline))
     else:
         _show_summary(inspected, request)
+
+
+def _for_picture(timeline: Timeline, basis: Basis, file: Path) -> Timeline:
+    """The timeline in the units of its picture."""
+    if basis.unit != "s":
+        return timeline
+    return for_trace(timeline) if file.suffix == ".json" else in_units([timeline])[0]
 
 
 def _saved(request: Request) -> Inspected:

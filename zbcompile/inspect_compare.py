@@ -11,6 +11,7 @@ from zbcompile.example import Example
 from zbcompile.inspect_request import Request, compile_for
 from zbcompile.inspected import Inspected
 from zbcompile.passes.errors import PartitionError
+from zbcompile.picture_units import in_units
 from zbcompile.prediction import basis_of, predict
 from zbcompile.report import Compared, format_comparison
 from zbcompile.schedules import ScheduleError, lower, smallest_microbatches
@@ -36,7 +37,7 @@ def compare(example: Example, request: Request) -> None:
     else:
         print(format_comparison(compared), end="")
     if request.timeline:
-        print(write_comparison(drawn, request.timeline))
+        print(write_comparison(drawn if request.costs == "uniform" else in_units(drawn), request.timeline))
 
 
 def _common_microbatches(names: Sequence[str], request: Request) -> int:

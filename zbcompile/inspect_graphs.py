@@ -7,7 +7,7 @@ from zbcompile.errors import PipelineError
 from zbcompile.graph_data import PASSES, graph_of
 from zbcompile.graph_dot import to_dot
 from zbcompile.graph_page import to_page
-from zbcompile.inspect_request import Request
+from zbcompile.inspect_request import Request, require_stage
 from zbcompile.inspected import Inspected
 from zbcompile.pass_history import PassHistory
 from zbcompile.passes.printing import print_piece
@@ -27,23 +27,14 @@ def difference(inspected: Inspected, history: PassHistory, request: Request) -> 
     """What the passes between two of them changed. A stage that was not compiled itself has another one's graphs."""
     assert request.diff is not None
     stage = request.stage or 0
-    _require_stage(inspected, stage)
+    require_stage(inspected.program.schedule, stage)
     return history.difference(inspected.program.stages[stage].original, *request.diff)
-
-
-def _require_stage(inspected: Inspected, stage: int) -> None:
-    program = inspected.program
-    if not 0 <= stage < len(program.stages):
-        raise PipelineError(
-            f"there is no stage {stage}: {program.schedule.name} on {program.schedule.ranks} ranks has stages 0 to "
-            f"{len(program.stages) - 1}."
-        )
 
 
 def _printed(inspected: Inspected, stage: int, name: str) -> str:
     """One graph as Python."""
     program = inspected.program
-    _require_stage(inspected, stage)
+    require_stage(inspected.program.schedule, stage)
     flops = program.stages[stage].flops[name]
     title = f"{name} of stage {stage} of {type(inspected.example.model).__name__}: {flops:,} FLOPs for one microbatch."
     return print_piece(program.stages[stage].pieces[name], title)

@@ -5,6 +5,7 @@ import json
 from zbcompile.causes import format_critical_path, format_idle_intervals
 from zbcompile.inspect_request import Request, predicted
 from zbcompile.inspected import Inspected
+from zbcompile.picture_units import for_trace, in_units
 from zbcompile.record import StepRecord
 from zbcompile.schedules.pictures import write_comparison, write_picture
 from zbcompile.step_comparison import compare_step, measured_timeline, require_same_schedule
@@ -14,18 +15,18 @@ from zbcompile.step_comparison_report import comparison_to_dict, format_step_com
 def show_measured(inspected: Inspected, record: StepRecord, request: Request) -> None:
     """Print, or draw, what was asked for of a recorded step of `inspected`."""
     require_same_schedule(record.schedule, inspected.program.schedule)
-    measured = measured_timeline(record)
+    expected, basis = predicted(inspected, request)
+    measured = measured_timeline(record, expected.costs)
     if request.explain_idle is not None:
         print(format_idle_intervals(measured, request.explain_idle, "s"), end="")
         return
     if request.critical_path:
         print(format_critical_path(measured, "s"), end="")
         return
-    expected, basis = predicted(inspected, request)
     if request.timeline and request.timeline.suffix == ".json":
-        print(write_picture(measured, request.timeline))
+        print(write_picture(for_trace(measured), request.timeline))
     elif request.timeline:
-        print(write_comparison([expected, measured], request.timeline))
+        print(write_comparison(in_units([expected, measured]), request.timeline))
     else:
         comparison = compare_step(record, expected, basis, inspected.program.manifest)
         if request.json:

@@ -7,14 +7,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from zbcompile.causes import require_rank
 from zbcompile.command_plan import Plan, compiled
 from zbcompile.compiler import STAGE_PASSES, Observer
 from zbcompile.errors import PipelineError
 from zbcompile.example import Example
 from zbcompile.inspected import Inspected
-from zbcompile.prediction import Basis, basis_of, predict
+from zbcompile.prediction import Basis, basis_of, predict, require_costs
 from zbcompile.program import StepOptions
 from zbcompile.schedules import Schedule
+from zbcompile.schedules.pictures import ENDINGS
 from zbcompile.schedules.timeline import Timeline
 
 FORMATS = ("text", "json", "dot", "html")
@@ -50,10 +52,42 @@ def refuse_combinations(request: Request) -> None:
         raise PipelineError(f"--format {request.format} is for --graph or --graphs; the summary has --json.")
     if request.format == "html" and request.graph:
         raise PipelineError("--format html shows all graphs on one page; ask for it with --graphs DIR.")
+    if request.fake and request.costs == "measured":
+        raise PipelineError("--costs measured runs the graphs for real; leave out --fake.")
     if request.measured and (request.graph or request.graphs or request.diff or request.compare):
         raise PipelineError("--measured shows a recorded step: alone, or with --timeline, --explain-idle or --json.")
     if request.timeline and (request.graph or request.graphs or causes):
         raise PipelineError("--timeline draws the step, or with --compare several; leave it out, or the other.")
+
+
+def refuse_files(request: Request) -> None:
+    """Raise for files that cannot be written or read, before anything is compiled; make the directory of --graphs."""
+    if request.graphs:
+        request.graphs.mkdir(parents=True, exist_ok=True)
+    if request.timeline and request.timeline.suffix not in ENDINGS:
+        raise PipelineError(f"--timeline {request.timeline}: expected a file that ends in {', '.join(ENDINGS)}.")
+    if request.timeline and not request.timeline.exists():
+        request.timeline.touch()
+        request.timeline.unlink()
+    require_costs(request.costs)
+
+
+def refuse_places(request: Request, schedule: Schedule, graph: tuple[int, str] | None) -> None:
+    """Raise PipelineError for a stage or rank that `schedule` has not."""
+    stage = request.stage if graph is None else graph[0]
+    if stage is not None:
+        require_stage(schedule, stage)
+    if request.explain_idle is not None:
+        require_rank(schedule, request.explain_idle)
+
+
+def require_stage(schedule: Schedule, stage: int) -> None:
+    """Raise PipelineError for a stage that there is not."""
+    if not 0 <= stage < schedule.stages:
+        raise PipelineError(
+            f"there is no stage {stage}: {schedule.name} on {schedule.ranks} ranks has stages 0 to "
+            f"{schedule.stages - 1}."
+        )
 
 
 def announcer() -> Callable[[str], None]:

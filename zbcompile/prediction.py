@@ -117,11 +117,17 @@ def _with_memory(costs: Costs, program: Program) -> Costs:
     )
 
 
-def _from_file(path: str, program: Program) -> Basis:
-    if not Path(path).is_file():
+def require_costs(source: str) -> None:
+    """Raise PipelineError where costs are neither named nor a file."""
+    if source not in NAMED_COSTS and not Path(source).is_file():
         raise PipelineError(
-            f"--costs {path}: no such file; expected {', '.join(NAMED_COSTS)}, a JSON file of costs or a step's record."
+            f"--costs {source}: no such file; expected {', '.join(NAMED_COSTS)}, a JSON file of costs or a step's "
+            "record."
         )
+
+
+def _from_file(path: str, program: Program) -> Basis:
+    require_costs(path)
     text = Path(path).read_text(encoding="utf-8")
     stages = len(program.stages)
     if is_record(text):

@@ -1,14 +1,14 @@
 """A recorded step beside its prediction: where the difference is, rank by rank."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from zbcompile.errors import PipelineError
 from zbcompile.prediction import Basis
 from zbcompile.record import StepRecord
-from zbcompile.recorded import mean_seconds
-from zbcompile.schedules import Schedule, simulate
+from zbcompile.recorded import mean_seconds, recorded_timeline
+from zbcompile.schedules import Costs, Schedule, simulate
 from zbcompile.schedules.timeline import Timeline
 
 PASSES = ("F", "B", "W", "BW", "S", "T")
@@ -70,9 +70,16 @@ class StepComparison:
         return self.measured_step - self.predicted_step
 
 
-def measured_timeline(record: StepRecord) -> Timeline:
-    """The step as it ran; of ranks that took turns in one process, their passes replayed as if each had its own."""
-    return simulate(record.schedule, record.costs) if record.in_process else record.timeline
+def measured_timeline(record: StepRecord, memory: Costs) -> Timeline:
+    """The step as it ran; of ranks that took turns in one process, their passes replayed as if each had its own.
+
+    What a pass holds is taken from `memory`, in the unit of that.
+    """
+    shard = {"vocab_state": memory.vocab_state} if record.schedule.shards else {}
+    costs = replace(record.costs, activation=memory.activation, residue=memory.residue, **shard)
+    if record.in_process:
+        return simulate(record.schedule, costs)
+    return recorded_timeline(record.schedule, record.spans, costs)
 
 
 def compare_step(record: StepRecord, predicted: Timeline, basis: Basis, manifest: Mapping[str, Any]) -> StepComparison:
@@ -83,7 +90,7 @@ def compare_step(record: StepRecord, predicted: Timeline, basis: Basis, manifest
     if basis.unit != "s":
         raise PipelineError("--measured compares seconds; --costs uniform has none. Use flops, or a file of costs.")
     require_same_schedule(record.schedule, predicted.schedule)
-    measured = measured_timeline(record)
+    measured = measured_timeline(record, predicted.costs)
     return StepComparison(
         basis=basis.text,
         predicted_step=predicted.finish,

@@ -10,8 +10,20 @@ import torch
 
 import zbcompile
 from tests.runtime.pool import Pool
-from tests.runtime.training import Case, assert_bitwise, assert_close, join, pipeline_of, pipelined, quickly, reference
+from tests.runtime.training import (
+    Case,
+    assert_bitwise,
+    assert_close,
+    compiled_for,
+    join,
+    pipeline_of,
+    pipelined,
+    quickly,
+    reference,
+)
 from tests.zoo import ZOO
+from zbcompile.passes.origin import origin_of
+from zbcompile.program import Program
 
 CASES = (
     Case("llama", "zb-v", 2, 4, steps=2),
@@ -55,7 +67,16 @@ OF_ONE_MODEL = [pytest.param(case, id=str(case), marks=pytest.mark.xdist_group(c
 
 @pytest.mark.parametrize("case", OF_ONE_MODEL)
 def test_in_one_process(case: Case) -> None:
+    """Every operation of the graphs that ran says which line of the model, or which pass of the compiler, made it."""
     assert_bitwise(quickly(case), reference(case))
+    assert operations_from_nowhere(compiled_for(case)) == []
+
+
+def operations_from_nowhere(program: Program) -> list[str]:
+    """What `python -m zbcompile.inspect --graph` could name no origin of."""
+    pieces = [piece for stage in program.stages for piece in stage.pieces.values()]
+    calls = [(piece.name, node) for piece in pieces for node in piece.module.graph.nodes if node.op == "call_function"]
+    return [f"{name}: {node.name}" for name, node in calls if not (origin_of(node) or node.meta.get("pass"))]
 
 
 @pytest.mark.parametrize("case", PROCESSES, ids=str)

@@ -15,7 +15,7 @@ from tests.oracle import PROBLEMS, Gradients, Problem, eager_step, optimizer_of
 from tests.zoo import ZOO
 from zbcompile.compiler import Drawn, compile_drawn, draw_step
 from zbcompile.program import Program
-from zbcompile.schedules import lower
+from zbcompile.schedules import build, lower
 
 ROWS = 2  # samples in a microbatch
 
@@ -85,6 +85,11 @@ def quickly(case: Case) -> Trained:
 
     with mock.patch.multiple("zbcompile.compiling", draw_step=draw_once, compile_drawn=compile_once):
         return pipelined(case)
+
+
+def compiled_for(case: Case) -> Program:
+    """The program that `quickly` has compiled for a case."""
+    return _COMPILED[case.problem, case.exact, build(case.schedule, case.ranks, case.microbatches).placement]
 
 
 _DRAWN: dict[str, Drawn] = {}
