@@ -99,7 +99,9 @@ def _add_output(group: Any) -> None:
     group.add_argument(
         "--measured", metavar="FILE", type=Path, help="a recorded step (pipe.last_step.save) beside its prediction"
     )
-    group.add_argument("--quick", action="store_true", help="a summary without what must be compiled again to predict")
+    effort = group.add_mutually_exclusive_group()
+    effort.add_argument("--quick", action="store_true", help="a summary without what must be compiled again to predict")
+    effort.add_argument("--thorough", action="store_true", help="compile it again however large the model is")
     group.add_argument("--stage", type=int, metavar="N", help="the stage of --diff (default: the first)")
     group.add_argument("--format", choices=FORMATS, default="text", help="of --graph and --graphs (default: text)")
     group.add_argument("--json", action="store_true", help="the summary, or the comparison, as JSON")

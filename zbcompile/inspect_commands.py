@@ -33,6 +33,8 @@ from zbcompile.schedules.timeline import Timeline
 from zbcompile.summary import Tried, Unsharded, summarise
 from zbcompile.trials import Impossible, run_trials
 
+MANY_OPERATIONS = 2500  # of a model that is not compiled again unasked: several minutes on a laptop
+
 
 def run(request: Request) -> None:
     """Do what is asked and print the result; raises the project's errors and OSError."""
@@ -120,6 +122,10 @@ def _tried(inspected: Inspected, request: Request, basis: Basis) -> Tried:
         return Tried(unsharded=unsharded)
     if inspected.drawn is None:
         reason = "they need the model, which is not here; inspect the function that makes it"
+        return Tried((), (Impossible("--recompute, --vocab, other cuts", reason),), unsharded)
+    operations = len(inspected.drawn.line.nodes)
+    if operations > MANY_OPERATIONS and not request.thorough:
+        reason = f"the model has {operations:,} operations, so that it takes minutes; --thorough does it"
         return Tried((), (Impossible("--recompute, --vocab, other cuts", reason),), unsharded)
     say = announcer()
     with quiet(request):

@@ -37,6 +37,7 @@ class Request(Plan):
     timeline: Path | None
     measured: Path | None
     quick: bool
+    thorough: bool
     format: str
     json: bool
 

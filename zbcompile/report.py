@@ -248,7 +248,7 @@ def _advice(s: Summary) -> str:
     rest = [_short(a) for a in s.alternatives if not a.worth]
     lines += ["", *(line for a in worth for line in _wrap(f"- {_alternative(a)}"))] if worth else []
     lines += ["", *_wrap(f"Tried without gain: {'; '.join(rest)}.")] if rest else []
-    lines += [line for each in s.impossible for line in _wrap(f"Not possible: {each.option}: {each.reason}")]
+    lines += [line for each in s.impossible for line in _wrap(f"Not tried: {each.option}: {each.reason}")]
     return titled("What limits it, and what to try (each predicted)", "\n".join(lines))
 
 

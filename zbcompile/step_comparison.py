@@ -75,8 +75,7 @@ def measured_timeline(record: StepRecord, memory: Costs) -> Timeline:
 
     What a pass holds is taken from `memory`, in the unit of that.
     """
-    shard = {"vocab_state": memory.vocab_state} if record.schedule.shards else {}
-    costs = replace(record.costs, activation=memory.activation, residue=memory.residue, **shard)
+    costs = replace(record.costs, activation=memory.activation, residue=memory.residue, vocab_state=memory.vocab_state)
     if record.in_process:
         return simulate(record.schedule, costs)
     return recorded_timeline(record.schedule, record.spans, costs)

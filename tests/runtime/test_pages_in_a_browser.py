@@ -13,6 +13,8 @@ import pytest
 from zbcompile.graph_page import to_page
 from zbcompile.inspected import compile_example
 from zbcompile.passes.choices import Choices
+from zbcompile.picture_units import in_units
+from zbcompile.record_file import read_record
 from zbcompile.schedules import Costs, build, simulate, to_html
 from zbcompile.schedules.comparison_picture import compare_html
 from zbcompile.target import load_example
@@ -68,6 +70,18 @@ def test_compared_timelines(tmp_path: Path) -> None:
     seen = look(compare_html(timelines), tmp_path)
     assert min(seen["heights"]) >= 9
     assert seen["boxes"] >= sum(len(timeline.spans) for timeline in timelines)
+
+
+def test_a_recorded_step_below_a_prediction(tmp_path: Path) -> None:
+    """In milliseconds, with the overhead of the host as a cause of its own."""
+    record = read_record("tests/golden/recorded_gpt.json")
+    timelines = in_units([simulate(record.schedule, record.costs), record.timeline])
+    page = compare_html(timelines)
+    seen = look(page, tmp_path)
+    assert min(seen["heights"]) >= 9
+    assert seen["boxes"] >= sum(len(timeline.spans) for timeline in timelines)
+    assert "idle: overhead" in page
+    assert " ms (bubble" in page
 
 
 def test_the_graphs(tmp_path: Path) -> None:
