@@ -52,7 +52,8 @@ def run_trials(
         try:
             program = compile_again(inspected, trial.schedules[0], trial.choices)
         except (CompileError, ScheduleError) as error:
-            impossible.append(Impossible(trial.option, str(error).splitlines()[0]))
+            reason = str(error).splitlines()[0].removeprefix("vocab=1: ").removesuffix(' Use vocab="off".')
+            impossible.append(Impossible(trial.option, reason))
             continue
         found.append(_best(trial, program, rates, before))
     return tuple(found), tuple(impossible)
