@@ -20,20 +20,23 @@ GAIN = 0.05  # a remedy must take so much of it away
 @dataclass(frozen=True)
 class Overweight:
     """`who` ("stage 3" or "rank 0") carries `ratio` times the mean load; `share` of that is the operation `operation`
-    in `module`. `remedies` are other placements with the ratio that they would have."""
+    in `module`, the last product before the loss if `is_head`. `remedies` are other placements with the ratio that they
+    would have."""
 
     who: str
     ratio: float
     operation: str
     module: str
     share: float
+    is_head: bool
     remedies: tuple[tuple[str, float], ...]
 
     def __str__(self) -> str:
         place = f" in {self.module}" if self.module else ""
         cause = f"{self.operation}{place} alone is {self.share:.0%} of it"
         better = [f"{change} (then {ratio:.2f})" for change, ratio in self.remedies]
-        advice = "; ".join([*better, "vocab=1, which shards a large output layer over all ranks (docs/vocabulary.md)"])
+        shard = ["vocab=1, which shards an output layer over all ranks (docs/vocabulary.md)"] if self.is_head else []
+        advice = "; ".join([*better, *shard]) or "fewer ranks or chunks, or a deeper model"
         return (
             f"{self.who} carries {self.ratio:.2f} times the mean load, and a step is as slow as its heaviest rank: "
             f"{cause}. To change that: {advice}."
@@ -60,10 +63,11 @@ def find_overweight(
     node = line.nodes[heaviest]
     origin = origin_of(node)
     share = loads[heaviest] / sum(loads[i] for i in inside)
+    is_head = not any(line.flops.get(later, 0) for later in line.nodes[heaviest + 1 :])
     found = {change: _ratio_elsewhere(line, totals, placement) for change, placement in others.items()}
     better = tuple((change, other) for change, other in found.items() if other is not None and other < ratio - GAIN)
     who = f"{'rank' if row.folded else 'stage'} {index}"
-    return Overweight(who, ratio, node.name, origin.module if origin else "", share, better)
+    return Overweight(who, ratio, node.name, origin.module if origin else "", share, is_head, better)
 
 
 def _ratio(row: Row, edges: Sequence[int]) -> tuple[float, int]:
