@@ -30,6 +30,7 @@ from tests.runtime.training import (
     pipelined,
     quickly,
     reference,
+    train,
 )
 from zbcompile.channels import Ordered
 from zbcompile.engine import Distributed
@@ -66,7 +67,7 @@ IN_PROCESS = [
     if admitted(name, ranks)
 ]
 IN_PROCESSES = [
-    case_of(name, ranks, i + j + 1)
+    case_of(name, ranks, i // 2 + j)
     for i, name in enumerate(names())
     for j, ranks in enumerate((2, 4))
     if admitted(name, ranks) and (i % 2 == j or name in REGULAR)
@@ -100,10 +101,21 @@ def test_in_processes(case: Case, pool: Pool) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [Case("mlp", "dualpipe", 6, 12), Case("mlp", "1f1b", 8, 8), Case("mlp", "zb-h1", 7, 7)]
+    ("name", "ranks", "microbatches"),
+    [("zb-v", 3, 6), ("zb-h2", 5, 9), ("dualpipe", 6, 12), ("zb-h1", 7, 7), ("1f1b", 8, 8)],
 )
-def test_more_ranks_in_one_process(case: Case) -> None:
-    assert_bitwise(pipelined(case), reference(case))
+def test_more_ranks_in_one_process(name: str, ranks: int, microbatches: int) -> None:
+    case = Case("mlp", name, ranks, microbatches, steps=1)
+    assert_bitwise(quickly(case), reference(case))
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "chunks"),
+    [("interleaved-1f1b", 2, 3), ("interleaved-zb", 2, 4), ("interleaved-1f1b-overlap", 1, 5)],
+)
+def test_any_number_of_chunks(name: str, ranks: int, chunks: int) -> None:
+    case = Case("mlp", name, ranks, 4, steps=1)
+    assert_bitwise(train(pipeline_of(case, chunks=chunks), case), reference(case))
 
 
 @pytest.mark.parametrize("name", ["zb-v", "dualpipe"])
