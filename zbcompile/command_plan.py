@@ -32,6 +32,7 @@ DEFAULTS: dict[str, Any] = {
     "exact": False,
     "recompute": "hints",
     "vocab": "off",
+    "vocab_logits": "auto",
     "weight_recompute": False,
     "balance": "flops",
     "boundary_bytes": None,
@@ -55,6 +56,7 @@ class Plan:
     exact: bool
     recompute: str
     vocab: str
+    vocab_logits: str
     weight_recompute: bool
     balance: str
     boundary_bytes: int | None
@@ -93,6 +95,11 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         "--vocab",
         choices=("off", "auto", "1", "2"),
         help="shard the output layer over all ranks, with so many barriers (default: off)",
+    )
+    group.add_argument(
+        "--vocab-logits",
+        choices=("auto", "keep", "remake"),
+        help="whether the logits of a shard wait for its weight gradient (default: as memory allows)",
     )
     group.add_argument("--weight-recompute", action="store_true", help="W computes cheap values again to save memory")
     group.add_argument(
@@ -152,6 +159,7 @@ def _choices(plan: Plan) -> Choices:
         accumulate_dtype=getattr(torch, plan.accumulate_dtype) if plan.accumulate_dtype else None,
         weight_recompute=plan.weight_recompute,
         vocab=int(plan.vocab) if plan.vocab.isdecimal() else plan.vocab,  # type: ignore[arg-type]
+        vocab_logits=plan.vocab_logits,  # type: ignore[arg-type]
     )
 
 
