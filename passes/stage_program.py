@@ -82,9 +82,17 @@ def finish_stage(split: Split, choices: Choices) -> StageProgram:
         random=stage.random,
         crossing=split.crossing,
         improvements=split.improvements,
-        flops={name: sum(count_flops(piece.module, mode).values()) for name, piece in raw.items()},
+        flops=_flops(raw, mode),
         recomputed=split.joint.recomputed,
     )
+
+
+def _flops(raw: Mapping[str, Piece], mode: FakeTensorMode) -> dict[str, int]:
+    """Of every piece; BW does what B and W do, and once what both do: it need not be counted itself."""
+    by_name = {
+        name: {node.name: count for node, count in count_flops(raw[name].module, mode).items()} for name in "FBW"
+    }
+    return {name: sum(counts.values()) for name, counts in (by_name | {"BW": by_name["B"] | by_name["W"]}).items()}
 
 
 def _buffers(split: Split, choices: Choices) -> dict[str, torch.Tensor]:
