@@ -118,14 +118,14 @@ def compile_program(site: Site, kill: Kill | None) -> None:
 def run(site: Site, kill: Kill | None) -> None:
     """Run all ranks to the end, or to the kill."""
     site.log.unlink(missing_ok=True)
-    began = time.monotonic()
+    began, since = time.monotonic(), time.time()
     with processes(site, "train", environments()) as started:
         if kill is None:
             wait_until(lambda: "loss" in printed(site), started)
             site.lengths["resume"] = time.monotonic() - began
             wait_for(started)
             return
-        wait_until(lambda: kill.phase == "resume" or moment(site, kill), started)
+        wait_until(lambda: kill.phase == "resume" or moment(site, kill, since), started)
         length = site.lengths["step" if kill.phase == "one rank" else kill.phase]
         time.sleep(kill.late * length)
         if kill.phase == "one rank":
@@ -133,12 +133,18 @@ def run(site: Site, kill: Kill | None) -> None:
         kill_all(started)
 
 
-def moment(site: Site, kill: Kill) -> bool:
+def moment(site: Site, kill: Kill, since: float) -> bool:
     """Whether the phase has begun: some steps after the start, in the first or the second save after it."""
     if kill.phase == "save":
-        saved = printed(site).count("saved")
-        return saved >= int(2 * kill.late) and any((site.folder / "checkpoints").glob(".step-*"))
+        return printed(site).count("saved") >= int(2 * kill.late) and writes(site, since)
     return printed(site).count("loss") > int(8 * kill.late)
+
+
+def writes(site: Site, since: float) -> bool:
+    """Whether a checkpoint is being written; a directory that an earlier kill left does not count."""
+    with contextlib.suppress(FileNotFoundError):
+        return any(path.stat().st_mtime > since for path in (site.folder / "checkpoints").glob(".step-*"))
+    return False
 
 
 def environments() -> list[dict[str, str]]:
