@@ -109,8 +109,10 @@ def _buffers(split: Split, choices: Choices) -> dict[str, torch.Tensor]:
 
 def bind_groups(program: StageProgram, names: Sequence[str]) -> StageProgram:
     """`program` with this process's names of the process groups in its graphs (see `zbcompile.passes.groups`)."""
+    if not names:
+        return program
     pieces = {key: replace(piece, module=with_groups(piece.module, names)) for key, piece in program.pieces.items()}
-    return replace(program, pieces=pieces) if names else program
+    return replace(program, pieces=pieces)
 
 
 def inference_piece(stage: Stage) -> Piece:
