@@ -516,3 +516,18 @@ def test_checkpoint_regions_are_numbered() -> None:
     regions = {node.name: node.meta.get("recompute") for node in graph.nodes if node.op == "call_function"}
     outside = dict.fromkeys(("linear", "sin", "square", "mean"))
     assert regions == {**outside, "linear_1": 0, "tanh": 0, "linear_2": 1, "sigmoid": 1, "linear_3": 1, "cos": 1}
+
+
+def test_copies_stay_only_where_something_else_reads_the_original() -> None:
+    """Dropout of 0 is exported as a copy. A copy beside its original decides in which order gradients are added."""
+
+    class Copying(Layers):
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.tanh(F.dropout(self.layers[0](x), 0.0))
+            return self.layers[1](x.clone()) * x
+
+    model = Copying()
+    graph = canonicalise(capture(model, (torch.randn(2, WIDTH),), {}, torch.randn(2, WIDTH), F.mse_loss)).graph
+    copies = [node for node in graph.nodes if node.target is torch.ops.aten.clone.default]
+    assert [str(node.args[0]) for node in copies] == ["tanh"]
+    assert_equals_eager(Copying, "1f1b")
