@@ -75,7 +75,7 @@ def fill(name: str, tensor: Tensor) -> None:
 
 
 def on_meta(folder: str) -> Seen:
-    """A model on the meta device, one layer on the first rank and three on the second; saved, changed and restored."""
+    """A model on the meta device, one layer on the first rank and two on the second; saved, changed and restored."""
     with torch.device("meta"):
         model = tall()
     options: Any = {"schedule": "1f1b", "microbatches": MICROBATCHES, "loss": next_byte_loss, "init": fill}
@@ -100,7 +100,7 @@ def on_meta(folder: str) -> Seen:
 
 
 def tall() -> nn.Module:
-    return GPT(layers=4, width=16, heads=2, length=8)
+    return GPT(layers=3, width=16, heads=2, length=8)
 
 
 sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
