@@ -65,7 +65,7 @@ def train(job: Job) -> None:
         operators=job.operators,
         init=init,
         seed=job.seed,
-        backend=load_object(job.backend) if ":" in (job.backend or "") else job.backend,
+        backend=load_object(job.backend) if job.backend and ":" in job.backend else job.backend,
         timeout=job.timeout,
         debug_nan=job.debug_nan,
     )
