@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from zbcompile.batch import Microbatch
-from zbcompile.measuring import measure_line
 from zbcompile.model_facts import facts_of
 from zbcompile.passes.canonical import Canonical, canonicalise, output_values
 from zbcompile.passes.capture import Captured, capture, capture_inference
@@ -51,20 +50,6 @@ class Drawn:
     canonical: Canonical
     line: Line
     sharding: Sharding | None
-
-
-def compile_step(
-    model: nn.Module,
-    microbatch: Microbatch,
-    loss: LossFunction | None,
-    schedule: Schedule,
-    choices: Choices,
-    observe: Observer | None = None,
-) -> Program:
-    """Compile the training step of `model` for one microbatch's shapes, in one process."""
-    drawn = draw_step(model, microbatch, loss, choices, schedule)
-    seconds = measure_line(drawn.line) if choices.balance == "measured" else {}
-    return compile_drawn(model, microbatch, drawn, schedule, choices, seconds, observe=observe)
 
 
 def draw_step(

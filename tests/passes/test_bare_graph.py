@@ -7,10 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from zbcompile.batch import Microbatch
-from zbcompile.compiler import compile_step
 from zbcompile.example import Example
-from zbcompile.inspected import one_microbatch
+from zbcompile.inspected import compile_example
 from zbcompile.passes.bare_graph import bare
 from zbcompile.passes.choices import Choices
 from zbcompile.passes.torch_private import make_fx
@@ -34,15 +32,11 @@ def traced(function: Callable[..., list[Tensor]], *inputs: Tensor) -> GraphModul
     return make_fx(function, tracing_mode="fake")(*inputs)
 
 
-def microbatch(model: nn.Module) -> Microbatch:
-    return one_microbatch(Example(model, (torch.zeros(2, WIDTH),)))
-
-
 def test_equal_stages_have_equal_texts() -> None:
     """Eight stages of one layer: those in the middle differ from each other in names alone."""
     model = Layers(8)
     cuts = Choices(balance=tuple(f"layers.{i}" for i in range(1, 8)))
-    program = compile_step(model, microbatch(model), None, build("zb-v", 4, 8), cuts)
+    program = compile_example(Example(model, (torch.zeros(2, WIDTH),)), build("zb-v", 4, 8), cuts).program
     for name in ("F", "B", "W", "BW"):
         texts = [bare(stage.pieces[name].module).text for stage in program.stages]
         assert len(set(texts[1:-1])) == 1

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import zbcompile
 from gpt import GPT, next_byte_loss
-from zbcompile.compiler import compile_stage, compile_step
-from zbcompile.inspected import one_microbatch
+from zbcompile.compiler import compile_stage
+from zbcompile.inspected import compile_example
 from zbcompile.passes import distinct
 from zbcompile.passes.choices import Choices
 from zbcompile.passes.cutting import Stage
@@ -86,7 +86,7 @@ def _tower(make: Callable[[int], nn.Module]) -> zbcompile.Example:
 
 def _compiled(example: zbcompile.Example, stages: int, exact: bool = False) -> Program:
     schedule = build("zb-h1", ranks=stages, microbatches=2 * stages)
-    return compile_step(example.model, one_microbatch(example), example.loss, schedule, Choices(exact))
+    return compile_example(example, schedule, Choices(exact)).program
 
 
 def _each_for_itself(
