@@ -134,13 +134,12 @@ def test_parameters_are_balanced(drawn: dict[str, Drawn]) -> None:
 
 @pytest.mark.parametrize("model", ["gpt", "llama"])
 def test_what_every_stage_can_make_for_itself_crosses_no_boundary(model: str, drawn: dict[str, Drawn]) -> None:
-    """Position ids, masks and rotary tables: of a transformer only the hidden state travels."""
+    """Position ids, masks and rotary tables stay at home: what travels has gradients, as the hidden state has."""
     problem = _problem(drawn, model, ("zb-v", 2, None))
     line = problem.drawn.line
     for place in problem.plan().after:
         crossing = line.live[place]
-        assert {node.meta["val"].ndim for node in crossing} == {3}
-        assert all(node.meta["differentiable"] for node in crossing)
+        assert crossing and all(node.meta["differentiable"] for node in crossing)
         assert not is_view(line.nodes[place])
     assert not any(node.target is torch.ops.aten.arange.default for node in line.nodes)
 
