@@ -16,12 +16,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With `-n N --dist loadgroup` one worker alone starts the processes that play the ranks."""
+    """With `-n N --dist loadgroup` a file's tests share its fixtures, and one worker alone starts the ranks' processes."""
     if not config.pluginmanager.hasplugin("xdist"):
         return
     for item in items:
-        if "pool" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group("ranks"))
+        with_ranks = "pool" in getattr(item, "fixturenames", ()) or item.get_closest_marker("beside_ranks")
+        item.add_marker(pytest.mark.xdist_group("ranks" if with_ranks else item.path.name))
 
 
 @pytest.fixture(scope="session", autouse=True)
