@@ -16,7 +16,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With `-n N --dist loadgroup` a file's tests share its fixtures, and one worker alone starts the ranks' processes."""
+    """With `-n N --dist loadgroup`: one worker per file, for its fixtures, and one for all that start the ranks."""
     if not config.pluginmanager.hasplugin("xdist"):
         return
     for item in items:
