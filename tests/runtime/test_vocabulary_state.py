@@ -84,9 +84,9 @@ def on_meta(folder: str) -> Seen:
     batch = batch_of(2 * MICROBATCHES)
     loss = pipe.step(*batch.args, target=batch.target)
     gradients = {name: p.grad.clone() for name, p in pipe.named_parameters() if p.grad is not None}
-    before, optimizer = pipe.state_dict(full=True), sgd(pipe.parameters())
+    before, optimizer = copied(pipe.state_dict(full=True)), sgd(pipe.parameters())
     optimizer.step()
-    trained = pipe.state_dict(full=True)
+    trained = copied(pipe.state_dict(full=True))
     zbcompile.save_checkpoint(folder, pipe, optimizer)
     with torch.no_grad():
         for parameter in pipe.parameters():
@@ -97,6 +97,11 @@ def on_meta(folder: str) -> Seen:
     real = {name for name, p in model.named_parameters() if not p.is_meta}
     seen: Seen = {"loss": loss, "gradients": gradients, "before": before, "trained": trained, "words": words}
     return seen | {"real": real, "restored": pipe.state_dict(full=True), "output": pipe.eval(*batch.args)}
+
+
+def copied(state: dict[str, Any]) -> dict[str, Tensor]:
+    """What a state dict holds now: as eager's, it shows the parameters themselves."""
+    return {name: tensor.clone() for name, tensor in state.items()}
 
 
 def tall() -> nn.Module:
