@@ -88,8 +88,8 @@ def pipeline(  # type: ignore[misc]  # the overloads differ in `model` alone and
         vocab: whether the output layer and its loss are sharded over all ranks by rows of the vocabulary
             (docs/vocabulary.md): "off"; 1 or 2 barriers between the last stage's forward and backward (one takes less
             memory); "auto": 1 where there is an output layer that can be sharded and the predicted step is at least 5 %
-            shorter than with the layers redistributed around it, else off. The embedding is sharded by the same rows. Gradients are
-            equal within 2e-6 (fp32).
+            shorter than with the layers redistributed around it, else off. The embedding is sharded by the same rows.
+            Gradients are equal within 2e-6 (fp32).
         vocab_logits: whether the logits of a shard wait for its weight gradient ("keep") or are made again ("remake":
             a third more FLOPs of the output layer, and nothing of the size of the vocabulary waits); "auto": kept while
             those of a microbatch take at most 256 MiB and `memory` allows it.
