@@ -15,7 +15,6 @@ from zbcompile.passes.saving import Values
 from zbcompile.passes.split import forward_nodes, needed_nodes
 
 _ATTOSECONDS = 10**18
-_ALWAYS_THERE = ("parameter", "constant", "input")
 
 
 @dataclass(frozen=True)

@@ -61,9 +61,6 @@ class Writer:
     def has_b(self, stage: int) -> bool:
         return self._backwards[stage] < self._first.get(stage, 0) + self._microbatches
 
-    def has_w(self, stage: int) -> bool:
-        return bool(self._pending[stage])
-
     def _forward(self, stage: int) -> Action:
         microbatch = self._forwards[stage]
         self._forwards[stage] = microbatch + 1

@@ -225,8 +225,7 @@ class Pipeline:
         """This rank's stages as torch.distributed.pipelining stages, for torch's own schedules.
 
         Raises PipelineError in one process (torch's stage needs a process group) and where a parameter trains on
-        several
-        stages: torch's schedules have no place to sum its gradients.
+        several stages: torch's schedules have no place to sum its gradients.
         """
         from zbcompile.generated import CompiledPipelineStage, StageContext
 
@@ -251,17 +250,6 @@ class Pipeline:
         from zbcompile.schedule_like import ScheduleLike
 
         return ScheduleLike(self)
-
-    def inputs_read(self) -> dict[str, int]:
-        """The input paths that stages of this process read, each with the first such stage; shards of the output layer
-        count as their ranks' first stages."""
-        program, stages = self.program, self._compiled.first().stages
-        found = {path: i for i, stage in sorted(stages.items(), reverse=True) for _, path in stage.inputs}
-        for rank in self._engine.local if program.vocabulary else ():
-            pieces = program.vocabulary.pieces[rank].values()  # type: ignore[union-attr]
-            shard = {slot.name for piece in pieces for slot in piece.inputs if slot.kind == "input"}
-            found = dict.fromkeys(shard, program.stages_of(rank)[0]) | found
-        return found
 
     @property
     def engine(self) -> Engine:

@@ -87,11 +87,25 @@ class ScheduleLike:
 
     def _require_what_is_read(self, given: tuple[Any, Any, Any]) -> None:
         absent = [name for name, own in zip(("args", "kwargs", "target"), given, strict=True) if own is None]
-        for path, stage in self._pipe.inputs_read().items():
+        for path, stage in _inputs_read(self._pipe).items():
             if path.startswith(tuple(absent)):
                 raise PipelineError(
                     f"stage {stage} on this rank reads {path}, which this rank did not pass. Pass it here as well."
                 )
+
+
+def _inputs_read(pipe: Pipeline) -> dict[str, int]:
+    """The input paths that ranks of this process read, each with the first stage that does; shards of the output layer
+    count as their ranks' first stages."""
+    program = pipe.program
+    found: dict[str, int] = {}
+    for rank in pipe.engine.local:
+        stages = program.stages_of(rank)
+        read = [(stage, piece) for stage in stages for piece in program.stages[stage].pieces.values()]
+        read += [(stages[0], piece) for piece in program.vocabulary.pieces[rank].values()] if program.vocabulary else []
+        for stage, piece in sorted(read, key=lambda each: each[0], reverse=True):
+            found |= {slot.name: stage for slot in piece.inputs if slot.kind == "input"}
+    return found
 
 
 def _shapes(value: Any) -> list[Any]:

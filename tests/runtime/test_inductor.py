@@ -17,6 +17,7 @@ from tests.runtime.training import (
     Case,
     Trained,
     assert_bitwise,
+    assert_close,
     gradients_of,
     join,
     pipeline_of,
@@ -60,18 +61,6 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
-def assert_close(ours: Trained, theirs: Trained) -> None:
-    for one, other in zip(ours.losses, theirs.losses, strict=True):
-        torch.testing.assert_close(one, other, rtol=BOUND, atol=0)
-    for step, expected in enumerate(theirs.gradients):
-        for name, gradient in expected.items():
-            found = ours.gradients[step][name]
-            assert (found is None) == (gradient is None), name
-            if gradient is not None and found is not None:
-                worst = (found - gradient).abs().max() / gradient.abs().max()
-                assert worst <= BOUND, f"step {step}: {name} differs by {worst:.1e}"
-
-
 def entries(folder: Path) -> int:
     """The graphs in a cache."""
     return len(list(folder.glob("*/graph.pickle")))
@@ -88,7 +77,7 @@ def first(cache: Path) -> tuple[Trained, Compilation]:
 
 
 def test_gradients_are_within_the_bound(first: tuple[Trained, Compilation]) -> None:
-    assert_close(first[0], reference(CASE))
+    assert_close(first[0], reference(CASE), BOUND)
 
 
 def test_each_distinct_graph_is_compiled_once(first: tuple[Trained, Compilation], cache: Path) -> None:
@@ -122,7 +111,7 @@ def test_embeddings_norms_and_dropout(cache: Path) -> None:
     pipe = zbcompile.pipeline(ours, schedule="1f1b", ranks=2, microbatches=2, backend="inductor")
     losses = [pipe.step(tokens)], [eager_step(theirs, None, Batch((tokens,), {}), 2, 0)]
     found, expected = (Trained(loss, [gradients_of(m)], {}) for loss, m in zip(losses, (ours, theirs), strict=True))
-    assert_close(found, expected)
+    assert_close(found, expected, BOUND)
 
 
 def run_here(case: Case, folder: str) -> tuple[Trained, Compilation]:
@@ -139,7 +128,7 @@ def test_zero_bubble_schedules_with_inductor_over_gloo(case: Case, cache: Path, 
     """torch's own refuse compiled modules. The ranks share what there is to compile."""
     before = entries(cache)
     shares, done = zip(*pool.run(run_here, case, str(cache), ranks=2, timeout=800), strict=True)
-    assert_close(join(shares), reference(case))
+    assert_close(join(shares), reference(case), BOUND)
     assert sum(each.compiled for each in done) == entries(cache) - before
     assert all(each.compiled + each.loaded == each.distinct for each in done)
 
@@ -154,7 +143,7 @@ def test_a_saved_program_is_compiled_through_the_cache(
     assert_bitwise(train(loaded, CASE), first[0])
     assert loaded.compilations[0].compiled == 0
     plain = zbcompile.load(tmp_path / "program", problem_of(CASE.problem).model().state_dict(), backend="fx")
-    assert_close(train(plain, CASE), reference(CASE))
+    assert_close(train(plain, CASE), reference(CASE), BOUND)
 
 
 def test_an_exact_program_is_not_loaded_with_inductor(tmp_path: Path) -> None:

@@ -79,7 +79,13 @@ def test_other_models(case: Case, pool: Pool) -> None:
     assert_bitwise(join(pool.run(pipelined, case, ranks=case.ranks)), alone)
 
 
-@pytest.mark.parametrize("case", [Case("gpt-tied", "zb-v", 2, 5, exact=False), Case("gpt", "1f1b", 4, 3, exact=False)])
+DEFAULT = [
+    Case("gpt-tied", "zb-v", 2, 5, exact=False, steps=1),  # an optimizer makes much of small differences
+    Case("gpt", "1f1b", 4, 3, exact=False, steps=1),
+]
+
+
+@pytest.mark.parametrize("case", DEFAULT, ids=str)
 def test_default_is_close_and_the_same_in_processes(case: Case, pool: Pool) -> None:
     """Fused accumulation: within 1e-6 of the largest entry of eager; the same bits in one process and in several."""
     alone = pipelined(case)
