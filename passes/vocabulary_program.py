@@ -27,7 +27,8 @@ HIDDEN, GRADIENT = Slot("activation", "hidden"), Slot("input_gradient", "hidden"
 STATISTICS, GATHERED = Slot("saved", "statistics"), Slot("saved", "gathered")
 COEFFICIENTS, TANGENT = Slot("saved", "coefficients"), Slot("tangent", "loss")
 LOOKED_UP, OF_LOOKUP = Slot("activation", "lookup"), Slot("tangent", "lookup")
-RAW = "raw"  # how the tiles of kept logits are called
+RAW = "raw"  # how the kept tiles are called
+MAXIMUM = Slot("saved", "maximum")
 ROWS = 4  # statistics per token that every shard sends
 
 Bounds = tuple[tuple[int, int], ...]
@@ -210,7 +211,7 @@ class _Tracer:
     def pieces(self) -> dict[str, Piece]:
         scanned = self._trace("S", {HIDDEN: self.hidden} | self.parameters | self.data, self._scan)
         kept = {slot: node_value for slot, node_value in _results(scanned) if slot != STATISTICS}
-        raw = {slot: value for slot, value in kept.items() if slot.name.startswith(RAW)}
+        raw = {slot: value for slot, value in kept.items() if slot.name.startswith(RAW) or slot == MAXIMUM}
         parts = {slot: value for slot, value in kept.items() if slot not in raw}
         combined = {GATHERED: self.gathered, TANGENT: self.tangent} | parts | self.data
         updated = {HIDDEN: self.hidden, COEFFICIENTS: self.coefficients} | raw | self.parameters | self.data
@@ -252,7 +253,8 @@ class _Tracer:
 
     def _update(self, values: Mapping[Slot, Any]) -> dict[Slot, Any]:
         raw = [value for slot, value in values.items() if slot.name.startswith(RAW)]
-        found = update(self.shard, values[HIDDEN], self._own(values), values[COEFFICIENTS], raw, values)
+        kept = raw, values.get(MAXIMUM)
+        found = update(self.shard, values[HIDDEN], self._own(values), values[COEFFICIENTS], kept, values)
         bias = {} if self.head.bias is None else {Slot("gradient", self.head.bias): found.bias}
         return {Slot("gradient", self.head.weight): found.weight, **bias, GRADIENT: found.part}
 

@@ -11,9 +11,11 @@ from typing import NamedTuple
 
 import torch
 
+from zbcompile.passes.vocabulary_exponentials import scan_exponentials
 from zbcompile.passes.vocabulary_loss import Values
 from zbcompile.passes.vocabulary_shard import (
     Parameters,
+    Scanned,
     Shard,
     class_weight,
     finite,
@@ -42,21 +44,12 @@ class Scan(NamedTuple):
     total_rows: Tensor | None
 
 
-class Scanned(NamedTuple):
-    """What leaves S: `statistics` [4, tokens], `others` and `total_rows` as in `Scan`, `label_rows` D_t W_t of labels
-    of this shard, and `raw`, the tiles of logits before the elementwise operations, where they are kept."""
-
-    statistics: Tensor
-    others: Tensor | None
-    label_rows: Tensor | None
-    total_rows: Tensor | None
-    raw: tuple[Tensor, ...]
-
-
 def scan(shard: Shard, hidden: Tensor, own: Parameters, values: Values) -> Scanned:
     """S: `hidden` [tokens, width] is the output layer's input."""
     labels = shard.head.loss.label_of(values)
     label_rows = _label_rows(shard, hidden, own, labels) if shard.barriers == 1 else None
+    if shard.keeps_exponentials:
+        return scan_exponentials(shard, hidden, own, labels, label_rows)
     found: Scan | None = None
     kept = []
     for words in shard.tiles():

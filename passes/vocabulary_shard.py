@@ -46,9 +46,38 @@ class Shard:
         """fp32, or fp64 where the model computes in it."""
         return torch.promote_types(self.head.dtype, torch.float32)
 
+    @property
+    def keeps_exponentials(self) -> bool:
+        """Whether exponentials wait from S for T instead of logits (`zbcompile.passes.vocabulary_exponentials`): where
+        the gradient by the output is a multiple of the softmax, and products have the dtype of statistics."""
+        plain = not self.head.pointwise and not self.head.loss.needs_total
+        return self.keep and self.size > 0 and plain and self.head.dtype == self.statistics_dtype
+
     def tiles(self) -> Iterator[slice]:
         for start in range(0, self.size, self.tile):
             yield slice(start, min(start + self.tile, self.size))
+
+
+class Scanned(NamedTuple):
+    """What leaves S: `statistics` [4, tokens]; with one barrier parts of the input gradient [tokens, width]: `others`,
+    of all words but the label, `label_rows` of labels of this shard, and `total_rows` of the weighted sum of logits;
+    and what is kept for T of every tile, `raw` [tokens, words]: what the output layer made, or where
+    `Shard.keeps_exponentials` the exponentials over `maximum` [tokens], 0 at the label."""
+
+    statistics: Tensor
+    others: Tensor | None
+    label_rows: Tensor | None
+    total_rows: Tensor | None
+    raw: tuple[Tensor, ...]
+    maximum: Tensor | None = None
+
+
+class Updates(NamedTuple):
+    """What leaves T: gradients of the shard's rows, and with two barriers its part of the input gradient."""
+
+    weight: Tensor
+    bias: Tensor | None
+    part: Tensor | None
 
 
 class Parameters(NamedTuple):
@@ -97,6 +126,14 @@ def class_weight(shard: Shard, values: Values, words: slice, like: Tensor) -> Te
     if whole is None:
         return torch.ones(words.stop - words.start, dtype=like.dtype, device=like.device)
     return whole[shard.low + words.start : shard.low + words.stop].to(like.dtype)
+
+
+def joined(pieces: list[Tensor], parameter: Tensor) -> Tensor:
+    """The gradient of a parameter from those of its tiles; a shard without words has none."""
+    if not pieces:
+        return torch.zeros_like(parameter)
+    pieces = [piece.to(parameter.dtype) for piece in pieces]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 def times_weight(shard: Shard, gradient: Tensor, own: Parameters, words: slice) -> Tensor:

@@ -5,12 +5,15 @@ from typing import NamedTuple
 
 import torch
 
+from zbcompile.passes.vocabulary_exponentials import update_exponentials
 from zbcompile.passes.vocabulary_loss import Statistics, Values
 from zbcompile.passes.vocabulary_shard import (
     Parameters,
     Shard,
+    Updates,
     class_weight,
     finite,
+    joined,
     local,
     pointwise,
     pull,
@@ -19,11 +22,13 @@ from zbcompile.passes.vocabulary_shard import (
 )
 
 Tensor = torch.Tensor
+Kept = tuple[Sequence[Tensor], Tensor | None]  # `raw` and `maximum` of what leaves S
 
 
 class Combined(NamedTuple):
-    """What every shard makes of all statistics: the loss, `coefficients` [5, tokens] for T, and with one barrier its
-    part of the input gradient [tokens, width]."""
+    """What every shard makes of all statistics: the loss, `coefficients` [5, tokens] for T (the maximum, log z, the
+    factor of softmax, the gradient by the label's logit, the factor of the weights), and with one barrier its part of
+    the input gradient [tokens, width]."""
 
     loss: Tensor
     coefficients: Tensor
@@ -41,10 +46,10 @@ def combine(shard: Shard, gathered: Tensor, tangent: Tensor, kept: Mapping[str, 
         moved = (finite(maxima) - safe) * _weight_sums(shard, values, z)[:, None]
         statistics = statistics._replace(total=(totals + moved).sum(0))
     loss, a, b, c = _differentiate(shard, statistics, tangent, values)
-    coefficients = torch.stack([maximum, statistics.log_z, a, b, c])
+    at_label = a * torch.expm1(statistics.target - statistics.log_z) + (a + b)
+    coefficients = torch.stack([maximum, statistics.log_z, a, at_label, c])
     if shard.barriers == 2:
         return Combined(loss, coefficients, None)
-    at_label = a * torch.expm1(statistics.target - statistics.log_z) + (a + b)
     share = a * shares[shard.rank] / shares.sum(0)
     part = share[:, None] * kept["others"] + at_label[:, None] * kept["label_rows"]
     if "total_rows" in kept:
@@ -74,19 +79,12 @@ def _differentiate(
     return loss.detach(), a, b, c
 
 
-class Updates(NamedTuple):
-    """What leaves T: gradients of the shard's rows, and with two barriers its part of the input gradient."""
-
-    weight: Tensor
-    bias: Tensor | None
-    part: Tensor | None
-
-
-def update(
-    shard: Shard, hidden: Tensor, own: Parameters, coefficients: Tensor, raw: Sequence[Tensor], values: Values
-) -> Updates:
-    """T, tile by tile: logits kept by S, or made again where there are none."""
+def update(shard: Shard, hidden: Tensor, own: Parameters, coefficients: Tensor, kept: Kept, values: Values) -> Updates:
+    """T, tile by tile: of what S kept, or of logits made again where it kept nothing."""
     labels = shard.head.loss.label_of(values)
+    raw, own_maximum = kept
+    if own_maximum is not None:
+        return update_exponentials(shard, hidden, own, coefficients, raw, own_maximum, labels)
     part = torch.zeros_like(hidden, dtype=shard.statistics_dtype) if shard.barriers == 2 else None
     weights, biases = [], []
     for number, words in enumerate(shard.tiles()):
@@ -96,29 +94,20 @@ def update(
             part = part + times_weight(shard, gradient, own, words)
         weights.append(gradient.to(hidden.dtype).t() @ hidden)
         biases.append(gradient.sum(0))
-    bias = None if own.bias is None else _joined(biases, own.bias)
-    return Updates(_joined(weights, own.weight), bias, part)
-
-
-def _joined(pieces: list[Tensor], parameter: Tensor) -> Tensor:
-    """The gradient of a parameter from those of its tiles; a shard without words has none."""
-    if not pieces:
-        return torch.zeros_like(parameter)
-    pieces = [piece.to(parameter.dtype) for piece in pieces]
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    bias = None if own.bias is None else joined(biases, own.bias)
+    return Updates(joined(weights, own.weight), bias, part)
 
 
 def _logit_gradient(
     shard: Shard, raw: Tensor, coefficients: Tensor, labels: Tensor, values: Values, words: slice
 ) -> Tensor:
     """The gradient by what the output layer makes [tokens, words]."""
-    maximum, log_z, a, b, c = coefficients.unbind(0)
+    maximum, log_z, a, of_label, c = coefficients.unbind(0)
     y = pointwise(shard, raw)
     shifted = y - finite(maximum)[:, None]
     gradient = (a * torch.exp(-log_z))[:, None] * shifted.exp()
     inside, number = local(shard, labels, words)
     at = number[:, None]
-    of_label = a * torch.expm1(shifted.gather(1, at)[:, 0] - log_z) + (a + b)
     of_label = torch.where(inside, of_label, gradient.gather(1, at)[:, 0])
     gradient = gradient.scatter(1, at, of_label[:, None])
     if shard.head.loss.needs_total:

@@ -2,11 +2,13 @@
 
     torchrun --standalone --nproc-per-node 2 examples/benchmarks/vocab.py
 
-2 layers of width 128, sequence 128, 8 microbatches of 4, 1F1B; one thread per rank. With so few layers no way of
+2 layers of width 256, sequence 128, 8 microbatches of 4, 1F1B; one thread per rank. With so few layers no way of
 distributing them is even: equal layers give the last rank five units of work and the first one, the balancer four and
 two, sharding three each. (With four layers the balancer finds four and four: then sharding saves memory, not time.)
 
-Rounds of all variants take turns; the medians of their ratios to equal layers per rank count. Bytes are those of the
+Rounds of all variants take turns; the medians of their ratios to equal layers per rank count. While they are timed the
+process keeps the memory that it frees: glibc would return pages after one pass and fetch them for the next one, which
+takes longer than the exponentials in them and differs from run to run. Bytes are those of the
 last rank: parameters and the moments of Adam, and what its resident memory grows by in a step (Linux).
 """
 
@@ -32,10 +34,11 @@ import zbcompile
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from gpt import GPT, next_byte_loss
 
-LAYERS, WIDTH, LENGTH, MICROBATCHES, ROWS = 2, 128, 128, 8, 4
+LAYERS, WIDTH, LENGTH, MICROBATCHES, ROWS = 2, 256, 128, 8, 4
 WORDS = 4 * (12 * WIDTH + 2 * LENGTH)  # FLOPs of the output layer / those of a layer = WORDS / (12 width + 2 length)
 STATES = 3  # parameter and two moments; gradients exist in a step alone
-MMAP_THRESHOLD = -3  # glibc's number of the size beyond which memory is given back as soon as it is free
+TRIM_THRESHOLD = -1  # glibc's number of the size beyond which free memory at the end of the heap is given back
+MMAP_THRESHOLD = -3  # and of the size beyond which memory is outside the heap, and given back as soon as it is free
 VARIANTS: dict[str, dict[str, Any]] = {
     "equal layers": {"balance": [f"blocks.{LAYERS // 2}"]},
     "redistributed": {},
@@ -97,6 +100,12 @@ def measure_bytes(measured: Measured, inputs: Tensor, targets: Tensor) -> None:
     measured.bytes = STATES * own + resident_bytes("VmHWM") - before
 
 
+def keep_freed_memory() -> None:
+    libc = ctypes.CDLL(None)
+    libc.mallopt(MMAP_THRESHOLD, 32 << 20)  # the largest value that it takes
+    libc.mallopt(TRIM_THRESHOLD, 2**31 - 1)
+
+
 def give_back_freed_memory() -> None:
     """From here on resident memory is what is in use; the allocations of a step get slower."""
     libc = ctypes.CDLL(None)
@@ -121,6 +130,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7, help="paired rounds (default: %(default)s)")
     rounds = parser.parse_args().rounds
     torch.set_num_threads(1)
+    keep_freed_memory()
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = model_with_words()

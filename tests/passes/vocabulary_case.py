@@ -136,7 +136,7 @@ def sharded(
         for s, k in zip(shards, scanned, strict=True)
     ]
     updates = [
-        update(s, tokens.detach(), o, e.coefficients, k.raw, values)
+        update(s, tokens.detach(), o, e.coefficients, (k.raw, k.maximum), values)
         for s, o, e, k in zip(shards, own, ended, scanned, strict=True)
     ]
     parts = [each.part for each in (ended if barriers == 1 else updates)]

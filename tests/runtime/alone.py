@@ -1,26 +1,20 @@
 """Programs compiled here and run by fresh processes, at two and four ranks, that cannot import the models' source.
 
-Four processes run each program of four ranks together, and then in two pairs those of two ranks. As a script, it
-prints how far the gradients of a backend are from eager's (`inductor` compiles for minutes):
-
-    python -m tests.runtime.alone --backend inductor
+Four processes run each program of four ranks together, and then in two pairs those of two ranks.
 """
 
-import argparse
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from tabulate import tabulate
 
 from tests.runtime.test_nodes import free_port
-from tests.runtime.training import Case, Trained, join, problem_of, reference, worst_difference
+from tests.runtime.training import Case, Trained, join, problem_of, reference
 from zbcompile.compiler import compile_drawn, draw_step
 from zbcompile.example import Example
 from zbcompile.inspected import one_microbatch
@@ -105,19 +99,3 @@ def _joined(found: list[dict[str, Any]], model: str, ranks: int) -> Trained:
     shares = [each[f"{model} at {ranks}"] for each in found if f"{model} at {ranks}" in each]
     assert len(shares) == ranks
     return join([Trained([share["loss"]], [share["gradients"]], {}) for share in shares])
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--backend", choices=("fx", "inductor"), default="fx", help="default: %(default)s")
-    parser.add_argument("--models", nargs="+", default=list(MODELS), help="default: %(default)s")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        found = run_alone(Path(folder), options.models, options.backend)
-    rows = [[model, ranks, *worst_difference(ours, expected(model, ranks))] for (model, ranks), ours in found.items()]
-    print(tabulate(rows, ["model", "ranks", "of the largest entry", "gradient"], floatfmt=".1e"))
-
-
-if __name__ == "__main__":
-    main()

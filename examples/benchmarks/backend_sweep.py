@@ -1,0 +1,45 @@
+"""How far a backend's gradients are from eager's, for four models whose source the ranks cannot import; in a checkout:
+
+    python examples/benchmarks/backend_sweep.py [--backend inductor] [--models llama vit]
+
+A GPT with tied embeddings, and transformers' Llama and ViT and a U-Net, tiny, are compiled here and run by fresh
+processes, at two ranks under zb-v and at four under zb-h1: one step each. Printed is the gradient that differs most,
+relative to its largest entry. Bound: 2e-6; of fx, with `exact=True`, 0. inductor compiles for minutes.
+"""
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
+
+import torch  # noqa: E402
+from tabulate import tabulate  # noqa: E402
+
+from tests.runtime.alone import MODELS, expected, run_alone  # noqa: E402
+from tests.runtime.training import worst_difference  # noqa: E402
+
+BOUND = {"fx": 0.0, "inductor": 2e-6}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--backend", choices=list(BOUND), default="inductor", help="default: %(default)s")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="default: all")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    begin = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        found = run_alone(Path(folder), options.models, options.backend)
+    worst = {key: worst_difference(ours, expected(*key)) for key, ours in found.items()}
+    rows = [[*key, *each] for key, each in worst.items()]
+    print(f"{options.backend}: {time.perf_counter() - begin:.0f} s")
+    print(tabulate(rows, ["model", "ranks", "worst, of its largest entry", "gradient"], floatfmt=".1e"))
+    return int(any(difference > BOUND[options.backend] for difference, _ in worst.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
