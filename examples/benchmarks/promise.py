@@ -9,8 +9,10 @@ the zero bubble paper's 1.5B model (Qi et al., arXiv 2401.10241, table 9), times
 cores. What starting an operation and waking up add to a sleep belongs to no runtime: it is measured before, on all
 ranks at once, and every sleep is that much shorter. A step is measured from its first start on any rank to its last
 return. Two ratios: to a simulation in which messages take no time, and to one in which they take what a bare message
-between two of the processes was measured to take. Target: <= 1.03. A process that still wakes up late counts as late,
-so nothing else may run meanwhile; about 9 minutes.
+between two of the processes was measured to take. Target: <= 1.03; below 1 under dualpipe-v, whose pairs hand over
+the forward's result before their backward begins, where the simulation has both at the end of the pair. A process that
+still wakes up late counts as late, so nothing else may run meanwhile; all schedules take turns, so that what disturbs
+the machine for a while meets all of them. About 11 minutes.
 """
 
 import argparse
@@ -18,6 +20,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from statistics import median
 
 import torch
@@ -93,8 +96,11 @@ class Sleeper(nn.Module):
         return x
 
 
-def measured(schedule: str, microbatches: int, steps: int) -> list[float]:
-    """Seconds of some steps, from the first start on any rank to the last end."""
+Step = Callable[[], object]
+
+
+def prepared(schedule: str, microbatches: int) -> Step:
+    """What takes one step."""
     ranks = dist.get_world_size()
     stages = build(schedule, ranks, microbatches).stages
     x = torch.ones(microbatches, WIDTH)
@@ -103,16 +109,17 @@ def measured(schedule: str, microbatches: int, steps: int) -> list[float]:
     pipe.compile(x, target=x)
     layers = [sum(name.startswith("weights") for name in stage.trained) for stage in pipe.program.stages]
     assert layers == [1] * stages, f"one layer per stage, not {layers}"
-    found = []
-    for _ in range(steps + 1):
-        dist.barrier()
-        begin = time.monotonic()
-        pipe.step(x, target=x)
-        span = torch.tensor([-begin, time.monotonic()], dtype=torch.float64)  # one clock for all processes
-        dist.all_reduce(span, dist.ReduceOp.MAX)
-        found.append(float(span.sum()))
-    pipe.close()
-    return found[1:]
+    return lambda: pipe.step(x, target=x)
+
+
+def measured(step: Step) -> float:
+    """Seconds from the first start on any rank to the last end."""
+    dist.barrier()
+    begin = time.monotonic()
+    step()
+    span = torch.tensor([-begin, time.monotonic()], dtype=torch.float64)  # one clock for all processes
+    dist.all_reduce(span, dist.ReduceOp.MAX)
+    return float(span.sum())
 
 
 def lateness(calls: int = 40) -> float:
@@ -152,7 +159,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="2,4,8", help="without torchrun: how many processes (default: %(default)s)")
     parser.add_argument("--schedules", default=",".join(SCHEDULES), help="default: %(default)s")
-    parser.add_argument("--steps", type=int, default=3, help="measured steps; the median counts (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="the medians count (default: %(default)s)")
     parser.add_argument("--per-rank", default="2,4", help="microbatches per rank (default: %(default)s)")
     options = parser.parse_args()
     if "RANK" not in os.environ:
@@ -164,13 +171,16 @@ def main() -> None:
     dist.init_process_group("gloo")
     global late
     late = lateness()
-    ranks, rows, comm = dist.get_world_size(), [], hop()
-    for microbatches in (ranks * int(n) for n in options.per_rank.split(",")):
-        for schedule in options.schedules.split(","):
-            seconds = median(measured(schedule, microbatches, options.steps))
-            alone, with_hops = (promised(schedule, microbatches, each) for each in (0.0, comm))
-            times = [1e3 * alone, 1e3 * seconds, seconds / alone, seconds / with_hops]
-            rows.append([schedule, ranks, microbatches, *times])
+    ranks, comm = dist.get_world_size(), hop()
+    chosen = [(name, ranks * int(n)) for n in options.per_rank.split(",") for name in options.schedules.split(",")]
+    steps = {each: prepared(*each) for each in chosen}
+    rounds = [{each: measured(step) for each, step in steps.items()} for _ in range(options.rounds + 1)]
+    rows = []
+    for schedule, microbatches in chosen:
+        seconds = median(each[schedule, microbatches] for each in rounds[1:])  # the first one warms up
+        alone, with_hops = (promised(schedule, microbatches, each) for each in (0.0, comm))
+        times = [1e3 * alone, 1e3 * seconds, seconds / alone, seconds / with_hops]
+        rows.append([schedule, ranks, microbatches, *times])
     if dist.get_rank() == 0:
         head = ["schedule", "ranks", "microbatches", "simulated ms", "measured ms", "ratio", "with hops"]
         print(f"of {ranks} processes: a sleep is {1e3 * late:.2f} ms late, a bare message takes {1e3 * comm:.2f} ms")
