@@ -9,9 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.passes.vocabulary_case import LOSSES, Made, Model, eager, head_of, hidden_of, problem, sharded
+from tests.passes.vocabulary_case import LOSSES, Made, Model, eager, far, head_of, hidden_of, problem, sharded
 from zbcompile.passes.slots import Slot
 from zbcompile.passes.vocabulary_head import VocabularyHead
+from zbcompile.passes.vocabulary_program import even_bounds
+from zbcompile.passes.vocabulary_shard import Shard
 
 KINDS = ("random", "1e4", "all equal", "one confident", "all ignored")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
@@ -99,3 +101,36 @@ def test_all_tokens_ignored(barriers: int) -> None:
     ours = sharded(head, values, model, hidden_of(model, x), 3, barriers, False)
     assert ours.loss.isnan()
     assert not any(value.any() or value.isnan().any() for name, value in ours.named().items() if name != "loss")
+
+
+@pytest.mark.parametrize("barriers", [1, 2])
+@pytest.mark.parametrize("lean", [False, True])
+def test_a_shard_of_masked_words(barriers: int, lean: bool) -> None:
+    """Words that pad the vocabulary, their logits -inf: one shard may have no others."""
+    model, x, labels = problem()
+    with torch.no_grad():
+        model.head.bias[-4:] = -torch.inf
+    labels = labels.clamp(max=6)
+    hidden = hidden_of(model, x)
+    head, values = head_of(model, x, labels, LOSSES["mean"])
+    ours = sharded(head, values, model, hidden, 3, barriers, lean)
+    assert not far(ours, eager(model, hidden, labels, LOSSES["mean"]), 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "lean", "expected"),
+    [
+        ("mean", torch.float32, False, True),
+        ("z-loss", torch.float64, False, True),
+        ("mean", torch.float32, True, False),  # nothing waits
+        ("mean", torch.bfloat16, False, False),  # would wait in fp32, twice the size of logits
+        ("smoothing", torch.float32, False, False),  # the gradient is no multiple of the softmax
+        ("soft cap and smoothing", torch.float32, False, False),
+    ],
+)
+def test_exponentials_wait_where_the_gradient_is_a_multiple(
+    name: str, dtype: torch.dtype, lean: bool, expected: bool
+) -> None:
+    head, _ = found_head(name, dtype)
+    shard = Shard(head, 0, even_bounds(head.size, 2), 1, not lean, 3)
+    assert shard.keeps_exponentials == expected
