@@ -41,18 +41,22 @@ def replica(folder: str) -> Seen:
     norm = pipe.clip_grad_norm_(MOST)
     gradients = {name: p.grad for name, p in pipe.named_parameters()}
     dcp.save(pipe.state_dict(), checkpoint_id=folder)
-    return {"loss": loss, "norm": norm, "gradients": gradients, "full": pipe.state_dict(full=True)}
+    seen = {"loss": loss, "norm": norm, "gradients": gradients, "full": pipe.state_dict(full=True)}
+    return seen | {"output": pipe.eval(*own.args)}
 
 
 def test_replicas_clipping_and_a_checkpoint(pool: Pool, tmp_path: Path) -> None:
     """Losses, the norm (each row counted once) and clipped gradients are those of one process on the whole batch; what
-    the ranks wrote is put together under eager's keys."""
+    the ranks wrote is put together under eager's keys; each replica evaluates its own half."""
     seen = pool.run(replica, str(tmp_path), ranks=4)
     model, batch = small(tied=True), batch_of(2 * REPLICAS * MICROBATCHES)
     loss = eager_step(model, next_byte_loss, batch, REPLICAS * MICROBATCHES, 0)
     norm = nn.utils.clip_grad_norm_(model.parameters(), MOST)
     assert all(distance(each["loss"], loss) < 1e-12 for each in seen)
     assert all(distance(each["norm"], norm) < 1e-6 for each in seen)  # the norms of parts travel in fp32
+    with torch.no_grad():
+        outputs = [model(*half.args) for half in batch.parts(REPLICAS)]
+    assert all(distance(each["output"], outputs[i // 2]) < 1e-12 for i, each in enumerate(seen))
     for name, parameter in model.named_parameters():
         parts = [each["gradients"][name] for each in seen[:2] if name in each["gradients"]]
         whole = torch.cat(parts) if name == "token.weight" else parts[0]
