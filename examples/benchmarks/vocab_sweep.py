@@ -11,6 +11,7 @@ import sys
 import time
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
@@ -22,11 +23,17 @@ from tests.runtime.vocabulary_models import (  # noqa: E402
     MODELS,
     SCHEDULES,
     ModelCase,
+    Step,
     assert_same,
     join,
-    one_step,
+    quick_step,
     unsplit,
 )
+from zbcompile.compiler import Drawn  # noqa: E402
+from zbcompile.program import Program  # noqa: E402
+
+DRAWN: dict[str, Drawn] = {}  # each process captures a model once, and compiles it once per placement of its stages
+COMPILED: dict[Any, Program] = {}
 
 
 def arguments() -> argparse.Namespace:
@@ -38,11 +45,16 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def step(case: ModelCase) -> Step:
+    """The share of one of the processes."""
+    return quick_step(case, DRAWN, COMPILED)
+
+
 def difference(case: ModelCase, pool: Pool) -> str:
     """Empty where loss and gradients are the unsplit model's."""
     expected = unsplit(case)
     try:
-        assert_same(join(pool.run(one_step, case, ranks=case.ranks, timeout=600), expected[1]), expected)
+        assert_same(join(pool.run(step, case, ranks=case.ranks, timeout=600), expected[1]), expected)
     except Exception as error:
         return f"{type(error).__name__}: {str(error)[:500]}"
     return ""
