@@ -13,6 +13,13 @@ from zbcompile.errors import PipelineError
 from zbcompile.faults import NEVER, Fault, Status
 
 
+class _Closed:
+    """In place of a store that was let go of; the watchdog may do that while another thread still explains a fault."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("the store of the process group is closed")
+
+
 class Board:
     """One pipeline's keys in the store of its process group, over a connection of its own (a blocked call on the
     group's own connection must not keep the watchdog from reading)."""
@@ -24,7 +31,7 @@ class Board:
         store = shared.clone()
         serial = store.add(f"zbcompile/made/{rank}", 1)  # every rank makes its pipelines in the same order
         self._name = f"zbcompile/{serial}"
-        self._store = dist.PrefixStore(self._name, store)
+        self._store: Any = dist.PrefixStore(self._name, store)
 
     def private_store(self, group: dist.ProcessGroup) -> dist.Store:
         """A place for the ranks of `group` to meet, which they share with no other group or pipeline."""
@@ -81,5 +88,6 @@ class Board:
         return self._store.add(f"left/{region}", 0) >= len(self.members)
 
     def close(self) -> None:
-        """Let go of the store: a process that keeps it can then end it."""
-        del self._store
+        """Let go of the store: a process that keeps it can then end it. What is asked of the board from then on raises
+        RuntimeError, as of a store that does not answer."""
+        self._store = _Closed()

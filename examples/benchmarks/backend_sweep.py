@@ -4,7 +4,7 @@
 
 A GPT with tied embeddings, and transformers' Llama and ViT and a U-Net, tiny, are compiled here and run by fresh
 processes, at two ranks under zb-v and at four under zb-h1: one step each. Printed is the gradient that differs most,
-relative to its largest entry. Bound: 2e-6; of fx, with `exact=True`, 0. inductor compiles for minutes.
+relative to its largest entry. Bound: 2e-6; of fx, with `exact=True`, 0. inductor compiles for half an hour.
 """
 
 import argparse

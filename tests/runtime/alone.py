@@ -49,6 +49,7 @@ pair = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pair", "pp"))["pp"]
 half = (len(models) + 1) // 2
 found |= {f"{model} at 2": run(model, 2, pair) for model in (models[half:] if rank >= 2 else models[:half])}
 torch.save(found, f"found-{rank}.pt")
+torch.distributed.barrier()  # the store of the process group lives as long as its first rank
 torch.distributed.destroy_process_group()
 """
 
