@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,13 +31,14 @@ def waiting_forbidden() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def assert_steps_as_eager(problem: str, schedule: str, ranks: int | None, device: torch.device) -> None:
+def assert_steps_as_eager(
+    problem: str, schedule: str, ranks: int | None, device: torch.device, vocab: str | int = "off"
+) -> None:
     chosen, microbatches = PROBLEMS[problem], 8
     batches = chosen.batches(3, 2 * microbatches)
     model, twin = chosen.model().to(device), chosen.model().to(device)
-    pipe = zbcompile.pipeline(
-        model, schedule=schedule, microbatches=microbatches, loss=chosen.loss, ranks=ranks, exact=True
-    )
+    options: dict[str, Any] = {"schedule": schedule, "microbatches": microbatches, "ranks": ranks}
+    pipe = zbcompile.pipeline(model, loss=chosen.loss, exact=vocab == "off", vocab=vocab, **options)
     for step, batch in enumerate(batches):
         moved = on_device(batch, device)
         with waiting_forbidden() if step else nullcontext():  # the first step compiles
@@ -44,7 +46,10 @@ def assert_steps_as_eager(problem: str, schedule: str, ranks: int | None, device
         assert_near(loss, eager_step(twin, chosen.loss, moved, microbatches, step))
     expected = dict(twin.named_parameters())
     for name, parameter in pipe.named_parameters():
-        assert_near(parameter.grad, expected[name].grad)
+        whole = expected[name].grad
+        assert whole is not None
+        split = parameter.shape != whole.shape  # rows of a sharded vocabulary
+        assert_near(parameter.grad, whole.chunk(dist.get_world_size())[dist.get_rank()] if split else whole)
     pipe.close()
 
 
@@ -66,12 +71,18 @@ def test_in_one_process(schedule: str) -> None:
     assert_steps_as_eager("small-tied", schedule, 2, torch.device("cuda", 0))
 
 
-def rank_of_two(rank: int, store: str, bound: bool, schedule: str) -> None:
+@one_gpu
+@pytest.mark.parametrize("vocab", [1, 2])
+def test_sharded_vocabulary_in_one_process(vocab: int) -> None:
+    assert_steps_as_eager("small-tied", "zb-v", 2, torch.device("cuda", 0), vocab)
+
+
+def rank_of_two(rank: int, store: str, bound: bool, schedule: str, vocab: str | int = "off") -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     chosen = device if bound else None
     dist.init_process_group("nccl", init_method=store, rank=rank, world_size=2, device_id=chosen)
-    assert_steps_as_eager("small-dropout", schedule, None, device)
+    assert_steps_as_eager("small-dropout" if vocab == "off" else "small-tied", schedule, None, device, vocab)
     dist.destroy_process_group()
 
 
@@ -81,6 +92,14 @@ def rank_of_two(rank: int, store: str, bound: bool, schedule: str) -> None:
 def test_two_processes_over_nccl(schedule: str, bound: bool, tmp_path: Path) -> None:
     """Also in a group that is bound to its device, whose pairs share one communicator."""
     torch.multiprocessing.spawn(rank_of_two, (f"file://{tmp_path}/store", bound, schedule), nprocs=2)
+
+
+@two_gpus
+@pytest.mark.parametrize("vocab", [1, 2])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "dualpipe-v"])
+def test_sharded_vocabulary_over_nccl(schedule: str, vocab: int, tmp_path: Path) -> None:
+    """Its collectives have a group and a stream of their own."""
+    torch.multiprocessing.spawn(rank_of_two, (f"file://{tmp_path}/store", False, schedule, vocab), nprocs=2)
 
 
 def two_on_one_gpu(rank: int, store: str) -> None:
