@@ -23,6 +23,7 @@ from tests.runtime.alone import MODELS, expected, run_alone  # noqa: E402
 from tests.runtime.training import worst_difference  # noqa: E402
 
 BOUND = {"fx": 0.0, "inductor": 2e-6}
+ROUNDING = 1e-5  # gradients below this share of the largest are zero but for rounding: ViT's key biases
 
 
 def main() -> int:
@@ -34,7 +35,7 @@ def main() -> int:
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         found = run_alone(Path(folder), options.models, options.backend)
-    worst = {key: worst_difference(ours, expected(*key)) for key, ours in found.items()}
+    worst = {key: worst_difference(ours, expected(*key), ROUNDING) for key, ours in found.items()}
     rows = [[*key, *each] for key, each in worst.items()]
     print(f"{options.backend}: {time.perf_counter() - begin:.0f} s")
     print(tabulate(rows, ["model", "ranks", "worst, of its largest entry", "gradient"], floatfmt=".1e"))

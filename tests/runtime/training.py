@@ -199,19 +199,19 @@ def assert_close(ours: Trained, theirs: Trained, bound: float = 1e-6) -> None:
     assert worst <= bound, f"{name} differs by {worst:.1e} of its largest entry"
 
 
-def worst_difference(ours: Trained, theirs: Trained) -> tuple[float, str]:
+def worst_difference(ours: Trained, theirs: Trained, rounding: float = 0.0) -> tuple[float, str]:
     """How far the gradient that differs most is from the other one, relative to its largest entry, and its name.
 
-    Gradients that are zero but for rounding (of a key's bias, or of one before a norm) count relative to the largest of
-    all gradients, below 1e-5 of which they are."""
+    Gradients below `rounding` of the largest of all (a key's bias, or one before a norm, has one that is zero but for
+    rounding) count relative to that."""
     return max(
         (difference, name)
         for our, their in zip(ours.gradients, theirs.gradients, strict=True)
-        for name, difference in _differences(our, their).items()
+        for name, difference in _differences(our, their, rounding).items()
     )
 
 
-def _differences(ours: Gradients, theirs: Gradients) -> dict[str, float]:
+def _differences(ours: Gradients, theirs: Gradients, rounding: float) -> dict[str, float]:
     sizes = {name: 0.0 if each is None else float(each.abs().max()) for name, each in theirs.items()}
     largest, found = max(sizes.values()), {}
     for name, their in theirs.items():
@@ -219,6 +219,7 @@ def _differences(ours: Gradients, theirs: Gradients) -> dict[str, float]:
         if our is None or their is None:
             assert our is their, f"{name}: {_kind(our)} against {_kind(their)}"
             continue
-        scale = sizes[name] if sizes[name] > 1e-5 * largest else largest
-        found[name] = float((our - their).abs().max()) / (scale or 1.0)
+        scale = sizes[name] if sizes[name] >= rounding * largest else largest
+        difference = float((our - their).abs().max())
+        found[name] = difference and (difference / scale if scale else float("inf"))
     return found
