@@ -9,15 +9,15 @@ Decided here once, from the order of the actions alone:
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from zbcompile.passes.overlap import merge
+from zbcompile.backends import Run
+from zbcompile.pairs import Kind, make_pairs
 from zbcompile.passes.slots import TensorSpec
-from zbcompile.passes.torch_private import boxed
 from zbcompile.program import Program
 from zbcompile.schedules.actions import CAST, LOOKUP, STATS, SUM, Action, F, Pair, S, Step, T
 from zbcompile.stage_plan import Arrival, CompiledStage, arrivals_of
@@ -64,12 +64,12 @@ class Instruction(NamedTuple):
 
 @dataclass(frozen=True)
 class RankPlan:
-    """The instructions of one rank; a pair is a tuple of two, and of the send of what its forward makes. `merged` are
-    the graphs of its pairs, by the stage of the forward, the operation of the backward and its stage."""
+    """The instructions of one rank; a pair is a tuple of two, and of the send of what its forward makes. `merged` runs
+    its pairs, by their kind."""
 
     rank: int
     instructions: tuple[tuple[Instruction, ...], ...]
-    merged: Mapping[tuple[int, str, int], Callable[[list[Any]], Sequence[torch.Tensor]]]
+    merged: Mapping[Kind, Run]
 
     @property
     def buffers(self) -> dict[TensorSpec, int]:
@@ -101,8 +101,8 @@ def plan_rank(program: Program, rank: int, stages: Mapping[int, CompiledStage]) 
             return Instruction(action, carries=makes, peer=target)
         return Instruction(action, needs, makes, target == rank, peer=target, completes=completes.get(action, ()))
 
-    merged = _merge_pairs(steps, stages)
-    return RankPlan(rank, tuple(tuple(map(instruction, step)) for step in _send_within_pairs(steps)), merged)
+    pairs = make_pairs(steps, stages)
+    return RankPlan(rank, tuple(tuple(map(instruction, step)) for step in _send_within_pairs(steps)), pairs)
 
 
 def _send_within_pairs(steps: Sequence[Sequence[Action]]) -> list[tuple[Action, ...]]:
@@ -115,28 +115,6 @@ def _send_within_pairs(steps: Sequence[Sequence[Action]]) -> list[tuple[Action, 
         if step[0] not in early:
             result.append((*step, send) if len(step) == 2 and send in early else tuple(step))
     return result
-
-
-def _merge_pairs(
-    steps: Sequence[Sequence[Action]], stages: Mapping[int, CompiledStage]
-) -> dict[tuple[int, str, int], Callable[[list[Any]], Sequence[torch.Tensor]]]:
-    """One graph per kind of pair. A rank with two model copies runs at most four kinds."""
-    kinds = dict.fromkeys((first.stage, second[0].op, second[0].stage) for first, *second in steps if second)
-    return {(f, op, b): _pair_of(stages[f], op, stages[b]) for f, op, b in kinds}
-
-
-def _pair_of(one: CompiledStage, op: str, other: CompiledStage) -> Callable[[list[Any]], Sequence[torch.Tensor]]:
-    """The merged graph; where the passes are no plain graphs any more, the two one after the other."""
-    if one.mergeable and other.mergeable:
-        return boxed(merge(one.program.pieces["F"], other.program.pieces[op]).module).forward  # type: ignore[no-any-return]
-
-    def in_turn(values: list[Any]) -> Sequence[torch.Tensor]:
-        *inputs, take, give = values
-        values.clear()
-        take(list(one.calls["F"].run(inputs)))
-        return other.calls[op].run(give())
-
-    return in_turn
 
 
 def needed_by(program: Program, action: Action) -> Message | None:

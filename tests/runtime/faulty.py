@@ -5,6 +5,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -12,9 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zbcompile
+from zbcompile.vocabulary_run import ShardRun
 
 WIDTH = 8
 LAYERS = 4
+WORDS = 32  # of the output layer that is sharded
 
 
 @dataclass(frozen=True)
@@ -153,6 +156,27 @@ def failing_step(order: Order, timeout: float = 60, schedule: str = "1f1b") -> E
     return attempt(pipe, lambda: pipe.step(rows(), target=rows()))
 
 
+def failing_shard(order: Order) -> Ended | None:
+    """`order` is carried out in S or T of the second step, on a rank's shard of the output layer."""
+    targets = torch.arange(8)
+    model = Faulty(nn.Linear(WIDTH, WORDS, bias=False))
+    pipe = make("zb-h1", model=model, loss=F.cross_entropy, vocab=1)
+    pipe.step(rows(), target=targets)
+    _drop_gradients(pipe)
+    INJECT.order, INJECT.calls = order, 0
+    scan, update = _injected(ShardRun.scan, "S"), _injected(ShardRun.update, "T")
+    with patch.multiple(ShardRun, scan=scan, update=update):
+        return attempt(pipe, lambda: pipe.step(rows(), target=targets))
+
+
+def _injected(run: Callable[[ShardRun, int], None], pass_: str) -> Callable[[ShardRun, int], None]:
+    def call(shard: ShardRun, microbatch: int) -> None:
+        INJECT(pass_)
+        run(shard, microbatch)
+
+    return call
+
+
 def never_comes(rank: int, timeout: float) -> Ended | None:
     """A rank makes no pipeline at all."""
     if dist.get_rank() == rank:
@@ -258,9 +282,23 @@ class Scenario:
 
 
 def _raises(rank: int, pass_: str, call: int, where: str) -> Scenario:
-    says = f"rank {rank} failed at {where}.* of step 1: ValueError: broken on order"
     order = Order("raise", rank, pass_, call)
-    return Scenario(f"an exception in {pass_}", rank, failing_step, (order, 60.0, "zb-h1"), says)
+    return Scenario(f"an exception in {pass_}", rank, failing_step, (order, 60.0, "zb-h1"), _broken(rank, where))
+
+
+def _raises_in_pair(rank: int, pass_: str, call: int, where: str) -> Scenario:
+    order, half = Order("raise", rank, pass_, call), "forward" if pass_ == "F" else "backward"
+    name = f"an exception in the {half} of a pair"
+    return Scenario(name, rank, failing_step, (order, 60.0, "dualpipe-v"), _broken(rank, where))
+
+
+def _raises_in_shard(rank: int, pass_: str, call: int) -> Scenario:
+    order = Order("raise", rank, pass_, call)
+    return Scenario(f"an exception in {pass_}", rank, failing_shard, (order,), _broken(rank, pass_))
+
+
+def _broken(rank: int, where: str) -> str:
+    return f"rank {rank} failed at {where}.* of step 1: ValueError: broken on order"
 
 
 DIFFERENT = "the ranks compiled different programs: "
@@ -269,6 +307,18 @@ SCENARIOS = (
     _raises(1, "F", 0, "F1"),
     _raises(0, "B", 3, "B0"),
     _raises(1, "W", 2, "W1"),
+    _raises_in_pair(0, "F", 5, "F3.2"),
+    _raises_in_pair(1, "B", 3, "BW1.1"),
+    _raises_in_shard(1, "S", 2),
+    _raises_in_shard(0, "T", 1),
+    Scenario(
+        "SIGKILL in S",
+        1,
+        failing_shard,
+        (Order("kill", 1, "S", 1),),
+        "rank 1 failed at .*step 1: its process ended",
+        silent=True,
+    ),
     Scenario(
         "Ctrl-C in F", 0, failing_step, (Order("interrupt", 0, "F", 3),), "^$|rank 0 failed at F0.*KeyboardInterrupt"
     ),

@@ -32,13 +32,19 @@ def waiting_forbidden() -> Iterator[None]:
 
 
 def assert_steps_as_eager(
-    problem: str, schedule: str, ranks: int | None, device: torch.device, vocab: str | int = "off"
+    problem: str,
+    schedule: str,
+    ranks: int | None,
+    device: torch.device,
+    vocab: str | int = "off",
+    backend: Any = "fx",
 ) -> None:
     chosen, microbatches = PROBLEMS[problem], 8
     batches = chosen.batches(3, 2 * microbatches)
     model, twin = chosen.model().to(device), chosen.model().to(device)
     options: dict[str, Any] = {"schedule": schedule, "microbatches": microbatches, "ranks": ranks}
-    pipe = zbcompile.pipeline(model, loss=chosen.loss, exact=vocab == "off", vocab=vocab, **options)
+    exact = vocab == "off"
+    pipe = zbcompile.pipeline(model, loss=chosen.loss, exact=exact, vocab=vocab, backend=backend, **options)
     for step, batch in enumerate(batches):
         moved = on_device(batch, device)
         with waiting_forbidden() if step else nullcontext():  # the first step compiles
@@ -75,6 +81,18 @@ def test_in_one_process(schedule: str) -> None:
 @pytest.mark.parametrize("vocab", [1, 2])
 def test_sharded_vocabulary_in_one_process(vocab: int) -> None:
     assert_steps_as_eager("small-tied", "zb-v", 2, torch.device("cuda", 0), vocab)
+
+
+def compiled_elsewhere(module: torch.fx.GraphModule, inputs: Any) -> Any:
+    return module.forward
+
+
+@one_gpu
+@pytest.mark.parametrize("schedule", ["dualpipe-v", "1f1b-overlap"])
+def test_halves_of_a_pair_on_two_streams(schedule: str) -> None:
+    """Where a backend has compiled the passes. Small layers and several steps: freed memory is used again at once."""
+    for _ in range(5):
+        assert_steps_as_eager("small-tied", schedule, 2, torch.device("cuda", 0), backend=compiled_elsewhere)
 
 
 def rank_of_two(rank: int, store: str, bound: bool, schedule: str, vocab: str | int = "off") -> None:
