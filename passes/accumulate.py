@@ -9,14 +9,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
 from zbcompile.passes.addition import Adder, Place
 from zbcompile.passes.canonical import output_values
 from zbcompile.passes.costs import storage_key_of
 from zbcompile.passes.pieces import Piece
 from zbcompile.passes.slots import Slot
-from zbcompile.passes.torch_private import is_in_place
+from zbcompile.passes.torch_private import LazyGraphModule, is_in_place
 
 aten = torch.ops.aten
 
@@ -74,7 +74,7 @@ def _copy(piece: Piece) -> tuple[Graph, list[tuple[Slot, Node]]]:
 def _rebuild(piece: Piece, graph: Graph, inputs: tuple[Slot, ...], outputs: list[tuple[Slot, Node]]) -> Piece:
     graph.output_node().args = ([node for _, node in outputs],)
     _drop_unused(graph)
-    module = GraphModule(piece.module, graph, class_name=type(piece.module).__name__)
+    module = LazyGraphModule(piece.module, graph, class_name=type(piece.module).__name__)
     return replace(piece, module=module, inputs=inputs, outputs=tuple(slot for slot, _ in outputs))
 
 

@@ -18,7 +18,15 @@ from zbcompile.passes.diagnosis import operation_failure
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.groups import name_groups
 from zbcompile.passes.slots import Slot
-from zbcompile.passes.torch_private import ASSERTIONS, AUTOCAST, RECOMPUTE, FakeTensorMode, OpOverload, arguments_of
+from zbcompile.passes.torch_private import (
+    ASSERTIONS,
+    AUTOCAST,
+    RECOMPUTE,
+    FakeTensorMode,
+    LazyGraphModule,
+    OpOverload,
+    arguments_of,
+)
 from zbcompile.passes.updates import make_copies_differentiable, separate_changing_buffers
 
 aten = torch.ops.aten
@@ -49,7 +57,7 @@ def output_values(graph: Graph) -> list[Any]:
 
 def canonicalise(captured: Captured) -> Canonical:
     """Copy the captured graph and run every canonicalisation over the copy, in order."""
-    module = GraphModule(captured.module, _copy_graph(captured))
+    module = LazyGraphModule(captured.module, _copy_graph(captured))
     keep_marks(module.graph)
     slots = merge_tied_placeholders(module.graph, captured.inputs)
     drop_checks(module.graph)

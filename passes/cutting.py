@@ -13,6 +13,7 @@ from zbcompile.passes.liveness import Line, held_behind, replicable
 from zbcompile.passes.partition import Cuts
 from zbcompile.passes.slots import Slot
 from zbcompile.passes.strides import boundary_like
+from zbcompile.passes.torch_private import LazyGraphModule
 
 aten = torch.ops.aten
 Assignment = Mapping[Node, int]
@@ -166,7 +167,7 @@ def _build(
             outputs.append((slot, builder.value(node)))
     builder.graph.output(tuple(node for _, node in outputs))
     _placeholders_first(builder.graph)
-    module = GraphModule(canonical.module, builder.graph, class_name=f"Stage{stage}")
+    module = LazyGraphModule(canonical.module, builder.graph, class_name=f"Stage{stage}")
     return Stage(stage, module, tuple(slot for slot, _ in outputs), any(is_random(node) for node in own))
 
 

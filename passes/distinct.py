@@ -20,6 +20,7 @@ from zbcompile.passes.joint import tangents_of
 from zbcompile.passes.pieces import Piece
 from zbcompile.passes.slots import Kind, Slot
 from zbcompile.passes.stage_program import StageProgram, tensor_spec
+from zbcompile.passes.torch_private import LazyGraphModule
 
 Value = TypeVar("Value")
 # Slots of different kinds that are called after the same thing.
@@ -190,7 +191,7 @@ def _renamed_piece(piece: Piece, to: Renaming) -> Piece:
     copies: dict[Node, Node] = {}
     for node in piece.module.graph.nodes:
         copies[node] = _copied(graph, node, copies, to)
-    module = GraphModule(piece.module, graph, class_name=f"{piece.name}{to.stage}")
+    module = LazyGraphModule(piece.module, graph, class_name=f"{piece.name}{to.stage}")
     return replace(
         piece, module=module, inputs=tuple(map(to.slot, piece.inputs)), outputs=tuple(map(to.slot, piece.outputs))
     )

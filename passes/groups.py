@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch.fx import Graph, GraphModule, Node
 
 from zbcompile.passes.errors import CaptureError
-from zbcompile.passes.torch_private import FUNCTIONAL_COLLECTIVES, OpOverload, arguments_of
+from zbcompile.passes.torch_private import FUNCTIONAL_COLLECTIVES, LazyGraphModule, OpOverload, arguments_of
 
 WAIT = "wait_tensor"
 
@@ -54,7 +54,7 @@ def with_groups(module: GraphModule, names: Sequence[str]) -> GraphModule:
         at = _group_argument(node)
         if at is not None:
             node.update_arg(at, own[str(node.args[at])])
-    return GraphModule(module, graph, class_name=type(module).__name__)
+    return LazyGraphModule(module, graph, class_name=type(module).__name__)
 
 
 def _group_argument(node: Node) -> int | None:

@@ -17,7 +17,7 @@ from zbcompile.passes.canonical import output_values
 from zbcompile.passes.costs import bytes_moved
 from zbcompile.passes.groups import is_collective, is_wait
 from zbcompile.passes.pieces import Piece
-from zbcompile.passes.torch_private import OpOverload
+from zbcompile.passes.torch_private import LazyGraphModule, OpOverload
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def merge(forward: Piece, backward: Piece) -> Merged:
     done = graph.output([copies[node] for node in results])
     for node in [*arriving, *interleave(first, second)]:
         done.prepend(node)
-    module = GraphModule(_Attributes(forward.module, backward.module), graph, class_name="FB")
+    module = LazyGraphModule(_Attributes(forward.module, backward.module), graph, class_name="FB")
     return Merged(module, forward, backward)
 
 

@@ -18,6 +18,7 @@ from zbcompile.passes.operators import is_foreign, name_of_operator, operator_na
 from zbcompile.passes.origin import Origin, origin_of
 from zbcompile.passes.pieces import Piece
 from zbcompile.passes.slots import Slot
+from zbcompile.passes.torch_private import LazyGraphModule
 from zbcompile.passes.value_data import ValueReader, ValueWriter
 
 Data = dict[str, Any]
@@ -108,7 +109,7 @@ def _graph_from_data(data: Data, reading: Reading, prefix: str, class_name: str)
         _remember(nodes[each["name"]], each, values)
         if each["op"] == "get_attr":
             held[each["target"]] = _attribute(data, each["target"], reading, prefix)
-    return GraphModule(held, graph, class_name=class_name)
+    return LazyGraphModule(held, graph, class_name=class_name)
 
 
 def _attribute(data: Data, name: str, reading: Reading, prefix: str) -> Any:

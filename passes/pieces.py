@@ -10,6 +10,7 @@ from torch.fx import Graph, GraphModule, Node
 from zbcompile.passes.costs import storage_key_of, tensors_of
 from zbcompile.passes.joint import Joint
 from zbcompile.passes.slots import Slot
+from zbcompile.passes.torch_private import LazyGraphModule
 
 LATER = {"F": ("B", "W"), "B": ("W",), "W": (), "BW": ()}
 
@@ -121,7 +122,7 @@ class _Extractor:
         self._copy_nodes()
         self.graph.output([self._result(slot, node) for slot, node in outputs])
         joint = assignment.joint
-        module = GraphModule(joint.module, self.graph, class_name=f"{name}{joint.stage.index}")
+        module = LazyGraphModule(joint.module, self.graph, class_name=f"{name}{joint.stage.index}")
         return Piece(name, module, tuple(slot for slot, _ in inputs), tuple(slot for slot, _ in outputs))
 
     def _slot(self, node: Node) -> Slot:

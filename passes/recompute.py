@@ -10,7 +10,7 @@ of other libraries and those that may not repeat their bits run once.
 
 from dataclasses import replace
 
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
 from zbcompile.passes.choices import Recompute
 from zbcompile.passes.costs import count_flops, is_view
@@ -19,7 +19,7 @@ from zbcompile.passes.forward_values import Forward, has_hints, list_values
 from zbcompile.passes.joint import Joint, Recomputed
 from zbcompile.passes.remaking import remake
 from zbcompile.passes.saving import Saving, Values, fit, smallest
-from zbcompile.passes.torch_private import FakeTensorMode
+from zbcompile.passes.torch_private import FakeTensorMode, LazyGraphModule
 
 
 def recompute(joint: Joint, policy: Recompute = "hints") -> Joint:
@@ -93,7 +93,7 @@ class _Rewriter:
                 self.first[node] = self.graph.node_copy(node, read)
         outputs = tuple((slot, self._output(node, slot in joint.stage.outputs)) for slot, node in joint.outputs)
         self.graph.output([node for _, node in outputs])
-        module = GraphModule(joint.module, self.graph, class_name=type(joint.module).__name__)
+        module = LazyGraphModule(joint.module, self.graph, class_name=type(joint.module).__name__)
         inputs = tuple((slot, self.first[node]) for slot, node in joint.inputs)
         again = [node for node in self.late if node in self.forward.made]
         return replace(joint, module=module, inputs=inputs, outputs=outputs), again

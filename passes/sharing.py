@@ -3,11 +3,12 @@
 from collections.abc import Set
 from dataclasses import replace
 
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from zbcompile.passes.cutting import Stage
 from zbcompile.passes.errors import CompileError
+from zbcompile.passes.torch_private import LazyGraphModule
 
 SEPARATE_USES = "separate_uses"  # marks the placeholder of a parameter whose uses have a gradient each
 
@@ -37,7 +38,7 @@ def _marked(stage: Stage, shared: Set[str]) -> Stage:
         if node.name in found:
             copies[node].meta[SEPARATE_USES] = True
     name = type(stage.module).__name__
-    return replace(stage, module=GraphModule(stage.module, graph, class_name=name))
+    return replace(stage, module=LazyGraphModule(stage.module, graph, class_name=name))
 
 
 def refuse_shared_mutation(stages: tuple[Stage, ...]) -> None:

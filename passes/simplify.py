@@ -5,10 +5,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
 from zbcompile.passes.costs import is_view
 from zbcompile.passes.joint import Joint
+from zbcompile.passes.torch_private import LazyGraphModule
 
 aten = torch.ops.aten
 
@@ -27,7 +28,7 @@ def copy_joint(joint: Joint) -> Joint:
     graph = Graph()
     copies: dict[Node, Node] = {}
     graph.output(graph.graph_copy(joint.module.graph, copies))
-    module = GraphModule(joint.module, graph, class_name=type(joint.module).__name__)
+    module = LazyGraphModule(joint.module, graph, class_name=type(joint.module).__name__)
     return replace_nodes(replace(joint, module=module), copies)
 
 

@@ -18,12 +18,16 @@ from torch._ops import OpOverload as OpOverload  # 2.11-2.13: the class of torch
 from torch._subclasses import functional_tensor  # 2.11-2.13: what AOTAutograd functionalises with
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor  # 2.11-2.13: no public name for the class
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode  # 2.11-2.13: shapes without memory
+from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 from torch.fx.experimental.proxy_tensor import make_fx as make_fx  # 2.11-2.13: documented as functorch.make_fx
 from torch.fx.graph import _BoxedCodeGen  # 2.11-2.13: the only code generator that frees inputs as they are used
 from torch.fx.traceback import annotate, get_current_meta, preserve_node_meta
 from torch.utils import _pytree as pytree  # 2.11-2.13: torch.export uses it; torch.utils.pytree is newer
 
 pytree = pytree
+# 2.11-2.13: a graph module that writes its code when it is first run or printed. Most of ours never are, and writing it
+# would be a tenth of a compilation. `forward`, kept as a function, goes a long way round: `boxed` has a short one.
+LazyGraphModule = LazyGraphModule
 aten = torch.ops.aten
 
 # 2.11-2.13: what torch.export makes of checks of shapes and values, its own and the model's.
@@ -78,19 +82,13 @@ class _DirectCodeGen(_BoxedCodeGen):
         return code
 
 
-def use_boxed_calls(module: torch.fx.GraphModule) -> None:
-    """Make `module` take one list, which it empties: each input can be freed at its last use."""
-    module.graph.set_codegen(_DirectCodeGen())
-    module.recompile()
-
-
 def boxed(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """A copy of `module` with boxed calls (see `use_boxed_calls`); the module itself is shared, printed and hashed."""
+    """A copy of `module` that takes one list, which it empties: each input can be freed at its last use. The module
+    itself is shared, printed and hashed."""
     graph = torch.fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
-    copy = torch.fx.GraphModule(module, graph, class_name=type(module).__name__)
-    use_boxed_calls(copy)
-    return copy
+    graph.set_codegen(_DirectCodeGen())
+    return torch.fx.GraphModule(module, graph, class_name=type(module).__name__)
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

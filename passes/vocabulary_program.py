@@ -16,7 +16,7 @@ from zbcompile.passes.costs import count_flops
 from zbcompile.passes.pieces import Piece
 from zbcompile.passes.slots import Slot, TensorSpec
 from zbcompile.passes.stage_program import tensor_spec
-from zbcompile.passes.torch_private import FakeTensorMode, make_fx
+from zbcompile.passes.torch_private import FakeTensorMode, LazyGraphModule, make_fx
 from zbcompile.passes.vocabulary_head import VocabularyHead
 from zbcompile.passes.vocabulary_lookup import VocabularyLookup, look_up, spread
 from zbcompile.passes.vocabulary_scan import scan
@@ -285,7 +285,7 @@ def _piece(title: str, name: str, module: GraphModule, slots: Sequence[Slot], ou
         if not node.users:
             module.graph.erase_node(node)
     kept = tuple(node.meta["slot"] for node in module.graph.find_nodes(op="placeholder"))
-    return Piece(name, GraphModule(module, module.graph, class_name=title), kept, tuple(outputs))
+    return Piece(name, LazyGraphModule(module, module.graph, class_name=title), kept, tuple(outputs))
 
 
 def _results(piece: Piece) -> list[tuple[Slot, Any]]:

@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
 from zbcompile.passes.canonical import Canonical, drop_dead_code, infer_values
 from zbcompile.passes.slots import Slot
-from zbcompile.passes.torch_private import FakeTensorMode, make_fx
+from zbcompile.passes.torch_private import FakeTensorMode, LazyGraphModule, make_fx
 from zbcompile.passes.vocabulary_head import VocabularyHead
 from zbcompile.passes.vocabulary_lookup import VocabularyLookup
 
@@ -38,7 +38,7 @@ def cut_off(canonical: Canonical, head: VocabularyHead, lookup: VocabularyLookup
         inputs=tuple(node.meta["slot"] for node in graph.find_nodes(op="placeholder")),
         outputs=tuple(slot for slot, _ in ends),
     )
-    module, mode = GraphModule(canonical.module, graph), FakeTensorMode(allow_non_fake_inputs=True)
+    module, mode = LazyGraphModule(canonical.module, graph), FakeTensorMode(allow_non_fake_inputs=True)
     infer_values(module, captured, mode)
     return Canonical(captured, module, mode)
 

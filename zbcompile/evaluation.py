@@ -1,13 +1,14 @@
 """Evaluation: the model's own output from forward passes alone, on every rank."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from zbcompile.backends import Run
 from zbcompile.batch import Batch
 from zbcompile.compiler import Inference, compile_inference
 from zbcompile.engine import Distributed, Engine
@@ -15,7 +16,7 @@ from zbcompile.nonfinite import Checked
 from zbcompile.passes.canonical import output_values
 from zbcompile.passes.slots import Slot
 from zbcompile.passes.stage_program import inference_piece, tensor_spec
-from zbcompile.passes.torch_private import use_boxed_calls
+from zbcompile.passes.torch_private import boxed
 from zbcompile.program import Program
 from zbcompile.rank_plan import Buffer, Message
 from zbcompile.schedules.actions import Action
@@ -29,11 +30,19 @@ from zbcompile.transport import Mailboxes, PointToPoint, ReceiveBuffers, Transpo
 @dataclass(frozen=True)
 class EvaluationPlan:
     """How one shape of batch is evaluated: as `count` equal chunks, each through `inference`, under inspection if
-    `inspect`."""
+    `inspect`. `runs` are the stages that ran here, ready to run again."""
 
     inference: Inference
     count: int
     inspect: bool
+    runs: dict[int, Run] = field(default_factory=dict)
+
+    def run(self, stage: int) -> Run:
+        """The forward of a stage, as a function of one list."""
+        if stage not in self.runs:
+            piece = inference_piece(self.inference.stages[stage])
+            self.runs[stage] = Checked(stage, piece) if self.inspect else boxed(piece.module).forward
+        return self.runs[stage]
 
 
 def plan_evaluation(model: nn.Module, batch: Batch, program: Program, inspect: bool) -> EvaluationPlan:
@@ -47,16 +56,10 @@ def plan_evaluation(model: nn.Module, batch: Batch, program: Program, inspect: b
     wanted = program.schedule.microbatches
     count = max(n for n in range(1, wanted + 1) if batch.size % n == 0)
     if count == 1 or not _has_rows(whole, batch.size) or _changes_buffers(whole):
-        return _ready(whole, 1, inspect)
+        return EvaluationPlan(whole, 1, inspect)
     chunk = compile_inference(model, batch.microbatch(0, count), program)
     fits = _has_rows(chunk, batch.size // count) and _rest(chunk) == _rest(whole)
-    return _ready(chunk, count, inspect) if fits else _ready(whole, 1, inspect)
-
-
-def _ready(inference: Inference, count: int, inspect: bool) -> EvaluationPlan:
-    for stage in inference.stages:
-        use_boxed_calls(stage.module)
-    return EvaluationPlan(inference, count, inspect)
+    return EvaluationPlan(chunk, count, inspect) if fits else EvaluationPlan(whole, 1, inspect)
 
 
 def _values(inference: Inference) -> dict[str, torch.Tensor]:
@@ -135,8 +138,7 @@ def _forward(
             transport.wait(message)
         values.update(zip(arriving, transport.take(message), strict=True))
     _locate(engine, program, stage, microbatch)
-    piece = inference_piece(graph)
-    results = run_forward_only(piece, Checked(stage, piece) if plan.inspect else piece.module, values)
+    results = run_forward_only(inference_piece(graph), plan.run(stage), values)
     for slot, value in results.items():
         if slot.kind == "output":
             made.setdefault(slot.name, []).append(value)
