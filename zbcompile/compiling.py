@@ -24,6 +24,7 @@ from zbcompile.passes.choices import Choices
 from zbcompile.passes.refusals import hook_problems, raise_first
 from zbcompile.passes.slots import Slot
 from zbcompile.passes.stage_program import bind_groups
+from zbcompile.passes.torch_private import global_hooks
 from zbcompile.preparation import CompiledPasses, compile_passes
 from zbcompile.program import Program, StepOptions
 from zbcompile.recent import Recent
@@ -32,6 +33,7 @@ from zbcompile.share import Share
 from zbcompile.stage_plan import prepare_stage
 from zbcompile.state import own_state
 from zbcompile.switches import DEBUG_NAN
+from zbcompile.torch_private import fingerprint
 from zbcompile.vocabulary_collectives import Roots
 from zbcompile.vocabulary_shards import VocabularyExecutable, VocabularyShards, make_executable_shards
 
@@ -39,7 +41,8 @@ from zbcompile.vocabulary_shards import VocabularyExecutable, VocabularyShards, 
 class Executables:
     """What a pipeline runs, by the shapes of its microbatches. `program` is the first one's (None before), `share` this
     process's share of the model, `shards` that of an output layer that is sharded over the ranks; `compilations` say
-    what the backend did for each program."""
+    what the backend did for each program. `parameters` are those that the next step trains, by name: the model's, of a
+    sharded output layer this rank's rows."""
 
     def __init__(self, model: nn.Module, options: Options, engine: Engine, schedule: Schedule) -> None:
         self.program: Program | None = None
@@ -50,8 +53,11 @@ class Executables:
         self._backend = make_backend("fx" if self.debug_nan else options.backend, engine.device)
         check_cuda_graphs(options.cuda_graphs, engine.device)
         self.compilations: list[Compilation] = []
+        self.parameters: dict[str, nn.Parameter] = {}
         self._kept: Recent[Any, Executable] = Recent(options.max_shapes)
         self._bound: dict[Slot, tuple[torch.Tensor, str]] = {}
+        self._last: Executable
+        self._last_state: tuple[Any, ...] | None = None
 
     def __iter__(self) -> Iterator[Executable]:
         return iter(self._kept)
@@ -71,6 +77,17 @@ class Executables:
     def get(self, microbatch: Microbatch) -> Executable:
         """The executable for microbatches of these shapes; compiled if there is none. Raises PipelineError and
         CaptureError where the model is no longer what was compiled."""
+        if self._last_state is None or self._state(microbatch) != self._last_state:
+            self._last = self._look_up(microbatch)
+            self._last_state = self._state(microbatch)
+        return self._last
+
+    def _state(self, microbatch: Microbatch) -> tuple[Any, ...]:
+        """As long as this stays, there is nothing to look at again."""
+        hooks = bool(global_hooks())
+        return microbatch.signature, autocast_on(self._engine.device), hooks, fingerprint(self._model)
+
+    def _look_up(self, microbatch: Microbatch) -> Executable:
         key = (microbatch.signature, self._modes(), autocast_on(self._engine.device))
         if key not in self._kept:
             with self._engine.watch.position.turn_to(f"compiling for microbatches of {microbatch.summary()}"):
@@ -79,6 +96,7 @@ class Executables:
                 print(f"zbcompile: dropped the program not used for longest; max_shapes={self._options.max_shapes}.")
         require_same_tensors(self._model, self._bound)
         raise_first(hook_problems(self._model))
+        self.parameters = {**dict(self._model.named_parameters()), **(self.shards.own if self.shards else {})}
         return self._kept[key]
 
     def is_own(self, name: str) -> bool:

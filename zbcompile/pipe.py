@@ -113,7 +113,7 @@ class Pipeline:
             self._compiled.share.require_filled()
             given = self._step_input(batch, executable.program)
             with self._as_captured(), self._void_if_it_fails():
-                losses = self._engine.step(executable, given, self._parameters_by_name())
+                losses = self._engine.step(executable, given, self._compiled.parameters)
         self.step_index += 1
         if self._records is not None and self.last_step is not None:
             self._records.append(self.last_step)

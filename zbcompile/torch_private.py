@@ -27,6 +27,29 @@ def profiler_is_on() -> bool:
     return torch.autograd._profiler_enabled()
 
 
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def fingerprint(model: torch.nn.Module) -> list[Any]:
+    """What a compiled step takes for granted of a model, as values to compare: its modules, their modes and hooks, its
+    tensors, their kinds and hooks. `named_parameters` and its like take ten times as long, in every step (2.11-2.13: a
+    module's own tables)."""
+    found: list[Any] = []
+    modules, seen = [model], {id(model)}
+    while modules:
+        module = modules.pop()
+        found += (id(module), module.training, any(getattr(module, kind, None) for kind in HOOKS))
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None:
+                found += (id(tensor), tensor.requires_grad, tensor.dtype, tensor.shape, tensor.device)
+                found.append(bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None)))
+        for child in module._modules.values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                modules.append(child)
+    return found
+
+
 def group_called(name: str) -> dist.ProcessGroup:
     """The process group of this name, by which functional collectives find it (2.11-2.13: no public function does)."""
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type, no-any-return]

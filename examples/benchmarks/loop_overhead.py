@@ -6,8 +6,8 @@
 The stages are tiny, so a step is almost all overhead; the time inside the graphs is subtracted. Steps with few and
 with many microbatches are compared: the difference is what one more action costs (sends and receives are actions too),
 the rest is what a whole step costs beside its actions (looking at the batch and the model, sharing the loss). Over
-messages a bare exchange through torch.distributed is measured beside it (isend, irecv and both waits, of tensors as
-large as ours, nothing else), and what remains of ours without that. Time is that of the calling thread.
+messages a bare exchange through torch.distributed is measured beside it (two ranks that answer each other with tensors
+as large as ours, nothing else), and what remains of ours without that. Time is that of the calling thread.
 Target: below 40 microseconds per action.
 """
 
@@ -15,7 +15,7 @@ import argparse
 import os
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -75,66 +75,89 @@ def time_graphs(stages: dict[int, CompiledStage]) -> list[Timed]:
     return clocks
 
 
-class Cost(NamedTuple):
-    """Of one step: its actions on this process's ranks, how many of them are messages, and CPU microseconds."""
+class Contender:
+    """A pipeline with clocks around its graphs: its actions on this process's ranks, how many of them are messages, and
+    the CPU seconds of its steps without the graphs."""
 
-    actions: int
-    messages: int
-    microseconds: float
+    def __init__(self, schedule: str, ranks: int | None, microbatches: int) -> None:
+        self.x, self.seconds = torch.randn(microbatches, WIDTH), list[float]()
+        self.pipe = zbcompile.pipeline(
+            Tiny(8), schedule=schedule, microbatches=microbatches, loss=F.mse_loss, ranks=ranks
+        )
+        self.pipe.compile(self.x, target=self.x)
+        executable = self.pipe._compiled.first()
+        self.clocks = time_graphs(executable.stages)  # type: ignore[arg-type]
+        for plan in executable.plans:
+            for kind, run in plan.merged.items():
+                self.clocks.append(TimedPair(run))
+                plan.merged[kind] = self.clocks[-1]  # type: ignore[index]
+        programs = [executable.program.lowered.programs[plan.rank] for plan in executable.plans]
+        actions = [action for program in programs for action in flatten(program)]
+        self.actions, self.messages = len(actions), sum(action.op in MESSAGES for action in actions)
 
-
-def cost(schedule: str, ranks: int | None, microbatches: int, rounds: int) -> Cost:
-    """What a step costs without its graphs, the least of the rounds."""
-    x = torch.randn(microbatches, WIDTH)
-    pipe = zbcompile.pipeline(Tiny(8), schedule=schedule, microbatches=microbatches, loss=F.mse_loss, ranks=ranks)
-    pipe.compile(x, target=x)
-    executable = pipe._compiled.first()
-    clocks = time_graphs(executable.stages)  # type: ignore[arg-type]
-    for plan in executable.plans:
-        for kind, run in plan.merged.items():
-            clocks.append(TimedPair(run))
-            plan.merged[kind] = clocks[-1]  # type: ignore[index]
-    found = []
-    for _ in range(rounds + 3):
-        for clock in clocks:
+    def step(self) -> None:
+        for clock in self.clocks:
             clock.seconds = 0.0
         begin = time.thread_time()
-        pipe.step(x, target=x)
-        found.append(time.thread_time() - begin - sum(clock.seconds for clock in clocks))
-    pipe.close()
-    programs = [executable.program.lowered.programs[plan.rank] for plan in executable.plans]
-    actions = [action for program in programs for action in flatten(program)]
-    return Cost(len(actions), sum(action.op in MESSAGES for action in actions), 1e6 * min(found[3:]))
+        self.pipe.step(self.x, target=self.x)
+        self.seconds.append(time.thread_time() - begin - sum(clock.seconds for clock in self.clocks))
+
+    @property
+    def microseconds(self) -> float:
+        """The cheapest step but for the first three."""
+        return 1e6 * min(self.seconds[3:])
 
 
-def bare_message(rounds: int, count: int = 32) -> float:
-    """CPU microseconds of one end of a message between two neighbours: `count` of them sent and received at once."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    peer = rank ^ 1
-    if peer >= ranks:
-        return float("nan")
-    sent, arrived = [[torch.randn(1, WIDTH) for _ in range(count)] for _ in range(2)]
-    found = []
-    for _ in range(rounds):
+class Bare:
+    """What one end of a message costs between two neighbours that answer each other, without anything of ours."""
+
+    COUNT = 32
+
+    def __init__(self) -> None:
+        self.peer = dist.get_rank() ^ 1
+        self.sent, self.arrived = torch.randn(1, WIDTH), torch.randn(1, WIDTH)
+        self.seconds: list[float] = []
+
+    def step(self) -> None:
+        if self.peer >= dist.get_world_size():
+            return
         begin = time.thread_time()
-        receives = [dist.irecv(tensor, peer, tag=tag) for tag, tensor in enumerate(arrived)]
-        sends = [dist.isend(tensor, peer, tag=tag) for tag, tensor in enumerate(sent)]
-        for work in (*receives, *sends):
-            work.wait()  # type: ignore[union-attr]
-        found.append(time.thread_time() - begin)
-    return 1e6 * min(found) / (2 * count)
+        for tag in range(self.COUNT):
+            if self.peer % 2:
+                self._send(tag)
+            self._receive(tag)
+            if not self.peer % 2:
+                self._send(tag)
+        self.seconds.append(time.thread_time() - begin)
+
+    def _send(self, tag: int) -> None:
+        dist.isend(self.sent, self.peer, tag=tag).wait()  # type: ignore[union-attr]
+
+    def _receive(self, tag: int) -> None:
+        dist.irecv(self.arrived, self.peer, tag=tag).wait()  # type: ignore[union-attr]
+
+    @property
+    def microseconds(self) -> float:
+        return 1e6 * min(self.seconds, default=float("nan")) / (2 * self.COUNT)
 
 
 def row(schedule: str, ranks: int | None, microbatches: int, rounds: int) -> list[Any]:
-    """The costs of a schedule as the table shows them."""
-    few, many = (cost(schedule, ranks, count, rounds) for count in (microbatches, 3 * microbatches))
+    """The costs of a schedule as the table shows them. All take turns, so that drift of the machine meets all alike."""
+    few, many = (Contender(schedule, ranks, count) for count in (microbatches, 3 * microbatches))
+    bare = Bare() if ranks is None else None
+    for _ in range(rounds + 3):
+        few.step()
+        many.step()
+        if bare:
+            bare.step()
     actions, messages = many.actions - few.actions, many.messages - few.messages
     each = (many.microseconds - few.microseconds) / actions
-    step = few.microseconds - each * few.actions
-    if ranks is not None:
-        return [schedule, each, step]
-    bare = bare_message(rounds)
-    return [schedule, each, step, 100 * messages / actions, bare, each - bare * messages / actions]
+    found = [schedule, each, few.microseconds - each * few.actions]
+    if bare:
+        found += [100 * messages / actions, bare.microseconds, each - bare.microseconds * messages / actions]
+    few.pipe.close()
+    many.pipe.close()
+    return found
 
 
 HEAD = [
@@ -151,7 +174,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schedules", default="1f1b,zb-h1,zb-v,dualpipe-v", help="default: %(default)s")
     parser.add_argument("--microbatches", type=int, default=8, help="and three times as many (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=30, help="steps; the cheapest counts (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=60, help="steps; the cheapest counts (default: %(default)s)")
     options = parser.parse_args()
     torch.set_num_threads(1)
     spread = "RANK" in os.environ

@@ -3,7 +3,8 @@
     torchrun --standalone --nproc-per-node 2 examples/benchmarks/vs_torch.py
 
 GPT of 8 layers, width 256, sequence 128, 8 microbatches of 2, AdamW; one thread per rank. In every round each
-contender takes one step, so that drift of the machine meets all alike. Printed are medians over the rounds of seconds
+contender takes one step, in an order drawn anew, so that drift of the machine and what the one before left in caches
+meet all alike. Printed are medians over the rounds of seconds
 per step, of CPU seconds summed over the ranks relative to the eager process, and of each contender's time relative to
 torch's fastest in the same round; and the peak of bytes that wait for a backward on the fullest rank, counted by
 storage without parameters (torch's by saved-tensor hooks). The eager step is also taken by all ranks at once: cores
@@ -14,6 +15,7 @@ Targets: CPU seconds of our zb-v <= 1.03; every one of ours ahead of every one o
 
 import argparse
 import copy
+import random
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -184,7 +186,7 @@ def eager(model: nn.Module, inputs: Tensor, targets: Tensor, copies: int) -> Con
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9, help="paired rounds (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=25, help="paired rounds (default: %(default)s)")
     parser.add_argument("--ours", default=",".join(OURS), help="our schedules (default: %(default)s)")
     parser.add_argument("--torch", default=",".join(TORCH), help="torch's classes (default: %(default)s)")
     options = parser.parse_args()
@@ -198,8 +200,9 @@ def main() -> None:
     contenders |= {name: ours(name, copy.deepcopy(model), inputs, targets) for name in options.ours.split(",")}
     for name in options.torch.split(","):
         contenders[f"torch {name}"] = torchs(name, copy.deepcopy(model), inputs, targets)
+    chance = random.Random(0)  # the same on every rank
     for _ in range(options.rounds + 1):  # the first round warms up
-        for contender in contenders.values():
+        for contender in chance.sample(list(contenders.values()), len(contenders)):
             contender.measure()
     held = {name: contender.held() for name, contender in contenders.items()}
     if dist.get_rank() == 0:
