@@ -1,13 +1,23 @@
 """What a node costs: floating-point operations and bytes moved, counted on fake tensors."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import getitem
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Interpreter, Node
+from torch.fx.node import map_arg
 from torch.utils.flop_counter import FlopCounterMode
 
-from zbcompile.passes.torch_private import CPU_ATTENTION, CPU_ATTENTION_BACKWARD, FakeTensorMode, storage_key
+from zbcompile.passes.torch_private import (
+    CPU_ATTENTION,
+    CPU_ATTENTION_BACKWARD,
+    FakeTensorMode,
+    OpOverload,
+    is_composite,
+    storage_key,
+)
 
 
 @dataclass(frozen=True)
@@ -46,6 +56,32 @@ _MISSING = {
 }
 
 
+_FORMULAS: Mapping[Any, Callable[..., int]] = FlopCounterMode(display=False, custom_mapping=_MISSING).flop_registry
+
+
+def count_flops(module: GraphModule, mode: FakeTensorMode) -> dict[Node, int]:
+    """Floating-point operations of every call (a multiply-add is two), as torch's counter has them.
+
+    From the values in the graph, without running it, unless an operation is made of others or calls a graph.
+    """
+    calls = [node for node in module.graph.nodes if node.op == "call_function"]
+    if all(map(_is_elementary, calls)):
+        return {node: _flops_of(node) for node in calls}
+    return count_flops_by_run(module, mode)
+
+
+def _is_elementary(node: Node) -> bool:
+    return node.target is getitem or (isinstance(node.target, OpOverload) and not is_composite(node.target))
+
+
+def _flops_of(node: Node) -> int:
+    formula = _FORMULAS.get(getattr(node.target, "overloadpacket", None))
+    if formula is None:
+        return 0
+    args, kwargs = map_arg((node.args, node.kwargs), lambda given: given.meta["val"])
+    return int(formula(*args, **kwargs, out_val=node.meta["val"]))
+
+
 class _Flops(Interpreter):
     def __init__(self, module: GraphModule, counter: FlopCounterMode) -> None:
         super().__init__(module)
@@ -55,12 +91,13 @@ class _Flops(Interpreter):
     def run_node(self, n: Node) -> Any:
         before = self.counter.get_total_flops()
         value = super().run_node(n)
-        self.counts[n] = self.counter.get_total_flops() - before
+        if n.op == "call_function":
+            self.counts[n] = self.counter.get_total_flops() - before
         return value
 
 
-def count_flops(module: GraphModule, mode: FakeTensorMode) -> dict[Node, int]:
-    """Floating-point operations of every node (a multiply-add is two), by one run on fake tensors."""
+def count_flops_by_run(module: GraphModule, mode: FakeTensorMode) -> dict[Node, int]:
+    """The same by one run on fake tensors."""
     values = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
     with mode, torch.no_grad(), FlopCounterMode(display=False, custom_mapping=_MISSING) as counter:
         inputs = [_fresh(value) for value in values]

@@ -58,6 +58,11 @@ def is_in_place(operation: object) -> bool:
     return isinstance(operation, OpOverload) and bool(operation._schema.is_mutable)
 
 
+def is_composite(operation: OpOverload) -> bool:
+    """Whether an operation is made of others (2.11-2.13: no public name)."""
+    return operation._can_decompose()
+
+
 def arguments_of(operation: OpOverload) -> list[Any]:
     """The declared arguments of an operator, each with `name` and `default_value` (2.11-2.13: see above)."""
     return list(operation._schema.arguments)

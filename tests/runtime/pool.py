@@ -175,6 +175,7 @@ def serve(pipe: Connection, stacks: str) -> None:
     """A worker's life: take a task, run it, answer."""
     with open(stacks, "w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin by ignoring it
         torch = importlib.import_module("torch")
         torch.set_num_threads(1)  # sums and norms change their bits with the number of threads
         importlib.import_module("zbcompile").pipeline  # noqa: B018  imports the runtime

@@ -10,7 +10,7 @@ from itertools import combinations
 import pytest
 
 from tests.runtime.pool import Pool
-from tests.runtime.training import Case, assert_bitwise, assert_close, join, pipelined, reference
+from tests.runtime.training import Case, assert_bitwise, assert_close, join, pipelined, quickly, reference
 
 IN_PROCESS = (
     Case("gpt-tied", "1f1b", 1, 1),
@@ -63,20 +63,20 @@ def test_every_pair_occurs(one: str, other: str) -> None:
 
 @pytest.mark.parametrize("case", IN_PROCESS, ids=str)
 def test_in_one_process(case: Case) -> None:
-    assert_bitwise(pipelined(case), reference(case))
+    assert_bitwise(quickly(case), reference(case))
 
 
 @pytest.mark.parametrize("case", PROCESSES, ids=str)
 def test_in_processes(case: Case, pool: Pool) -> None:
-    assert_bitwise(join(pool.run(pipelined, case, ranks=case.ranks)), reference(case))
+    assert_bitwise(join(pool.run(quickly, case, ranks=case.ranks)), reference(case))
 
 
 @pytest.mark.parametrize("case", OTHER_MODELS, ids=str)
 def test_other_models(case: Case, pool: Pool) -> None:
     """Skip connections, loss inside the model, frozen and unused parameters."""
-    alone = pipelined(case)
+    alone = quickly(case)
     assert_bitwise(alone, reference(case))
-    assert_bitwise(join(pool.run(pipelined, case, ranks=case.ranks)), alone)
+    assert_bitwise(join(pool.run(quickly, case, ranks=case.ranks)), alone)
 
 
 DEFAULT = [
