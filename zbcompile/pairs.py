@@ -1,8 +1,10 @@
-"""How the two halves of a pair run: as one graph, side by side on two CUDA streams, or one after the other.
+"""How the two halves of a pair run: as one graph, one after the other, or side by side on two CUDA streams.
 
 Graphs that run as they are become one, in which collectives and messages of each half hide behind the other
-(`passes.overlap`). What a backend has compiled cannot be interleaved any more. On CUDA its halves then run on two
-streams, so that the backward need not wait for the forward. Recorded CUDA graphs share memory and stay in turn.
+(`passes.overlap`). What a backend has compiled cannot be interleaved any more: its halves run in turn, or, where
+ZBCOMPILE_PAIR_STREAMS=1 asks for it, on two streams, so that the backward need not wait for the forward. That pays
+where the kernels of one half leave the device partly idle, and costs memory, because the allocator keeps what belongs
+to two streams apart. Recorded CUDA graphs share memory and stay in turn.
 
 All of these take one list: the forward's inputs, a function that takes its results, and one that returns the
 backward's inputs. They return the backward's results.
@@ -19,6 +21,7 @@ from zbcompile.passes.overlap import merge
 from zbcompile.passes.torch_private import boxed
 from zbcompile.schedules.actions import Action
 from zbcompile.stage_plan import CompiledStage
+from zbcompile.switches import PAIR_STREAMS
 
 Kind = tuple[int, str, int]  # the stage of the forward, the operation of the backward and its stage
 
@@ -29,7 +32,7 @@ def make_pairs(steps: Sequence[Sequence[Action]], stages: Mapping[int, CompiledS
     if not kinds:
         return {}
     device = stages[next(iter(kinds))[0]].device
-    aside = torch.get_device_module(device).Stream()
+    aside = torch.get_device_module(device).Stream() if PAIR_STREAMS.read() else None
     return {(f, op, b): _pair_of(stages[f], op, stages[b], aside) for f, op, b in kinds}
 
 
@@ -37,9 +40,9 @@ def _pair_of(one: CompiledStage, op: str, other: CompiledStage, aside: Any) -> R
     if one.mergeable and other.mergeable:
         return boxed(merge(one.program.pieces["F"], other.program.pieces[op]).module).forward  # type: ignore[no-any-return]
     forward, backward = one.calls["F"].run, other.calls[op].run
-    if one.device.type == "cuda" and not isinstance(forward, Recorded) and not isinstance(backward, Recorded):
-        return on_two_streams(forward, backward, one.device, aside)
-    return in_turn(forward, backward)
+    if aside is None or isinstance(forward, Recorded) or isinstance(backward, Recorded):
+        return in_turn(forward, backward)
+    return on_two_streams(forward, backward, one.device, aside)
 
 
 def in_turn(forward: Run, backward: Run) -> Run:

@@ -1,4 +1,4 @@
-"""The debug switches: environment variables, read once when a pipeline is made. Here is the whole list."""
+"""The switches: environment variables, read once when a pipeline is made or compiled. Here is the whole list."""
 
 import os
 from collections.abc import Mapping
@@ -32,4 +32,8 @@ ORDERED = Switch(
     "ZBCOMPILE_ORDERED",
     "messages over gloo travel as NCCL's do: one connection per direction of two ranks, told apart by order alone",
 )
-SWITCHES = (DEBUG_NAN, ORDERED)
+PAIR_STREAMS = Switch(
+    "ZBCOMPILE_PAIR_STREAMS",
+    "the halves of a pair that a backend has compiled run on two CUDA streams (takes memory: streams share none)",
+)
+SWITCHES = (DEBUG_NAN, ORDERED, PAIR_STREAMS)

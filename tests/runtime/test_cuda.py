@@ -89,8 +89,9 @@ def compiled_elsewhere(module: torch.fx.GraphModule, inputs: Any) -> Any:
 
 @one_gpu
 @pytest.mark.parametrize("schedule", ["dualpipe-v", "1f1b-overlap"])
-def test_halves_of_a_pair_on_two_streams(schedule: str) -> None:
+def test_halves_of_a_pair_on_two_streams(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a backend has compiled the passes. Small layers and several steps: freed memory is used again at once."""
+    monkeypatch.setenv("ZBCOMPILE_PAIR_STREAMS", "1")
     for _ in range(5):
         assert_steps_as_eager("small-tied", schedule, 2, torch.device("cuda", 0), backend=compiled_elsewhere)
 

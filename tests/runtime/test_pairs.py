@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from tests.runtime.training import Case, assert_bitwise, pipeline_of, reference, train
-from zbcompile import pairs
 
 
 def compiled_elsewhere(module: torch.fx.GraphModule, inputs: Any) -> Any:
@@ -22,15 +21,10 @@ def test_halves_in_turn(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["dualpipe-v", "1f1b-overlap"])
 def test_halves_on_two_streams(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The way that CUDA takes, with the CPU's streams, which are there for code like this and order nothing."""
-    cpu = torch.device("cpu")
-    taken: list[str] = []
-
-    def on_two_streams(forward: Any, backward: Any) -> Any:
-        taken.append(name)
-        return pairs.on_two_streams(forward, backward, cpu, torch.cpu.Stream())
-
-    monkeypatch.setattr(pairs, "in_turn", on_two_streams)
+    """Here with the CPU's streams, which are there for code like this and order nothing."""
+    monkeypatch.setenv("ZBCOMPILE_PAIR_STREAMS", "1")
     case = Case("small-tied", name, 2, 8)
-    assert_bitwise(train(pipeline_of(case, backend=compiled_elsewhere), case), reference(case))
-    assert taken
+    pipe = pipeline_of(case, backend=compiled_elsewhere)
+    assert_bitwise(train(pipe, case), reference(case))
+    runs = [run for plan in pipe._compiled.first().plans for run in plan.merged.values()]
+    assert all("on_two_streams" in run.__qualname__ for run in runs)  # type: ignore[attr-defined]
