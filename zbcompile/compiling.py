@@ -96,7 +96,6 @@ class Executables:
                 print(f"zbcompile: dropped the program not used for longest; max_shapes={self._options.max_shapes}.")
         require_same_tensors(self._model, self._bound)
         raise_first(hook_problems(self._model))
-        self.parameters = {**dict(self._model.named_parameters()), **(self.shards.own if self.shards else {})}
         return self._kept[key]
 
     def is_own(self, name: str) -> bool:
@@ -178,6 +177,7 @@ class Executables:
     def _prepare(self, program: Program) -> Executable:
         resident = resident_tensors(self._model, program.model.constants)
         self._bound = {slot: (t, kind_of(t)) for slot, t in resident.items() if slot.kind != "constant"}
+        self.parameters = {**dict(self._model.named_parameters()), **(self.shards.own if self.shards else {})}
         own = sorted({stage for rank in self._engine.local for stage in program.stages_of(rank)})
         device, until = self._engine.device, program.random_until
         bound = replace(program, stages=tuple(bind_groups(each, program.groups) for each in program.stages))
