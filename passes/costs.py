@@ -56,9 +56,6 @@ _MISSING = {
 }
 
 
-_FORMULAS: Mapping[Any, Callable[..., int]] = FlopCounterMode(display=False, custom_mapping=_MISSING).flop_registry
-
-
 def count_flops(module: GraphModule, mode: FakeTensorMode) -> dict[Node, int]:
     """Floating-point operations of every call (a multiply-add is two), as torch's counter has them.
 
@@ -66,7 +63,8 @@ def count_flops(module: GraphModule, mode: FakeTensorMode) -> dict[Node, int]:
     """
     calls = [node for node in module.graph.nodes if node.op == "call_function"]
     if all(map(_is_elementary, calls)):
-        return {node: _flops_of(node) for node in calls}
+        formulas = _counter().flop_registry  # with those that somebody has registered for operators of his own
+        return {node: _flops_of(node, formulas) for node in calls}
     return count_flops_by_run(module, mode)
 
 
@@ -74,8 +72,12 @@ def _is_elementary(node: Node) -> bool:
     return node.target is getitem or (isinstance(node.target, OpOverload) and not is_composite(node.target))
 
 
-def _flops_of(node: Node) -> int:
-    formula = _FORMULAS.get(getattr(node.target, "overloadpacket", None))
+def _counter() -> FlopCounterMode:
+    return FlopCounterMode(display=False, custom_mapping=_MISSING)
+
+
+def _flops_of(node: Node, formulas: Mapping[Any, Callable[..., int]]) -> int:
+    formula = formulas.get(getattr(node.target, "overloadpacket", None))
     if formula is None:
         return 0
     args, kwargs = map_arg((node.args, node.kwargs), lambda given: given.meta["val"])
@@ -99,7 +101,7 @@ class _Flops(Interpreter):
 def count_flops_by_run(module: GraphModule, mode: FakeTensorMode) -> dict[Node, int]:
     """The same by one run on fake tensors."""
     values = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
-    with mode, torch.no_grad(), FlopCounterMode(display=False, custom_mapping=_MISSING) as counter:
+    with mode, torch.no_grad(), _counter() as counter:
         inputs = [_fresh(value) for value in values]
         runner = _Flops(module, counter)
         runner.run(*inputs, enable_io_processing=False)

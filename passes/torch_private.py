@@ -25,8 +25,8 @@ from torch.fx.traceback import annotate, get_current_meta, preserve_node_meta
 from torch.utils import _pytree as pytree  # 2.11-2.13: torch.export uses it; torch.utils.pytree is newer
 
 pytree = pytree
-# 2.11-2.13: a graph module that writes its code when it is first run or printed. Most of ours never are, and writing it
-# would be a tenth of a compilation. `forward`, kept as a function, goes a long way round: `boxed` has a short one.
+# 2.11-2.13: a graph module that writes its code when it is first run or printed; most of ours never are. Its `forward`,
+# kept as a function, goes a long way round: `boxed` has a short one.
 LazyGraphModule = LazyGraphModule
 aten = torch.ops.aten
 
@@ -102,16 +102,17 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return wrapped or getattr(module, "_compiled_call_impl", None) is not None
 
 
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
 def module_hooks(module: torch.nn.Module) -> list[str]:
     """The kinds of hook registered on `module` itself (2.11-2.13: torch offers no public way to ask)."""
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return [kind.strip("_") for kind in kinds if getattr(module, kind, None)]
+    return [kind.strip("_") for kind in _HOOKS if getattr(module, kind, None)]
 
 
 def global_hooks() -> list[str]:
     """The kinds of hook registered for all modules (2.11-2.13: torch offers no public way to ask)."""
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return [kind.strip("_") for kind in kinds if getattr(torch.nn.modules.module, f"_global{kind}", None)]
+    return [kind.strip("_") for kind in _HOOKS if getattr(torch.nn.modules.module, f"_global{kind}", None)]
 
 
 def tensor_hooks(tensor: torch.Tensor) -> list[str]:

@@ -32,7 +32,7 @@ def make_pairs(steps: Sequence[Sequence[Action]], stages: Mapping[int, CompiledS
     if not kinds:
         return {}
     device = stages[next(iter(kinds))[0]].device
-    aside = torch.get_device_module(device).Stream() if PAIR_STREAMS.read() else None
+    aside = torch.get_device_module(device).Stream(device) if PAIR_STREAMS.read() else None
     return {(f, op, b): _pair_of(stages[f], op, stages[b], aside) for f, op, b in kinds}
 
 

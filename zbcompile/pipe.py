@@ -136,7 +136,7 @@ class Pipeline:
         try:
             yield
         except BaseException:
-            for parameter in (*self._model.parameters(), *self._parameters_by_name().values()):
+            for parameter in (*self._model.parameters(), *self._compiled.parameters.values()):
                 parameter.grad = None
             self._engine.replicas.forget()
             for executable in self._compiled:
@@ -184,11 +184,11 @@ class Pipeline:
     ) -> torch.Tensor:
         """As `torch.nn.utils.clip_grad_norm_` over the whole model: every rank clips its share by the norm of all
         gradients, tied parameters counted once, and returns that norm."""
-        names = [name for name in self._parameters_by_name() if name in self.program.trained]
+        names = [name for name in self._compiled.parameters if name in self.program.trained]
         with self._watch.region("clip_grad_norm_"):
             split = frozenset(self._compiled.shards.own) if self._compiled.shards else frozenset()
             norm = total_norm(
-                *(names, split, self._parameters_by_name(), self._engine, self.program.holders),
+                *(names, split, self._compiled.parameters, self._engine, self.program.holders),
                 *(norm_type, error_if_nonfinite),
             )
         nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, norm)
@@ -240,7 +240,7 @@ class Pipeline:
                 "over them. Use pipe.step, or untie the parameter."
             )
         stages = self._compiled.first().stages
-        parameters = self._parameters_by_name()
+        parameters = self._compiled.parameters
         context = StageContext(program, engine.group, parameters, self.options.loss_reduction, self.options.seed)
         return [CompiledPipelineStage(stage, context) for stage in stages.values()]
 
@@ -263,7 +263,7 @@ class Pipeline:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This process's parameters under the model's own names."""
         self.program  # noqa: B018  raises before compiling
-        found = self._parameters_by_name()
+        found = self._compiled.parameters
         return iter([(n, found[n]) for n, _ in owned_parameters(self._model, self._engine, self.program.holders)])
 
     def state_dict(self, full: bool = False) -> dict[str, Any]:
@@ -335,7 +335,3 @@ class Pipeline:
         if self._compiled.shards is None or not isinstance(self._engine, Distributed):
             return state
         return self._compiled.shards.sharded_state(state, self.program.model.names, self._engine.group)
-
-    def _parameters_by_name(self) -> dict[str, nn.Parameter]:
-        """The model's parameters, those of a sharded output layer as this rank's rows."""
-        return {**dict(self._model.named_parameters()), **(self._compiled.shards.own if self._compiled.shards else {})}

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree  # 2.11-2.13: torch.export's own pytree; torch.utils.pytree is newer
 
-from zbcompile.passes.torch_private import is_in_place, make_fx
+from zbcompile.passes.torch_private import is_in_place, make_fx, module_hooks, tensor_hooks
 
 pytree = pytree
 
@@ -27,22 +27,19 @@ def profiler_is_on() -> bool:
     return torch.autograd._profiler_enabled()
 
 
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
 def fingerprint(model: torch.nn.Module) -> list[Any]:
     """What a compiled step takes for granted of a model, as values to compare: its modules, their modes and hooks, its
-    tensors, their kinds and hooks. `named_parameters` and its like take ten times as long, in every step (2.11-2.13: a
-    module's own tables)."""
+    tensors, their kinds and hooks. One walk without names, as it is done in every step (2.11-2.13: a module's own
+    tables)."""
     found: list[Any] = []
     modules, seen = [model], {id(model)}
     while modules:
         module = modules.pop()
-        found += (id(module), module.training, any(getattr(module, kind, None) for kind in HOOKS))
+        found += (id(module), module.training, bool(module_hooks(module)))
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None:
                 found += (id(tensor), tensor.requires_grad, tensor.dtype, tensor.shape, tensor.device)
-                found.append(bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None)))
+                found.append(bool(tensor_hooks(tensor)))
         for child in module._modules.values():
             if child is not None and id(child) not in seen:
                 seen.add(id(child))

@@ -4,12 +4,11 @@
 
 GPT of 8 layers, width 256, sequence 128, 8 microbatches of 2, AdamW; one thread per rank. In every round each
 contender takes one step, in an order drawn anew, so that drift of the machine and what the one before left in caches
-meet all alike. Printed are medians over the rounds of seconds
-per step, of CPU seconds summed over the ranks relative to the eager process, and of each contender's time relative to
-torch's fastest in the same round; and the peak of bytes that wait for a backward on the fullest rank, counted by
-storage without parameters (torch's by saved-tensor hooks). The eager step is also taken by all ranks at once: cores
-that work at the same time share caches and memory, and what that costs belongs to no schedule. With more ranks than
-cores only CPU seconds mean something.
+meet all alike. Printed are medians over the rounds of seconds per step, of CPU seconds summed over the ranks relative
+to the eager process, and of each contender's time relative to torch's fastest in the same round; and the peak of bytes
+that wait for a backward on the fullest rank, counted by storage without parameters (torch's by saved-tensor hooks). The
+eager step is also taken by all ranks at once: cores that work at the same time share caches and memory, and what that
+costs belongs to no schedule. With more ranks than cores only CPU seconds mean something.
 Targets: CPU seconds of our zb-v <= 1.03; every one of ours ahead of every one of torch's, holding less.
 """
 

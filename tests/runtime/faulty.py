@@ -297,6 +297,11 @@ def _raises_in_shard(rank: int, pass_: str, call: int) -> Scenario:
     return Scenario(f"an exception in {pass_}", rank, failing_shard, (order,), _broken(rank, pass_))
 
 
+def _dies(run: Callable[[Order], Ended | None], rank: int, pass_: str, call: int) -> Scenario:
+    says = f"rank {rank} failed at .*step 1: its process ended"
+    return Scenario(f"SIGKILL in {pass_}", rank, run, (Order("kill", rank, pass_, call),), says, silent=True)
+
+
 def _broken(rank: int, where: str) -> str:
     return f"rank {rank} failed at {where}.* of step 1: ValueError: broken on order"
 
@@ -311,25 +316,11 @@ SCENARIOS = (
     _raises_in_pair(1, "B", 3, "BW1.1"),
     _raises_in_shard(1, "S", 2),
     _raises_in_shard(0, "T", 1),
-    Scenario(
-        "SIGKILL in S",
-        1,
-        failing_shard,
-        (Order("kill", 1, "S", 1),),
-        "rank 1 failed at .*step 1: its process ended",
-        silent=True,
-    ),
+    _dies(failing_shard, 1, "S", 1),
     Scenario(
         "Ctrl-C in F", 0, failing_step, (Order("interrupt", 0, "F", 3),), "^$|rank 0 failed at F0.*KeyboardInterrupt"
     ),
-    Scenario(
-        "SIGKILL in B",
-        1,
-        failing_step,
-        (Order("kill", 1, "B", 3),),
-        "rank 1 failed at .*step 1: its process ended",
-        silent=True,
-    ),
+    _dies(failing_step, 1, "B", 3),
     Scenario(
         "endless F, timeout=2",
         0,

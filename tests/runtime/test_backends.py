@@ -10,15 +10,10 @@ from torch._inductor import config
 from torch.fx import GraphModule
 
 import zbcompile
-from tests.runtime.training import Case, assert_bitwise, pipeline_of, problem_of, reference, train
+from tests.runtime.training import Case, assert_bitwise, interpreted, pipeline_of, problem_of, reference, train
 from zbcompile.passes.torch_private import boxed
 
 CASE = Case("mlp", "zb-h1", 2, 4, steps=2)
-
-
-def interpreted(graph: GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
-    """The smallest backend: the graph itself."""
-    return graph
 
 
 def boxed_backend(graph: GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import zbcompile
 from tests.oracle import PROBLEMS, Batch, eager_step
+from tests.runtime.training import interpreted
 
 GPUS = torch.cuda.device_count()
 one_gpu = pytest.mark.skipif(GPUS < 1, reason="needs a GPU")
@@ -83,17 +84,13 @@ def test_sharded_vocabulary_in_one_process(vocab: int) -> None:
     assert_steps_as_eager("small-tied", "zb-v", 2, torch.device("cuda", 0), vocab)
 
 
-def compiled_elsewhere(module: torch.fx.GraphModule, inputs: Any) -> Any:
-    return module.forward
-
-
 @one_gpu
 @pytest.mark.parametrize("schedule", ["dualpipe-v", "1f1b-overlap"])
 def test_halves_of_a_pair_on_two_streams(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a backend has compiled the passes. Small layers and several steps: freed memory is used again at once."""
     monkeypatch.setenv("ZBCOMPILE_PAIR_STREAMS", "1")
     for _ in range(5):
-        assert_steps_as_eager("small-tied", schedule, 2, torch.device("cuda", 0), backend=compiled_elsewhere)
+        assert_steps_as_eager("small-tied", schedule, 2, torch.device("cuda", 0), backend=interpreted)
 
 
 def rank_of_two(rank: int, store: str, bound: bool, schedule: str, vocab: str | int = "off") -> None:

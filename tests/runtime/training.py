@@ -1,6 +1,6 @@
 """Training a problem of the oracle, pipelined and in eager mode, so that the two can be compared bit by bit."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -9,6 +9,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 import zbcompile
 from tests.oracle import PROBLEMS, Gradients, Problem, eager_step, optimizer_of
@@ -107,6 +108,11 @@ def pipeline_of(case: Case, **options: Any) -> zbcompile.Pipeline:
         ranks=None if dist.is_initialized() else case.ranks,
         **options,
     )
+
+
+def interpreted(graph: GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
+    """The smallest backend: the graph itself. To the pipeline it is opaque, so that a pair cannot be one graph."""
+    return graph
 
 
 def gradients_of(model: nn.Module | zbcompile.Pipeline) -> Gradients:
