@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import zbcompile
-from zbcompile.target import load_example
+from zbcompile.cli.target import load_example
 
 WARM_UP = 3  # steps before the recorded one
 

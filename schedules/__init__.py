@@ -12,25 +12,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # what `__getattr__` finds, for editors and type checkers; a test keeps the lists equal
-    from zbcompile.schedules.actions import Action, Pair
-    from zbcompile.schedules.checker import Report, check
-    from zbcompile.schedules.closed_forms import ClosedForm, closed_form
-    from zbcompile.schedules.costs import Costs, Link, PairTime
-    from zbcompile.schedules.critical import Leg, chain, critical_path
+    from zbcompile.schedules.checking.schedule_rules import Report, check
     from zbcompile.schedules.errors import ScheduleError
-    from zbcompile.schedules.files import from_csv, from_json, load, save, to_csv, to_json
-    from zbcompile.schedules.html_picture import to_html
-    from zbcompile.schedules.idle import Idle
-    from zbcompile.schedules.interlaced_pipeline import interlaced
-    from zbcompile.schedules.lowering import lower
-    from zbcompile.schedules.memory import peak_memory
-    from zbcompile.schedules.pictures import write_comparison, write_picture
-    from zbcompile.schedules.placement import Placement
-    from zbcompile.schedules.registry import admits, build, names, smallest_microbatches
-    from zbcompile.schedules.schedule import Lowered, Schedule
-    from zbcompile.schedules.simulator import simulate
-    from zbcompile.schedules.svg_picture import to_svg
-    from zbcompile.schedules.text import (
+    from zbcompile.schedules.execution.memory import peak_memory
+    from zbcompile.schedules.generators.interlaced import interlaced
+    from zbcompile.schedules.generators.registry import admits, build, names, smallest_microbatches
+    from zbcompile.schedules.generators.vocabulary_insertion import with_vocabulary
+    from zbcompile.schedules.ir.actions import Action, Pair
+    from zbcompile.schedules.ir.costs import Costs, Link, PairTime
+    from zbcompile.schedules.ir.files import from_csv, from_json, load, save, to_csv, to_json
+    from zbcompile.schedules.ir.placement import Placement
+    from zbcompile.schedules.ir.schedule import (
+        Lowered,
+        Schedule,
         format_order,
         format_schedule,
         format_step,
@@ -38,35 +32,50 @@ if TYPE_CHECKING:  # what `__getattr__` finds, for editors and type checkers; a 
         parse_schedule,
         parse_step,
     )
-    from zbcompile.schedules.timeline import Span, Timeline
-    from zbcompile.schedules.timeline_text import format_timeline, summary
-    from zbcompile.schedules.trace_picture import to_chrome_trace
-    from zbcompile.schedules.vocabulary_insertion import with_vocabulary
+    from zbcompile.schedules.lowering.lower import lower
+    from zbcompile.schedules.simulation.closed_forms import ClosedForm, closed_form
+    from zbcompile.schedules.simulation.critical_path import Leg, chain, critical_path
+    from zbcompile.schedules.simulation.idle_causes import Idle
+    from zbcompile.schedules.simulation.simulator import simulate
+    from zbcompile.schedules.simulation.timeline import Span, Timeline
+    from zbcompile.schedules.visualization.chrome_trace import to_chrome_trace
+    from zbcompile.schedules.visualization.html import to_html
+    from zbcompile.schedules.visualization.svg import to_svg
+    from zbcompile.schedules.visualization.text import format_timeline, summary
+    from zbcompile.schedules.visualization.write import write_comparison, write_picture
 
 _HOME = {
-    "actions": ("Action", "Pair"),
-    "checker": ("Report", "check"),
-    "closed_forms": ("ClosedForm", "closed_form"),
-    "costs": ("Costs", "Link", "PairTime"),
-    "critical": ("Leg", "chain", "critical_path"),
+    "ir.actions": ("Action", "Pair"),
+    "checking.schedule_rules": ("Report", "check"),
+    "simulation.closed_forms": ("ClosedForm", "closed_form"),
+    "ir.costs": ("Costs", "Link", "PairTime"),
+    "simulation.critical_path": ("Leg", "chain", "critical_path"),
     "errors": ("ScheduleError",),
-    "files": ("from_csv", "from_json", "load", "save", "to_csv", "to_json"),
-    "html_picture": ("to_html",),
-    "idle": ("Idle",),
-    "interlaced_pipeline": ("interlaced",),
-    "lowering": ("lower",),
-    "memory": ("peak_memory",),
-    "pictures": ("write_comparison", "write_picture"),
-    "placement": ("Placement",),
-    "registry": ("admits", "build", "names", "smallest_microbatches"),
-    "schedule": ("Lowered", "Schedule"),
-    "simulator": ("simulate",),
-    "svg_picture": ("to_svg",),
-    "text": ("format_order", "format_schedule", "format_step", "parse_order", "parse_schedule", "parse_step"),
-    "timeline": ("Span", "Timeline"),
-    "timeline_text": ("format_timeline", "summary"),
-    "trace_picture": ("to_chrome_trace",),
-    "vocabulary_insertion": ("with_vocabulary",),
+    "ir.files": ("from_csv", "from_json", "load", "save", "to_csv", "to_json"),
+    "visualization.html": ("to_html",),
+    "simulation.idle_causes": ("Idle",),
+    "generators.interlaced": ("interlaced",),
+    "lowering.lower": ("lower",),
+    "execution.memory": ("peak_memory",),
+    "visualization.write": ("write_comparison", "write_picture"),
+    "ir.placement": ("Placement",),
+    "generators.registry": ("admits", "build", "names", "smallest_microbatches"),
+    "simulation.simulator": ("simulate",),
+    "visualization.svg": ("to_svg",),
+    "ir.schedule": (
+        "Lowered",
+        "Schedule",
+        "format_order",
+        "format_schedule",
+        "format_step",
+        "parse_order",
+        "parse_schedule",
+        "parse_step",
+    ),
+    "simulation.timeline": ("Span", "Timeline"),
+    "visualization.text": ("format_timeline", "summary"),
+    "visualization.chrome_trace": ("to_chrome_trace",),
+    "generators.vocabulary_insertion": ("with_vocabulary",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 __all__ = [

@@ -9,19 +9,18 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from zbcompile.schedules.checker import check
-from zbcompile.schedules.costs import Costs
+from zbcompile.schedules.checking.schedule_rules import check
 from zbcompile.schedules.errors import ScheduleError
-from zbcompile.schedules.files import load, save
-from zbcompile.schedules.lowering import lower
-from zbcompile.schedules.pictures import ENDINGS, write_comparison, write_picture
-from zbcompile.schedules.registry import FAMILIES, build, find, names
-from zbcompile.schedules.schedule import Lowered, Schedule
-from zbcompile.schedules.simulator import simulate
-from zbcompile.schedules.text import format_schedule
-from zbcompile.schedules.timeline import Timeline
-from zbcompile.schedules.timeline_text import format_timeline, summary
-from zbcompile.schedules.vocabulary_insertion import textbook_costs, with_vocabulary
+from zbcompile.schedules.generators.registry import FAMILIES, build, find, names
+from zbcompile.schedules.generators.vocabulary_insertion import textbook_costs, with_vocabulary
+from zbcompile.schedules.ir.costs import Costs
+from zbcompile.schedules.ir.files import load, save
+from zbcompile.schedules.ir.schedule import Lowered, Schedule, format_schedule
+from zbcompile.schedules.lowering.lower import lower
+from zbcompile.schedules.simulation.simulator import simulate
+from zbcompile.schedules.simulation.timeline import Timeline
+from zbcompile.schedules.visualization.text import format_timeline, summary
+from zbcompile.schedules.visualization.write import ENDINGS, write_comparison, write_picture
 
 EXAMPLES = """examples:
   python -m zbcompile.schedules list

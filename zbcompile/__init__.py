@@ -8,41 +8,41 @@ from zbcompile.version import __version__ as __version__
 if TYPE_CHECKING:
     from zbcompile import passes as passes
     from zbcompile import schedules as schedules
-    from zbcompile.checkpoint_files import latest_checkpoint as latest_checkpoint
-    from zbcompile.checkpoints import Checkpoint as Checkpoint
-    from zbcompile.checkpoints import load_checkpoint as load_checkpoint
-    from zbcompile.checkpoints import save_checkpoint as save_checkpoint
     from zbcompile.errors import FaultError as FaultError
     from zbcompile.errors import PipelineError as PipelineError
-    from zbcompile.examination import explain as explain
-    from zbcompile.example import Example as Example
-    from zbcompile.explanation import Explanation as Explanation
-    from zbcompile.front import pipeline as pipeline
-    from zbcompile.loading import load as load
+    from zbcompile.frontend.grad_scaler import GradScaler as GradScaler
+    from zbcompile.frontend.pipeline import Pipeline as Pipeline
+    from zbcompile.frontend.pipeline_function import pipeline as pipeline
+    from zbcompile.frontend.trace_steps import trace as trace
+    from zbcompile.inspection.explain_model import explain as explain
+    from zbcompile.inspection.explanation import Explanation as Explanation
+    from zbcompile.model.example import Example as Example
+    from zbcompile.model.seeds import microbatch_seed as microbatch_seed
     from zbcompile.passes.errors import CaptureError as CaptureError
     from zbcompile.passes.errors import CompileError as CompileError
     from zbcompile.passes.errors import PartitionError as PartitionError
-    from zbcompile.pipe import Pipeline as Pipeline
-    from zbcompile.scaling import GradScaler as GradScaler
+    from zbcompile.persistence.checkpoint import Checkpoint as Checkpoint
+    from zbcompile.persistence.checkpoint import load_checkpoint as load_checkpoint
+    from zbcompile.persistence.checkpoint import save_checkpoint as save_checkpoint
+    from zbcompile.persistence.checkpoint_directory import latest_checkpoint as latest_checkpoint
+    from zbcompile.persistence.load import load as load
+    from zbcompile.persistence.safetensors_weights import load_weights as load_weights
+    from zbcompile.persistence.safetensors_weights import save_weights as save_weights
     from zbcompile.schedules.errors import ScheduleError as ScheduleError
-    from zbcompile.seeds import microbatch_seed as microbatch_seed
-    from zbcompile.tracing import trace as trace
-    from zbcompile.weights import load_weights as load_weights
-    from zbcompile.weights import save_weights as save_weights
 
 _HOME = {
-    "checkpoint_files": ("latest_checkpoint",),
-    "checkpoints": ("Checkpoint", "load_checkpoint", "save_checkpoint"),
-    "example": ("Example",),
-    "examination": ("explain",),
-    "explanation": ("Explanation",),
-    "front": ("pipeline",),
-    "loading": ("load",),
-    "pipe": ("Pipeline",),
-    "scaling": ("GradScaler",),
-    "tracing": ("trace",),
-    "weights": ("load_weights", "save_weights"),
-    "seeds": ("microbatch_seed",),
+    "persistence.checkpoint_directory": ("latest_checkpoint",),
+    "persistence.checkpoint": ("Checkpoint", "load_checkpoint", "save_checkpoint"),
+    "model.example": ("Example",),
+    "inspection.explain_model": ("explain",),
+    "inspection.explanation": ("Explanation",),
+    "frontend.pipeline_function": ("pipeline",),
+    "persistence.load": ("load",),
+    "frontend.pipeline": ("Pipeline",),
+    "frontend.grad_scaler": ("GradScaler",),
+    "frontend.trace_steps": ("trace",),
+    "persistence.safetensors_weights": ("load_weights", "save_weights"),
+    "model.seeds": ("microbatch_seed",),
     "errors": ("FaultError", "PipelineError"),
     "passes.errors": ("CompileError", "CaptureError", "PartitionError"),
     "schedules.errors": ("ScheduleError",),

@@ -8,16 +8,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from zbcompile.backends import NAMES, check_backend, make_backend
-from zbcompile.command_line import exit_status
-from zbcompile.command_plan import Plan, add_plan, compiled, example_of, schedule_of
-from zbcompile.compiler import STAGE_PASSES
+from zbcompile.backends.backend import NAMES, check_backend, make_backend
+from zbcompile.backends.compiled_passes import compile_passes
+from zbcompile.cli.exit_status import exit_status
+from zbcompile.cli.plan_arguments import Plan, add_plan, compiled, example_of, schedule_of
+from zbcompile.compiler.pass_pipeline import STAGE_PASSES
+from zbcompile.distributed.process_group import device_of, is_alone
 from zbcompile.errors import PipelineError
-from zbcompile.group import device_of, is_alone
-from zbcompile.preparation import compile_passes
-from zbcompile.program import StepOptions
-from zbcompile.saving import program_in
-from zbcompile.weights import save_weights
+from zbcompile.persistence.safetensors_weights import save_weights
+from zbcompile.program.program import StepOptions
+from zbcompile.program.save import program_in
 
 EXAMPLES = """examples:
   python -m zbcompile.compile examples/targets.py:gpt --schedule zb-h1 --ranks 4 --output program

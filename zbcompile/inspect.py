@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from zbcompile.command_line import exit_status
-from zbcompile.command_plan import add_plan
-from zbcompile.compiler import STAGE_PASSES
-from zbcompile.inspect_commands import run
-from zbcompile.inspect_request import FORMATS, Request
-from zbcompile.switches import SWITCHES
+from zbcompile.cli.exit_status import exit_status
+from zbcompile.cli.plan_arguments import add_plan
+from zbcompile.compiler.pass_pipeline import STAGE_PASSES
+from zbcompile.env import SWITCHES
+from zbcompile.inspection.commands import run
+from zbcompile.inspection.request import FORMATS, Request
 
 EXAMPLES = """examples:
   python -m zbcompile.inspect examples/targets.py:gpt

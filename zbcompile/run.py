@@ -11,10 +11,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zbcompile.backends import NAMES
-from zbcompile.command_line import exit_status
-from zbcompile.run_job import Job, train
-from zbcompile.run_optimizer import DECAYS, NAMED
+from zbcompile.backends.backend import NAMES
+from zbcompile.cli.exit_status import exit_status
+from zbcompile.cli.train_job import Job, train
+from zbcompile.cli.train_optimizer import DECAYS, NAMED
 
 EPILOG = """the data:
   --data FILE.py:batches (or package.module:batches) names a function, which every rank calls once, or an iterable.

@@ -19,11 +19,11 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 import zbcompile
-from zbcompile.compiler import compile_drawn, draw_step
-from zbcompile.inspected import one_microbatch
-from zbcompile.passes.choices import Choices
-from zbcompile.planning import plan_cuts
-from zbcompile.program import Program
+from zbcompile.compiler.compile_example import one_microbatch
+from zbcompile.compiler.cut_planning import plan_cuts
+from zbcompile.compiler.pass_pipeline import compile_drawn, draw_step
+from zbcompile.passes.compile_options import Choices
+from zbcompile.program.program import Program
 from zbcompile.schedules import build
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -57,7 +57,7 @@ def measure(layers: int, schedule_name: str, ranks: int) -> list[float]:
         return compile_drawn(given.model, microbatch, drawn, schedule, choices, {})
 
     whole, program = timed(compiled)
-    with mock.patch("zbcompile.passes.distinct.same_work", side_effect=itertools.count()):
+    with mock.patch("zbcompile.passes.stage.deduplicate.same_work", side_effect=itertools.count()):
         alone, _ = timed(compiled)
     total, distinct = capture + whole, len({stage.original for stage in program.stages})
     return [layers, total, total / layers, capture, cuts, whole - cuts, distinct, alone - cuts, alone / whole]

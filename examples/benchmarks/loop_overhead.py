@@ -24,8 +24,8 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 import zbcompile
-from zbcompile.schedules.actions import MESSAGES, flatten
-from zbcompile.stage_plan import CompiledStage
+from zbcompile.runtime.stage_plan import CompiledStage
+from zbcompile.schedules.ir.actions import MESSAGES, flatten
 
 WIDTH = 4
 

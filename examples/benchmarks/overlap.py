@@ -34,7 +34,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zbcompile
 from zbcompile.schedules import Schedule, build
-from zbcompile.schedules.actions import flatten
+from zbcompile.schedules.ir.actions import flatten
 
 SIDE_BY_SIDE = 2  # pipelines
 LAYERS = 2  # of a stage

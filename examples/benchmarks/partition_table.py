@@ -18,14 +18,14 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 import zbcompile
-from zbcompile.compiler import Drawn, draw_step
-from zbcompile.inspected import one_microbatch
-from zbcompile.measuring import measure_line
-from zbcompile.passes.balance import Row, best_cuts, heaviest_piece
-from zbcompile.passes.choices import Choices
-from zbcompile.passes.loads import loads_of, measured_seconds
-from zbcompile.passes.printing import format_bytes
-from zbcompile.planning import plan_cuts
+from zbcompile.compiler.compile_example import one_microbatch
+from zbcompile.compiler.cut_planning import plan_cuts
+from zbcompile.compiler.measure_nodes import measure_line
+from zbcompile.compiler.pass_pipeline import Drawn, draw_step
+from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.partition.balance import Row, best_cuts, heaviest_piece
+from zbcompile.passes.partition.node_costs import loads_of, measured_seconds
+from zbcompile.passes.stage.print_python import format_bytes
 from zbcompile.schedules import Schedule, build
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

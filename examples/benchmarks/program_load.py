@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import zbcompile
-import zbcompile.loading
+import zbcompile.persistence.load
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from gpt import GPT, next_byte_loss

@@ -20,8 +20,8 @@ from tabulate import tabulate
 
 import zbcompile
 from gpt import GPT, VOCABULARY, next_byte_loss
-from zbcompile.passes.choices import Recompute
-from zbcompile.prediction import flop_costs, predict
+from zbcompile.passes.compile_options import Recompute
+from zbcompile.prediction.predict import flop_costs, predict
 
 SHARES = (0.75, 0.5, 0.25, 0.1)  # of the bytes that a stage keeps without recomputing
 

@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.distributed.pipelining._backward import stage_backward_input
 from tqdm import tqdm
 
-from zbcompile.passes.choices import Choices
-from zbcompile.passes.costs import count_flops, storage_bytes, storage_key_of, tensors_of
-from zbcompile.passes.pieces import Piece
+from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.graph.flops import count_flops, storage_bytes, storage_key_of, tensors_of
+from zbcompile.passes.split.subgraphs import Piece
 from zbcompile.passes.torch_private import FakeTensorMode
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

@@ -20,12 +20,12 @@ from tabulate import tabulate
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from tqdm import tqdm
 
-from zbcompile.backends import Backend, make_backend
-from zbcompile.gradients import Gradients
-from zbcompile.passes.choices import Choices
-from zbcompile.passes.slots import Slot
-from zbcompile.stage_plan import CompiledStage, prepare_stage
-from zbcompile.stage_run import StageRun
+from zbcompile.backends.backend import Backend, make_backend
+from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.graph.roles import Slot
+from zbcompile.runtime.gradients import Gradients
+from zbcompile.runtime.stage_plan import CompiledStage, prepare_stage
+from zbcompile.runtime.stage_run import StageRun
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.stages import Stage, compile_stages

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zbcompile
-from zbcompile.inspected import compile_example
-from zbcompile.passes.choices import Choices
-from zbcompile.passes.stage_program import StageProgram
+from zbcompile.compiler.compile_example import compile_example
+from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.schedules import build
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

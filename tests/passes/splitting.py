@@ -9,20 +9,20 @@ import torch
 from torch import Tensor, nn
 
 import zbcompile
-from zbcompile.compiler import compile_stage
-from zbcompile.gradients import Gradients
-from zbcompile.passes.canonical import canonicalise
-from zbcompile.passes.capture import Captured, capture
-from zbcompile.passes.choices import Choices
-from zbcompile.passes.cutting import Stage, cut
-from zbcompile.passes.distinct import compile_distinct
-from zbcompile.passes.joint import Joint, tangents_of, trace_joint
-from zbcompile.passes.liveness import Line, draw_line
-from zbcompile.passes.simplify import simplify
-from zbcompile.passes.slots import Slot
-from zbcompile.passes.stage_program import StageProgram
-from zbcompile.stage_plan import CompiledStage, prepare_stage
-from zbcompile.stage_run import StageRun
+from zbcompile.compiler.pass_pipeline import compile_stage
+from zbcompile.passes.capture.canonical import canonicalise
+from zbcompile.passes.capture.export import Captured, capture
+from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.graph.roles import Slot
+from zbcompile.passes.partition.liveness import Line, draw_line
+from zbcompile.passes.partition.stage_graphs import Stage, cut
+from zbcompile.passes.split.joint_graph import Joint, tangents_of, trace_joint
+from zbcompile.passes.split.simplify import simplify
+from zbcompile.passes.stage.deduplicate import compile_distinct
+from zbcompile.passes.stage.stage_program import StageProgram
+from zbcompile.runtime.gradients import Gradients
+from zbcompile.runtime.stage_plan import CompiledStage, prepare_stage
+from zbcompile.runtime.stage_run import StageRun
 
 MICROBATCHES = 3
 SEEDS = [zbcompile.microbatch_seed(0, i) for i in range(MICROBATCHES)]

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zbcompile.passes.balance import CHUNK_SHARE, PIECE_SLACK, Row, best_cuts, heaviest_piece
-from zbcompile.schedules.placement import Placement
+from zbcompile.passes.partition.balance import CHUNK_SHARE, PIECE_SLACK, Row, best_cuts, heaviest_piece
+from zbcompile.schedules.ir.placement import Placement
 
 LOADS = st.lists(st.one_of(st.integers(0, 9), st.integers(0, 60)), min_size=1, max_size=13)
 PLACEMENTS = [Placement("linear", 3), Placement("looped", 2, 2), Placement("v", 2, 2), Placement("v", 3, 2)]

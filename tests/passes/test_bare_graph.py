@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from zbcompile.example import Example
-from zbcompile.inspected import compile_example
-from zbcompile.passes.bare_graph import bare
-from zbcompile.passes.choices import Choices
+from zbcompile.compiler.compile_example import compile_example
+from zbcompile.model.example import Example
+from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.stage.anonymous_graph import bare
 from zbcompile.passes.torch_private import make_fx
 from zbcompile.schedules import build
 

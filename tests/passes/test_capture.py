@@ -15,8 +15,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import zbcompile
-from zbcompile.passes.canonical import canonicalise
-from zbcompile.passes.capture import capture
+from zbcompile.passes.capture.canonical import canonicalise
+from zbcompile.passes.capture.export import capture
 
 WIDTH = 6
 MICROBATCHES = 4

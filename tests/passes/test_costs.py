@@ -5,9 +5,8 @@ import torch
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from tests.runtime.training import ROWS, Case, pipeline_of, problem_of
-from zbcompile.passes import costs
-from zbcompile.passes.costs import count_flops, count_flops_by_run
-from zbcompile.passes.pieces import Piece
+from zbcompile.passes.graph.flops import count_flops, count_flops_by_run
+from zbcompile.passes.split.subgraphs import Piece
 from zbcompile.passes.torch_private import FakeTensorMode, make_fx
 
 MODELS = ("gpt-tied", "skips", "llama", "mixtral", "unet")
@@ -22,7 +21,7 @@ def test_as_torchs_counter(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
         expected = count_flops_by_run(piece.module, mode)
         with monkeypatch.context() as patch:
             if not any(node.target in MADE_OF_OTHERS for node in piece.module.graph.nodes):
-                patch.setattr(costs, "count_flops_by_run", no_run)
+                patch.setattr(flops, "count_flops_by_run", no_run)
             assert count_flops(piece.module, mode) == expected
         assert sum(expected.values()) > 0
 
@@ -53,7 +52,7 @@ def test_a_formula_registered_later_counts() -> None:
     mode = FakeTensorMode()
     with mode:
         module = make_fx(double)(torch.ones(3))
-    operator = torch.ops.costs.double
+    operator = torch.ops.flops.double
     register_flop_formula(operator)(lambda shape, out_shape=None: shape[0])
     try:
         assert sum(count_flops(module, mode).values()) == 3

@@ -11,16 +11,16 @@ from torch import Tensor, nn
 
 import zbcompile
 from gpt import GPT, next_byte_loss
-from zbcompile.compiler import compile_stage
-from zbcompile.inspected import compile_example
-from zbcompile.passes import distinct
-from zbcompile.passes.choices import Choices
-from zbcompile.passes.cutting import Stage
-from zbcompile.passes.distinct import compile_distinct
-from zbcompile.passes.origin import origin_of
-from zbcompile.passes.printing import print_piece
-from zbcompile.passes.stage_program import StageProgram
-from zbcompile.program import Program
+from zbcompile.compiler.compile_example import compile_example
+from zbcompile.compiler.pass_pipeline import compile_stage
+from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.graph.source_location import origin_of
+from zbcompile.passes.partition.stage_graphs import Stage
+from zbcompile.passes.stage import deduplicate
+from zbcompile.passes.stage.deduplicate import compile_distinct
+from zbcompile.passes.stage.print_python import print_piece
+from zbcompile.passes.stage.stage_program import StageProgram
+from zbcompile.program.program import Program
 from zbcompile.schedules import build
 
 WIDTH = 8
@@ -95,7 +95,7 @@ def _each_for_itself(
     """`compile_distinct` without anything shared."""
     programs, gradients = [], None
     for stage in reversed(stages):
-        program, gradients = make(stage, distinct.tangents_of(stage, gradients))
+        program, gradients = make(stage, deduplicate.tangents_of(stage, gradients))
         programs.append(program)
     return tuple(reversed(programs))
 
@@ -111,7 +111,7 @@ def test_a_renamed_program_is_what_compiling_the_stage_gives(
         made["shared"] = compile_distinct(stages, trainable, make, behind)
         return made["shared"]
 
-    monkeypatch.setattr("zbcompile.compiler.compile_distinct", both)
+    monkeypatch.setattr("zbcompile.compiler.pass_pipeline.compile_distinct", both)
     _compiled(example(), 4, exact)
     assert len({program.original for program in made["shared"]}) < 4
     for alone, shared in zip(made["alone"], made["shared"], strict=True):
@@ -148,7 +148,7 @@ def test_a_stage_is_compiled_once_per_distinct_graph(monkeypatch: pytest.MonkeyP
         compiled.append(stage.index)
         return compile_stage(trainable, choices, stage, tangents, **rest)
 
-    monkeypatch.setattr("zbcompile.compiler.compile_stage", counted)
+    monkeypatch.setattr("zbcompile.compiler.pass_pipeline.compile_stage", counted)
     program = _compiled(_gpt(), 4)
     assert sorted(compiled) == sorted({stage.original for stage in program.stages})
     assert len(compiled) == 3

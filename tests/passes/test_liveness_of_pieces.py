@@ -12,19 +12,19 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zbcompile
-from zbcompile.engine import interleave, make_executable
-from zbcompile.faults import Position
-from zbcompile.gradients import Gradients
-from zbcompile.inspected import one_microbatch
-from zbcompile.loop import RankRun
-from zbcompile.passes.slots import Slot
-from zbcompile.program import Program
-from zbcompile.schedules.actions import Action
-from zbcompile.seeds import undisturbed
-from zbcompile.stage_plan import prepare_stage
-from zbcompile.stage_run import StageRun
-from zbcompile.target import load_example
-from zbcompile.transport import Mailboxes
+from zbcompile.cli.target import load_example
+from zbcompile.compiler.compile_example import one_microbatch
+from zbcompile.distributed.faults import Position
+from zbcompile.distributed.transport import Mailboxes
+from zbcompile.model.seeds import undisturbed
+from zbcompile.passes.graph.roles import Slot
+from zbcompile.program.program import Program
+from zbcompile.runtime.action_loop import RankRun
+from zbcompile.runtime.engine import interleave, make_executable
+from zbcompile.runtime.gradients import Gradients
+from zbcompile.runtime.stage_plan import prepare_stage
+from zbcompile.runtime.stage_run import StageRun
+from zbcompile.schedules.ir.actions import Action
 
 TARGETS = Path(__file__).parents[2] / "examples" / "targets.py"
 MICROBATCHES, RANKS = 4, 2

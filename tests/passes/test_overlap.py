@@ -4,10 +4,10 @@ import torch
 import torch.distributed._functional_collectives
 from torch.fx import Graph, GraphModule, Node
 
-from zbcompile.passes.groups import is_wait
-from zbcompile.passes.overlap import interleave, merge
-from zbcompile.passes.pieces import Piece
-from zbcompile.passes.slots import Slot
+from zbcompile.passes.graph.process_groups import is_wait
+from zbcompile.passes.graph.roles import Slot
+from zbcompile.passes.split.subgraphs import Piece
+from zbcompile.passes.stage.overlap import interleave, merge
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 

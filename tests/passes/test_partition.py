@@ -16,20 +16,20 @@ from torch import Tensor, nn
 import zbcompile
 from gpt import GPT, next_byte_loss
 from targets import llama, unet
-from zbcompile.compiler import Drawn, draw_step
-from zbcompile.inspected import one_microbatch
-from zbcompile.measuring import measure_line
-from zbcompile.passes.balance import Row, heaviest_piece
-from zbcompile.passes.canonical import is_getitem
-from zbcompile.passes.choices import Choices
-from zbcompile.passes.costs import is_view
-from zbcompile.passes.cut_names import module_paths
-from zbcompile.passes.loads import kernel_key, loads_of
-from zbcompile.passes.partition import THINNER, Cuts, rank_spans
-from zbcompile.passes.residency import DistinctBytes, Residency
-from zbcompile.planning import plan_cuts
+from zbcompile.compiler.compile_example import one_microbatch
+from zbcompile.compiler.cut_planning import plan_cuts
+from zbcompile.compiler.measure_nodes import measure_line
+from zbcompile.compiler.pass_pipeline import Drawn, draw_step
+from zbcompile.passes.capture.canonical import is_getitem
+from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.graph.flops import is_view
+from zbcompile.passes.partition.balance import Row, heaviest_piece
+from zbcompile.passes.partition.memory_estimate import DistinctBytes, Residency
+from zbcompile.passes.partition.named_cuts import module_paths
+from zbcompile.passes.partition.node_costs import kernel_key, loads_of
+from zbcompile.passes.partition.search import THINNER, Cuts, rank_spans
 from zbcompile.schedules import Schedule, build
-from zbcompile.schedules.memory import most_waiting
+from zbcompile.schedules.execution.memory import most_waiting
 
 SCHEDULES = (("zb-h1", 3, None), ("interleaved-1f1b", 2, 2), ("zb-v", 2, None))
 

@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch.fx import Graph, GraphModule
 
-from zbcompile.inspected import Inspected, compile_example
-from zbcompile.passes.canonical import is_getitem
-from zbcompile.passes.choices import Choices
+from zbcompile.cli.target import load_example
+from zbcompile.compiler.compile_example import Inspected, compile_example
+from zbcompile.passes.capture.canonical import is_getitem
+from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import CompileError
-from zbcompile.passes.origin import origin_of
-from zbcompile.passes.pieces import Piece
-from zbcompile.passes.printing import WIDTH, print_piece
-from zbcompile.passes.slots import Slot
+from zbcompile.passes.graph.roles import Slot
+from zbcompile.passes.graph.source_location import origin_of
+from zbcompile.passes.split.subgraphs import Piece
+from zbcompile.passes.stage.print_python import WIDTH, print_piece
 from zbcompile.schedules import build
-from zbcompile.target import load_example
 
 TARGETS = Path(__file__).parents[2] / "examples" / "targets.py"
 

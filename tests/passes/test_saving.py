@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 from torch.fx import Graph, Node
 
-from zbcompile.passes.min_cut import SINK, SOURCE, Network
-from zbcompile.passes.saving import Values, fit, quickest, smallest
+from zbcompile.passes.graph.min_cut import SINK, SOURCE, Network
+from zbcompile.passes.recompute.budget import Values, fit, quickest, smallest
 
 
 def random_values(seed: int) -> Values:

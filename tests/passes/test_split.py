@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from benchmarks.split_bytes import CUTS, operands
 from benchmarks.stages import Stage, compile_stages
 from tests.passes.splitting import ORDERS, compile_middle, eager_gradients, joint_of_middle, run_in_order
-from zbcompile.passes.choices import Choices
-from zbcompile.passes.crossing import crossing_of
-from zbcompile.passes.pieces import Assignment
-from zbcompile.passes.split import apply, choose, closure
-from zbcompile.passes.weight_cut import WeightCut, is_cheap
+from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.split.saved_bytes import crossing_of
+from zbcompile.passes.split.split import apply, choose, closure
+from zbcompile.passes.split.subgraphs import Assignment
+from zbcompile.passes.split.weight_cut import WeightCut, is_cheap
 
 D = 8
 

@@ -8,17 +8,17 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zbcompile.inspected import compile_example
-from zbcompile.measuring import synthetic
-from zbcompile.passes.choices import Choices, Recompute
-from zbcompile.passes.costs import tensors_of
-from zbcompile.passes.pieces import LATER
-from zbcompile.passes.slots import Slot
-from zbcompile.passes.stage_program import StageProgram
+from zbcompile.cli.target import load_example
+from zbcompile.compiler.compile_example import compile_example
+from zbcompile.compiler.measure_nodes import synthetic
+from zbcompile.passes.compile_options import Choices, Recompute
+from zbcompile.passes.graph.flops import tensors_of
+from zbcompile.passes.graph.roles import Slot
+from zbcompile.passes.split.subgraphs import LATER
+from zbcompile.passes.stage.peak_memory import LOSS, RESIDENT, transient_bytes
+from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.passes.torch_private import boxed
-from zbcompile.passes.transient import LOSS, RESIDENT, transient_bytes
 from zbcompile.schedules import build
-from zbcompile.target import load_example
 
 TARGETS = Path(__file__).parents[2] / "examples" / "targets.py"
 

@@ -22,10 +22,10 @@ from tests.passes.vocabulary_case import (
     shifted,
     z_loss,
 )
-from zbcompile.passes.canonical import canonicalise
-from zbcompile.passes.capture import capture
-from zbcompile.passes.vocabulary_head import find_head
-from zbcompile.passes.vocabulary_logits import NotShardable
+from zbcompile.passes.capture.canonical import canonicalise
+from zbcompile.passes.capture.export import capture
+from zbcompile.passes.vocabulary.logits import NotShardable
+from zbcompile.passes.vocabulary.output_layer import find_head
 
 ALL = tuple(product(range(1, 9), (1, 2), (False, True)))
 FEW = ((1, 1, False), (2, 1, False), (3, 2, False), (5, 1, True), (8, 2, True), (16, 1, False))

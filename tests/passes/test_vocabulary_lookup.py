@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zbcompile.passes.canonical import canonicalise
-from zbcompile.passes.capture import capture
-from zbcompile.passes.slots import Slot
-from zbcompile.passes.vocabulary_head import VocabularyHead, find_head
-from zbcompile.passes.vocabulary_lookup import VocabularyLookup, find_lookup, look_up, spread
-from zbcompile.passes.vocabulary_program import even_bounds, levelled_bounds
-from zbcompile.passes.vocabulary_shard import Shard
+from zbcompile.passes.capture.canonical import canonicalise
+from zbcompile.passes.capture.export import capture
+from zbcompile.passes.graph.roles import Slot
+from zbcompile.passes.vocabulary.embedding import VocabularyLookup, find_lookup, look_up, spread
+from zbcompile.passes.vocabulary.output_layer import VocabularyHead, find_head
+from zbcompile.passes.vocabulary.shard import Shard
+from zbcompile.passes.vocabulary.shard_program import even_bounds, levelled_bounds
 
 WORDS, WIDTH = 11, 8
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.passes.vocabulary_case import LOSSES, Made, Model, eager, far, head_of, hidden_of, problem, sharded
-from zbcompile.passes.slots import Slot
-from zbcompile.passes.vocabulary_head import VocabularyHead
-from zbcompile.passes.vocabulary_program import even_bounds
-from zbcompile.passes.vocabulary_shard import Shard
+from zbcompile.passes.graph.roles import Slot
+from zbcompile.passes.vocabulary.output_layer import VocabularyHead
+from zbcompile.passes.vocabulary.shard import Shard
+from zbcompile.passes.vocabulary.shard_program import even_bounds
 
 KINDS = ("random", "1e4", "all equal", "one confident", "all ignored")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)

@@ -7,14 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zbcompile.passes.canonical import canonicalise
-from zbcompile.passes.capture import capture
-from zbcompile.passes.slots import Slot
-from zbcompile.passes.vocabulary_head import VocabularyHead, find_head
-from zbcompile.passes.vocabulary_program import even_bounds
-from zbcompile.passes.vocabulary_scan import scan
-from zbcompile.passes.vocabulary_shard import Parameters, Shard
-from zbcompile.passes.vocabulary_update import combine, update
+from zbcompile.passes.capture.canonical import canonicalise
+from zbcompile.passes.capture.export import capture
+from zbcompile.passes.graph.roles import Slot
+from zbcompile.passes.vocabulary.output_layer import VocabularyHead, find_head
+from zbcompile.passes.vocabulary.s_pass import scan
+from zbcompile.passes.vocabulary.shard import Parameters, Shard
+from zbcompile.passes.vocabulary.shard_program import even_bounds
+from zbcompile.passes.vocabulary.t_pass import combine, update
 
 WIDTH, WORDS, TILE = 8, 11, 3
 WEIGHTS = torch.linspace(0.5, 2.0, WORDS)

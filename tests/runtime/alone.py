@@ -15,11 +15,11 @@ import torch
 
 from tests.runtime.test_nodes import free_port
 from tests.runtime.training import Case, Trained, join, problem_of, reference
-from zbcompile.compiler import compile_drawn, draw_step
-from zbcompile.example import Example
-from zbcompile.inspected import one_microbatch
-from zbcompile.passes.choices import Choices
-from zbcompile.program import StepOptions
+from zbcompile.compiler.compile_example import one_microbatch
+from zbcompile.compiler.pass_pipeline import compile_drawn, draw_step
+from zbcompile.model.example import Example
+from zbcompile.passes.compile_options import Choices
+from zbcompile.program.program import StepOptions
 from zbcompile.schedules import build
 
 ROOT = Path(__file__).parents[2]

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zbcompile
-from zbcompile.vocabulary_run import ShardRun
+from zbcompile.runtime.vocabulary_shard_run import ShardRun
 
 WIDTH = 8
 LAYERS = 4

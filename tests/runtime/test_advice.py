@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from zbcompile.advice import alternatives, format_idle, idle_by_cause, what_limits
+from zbcompile.prediction.advice import alternatives, format_idle, idle_by_cause, what_limits
 from zbcompile.schedules import Costs, build, simulate
-from zbcompile.schedules.timeline import Timeline
+from zbcompile.schedules.simulation.timeline import Timeline
 
 
 def _timeline(name: str, ranks: int, microbatches: int, residue: float = 1) -> Timeline:

@@ -14,14 +14,14 @@ from tests.oracle import PROBLEMS
 from tests.runtime.faulty import make, rows
 from tests.runtime.pool import Pool
 from tests.runtime.training import Case, pipeline_of
-from zbcompile.channels import in_rounds
+from zbcompile.distributed.channels import in_rounds
+from zbcompile.distributed.gpus import own_gpu, require_different
+from zbcompile.distributed.process_group import backend_of
+from zbcompile.env import ORDERED
 from zbcompile.errors import PipelineError
-from zbcompile.gpus import own_gpu, require_different
-from zbcompile.group import backend_of
 from zbcompile.schedules import build, lower, names, smallest_microbatches
-from zbcompile.schedules.actions import MESSAGES
-from zbcompile.schedules.communication import channels_of
-from zbcompile.switches import ORDERED
+from zbcompile.schedules.checking.communication_rules import channels_of
+from zbcompile.schedules.ir.actions import MESSAGES
 
 
 @pytest.mark.parametrize("name", names())

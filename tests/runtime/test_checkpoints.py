@@ -15,10 +15,10 @@ from tests.oracle import optimizer_of
 from tests.runtime.checkpointing import PROBLEM, State, begin, state_of, train_eager, train_pipe
 from tests.runtime.pool import Pool
 from tests.runtime.training import assert_same_tensors
-from zbcompile.checkpoint_files import begin as begin_checkpoint
-from zbcompile.checkpoint_files import checkpoints_in, publish
-from zbcompile.checkpoint_storage import describe
-from zbcompile.checkpoints import PROCESS
+from zbcompile.persistence.checkpoint import PROCESS
+from zbcompile.persistence.checkpoint_directory import begin as begin_checkpoint
+from zbcompile.persistence.checkpoint_directory import checkpoints_in, publish
+from zbcompile.persistence.checkpoint_values import describe
 
 
 def uninterrupted(steps: int) -> State:

@@ -12,7 +12,7 @@ import zbcompile
 import zbcompile.compile
 import zbcompile.inspect
 from tests.runtime.training import assert_same_tensors, gradients_of
-from zbcompile.target import load_example
+from zbcompile.cli.target import load_example
 
 TARGET = """
 import torch

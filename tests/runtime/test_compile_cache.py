@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from zbcompile.compile_cache import CompileCache, cache_folder
+from zbcompile.backends.compile_cache import CompileCache, cache_folder
 from zbcompile.errors import PipelineError
 
 ROOT = Path(__file__).parents[2]
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 MAKER = """
 import sys, time
 from pathlib import Path
-from zbcompile.compile_cache import CompileCache
+from zbcompile.backends.compile_cache import CompileCache
 
 folder, pause, first, *keys = sys.argv[1:]
 

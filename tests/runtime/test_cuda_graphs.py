@@ -7,7 +7,7 @@ from torch import Tensor, nn
 import zbcompile
 from tests.oracle import Batch
 from tests.runtime.training import problem_of
-from zbcompile.cuda_graphs import copy_of
+from zbcompile.backends.cuda_graphs import copy_of
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 MICROBATCHES, STEPS = 4, 3

@@ -18,9 +18,9 @@ from tests.runtime.replicated import (
     summed_in_single_precision,
 )
 from tests.runtime.training import Case, pipeline_of
-from zbcompile.data_parallel import Replicas
-from zbcompile.gradients import Gradients
-from zbcompile.schedules.actions import flatten
+from zbcompile.runtime.data_parallel import Replicas
+from zbcompile.runtime.gradients import Gradients
+from zbcompile.schedules.ir.actions import flatten
 
 # Sums of the same numbers in another order: replicas add up their own microbatches first. Each addition rounds by at
 # most 2^-24 of the sum so far; 24 of them stay below this, relative to the largest entry.

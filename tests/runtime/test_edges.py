@@ -16,8 +16,8 @@ from tests.oracle import Batch, eager_step
 from tests.random_models import WIDTH as RANDOM_WIDTH
 from tests.random_models import RandomModel
 from tests.runtime.training import assert_same_tensors, gradients_of
-from zbcompile.batch import flatten_batch
-from zbcompile.compiler import draw_step
+from zbcompile.compiler.pass_pipeline import draw_step
+from zbcompile.model.batch import flatten_batch
 
 WIDTH, ROWS, MICROBATCHES = 8, 8, 4
 
@@ -170,5 +170,5 @@ def test_random_model_cut_at_random(seed: int, schedule: str, ranks: int, stages
     microbatch = flatten_batch((rows,), {}, rows, None).microbatch(0, MICROBATCHES)
     drawn = draw_step(model, microbatch, _loss)
     places = [node.name for node, allowed in zip(drawn.line.nodes, drawn.line.allowed, strict=True) if allowed]
-    with mock.patch("zbcompile.compiling.draw_step", return_value=drawn):  # once is enough
+    with mock.patch("zbcompile.frontend.executables.draw_step", return_value=drawn):  # once is enough
         assert_as_eager(model, schedule, ranks, choose.sample(places, stages - 1), RANDOM_WIDTH)

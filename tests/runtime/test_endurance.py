@@ -12,10 +12,10 @@ import torch
 from tests.oracle import PROBLEMS
 from tests.runtime.pool import Pool
 from tests.runtime.training import Case, pipeline_of
-from zbcompile.engine import Distributed
-from zbcompile.rank_plan import Message, plan_rank
+from zbcompile.distributed.transport import PointToPoint, Tensors
+from zbcompile.runtime.engine import Distributed
+from zbcompile.runtime.rank_plan import Message, plan_rank
 from zbcompile.schedules import build, lower
-from zbcompile.transport import PointToPoint, Tensors
 
 
 def compiled(case: Case):

@@ -25,11 +25,11 @@ from tests.runtime.training import (
     reference,
     train,
 )
-from zbcompile.backends import Compilation
+from zbcompile.backends.backend import Compilation
+from zbcompile.backends.compile_cache import CompileCache
+from zbcompile.backends.inductor import make_inductor
 from zbcompile.compile import main
-from zbcompile.compile_cache import CompileCache
-from zbcompile.inductor import make_inductor
-from zbcompile.passes.bare_graph import bare
+from zbcompile.passes.stage.anonymous_graph import bare
 from zbcompile.passes.torch_private import make_fx
 
 pytestmark = [

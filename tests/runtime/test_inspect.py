@@ -14,9 +14,9 @@ import torch
 
 import zbcompile
 import zbcompile.compile
+from zbcompile.cli.target import load_example
 from zbcompile.inspect import main
-from zbcompile.report import WIDTH
-from zbcompile.target import load_example
+from zbcompile.inspection.report import WIDTH
 
 ROOT = Path(__file__).parents[2]
 TARGETS = "examples/targets.py"

@@ -14,11 +14,11 @@ import zbcompile
 from tests.oracle import PROBLEMS, WIDTH
 from tests.runtime.pool import Pool
 from tests.runtime.training import Case, pipeline_of
-from zbcompile.clocks import offset_to_first
-from zbcompile.record import StepRecord
-from zbcompile.record_file import read_record
-from zbcompile.schedules.actions import flatten
-from zbcompile.schedules.text import format_step
+from zbcompile.distributed.clocks import offset_to_first
+from zbcompile.profiling.step_record import read_record
+from zbcompile.runtime.recorder import StepRecord
+from zbcompile.schedules.ir.actions import flatten
+from zbcompile.schedules.ir.schedule import format_step
 
 CASE = Case("mlp", "zb-h1", 2, 4)
 

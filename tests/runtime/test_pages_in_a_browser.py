@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from zbcompile.graph_page import to_page
-from zbcompile.inspected import compile_example
-from zbcompile.passes.choices import Choices
-from zbcompile.picture_units import in_units
-from zbcompile.record_file import read_record
+from zbcompile.cli.target import load_example
+from zbcompile.compiler.compile_example import compile_example
+from zbcompile.inspection.graph_html import to_page
+from zbcompile.inspection.units import in_units
+from zbcompile.passes.compile_options import Choices
+from zbcompile.profiling.step_record import read_record
 from zbcompile.schedules import Costs, build, simulate, to_html
-from zbcompile.schedules.comparison_picture import compare_html
-from zbcompile.target import load_example
+from zbcompile.schedules.visualization.comparison import compare_html
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import zbcompile
-from zbcompile.inspected import compile_example
-from zbcompile.passes.choices import Choices
-from zbcompile.prediction import basis_of, flop_costs, predict
+from zbcompile.cli.target import load_example
+from zbcompile.compiler.compile_example import compile_example
+from zbcompile.passes.compile_options import Choices
+from zbcompile.prediction.predict import basis_of, flop_costs, predict
 from zbcompile.schedules import build
-from zbcompile.target import load_example
 
 TARGETS = Path(__file__).parents[2] / "examples" / "targets.py"
 MICROBATCHES = 4

@@ -33,11 +33,11 @@ from tests.runtime.training import (
     train,
 )
 from tests.runtime.vocabulary_training import VocabularyCase
-from zbcompile.passes.operators import name_of_operator, operator_named
-from zbcompile.program import Program
-from zbcompile.program_manifest import digest_of
-from zbcompile.schedules.interlaced_pipeline import interlaced
-from zbcompile.stage_plan import arrivals_of
+from zbcompile.passes.serialization.operators import name_of_operator, operator_named
+from zbcompile.program.manifest import digest_of
+from zbcompile.program.program import Program
+from zbcompile.runtime.stage_plan import arrivals_of
+from zbcompile.schedules.generators.interlaced import interlaced
 
 SMALL = Case("mlp", "1f1b", 2, 2)
 CASES = (

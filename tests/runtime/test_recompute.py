@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 import zbcompile
 from tests.oracle import PROBLEMS
 from tests.runtime.training import Case, Trained, assert_same_tensors, gradients_of, reference
-from zbcompile.passes.choices import Recompute
-from zbcompile.prediction import flop_costs, predict
+from zbcompile.passes.compile_options import Recompute
+from zbcompile.prediction.predict import flop_costs, predict
 
 MICROBATCHES = 4
 

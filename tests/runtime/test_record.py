@@ -6,9 +6,9 @@ import zbcompile
 from tests.oracle import PROBLEMS, WIDTH
 from tests.runtime.pool import Pool
 from tests.runtime.training import Case, pipeline_of
-from zbcompile.record import StepRecord
-from zbcompile.schedules.actions import flatten
-from zbcompile.schedules.schedule import Lowered
+from zbcompile.runtime.recorder import StepRecord
+from zbcompile.schedules.ir.actions import flatten
+from zbcompile.schedules.ir.schedule import Lowered
 
 
 def recorded(case: Case) -> tuple[StepRecord | None, StepRecord | None, Lowered]:

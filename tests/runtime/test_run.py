@@ -16,10 +16,10 @@ from tests.runtime.checkpointing import MICROBATCHES, PROBLEM
 from tests.runtime.pool import Pool
 from tests.runtime.run_data import numbered
 from tests.runtime.training import assert_same_tensors
-from zbcompile.command_line import FAILED
+from zbcompile.cli.exit_status import FAILED
+from zbcompile.cli.train_job import Job, train
+from zbcompile.cli.train_optimizer import rate_factor
 from zbcompile.run import main
-from zbcompile.run_job import Job, train
-from zbcompile.run_optimizer import rate_factor
 
 DATA = "tests.runtime.run_data"
 Program = Callable[[str, int], Path]

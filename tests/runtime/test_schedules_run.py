@@ -32,12 +32,12 @@ from tests.runtime.training import (
     reference,
     train,
 )
-from zbcompile.channels import Ordered
-from zbcompile.engine import Distributed
-from zbcompile.rank_plan import Message
+from zbcompile.distributed.channels import Ordered
+from zbcompile.distributed.transport import PointToPoint, Tensors
+from zbcompile.env import ORDERED
+from zbcompile.runtime.engine import Distributed
+from zbcompile.runtime.rank_plan import Message
 from zbcompile.schedules import Pair, ScheduleError, build, names, smallest_microbatches
-from zbcompile.switches import ORDERED
-from zbcompile.transport import PointToPoint, Tensors
 
 LAZY = "zb-h1-lazy"
 REGULAR = ("1f1b", "zb-v", "dualpipe-v")  # over messages these run on 2 and on 4 ranks, the others on one of the two
@@ -90,7 +90,7 @@ def assert_declared(ours: Trained, case: Case) -> None:
 def test_in_one_process(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Messages are paired by their order on each channel alone, as NCCL pairs them."""
     schedule = build(case.schedule, case.ranks, case.microbatches)
-    monkeypatch.setattr("zbcompile.engine.Mailboxes", partial(InOrder, rank_of=schedule.rank_of))
+    monkeypatch.setattr("zbcompile.runtime.engine.Mailboxes", partial(InOrder, rank_of=schedule.rank_of))
     assert_declared(quickly(case), case)
 
 

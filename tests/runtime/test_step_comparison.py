@@ -10,14 +10,14 @@ import pytest
 import zbcompile
 from tests.oracle import PROBLEMS
 from tests.runtime.training import Case, pipeline_of
-from zbcompile.prediction import Basis, basis_of
-from zbcompile.record import StepRecord
-from zbcompile.record_file import read_record, record_to_text
-from zbcompile.recorded import Span
+from zbcompile.inspection.step_comparison_report import format_step_comparison
+from zbcompile.prediction.predict import Basis, basis_of
+from zbcompile.prediction.step_comparison import compare_step
+from zbcompile.profiling.recorded_timeline import Span
+from zbcompile.profiling.step_record import read_record, record_to_text
+from zbcompile.runtime.recorder import StepRecord
 from zbcompile.schedules import Costs, build, chain, critical_path, simulate
-from zbcompile.schedules.critical import time_by_kind
-from zbcompile.step_comparison import compare_step
-from zbcompile.step_comparison_report import format_step_comparison
+from zbcompile.schedules.simulation.critical_path import time_by_kind
 
 SCHEDULE = build("zb-h1", ranks=2, microbatches=2)
 MANIFEST = {"exact": False, "cuts": ["add_3"], "graphs": ["a"]}

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from zbcompile.passes.stage_program import tensor_spec
-from zbcompile.strides import as_contiguous, laid_out, packed, packed_buffer
+from zbcompile.distributed.packing import as_contiguous, laid_out, packed, packed_buffer
+from zbcompile.passes.stage.stage_program import tensor_spec
 
 NUMBERS = torch.arange(720.0)
 TENSORS = {

@@ -10,7 +10,7 @@ import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from zbcompile.schedules import Costs, Schedule, ScheduleError, build, check, from_csv, lower, names, save, simulate
-from zbcompile.schedules.registry import find
+from zbcompile.schedules.generators.registry import find
 
 RANKS = (1, 2, 3, 4, 8)
 MICROBATCHES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24)

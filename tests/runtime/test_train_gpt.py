@@ -11,8 +11,8 @@ import stdlib_text
 import train_gpt
 from step_report import measured_costs, observed, report
 from tests.runtime.pool import Pool
-from zbcompile.record import StepRecord
-from zbcompile.recorded import Span
+from zbcompile.profiling.recorded_timeline import Span
+from zbcompile.runtime.recorder import StepRecord
 from zbcompile.schedules import build
 
 SMALL = ["--layers", "3", "--width", "32", "--sequence-length", "16", "--batch", "8", "--steps", "12", "--verify"]

@@ -10,12 +10,12 @@ import zbcompile
 from gpt import GPT, next_byte_loss
 from tests.oracle import Batch, eager_step
 from tests.runtime.vocabulary_training import distance
-from zbcompile.passes.canonical import canonicalise
-from zbcompile.passes.capture import capture
-from zbcompile.passes.choices import Choices
+from zbcompile.compiler.vocabulary_decision import WORTH, choose_sharding, predict_steps
+from zbcompile.passes.capture.canonical import canonicalise
+from zbcompile.passes.capture.export import capture
+from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import CompileError
 from zbcompile.schedules import build
-from zbcompile.vocabulary_choice import WORTH, choose_sharding, predict_steps
 
 MICROBATCHES, LENGTH = 4, 16
 MANY = 8192

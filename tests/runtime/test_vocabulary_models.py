@@ -19,8 +19,8 @@ from tests.runtime.vocabulary_models import (
     quick_step,
     unsplit,
 )
-from zbcompile.compiler import Drawn
-from zbcompile.program import Program
+from zbcompile.compiler.pass_pipeline import Drawn
+from zbcompile.program.program import Program
 
 Done = tuple[dict[str, Drawn], dict[Any, Program], dict[str, Any]]
 RANKS = {"llama": (4, 2), "gpt2": (2, 4), "gemma2": (4, 2), "bert": (4, 2)}  # of linear schedules, of V's

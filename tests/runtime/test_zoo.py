@@ -22,8 +22,8 @@ from tests.runtime.training import (
     reference,
 )
 from tests.zoo import ZOO
-from zbcompile.passes.origin import origin_of
-from zbcompile.program import Program
+from zbcompile.passes.graph.source_location import origin_of
+from zbcompile.program.program import Program
 
 CASES = (
     Case("llama", "zb-v", 2, 4, steps=2),

@@ -14,8 +14,8 @@ from torch.fx import GraphModule
 import zbcompile
 from tests.oracle import PROBLEMS, Gradients, Problem, eager_step, optimizer_of
 from tests.zoo import ZOO
-from zbcompile.compiler import Drawn, compile_drawn, draw_step
-from zbcompile.program import Program
+from zbcompile.compiler.pass_pipeline import Drawn, compile_drawn, draw_step
+from zbcompile.program.program import Program
 from zbcompile.schedules import build, lower
 
 ROWS = 2  # samples in a microbatch
@@ -84,7 +84,7 @@ def quickly(case: Case) -> Trained:
             _COMPILED[key] = compile_drawn(model, microbatch, drawn, schedule, *rest)
         return replace(_COMPILED[key], lowered=lower(schedule))
 
-    with mock.patch.multiple("zbcompile.compiling", draw_step=draw_once, compile_drawn=compile_once):
+    with mock.patch.multiple("zbcompile.frontend.executables", draw_step=draw_once, compile_drawn=compile_once):
         return pipelined(case)
 
 

@@ -12,10 +12,10 @@ import zbcompile
 from tests.oracle import Gradients, eager_step
 from tests.runtime.vocabulary_training import distance
 from tests.zoo import ZOO
-from zbcompile.compiler import Drawn, compile_drawn, draw_step
-from zbcompile.program import Program
+from zbcompile.compiler.pass_pipeline import Drawn, compile_drawn, draw_step
+from zbcompile.compiler.vocabulary_sharding import insert
+from zbcompile.program.program import Program
 from zbcompile.schedules import lower
-from zbcompile.vocabulary_compile import insert
 
 MODELS = ("llama", "gpt2", "gemma2", "bert")
 SCHEDULES = ("1f1b", "zb-h1", "zb-v", "dualpipe-v")
@@ -72,7 +72,7 @@ def quick_step(case: ModelCase, drawn: dict[str, Drawn], compiled: dict[Any, Pro
         assert found.vocabulary is not None
         return replace(found, lowered=lower(insert(schedule, found.vocabulary, found.stages)))
 
-    with mock.patch.multiple("zbcompile.compiling", draw_step=draw_once, compile_drawn=compile_once):
+    with mock.patch.multiple("zbcompile.frontend.executables", draw_step=draw_once, compile_drawn=compile_once):
         return one_step(case)
 
 

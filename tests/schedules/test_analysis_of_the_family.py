@@ -5,7 +5,7 @@ import random
 import pytest
 
 from zbcompile.schedules import Costs, Schedule, ScheduleError, build, check, lower, names, simulate
-from zbcompile.schedules.closed_forms import closed_form
+from zbcompile.schedules.simulation.closed_forms import closed_form
 
 
 def sizes(name: str, generator: random.Random) -> list[Schedule]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from zbcompile.schedules import Action, Costs, Lowered, Schedule, ScheduleError, build, check, lower, simulate
-from zbcompile.schedules.actions import COMMUNICATION, Pair, flatten
+from zbcompile.schedules.ir.actions import COMMUNICATION, Pair, flatten
 
 NAMES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "interleaved-zb", "zb-v", "1f1b-overlap", "dualpipe")
 Orders = list[list[Any]]  # of steps; damage makes what no type admits

@@ -9,7 +9,7 @@ from fractions import Fraction
 import pytest
 
 from zbcompile.schedules import Costs, Schedule, ScheduleError, build, lower, names, simulate
-from zbcompile.schedules.closed_forms import T_P, closed_form
+from zbcompile.schedules.simulation.closed_forms import T_P, closed_form
 
 AUTOMATIC = ("zb-1p", "zb-2p")
 COMM_OPS = ("SEND_F", "SEND_B")

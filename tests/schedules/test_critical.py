@@ -6,7 +6,7 @@ import random
 import pytest
 
 from zbcompile.schedules import Costs, Lowered, Timeline, build, chain, critical_path, lower, names, simulate
-from zbcompile.schedules.critical import by_rank, time_by_kind
+from zbcompile.schedules.simulation.critical_path import by_rank, time_by_kind
 
 
 def _timelines(random_costs) -> list[Timeline]:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from zbcompile.schedules import Costs, build, lower, names, simulate
-from zbcompile.schedules.actions import SEND_B, SEND_F
+from zbcompile.schedules.ir.actions import SEND_B, SEND_F
 
 DOCS = Path(__file__).parents[2] / "docs" / "schedules.md"
 

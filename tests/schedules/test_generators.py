@@ -8,10 +8,10 @@ from collections.abc import Callable
 import pytest
 
 from zbcompile.schedules import Costs, Pair, Schedule, ScheduleError, build, check, names, simulate
-from zbcompile.schedules.actions import BW, B, W, flatten
-from zbcompile.schedules.registry import FAMILIES, Family
-from zbcompile.schedules.text import parse_order
-from zbcompile.schedules.vee import _deleted, _handcrafted
+from zbcompile.schedules.generators.registry import FAMILIES, Family
+from zbcompile.schedules.generators.zb_v import _deleted, _handcrafted
+from zbcompile.schedules.ir.actions import BW, B, W, flatten
+from zbcompile.schedules.ir.schedule import parse_order
 
 # What `build` promises to hold at most, in activations of one stage, when every microbatch takes the same everywhere.
 PROMISED_PEAK: dict[str, Callable[[int, int], int]] = {

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from zbcompile.schedules import Costs, build, names
-from zbcompile.schedules.files import save
+from zbcompile.schedules.ir.files import save
 
 
 def command(*arguments: str) -> tuple[int, str, str]:

@@ -8,13 +8,13 @@ from xml.etree import ElementTree
 import pytest
 
 from zbcompile.schedules import Costs, ScheduleError, build, simulate
-from zbcompile.schedules.comparison_picture import compare_svg, compare_text
-from zbcompile.schedules.html_picture import to_html
-from zbcompile.schedules.pictures import write_comparison, write_picture
-from zbcompile.schedules.svg_picture import COLOURS, HATCHES, to_svg
-from zbcompile.schedules.timeline import Timeline
-from zbcompile.schedules.timeline_text import format_timeline
-from zbcompile.schedules.trace_picture import to_chrome_trace
+from zbcompile.schedules.simulation.timeline import Timeline
+from zbcompile.schedules.visualization.chrome_trace import to_chrome_trace
+from zbcompile.schedules.visualization.comparison import compare_svg, compare_text
+from zbcompile.schedules.visualization.html import to_html
+from zbcompile.schedules.visualization.svg import COLOURS, HATCHES, to_svg
+from zbcompile.schedules.visualization.text import format_timeline
+from zbcompile.schedules.visualization.write import write_comparison, write_picture
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -22,9 +22,9 @@ from zbcompile.schedules import (
     to_json,
     with_vocabulary,
 )
-from zbcompile.schedules.actions import CAST, COLLECTIVES, LOOKUP, STATS, SUM, flatten
-from zbcompile.schedules.schedule import Lowered
-from zbcompile.schedules.vocabulary_insertion import textbook_costs
+from zbcompile.schedules.generators.vocabulary_insertion import textbook_costs
+from zbcompile.schedules.ir.actions import CAST, COLLECTIVES, LOOKUP, STATS, SUM, flatten
+from zbcompile.schedules.ir.schedule import Lowered
 
 FAMILIES = ("1f1b", "zb-h1", "zb-h2", "interleaved-zb", "zb-v", "v-half", "dualpipe-v")
 PUBLISHED = json.loads((Path(__file__).parent / "published_vocabulary.json").read_text())

@@ -1,0 +1,246 @@
+"""The canonical graph: one placeholder per tensor, nothing that computes nothing, and what each value is.
+
+Every later pass reads `node.meta["val"]` (a fake tensor), `node.meta["differentiable"]`, `node.meta["slot"]` (on
+placeholders) and `node.meta["recompute"]` (in checkpoint regions), all set here.
+"""
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Interpreter, Node
+
+from zbcompile.passes.capture.autocast import is_autocasts
+from zbcompile.passes.capture.export import Captured
+from zbcompile.passes.capture.export_errors import operation_failure
+from zbcompile.passes.capture.mutations import make_copies_differentiable, separate_changing_buffers
+from zbcompile.passes.errors import CaptureError
+from zbcompile.passes.graph.process_groups import name_groups
+from zbcompile.passes.graph.roles import Slot
+from zbcompile.passes.torch_private import (
+    ASSERTIONS,
+    AUTOCAST,
+    RECOMPUTE,
+    FakeTensorMode,
+    LazyGraphModule,
+    OpOverload,
+    arguments_of,
+)
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Canonical:
+    """A captured graph in canonical form. `outputs` pairs each role with the node that makes it."""
+
+    captured: Captured
+    module: GraphModule
+    mode: FakeTensorMode
+
+    @property
+    def graph(self) -> Graph:
+        return self.module.graph
+
+    @property
+    def outputs(self) -> list[tuple[Slot, Any]]:
+        return list(zip(self.captured.outputs, output_values(self.graph), strict=True))
+
+
+def output_values(graph: Graph) -> list[Any]:
+    """What a graph returns, as a flat list of nodes (or constants)."""
+    (values,) = graph.output_node().args
+    return list(values) if isinstance(values, tuple | list) else [values]
+
+
+def canonicalise(captured: Captured) -> Canonical:
+    """Copy the captured graph and run every canonicalisation over the copy, in order."""
+    module = LazyGraphModule(captured.module, _copy_graph(captured))
+    keep_marks(module.graph)
+    slots = merge_tied_placeholders(module.graph, captured.inputs)
+    drop_checks(module.graph)
+    make_copies_differentiable(module.graph)
+    separate_changing_buffers(module.graph, captured.outputs)
+    drop_no_ops(module.graph)
+    drop_dead_code(module.graph)
+    inputs = tuple(slot for slot in slots if slot is not None)
+    captured = replace(captured, inputs=inputs, groups=name_groups(module))
+    module.recompile()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    _refuse_sparse_gradients(module.graph)
+    infer_values(module, captured, mode)
+    return Canonical(captured, module, mode)
+
+
+def _copy_graph(captured: Captured) -> Graph:
+    graph = Graph()
+    output = graph.graph_copy(captured.module.graph, val_map={})
+    graph.output(output)
+    for node, slot in zip(graph.find_nodes(op="placeholder"), captured.inputs, strict=True):
+        node.meta["slot"] = slot
+    return graph
+
+
+def keep_marks(graph: Graph) -> None:
+    """`meta["recompute"]`: the number of the torch.utils.checkpoint region that the model computed a node in.
+    `meta["autocast"]`: the number of the autocast region that made a cast."""
+    for node in graph.nodes:
+        custom = node.meta.pop("custom", None) or {}
+        if node.op == "call_function" and RECOMPUTE in custom:
+            node.meta["recompute"] = custom[RECOMPUTE]
+        if node.op == "call_function" and AUTOCAST in custom and is_autocasts(node):
+            node.meta["autocast"] = custom[AUTOCAST]
+
+
+def merge_tied_placeholders(graph: Graph, slots: tuple[Slot, ...]) -> list[Slot]:
+    """Tied parameters arrive as several placeholders; keep the first of each slot. Drop the unused ones."""
+    first: dict[Slot, Node] = {}
+    for node, slot in zip(graph.find_nodes(op="placeholder"), slots, strict=True):
+        keeper = first.setdefault(slot, node)
+        if keeper is not node:
+            node.replace_all_uses_with(keeper)
+    for node in graph.find_nodes(op="placeholder"):
+        if not node.users:
+            graph.erase_node(node)
+    return [node.meta["slot"] for node in graph.find_nodes(op="placeholder")]
+
+
+def drop_checks(graph: Graph) -> None:
+    """Run-time assertions on metadata: shapes are static here, and a check must never become a cut."""
+    for node in list(graph.nodes):
+        if node.target in ASSERTIONS:
+            graph.erase_node(node)
+
+
+def drop_no_ops(graph: Graph) -> None:
+    """Casts to the dtype a value has, dropout that drops nothing, copies, and detaches of integers."""
+    for node in list(graph.nodes):
+        rule = _NO_OPS.get(node.target)
+        if rule is not None and isinstance(node.args[0], Node) and rule(node):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+
+
+def _same_tensor(node: Node) -> bool:
+    before, after = node.args[0].meta.get("val"), node.meta.get("val")  # type: ignore[union-attr]
+    if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor) or node.kwargs.get("copy"):
+        return False
+    same = before.dtype == after.dtype and before.device == after.device and before.stride() == after.stride()
+    return same and before.shape == after.shape and not any(arg is True for arg in node.args[1:])
+
+
+def _drops_nothing(node: Node) -> bool:
+    return bool(node.args[1] == 0.0) or node.args[2] is False
+
+
+def _integer(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex())
+
+
+def _copies_for_itself(node: Node) -> bool:
+    """A copy of what nothing else reads, such as torch.export makes of dropout that drops nothing. With other readers
+    it decides in which order gradients are added."""
+    source = node.args[0]
+    return source.op == "call_function" and len(source.users) == 1 and _same_tensor(node)  # type: ignore[union-attr]
+
+
+_NO_OPS: dict[Any, Callable[[Node], bool]] = {
+    aten.to.dtype: _same_tensor,
+    aten.to.dtype_layout: _same_tensor,
+    aten.to.device: _same_tensor,
+    aten.dropout.default: _drops_nothing,
+    aten.clone.default: _copies_for_itself,
+    aten.detach.default: _integer,
+    aten.alias.default: lambda node: True,
+}
+
+
+def is_random(node: Node) -> bool:
+    """Whether a node draws random numbers. Such a node moves the generator: never dropped, copied or reordered."""
+    if not isinstance(node.target, OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return False
+    return _argument(node, "dropout_p", 1.0) != 0.0  # attention without dropout carries the tag but draws nothing
+
+
+def _argument(node: Node, name: str, missing: Any) -> Any:
+    """The value of the named argument of an operator call, its default included; `missing` if there is none so
+    named."""
+    for index, argument in enumerate(arguments_of(node.target)):  # type: ignore[arg-type]
+        if argument.name == name:
+            given = node.args[index] if index < len(node.args) else argument.default_value
+            return node.kwargs.get(name, given)
+    return missing
+
+
+def drop_dead_code(graph: Graph) -> None:
+    """Remove what no output needs; eager draws random numbers even for unused values, so those stay."""
+    graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output") or is_random(node))
+    for node in graph.find_nodes(op="placeholder"):
+        if not node.users:
+            graph.erase_node(node)
+
+
+def _refuse_sparse_gradients(graph: Graph) -> None:
+    for node in graph.nodes:
+        if node.target is aten.embedding.default and True in node.args[4:5]:
+            raise CaptureError(
+                f"{node.name} is an embedding with sparse=True ({source_line(node)}); zbcompile accumulates dense "
+                "gradients only. Use sparse=False."
+            )
+
+
+def source_line(node: Node) -> str:
+    """The line of the user's model that made `node`, or the compiler pass that did."""
+    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip()]
+    files = [i for i, line in enumerate(lines) if line.startswith("File ")]
+    if not files:
+        return f"made by {node.meta.get('pass', 'zbcompile')}"
+    code = lines[files[-1] + 1] if files[-1] + 1 < len(lines) else ""
+    return f"{lines[files[-1]]}: {code}"
+
+
+class _Values(Interpreter):
+    """Runs the graph on fake tensors with autograd on, noting each value and whether a gradient reaches it."""
+
+    def run_node(self, n: Node) -> Any:
+        try:
+            value = super().run_node(n)
+        except Exception as error:  # torch.export lets pass what only the data can tell
+            raise CaptureError(operation_failure(n, error)) from error
+        n.meta["differentiable"] = any(t.requires_grad for t in _tensors(value))
+        n.meta["val"] = torch.fx.node.map_aggregate(value, _detached)  # type: ignore[arg-type]
+        return value
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    values = value if isinstance(value, tuple | list) else [value]
+    return [v for v in values if isinstance(v, torch.Tensor)]
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+def infer_values(module: GraphModule, captured: Captured, mode: FakeTensorMode) -> None:
+    """Set `val` and `differentiable` of every node by one run on fake tensors."""
+    with mode, torch.enable_grad():
+        inputs = [_fake_input(node, captured) for node in module.graph.find_nodes(op="placeholder")]
+        values = _Values(module, garbage_collect_values=False)
+        values.extra_traceback = False  # our errors name the line
+        values.run(*inputs)
+
+
+def _fake_input(node: Node, captured: Captured) -> Any:
+    slot, old = node.meta["slot"], node.meta["val"]
+    if not isinstance(old, torch.Tensor):
+        return old
+    new = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device=old.device)
+    trained = slot.kind == "parameter" and slot.name in captured.trainable
+    return new.requires_grad_(trained or slot.kind == "activation")
+
+
+def is_getitem(node: Node) -> bool:
+    return node.target is operator.getitem

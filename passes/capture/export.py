@@ -1,0 +1,320 @@
+"""Capture: an nn.Module and one microbatch become a functional ATen graph whose inputs and outputs have roles.
+
+`torch.export` (non-strict) followed by `run_decompositions({})`: the empty table functionalises, inlines autocast and
+keeps composite operations (linear, attention, cross entropy) whole.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
+from torch.fx import GraphModule
+
+from zbcompile.passes.capture.autocast import number_autocast_regions
+from zbcompile.passes.capture.export_errors import export_failure
+from zbcompile.passes.capture.meta_device import as_if_on
+from zbcompile.passes.capture.side_effects import Watch
+from zbcompile.passes.capture.tracing_flags import told_it_is_eager
+from zbcompile.passes.capture.training_step import Inference, LossFunction, TrainingStep
+from zbcompile.passes.capture.unsupported import problems_of, raise_first, training_problems
+from zbcompile.passes.errors import CaptureError
+from zbcompile.passes.graph.roles import Kind, Slot
+from zbcompile.passes.torch_private import numbered_checkpoints, pytree
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A functional graph of the whole model; `inputs` and `outputs` give its placeholders and results their roles.
+
+    `names` maps every parameter and buffer FQN to the first FQN of the same tensor (tied parameters share it).
+    A training graph has the one output `loss`; of an inference graph `structure` rebuilds the model's output from its
+    leaves, some of which may be `constant_leaves` (None, numbers). `groups` are this process's names of the process
+    groups that collectives in the graph call `group0`, `group1`, and so on, once the graph is canonical.
+    """
+
+    module: GraphModule
+    inputs: tuple[Slot, ...]
+    outputs: tuple[Slot, ...]
+    names: Mapping[str, str]
+    trainable: frozenset[str]
+    constants: Mapping[str, torch.Tensor]
+    structure: Any
+    constant_leaves: Mapping[str, Any]
+    groups: tuple[str, ...] = ()
+
+
+def capture(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    target: Any = None,
+    loss: LossFunction | None = None,
+) -> Captured:
+    """Capture the training step of `model` for ONE microbatch, in the mode (train or eval) its modules are in.
+
+    Raises CaptureError for what cannot be captured or would lose gradients.
+    """
+    raise_first(training_problems(model, loss))
+    watch = Watch()
+    try:
+        captured = trace_training(model, args, kwargs, target, loss, watch)
+    except CaptureError:
+        raise_first(watch.problems)  # what was seen on the way explains it better
+        raise
+    raise_first(watch.problems)
+    for text in watch.warnings:
+        warnings.warn(f"zbcompile: {text}", stacklevel=2)
+    return captured
+
+
+def trace_training(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    target: Any,
+    loss: LossFunction | None,
+    watch: Watch,
+) -> Captured:
+    """As `capture`, but what `watch` has seen is left to the caller. Raises CaptureError where there is no graph."""
+    captured = _export(TrainingStep(model, loss, watch), watch, args, kwargs, target)
+    as_loss = {Slot("output", "0"): Slot("loss")}
+    return replace(captured, outputs=tuple(as_loss.get(slot, slot) for slot in captured.outputs))
+
+
+def capture_inference(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
+    """Capture the model alone in eval mode; every module's mode is restored."""
+    raise_first(problems_of(model))
+    modes = {module: module.training for module in model.modules()}
+    watch = Watch()
+    model.eval()
+    try:
+        with torch.no_grad(), _without_fast_path():
+            captured = _export(Inference(model, watch), watch, args, kwargs, None)
+    finally:
+        for module, training in modes.items():
+            module.training = training
+    raise_first(watch.problems)
+    return captured
+
+
+def _export(
+    wrapper: "TrainingStep | Inference", watch: Watch, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
+) -> Captured:
+    example = pytree.tree_map_only(torch.Tensor, _stand_in, (args, kwargs, target))
+    with as_if_on(wrapper.model, _device_of(example)) as adapted:
+        example = pytree.tree_map_only(torch.Tensor, adapted, example)
+        program = _exported(wrapper, watch, example)
+        return _with_roles(program, wrapper.model, example)
+
+
+def _exported(wrapper: "TrainingStep | Inference", watch: Watch, example: Any) -> torch.export.ExportedProgram:
+    with _diagnosed(wrapper.model, watch):
+        program = _exported_on_eagers_path(wrapper, watch, example)
+    number_autocast_regions(program.graph_module, _device_of(example).type)
+    _detach_no_grad_regions(program.graph_module)
+    _keep_source_lines(program.graph_module)
+    with _without_torchs_warnings():
+        return program.run_decompositions({})
+
+
+@contextlib.contextmanager
+def _diagnosed(model: nn.Module, watch: Watch) -> Iterator[None]:
+    """Whatever torch.export raises, in terms of the model."""
+    try:
+        yield
+    except CaptureError:
+        raise
+    except Exception as error:
+        raise CaptureError(export_failure(model, error, watch.shape_from_data)) from error
+
+
+def _exported_on_eagers_path(
+    wrapper: "TrainingStep | Inference", watch: Watch, example: Any
+) -> torch.export.ExportedProgram:
+    """A model that asks whether it is traced is told so only if it cannot be captured otherwise."""
+    asked: list[str] = []
+    try:
+        with told_it_is_eager(asked):
+            return _export_once(wrapper, watch, example)
+    except Exception as error:
+        if isinstance(error, CaptureError) or not asked:
+            raise
+    program = _export_once(wrapper, watch, example)
+    watch.warning(
+        f"forward asks torch whether it is traced ({asked[0]}) and can be captured only if it is told so. It may go "
+        "another way than in eager mode, with other last bits, also with exact=True."
+    )
+    return program
+
+
+def _export_once(wrapper: "TrainingStep | Inference", watch: Watch, example: Any) -> torch.export.ExportedProgram:
+    with watch.functions(), numbered_checkpoints(), _without_torchs_warnings():
+        return torch.export.export(wrapper, example, strict=False)
+
+
+def _device_of(example: Any) -> torch.device:
+    """The device of a batch, which is where a model on the meta device will be."""
+    tensors = [leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, torch.Tensor)]
+    return tensors[0].device if tensors else torch.device("cpu")
+
+
+@contextlib.contextmanager
+def _without_torchs_warnings() -> Iterator[None]:
+    """torch warns about what it does itself, and about attributes that `Watch` judges."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
+        warnings.filterwarnings("ignore", message=".*assigned during export.*")
+        yield
+
+
+@contextlib.contextmanager
+def _without_fast_path() -> Iterator[None]:
+    """nn.TransformerEncoderLayer's fast path in eval mode is one operation, which no cut can divide."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+def _stand_in(leaf: torch.Tensor) -> torch.Tensor:
+    """A tensor of its own for every leaf: torch.export merges inputs that are the same object, without a word.
+
+    It has the strides of `leaf`, gaps and overlaps included: the graph is run on such tensors.
+    """
+    if leaf.numel() == 0:
+        return leaf.detach().clone()
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True))
+    memory = leaf.detach().as_strided((reach,), (1,)).clone()
+    return memory.as_strided(leaf.shape, leaf.stride(), 0)
+
+
+def _keep_source_lines(module: GraphModule) -> None:
+    """Regions (no_grad, autocast) that run node by node, instead of as generated code, keep their source lines."""
+    for child in module.modules():
+        if isinstance(child, GraphModule) and child is not module:
+            child.forward = torch.fx.Interpreter(child).run  # type: ignore[method-assign]
+
+
+def _detach_no_grad_regions(module: GraphModule) -> None:
+    """Put a detach after every result of a no_grad region: run_decompositions({}) drops the region itself."""
+    for child in module.children():
+        if isinstance(child, GraphModule):
+            _detach_no_grad_regions(child)
+    for node in list(module.graph.nodes):
+        if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled and node.args[0] is False:
+            for result in [user for user in node.users if user.target.__name__ == "getitem"] or [node]:
+                _detach_after(module.graph, result)
+    module.recompile()
+
+
+def _detach_after(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return
+    with graph.inserting_after(node):
+        detached = graph.call_function(torch.ops.aten.detach.default, (node,))
+    detached.meta = dict(node.meta)
+    node.replace_all_uses_with(detached, delete_user_cb=lambda user: user is not detached)
+
+
+def _with_roles(program: torch.export.ExportedProgram, model: nn.Module, example: Any) -> Captured:
+    names = first_names(model)
+    outputs, constant_leaves = _output_slots(program, names)
+    return Captured(
+        module=program.graph_module,
+        inputs=_input_slots(program, names, example),
+        outputs=outputs,
+        names=names,
+        trainable=frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad),
+        constants=_constants(program),
+        structure=program.call_spec.out_spec,
+        constant_leaves=constant_leaves,
+    )
+
+
+def _constants(program: torch.export.ExportedProgram) -> dict[str, torch.Tensor]:
+    """Lifted tensors, and the buffers of a loss module: they belong to no module of the model."""
+    targets = [
+        spec.target
+        for spec in program.graph_signature.input_specs
+        if spec.target and (spec.kind is InputKind.CONSTANT_TENSOR or _of_loss(spec))
+    ]
+    return {target: _constant(program, target) for target in targets}
+
+
+def _of_loss(spec: Any) -> bool:
+    return spec.kind is InputKind.BUFFER and not spec.target.startswith("model.")
+
+
+def _constant(program: torch.export.ExportedProgram, name: str) -> torch.Tensor:
+    value = program.constants.get(name, program.state_dict.get(name))
+    if not isinstance(value, torch.Tensor):
+        raise CaptureError(f"the graph refers to a constant {name} that torch.export did not keep as a tensor.")
+    return value.detach()
+
+
+def first_names(model: nn.Module) -> dict[str, str]:
+    """Every parameter and buffer FQN -> the first FQN of the same tensor, which is eager's name for it."""
+    first: dict[int, str] = {}
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {name: first.setdefault(id(tensor), name) for name, tensor in named}
+
+
+def input_paths(example: Any) -> list[str]:
+    """The path of every leaf of `(args, kwargs, target)`: args[0], kwargs['mask'], target."""
+    leaves, _ = pytree.tree_flatten_with_path(example)
+    top = ("args", "kwargs", "target")
+    return [top[path[0].idx] + pytree.keystr(path[1:]) for path, _ in leaves]  # type: ignore[attr-defined]
+
+
+def _input_slots(program: torch.export.ExportedProgram, names: Mapping[str, str], example: Any) -> tuple[Slot, ...]:
+    paths = iter(input_paths(example))
+    return tuple(_input_slot(spec, names, paths) for spec in program.graph_signature.input_specs)
+
+
+def _input_slot(spec: Any, names: Mapping[str, str], paths: Iterator[str]) -> Slot:
+    if spec.kind is InputKind.USER_INPUT:
+        return Slot("input", next(paths))
+    if spec.kind is InputKind.CONSTANT_TENSOR or _of_loss(spec):
+        return Slot("constant", spec.target)
+    if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+        kind: Kind = "parameter" if spec.kind is InputKind.PARAMETER else "buffer"
+        return Slot(kind, names[spec.target.removeprefix("model.")])
+    raise CaptureError(f"the graph has an input of kind {spec.kind.name} ({spec.target}), which no stage can own.")
+
+
+def _output_slots(
+    program: torch.export.ExportedProgram, names: Mapping[str, str]
+) -> tuple[tuple[Slot, ...], dict[str, Any]]:
+    slots: list[Slot] = []
+    constant_leaves: dict[str, Any] = {}
+    for spec in program.graph_signature.output_specs:
+        leaf = str(sum(slot.kind == "output" for slot in slots))
+        if spec.kind is OutputKind.BUFFER_MUTATION:
+            slots.append(Slot("mutation", names[(spec.target or "").removeprefix("model.")]))
+        elif spec.kind is OutputKind.USER_OUTPUT:
+            slots.append(Slot("output", leaf))
+            if isinstance(spec.arg, ConstantArgument):
+                constant_leaves[leaf] = spec.arg.value
+        else:
+            raise CaptureError(_mutation(spec))
+    return tuple(slots), constant_leaves
+
+
+def _mutation(spec: Any) -> str:
+    name = (spec.target or "").removeprefix("model.")
+    if spec.kind is OutputKind.USER_INPUT_MUTATION:
+        return f"forward changes its input {name} in place, and with it the batch. Work on a copy: {name}.clone()."
+    if spec.kind is OutputKind.PARAMETER_MUTATION:
+        return (
+            f"forward changes parameter {name} in place; every microbatch would start from another value. Do it "
+            "between the steps, under torch.no_grad()."
+        )
+    return f"the graph has an output of kind {spec.kind.name} ({name}), which no stage can make."

@@ -1,0 +1,73 @@
+"""Diagnosis: why a model cannot be captured, in terms of its own lines."""
+
+from torch import nn
+from torch.fx import Node
+
+from zbcompile.passes.graph.source_location import failing_line, origin_of
+
+_REMEDIES = (  # (words in the error, what it means, what to do)
+    (
+        ("which is not a known type",),
+        "returns an object of a class that torch.export does not know",
+        "Leave it out of the output (transformers' caches: pass use_cache=False, or set model.config.use_cache = "
+        "False), or register the class (dataclasses: torch.export.register_dataclass).",
+    ),
+    (
+        ("Size-like symbols: u", "DynamicOutputShape", "aten.nonzero", "unbacked symint", "aten.masked_select"),
+        "makes a tensor whose shape depends on the data",
+        "Use a mask or torch.where instead of nonzero, boolean indexing or unique (transformers' mixtures of experts: "
+        'model.set_experts_implementation("batched_mm")).',
+    ),
+    (
+        ("data-dependent", "DataDependent", "Could not guard", ".item()"),
+        "makes a Python number, or a decision, from the values of a tensor",
+        "Data-dependent Python control flow must become torch.cond or tensor operations such as torch.where; a number "
+        "read with .item() must stay a tensor.",
+    ),
+    (
+        ("fake tensor in the exported program constant",),
+        "uses something that torch.export cannot trace",
+        "Often it is torch.tensor(...) or .numpy() of a tensor that forward computed; keep it a tensor.",
+    ),
+    (
+        ("does not have a registered fake impl", "no fake impl", "UnsupportedFakeTensor", "aren't valid for meta"),
+        "calls an operator whose shapes torch cannot infer",
+        "Register a fake implementation: @torch.library.register_fake(name).",
+    ),
+    (
+        ("same dtype", "dtypes", "!= ", "same reduction dim", "cannot be multiplied", "must match the size"),
+        "mixes dtypes or shapes that do not fit together",
+        "Does the batch have the shapes and dtypes that the model takes? If the model was converted (model.double(), "
+        "model.to(dtype)), convert the batch as well.",
+    ),
+)
+
+
+def export_failure(model: nn.Module, error: BaseException, shape_from_data: str = "") -> str:
+    """One message: what failed, where in the user's code, and the remedy where it is known.
+
+    `shape_from_data` is the line that made the first tensor whose shape depends on the data, if there is one: what
+    fails is often far behind it.
+    """
+    place = shape_from_data or failing_line(error)
+    return f"torch.export cannot capture {type(model).__name__}: {f'{place} ' if place else ''}{_explained(error)}"
+
+
+def operation_failure(node: Node, error: BaseException) -> str:
+    """Why an operation of a captured graph has no value that is known beforehand."""
+    return f"{node.target} ({origin_of(node) or node.name}) {_explained(error)}"
+
+
+def _explained(error: BaseException) -> str:
+    """What the error means and what to do about it, where that is known, and its own words."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    first = lines[0].strip() if lines else ""
+    meaning, remedy = _meaning(f"{type(error).__name__}: {error}")
+    return (f"{meaning}. {remedy} " if meaning else "") + f"({type(error).__name__}: {first})"
+
+
+def _meaning(text: str) -> tuple[str, str]:
+    for words, meaning, remedy in _REMEDIES:
+        if any(word in text for word in words):
+            return meaning, remedy
+    return "", ""

@@ -1,0 +1,65 @@
+"""Updates: what writes in place became when the graph was made functional, put into a form that can be split."""
+
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from zbcompile.passes.graph.flops import is_view
+from zbcompile.passes.graph.roles import Slot
+
+aten = torch.ops.aten
+
+
+def make_copies_differentiable(graph: Graph) -> None:
+    """`aten.copy`, which a write into a slice becomes, has no derivative below autograd; a cast and an expand do."""
+    for node in graph.find_nodes(op="call_function", target=aten.copy.default):
+        into, value = node.args[:2]
+        with graph.inserting_before(node):
+            node.replace_all_uses_with(_as_like(graph, node, value, into))
+        graph.erase_node(node)
+
+
+def _as_like(graph: Graph, node: Node, value: Any, into: Any) -> Node:
+    """`value` with the dtype, shape and strides of `into`."""
+    wanted = into.meta["val"]
+    if value.meta["val"].dtype != wanted.dtype:
+        value = _call(graph, node, aten.to.dtype, (value, wanted.dtype), value.meta["val"].to(wanted.dtype))
+    if value.meta["val"].shape != wanted.shape:
+        shape = list(wanted.shape)
+        value = _call(graph, node, aten.expand.default, (value, shape), value.meta["val"].expand(shape))
+    if value.meta["val"].stride() != wanted.stride() and wanted.ndim:
+        value = _call(graph, node, aten.slice_scatter.default, (into, value), wanted)
+    return value
+
+
+def separate_changing_buffers(graph: Graph, outputs: tuple[Slot, ...]) -> None:
+    """Views of a buffer that forward changes become views of a copy, since they may be read after the change. A buffer
+    that takes an input as its new value takes a copy of it, which has a place in the graph."""
+    (results,) = graph.output_node().args
+    for slot, value in zip(outputs, results, strict=True):  # type: ignore[arg-type]
+        if slot.kind != "mutation":
+            continue
+        for holder in _holders(graph, slot.name):
+            for view in [user for user in holder.users if is_view(user)]:
+                with graph.inserting_before(view):
+                    view.replace_input_with(holder, _clone(graph, holder, view))
+        if isinstance(value, Node) and value.op == "placeholder":
+            with graph.inserting_before(graph.output_node()):
+                graph.output_node().replace_input_with(value, _clone(graph, value, value))
+
+
+def _holders(graph: Graph, buffer: str) -> list[Node]:
+    return [node for node in graph.find_nodes(op="placeholder") if node.meta["slot"] == Slot("buffer", buffer)]
+
+
+def _clone(graph: Graph, value: Node, source: Node) -> Node:
+    return _call(graph, source, aten.clone.default, (value,), value.meta["val"])
+
+
+def _call(graph: Graph, source: Node, target: Any, args: tuple[Any, ...], value: Any) -> Node:
+    """A new node that comes from where `source` comes from."""
+    node = graph.call_function(target, args)
+    node.meta = {**source.meta, "val": value}
+    node.meta.pop("slot", None)
+    return node

@@ -1,0 +1,185 @@
+"""Watching: what a model's forward does beside computing, which a trace would lose or freeze without a word.
+
+Everything found is noted, not raised, so that one look finds all of it.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from zbcompile.passes.graph.source_location import calling_line
+from zbcompile.passes.torch_private import (
+    FUNCTIONAL_COLLECTIVES_MODULE,
+    buffer_table,
+    replaced,
+    watch_autograd_functions,
+)
+
+_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_TRAINS = (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
+_HOOKS = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook, torch.Tensor.retain_grad)
+_PLAIN_COLLECTIVES = "torch.distributed.distributed_c10d"
+_GRADIENTS = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
+
+
+@dataclass
+class Watch:
+    """What was seen: `problems` forbid the capture, `warnings` are what a user should know of it.
+
+    `shape_from_data` is the first line that made a tensor whose shape depends on the data.
+    """
+
+    problems: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    shape_from_data: str = ""
+
+    @contextlib.contextmanager
+    def functions(self) -> Iterator[None]:
+        """Around an export: note every custom autograd.Function that is applied."""
+        with watch_autograd_functions(self._function), _inference_as_no_grad():
+            yield
+
+    @contextlib.contextmanager
+    def forward(self, model: nn.Module) -> Iterator[None]:
+        """Around the model's forward inside an export."""
+        buffers, attributes = _buffers(model), _attributes(model)
+        parameters = {id(parameter) for parameter in model.parameters()}
+        with _Calls(self, parameters):
+            yield
+            self._put_back(buffers)
+        self._compare(attributes, _attributes(model))
+
+    def problem(self, text: str) -> None:
+        if text not in self.problems:
+            self.problems.append(text)
+
+    def warning(self, text: str) -> None:
+        if text not in self.warnings:
+            self.warnings.append(text)
+
+    def _function(self, function: type) -> None:
+        if function.__module__.startswith(("torch._", "torch.fx", FUNCTIONAL_COLLECTIVES_MODULE)):
+            return
+        self.problem(
+            f"the model applies the custom autograd.Function {function.__module__}.{function.__qualname__} "
+            f"({calling_line()}); torch.export traces through its forward and loses its backward in silence. Register "
+            "it with torch.library.custom_op and register_autograd, or write it with differentiable operations "
+            "(torch.utils.checkpoint: pass use_reentrant=False)."
+        )
+
+    def _put_back(self, before: dict[tuple[nn.Module, str], torch.Tensor]) -> None:
+        """A buffer that forward assigned anew is changed in place instead: torch.export sees only that."""
+        for (module, name), old in before.items():
+            new = buffer_table(module).get(name)
+            if new is old:
+                continue
+            if new is None or (new.shape, new.dtype) != (old.shape, old.dtype):
+                now = "nothing" if new is None else f"{new.dtype} {list(new.shape)}"
+                self.problem(
+                    f"forward replaces buffer {name} of {type(module).__name__} ({old.dtype} {list(old.shape)}) by "
+                    f"{now}; a compiled graph needs it to keep its shape and dtype."
+                )
+                continue
+            with torch.no_grad():
+                old.copy_(new.detach())
+            buffer_table(module)[name] = old
+
+    def _compare(self, before: dict[str, Any], after: dict[str, Any]) -> None:
+        for name, new in after.items():
+            old = before.get(name)
+            if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor) and old is not new:
+                self.problem(
+                    f"forward replaces the tensor in the plain attribute {name}; a compiled graph would read the old "
+                    "one for ever. Register it with register_buffer, or delete it before compiling if it is only kept "
+                    "to look at."
+                )
+            elif isinstance(new, int | float | str) and name in before and old != new:
+                self.warning(
+                    f"forward changes the attribute {name} from {old!r} to {new!r}; a compiled graph keeps what it "
+                    f"computed with {old!r}, and the attribute stays as it is. Make it a buffer, or pass it as an "
+                    "argument, if forward depends on it."
+                )
+
+
+class _Calls(TorchFunctionMode):
+    """Notes hooks on activations, exchanges that autograd does not see and changes of requires_grad, and reads `.data`
+    as what it means: a detach."""
+
+    def __init__(self, watch: Watch, parameters: set[int]) -> None:
+        super().__init__()
+        self.watch = watch
+        self.parameters = parameters
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _DATA:
+            return args[0].detach()
+        if func in _HOOKS:
+            self.watch.problem(
+                f"forward calls {func.__name__} on an activation ({calling_line()}); gradients of a compiled stage do "
+                "not pass through autograd, so it would be lost in silence. Write what it does as a "
+                "torch.library.custom_op with register_autograd."
+            )
+        if func in _GRADIENTS:
+            self.watch.problem(
+                f"forward computes gradients itself ({calling_line()}); gradients of gradients cannot be split over "
+                "stages. Write the derivative out as ordinary operations."
+            )
+        if getattr(func, "__module__", "") == _PLAIN_COLLECTIVES and _carries_gradient(args):
+            self.watch.problem(
+                f"forward calls torch.distributed.{func.__name__} on an activation ({calling_line()}); autograd does "
+                "not see it, so gradients would not pass through the exchange as they do through the graph. Use the "
+                "function of that kind in torch.distributed._functional_collectives, or call it under torch.no_grad()."
+            )
+        if func in _TRAINS and id(args[0]) in self.parameters:
+            self.watch.problem(
+                f"forward changes requires_grad of a parameter ({calling_line()}); which parameters train must be "
+                "settled before the step."
+            )
+        result = func(*args, **(kwargs or {}))
+        if not self.watch.shape_from_data and _has_unknown_shape(result):
+            self.watch.shape_from_data = calling_line()
+        return result
+
+
+def _has_unknown_shape(value: Any) -> bool:
+    """Shapes are numbers in a capture, unless they depend on the data."""
+    return isinstance(value, torch.Tensor) and not all(isinstance(size, int) for size in value.shape)
+
+
+def _carries_gradient(args: Any) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(value, torch.Tensor) and value.requires_grad for value in args)
+
+
+@contextlib.contextmanager
+def _inference_as_no_grad() -> Iterator[None]:
+    """torch.export drops inference_mode regions: parameters inside would get gradients. It keeps no_grad regions."""
+    regions: list[Any] = []
+
+    def enter(self: Any) -> None:
+        regions.append(torch.no_grad() if self.mode else torch.enable_grad())
+        regions[-1].__enter__()
+
+    def leave(self: Any, *error: Any) -> None:
+        regions.pop().__exit__(*error)
+
+    with replaced(torch.inference_mode, "__enter__", enter), replaced(torch.inference_mode, "__exit__", leave):
+        yield
+
+
+def _buffers(model: nn.Module) -> dict[tuple[nn.Module, str], torch.Tensor]:
+    return {(m, name): b for m in model.modules() for name, b in buffer_table(m).items() if b is not None}
+
+
+def _attributes(model: nn.Module) -> dict[str, Any]:
+    """The tensors and numbers that modules keep as plain attributes, by path."""
+    return {
+        f"{path}.{name}".lstrip("."): value
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, torch.Tensor | int | float | str)
+    }

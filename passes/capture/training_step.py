@@ -1,0 +1,84 @@
+"""What is captured: the model followed by its loss, or the model alone, under the eyes of a `Watch`."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from zbcompile.passes.capture.side_effects import Watch
+from zbcompile.passes.errors import CaptureError
+from zbcompile.passes.torch_private import pytree
+
+LossFunction = Callable[[Any, Any], torch.Tensor]
+
+
+def register_dataclasses(value: Any) -> None:
+    """Make torch's pytrees, which take outputs apart, know the dataclasses in `value`."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        if type(value) not in pytree.SUPPORTED_NODES:
+            torch.export.register_dataclass(type(value))
+        value = [getattr(value, f.name) for f in dataclasses.fields(value)]
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for part in value:
+            register_dataclasses(part)
+
+
+class TrainingStep(nn.Module):
+    """The model followed by its loss. Everything else the model returns is dropped."""
+
+    def __init__(self, model: nn.Module, loss: LossFunction | None, watch: Watch) -> None:
+        super().__init__()
+        self.model = model
+        self.loss = loss
+        self.watch = watch
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> torch.Tensor:
+        with self.watch.forward(self.model):
+            output = self.model(*args, **kwargs)
+            return check_loss(loss_in(output) if self.loss is None else self.loss(output, target))
+
+
+class Inference(nn.Module):
+    """The model alone, returning whatever it returns."""
+
+    def __init__(self, model: nn.Module, watch: Watch) -> None:
+        super().__init__()
+        self.model = model
+        self.watch = watch
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Any:
+        with self.watch.forward(self.model):
+            output = self.model(*args, **kwargs)
+        register_dataclasses(output)
+        return output
+
+
+def loss_in(output: Any) -> torch.Tensor:
+    """The loss in a model's output: the output itself, or its `loss` entry or attribute."""
+    if isinstance(output, torch.Tensor):
+        return output
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(loss, torch.Tensor):
+        return loss
+    raise CaptureError(
+        f"the model returned {type(output).__name__} without a loss; expected a scalar tensor, or a mapping or "
+        "object with .loss. Return the loss from forward, or pass loss=fn(output, target)."
+    )
+
+
+def check_loss(loss: Any) -> torch.Tensor:
+    """The loss itself when it is a differentiable scalar; CaptureError otherwise."""
+    if not isinstance(loss, torch.Tensor):
+        raise CaptureError(f"the loss is a {type(loss).__name__}; expected a scalar tensor.")
+    if loss.ndim != 0:
+        raise CaptureError(
+            f"the loss has shape {tuple(loss.shape)}; expected a scalar. Reduce it (for example .mean()), or pass "
+            "loss=fn(output, target) when forward returns an output rather than a loss."
+        )
+    if not loss.is_floating_point():
+        raise CaptureError(f"the loss has dtype {loss.dtype}; expected a floating-point scalar.")
+    return loss

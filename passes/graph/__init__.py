@@ -1,0 +1,1 @@
+"""What every pass needs to know about FX graphs: roles, storages, FLOPs, source lines, minimum cuts."""

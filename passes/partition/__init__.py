@@ -1,0 +1,1 @@
+"""Where to cut a graph into stages, and one graph per stage."""

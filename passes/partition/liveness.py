@@ -1,0 +1,132 @@
+"""What crosses each position of the canonical graph, and what needs no crossing because any stage can remake it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from zbcompile.passes.capture.canonical import Canonical, is_getitem, is_random
+from zbcompile.passes.graph.flops import count_flops, is_view, storage_bytes, tensors_of
+from zbcompile.passes.graph.process_groups import is_collective, is_under_way
+from zbcompile.passes.graph.roles import Slot
+
+
+@dataclass(frozen=True)
+class Line:
+    """The nodes that belong to exactly one stage, in execution order, and the values alive after each.
+
+    `live[i]` are the values that cross a cut placed after `nodes[i]`; `allowed[i]` says whether a cut may be there.
+    `flops` counts every node of the graph, the replicated ones too.
+    """
+
+    nodes: tuple[Node, ...]
+    live: tuple[tuple[Node, ...], ...]
+    allowed: tuple[bool, ...]
+    flops: Mapping[Node, int]
+
+    def boundary_bytes(self, position: int) -> int:
+        return storage_bytes([t for node in self.live[position] for t in tensors_of(node.meta["val"])])
+
+
+def draw_line(canonical: Canonical) -> Line:
+    """Lay the graph out as a line of nodes between which it can be cut."""
+    flops = count_flops(canonical.module, canonical.mode)
+    anywhere = replicable(canonical, flops)
+    nodes = [n for n in canonical.graph.nodes if n.op == "call_function" and n not in anywhere]
+    live = _live_after(nodes, [value for slot, value in canonical.outputs if slot.kind in ("loss", "activation")])
+    whole, end = _inside_an_update(canonical, nodes), _last_work(nodes)
+    allowed = [
+        i < end and i not in whole and _may_cut(node, crossing)
+        for i, (node, crossing) in enumerate(zip(nodes, live, strict=True))
+    ]
+    return Line(tuple(nodes), tuple(live), tuple(allowed), flops)
+
+
+def replicable(canonical: Canonical, flops: Mapping[Node, int]) -> set[Node]:
+    """Nodes that every stage can compute for itself: made of inputs and constants, or a view of a parameter.
+
+    Position ids, masks, rotary tables and casts of a mask then cross no boundary. Nothing with a contraction, nothing
+    random, no collective and nothing that a gradient must be summed through is ever computed twice.
+    """
+    mutated = {slot.name for slot in canonical.captured.outputs if slot.kind == "mutation"}
+    makers = {value for slot, value in canonical.outputs if slot.kind == "mutation"}
+    found: set[Node] = set()
+    for node in canonical.graph.nodes:
+        resident = node.op == "get_attr" or (node.op == "placeholder" and not _is_mutated(node, mutated))
+        remade = node.op == "call_function" and _is_cheap(node, flops) and all(a in found for a in node.all_input_nodes)
+        if resident or (remade and node not in makers):
+            found.add(node)
+    return found
+
+
+def _is_mutated(node: Node, mutated: set[str]) -> bool:
+    return node.meta["slot"].kind == "buffer" and node.meta["slot"].name in mutated
+
+
+def _is_cheap(node: Node, flops: Mapping[Node, int]) -> bool:
+    if is_random(node) or is_collective(node) or flops.get(node, 0):
+        return False
+    return not node.meta["differentiable"] or is_view(node)
+
+
+def _live_after(nodes: list[Node], to_the_end: list[Node]) -> list[tuple[Node, ...]]:
+    position = {node: i for i, node in enumerate(nodes)}
+    last_use = {node: max((position.get(user, -1) for user in node.users), default=-1) for node in nodes}
+    last_use.update({node: len(nodes) - 1 for node in to_the_end})  # the last stage returns the loss
+    live: list[tuple[Node, ...]] = []
+    current: list[Node] = []
+    for i, node in enumerate(nodes):
+        current = [n for n in [*current, node] if last_use[n] > i]
+        live.append(tuple(current))
+    return live
+
+
+def _inside_an_update(canonical: Canonical, nodes: list[Node]) -> set[int]:
+    """Positions between the first node that reads a changing buffer and the last that reads or makes it: one stage has
+    to do all of that, or some would see stale values."""
+    position = {node: i for i, node in enumerate(nodes)}
+    holders = {node.meta["slot"]: node for node in canonical.graph.find_nodes(op="placeholder")}
+    found: set[int] = set()
+    for slot, value in canonical.outputs:
+        if slot.kind == "mutation":
+            holder = holders.get(Slot("buffer", slot.name))
+            readers = list(holder.users) if holder else []
+            touching = [position[node] for node in (*readers, value) if node in position]
+            found |= set(range(min(touching, default=0), max(touching, default=0)))
+    return found
+
+
+def _last_work(nodes: list[Node]) -> int:
+    """The last position that reads or makes more than single numbers: what the loss is made of afterwards is no
+    stage."""
+    return max((i for i, node in enumerate(nodes) if _largest(node) > 1), default=0)
+
+
+def _largest(node: Node) -> int:
+    """Elements of the largest tensor that a node reads or makes."""
+    values = (n.meta.get("val") for n in (node, *node.all_input_nodes))
+    return max((tensor.numel() for value in values for tensor in tensors_of(value)), default=0)
+
+
+def _may_cut(node: Node, crossing: tuple[Node, ...]) -> bool:
+    """Never at a tuple, never right after a view or while a collective is under way, and only where a gradient can flow
+    back."""
+    maker = node.args[0] if is_getitem(node) else node
+    if is_view(maker) or any(isinstance(n.meta["val"], tuple | list) for n in crossing):  # type: ignore[arg-type]
+        return False
+    return any(n.meta["differentiable"] for n in crossing) and not any(map(is_under_way, crossing))
+
+
+def held_behind(node: Node, on_line: frozenset[Node]) -> list[Node]:
+    """The placeholders of parameters and buffers that a node reads, directly or through values that its stage remakes
+    for itself."""
+    found, queue, seen = [], [node], {node}
+    while queue:
+        for argument in queue.pop().all_input_nodes:
+            if argument in seen or argument in on_line:
+                continue
+            seen.add(argument)
+            queue.append(argument)
+            if argument.op == "placeholder" and argument.meta["slot"].kind in ("parameter", "buffer"):
+                found.append(argument)
+    return found

@@ -1,0 +1,136 @@
+"""Residency: how many bytes a rank holds for the stages between given cuts, before anything is compiled.
+
+Counted are parameters, their gradients, the optimizer's state, buffers, and what autograd keeps of each microbatch
+between its forward and its weight gradients. Recomputation, and what B frees before W, make the compiled program
+smaller.
+"""
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.fx import Interpreter, Node
+
+from zbcompile.passes.capture.canonical import Canonical
+from zbcompile.passes.graph.flops import storage_key_of
+from zbcompile.passes.partition.balance import Spans
+from zbcompile.passes.partition.liveness import Line, held_behind
+
+
+class DistinctBytes:
+    """Bytes of the distinct things that are used within a span of the line, however often each is used there."""
+
+    def __init__(self, uses: Iterable[tuple[int, Hashable, int]], length: int) -> None:
+        """`uses` are `(position, thing, bytes)`."""
+        sizes: dict[Hashable, int] = {}
+        positions: dict[Hashable, set[int]] = defaultdict(set)
+        for position, thing, size in uses:
+            positions[thing].add(position)
+            sizes[thing] = size
+        at, repeated_from, repeated_at = ([0] * length for _ in range(3))
+        self._arcs: list[tuple[int, int, int]] = []  # a use, the next use of the same thing, its bytes
+        for thing, found in positions.items():
+            ordered = sorted(found)
+            for position in ordered:
+                at[position] += sizes[thing]
+            for before, after in pairwise(ordered):
+                repeated_from[before] += sizes[thing]
+                repeated_at[after] += sizes[thing]
+                self._arcs.append((before, after, sizes[thing]))
+        self._arcs.sort(key=lambda arc: arc[0] - arc[1])
+        self._lengths = [before - after for before, after, _ in self._arcs]
+        self._used, self._from, self._at = _running(at), _running(repeated_from), _running(repeated_at)
+
+    def within(self, begin: int, end: int) -> int:
+        """Of the uses at positions `begin` to `end` - 1."""
+        uses = self._used[end] - self._used[begin]
+        around = self._arcs[: bisect_left(self._lengths, begin - end)]
+        across = sum(size for before, after, size in around if before < begin and after >= end)
+        repeats = (self._from[-1] - self._from[begin]) - (self._at[-1] - self._at[end]) + across
+        return uses - repeats
+
+
+def _running(values: list[int]) -> list[int]:
+    totals = [0]
+    for value in values:
+        totals.append(totals[-1] + value)
+    return totals
+
+
+class Residency:
+    """The memory of ranks. `waiting[rank]` lists how many microbatches of each of its stages wait at the same time, at
+    the fullest moments of the schedule (see `zbcompile.schedules.execution.memory.most_waiting`)."""
+
+    def __init__(
+        self,
+        canonical: Canonical,
+        line: Line,
+        waiting: Sequence[Sequence[Mapping[int, int]]],
+        optimizer_state: float,
+    ) -> None:
+        length = len(line.nodes)
+        trainable = canonical.captured.trainable
+        held = list(_held(line))
+        self._trained = DistinctBytes((use for use in held if use[1] in trainable), length)
+        self._other = DistinctBytes((use for use in held if use[1] not in trainable), length)
+        self._kept = DistinctBytes(_kept(canonical, line), length)
+        self._waiting = waiting
+        self._per_trained = 2 + optimizer_state
+
+    def bytes(self, rank: int, spans: Spans) -> float:
+        """Bytes of `rank` with its stages at `spans`: `(stage, begin, end)` in nodes of the line."""
+        resident = sum(self._per_trained * self._trained.within(a, b) + self._other.within(a, b) for _, a, b in spans)
+        kept = {stage: self._kept.within(a, b) for stage, a, b in spans}
+        moments = self._waiting[rank]
+        return resident + max(sum(counts.get(stage, 0) * kept[stage] for stage in kept) for counts in moments)
+
+
+def _held(line: Line) -> Iterable[tuple[int, Hashable, int]]:
+    on_line = frozenset(line.nodes)
+    for i, node in enumerate(line.nodes):
+        for holder in held_behind(node, on_line):
+            value = holder.meta["val"]
+            yield i, holder.meta["slot"].name, value.numel() * value.element_size()
+
+
+class _Keeping(Interpreter):
+    """Runs a graph under autograd and notes which storages each node makes autograd keep."""
+
+    def __init__(self, canonical: Canonical) -> None:
+        super().__init__(canonical.module, garbage_collect_values=False)
+        self.kept: dict[Node, list[torch.Tensor]] = defaultdict(list)
+
+    def run_node(self, n: Node) -> Any:
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            self.kept[n].append(tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            return super().run_node(n)
+
+
+def _kept(canonical: Canonical, line: Line) -> list[tuple[int, Hashable, int]]:
+    """What autograd keeps between forward and backward, where it is kept: `(position, storage, bytes)`."""
+    runner = _Keeping(canonical)
+    with canonical.mode, torch.enable_grad():
+        inputs = [_leaf(node, canonical) for node in canonical.graph.find_nodes(op="placeholder")]
+        runner.run(*inputs)
+    whole = {storage_key_of(value) for value in inputs if isinstance(value, torch.Tensor)}
+    found: list[tuple[int, Hashable, int]] = []
+    for position, node in enumerate(line.nodes):
+        for tensor in runner.kept[node]:
+            key = storage_key_of(tensor)
+            if key not in whole:
+                found.append((position, key, tensor.untyped_storage().nbytes()))
+    return found
+
+
+def _leaf(node: Node, canonical: Canonical) -> Any:
+    slot, value = node.meta["slot"], node.meta["val"]
+    if not isinstance(value, torch.Tensor):
+        return value
+    new = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    return new.requires_grad_(slot.kind == "parameter" and slot.name in canonical.captured.trainable)

@@ -1,0 +1,74 @@
+"""Cuts by name: a module (cut before its first operation) or an operation of the graph (cut after it)."""
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+
+from torch.fx import Node
+
+from zbcompile.passes.errors import PartitionError
+from zbcompile.passes.graph.flops import is_view
+from zbcompile.passes.partition.liveness import Line
+
+
+def edges_named(line: Line, names: Sequence[str], stages: int) -> list[int]:
+    """Where the line is cut by `names`, as numbers of nodes before each cut, ascending.
+
+    Raises PartitionError for names that are not in the model, that cannot be cut at, or that are too few or too many.
+    """
+    if len(names) != stages - 1:
+        raise PartitionError(
+            f"balance= names {len(names)} cut{'s' * (len(names) != 1)}; the schedule has {stages} stages, which takes "
+            f"{stages - 1}."
+        )
+    chosen: dict[int, str] = {}
+    for name in names:
+        edge = _edge(line, name)
+        if edge in chosen:
+            raise PartitionError(f"balance= names the same cut twice: {chosen[edge]!r} and {name!r}.")
+        chosen[edge] = name
+    return sorted(chosen)
+
+
+def _edge(line: Line, name: str) -> int:
+    for i, node in enumerate(line.nodes):
+        if node.name == name:
+            return _allowed(line, i + 1, name)
+        if any(_is_inside(path, name) for path in module_paths(node)):
+            return _allowed(line, i, name)
+    near = get_close_matches(name, _all_names(line), n=3)
+    raise PartitionError(
+        f"balance= names {name!r}, which is no module that the training step runs, and no operation of its graph"
+        + (f"; near it are {', '.join(near)}." if near else ". Expected a module's path, such as 'blocks.2'.")
+    )
+
+
+def _allowed(line: Line, edge: int, name: str) -> int:
+    """The nearest place at or before `edge` where the line can be cut, if only views lie between."""
+    place = edge - 1
+    while place > 0 and not line.allowed[place] and is_view(line.nodes[place]):
+        place -= 1
+    if 0 <= place < len(line.allowed) and line.allowed[place]:
+        return place + 1
+    nearest = min((i for i, ok in enumerate(line.allowed) if ok), key=lambda i: abs(i - place), default=None)
+    instead = "" if nearest is None else f" The nearest place is after {line.nodes[nearest].name}."
+    raise PartitionError(
+        f"balance= asks for a cut at {name!r}, where no gradient flows back, or a tuple or a view would cross.{instead}"
+    )
+
+
+def module_paths(node: Node) -> list[str]:
+    """The modules that a node ran in, outermost first: `blocks`, `blocks.2`, `blocks.2.mlp`."""
+    stack = (node.meta.get("nn_module_stack") or {}).values()
+    paths = [str(path).partition("@")[0] for path, _ in stack]  # @1: the second call of a module
+    return [path.removeprefix("model.") for path in paths if path.startswith("model.")]
+
+
+def _is_inside(path: str, name: str) -> bool:
+    return path == name or path.startswith(name + ".")
+
+
+def _all_names(line: Line) -> list[str]:
+    found: dict[str, None] = {}
+    for node in line.nodes:
+        found.update(dict.fromkeys(module_paths(node)))
+    return [*found, *(node.name for node in line.nodes)]

@@ -1,0 +1,68 @@
+"""Loads: what each node of the line weighs when the line is cut into stages of equal weight."""
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from zbcompile.passes.graph.flops import Machine, bytes_moved, machine_for, tensors_of
+from zbcompile.passes.partition.liveness import Line, held_behind
+
+BACKWARD = 2  # a backward costs about twice its forward: one product for the input's gradient, one for the weight's
+
+
+def loads_of(line: Line, basis: str, seconds: Mapping[str, float]) -> tuple[list[float], str]:
+    """The load of each node by "flops", "measured" or "parameters", and its unit. `seconds` is what was measured."""
+    if basis == "parameters":
+        return parameter_counts(line), "parameters"
+    return (measured_seconds(line, seconds) if basis == "measured" else nominal_seconds(line)), "s"
+
+
+def nominal_seconds(line: Line) -> list[float]:
+    """Forward and backward of each node at a machine's nominal speeds: its FLOPs plus the bytes it moves."""
+    machine = _machine(line)
+    return [_forward(node, line, machine) * (1 + BACKWARD * bool(node.meta["differentiable"])) for node in line.nodes]
+
+
+def _forward(node: Node, line: Line, machine: Machine) -> float:
+    return line.flops.get(node, 0) / machine.flops_per_second + bytes_moved(node) / machine.bytes_per_second
+
+
+def _machine(line: Line) -> Machine:
+    return machine_for(device_of(line))
+
+
+def device_of(line: Line) -> str:
+    """The type of the device that the line computes on."""
+    devices = (t.device.type for node in line.nodes for t in tensors_of(node.meta["val"]))
+    return next(devices, "cpu")
+
+
+def parameter_counts(line: Line) -> list[float]:
+    """Elements of the parameters that each node is the first to use."""
+    seen: set[str] = set()
+    counts = []
+    on_line = frozenset(line.nodes)
+    for node in line.nodes:
+        new = {h.meta["slot"].name: h for h in held_behind(node, on_line) if h.meta["slot"].kind == "parameter"}
+        counts.append(float(sum(h.meta["val"].numel() for name, h in new.items() if name not in seen)))
+        seen |= set(new)
+    return counts
+
+
+def measured_seconds(line: Line, seconds: Mapping[str, float]) -> list[float]:
+    """Forward and backward of each node as measured; `seconds` is by `kernel_key`, views take no time."""
+    return [seconds.get(kernel_key(node), 0.0) for node in line.nodes]
+
+
+def kernel_key(node: Node) -> str:
+    """Equal for nodes that call the same operation with equal arguments, on tensors of the same form."""
+    arguments = map_arg((node.args, node.kwargs), lambda argument: _form(argument))  # type: ignore[arg-type, return-value]
+    return hashlib.sha256(repr((str(node.target), arguments)).encode()).hexdigest()[:16]
+
+
+def _form(node: Node) -> Any:
+    tensors = [(tuple(t.shape), t.stride(), str(t.dtype), str(t.device)) for t in tensors_of(node.meta["val"])]
+    return (tensors or repr(node.meta["val"]), bool(node.meta.get("differentiable")))

@@ -1,0 +1,210 @@
+"""Partition: where to cut the line so that the heaviest rank is as light as possible and the cuts are thin.
+
+A linear or looped placement balances stages. In a V, rank r holds stages r and 2p-1-r, so RANKS are balanced: with the
+embedding and the head both on rank 0, two light chunks beat one balanced and one heavy one.
+"""
+
+import re
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from torch.fx import Node
+
+from zbcompile.passes.errors import PartitionError
+from zbcompile.passes.graph.source_location import origin_of
+from zbcompile.passes.partition.balance import Row, Spans, best_cuts, cuts_within, heaviest_piece
+from zbcompile.passes.partition.liveness import Line
+
+THINNER = 1.05  # thinner cuts are worth up to this factor over the best balance that any cuts reach
+ALIKE = 1.01  # cuts at the same place of repeated layers are worth up to this factor over the best at that width
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """`after[i]` is the index in the line of the last node of stage i (the last stage ends the line), `names[i]` the
+    name of that node. `loads[stage]` is what a stage weighs, `rank_loads[rank]` the sum over the rank's stages, both in
+    `unit`; `boundary[i]` the bytes that cross the cut behind stage i in one microbatch. `overweight` says in words what
+    keeps the loads from being even; empty if they are.
+    """
+
+    after: tuple[int, ...]
+    names: tuple[str, ...]
+    basis: str
+    unit: str
+    loads: tuple[float, ...]
+    rank_loads: tuple[float, ...]
+    boundary: tuple[int, ...]
+    overweight: str = ""
+
+    @property
+    def imbalance(self) -> float:
+        """The heaviest rank over the mean rank."""
+        mean = sum(self.rank_loads) / len(self.rank_loads)
+        return max(self.rank_loads) / mean if mean else 1.0
+
+    def stage_of(self, index: int) -> int:
+        """The stage of the line's node at `index`."""
+        return bisect_left(self.after, index)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What cuts must respect: `boundary` bytes across each cut, `memory` bytes on each rank, as `bytes_of` counts them
+    for a rank with its stages as `(stage, begin, end)` in nodes of the line."""
+
+    boundary: float | None = None
+    memory: float | None = None
+    stages_per_rank: int = 1
+    bytes_of: Callable[[int, Spans], float] | None = None
+
+
+def choose_edges(line: Line, totals: Sequence[float], ranks_of: Sequence[int], limits: Limits) -> list[int]:
+    """Where to cut `line`, as numbers of nodes before each cut; `ranks_of[stage]` is the rank that each will live on,
+    `totals[k]` the load of the first k nodes.
+
+    Among all cuts within THINNER of the best balance, takes those whose widest boundary carries the fewest bytes, and
+    of these, as long as they are within ALIKE, cuts at the same place of repeated layers: equal stages compile once.
+    Raises PartitionError when the limits, or the places where the line can be cut, admit no cuts.
+    """
+    if len(ranks_of) == 1:
+        return []
+    places = [i + 1 for i, allowed in enumerate(line.allowed[:-1]) if allowed]
+    piece = heaviest_piece(totals, [0, *places, len(line.nodes)])
+    search = _Search(line, places, Row(totals, ranks_of, piece, _admitted(limits)))
+    _require_places(search, limits)
+    edges = [e for e in search.places if limits.boundary is None or search.width[e] <= limits.boundary]
+    best = best_cuts(search.row, search.framed(edges))
+    if best is None:
+        raise PartitionError(_too_little_memory(search, edges, limits))
+    limit = best[0] * THINNER
+    edges = search.thinnest(edges, limit)
+    return search.thinned(search.alike(edges, limit), edges, limit)
+
+
+def describe_cuts(
+    line: Line, edges: Sequence[int], totals: Sequence[float], ranks_of: Sequence[int], basis: str, unit: str
+) -> Cuts:
+    """The cuts at `edges` with what they weigh."""
+    row = Row(totals, ranks_of)
+    after = tuple(edge - 1 for edge in edges)
+    return Cuts(
+        after=after,
+        names=tuple(line.nodes[i].name for i in after),
+        basis=basis,
+        unit=unit,
+        loads=row.stage_loads(edges),
+        rank_loads=row.rank_loads(edges),
+        boundary=tuple(line.boundary_bytes(i) for i in after),
+    )
+
+
+def rank_spans(edges: Sequence[int], length: int, stages: Sequence[int]) -> list[tuple[int, int, int]]:
+    """`(stage, begin, end)` of `stages`, in nodes of a line of `length` nodes cut at `edges`."""
+    bounds = [0, *edges, length]
+    return [(stage, bounds[stage], bounds[stage + 1]) for stage in stages]
+
+
+class _Search:
+    """The places where a line may be cut, and the search among them."""
+
+    def __init__(self, line: Line, places: list[int], row: Row) -> None:
+        self.line, self.row, self.places = line, row, places
+        self.width = {edge: line.boundary_bytes(edge - 1) for edge in places}
+
+    def framed(self, edges: list[int]) -> list[int]:
+        """With the beginning and the end of the line."""
+        return [0, *edges, len(self.line.nodes)]
+
+    def thinnest(self, edges: list[int], limit: float) -> list[int]:
+        """The edges of the least width that admit cuts within `limit`: wider ones admit them all the more."""
+        widths = sorted({self.width[edge] for edge in edges})
+
+        def admits(width: int) -> bool:
+            return cuts_within(self.row, self.framed(self._within(edges, width)), limit) is not None
+
+        return self._within(edges, widths[bisect_left(widths, True, hi=len(widths) - 1, key=admits)])
+
+    def _within(self, edges: list[int], width: int) -> list[int]:
+        return [edge for edge in edges if self.width[edge] <= width]
+
+    def alike(self, edges: list[int], limit: float) -> list[int]:
+        """The best cuts at `edges`; at one place of repeated layers, if that is nearly as good and within `limit`."""
+        best = best_cuts(self.row, self.framed(edges))
+        assert best is not None, "edges that admit cuts have best cuts"
+        groups: dict[str, list[int]] = defaultdict(list)
+        for edge in edges:
+            groups[_place_in_layer(self.line.nodes[edge - 1])].append(edge)
+        same = (
+            best_cuts(self.row, self.framed(group)) for group in groups.values() if len(group) >= self.row.stages - 1
+        )
+        lightest = min((found for found in same if found), default=best)
+        return lightest[1] if lightest[0] <= min(best[0] * ALIKE, limit) else best[1]
+
+    def thinned(self, cuts: list[int], edges: list[int], limit: float) -> list[int]:
+        """Move each cut to the thinnest place between its neighbours that keeps the balance within `limit`."""
+        cuts = list(cuts)
+        totals = self.row.totals
+        for k, cut in enumerate(cuts):
+            low, high = (cuts[k - 1] if k else 0), (cuts[k + 1] if k + 1 < len(cuts) else len(totals) - 1)
+            narrower = [e for e in edges if low < e < high and self.width[e] < self.width[cut]]
+            for edge in sorted(narrower, key=lambda e, cut=cut: (self.width[e], abs(totals[e] - totals[cut]))):  # type: ignore[misc]
+                moved = [*cuts[:k], edge, *cuts[k + 1 :]]
+                if cuts_within(self.row, [0, *moved, len(totals) - 1], limit) == moved:
+                    cuts = moved
+                    break
+        return cuts
+
+
+def _place_in_layer(node: Node) -> str:
+    """Equal for the same operation of repeated layers: its module path without numbers, and its line."""
+    origin = origin_of(node)
+    where = (re.sub(r"\d+", "*", origin.module), origin.file, origin.line) if origin else ()
+    return f"{where} {node.target}"
+
+
+def _admitted(limits: Limits) -> Callable[[int, Spans], bool] | None:
+    """Whether spans fit a rank's memory; where the search sees one stage of a rank at a time, its share of it."""
+    if limits.memory is None or limits.bytes_of is None:
+        return None
+    share, bytes_of = limits.memory / limits.stages_per_rank, limits.bytes_of
+    return lambda rank, spans: bytes_of(rank, spans) <= share * len(spans)
+
+
+def _require_places(search: _Search, limits: Limits) -> None:
+    needed = search.row.stages - 1
+    if len(search.places) < needed:
+        count = len(search.places)
+        raise PartitionError(
+            f"the model can be cut in {count} places, so into at most {count + 1} stages; the schedule needs "
+            f"{needed + 1}. Use fewer ranks or chunks, or a deeper model."
+        )
+    thin = [edge for edge in search.places if limits.boundary is None or search.width[edge] <= limits.boundary]
+    if len(thin) < needed:
+        enough = sorted(search.width.values())[needed - 1]
+        raise PartitionError(
+            f"boundary_bytes={limits.boundary:g} leaves {len(thin)} of the {len(search.places)} places where the model "
+            f"can be cut, and {needed + 1} stages need {needed}; the least that leaves enough is boundary_bytes="
+            f"{enough}. Use that, fewer stages, or a smaller microbatch."
+        )
+
+
+def _too_little_memory(search: _Search, edges: list[int], limits: Limits) -> str:
+    assert limits.memory is not None
+    low, high = limits.memory, 2 * limits.memory
+    while not _possible(search, edges, limits, high):
+        low, high = high, 2 * high
+    while high - low > 1e-3 * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if _possible(search, edges, limits, middle) else (middle, high)
+    return (
+        f"memory={limits.memory:g} bytes per rank is too little: with the best cuts the fullest rank of this schedule "
+        f"holds {high:.4g} bytes (parameters, gradients, optimizer state, and activations in flight; without "
+        "recomputation). Use more ranks, a smaller microbatch, or a schedule that keeps fewer microbatches in flight."
+    )
+
+
+def _possible(search: _Search, edges: list[int], limits: Limits, memory: float) -> bool:
+    row = replace(search.row, may_hold=_admitted(replace(limits, memory=memory)))
+    return cuts_within(row, search.framed(edges), float("inf")) is not None

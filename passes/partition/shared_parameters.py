@@ -1,0 +1,82 @@
+"""Parameters and buffers that several stages or copies use: eager's order of sums is kept, or the use refused."""
+
+from collections.abc import Set
+from dataclasses import replace
+
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from zbcompile.passes.errors import CompileError
+from zbcompile.passes.partition.stage_graphs import Stage
+from zbcompile.passes.torch_private import LazyGraphModule
+
+SEPARATE_USES = "separate_uses"  # marks the placeholder of a parameter whose uses have a gradient each
+
+
+def separate_uses(stages: tuple[Stage, ...], trainable: frozenset[str]) -> tuple[Stage, ...]:
+    """The stages, with parameters marked whose uses on one stage must not be added before those of later stages are.
+
+    Eager adds the uses one at a time, the last use of the model first: (g3 + g2) + g1. A stage that holds the first two
+    and handed over g2 + g1 would make g3 + (g2 + g1), which has other bits. So it gives one gradient per use.
+    """
+    last = {name: stage.index for stage in stages for name in stage.named("parameter")}
+    return tuple(_marked(stage, {n for n in trainable if stage.index < last.get(n, -1)}) for stage in stages)
+
+
+def _marked(stage: Stage, shared: Set[str]) -> Stage:
+    found = {
+        node.name
+        for node in stage.module.graph.find_nodes(op="placeholder")
+        if node.meta["slot"].kind == "parameter" and node.meta["slot"].name in shared and count_uses(node) > 1
+    }
+    if not found:
+        return stage
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    for node in stage.module.graph.nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+        if node.name in found:
+            copies[node].meta[SEPARATE_USES] = True
+    name = type(stage.module).__name__
+    return replace(stage, module=LazyGraphModule(stage.module, graph, class_name=name))
+
+
+def refuse_shared_mutation(stages: tuple[Stage, ...]) -> None:
+    """Raise CompileError for a buffer that one stage changes and another reads: the reader would see stale values."""
+    for stage in stages:
+        for changed in (slot.name for slot in stage.outputs if slot.kind == "mutation"):
+            readers = [other.index for other in stages if changed in other.named("buffer") and other is not stage]
+            if readers:
+                raise CompileError(
+                    f"buffer {changed} is changed on stage {stage.index} and read on stage {readers[0]}, which would "
+                    "see stale values. Use fewer stages, so that both happen on one, or give the readers their own."
+                )
+
+
+def refuse_mutation_of_copies(stages: tuple[Stage, ...]) -> None:
+    """Raise CompileError for a changed buffer under a schedule of two model copies: each copy would see half of it."""
+    changed = [(slot.name, s.index) for s in stages for slot in s.outputs if slot.kind == "mutation"]
+    if changed:
+        name, stage = changed[0]
+        raise CompileError(
+            f"buffer {name} is changed by the forward of stage {stage}. This schedule keeps two copies of the model, "
+            "each of which would change its own from half of the microbatches. Use dualpipe-v, which has the same "
+            "overlap with one copy."
+        )
+
+
+def count_uses(node: Node) -> int:
+    """How often a parameter is read by something that a gradient flows through."""
+    return sum(_flat(user).count(node) for user in node.users if is_use(user))
+
+
+def is_use(user: Node) -> bool:
+    """Whether a gradient flows back through an operation to what it reads."""
+    return user.op == "call_function" and bool(user.meta.get("differentiable"))
+
+
+def _flat(user: Node) -> list[Node]:
+    """What an operation reads, as often as it reads it."""
+    read: list[Node] = []
+    map_arg((user.args, user.kwargs), read.append)
+    return read

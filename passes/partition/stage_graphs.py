@@ -1,0 +1,179 @@
+"""Cutting: from the canonical graph and an assignment of its nodes to stages to one graph per stage."""
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from zbcompile.passes.capture.autocast import autocast_key
+from zbcompile.passes.capture.canonical import Canonical, is_getitem, is_random
+from zbcompile.passes.errors import PartitionError
+from zbcompile.passes.graph.roles import Slot
+from zbcompile.passes.graph.strides import boundary_like
+from zbcompile.passes.partition.liveness import Line, held_behind, replicable
+from zbcompile.passes.partition.search import Cuts
+from zbcompile.passes.torch_private import LazyGraphModule
+
+aten = torch.ops.aten
+Assignment = Mapping[Node, int]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A pure forward graph: every input is a placeholder with `meta["slot"]`, `outputs` names what it returns.
+
+    A value that later stages need passes through every stage between: its running gradient then comes back through the
+    same stages, last consumer first, which is the order in which eager autograd adds.
+    """
+
+    index: int
+    module: GraphModule
+    outputs: tuple[Slot, ...]
+    random: bool
+
+    @property
+    def inputs(self) -> tuple[Slot, ...]:
+        return tuple(node.meta["slot"] for node in self.module.graph.find_nodes(op="placeholder"))
+
+    def named(self, kind: str) -> tuple[str, ...]:
+        """The names of the inputs of one kind."""
+        return tuple(slot.name for slot in self.inputs if slot.kind == kind)
+
+
+def assign_by_cuts(line: Line, cuts: Cuts) -> dict[Node, int]:
+    """The stage of every node on the line."""
+    return {node: cuts.stage_of(i) for i, node in enumerate(line.nodes)}
+
+
+def assign_by_parameters(canonical: Canonical, line: Line, homes: Mapping[str, tuple[int, ...]]) -> dict[Node, int]:
+    """The stage of every node when each parameter and buffer already has its stages (`homes`), as in evaluation.
+
+    A node runs in the first stage that is not before its inputs' and that holds all its parameters.
+    """
+    assigned: dict[Node, int] = {}
+    on_line = frozenset(line.nodes)
+    for node in line.nodes:
+        earliest = max((assigned[a] for a in node.all_input_nodes if a in assigned), default=0)
+        held = [holder.meta["slot"].name for holder in held_behind(node, on_line)]
+        owned = [homes[name] for name in held if name in homes]
+        assigned[node] = earliest if is_getitem(node) else _home(node, earliest, owned)
+    return assigned
+
+
+def _home(node: Node, earliest: int, owned: Sequence[tuple[int, ...]]) -> int:
+    stages = sorted(set.intersection(*map(set, owned))) if owned else [earliest]
+    later = [stage for stage in stages if stage >= earliest]
+    if not later:
+        raise PartitionError(
+            f"{node.name} needs its inputs from stage {earliest} and parameters that live on stages {owned}: this "
+            "graph uses them in another order than the training graph that placed them. Compile a pipeline of its "
+            "own for it."
+        )
+    return later[0]
+
+
+def cut(canonical: Canonical, line: Line, assigned: Assignment, stages: int, exact: bool = False) -> tuple[Stage, ...]:
+    """One graph per stage. What a stage can compute for itself (`replicable`) is copied into it, not sent.
+
+    With `exact` what crosses keeps its strides even where they leave gaps.
+    """
+    anywhere = replicable(canonical, line.flops)
+    boundaries = [_boundary(line, assigned, s) for s in range(stages)]
+    return tuple(_build(canonical, line, assigned, _Copying(anywhere, exact), boundaries, s) for s in range(stages))
+
+
+def _boundary(line: Line, assigned: Assignment, stage: int) -> list[Node]:
+    """The values that cross from `stage` to the next, in execution order."""
+    return [n for n in line.nodes if assigned[n] <= stage and any(assigned.get(u, -1) > stage for u in n.users)]
+
+
+@dataclass(frozen=True)
+class _Copying:
+    """Which nodes any stage may compute for itself, and whether a boundary keeps strides that leave gaps."""
+
+    anywhere: set[Node]
+    exact: bool
+
+
+class _Builder:
+    """Copies nodes of the canonical graph into one stage, making placeholders on first use."""
+
+    def __init__(self, canonical: Canonical, rule: _Copying, arriving: list[Node]) -> None:
+        self.graph = Graph()
+        self.rule = rule
+        self.source = canonical.module
+        self.copies: dict[Node, Node] = {}
+        self.casts: dict[Hashable, Node] = {}
+        for node in arriving:
+            self.copies[node] = self._placeholder(node, Slot("activation", node.name))
+
+    def value(self, node: Node) -> Node:
+        """The stage's own node for a node of the canonical graph."""
+        if node not in self.copies:
+            if node.op == "placeholder":
+                self.copies[node] = self._placeholder(node, node.meta["slot"])
+            elif node in self.rule.anywhere:
+                self.copies[node] = self.graph.node_copy(node, self.value)
+            else:
+                raise PartitionError(f"{node.name} is used by a stage before the one that computes it.")
+        return self.copies[node]
+
+    def compute(self, node: Node) -> None:
+        key = autocast_key(node)
+        if key is None:
+            self.copies[node] = self.graph.node_copy(node, self.value)
+            return
+        if key not in self.casts:
+            self.casts[key] = self.graph.node_copy(node, self.value)
+            self.casts[key].meta.pop("autocast", None)  # it steers nothing from here on
+        self.copies[node] = self.casts[key]
+
+    def leaving(self, node: Node) -> Node:
+        """A value with the strides in which the next stage receives it."""
+        own, value = self.value(node), node.meta["val"]
+        received = boundary_like(value, self.rule.exact)
+        if received.stride() == value.stride():
+            return own
+        copy = self.graph.call_function(aten.clone.default, (own,), {"memory_format": torch.contiguous_format})
+        copy.meta = {**own.meta, "val": received, "pass": "cut"}
+        return copy
+
+    def _placeholder(self, node: Node, slot: Slot) -> Node:
+        new = self.graph.placeholder(f"{slot.kind}_{node.name}")
+        new.meta = {**node.meta, "slot": slot}
+        if slot.kind == "activation":
+            new.meta["val"] = boundary_like(node.meta["val"], self.rule.exact)
+        return new
+
+
+def _build(
+    canonical: Canonical,
+    line: Line,
+    assigned: Assignment,
+    rule: _Copying,
+    boundaries: list[list[Node]],
+    stage: int,
+) -> Stage:
+    arriving = boundaries[stage - 1] if stage else []
+    builder = _Builder(canonical, rule, arriving)
+    own = [node for node in line.nodes if assigned[node] == stage]
+    for node in own:
+        builder.compute(node)
+    leaving = boundaries[stage] if stage < len(boundaries) - 1 else []
+    outputs = [(Slot("activation", node.name), builder.leaving(node)) for node in leaving]
+    for slot, node in canonical.outputs:
+        if isinstance(node, Node) and assigned.get(node, 0) == stage:
+            outputs.append((slot, builder.value(node)))
+    builder.graph.output(tuple(node for _, node in outputs))
+    _placeholders_first(builder.graph)
+    module = LazyGraphModule(canonical.module, builder.graph, class_name=f"Stage{stage}")
+    return Stage(stage, module, tuple(slot for slot, _ in outputs), any(is_random(node) for node in own))
+
+
+def _placeholders_first(graph: Graph) -> None:
+    first = next(iter(graph.nodes))
+    for node in reversed(graph.find_nodes(op="placeholder")):
+        if node is not first:
+            first.prepend(node)
+            first = node

@@ -1,0 +1,1 @@
+"""Which values B recomputes instead of keeping."""

@@ -1,0 +1,138 @@
+"""The values of a stage's forward as the backward sees them: which it reads, and what each costs to keep or remake."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch.fx import Node
+
+from zbcompile.passes.capture.canonical import is_getitem
+from zbcompile.passes.graph.flops import bytes_moved, is_view, machine_for, storage_bytes, storage_key_of, tensors_of
+from zbcompile.passes.recompute.budget import Values
+from zbcompile.passes.recompute.rematerialize import can_remake, reads
+from zbcompile.passes.split.joint_graph import Joint
+from zbcompile.passes.split.split import forward_nodes, needed_nodes
+
+_ATTOSECONDS = 10**18
+
+
+@dataclass(frozen=True)
+class Forward:
+    """A joint graph seen from its backward.
+
+    `made` is what F computes; `ahead` are operations of the backward that no incoming gradient reaches (a detach of
+    what F kept): they run once, but when is open; `backward` is all else that the gradients need.
+    """
+
+    joint: Joint
+    made: frozenset[Node]
+    ahead: frozenset[Node]
+    backward: frozenset[Node]
+
+    @classmethod
+    def of(cls, joint: Joint) -> "Forward":
+        made = frozenset(forward_nodes(joint))
+        rest = needed_nodes(joint, lambda slot: slot not in joint.stage.outputs) - made
+        reached = {node for slot, node in joint.inputs if slot.kind == "tangent"}
+        for node in joint.module.graph.nodes:
+            if node in rest and not reached.isdisjoint(node.all_input_nodes):
+                reached.add(node)
+        return cls(joint, made, frozenset(rest - reached), frozenset(rest & reached))
+
+    @cached_property
+    def arriving(self) -> frozenset[Node]:
+        """Inputs that are gone after F unless they are kept: activations, and buffers that F changes."""
+        mutated = {slot.name for slot in self.joint.stage.outputs if slot.kind == "mutation"}
+        return frozenset(
+            node
+            for slot, node in self.joint.inputs
+            if slot.kind == "activation" or (slot.kind == "buffer" and slot.name in mutated)
+        )
+
+    @cached_property
+    def wanted(self) -> frozenset[Node]:
+        """Values without an incoming gradient that the backward proper reads."""
+        read = {argument for node in self.backward for argument in node.all_input_nodes}
+        read |= {node for slot, node in self.joint.outputs if slot.kind in ("gradient", "input_gradient")}
+        return frozenset(read & (self.made | self.ahead | self.arriving))
+
+    def reads(self, node: Node) -> list[Node]:
+        """What making `node` in the backward reads."""
+        return reads(node) if node in self.made else node.all_input_nodes
+
+    @cached_property
+    def kept_bytes(self) -> int:
+        """Bytes that wait between F and B, by storage (`Crossing.kept` after the split)."""
+        read = self.wanted.union(*(node.all_input_nodes for node in self.ahead))
+        waiting = [t for node in read & (self.made | self.arriving) for t in tensors_of(node.meta["val"])]
+        resident = [node for _, node in self.joint.inputs if node not in self.arriving]
+        return storage_bytes(waiting, {storage_key_of(t) for n in resident for t in tensors_of(n.meta["val"])})
+
+
+def has_hints(forward: Forward) -> bool:
+    """Whether any operation of the forward is from a region that the user marked for recomputing."""
+    return any(map(_hinted, forward.made))
+
+
+def _hinted(node: Node) -> bool:
+    maker: Node = node.args[0] if is_getitem(node) else node  # type: ignore[assignment]
+    return maker.meta.get("recompute") is not None
+
+
+def list_values(forward: Forward, flops: Mapping[Node, int], policy: str) -> Values:
+    """What each value costs to keep or to make again, the latter where `policy` ("hints", "selective" or "full") allows
+    it. Views cost nothing; what is there all the time is left out."""
+    known = forward.made | forward.ahead | forward.arriving
+    nodes = [node for node in forward.joint.module.graph.nodes if node in known]
+    return Values(
+        wanted=forward.wanted,
+        inputs={node: tuple(known.intersection(_inputs(forward, node))) for node in nodes},
+        bytes={node: _size(node) for node in nodes if node not in forward.ahead and _can_keep(node)},
+        time=dict.fromkeys(forward.ahead, 0) | _times(forward, [n for n in nodes if n in forward.made], flops, policy),
+    )
+
+
+def _inputs(forward: Forward, node: Node) -> list[Node]:
+    return [] if node in forward.arriving else forward.reads(node)
+
+
+def _can_keep(node: Node) -> bool:
+    """A tensor in a storage of its own. Keeping a view would keep what it is a view of."""
+    if not isinstance(node.meta.get("val"), torch.Tensor):
+        return False
+    maker: Node = node.args[0] if is_getitem(node) else node  # type: ignore[assignment]
+    return not (is_view(maker) and can_remake(maker))
+
+
+def _size(node: Node) -> int:
+    return storage_bytes(tensors_of(node.meta["val"]))
+
+
+def _times(forward: Forward, made: list[Node], flops: Mapping[Node, int], policy: str) -> dict[Node, int]:
+    """Attoseconds of what may be made again."""
+    weights = _weights(forward.joint)
+
+    def allowed(node: Node) -> bool:
+        if policy == "full" or _hinted(node) or is_view(node):
+            return True
+        return policy == "selective" and not (flops[node] and weights.intersection(node.all_input_nodes))
+
+    machine = machine_for(_device(forward.joint))
+    per_flop, per_byte = _ATTOSECONDS / machine.flops_per_second, _ATTOSECONDS / machine.bytes_per_second
+    again = [node for node in made if can_remake(node) and allowed(node)]
+    return {node: int(flops[node] * per_flop + bytes_moved(node) * per_byte) for node in again}
+
+
+def _weights(joint: Joint) -> set[Node]:
+    """Parameters and what is made of parameters, buffers and constants alone: transposed and cast weights."""
+    constant = {node for slot, node in joint.inputs if slot.kind in ("buffer", "constant")}
+    found = {node for slot, node in joint.inputs if slot.kind == "parameter"}
+    for node in joint.module.graph.nodes:
+        if not found.isdisjoint(node.all_input_nodes) and (found | constant).issuperset(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _device(joint: Joint) -> str:
+    return next(t.device.type for _, node in joint.inputs for t in tensors_of(node.meta["val"]))

@@ -1,0 +1,1 @@
+"""Graphs as plain data, without pickle."""

@@ -1,0 +1,52 @@
+"""In-place operations below autograd: composite operations (attention with dropout, recurrent cells) trace into them.
+
+Split between F and B, a graph with a write in it would read what F has overwritten, so none may stay. A write into a
+fresh tensor that nobody else reads is the ordinary operation under another name. Whatever else there is needs the
+graph traced again with copies, whose strides, and so whose last bits, may differ.
+"""
+
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from zbcompile.passes.graph.flops import is_view
+from zbcompile.passes.torch_private import is_in_place
+
+aten = torch.ops.aten
+
+_RENAMED = {aten.bernoulli_.float: aten.bernoulli.p}  # the others differ by the underscore alone
+
+
+def in_place_operation(module: GraphModule) -> str:
+    """The name of an operation of the graph that writes into its input; empty if there is none."""
+    return next((str(node.target) for node in module.graph.nodes if is_in_place(node.target)), "")
+
+
+def replace_writes_into_fresh(module: GraphModule) -> None:
+    """Replace, in `module`, every write into a contiguous tensor that only the write reads: same values, same bits."""
+    replaced: set[Node] = set()
+    for node in module.graph.nodes:
+        if is_in_place(node.target) and _is_fresh(node.args[0], replaced):
+            ordinary = _ordinary(node.target)
+            if ordinary is not None:
+                node.target = ordinary
+                replaced.add(node)
+    module.recompile()
+
+
+def _is_fresh(written: Any, replaced: set[Node]) -> bool:
+    """Contiguous, because a copy of another layout may run through another kernel; a tensor of its own."""
+    made_here = isinstance(written, Node) and written.op == "call_function" and len(written.users) == 1
+    if not made_here or not isinstance(written.meta.get("val"), torch.Tensor):
+        return False
+    own = written in replaced or not (is_view(written) or is_in_place(written.target))
+    return own and written.meta["val"].is_contiguous()
+
+
+def _ordinary(target: Any) -> Any:
+    """The operation without the underscore: aten.div_.Scalar -> aten.div.Scalar; None if there is none."""
+    if target in _RENAMED:
+        return _RENAMED[target]
+    _, name, overload = str(target).split(".")
+    return getattr(getattr(aten, name.removesuffix("_"), None), overload, None)

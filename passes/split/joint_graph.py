@@ -1,0 +1,243 @@
+"""The joint graph of a stage: its forward and the whole backward in one graph, made by tracing autograd itself.
+
+Tracing runs from the last stage to the first, because a tangent must have the strides with which the next stage's
+gradient really arrives: other strides, other kernels, other bits.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+from torch.fx.traceback import preserve_node_meta
+
+from zbcompile.passes.capture.canonical import output_values
+from zbcompile.passes.errors import CaptureError
+from zbcompile.passes.graph.roles import Slot
+from zbcompile.passes.graph.strides import boundary_like
+from zbcompile.passes.partition.shared_parameters import SEPARATE_USES, is_use
+from zbcompile.passes.partition.stage_graphs import Stage
+from zbcompile.passes.split.backward_locations import MarkingInterpreter, described_backward
+from zbcompile.passes.split.in_place import in_place_operation, replace_writes_into_fresh
+from zbcompile.passes.torch_private import FakeTensorMode, functional, make_fx, single_threaded_backward
+
+
+@dataclass(frozen=True)
+class Recomputed:
+    """What the backward of a stage makes again, per microbatch: how many operations of the forward, their FLOPs, and
+    the bytes that wait between F and B without and with it."""
+
+    operations: int
+    flops: int
+    kept_before: int
+    kept_after: int
+
+
+@dataclass(frozen=True)
+class Joint:
+    """Forward and backward of a stage. Inputs are the stage's and its tangents; outputs the stage's and gradients.
+
+    Outputs of kind `virtual_gradient` are for the split alone. `gradient_of_input` maps each activation that gets a
+    gradient to the fake tensor of that gradient. `recomputed` is set by the pass of that name.
+    """
+
+    stage: Stage
+    module: GraphModule
+    inputs: tuple[tuple[Slot, Node], ...]
+    outputs: tuple[tuple[Slot, Node], ...]
+    gradient_of_input: Mapping[str, torch.Tensor]
+    recomputed: Recomputed | None = None
+
+
+def trace_joint(
+    stage: Stage, trainable: frozenset[str], tangents: Mapping[str, torch.Tensor], exact: bool = False
+) -> Joint:
+    """Trace forward and backward of `stage`.
+
+    `tangents` maps each activation the stage sends, to the fake gradient that comes back for it ("loss": the factor of
+    this microbatch's loss). An activation without an entry gets no gradient.
+
+    Some composite operations work in place below autograd (see `zbcompile.passes.split.in_place`). Where that cannot be
+    undone, the stage is traced again with copies, which `exact` forbids: CaptureError.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    holders = stage.module.graph.find_nodes(op="placeholder")
+    slots = [*stage.inputs, *(Slot("tangent", name) for name in tangents)]
+    with mode:
+        primals = [_leaf(node, trainable) for node in holders]
+        arriving = [_fresh(value) for value in tangents.values()]
+    run = _Run(stage, len(primals), tuple(tangents))
+    with mode, single_threaded_backward(), preserve_node_meta():
+        module = make_fx(run)(*primals, *arriving)
+        replace_writes_into_fresh(module)
+        if in_place_operation(module):
+            module = _trace_functional(run, [*primals, *arriving], in_place_operation(module), exact)
+    _refuse_mode_dependent(module)
+    names = [*(slot for slot in stage.outputs), *run.gradients]
+    nodes = module.graph.find_nodes(op="placeholder")
+    outputs = [
+        (slot, node) for slot, node in zip(names, output_values(module.graph), strict=True) if isinstance(node, Node)
+    ]
+    leaving = {s.name: boundary_like(n.meta["val"], exact) for s, n in outputs if s.kind == "input_gradient"}
+    for node, slot in zip(nodes, slots, strict=True):
+        node.meta["slot"] = slot
+    return Joint(stage, module, tuple(zip(slots, nodes, strict=True)), tuple(outputs), leaving)
+
+
+def _trace_functional(run: "_Run", values: list[Any], found: str, exact: bool) -> GraphModule:
+    if exact:
+        raise CaptureError(
+            f"stage {run.stage.index} contains {found}, which writes in place below autograd (torch's recurrent layers "
+            "do); the split form of it is not bitwise equal to eager. Use exact=False (equal within 1e-6), or write "
+            "the layer with ordinary tensor operations."
+        )
+    try:
+        module = make_fx(functional(run))(*values)
+    except Exception as error:
+        raise CaptureError(_no_functional_form(run, found, error)) from error
+    if in_place_operation(module):
+        raise CaptureError(_no_functional_form(run, found, None))
+    return module
+
+
+def _no_functional_form(run: "_Run", found: str, error: Exception | None) -> str:
+    return (
+        f"stage {run.stage.index} contains {found}, which writes in place below autograd, and torch has no form of the "
+        f"graph without it{f' ({error})' if error else ''}. Write that layer with ordinary tensor operations."
+    )
+
+
+def _refuse_mode_dependent(module: GraphModule) -> None:
+    """oneDNN's LSTM keeps what its backward needs only with grad mode on; compiled graphs run without it."""
+    if any(str(node.target).startswith("aten.mkldnn_rnn_layer") for node in module.graph.nodes):
+        raise CaptureError(
+            "the model runs an LSTM through oneDNN, whose backward cannot be separated from its forward. Set "
+            "torch.backends.mkldnn.enabled = False before compiling, or write the layer with ordinary operations."
+        )
+
+
+class _Run:
+    """The function that is traced: the stage's forward, then `torch.autograd.grad` for whatever wants a gradient."""
+
+    def __init__(self, stage: Stage, primals: int, tangents: tuple[str, ...]) -> None:
+        self.stage = stage
+        self.primals = primals
+        self.tangents = tangents
+        self.gradients: list[Slot] = []
+
+    def __call__(self, *flat: Any) -> list[Any]:
+        primals, tangents = flat[: self.primals], flat[self.primals :]
+        interpreter = _UseInterpreter(self.stage.module, garbage_collect_values=False)
+        with torch.enable_grad():
+            outputs = interpreter.run(*primals)
+        pairs = [
+            (_gradient_slot(slot), value)
+            for slot, primal in zip(self.stage.inputs, primals, strict=True)
+            for value in interpreter.last_use_first(slot) or [primal]
+        ]
+        first = first_activations(self.stage)
+        pairs += [(Slot("virtual_gradient", node.name), interpreter.env[node]) for node in first]
+        pairs = [(slot, value) for slot, value in pairs if isinstance(value, torch.Tensor) and value.requires_grad]
+        self.gradients = [slot for slot, _ in pairs]
+        return [*outputs, *self._backward(outputs, [value for _, value in pairs], tangents)]
+
+    def _backward(self, outputs: Any, wanted: list[torch.Tensor], tangents: tuple[Any, ...]) -> list[Any]:
+        by_name = {(slot.name or "loss"): value for slot, value in zip(self.stage.outputs, outputs, strict=True)}
+        roots = [by_name[name] for name in self.tangents]
+        for name, root in zip(self.tangents, roots, strict=True):
+            if not root.requires_grad:
+                raise CaptureError(
+                    f"{name} gets a gradient but depends on no parameter or activation that requires one."
+                )
+        if not wanted or not roots:
+            return [None] * len(wanted)
+        with described_backward():
+            return list(torch.autograd.grad(roots, wanted, grad_outputs=tangents, allow_unused=True))
+
+
+class _UseInterpreter(MarkingInterpreter):
+    """Gives every use of a parameter that is marked so a tensor of its own, to have its own gradient."""
+
+    def __init__(self, module: GraphModule, garbage_collect_values: bool) -> None:
+        super().__init__(module, garbage_collect_values)
+        self.uses: dict[Slot, list[list[torch.Tensor]]] = {}  # by parameter: of each operation, in order
+
+    def map_nodes_to_values(self, args: Any, n: Node) -> Any:
+        if not is_use(n) or not any(SEPARATE_USES in node.meta for node in n.all_input_nodes):
+            return super().map_nodes_to_values(args, n)
+        found: dict[Slot, list[torch.Tensor]] = {}
+
+        def load(node: Node) -> Any:
+            value = self.env[node]
+            if SEPARATE_USES in node.meta:
+                value = value.detach().requires_grad_()
+                found.setdefault(node.meta["slot"], []).append(value)
+            return value
+
+        loaded = map_arg(args, load)
+        for slot, values in found.items():
+            self.uses.setdefault(slot, []).append(values)
+        return loaded
+
+    def last_use_first(self, slot: Slot) -> list[torch.Tensor]:
+        """The uses of a parameter in eager's order: the last operation first, what one operation reads as it reads."""
+        return [value for values in reversed(self.uses.get(slot, [])) for value in values]
+
+
+def first_activations(stage: Stage) -> list[Node]:
+    """The values in which a stage's parameters first meet its data: an embedding's output, that of a first layer.
+
+    Their gradients stand in for input gradients, see `zbcompile.passes.split.split`. A value that depends on
+    differentiable data is none of them, nor is one that depends on parameters and constants
+    alone (a normalised weight).
+    """
+    data: set[Node] = set()
+    carrying: set[Node] = set()  # depends on data through which a gradient flows
+    first: list[Node] = []
+    for node in stage.module.graph.nodes:
+        if node.op == "output" or not (_is_data(node) or data.intersection(node.all_input_nodes)):
+            continue
+        data.add(node)
+        carried = node.op == "placeholder" or bool(carrying.intersection(node.all_input_nodes))
+        if node.meta["differentiable"] and (carried or isinstance(node.meta["val"], torch.Tensor)):
+            carrying.add(node)
+            first += [] if carried else [node]
+    return first
+
+
+def _is_data(node: Node) -> bool:
+    return node.op == "placeholder" and node.meta["slot"].kind in ("input", "activation")
+
+
+def _gradient_slot(slot: Slot) -> Slot:
+    return Slot("gradient" if slot.kind == "parameter" else "input_gradient", slot.name)
+
+
+def _leaf(node: Node, trainable: frozenset[str]) -> Any:
+    slot, value = node.meta["slot"], node.meta["val"]
+    if not isinstance(value, torch.Tensor):
+        return value
+    wants = (
+        slot.name in trainable
+        if slot.kind == "parameter"
+        else slot.kind == "activation" and node.meta["differentiable"]
+    )
+    return _fresh(value).requires_grad_(wants)
+
+
+def _fresh(value: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
+def tangents_of(stage: Stage, gradients: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
+    """The fake gradients that arrive for what `stage` sends; `gradients` are those that leave the next stage.
+
+    The last stage has none behind it (None): there the tangent is that of the loss.
+    """
+    if gradients is not None:
+        return {s.name: gradients[s.name] for s in stage.outputs if s.kind == "activation" and s.name in gradients}
+    results = zip(stage.outputs, output_values(stage.module.graph), strict=True)
+    (loss,) = (node for slot, node in results if slot.kind == "loss")
+    return {"loss": loss.meta["val"]}

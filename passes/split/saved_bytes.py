@@ -1,0 +1,118 @@
+"""What waits between the passes of a stage, in bytes."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from zbcompile.passes.graph.flops import storage_bytes, storage_key_of, tensors_of
+from zbcompile.passes.graph.roles import Slot
+from zbcompile.passes.split.joint_graph import Joint
+from zbcompile.passes.split.subgraphs import Assignment
+
+RESIDENT = ("parameter", "buffer", "constant", "input")
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """What waits between the passes, in bytes counted by storage (views once; parameters and user inputs not at all).
+
+    `kept` is everything alive between F and B, `residue` everything alive between B and W; the other three say which
+    pass it was made by (or arrived in) and which needs it.
+    """
+
+    forward_to_backward: int
+    forward_to_weight: int
+    backward_to_weight: int
+    kept: int
+    residue: int
+
+
+def resident_storages(joint: Joint) -> set[int]:
+    """Storages that exist whatever the passes keep. A buffer that F changes is none: what F saw of it is a copy."""
+    changed = {slot.name for slot in joint.stage.outputs if slot.kind == "mutation"}
+    nodes = [node for slot, node in joint.inputs if _is_resident(slot) and not _is_buffer_in(slot, changed)]
+    return {storage_key_of(t) for node in nodes for t in tensors_of(node.meta["val"])}
+
+
+def _is_resident(slot: Slot) -> bool:
+    return slot.kind in RESIDENT or slot == Slot("tangent", "loss")  # every microbatch's loss has the same factor
+
+
+def _is_buffer_in(slot: Slot, names: set[str]) -> bool:
+    return slot.kind == "buffer" and slot.name in names
+
+
+def crossing_of(assignment: Assignment) -> Crossing:
+    """Count what F and B keep under an assignment."""
+    joint = assignment.joint
+    free = resident_storages(joint)
+    tangents = {node for slot, node in joint.inputs if slot.kind == "tangent"}
+    for_backward, for_weight = assignment.arriving("B"), assignment.arriving("W")
+    made_later = [n for n in for_weight if n in tangents or (n not in assignment.nodes["F"] and n.op != "placeholder")]
+    made_before = [n for n in for_weight if n not in made_later]
+    before_backward = [n for n in for_backward if n not in tangents]
+
+    def size(nodes: Iterable[Node]) -> int:
+        return storage_bytes([t for n in nodes for t in tensors_of(n.meta["val"])], free)
+
+    return Crossing(
+        forward_to_backward=size(before_backward),
+        forward_to_weight=size(made_before),
+        backward_to_weight=size(made_later),
+        kept=size({*before_backward, *made_before}),
+        residue=size(for_weight),
+    )
+
+
+@dataclass(frozen=True)
+class Storages:
+    """The storages behind the values of a joint graph.
+
+    `maker[key]` is the operation or placeholder that made a storage, `readers[key]` the operations that read it, both
+    seen through views; `bytes[key]` is 0 for what is resident. `views` are the operations that make no storage.
+    """
+
+    maker: Mapping[int, Node]
+    readers: Mapping[int, tuple[Node, ...]]
+    bytes: Mapping[int, int]
+    views: frozenset[Node]
+
+    def of(self, node: Node) -> set[int]:
+        """The storages of a node's value."""
+        return keys_of(node)
+
+    def made_by(self, node: Node) -> list[int]:
+        """The storages that a node makes."""
+        return [key for key in sorted(keys_of(node)) if self.maker[key] is node]
+
+
+def keys_of(node: Node) -> set[int]:
+    """The storages of a node's value."""
+    return {storage_key_of(t) for t in tensors_of(node.meta.get("val"))}
+
+
+def read_by(node: Node) -> set[int]:
+    """The storages that a node reads."""
+    return {key for argument in node.all_input_nodes for key in keys_of(argument)}
+
+
+def find_storages(joint: Joint) -> Storages:
+    """Follow every storage of `joint` from its maker to its readers."""
+    maker: dict[int, Node] = {}
+    readers: dict[int, list[Node]] = {}
+    sizes: dict[int, int] = {}
+    views: set[Node] = set()
+    for node in joint.module.graph.nodes:
+        if node.op == "output":
+            continue
+        new = keys_of(node) - set(maker)
+        maker |= dict.fromkeys(new, node)
+        sizes |= {storage_key_of(t): t.untyped_storage().nbytes() for t in tensors_of(node.meta.get("val"))}
+        if node.op == "call_function" and keys_of(node) and not new:
+            views.add(node)
+        elif node.op == "call_function":
+            for key in read_by(node):
+                readers.setdefault(key, []).append(node)
+    sizes |= dict.fromkeys(resident_storages(joint), 0)
+    return Storages(maker, {key: tuple(nodes) for key, nodes in readers.items()}, sizes, frozenset(views))

@@ -1,0 +1,155 @@
+"""The split: a stage's joint graph becomes F, B (input gradients), W (weight gradients) and BW (both at once).
+
+F is what the stage's outputs need. Of the rest, B is what the input gradients need and W what remains, improved by
+`zbcompile.passes.split.weight_cut`. If a stage begins with parameters of its own (an embedding, the first layer) there
+is no input gradient; the gradient of the first activation made from them stands in for one, so that the B and W of a
+first stage balance like those of a middle stage.
+"""
+
+from collections.abc import Callable, Iterable, Set
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from zbcompile.passes.capture.canonical import is_getitem, is_random
+from zbcompile.passes.graph.roles import Slot
+from zbcompile.passes.split.convolution import cut_convolutions, merge_convolutions
+from zbcompile.passes.split.joint_graph import Joint
+from zbcompile.passes.split.saved_bytes import Crossing, crossing_of, keys_of, read_by
+from zbcompile.passes.split.simplify import copy_joint
+from zbcompile.passes.split.subgraphs import Assignment, Piece, extract, share_views
+from zbcompile.passes.split.weight_cut import WeightCut, cut_weight, is_cheap
+
+
+@dataclass(frozen=True)
+class Improvement:
+    """What the split did beyond the dependency closure: to how many operations, and by how many bytes that changed what
+    waits between F and B (`kept`) and between B and W (`residue`)."""
+
+    what: str
+    operations: int
+    kept: int
+    residue: int
+
+
+@dataclass(frozen=True)
+class Split:
+    """The four pieces of a stage, in canonical form (gradients are outputs; nothing is accumulated yet)."""
+
+    joint: Joint
+    forward: Piece
+    backward: Piece
+    weight: Piece
+    fused: Piece
+    crossing: Crossing
+    improvements: tuple[Improvement, ...]
+
+
+def split(joint: Joint, recompute: bool = False) -> Split:
+    """Split the joint graph of a stage. B then W compute the same bits as BW.
+
+    Every value is computed in exactly one of F, B and W, but for views and, with `recompute`, cheap values that W
+    computes again where that lowers the bytes that wait for it.
+    """
+    plain = closure(joint)
+    joint = copy_joint(joint)
+    convolutions = cut_convolutions(joint.module.graph)
+    cut = closure(joint)
+    moved = choose(cut, recompute=False)
+    lean = final = apply(cut, moved)
+    repeated: frozenset[Node] = frozenset()
+    if recompute:
+        moved = choose(cut, recompute=True)
+        repeated, final = moved.again, apply(cut, moved)
+    steps = [
+        _improvement("convolution backwards cut", convolutions, plain, cut),
+        _improvement("cheap operations of W computed in B", len(moved.early), cut, lean),
+        _improvement("cheap operations computed again in W", len(repeated), lean, final),
+    ]
+    final = share_views(final)
+    forward, backward, weight, fused = (extract(final, name) for name in ("F", "B", "W", "BW"))
+    merge_convolutions(fused.module.graph)
+    fused.module.recompile()
+    done = tuple(step for step in steps if step.operations)
+    return Split(joint, forward, backward, weight, fused, crossing_of(final), done)
+
+
+def _improvement(what: str, operations: int, before: Assignment, after: Assignment) -> Improvement:
+    old, new = crossing_of(before), crossing_of(after)
+    return Improvement(what, operations, new.kept - old.kept, new.residue - old.residue)
+
+
+def closure(joint: Joint) -> Assignment:
+    """The split by dependency closure alone."""
+    forward = forward_nodes(joint)
+    everything = needed_nodes(joint, lambda slot: slot.kind in ("gradient", "input_gradient"))
+    early = needed_nodes(joint, lambda slot: slot.kind == "input_gradient")
+    standing_in = needed_nodes(joint, lambda slot: slot.kind == "virtual_gradient")
+    early |= _ancestors(node for node in standing_in if not is_cheap(node) and node not in forward)
+    early |= _ancestors(node for node in everything if "recomputed" in node.meta)  # by the pass of that name: all in B
+    backward = _close(early - forward, joint) & everything
+    return _assign(joint, forward, backward, everything - forward - backward)
+
+
+def forward_nodes(joint: Joint) -> set[Node]:
+    """What F computes: the stage's outputs, and every random number."""
+    return _close(needed_nodes(joint, lambda slot: slot in joint.stage.outputs) | _random_nodes(joint), joint)
+
+
+def _assign(joint: Joint, forward: Set[Node], backward: Set[Node], weight: Set[Node]) -> Assignment:
+    return Assignment(joint, {"F": forward, "B": backward, "W": weight, "BW": backward | weight})
+
+
+def choose(plain: Assignment, recompute: bool) -> WeightCut:
+    """The operations that change sides, by a minimum cut."""
+    nodes = plain.nodes
+    return cut_weight(plain.joint, nodes["F"], nodes["B"], nodes["W"], recompute)
+
+
+def apply(plain: Assignment, moved: WeightCut) -> Assignment:
+    """`plain` with the operations of `moved` on their new sides."""
+    joint, nodes = plain.joint, plain.nodes
+    backward = nodes["B"] | _close(_ancestors(moved.early) & nodes["W"], joint)
+    own = nodes["W"] - backward
+    return _assign(joint, nodes["F"], backward, own | _repeated(joint, own, moved.again))
+
+
+def _repeated(joint: Joint, own: Set[Node], again: Set[Node]) -> set[Node]:
+    """What W repeats: of the operations in `again`, and the views of what they make, those that `own` needs."""
+    made = {key for node in again for key in keys_of(node) - read_by(node)}
+    found: set[Node] = set()
+    queue = [argument for node in own for argument in node.all_input_nodes]
+    queue += [node for slot, node in joint.outputs if slot.kind == "gradient"]
+    while queue:
+        node = queue.pop()
+        if node.op == "call_function" and node not in found and node not in own and keys_of(node) & made:
+            found.add(node)
+            queue.extend(node.all_input_nodes)
+    return found
+
+
+def needed_nodes(joint: Joint, wanted: Callable[[Slot], bool]) -> set[Node]:
+    """The dependency closure of the chosen outputs, placeholders excluded."""
+    return _ancestors(node for slot, node in joint.outputs if wanted(slot))
+
+
+def _random_nodes(joint: Joint) -> set[Node]:
+    """Eager draws these numbers whether or not they are used, and only in the forward."""
+    return _ancestors(node for node in joint.module.graph.nodes if is_random(node))
+
+
+def _ancestors(nodes: Iterable[Node]) -> set[Node]:
+    """`nodes` and all operations that they depend on."""
+    found: set[Node] = set()
+    queue = list(nodes)
+    while queue:
+        node = queue.pop()
+        if node.op == "call_function" and node not in found:
+            found.add(node)
+            queue.extend(node.all_input_nodes)
+    return found
+
+
+def _close(nodes: Set[Node], joint: Joint) -> set[Node]:
+    """Add the getitems of multi-output nodes: a tuple is never kept, its parts are."""
+    return {*nodes, *(n for n in joint.module.graph.nodes if is_getitem(n) and n.args[0] in nodes)}

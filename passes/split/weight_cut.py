@@ -1,0 +1,149 @@
+"""What W computes, by an exact minimum cut over bytes.
+
+The dependency closure gives W everything that no input gradient needs. That keeps more than it must where a cheap
+operation of W reads large values that nothing else in W reads: the gradient of a hand-written norm's weight sums
+g * x_hat, and drags both along; computed in B, its result of one row is all that waits. With `recompute` W may also
+repeat cheap operations of F and B, so that what they read waits instead of what they make: often B keeps that anyway.
+
+Every operation is on one of two sides: before W, or in W. A storage is paid for when it is made before W and read in W
+(it waits between B and W), and once more when it is made in F and B does not need it anyway (it waits between F and B).
+Both prices are those of a cut in a network, so the least sum is a minimum cut. Where sums are equal, fewer bytes are
+moved by operations that changed sides, so nothing changes without a gain.
+"""
+
+from collections.abc import Iterable, Set
+from dataclasses import dataclass
+from typing import Any
+
+import networkx
+import torch
+from torch.fx import Node
+
+from zbcompile.passes.capture.canonical import is_random
+from zbcompile.passes.graph.flops import bytes_moved
+from zbcompile.passes.split.joint_graph import Joint
+from zbcompile.passes.split.saved_bytes import Storages, find_storages, keys_of, read_by
+from zbcompile.passes.torch_private import MEMORY_BOUND, OpOverload
+
+BEFORE, IN_W = "before W", "in W"
+
+
+@dataclass(frozen=True)
+class WeightCut:
+    """Operations that changed sides: `early` ones B computes for W, `again` ones W repeats."""
+
+    early: frozenset[Node]
+    again: frozenset[Node]
+
+
+def is_cheap(node: Node) -> bool:
+    """Whether an operation is bound by memory: pointwise operations, reductions, copies, softmax and norms.
+
+    Contractions are not, nor is what scatters (the gradient of an embedding), nor what torch knows nothing about.
+    """
+    if node.op != "call_function" or not isinstance(node.target, OpOverload) or is_random(node):
+        return False
+    tagged = {torch.Tag.pointwise, torch.Tag.reduction} & set(node.target.tags)
+    return bool(tagged) or node.target.overloadpacket in MEMORY_BOUND
+
+
+def cut_weight(joint: Joint, before: Set[Node], backward: Set[Node], weight: Set[Node], recompute: bool) -> WeightCut:
+    """The cheapest sides, given F's nodes (`before`), what B must compute and what is left for W."""
+    network = _Network(joint, before, backward, weight, recompute)
+    in_w = network.solve()
+    return WeightCut(frozenset(network.movable - in_w), frozenset(network.repeatable & in_w))
+
+
+class _Network:
+    """The network whose minimum cut is wanted.
+
+    An edge without a capacity says: if its tail is before W, so is its head.
+    """
+
+    def __init__(
+        self, joint: Joint, forward: Set[Node], backward: Set[Node], weight: Set[Node], recompute: bool
+    ) -> None:
+        self.storages: Storages = find_storages(joint)
+        self.forward = forward
+        self.waiting_anyway = _read_outside_w(joint, backward)
+        self.arrives = {node for slot, node in joint.inputs if slot.kind == "activation"}
+        self.gradients = {key for slot, node in joint.outputs if slot.kind == "gradient" for key in keys_of(node)}
+        self.later = set(weight) - self.storages.views
+        self.movable = {node for node in self.later if is_cheap(node)}
+        candidates = (_ancestors(weight) & (forward | backward)) - self.storages.views if recompute else set()
+        self.repeatable = {node for node in candidates if is_cheap(node)}
+        self.work = {node: bytes_moved(node) + 1 for node in self.movable | self.repeatable}
+        self.scale = 1 + sum(self.work.values())
+        self.graph = networkx.DiGraph()
+        self.graph.add_nodes_from([BEFORE, IN_W])
+
+    def solve(self) -> set[Node]:
+        """The operations on W's side of a minimum cut."""
+        self._add_operations()
+        for key in self.storages.maker:
+            self._add_storage(key)
+        _, (_, in_w) = networkx.minimum_cut(self.graph, BEFORE, IN_W)
+        return {node for node in in_w if isinstance(node, Node)}
+
+    def _add_operations(self) -> None:
+        for node in self.later - self.movable:
+            self._edge(node, IN_W)
+        for node in self.movable:
+            self._edge(node, IN_W, self.work[node])
+        for node in self.repeatable:
+            self._edge(BEFORE, node, self.work[node])
+
+    def _add_storage(self, key: int) -> None:
+        maker, readers = self.storages.maker[key], self.storages.readers.get(key, ())
+        readers = tuple(node for node in readers if node in self.later or node in self.repeatable)
+        wanted: list[Any] = [*readers, *([IN_W] if key in self.gradients else [])]
+        if maker in self.later:
+            for node in readers:
+                self._edge(node, maker)
+        size = self.storages.bytes[key] * self.scale
+        if not size or not wanted:
+            return
+        start = maker if maker in self.later or maker in self.repeatable else BEFORE
+        self._edge(start, ("waits", key), size + self._price_between_f_and_b(key, maker, readers, size))
+        for node in wanted:
+            self._edge(("waits", key), node)
+
+    def _price_between_f_and_b(self, key: int, maker: Node, readers: Iterable[Node], size: int) -> int:
+        """What a storage costs between F and B if it is made before W and read in W.
+
+        If W itself has readers, it is kept whichever side they are on, unless its maker is repeated and all of them are
+        in W.
+        """
+        if key in self.waiting_anyway or not (maker in self.forward or maker in self.arrives):
+            return 0
+        own = [node for node in readers if node in self.later]
+        if not own:
+            return size
+        if maker in self.repeatable:
+            for node in (maker, *own):
+                self._edge(node, ("kept", key))
+            self._edge(("kept", key), IN_W, size)
+        return 0
+
+    def _edge(self, tail: Any, head: Any, capacity: int | None = None) -> None:
+        if capacity is None:
+            self.graph.add_edge(tail, head)
+        else:
+            self.graph.add_edge(tail, head, capacity=capacity)
+
+
+def _read_outside_w(joint: Joint, backward: Set[Node]) -> set[int]:
+    """The storages that B needs in any case."""
+    leaving = {key for slot, node in joint.outputs if slot.kind == "input_gradient" for key in keys_of(node)}
+    return leaving.union(*(read_by(node) for node in backward))
+
+
+def _ancestors(nodes: Iterable[Node]) -> set[Node]:
+    found: set[Node] = set()
+    queue = list(nodes)
+    while queue:
+        for argument in queue.pop().all_input_nodes:
+            if argument not in found:
+                found.add(argument)
+                queue.append(argument)
+    return found

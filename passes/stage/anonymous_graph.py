@@ -1,0 +1,102 @@
+"""A graph as a code generator sees it: without names, its tensors among its inputs, and a text that says which graphs
+are the same work.
+
+Pieces of stages that differ in names alone have equal texts, on every rank and in every run, so one compilation serves
+them all.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from zbcompile.passes.capture.canonical import output_values
+from zbcompile.passes.stage.deduplicate import NodeNumber
+from zbcompile.passes.torch_private import FakeTensorMode
+
+
+@dataclass(frozen=True)
+class BareGraph:
+    """`module` takes `inputs` (fake tensors of one mode; for the last ones, the tensors `constants`) and returns a list
+    of tensors. `text` is equal for graphs that do the same work; `title` is a pass and its stage, such as F2."""
+
+    title: str
+    module: GraphModule
+    inputs: tuple[torch.Tensor, ...]
+    constants: tuple[torch.Tensor, ...]
+    text: str
+
+    @property
+    def results(self) -> int:
+        """How many values it returns."""
+        return len(output_values(self.module.graph))
+
+
+def bare(module: GraphModule) -> BareGraph:
+    """The bare form of a piece's graph."""
+    graph, held = Graph(), _Held(module)
+    copies: dict[Node, Node] = {}
+    for number, node in enumerate([*module.graph.find_nodes(op="placeholder"), *held.tensor_nodes]):
+        copies[node] = graph.placeholder(f"arg_{number}")
+    inputs = _fresh([held.value(node) for node in copies])
+    for copy, value in zip(copies.values(), inputs, strict=True):
+        copy.meta = {"val": value}
+    for node in module.graph.nodes:
+        if node not in copies:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+            copies[node].meta = {}
+    constants = tuple(held.value(node) for node in held.tensor_nodes)
+    copied = GraphModule(held.branches, graph, class_name="Bare")
+    return BareGraph(type(module).__name__, copied, inputs, constants, text_of(copied))
+
+
+def text_of(module: GraphModule) -> str:
+    """Every operation with its arguments, nodes numbered in order of appearance, and what comes in."""
+    numbers: dict[Node, str] = {}
+    lines = []
+    for node in module.graph.nodes:
+        numbers[node] = f"%{len(numbers)}"
+        lines.append(f"{numbers[node]} {node.op} {_described(node, numbers, module)}")
+    return "\n".join(lines)
+
+
+class _Held:
+    """What a graph refers to by name: tensors, and the graphs of branches."""
+
+    def __init__(self, module: GraphModule) -> None:
+        self.module = module
+        nodes = module.graph.find_nodes(op="get_attr")
+        self.tensor_nodes = [node for node in nodes if isinstance(self.value(node), torch.Tensor)]
+        self.branches = {str(n.target): self.value(n) for n in nodes if n not in self.tensor_nodes}
+
+    def value(self, node: Node) -> Any:
+        return attrgetter(str(node.target))(self.module) if node.op == "get_attr" else node.meta["val"]
+
+
+def _fresh(values: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Fake tensors of the same form, all of one mode: a code generator refuses a mixture."""
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        return tuple(torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in values)
+
+
+def _described(node: Node, numbers: Mapping[Node, str], module: GraphModule) -> str:
+    if node.op == "placeholder":
+        value = node.meta.get("val")  # a branch's inputs have the form of the operands that it is called with
+        return f"{value.dtype} {value.device} {tuple(value.shape)} {value.stride()}" if value is not None else ""
+    if node.op == "get_attr":
+        return _held_text(attrgetter(str(node.target))(module))
+    arguments = map_arg((node.args, node.kwargs), lambda argument: NodeNumber(numbers[argument]))  # type: ignore[arg-type, return-value]
+    return f"{node.target} {arguments!r}"
+
+
+def _held_text(value: Any) -> str:
+    """What a graph refers to, by content: the same branch has another name in another stage."""
+    if isinstance(value, GraphModule):
+        return f"({text_of(value)})"
+    data = value.detach().contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes()
+    return f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(data).hexdigest()}"

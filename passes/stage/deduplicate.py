@@ -1,0 +1,208 @@
+"""Distinct graphs: stages that differ in names alone are traced, split and finished once, and then renamed.
+
+Most stages of a transformer are the same few layers again, with other parameters. `same_work` says what a stage
+computes without its names; where two stages agree in it, `renamed` turns the program of one into that of the other.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import Any, TypeVar
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from zbcompile.passes.capture.canonical import output_values
+from zbcompile.passes.graph.flops import tensors_of
+from zbcompile.passes.graph.roles import Kind, Slot
+from zbcompile.passes.partition.stage_graphs import Stage
+from zbcompile.passes.split.joint_graph import tangents_of
+from zbcompile.passes.split.subgraphs import Piece
+from zbcompile.passes.stage.stage_program import StageProgram, tensor_spec
+from zbcompile.passes.torch_private import LazyGraphModule
+
+Value = TypeVar("Value")
+# Slots of different kinds that are called after the same thing.
+_SAME_NAMES: Mapping[str, str] = {
+    "gradient": "parameter",
+    "accumulator": "parameter",
+    "mutation": "buffer",
+    "tangent": "activation",
+    "input_gradient": "activation",
+}
+_FIXED: tuple[Kind, ...] = ("loss", "output", "saved")  # called after what is the same in both stages
+_DESCRIPTION = ("stack_trace", "nn_module_stack")
+# What says where a node comes from, or is compared otherwise. Any other entry may steer a pass, so it must be equal.
+_NOT_WORK = frozenset(
+    {*_DESCRIPTION, "val", "slot", "tensor_meta", "torch_fn", "from_node", "source_fn_stack", "original_aten"}
+    | {"seq_nr", "desc", "recompute"}
+)
+_REGION = "recompute"  # the number of a checkpoint region: what counts is which nodes have the same one
+
+
+Tangents = Mapping[str, torch.Tensor]
+Compiled = tuple[StageProgram, Tangents]
+StageCompiler = Callable[[Stage, Tangents], Compiled]
+
+
+def compile_distinct(
+    stages: tuple[Stage, ...], trainable: frozenset[str], compile_stage: StageCompiler, behind: Tangents | None = None
+) -> tuple[StageProgram, ...]:
+    """The programs of all stages, made from the last to the first: a stage's tangents are the gradients of the next.
+
+    `behind` are the gradients that arrive at the last stage; None where it makes the loss.
+    `compile_stage(stage, tangents)` gives a program and the fake gradient of each activation that the stage receives;
+    it is called once per distinct graph.
+    """
+    made: dict[str, tuple[Stage, Tangents, Compiled]] = {}
+    programs: list[StageProgram] = []
+    gradients = behind
+    for stage in reversed(stages):
+        tangents = tangents_of(stage, gradients)
+        key = same_work(stage, trainable, tangents)
+        if key not in made:
+            made[key] = (stage, tangents, compile_stage(stage, tangents))
+        first, of_first, (program, leaving) = made[key]
+        if first is not stage:
+            to = renaming((first, of_first), (stage, tangents))
+            program, leaving = renamed(program, to), to.by_name(leaving, "activation")
+        programs.append(program)
+        gradients = leaving
+    return tuple(reversed(programs))
+
+
+def same_work(stage: Stage, trainable: frozenset[str], tangents: Tangents) -> str:
+    """A text that is equal for two stages whose compiled programs differ in names alone.
+
+    It has every operation with its arguments, the shapes, strides, dtypes and devices of all values, what is trained,
+    and the strides with which gradients arrive. Names are replaced by numbers in order of appearance.
+    """
+    numbers: dict[Node, str] = {}
+    regions = _numbered(node.meta.get(_REGION) for node in stage.module.graph.nodes)
+    names = {key: str(i) for key, i in _numbered(_keys(stage, tangents)).items()}
+    lines = []
+    for node in stage.module.graph.nodes:
+        numbers[node] = f"%{len(numbers)}"
+        region = str(regions[node.meta.get(_REGION)])
+        lines.append(f"{region} {_describe(node, numbers, names, trainable, stage.module)}")
+    results = [numbers[node] if isinstance(node, Node) else repr(node) for node in output_values(stage.module.graph)]
+    lines += [f"{_anonymous(slot, names)} {value}" for slot, value in zip(stage.outputs, results, strict=True)]
+    lines += [f"{_anonymous(Slot('tangent', name), names)} {_spec(value)}" for name, value in tangents.items()]
+    return "\n".join(lines)
+
+
+def _numbered(values: Iterable[Any]) -> dict[Any, int]:
+    """Numbers in order of first appearance."""
+    return {value: i for i, value in enumerate(dict.fromkeys(values))}
+
+
+def _describe(
+    node: Node, numbers: Mapping[Node, str], names: Mapping[Any, str], trainable: frozenset[str], module: GraphModule
+) -> str:
+    steering = {key: value for key, value in node.meta.items() if key not in _NOT_WORK}
+    what = [numbers[node], node.op, _spec(node.meta.get("val")), repr(sorted(steering.items()))]
+    if node.op == "placeholder":
+        slot: Slot = node.meta["slot"]
+        return " ".join([*what, _anonymous(slot, names), str(slot.kind == "parameter" and slot.name in trainable)])
+    if node.op == "get_attr":  # a branch or a constant of the graph: the same only if it is the same object
+        return " ".join([*what, str(id(attrgetter(str(node.target))(module)))])
+    arguments = map_arg((node.args, node.kwargs), lambda argument: NodeNumber(numbers[argument]))  # type: ignore[arg-type, return-value]
+    return " ".join([*what, str(node.target), repr(arguments)])
+
+
+class NodeNumber(str):
+    """A node in a printed argument list, which a string there can never equal."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _spec(value: Any) -> str:
+    found = [(tuple(tensor_spec(t)), t.requires_grad) for t in tensors_of(value)]
+    return repr(found if found else value)
+
+
+def _keys(stage: Stage, tangents: Tangents) -> dict[tuple[str, str], None]:
+    """What a stage's slots are called after, in order of appearance."""
+    slots = [*stage.inputs, *stage.outputs, *(Slot("tangent", name) for name in tangents)]
+    return dict.fromkeys(_key(slot) for slot in slots if slot.kind not in _FIXED)
+
+
+def _key(slot: Slot) -> tuple[str, str]:
+    return _SAME_NAMES.get(slot.kind, slot.kind), slot.name
+
+
+def _anonymous(slot: Slot, names: Mapping[Any, str]) -> str:
+    return f"{slot.kind} {names.get(_key(slot), slot.name)}"
+
+
+@dataclass(frozen=True)
+class Renaming:
+    """From the names and source lines of one stage to those of another that does the same work."""
+
+    stage: int
+    names: Mapping[tuple[str, str], str]
+    descriptions: Mapping[Any, Mapping[str, Any]]
+
+    def slot(self, slot: Slot) -> Slot:
+        return slot.called(self.names.get(_key(slot), slot.name))
+
+    def by_name(self, values: Mapping[str, Value], kind: Kind) -> dict[str, Value]:
+        """A mapping from names of slots of one kind, with its keys renamed."""
+        return {self.slot(Slot(kind, name)).name: value for name, value in values.items()}
+
+    def all_names(self, names: tuple[str, ...], kind: Kind) -> tuple[str, ...]:
+        return tuple(self.slot(Slot(kind, name)).name for name in names)
+
+
+def renaming(old: tuple[Stage, Tangents], new: tuple[Stage, Tangents]) -> Renaming:
+    """The renaming between two stages of the same work."""
+    names = {before: after for before, (_, after) in zip(_keys(*old), _keys(*new), strict=True)}
+    twins = zip(old[0].module.graph.nodes, new[0].module.graph.nodes, strict=True)
+    lines = {_description_key(a): {key: b.meta[key] for key in _DESCRIPTION if key in b.meta} for a, b in twins}
+    return Renaming(new[0].index, names, {key: line for key, line in lines.items() if any(key)})
+
+
+def _description_key(node: Node) -> tuple[str, tuple[str, ...]]:
+    return node.meta.get("stack_trace") or "", tuple(node.meta.get("nn_module_stack") or ())
+
+
+def renamed(program: StageProgram, to: Renaming) -> StageProgram:
+    """The program of another stage that does the same work. Graphs are copies, fake tensors are shared."""
+    return replace(
+        program,
+        stage=to.stage,
+        pieces={name: _renamed_piece(piece, to) for name, piece in program.pieces.items()},
+        receives=to.by_name(program.receives, "activation"),
+        sends=to.by_name(program.sends, "activation"),
+        gradients_in=to.by_name(program.gradients_in, "activation"),
+        gradients_out=to.by_name(program.gradients_out, "activation"),
+        parameters=to.all_names(program.parameters, "parameter"),
+        buffers=to.all_names(program.buffers, "buffer"),
+        trained=to.all_names(program.trained, "parameter"),
+    )
+
+
+def _renamed_piece(piece: Piece, to: Renaming) -> Piece:
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    for node in piece.module.graph.nodes:
+        copies[node] = _copied(graph, node, copies, to)
+    module = LazyGraphModule(piece.module, graph, class_name=f"{piece.name}{to.stage}")
+    return replace(
+        piece, module=module, inputs=tuple(map(to.slot, piece.inputs)), outputs=tuple(map(to.slot, piece.outputs))
+    )
+
+
+def _copied(graph: Graph, node: Node, copies: Mapping[Node, Node], to: Renaming) -> Node:
+    if node.op == "placeholder":
+        slot = to.slot(node.meta["slot"])
+        new = graph.placeholder(slot.identifier)
+        new.meta = {**node.meta, "slot": slot}
+    else:
+        new = graph.node_copy(node, copies.__getitem__)
+    new.meta.update(to.descriptions.get(_description_key(node), {}))
+    return new

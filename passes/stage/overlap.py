@@ -1,0 +1,160 @@
+"""Overlap: a forward of one microbatch and a backward of another as one graph (DualPipe's pairs, DeepSeek-V3,
+arXiv 2412.19437, section 3.2).
+
+The order of each half stays, so its bits do; the halves are interleaved so that what one waits for travels while the
+other computes. Collectives are those of `torch.distributed._functional_collectives`: an operation that issues, and
+`wait_tensor`. Messages leave and arrive in the middle: the forward's results are handed over as soon as they exist, and
+the backward's values are asked for when it begins.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import Graph, GraphModule, Node
+
+from zbcompile.passes.capture.canonical import output_values
+from zbcompile.passes.graph.flops import bytes_moved
+from zbcompile.passes.graph.process_groups import is_collective, is_wait
+from zbcompile.passes.split.subgraphs import Piece
+from zbcompile.passes.torch_private import LazyGraphModule, OpOverload
+
+
+@dataclass(frozen=True)
+class Merged:
+    """Two pieces as one graph. Its inputs are the forward's, then a function that takes the forward's results, then one
+    that returns the backward's inputs; it returns the backward's results."""
+
+    module: GraphModule
+    forward: Piece
+    backward: Piece
+
+
+def hand_over(take: Callable[..., None], values: Sequence[Any]) -> None:
+    """In a merged graph: the forward is done."""
+    take(list(values))
+
+
+def ask(give: Callable[[], list[Any]]) -> list[Any]:
+    """In a merged graph: the backward begins."""
+    return give()
+
+
+def pick(values: list[Any], index: int) -> Any:
+    """In a merged graph: one input of the backward, which only its users hold from now on."""
+    value, values[index] = values[index], None
+    return value
+
+
+def merge(forward: Piece, backward: Piece) -> Merged:
+    """Merge F of one stage with B or BW of one (the same or another) into one graph."""
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    first, arriving = _forward_half(forward, graph, copies)
+    second, results = _backward_half(backward, graph, copies)
+    done = graph.output([copies[node] for node in results])
+    for node in [*arriving, *interleave(first, second)]:
+        done.prepend(node)
+    module = LazyGraphModule(_Attributes(forward.module, backward.module), graph, class_name="FB")
+    return Merged(module, forward, backward)
+
+
+class _Attributes(dict):  # type: ignore[type-arg]
+    """The constants that the two graphs refer to, under names of their own."""
+
+    def __init__(self, forward: GraphModule, backward: GraphModule) -> None:
+        halves = (("forward_", forward), ("backward_", backward))
+        super().__init__(
+            (prefix + node.target, getattr(module, node.target))
+            for prefix, module in halves
+            for node in module.graph.find_nodes(op="get_attr")
+        )
+
+
+def _forward_half(piece: Piece, graph: Graph, copies: dict[Node, Node]) -> tuple[list[Node], list[Node]]:
+    """The forward's operations with the hand-over at their end, and all placeholders of the merged graph."""
+    nodes = _copy(piece, graph, copies, "forward_")
+    arriving = [copies[node] for node in piece.module.graph.find_nodes(op="placeholder")]
+    take, give = graph.placeholder("take"), graph.placeholder("give")
+    results = [copies[node] for node in output_values(piece.module.graph)]
+    return [*nodes, graph.call_function(hand_over, (take, results))], [*arriving, take, give]
+
+
+def _backward_half(piece: Piece, graph: Graph, copies: dict[Node, Node]) -> tuple[list[Node], list[Node]]:
+    """The backward's operations behind the question for its inputs, and its results."""
+    give = next(node for node in graph.find_nodes(op="placeholder") if node.target == "give")
+    asked = graph.call_function(ask, (give,))
+    inputs = piece.module.graph.find_nodes(op="placeholder")
+    for index, node in enumerate(inputs):
+        copies[node] = graph.call_function(pick, (asked, index))
+        copies[node].meta = dict(node.meta)
+    nodes = _copy(piece, graph, copies, "backward_")
+    return [asked, *(copies[node] for node in inputs), *nodes], output_values(piece.module.graph)
+
+
+def _copy(piece: Piece, graph: Graph, copies: dict[Node, Node], prefix: str) -> list[Node]:
+    made = []
+    for node in piece.module.graph.nodes:
+        if node.op == "output" or node in copies:
+            continue
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+        if node.op == "get_attr":
+            copies[node].target = prefix + node.target
+        if node.op != "placeholder":
+            made.append(copies[node])
+    return made
+
+
+def interleave(first: Sequence[Node], second: Sequence[Node]) -> list[Node]:
+    """Both halves in one order that keeps the order of each, except that waits stand right before their first user.
+
+    The half begins that has less to do before it can start a collective. A half runs up to a wait; then the other one
+    runs, for its share of what it has left (it has to serve all the waits to come), or up to a wait of its own; then
+    the first goes on. Costs are the bytes that a node moves.
+    """
+    halves = [_late_waits(first), _late_waits(second)]
+    waits = [sum(map(is_wait, half)) for half in halves]
+    order: list[Node] = []
+    excused: set[Node] = set()
+    current, budget = int(_before_a_wait(halves[1]) < _before_a_wait(halves[0])), float("inf")
+    while any(halves):
+        half, other = halves[current], halves[1 - current]
+        stop = not half or budget <= 0 or (is_wait(half[0]) and half[0] not in excused)
+        if stop and other:
+            budget = float("inf")
+            if half and is_wait(half[0]) and half[0] not in excused:
+                excused.add(half[0])
+                budget = sum(map(_work, other)) / max(waits[current], 1)
+            current = 1 - current
+            continue
+        node = half.pop(0)
+        waits[current] -= is_wait(node)
+        budget -= _work(node)
+        order.append(node)
+    return order
+
+
+def _work(node: Node) -> int:
+    """What a node keeps the host or the compute stream busy with; a collective is under way elsewhere."""
+    return bytes_moved(node) if isinstance(node.target, OpOverload) and not is_collective(node) else 0
+
+
+def _before_a_wait(half: Sequence[Node]) -> float:
+    """The work of a half up to its first wait; without one there is no end to it."""
+    place = next((i for i, node in enumerate(half) if is_wait(node)), None)
+    return float("inf") if place is None else sum(map(_work, half[:place]))
+
+
+def _late_waits(nodes: Sequence[Node]) -> list[Node]:
+    """Each wait moved behind everything that does not need it."""
+    order: list[Node] = []
+    pending: list[Node] = []
+    for node in nodes:
+        if is_wait(node):
+            pending.append(node)
+            continue
+        for wait in [wait for wait in pending if wait in node.all_input_nodes]:
+            order.append(wait)
+            pending.remove(wait)
+        order.append(node)
+    return [*order, *pending]

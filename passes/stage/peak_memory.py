@@ -1,0 +1,77 @@
+"""The memory that a pass needs while it runs, walked over its graph: what is alive at each operation, by storage."""
+
+from collections.abc import Iterator, Set
+
+import torch
+from torch.fx import Node
+
+from zbcompile.passes.capture.canonical import output_values
+from zbcompile.passes.graph.flops import storage_key_of, tensors_of
+from zbcompile.passes.graph.roles import Slot
+from zbcompile.passes.split.subgraphs import LATER, Piece
+from zbcompile.passes.stage.stage_program import StageProgram
+from zbcompile.passes.torch_private import is_in_place
+
+RESIDENT = ("parameter", "buffer", "constant", "input", "accumulator")  # there before and after, whatever runs
+LOSS = Slot("tangent", "loss")
+
+
+def transient_bytes(stage: StageProgram, name: str) -> int:
+    """The most bytes of one microbatch that are alive at once while the pass `name` of `stage` runs.
+
+    Counted are what waited for the pass or arrives for it, what it makes on its way and what it returns; not
+    parameters, buffers, gradient buffers and the user's inputs, nor what a kernel allocates for itself. A value is
+    freed after its last use; an input only where no later pass reads it.
+    """
+    piece = stage.pieces[name]
+    kept = {slot for later in LATER[name] for slot in stage.pieces[later].inputs}
+    return _Walk(piece, kept).peak()
+
+
+class _Walk:
+    """One run of a graph that computes nothing but sizes."""
+
+    def __init__(self, piece: Piece, kept: Set[Slot]) -> None:
+        self.nodes = list(piece.module.graph.nodes)
+        holders = dict(zip(piece.module.graph.find_nodes(op="placeholder"), piece.inputs, strict=True))
+        self.sizes = {key: size for node in self.nodes for key, size in _storages(node)}
+        fixed = [node for node, slot in holders.items() if slot.kind in RESIDENT or slot == LOSS]
+        self.uncounted = {key for node in (*fixed, *self._attributes()) for key, _ in _storages(node)}
+        staying = [node for node, slot in holders.items() if slot in kept]
+        self.staying = {key for node in (*staying, *output_values(piece.module.graph)) for key, _ in _storages(node)}
+        self.last_use = {key: i for i, node in enumerate(self.nodes) for key in _touched(node)}
+        self.arriving = {key for node in holders for key, _ in _storages(node)}
+
+    def peak(self) -> int:
+        alive = self._counted(self.arriving)
+        most = now = sum(self.sizes[key] for key in alive)
+        for index, node in enumerate(self.nodes):
+            made = self._counted({key for key, _ in _made(node)}) - alive
+            alive |= made
+            now += sum(self.sizes[key] for key in made)
+            most = max(most, now)
+            dead = {key for key in _touched(node) & alive if self.last_use[key] == index} - self.staying
+            alive -= dead
+            now -= sum(self.sizes[key] for key in dead)
+        return most
+
+    def _attributes(self) -> Iterator[Node]:
+        return (node for node in self.nodes if node.op == "get_attr")
+
+    def _counted(self, keys: Set[int]) -> set[int]:
+        return set(keys - self.uncounted)
+
+
+def _storages(node: Node) -> list[tuple[int, int]]:
+    """The storages behind a node's value: key and bytes."""
+    found: list[torch.Tensor] = tensors_of(node.meta.get("val"))
+    return [(storage_key_of(t), t.untyped_storage().nbytes()) for t in found]
+
+
+def _touched(node: Node) -> set[int]:
+    return {key for each in (node, *node.all_input_nodes) for key, _ in _storages(each)}
+
+
+def _made(node: Node) -> list[tuple[int, int]]:
+    """The storages that a node allocates."""
+    return [] if node.op != "call_function" or is_in_place(node.target) else _storages(node)

@@ -1,0 +1,140 @@
+"""What the compiler knows of one stage: its graphs, what they keep and send, and what they cost."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from zbcompile.passes.capture.canonical import output_values
+from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.graph.flops import count_flops
+from zbcompile.passes.graph.process_groups import with_groups
+from zbcompile.passes.graph.roles import Slot, TensorSpec
+from zbcompile.passes.graph.strides import boundary_like
+from zbcompile.passes.partition.stage_graphs import Stage
+from zbcompile.passes.split.joint_graph import Recomputed
+from zbcompile.passes.split.saved_bytes import Crossing
+from zbcompile.passes.split.split import Improvement, Split
+from zbcompile.passes.split.subgraphs import Piece
+from zbcompile.passes.stage.accumulate import accumulate_in_place, own_gradients
+from zbcompile.passes.torch_private import FakeTensorMode
+
+
+@dataclass(frozen=True)
+class StageProgram:
+    """One compiled stage. `pieces` has F, B, W and BW; boundary tensors are listed in the order in which they travel.
+
+    `receives` and `sends` are the activations that arrive and leave in F; `gradients_in` and `gradients_out` the
+    gradients that arrive and leave in B, by the name of their activation. `flops` is per pass and microbatch, a
+    multiply-add is two. `original` is the stage that was compiled: another one where its graphs are used, renamed.
+    `recomputed` says what B makes again, None if nothing; `improvements` what the split did beyond the dependency
+    closure.
+    """
+
+    stage: int
+    original: int
+    pieces: Mapping[str, Piece]
+    receives: Mapping[str, TensorSpec]
+    sends: Mapping[str, TensorSpec]
+    gradients_in: Mapping[str, TensorSpec]
+    gradients_out: Mapping[str, TensorSpec]
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
+    trained: tuple[str, ...]
+    random: bool
+    crossing: Crossing
+    improvements: tuple[Improvement, ...]
+    flops: Mapping[str, int]
+    recomputed: Recomputed | None = None
+
+    @property
+    def receive_bytes(self) -> int:
+        """Bytes of activations that arrive per microbatch."""
+        return sum(spec.bytes for spec in self.receives.values())
+
+    @property
+    def send_bytes(self) -> int:
+        """Bytes of activations that leave per microbatch."""
+        return sum(spec.bytes for spec in self.sends.values())
+
+
+def finish_stage(split: Split, choices: Choices) -> StageProgram:
+    """Choose how gradients accumulate (see `zbcompile.passes.stage.accumulate`) and describe the stage."""
+    stage = split.joint.stage
+    raw = {"F": split.forward, "B": split.backward, "W": split.weight, "BW": split.fused}
+    accumulate = own_gradients if choices.exact else partial(accumulate_in_place, buffers=_buffers(split, choices))
+    pieces = {name: accumulate(piece) if name in ("W", "BW") else piece for name, piece in raw.items()}
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    gradients = dict(split.joint.gradient_of_input)
+    tangents = {slot.name: node for slot, node in split.joint.inputs if slot.kind == "tangent"}
+    return StageProgram(
+        stage=stage.index,
+        original=stage.index,
+        pieces=pieces,
+        receives=_received(stage, gradients),
+        sends=_sent(stage, tangents, choices.exact),
+        gradients_in={name: tensor_spec(node.meta["val"]) for name, node in tangents.items() if name != "loss"},
+        gradients_out={name: tensor_spec(value) for name, value in gradients.items()},
+        parameters=stage.named("parameter"),
+        buffers=stage.named("buffer"),
+        trained=tuple(dict.fromkeys(slot.name for slot, _ in split.joint.outputs if slot.kind == "gradient")),
+        random=stage.random,
+        crossing=split.crossing,
+        improvements=split.improvements,
+        flops=_flops(raw, mode),
+        recomputed=split.joint.recomputed,
+    )
+
+
+def _flops(raw: Mapping[str, Piece], mode: FakeTensorMode) -> dict[str, int]:
+    """Of every piece; BW does what B and W do, and once what both do: it need not be counted itself."""
+    by_name = {
+        name: {node.name: count for node, count in count_flops(raw[name].module, mode).items()} for name in "FBW"
+    }
+    return {name: sum(counts.values()) for name, counts in (by_name | {"BW": by_name["B"] | by_name["W"]}).items()}
+
+
+def _buffers(split: Split, choices: Choices) -> dict[str, torch.Tensor]:
+    """A fake tensor of the gradient buffer of each parameter."""
+    parameters = {s.name: n.meta["val"] for s, n in split.joint.inputs if s.kind == "parameter"}
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return {
+            name: torch.empty_strided(
+                like.shape, like.stride(), dtype=choices.dtype_of_sum(like.dtype), device=like.device
+            )
+            for name, like in parameters.items()
+        }
+
+
+def bind_groups(program: StageProgram, names: Sequence[str]) -> StageProgram:
+    """`program` with this process's names of the groups in its graphs (`zbcompile.passes.graph.process_groups`)."""
+    if not names:
+        return program
+    pieces = {key: replace(piece, module=with_groups(piece.module, names)) for key, piece in program.pieces.items()}
+    return replace(program, pieces=pieces)
+
+
+def inference_piece(stage: Stage) -> Piece:
+    """The forward of a stage alone."""
+    return Piece("F", stage.module, stage.inputs, stage.outputs)
+
+
+def _received(stage: Stage, gradients: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:
+    nodes = [n for n in stage.module.graph.find_nodes(op="placeholder") if n.meta["slot"].kind == "activation"]
+    return {n.meta["slot"].name: tensor_spec(n.meta["val"], n.meta["slot"].name in gradients) for n in nodes}
+
+
+def _sent(stage: Stage, tangents: Mapping[str, object], exact: bool) -> dict[str, TensorSpec]:
+    pairs: list[tuple[Slot, torch.fx.Node]] = list(zip(stage.outputs, output_values(stage.module.graph), strict=True))
+    return {
+        slot.name: tensor_spec(boundary_like(node.meta["val"], exact), slot.name in tangents)
+        for slot, node in pairs
+        if slot.kind == "activation"
+    }
+
+
+def tensor_spec(value: torch.Tensor, needs_gradient: bool = False) -> TensorSpec:
+    """Shape, strides, dtype and device of a (fake) tensor."""
+    dtype = str(value.dtype).removeprefix("torch.")
+    return TensorSpec(tuple(value.shape), tuple(value.stride()), dtype, str(value.device), needs_gradient)

@@ -1,0 +1,1 @@
+"""Embedding and output layer sharded over the ranks: S and T passes."""

@@ -1,0 +1,203 @@
+"""From an output layer to the loss: what the logits go through, and where they leave as one number per token.
+
+Logits may be reshaped, sliced and transposed as long as the vocabulary stays one whole dimension, and pass through
+elementwise operations with numbers (scale, soft cap). They leave through an exit: cross entropy, nll, gather,
+logsumexp, sum or mean over the vocabulary. Anything else that reads them is no vocabulary layer, or one that cannot be
+sharded.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from zbcompile.passes.capture.canonical import source_line
+from zbcompile.passes.errors import CompileError
+from zbcompile.passes.torch_private import LOG_SOFTMAX, TO_COPY, UNSAFE_VIEW
+
+aten = torch.ops.aten
+
+
+class NotShardable(CompileError):
+    """Why a vocabulary layer cannot be sharded, or that there is none."""
+
+
+@dataclass(frozen=True)
+class Pointwise:
+    """One elementwise operation with numbers; `at` is the position of the logits among `args`."""
+
+    target: Any
+    args: tuple[Any, ...]
+    at: int
+
+    def __call__(self, value: torch.Tensor) -> torch.Tensor:
+        args = list(self.args)
+        args[self.at] = value
+        return self.target(*args)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Logits:
+    """A value on the way: its vocabulary dimension, the elementwise operations and the moves so far.
+
+    `normalised` says that they are log probabilities. A move maps any tensor with another last dimension than the
+    vocabulary along.
+    """
+
+    axis: int
+    pointwise: tuple[Pointwise, ...] = ()
+    moves: tuple[Callable[[torch.Tensor, int], torch.Tensor], ...] = ()
+    normalised: bool = False
+
+    def move(self, value: torch.Tensor) -> torch.Tensor:
+        """Apply the moves to the output layer's input, its last dimension back at the end: [tokens, width]."""
+        width = value.shape[-1]
+        for step in self.moves:
+            value = step(value, width)
+        return value.movedim(self.axis, -1).reshape(-1, width)
+
+
+@dataclass(frozen=True)
+class Exit:
+    """A node that takes the vocabulary dimension away, and what it reads."""
+
+    node: Node
+    logits: Logits
+
+
+POINTWISE = frozenset(
+    {
+        *(aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.add.Tensor, aten.add.Scalar),
+        *(aten.sub.Tensor, aten.sub.Scalar, aten.tanh.default, aten.neg.default),
+    }
+)
+CASTS = frozenset({aten.to.dtype, TO_COPY, aten.to.device, aten.to.dtype_layout})
+COPIES = frozenset({aten.clone.default, aten.contiguous.default, aten.alias.default})
+RESHAPES = frozenset({aten.view.default, aten.reshape.default, UNSAFE_VIEW})
+EXITS = frozenset(
+    {
+        *(aten.cross_entropy_loss.default, aten.nll_loss_nd.default, aten.nll_loss.default, aten.nll_loss2d.default),
+        *(aten.gather.default, aten.logsumexp.default, aten.sum.dim_IntList, aten.mean.dim),
+    }
+)
+LOG_SOFTMAXES = frozenset({aten.log_softmax.int, LOG_SOFTMAX})
+
+
+def follow(linear: Node) -> list[Exit]:
+    """Every exit of the logits that `linear` makes. Raises NotShardable at a use that is none."""
+    axis = linear.meta["val"].ndim - 1
+    found: dict[Node, Logits] = {linear: Logits(axis)}
+    exits = []
+    for node in linear.graph.nodes:
+        read = [argument for argument in node.all_input_nodes if argument in found]
+        if not read or node in found:
+            continue
+        if len(read) > 1 or node.op == "output":
+            raise _refusal(node)
+        logits = found[read[0]]
+        if node.target in EXITS:
+            exits.append(_exit(node, logits))
+        else:
+            found[node] = _step(node, read[0], logits)
+    if not exits:
+        raise NotShardable(f"the output of {linear.name} reaches no loss")
+    return exits
+
+
+def _refusal(node: Node) -> NotShardable:
+    return NotShardable(f"the logits are read by {node.name} ({source_line(node)}), which needs all of them at once")
+
+
+def _exit(node: Node, logits: Logits) -> Exit:
+    if node.target in (aten.gather.default, aten.logsumexp.default, aten.sum.dim_IntList, aten.mean.dim):
+        given = node.args[1]
+        dims = list(given) if isinstance(given, Sequence) else [given]
+        ndim = node.args[0].meta["val"].ndim  # type: ignore[union-attr]
+        if [dim % ndim for dim in dims] != [logits.axis]:  # type: ignore[operator]
+            raise _refusal(node)
+        if node.target is aten.gather.default and node.meta["val"].shape[logits.axis] != 1:
+            raise _refusal(node)
+    elif logits.axis != min(1, node.args[0].meta["val"].ndim - 1):  # type: ignore[union-attr]
+        raise _refusal(node)  # the class dimension of the losses is 1
+    elif node.target is not aten.cross_entropy_loss.default and not logits.normalised:
+        raise NotShardable(f"{node.name} reads logits that are no log probabilities ({source_line(node)})")
+    return Exit(node, logits)
+
+
+def _step(node: Node, before: Node, logits: Logits) -> Logits:
+    if node.target in CASTS | COPIES:
+        return logits
+    if node.target in LOG_SOFTMAXES and not logits.normalised and _dimension(node, before) == logits.axis:
+        return replace(logits, normalised=True)
+    if node.target in POINTWISE and not logits.normalised:
+        return _pointwise(node, before, logits)
+    move = _MOVES.get(node.target)
+    if move is None:
+        raise _refusal(node)
+    return move(node, before, logits)
+
+
+def _dimension(node: Node, before: Node) -> int:
+    return int(node.args[1]) % int(before.meta["val"].ndim)  # type: ignore[arg-type]
+
+
+def _pointwise(node: Node, before: Node, logits: Logits) -> Logits:
+    others = [a for a in node.args if a is not before]
+    if any(not isinstance(a, int | float) for a in others) or node.kwargs:
+        raise _refusal(node)
+    at = node.args.index(before)
+    step = Pointwise(node.target, tuple(None if i == at else a for i, a in enumerate(node.args)), at)
+    return replace(logits, pointwise=(*logits.pointwise, step))
+
+
+def _reshape(node: Node, before: Node, logits: Logits) -> Logits:
+    shape = tuple(node.meta["val"].shape)
+    old = tuple(before.meta["val"].shape)
+    size, front = old[logits.axis], math.prod(old[: logits.axis])
+    axes = [i for i, n in enumerate(shape) if n == size and math.prod(shape[:i]) == front]
+    if not axes:
+        raise _refusal(node)
+    axis = axes[-1] if size != 1 else axes[0]
+
+    def move(value: torch.Tensor, width: int) -> torch.Tensor:
+        return value.reshape(*shape[:axis], width, *shape[axis + 1 :])
+
+    return replace(logits, axis=axis, moves=(*logits.moves, move))
+
+
+def _permute(node: Node, before: Node, logits: Logits) -> Logits:
+    ndim = before.meta["val"].ndim
+    if node.target is aten.permute.default:
+        order = [int(d) % ndim for d in node.args[1]]  # type: ignore[union-attr, arg-type]
+    else:
+        order = list(range(ndim))
+        a, b = (0, ndim - 1) if node.target is aten.t.default else (int(d) % ndim for d in node.args[1:3])  # type: ignore
+        order[a], order[b] = order[b], order[a]
+    return replace(logits, axis=order.index(logits.axis), moves=(*logits.moves, lambda v, _: v.permute(order)))
+
+
+def _slice(node: Node, before: Node, logits: Logits) -> Logits:
+    """Rows may be cut away, columns not."""
+    dim = int(node.args[1] if len(node.args) > 1 else 0) % before.meta["val"].ndim  # type: ignore[arg-type]
+    arguments = node.args[1:]
+    if dim == logits.axis:
+        raise _refusal(node)
+    axis = logits.axis - (node.target is aten.select.int and dim < logits.axis)
+    target: Any = node.target
+    return replace(logits, axis=axis, moves=(*logits.moves, lambda v, _: target(v, *arguments)))
+
+
+_MOVES: Mapping[Any, Callable[[Node, Node, Logits], Logits]] = {
+    **dict.fromkeys((*RESHAPES, aten.flatten.using_ints, aten.unsqueeze.default, aten.squeeze.dim), _reshape),
+    **dict.fromkeys((aten.permute.default, aten.transpose.int, aten.t.default), _permute),
+    **dict.fromkeys((aten.slice.Tensor, aten.select.int), _slice),
+}
+
+
+def token_order(logits: Logits, tokens: Sequence[int]) -> list[int]:
+    """Which of the output layer's tokens (numbered in `tokens`' layout) leave, and in which order."""
+    numbers = torch.arange(math.prod(tokens)).reshape(*tokens, 1)
+    return logits.move(numbers).flatten().tolist()  # type: ignore[no-any-return]

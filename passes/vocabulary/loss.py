@@ -1,0 +1,229 @@
+"""The loss behind the output layer as a function of a few numbers per token.
+
+With y the logits of a token, m their maximum and t that of its label, every accepted loss is a function of
+
+    log_z = log sum_j exp(y_j - m),    target = y_t - m,    total = sum_j w_j (y_j - m),    maximum = m
+
+(w: class weights, or ones), so its gradient by the logits is a * softmax(y) + b * onehot(t) + c * w with
+a, b, c = d loss / d (log_z, target, total): one number each per token, which every shard computes for itself. It covers
+ignored tokens, label smoothing, class weights, z-loss, and any function of a token's own probability.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from zbcompile.passes.capture.canonical import Canonical, source_line
+from zbcompile.passes.graph.roles import Slot
+from zbcompile.passes.vocabulary.logits import Exit, NotShardable
+
+aten = torch.ops.aten
+MEAN, SUM = 1, 2  # torch's numbers of reductions; 0 is none
+
+
+class Statistics(NamedTuple):
+    """Per token [tokens], in the dtype of statistics (see the module)."""
+
+    log_z: torch.Tensor
+    target: torch.Tensor
+    total: torch.Tensor | None
+    maximum: torch.Tensor
+
+
+Values = Mapping[Slot, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class RowLoss:
+    """`labels` is the node of every token's label, `class_weights` of w (None: ones), `tail` what follows the exits.
+
+    `data` are the slots of what these read: inputs, constants and buffers.
+    """
+
+    labels: Node
+    class_weights: Node | None
+    needs_total: bool
+    data: tuple[Slot, ...]
+    size: int
+    exits: Mapping[Node, Exit]
+    tail: tuple[Node, ...]
+    output: Node
+
+    def label_of(self, values: Values) -> torch.Tensor:
+        """The label of every token [tokens]; what is no word is ignored by the loss."""
+        return evaluate(self.labels, values, {}).flatten()
+
+    def weight_of(self, values: Values) -> torch.Tensor | None:
+        """w [size]."""
+        return None if self.class_weights is None else evaluate(self.class_weights, values, {})
+
+    def __call__(self, statistics: Statistics, values: Values) -> torch.Tensor:
+        """The loss, in the dtype in which the model returns it."""
+        known: dict[Node, Any] = {}
+        for node, leaving in self.exits.items():
+            known[node] = _leave(self, leaving, statistics, values)
+        for node in self.tail:
+            evaluate(node, values, known)
+        return known[self.output].to(self.output.meta["val"].dtype)  # type: ignore[no-any-return]
+
+
+def row_loss(canonical: Canonical, exits: list[Exit], size: int) -> RowLoss:
+    """The loss as a function of the exits. Raises NotShardable where it reads anything else that is trained."""
+    (output,) = [node for slot, node in canonical.outputs if slot.kind == "loss"]
+    labels = _common({_labels(e.node) for e in exits} - {None}, "labels")
+    if labels is None:
+        raise NotShardable("no term of the loss has labels")
+    weights = _common({_class_weights(e.node) for e in exits if _totals(e.node)}, "class weights")
+    leaving = {e.node: e for e in exits}
+    tail = _tail(output, frozenset(leaving))
+    _require_data_only(labels)
+    data = {
+        slot for node in (labels, *([] if weights is None else [weights]), *tail) for slot in data_of(node, leaving)
+    }
+    data |= {slot for e in exits for arg in e.node.all_input_nodes[1:] for slot in data_of(arg, leaving)}
+    needs_total = any(_totals(e.node) for e in exits)
+    return RowLoss(labels, weights, needs_total, tuple(sorted(data)), size, leaving, tuple(tail), output)
+
+
+def _common(found: set[Any], what: str) -> Any:
+    if len(found) > 1:
+        raise NotShardable(f"the terms of the loss use different {what}")
+    return next(iter(found), None)
+
+
+def _labels(node: Node) -> Node | None:
+    """The node of an exit's labels without the dimension that gather wants."""
+    if node.target in (aten.logsumexp.default, aten.sum.dim_IntList, aten.mean.dim):
+        return None
+    labels = node.args[2] if node.target is aten.gather.default else node.args[1]
+    while isinstance(labels, Node) and labels.target in (aten.unsqueeze.default, aten.clone.default):
+        labels = labels.args[0]
+    assert isinstance(labels, Node)
+    return labels
+
+
+def _argument(node: Node, index: int, missing: Any) -> Any:
+    return node.args[index] if len(node.args) > index else missing
+
+
+def _totals(node: Node) -> bool:
+    """Whether an exit needs the sum over the vocabulary."""
+    if node.target is aten.cross_entropy_loss.default:
+        return bool(_argument(node, 5, 0.0) != 0.0)
+    return node.target in (aten.sum.dim_IntList, aten.mean.dim)
+
+
+def _class_weights(node: Node) -> Node | None:
+    if node.target in (aten.sum.dim_IntList, aten.mean.dim):
+        return None
+    weights = _argument(node, 2, None)
+    return weights if isinstance(weights, Node) else None
+
+
+def _tail(output: Node, exits: frozenset[Node]) -> list[Node]:
+    """The nodes that follow an exit and lead to the loss, in graph order."""
+    after: set[Node] = set(exits)
+    for node in output.graph.nodes:
+        if node.op == "call_function" and any(a in after for a in node.all_input_nodes):
+            after.add(node)
+    if output not in after:
+        raise NotShardable("the logits do not reach the loss")
+    wanted, queue = {output}, [] if output in exits else [output]
+    while queue:
+        for argument in queue.pop().all_input_nodes:
+            if argument in wanted:
+                continue
+            if argument in after:
+                wanted.add(argument)
+                if argument not in exits:
+                    queue.append(argument)
+            else:
+                _require_data_only(argument)
+    lost = [node for node in exits if node not in wanted]
+    if lost:
+        raise NotShardable(f"{lost[0].name} does not reach the loss")
+    return [node for node in output.graph.nodes if node in wanted and node not in exits]
+
+
+def _require_data_only(node: Node) -> None:
+    if node.meta.get("differentiable"):
+        raise NotShardable(
+            f"the loss also reads {node.name} ({source_line(node)}), which is trained and not a logit: an auxiliary "
+            "loss beside the output layer's is not sharded"
+        )
+
+
+def data_of(node: Node, known: Mapping[Node, Any]) -> set[Slot]:
+    """The slots of all that `node` is computed from, but for what is `known`."""
+    found: set[Slot] = set()
+    queue, seen = [node], {node}
+    while queue:
+        current = queue.pop()
+        if current.op == "placeholder":
+            found.add(current.meta["slot"])
+        for argument in current.all_input_nodes if current not in known else ():
+            if argument not in seen:
+                seen.add(argument)
+                queue.append(argument)
+    return found
+
+
+def evaluate(node: Node, values: Values, known: dict[Node, Any]) -> Any:
+    """The value of `node`, from data and what is known."""
+    if node not in known:
+        if node.op == "placeholder":
+            known[node] = values[node.meta["slot"]]
+        elif node.op == "get_attr":
+            known[node] = getattr(node.graph.owning_module, str(node.target))
+        else:
+            args, kwargs = map_arg((node.args, node.kwargs), lambda a: evaluate(a, values, known))
+            known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+    return known[node]
+
+
+def _leave(loss: RowLoss, leaving: Exit, given: Statistics, values: Values) -> torch.Tensor:
+    """What an exit makes, from statistics: one value per token in the layout of the logits, or a whole loss."""
+    node = leaving.node
+    log_sum = given.log_z if leaving.logits.normalised else -given.maximum  # y_t = target + m, log p_t = target - log_z
+    target: Any = node.target
+    if target is aten.cross_entropy_loss.default:
+        return _cross_entropy(loss, node, given, values)
+    if target is aten.logsumexp.default:
+        if leaving.logits.normalised:
+            raise NotShardable("logsumexp of log probabilities is zero")
+        return (given.maximum + given.log_z).reshape(node.meta["val"].shape)
+    if target is aten.gather.default:
+        return (given.target - log_sum).reshape(node.meta["val"].shape)
+    if target in (aten.sum.dim_IntList, aten.mean.dim):
+        assert given.total is not None
+        total = given.total - loss.size * log_sum
+        return (total if target is aten.sum.dim_IntList else total / loss.size).reshape(node.meta["val"].shape)
+    return _cross_entropy(loss, node, given, values)
+
+
+def _cross_entropy(loss: RowLoss, node: Node, given: Statistics, values: Values) -> torch.Tensor:
+    """F.cross_entropy and F.nll_loss (torch/aten/native/LossNLL.cpp), rows that are ignored exactly 0."""
+    weights = None if _argument(node, 2, None) is None else evaluate(node.args[2], values, {})  # type: ignore[arg-type]
+    reduction, ignore = _argument(node, 3, MEAN), _argument(node, 4, -100)
+    smoothing = _argument(node, 5, 0.0)
+    labels = loss.label_of(values)
+    valid = labels != ignore
+    ones = torch.ones_like(given.log_z)
+    of_label = ones if weights is None else weights.to(ones.dtype)[torch.where(valid, labels, 0)]
+    rows = (given.log_z - given.target) * of_label
+    if smoothing:
+        assert given.total is not None
+        everything = loss.size if weights is None else weights.to(ones.dtype).sum()
+        rows = (1 - smoothing) * rows + smoothing / loss.size * (everything * given.log_z - given.total)
+    zeros = torch.zeros_like(rows)
+    rows = torch.where(valid, rows, zeros)
+    if reduction == MEAN:
+        return rows.sum() / torch.where(valid, of_label, zeros).sum()
+    return rows.sum() if reduction == SUM else rows.reshape(node.meta["val"].shape)
+
+
+Loss = Callable[[Statistics, Values], torch.Tensor]

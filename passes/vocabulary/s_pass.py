@@ -1,0 +1,148 @@
+"""S, the first pass of a vocabulary shard: logits, statistics, and with one barrier a part of the input gradient.
+
+The input gradient of one barrier leaves the label's word out of the sum, sum_{j != t} P_j W_j, and adds (P_t - 1) W_t
+with P_t - 1 = expm1(log P_t): for a confident token the two differ from P W - W_t by all the digits that bf16 has.
+
+Words are worked on tile by tile with a running maximum (as in flash attention), so that what S needs beside the logits
+does not grow with the vocabulary.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from zbcompile.passes.vocabulary.loss import Values
+from zbcompile.passes.vocabulary.s_t_exponentials import scan_exponentials
+from zbcompile.passes.vocabulary.shard import (
+    Parameters,
+    Scanned,
+    Shard,
+    class_weight,
+    finite,
+    local,
+    pointwise,
+    pull,
+    raw_logits,
+    times_weight,
+)
+
+Tensor = torch.Tensor
+
+
+class Scan(NamedTuple):
+    """What S knows of some words, per token: the maximum, the sum of exponentials, the label's logit where it is among
+    them, the weighted sum of logits over the maximum and the sum of these weights. With one barrier `others` is
+    sum_{j != t} p_j D_j W_j [tokens, width], p = exp(y - maximum) / z and D the derivative of the elementwise
+    operations, and `total_rows` sum_j w_j D_j W_j."""
+
+    maximum: Tensor
+    z: Tensor
+    target: Tensor
+    total: Tensor
+    weights: Tensor
+    others: Tensor | None
+    total_rows: Tensor | None
+
+
+def scan(shard: Shard, hidden: Tensor, own: Parameters, values: Values) -> Scanned:
+    """S: `hidden` [tokens, width] is the output layer's input."""
+    labels = shard.head.loss.label_of(values)
+    label_rows = _label_rows(shard, hidden, own, labels) if shard.barriers == 1 else None
+    if shard.keeps_exponentials:
+        return scan_exponentials(shard, hidden, own, labels, label_rows)
+    found: Scan | None = None
+    kept = []
+    for words in shard.tiles():
+        raw = raw_logits(shard, hidden, own, words)
+        kept += [raw] if shard.keep else []
+        tile = _scan_tile(shard, raw, own, labels, values, words)
+        found = tile if found is None else _merge(found, tile)
+    found = found or _nothing(shard, hidden)
+    statistics = torch.stack([found.maximum, found.z, found.target, found.total])
+    return Scanned(statistics, found.others, label_rows, found.total_rows, tuple(kept))
+
+
+def _nothing(shard: Shard, hidden: Tensor) -> Scan:
+    zeros = torch.zeros(hidden.shape[0], dtype=shard.statistics_dtype, device=hidden.device)
+    rows = torch.zeros_like(hidden, dtype=shard.statistics_dtype) if shard.barriers == 1 else None
+    totals = rows if shard.head.loss.needs_total else None
+    return Scan(torch.full_like(zeros, -torch.inf), zeros, zeros, zeros, zeros.sum(), rows, totals)
+
+
+def _scan_tile(shard: Shard, raw: Tensor, own: Parameters, labels: Tensor, values: Values, words: slice) -> Scan:
+    y = pointwise(shard, raw)
+    inside, number = local(shard, labels, words)
+    maximum = y.amax(1)
+    shifted = y - finite(maximum)[:, None]
+    exponentials = shifted.exp()
+    z = exponentials.sum(1)
+    target = torch.where(inside, y.gather(1, number[:, None])[:, 0], 0.0)
+    total, weights = torch.zeros_like(z), torch.zeros_like(z[0])
+    if shard.head.loss.needs_total:
+        weight = class_weight(shard, values, words, shifted)
+        total, weights = (shifted * weight).sum(1), weight.sum()
+    if shard.barriers == 2:
+        return Scan(maximum, z, target, total, weights, None, None)
+    others = _others(shard, raw, exponentials, z, own, (inside, number), words)
+    total_rows = _total_rows(shard, raw, own, values, words) if shard.head.loss.needs_total else None
+    return Scan(maximum, z, target, total, weights, others, total_rows)
+
+
+def _others(
+    shard: Shard,
+    raw: Tensor,
+    exponentials: Tensor,
+    z: Tensor,
+    own: Parameters,
+    label: tuple[Tensor, Tensor],
+    words: slice,
+) -> Tensor:
+    """sum_{j != t} p_j D_j W_j [tokens, width]. The division by z comes last, where there are fewest numbers, unless
+    fp16 could overflow before."""
+    divisor = torch.where(z > 0, z, 1.0)[:, None]
+    early = shard.head.dtype == torch.float16
+    p = exponentials / divisor if early else exponentials
+    inside, at = label[0], label[1][:, None]
+    at_label = torch.where(inside, 0.0, p.gather(1, at)[:, 0])
+    pulled = pull(shard, raw, p.scatter(1, at, at_label[:, None]))
+    found = times_weight(shard, pulled, own, words)
+    return found if early else found / divisor
+
+
+def _merge(one: Scan, other: Scan) -> Scan:
+    """Two sets of words as one (a running maximum, as in flash attention)."""
+    maximum = torch.maximum(one.maximum, other.maximum)
+    safe = finite(maximum)
+    left, right = one.z * (one.maximum - safe).exp(), other.z * (other.maximum - safe).exp()
+    z = left + right
+    others = None
+    if one.others is not None and other.others is not None:
+        divisor = torch.where(z > 0, z, 1.0)
+        others = (left / divisor)[:, None] * one.others + (right / divisor)[:, None] * other.others
+    totals = [each.total + (finite(each.maximum) - safe) * each.weights for each in (one, other)]
+    total_rows = None
+    if one.total_rows is not None and other.total_rows is not None:
+        total_rows = one.total_rows + other.total_rows
+    target, weights = one.target + other.target, one.weights + other.weights
+    return Scan(maximum, z, target, totals[0] + totals[1], weights, others, total_rows)
+
+
+def _label_rows(shard: Shard, hidden: Tensor, own: Parameters, labels: Tensor) -> Tensor:
+    """D_t W_t where the label is a word of this shard, zeros elsewhere [tokens, width]."""
+    if not shard.size:
+        return torch.zeros_like(hidden, dtype=shard.statistics_dtype)
+    inside, number = local(shard, labels, slice(0, shard.size))
+    rows = own.weight[number].to(shard.head.dtype)
+    scale = inside.to(shard.statistics_dtype)
+    if shard.head.pointwise:
+        raw = (hidden * rows).sum(1, dtype=shard.statistics_dtype)
+        raw = raw if own.bias is None else raw + own.bias[number]
+        scale = scale * pull(shard, raw, torch.ones_like(scale))
+    return rows.to(shard.statistics_dtype) * scale[:, None]
+
+
+def _total_rows(shard: Shard, raw: Tensor, own: Parameters, values: Values, words: slice) -> Tensor:
+    weights = class_weight(shard, values, words, torch.empty(0, dtype=shard.statistics_dtype, device=raw.device))
+    if shard.head.pointwise:
+        return times_weight(shard, pull(shard, raw, weights.expand(raw.shape)), own, words)
+    return (weights @ own.weight[words].to(weights.dtype)).expand(raw.shape[0], -1)

@@ -1,0 +1,78 @@
+"""S and T of a vocabulary shard where exponentials wait between them instead of logits.
+
+The gradient by the logits is then a factor per token times what S has made, but for the label: T multiplies the narrow
+factor of its product by it, and takes no exponential again. All logits of the shard exist before the first exponential,
+so one maximum serves all tiles and their products are summed by the kernel that makes them.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from zbcompile.passes.vocabulary.shard import (
+    Parameters,
+    Scanned,
+    Shard,
+    Updates,
+    finite,
+    joined,
+    local,
+    raw_logits,
+)
+
+Tensor = torch.Tensor
+
+
+def scan_exponentials(
+    shard: Shard, hidden: Tensor, own: Parameters, labels: Tensor, label_rows: Tensor | None
+) -> Scanned:
+    """S: `hidden` [tokens, width] is the output layer's input."""
+    logits = [raw_logits(shard, hidden, own, words) for words in shard.tiles()]
+    maximum = torch.stack([tile.amax(1) for tile in logits]).amax(0)
+    over = finite(maximum)[:, None]
+    z = target = torch.zeros_like(maximum)
+    others = torch.zeros_like(hidden) if shard.barriers == 1 else None
+    kept = []
+    for tile, words in zip(logits, shard.tiles(), strict=True):
+        inside, number = local(shard, labels, words)
+        at = number[:, None]
+        target = target + torch.where(inside, tile.gather(1, at)[:, 0], 0.0)
+        exponentials = (tile - over).exp()
+        z = z + exponentials.sum(1)
+        at_label = torch.where(inside, 0.0, exponentials.gather(1, at)[:, 0])
+        kept.append(exponentials.scatter(1, at, at_label[:, None]))
+        if others is not None:
+            others = torch.addmm(others, kept[-1], own.weight[words].to(hidden.dtype))
+    if others is not None:
+        others = others / torch.where(z > 0, z, 1.0)[:, None]
+    statistics = torch.stack([maximum, z, target, torch.zeros_like(z)])
+    return Scanned(statistics, others, label_rows, None, tuple(kept), maximum)
+
+
+def update_exponentials(
+    shard: Shard,
+    hidden: Tensor,
+    own: Parameters,
+    coefficients: Tensor,
+    kept: Sequence[Tensor],
+    own_maximum: Tensor,
+    labels: Tensor,
+) -> Updates:
+    """T of the exponentials `kept` over the shard's `own_maximum` [tokens]."""
+    maximum, log_z, a, at_label, _ = coefficients.unbind(0)
+    factor = a * torch.exp(own_maximum - finite(maximum) - log_z)
+    inside, number = local(shard, labels, slice(0, shard.size))
+    of_label = torch.where(inside, at_label, 0.0)
+    row = torch.where(inside, number, labels.remainder(shard.size))  # those elsewhere add 0, not all to one row
+    scaled = factor[:, None] * hidden
+    weight = joined([tile.t() @ scaled for tile in kept], own.weight)
+    of_rows = torch.ops.aten.embedding_dense_backward.default(of_label[:, None] * hidden, row, shard.size, -1, False)
+    bias = part = None
+    if own.bias is not None:
+        bias = joined([tile.t() @ factor for tile in kept], own.bias).index_add(0, row, of_label.to(own.bias.dtype))
+    if shard.barriers == 2:
+        sums = torch.zeros_like(hidden)
+        for tile, words in zip(kept, shard.tiles(), strict=True):
+            sums = torch.addmm(sums, tile, own.weight[words].to(hidden.dtype))
+        part = factor[:, None] * sums + of_label[:, None] * own.weight[row].to(hidden.dtype)
+    return Updates(weight + of_rows.to(own.weight.dtype), bias, part)

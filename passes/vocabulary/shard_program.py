@@ -1,0 +1,294 @@
+"""The vocabulary passes of a shard as graphs, with slots as any stage's: S, STATS (what ends the barrier), T, and where
+the input layer is sharded too LOOKUP and SPREAD."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from zbcompile.passes.capture.canonical import Canonical
+from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.graph.flops import count_flops
+from zbcompile.passes.graph.roles import Slot, TensorSpec
+from zbcompile.passes.split.subgraphs import Piece
+from zbcompile.passes.stage.accumulate import accumulate_in_place
+from zbcompile.passes.stage.stage_program import tensor_spec
+from zbcompile.passes.torch_private import FakeTensorMode, LazyGraphModule, make_fx
+from zbcompile.passes.vocabulary.embedding import VocabularyLookup, look_up, spread
+from zbcompile.passes.vocabulary.output_layer import VocabularyHead
+from zbcompile.passes.vocabulary.s_pass import scan
+from zbcompile.passes.vocabulary.shard import Parameters, Shard
+from zbcompile.passes.vocabulary.t_pass import combine, update
+
+HIDDEN, GRADIENT = Slot("activation", "hidden"), Slot("input_gradient", "hidden")
+STATISTICS, GATHERED = Slot("saved", "statistics"), Slot("saved", "gathered")
+COEFFICIENTS, TANGENT = Slot("saved", "coefficients"), Slot("tangent", "loss")
+LOOKED_UP, OF_LOOKUP = Slot("activation", "lookup"), Slot("tangent", "lookup")
+RAW = "raw"  # how the kept tiles are called
+MAXIMUM = Slot("saved", "maximum")
+ROWS = 4  # statistics per token that every shard sends
+
+Bounds = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class InputLayer:
+    """An embedding by `weight` that is sharded as the output layer is. `activation` is the name of the looked up rows
+    in the first stage, `rows` describes them."""
+
+    weight: str
+    activation: str
+    rows: TensorSpec
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """S and T work on `words` words at a time; `keep` says whether the logits wait between them."""
+
+    words: int
+    keep: bool
+
+
+@dataclass(frozen=True)
+class VocabularyProgram:
+    """How the output layer is sharded: `bounds[rank]` are the words of a rank, `pieces[rank]` its graphs.
+
+    `hidden` is what the last stage broadcasts to all shards, `activation` its name in that stage; `lookup` is the input
+    layer where that is sharded, too. `tiling.keep` says whether logits wait between S and T. `flops[rank]` is per pass
+    and microbatch.
+    """
+
+    text: str
+    weight: str
+    bias: str | None
+    bounds: Bounds
+    barriers: int
+    tiling: Tiling
+    activation: str
+    hidden: TensorSpec
+    statistics: TensorSpec
+    gradient: TensorSpec
+    loss_dtype: str
+    pieces: tuple[Mapping[str, Piece], ...]
+    flops: tuple[Mapping[str, int], ...]
+    lookup: InputLayer | None = None
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """What is sharded by rows, each once."""
+        table = None if self.lookup is None else self.lookup.weight
+        return tuple(name for name in dict.fromkeys((self.weight, self.bias, table)) if name is not None)
+
+    @property
+    def resident(self) -> tuple[str, ...]:
+        """The parameters and buffers that every rank reads."""
+        slots = [slot for pieces in self.pieces for piece in pieces.values() for slot in piece.inputs]
+        return (*self.parameters, *dict.fromkeys(slot.name for slot in slots if slot.kind == "buffer"))
+
+    def state_bytes(self, rank: int) -> int:
+        """What a shard holds of a microbatch between S and T."""
+        low, high = self.bounds[rank]
+        tokens, width = self.hidden.shape
+        item = getattr(torch, self.hidden.dtype).itemsize
+        return tokens * (width + (high - low) * self.tiling.keep) * item + 5 * tokens * 4
+
+
+def even_bounds(size: int, shards: int) -> Bounds:
+    """Words in equal parts of the size that `torch.chunk` takes; the last shards may be smaller or empty.
+
+    >>> even_bounds(10, 4)
+    ((0, 3), (3, 6), (6, 9), (9, 10))
+    """
+    part = math.ceil(size / shards)
+    return tuple((min(i * part, size), min((i + 1) * part, size)) for i in range(shards))
+
+
+def levelled_bounds(size: int, loads: Sequence[float]) -> Bounds:
+    """Words such that the fullest shard is as empty as can be, where shard i bears other work worth `loads[i]` words.
+
+    >>> levelled_bounds(10, [0, 4, 0, 20])
+    ((0, 5), (5, 5), (5, 10), (10, 10))
+    """
+    level = 0.0
+    for count in range(1, len(loads) + 1):  # the emptiest `count` shards share the words
+        level = (size + sum(sorted(loads)[:count])) / count
+        if count < len(loads) and level <= sorted(loads)[count]:
+            break
+    wanted = [max(0.0, level - load) for load in loads]
+    ends = [round(sum(wanted[: i + 1])) for i in range(len(loads))]
+    return tuple(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def make_vocabulary(
+    canonical: Canonical,
+    head: VocabularyHead,
+    activation: str,
+    bounds: Bounds,
+    barriers: int,
+    tiling: Tiling,
+    lookup: VocabularyLookup | None,
+    choices: Choices,
+) -> VocabularyProgram:
+    """The program of every shard."""
+    shards = [Shard(head, rank, bounds, barriers, tiling.keep, tiling.words) for rank in range(len(bounds))]
+    made = [_Tracer(canonical, shard, lookup).pieces() for shard in shards]
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    hidden = _tokens(head, mode)
+    statistics = torch.empty(ROWS, hidden.shape[0], dtype=shards[0].statistics_dtype, device=hidden.device)
+    return VocabularyProgram(
+        text=str(head),
+        weight=head.weight,
+        bias=head.bias,
+        bounds=bounds,
+        barriers=barriers,
+        tiling=tiling,
+        activation=activation,
+        hidden=tensor_spec(hidden),
+        statistics=tensor_spec(statistics),
+        gradient=tensor_spec(hidden.to(statistics.dtype)),
+        loss_dtype=str(head.loss.output.meta["val"].dtype).removeprefix("torch."),
+        pieces=tuple({name: _accumulating(piece, choices) for name, piece in each.items()} for each in made),
+        flops=tuple(
+            {name: sum(count_flops(piece.module, mode).values()) for name, piece in each.items()} for each in made
+        ),
+        lookup=None if lookup is None else _input_layer(lookup),
+    )
+
+
+def _input_layer(lookup: VocabularyLookup) -> InputLayer:
+    return InputLayer(lookup.weight, lookup.node.name, tensor_spec(lookup.node.meta["val"], needs_gradient=True))
+
+
+def _tokens(head: VocabularyHead, mode: FakeTensorMode) -> torch.Tensor:
+    """A fake tensor like what the output layer's input becomes: [tokens, width]."""
+    value = head.hidden.meta["val"]
+    with mode:
+        return head.tokens(torch.empty(value.shape, dtype=value.dtype, device=value.device))
+
+
+def _accumulating(piece: Piece, choices: Choices) -> Piece:
+    buffers = {slot.name: _buffer(value, choices) for slot, value in _results(piece) if slot.kind == "gradient"}
+    return accumulate_in_place(piece, buffers) if buffers else piece
+
+
+def _buffer(gradient: torch.Tensor, choices: Choices) -> torch.Tensor:
+    """A fake tensor of the buffer that a gradient is added into."""
+    with gradient.fake_mode:  # type: ignore[attr-defined]
+        return torch.empty(gradient.shape, dtype=choices.dtype_of_sum(gradient.dtype), device=gradient.device)
+
+
+class _Tracer:
+    """Traces the passes of one shard on fake tensors."""
+
+    def __init__(self, canonical: Canonical, shard: Shard, lookup: VocabularyLookup | None) -> None:
+        self.shard, self.head, self.lookup = shard, shard.head, lookup
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.holders = {node.meta["slot"]: node.meta["val"] for node in canonical.graph.find_nodes(op="placeholder")}
+        with self.mode:
+            self.data = self._likes(self.head.loss.data)
+            own = [Slot("parameter", name) for name in (self.head.weight, self.head.bias) if name is not None]
+            self.parameters = {slot: self._rows(slot) for slot in own}
+            self.hidden = _tokens(self.head, self.mode)
+            device = self.hidden.device
+            tokens, kind = self.hidden.shape[0], shard.statistics_dtype
+            self.gathered = torch.empty(len(shard.bounds), ROWS, tokens, dtype=kind, device=device)
+            self.coefficients = torch.empty(5, tokens, dtype=kind, device=device)
+            self.tangent = torch.empty((), dtype=self.head.loss.output.meta["val"].dtype, device=device)
+
+    def _likes(self, slots: Sequence[Slot]) -> dict[Slot, torch.Tensor]:
+        values = {slot: self.holders[slot] for slot in slots}
+        return {
+            slot: torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for slot, v in values.items()
+        }
+
+    def _rows(self, slot: Slot) -> torch.Tensor:
+        whole = self.holders[slot]
+        return torch.empty((self.shard.size, *whole.shape[1:]), dtype=whole.dtype, device=whole.device)
+
+    def pieces(self) -> dict[str, Piece]:
+        scanned = self._trace("S", {HIDDEN: self.hidden} | self.parameters | self.data, self._scan)
+        kept = {slot: node_value for slot, node_value in _results(scanned) if slot != STATISTICS}
+        raw = {slot: value for slot, value in kept.items() if slot.name.startswith(RAW) or slot == MAXIMUM}
+        parts = {slot: value for slot, value in kept.items() if slot not in raw}
+        combined = {GATHERED: self.gathered, TANGENT: self.tangent} | parts | self.data
+        updated = {HIDDEN: self.hidden, COEFFICIENTS: self.coefficients} | raw | self.parameters | self.data
+        stats = self._trace("STATS", combined, self._combine)
+        found = {"S": scanned, "STATS": stats, "T": self._trace("T", updated, self._update)}
+        return found if self.lookup is None else found | self._input_pieces(self.lookup)
+
+    def _input_pieces(self, lookup: VocabularyLookup) -> dict[str, Piece]:
+        table, value = Slot("parameter", lookup.weight), lookup.node.meta["val"]
+        with self.mode:
+            rows, data = self._rows(table), self._likes(lookup.data)
+            gradient = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+        return {
+            "LOOKUP": self._trace(
+                "LOOKUP",
+                {table: rows} | data,
+                lambda values: {LOOKED_UP: look_up(self.shard, lookup, values[table], values)},
+            ),
+            "SPREAD": self._trace(
+                "SPREAD",
+                {OF_LOOKUP: gradient} | data,
+                lambda values: {Slot("gradient", lookup.weight): spread(self.shard, lookup, values[OF_LOOKUP], values)},
+            ),
+        }
+
+    def _own(self, values: Mapping[Slot, Any]) -> Parameters:
+        bias = None if self.head.bias is None else values[Slot("parameter", self.head.bias)]
+        return Parameters(values[Slot("parameter", self.head.weight)], bias)
+
+    def _scan(self, values: Mapping[Slot, Any]) -> dict[Slot, Any]:
+        found = scan(self.shard, values[HIDDEN], self._own(values), values)
+        tiles = {Slot("saved", f"{RAW}{i}"): tile for i, tile in enumerate(found.raw)}
+        return tiles | {Slot("saved", name): value for name, value in found._asdict().items() if name != RAW}
+
+    def _combine(self, values: Mapping[Slot, Any]) -> dict[Slot, Any]:
+        kept = {slot.name: value for slot, value in values.items() if slot.kind == "saved"}
+        found = combine(self.shard, values[GATHERED], values[TANGENT], kept, values)
+        return {Slot("loss"): found.loss, COEFFICIENTS: found.coefficients, GRADIENT: found.part}
+
+    def _update(self, values: Mapping[Slot, Any]) -> dict[Slot, Any]:
+        raw = [value for slot, value in values.items() if slot.name.startswith(RAW)]
+        kept = raw, values.get(MAXIMUM)
+        found = update(self.shard, values[HIDDEN], self._own(values), values[COEFFICIENTS], kept, values)
+        bias = {} if self.head.bias is None else {Slot("gradient", self.head.bias): found.bias}
+        return {Slot("gradient", self.head.weight): found.weight, **bias, GRADIENT: found.part}
+
+    def _trace(
+        self, name: str, given: Mapping[Slot, Any], function: Callable[[Mapping[Slot, Any]], dict[Slot, Any]]
+    ) -> Piece:
+        slots, outputs = list(given), list[Slot]()
+
+        def run(*flat: Any) -> list[Any]:
+            results = function(dict(zip(slots, flat, strict=True)))
+            outputs[:] = [slot for slot, value in results.items() if value is not None]
+            return [results[slot] for slot in outputs]
+
+        with self.mode, torch.no_grad():
+            module = make_fx(run)(*given.values())
+        return _piece(f"{name}{self.shard.rank}", name, module, slots, outputs)
+
+
+def _piece(title: str, name: str, module: GraphModule, slots: Sequence[Slot], outputs: Sequence[Slot]) -> Piece:
+    """Name the placeholders, and drop those that nothing reads."""
+    used = []
+    for node, slot in zip(module.graph.find_nodes(op="placeholder"), slots, strict=True):
+        node.meta |= {"slot": slot, "pass": "vocabulary"}
+        if node.users:
+            used.append(slot)
+    module.graph.eliminate_dead_code()
+    for node in module.graph.find_nodes(op="placeholder"):
+        if not node.users:
+            module.graph.erase_node(node)
+    kept = tuple(node.meta["slot"] for node in module.graph.find_nodes(op="placeholder"))
+    return Piece(name, LazyGraphModule(module, module.graph, class_name=title), kept, tuple(outputs))
+
+
+def _results(piece: Piece) -> list[tuple[Slot, Any]]:
+    (values,) = piece.module.graph.output_node().args
+    nodes: Any = values
+    return [(slot, node.meta["val"]) for slot, node in zip(piece.outputs, nodes, strict=True)]

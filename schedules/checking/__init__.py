@@ -1,0 +1,1 @@
+"""Proofs about a schedule and its lowered form."""

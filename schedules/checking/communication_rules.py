@@ -1,0 +1,219 @@
+"""The rules of a lowered program: the right messages, in the right order, without a deadlock."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import NamedTuple, cast
+
+from zbcompile.schedules.errors import ScheduleError
+from zbcompile.schedules.execution.deadlock import culprit_error, require_finished
+from zbcompile.schedules.execution.event_loop import Run, has_pairs, run
+from zbcompile.schedules.ir.actions import (
+    BW,
+    COMMUNICATION,
+    MESSAGES,
+    RECV_B,
+    RECV_F,
+    SEND_B,
+    SEND_F,
+    Action,
+    B,
+    F,
+    Step,
+    flatten,
+)
+from zbcompile.schedules.ir.costs import Costs
+from zbcompile.schedules.ir.schedule import Lowered, Schedule
+from zbcompile.schedules.lowering.collectives import check_collectives
+
+Channel = tuple[int, int]  # source rank, destination rank
+Message = int  # ((receiving stage) * 2 + (0 forward, 1 backward)) * microbatches + microbatch
+
+
+class Route(NamedTuple):
+    """Where messages of one kind and stage travel, and the message of microbatch 0."""
+
+    channel: Channel
+    first: Message
+
+
+Routes = dict[tuple[str, int], Route]
+
+
+def channels_of(schedule: Schedule) -> tuple[Channel, ...]:
+    """Every pair of ranks, source and destination, between which a schedule sends messages."""
+    found = {route.channel for rank in range(schedule.ranks) for route in _routes(schedule, rank).values()}
+    return tuple(sorted(found))
+
+
+def check_communication(lowered: Lowered) -> tuple[int, ...]:
+    """Raise `ScheduleError` unless the messages of a program are right; return the most receive buffers live, by rank.
+
+    The orders of the schedule itself are taken to be right, except that they may wait for each other.
+    """
+    schedule = lowered.schedule
+    if len(lowered.programs) != schedule.ranks:
+        raise ScheduleError(f"{schedule.name}: {len(lowered.programs)} programs for {schedule.ranks} ranks")
+    sent: dict[Channel, list[Message]] = defaultdict(list)
+    received: dict[Channel, list[Message]] = defaultdict(list)
+    routes = [_routes(schedule, rank) for rank in range(schedule.ranks)]
+    for rank in range(schedule.ranks):
+        _check_computation(lowered, rank)
+        _collect_messages(lowered, rank, routes[rank], sent, received)
+    for channel, expected in _expected(schedule, routes).items():
+        _check_sends(lowered, channel, sent[channel], expected)
+        _check_receives(lowered, channel, sent[channel], received[channel])
+    check_collectives(lowered)
+    outcome = run(lowered, Costs.uniform(schedule.stages))
+    require_finished(lowered, outcome)
+    for rank in range(schedule.ranks):
+        _check_sends_follow(lowered, rank, routes[rank], outcome)
+    return tuple(_receive_buffers(lowered, rank, routes[rank]) for rank in range(schedule.ranks))
+
+
+def _routes(schedule: Schedule, rank: int) -> Routes:
+    """Every kind of message that `rank` sends or receives, by (op, stage)."""
+    routes: Routes = {}
+    placement, count = schedule.placement, schedule.microbatches
+    for stage in placement.stages_of(rank):
+        copy = int(placement.rank(stage) != rank)
+        for other, outward, inward in ((stage + 1, SEND_F, RECV_B), (stage - 1, SEND_B, RECV_F)):
+            if 0 <= other < schedule.stages and placement.rank(other, copy) != rank:
+                peer = placement.rank(other, copy)
+                routes[outward, stage] = Route((rank, peer), (2 * other + (outward == SEND_B)) * count)
+                routes[inward, stage] = Route((peer, rank), (2 * stage + (inward == RECV_B)) * count)
+    return routes
+
+
+def _check_computation(lowered: Lowered, rank: int) -> None:
+    """Without its messages the program is the order."""
+    order, program = lowered.schedule.orders[rank], lowered.programs[rank]
+    computed = [step for step in program if step[0] not in COMMUNICATION]
+    if computed == list(order):
+        return
+    places = [index for index, step in enumerate(program) if step[0] not in COMMUNICATION]
+    common = min(len(computed), len(order))
+    place = next((i for i in range(common) if computed[i] != order[i]), common)
+    found = str(computed[place]) if place < len(computed) else "nothing more"
+    wanted = str(order[place]) if place < len(order) else "nothing more"
+    message = f"{lowered.schedule.name}: rank {rank}: the program computes {found} where the order has {wanted}"
+    raise culprit_error(message, lowered.programs, rank, places[place] if place < len(places) else len(program) - 1)
+
+
+def _collect_messages(
+    lowered: Lowered,
+    rank: int,
+    routes: Routes,
+    sent: Mapping[Channel, list[Message]],
+    received: Mapping[Channel, list[Message]],
+) -> None:
+    """Append this rank's sends and receives to their channels."""
+    count = lowered.schedule.microbatches
+    lanes = {
+        key: ((sent if route.channel[0] == rank else received)[route.channel], route.first)
+        for key, route in routes.items()
+    }
+    for index, step in enumerate(lowered.programs[rank]):
+        if step[0] not in MESSAGES:
+            continue
+        op, stage, microbatch = cast(Action, step)
+        if (op, stage) not in lanes or not 0 <= microbatch < count:
+            reason = "no such stage or microbatch here, or the other side is on the same rank"
+            message = f"{lowered.schedule.name}: rank {rank}: {step} is not a message of this rank: {reason}"
+            raise culprit_error(message, lowered.programs, rank, index)
+        lane, first = lanes[op, stage]
+        lane.append(first + microbatch)
+
+
+def _expected(schedule: Schedule, routes: Sequence[Routes]) -> dict[Channel, list[Message]]:
+    """The messages of every channel in any order."""
+    expected: dict[Channel, list[Message]] = defaultdict(list)
+    for rank in range(schedule.ranks):
+        for (op, stage), route in routes[rank].items():
+            if op in (SEND_F, SEND_B):
+                expected[route.channel] += [route.first + m for m in _microbatches_of(schedule, rank, stage)]
+    return expected
+
+
+def _microbatches_of(schedule: Schedule, rank: int, stage: int) -> Sequence[int]:
+    """Those that run through `stage` on this rank: all, or those of one model copy."""
+    every = range(schedule.microbatches)
+    return every if schedule.placement.kind != "dual" else [m for m in every if schedule.rank_of(stage, m) == rank]
+
+
+def _check_sends(lowered: Lowered, channel: Channel, sent: Sequence[Message], expected: Sequence[Message]) -> None:
+    """Every message once."""
+    if len(sent) == len(expected) and set(sent) == set(expected):
+        return
+    source, destination = channel
+    name = f"{lowered.schedule.name}: channel {source} -> {destination}"
+    missing = sorted(set(expected) - set(sent))
+    if missing:
+        raise ScheduleError(f"{name}: {_send_of(lowered, missing[0])} is missing in the program of rank {source}")
+    seen: set[Message] = set()
+    for message in sent:
+        if message in seen or message not in expected:
+            send = _send_of(lowered, message)
+            index = _last_index(lowered.programs[source], send)
+            text = f"{name}: {send} comes twice or belongs to no microbatch of this channel"
+            raise culprit_error(text, lowered.programs, source, index)
+        seen.add(message)
+
+
+def _check_receives(lowered: Lowered, channel: Channel, sent: Sequence[Message], received: Sequence[Message]) -> None:
+    """Posted in the order of the sends: a channel is one ordered stream, so a message that overtakes lands wrongly."""
+    if sent == received:
+        return
+    source, destination = channel
+    name = f"{lowered.schedule.name}: channel {source} -> {destination}"
+    place = next((i for i, (a, b) in enumerate(zip(sent, received, strict=False)) if a != b), None)
+    if place is None and len(received) < len(sent):
+        missing = _receive_of(lowered, sent[len(received)])
+        raise ScheduleError(f"{name}: {missing} is missing in the program of rank {destination}")
+    place = len(sent) if place is None else place
+    posted = _receive_of(lowered, received[place])
+    due = _send_of(lowered, sent[place]) if place < len(sent) else "nothing more"
+    text = f"{name}: message {place} is {due}, but rank {destination} posts {posted} for it"
+    raise culprit_error(text, lowered.programs, destination, _last_index(lowered.programs[destination], posted))
+
+
+def _check_sends_follow(lowered: Lowered, rank: int, routes: Routes, outcome: Run) -> None:
+    """No send before the pass that makes what it sends. Passes took positive time, so the times of the run show it."""
+    events, happened, count = outcome.events, outcome.happened, lowered.schedule.microbatches
+    for op, stage in routes:
+        if op not in (SEND_F, SEND_B):
+            continue
+        made, sent = events.first(F if op == SEND_F else B, stage), events.first(op, stage)
+        pairs = zip(happened[made : made + count], happened[sent : sent + count], strict=True)
+        early = [m for m, (a, b) in enumerate(pairs) if b < a and lowered.schedule.rank_of(stage, m) == rank]
+        if early:
+            send = Action(op, stage, early[0])
+            text = f"{lowered.schedule.name}: rank {rank}: {send} stands before the pass that makes what it sends"
+            raise culprit_error(text, lowered.programs, rank, _last_index(lowered.programs[rank], send))
+
+
+def _receive_buffers(lowered: Lowered, rank: int, routes: Routes) -> int:
+    """The most receives that are posted and whose consumer has not run yet."""
+    change: dict[tuple[str, int], int] = {}
+    for op, stage in routes:
+        if op in (RECV_F, RECV_B):
+            change[op, stage] = 1
+            change |= {(consumer, stage): -1 for consumer in ((F,) if op == RECV_F else (B, BW))}
+    program = lowered.programs[rank]
+    actions = cast(Sequence[Action], flatten(program) if has_pairs(program) else program)
+    return max(accumulate(change.get((op, stage), 0) for op, stage, _ in actions), default=0)
+
+
+def _receive_of(lowered: Lowered, message: Message) -> Action:
+    kind, microbatch = divmod(message, lowered.schedule.microbatches)
+    return Action(RECV_B if kind % 2 else RECV_F, kind // 2, microbatch)
+
+
+def _send_of(lowered: Lowered, message: Message) -> Action:
+    """The send that the receive of `message` waits for."""
+    receive, target, microbatch = _receive_of(lowered, message)
+    return Action(SEND_F, target - 1, microbatch) if receive == RECV_F else Action(SEND_B, target + 1, microbatch)
+
+
+def _last_index(program: Sequence[Step], action: Action) -> int:
+    return max(index for index, step in enumerate(program) if step == action)

@@ -1,0 +1,233 @@
+"""Is this schedule, or this lowered program, right? One function per rule, errors with the grid around the culprit."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple, cast
+
+from zbcompile.schedules.checking.communication_rules import check_communication
+from zbcompile.schedules.errors import ScheduleError
+from zbcompile.schedules.execution.deadlock import culprit_error, require_finished
+from zbcompile.schedules.execution.event_loop import has_pairs, require_fit, run, without_collector
+from zbcompile.schedules.execution.memory import first_beyond, peak_memory
+from zbcompile.schedules.ir.actions import BW, COMMUNICATION, COMPUTE, Action, B, F, Pair, S, Step, T, W, flatten
+from zbcompile.schedules.ir.costs import Costs
+from zbcompile.schedules.ir.schedule import Lowered, Schedule
+
+ABSENT, FORWARD, HALF, DONE = range(4)  # how far a microbatch is on a stage
+TRANSITIONS = {F: (ABSENT, FORWARD), B: (FORWARD, HALF), BW: (FORWARD, DONE), W: (HALF, DONE)}
+VOCABULARY = frozenset((S, T))
+OWN_WEIGHT_ORDER = frozenset(("zb-h1-lazy",))  # declares another order of accumulation than that of the microbatches
+WeightOrder = Literal["microbatch", "any"]
+
+
+class Report(NamedTuple):
+    """What `check` found out about a right schedule, per rank.
+
+    `peak_memory` is in the unit of `costs.activation`; `receive_buffers` is the largest number of receives that are
+    posted and not yet consumed, `None` for a schedule that is not lowered.
+    """
+
+    peak_memory: tuple[float, ...]
+    receive_buffers: tuple[int, ...] | None
+
+
+@without_collector
+def check(
+    program: Schedule | Lowered,
+    costs: Costs | None = None,
+    memory_limit: float | None = None,
+    weight_order: WeightOrder | None = None,
+) -> Report:
+    """Raise `ScheduleError` with the culprit shown unless `program` is right.
+
+    A schedule: every microbatch runs F and B+W (or BW) once on every stage, on the stage's rank, in an order that its
+    dependencies allow; forwards of the last stage in the order of microbatches (per model copy), weight gradients too
+    (`weight_order`; `None`: unless the schedule of this name declares otherwise); peak memory within `memory_limit`
+    (unit of `costs.activation`, default 1 per stage). A lowered program moreover: its messages are exactly those
+    needed, none overtakes another on a channel, and it cannot deadlock even if every send waits for its receive.
+
+    >>> from zbcompile.schedules import build
+    >>> check(build("1f1b", ranks=2, microbatches=4)).peak_memory
+    (2, 1)
+    """
+    schedule = program.schedule if isinstance(program, Lowered) else program
+    costs = costs or Costs.uniform(schedule.stages)
+    require_fit(schedule, costs)
+    _check_copies(schedule)
+    check_vocabulary(schedule)
+    for rank, order in enumerate(schedule.orders):
+        _check_pairs(schedule, rank, order)
+        finished = _check_actions(schedule, rank, order)
+        _check_sequences(schedule, rank, order, finished, weight_order)
+    buffers = None
+    if isinstance(program, Lowered):
+        buffers = check_communication(program)
+    else:
+        require_finished(schedule, run(schedule, Costs.uniform(schedule.stages)))
+    peaks = _check_memory(schedule, costs, memory_limit)
+    return Report(peaks, buffers)
+
+
+def _check_copies(schedule: Schedule) -> None:
+    if schedule.placement.kind == "dual" and (schedule.ranks % 2 or schedule.microbatches % 2):
+        counts = f"{schedule.ranks} ranks and {schedule.microbatches} microbatches"
+        raise ScheduleError(f"{schedule.name}: {counts}; two model copies need an even number of both")
+
+
+def _check_pairs(schedule: Schedule, rank: int, order: Sequence[Step]) -> None:
+    if not has_pairs(order):
+        return
+    for index, step in enumerate(order):
+        if isinstance(step, Pair) and (step.forward.op != F or step.backward.op not in (B, BW)):
+            message = f"{schedule.name}: rank {rank}, step {index}: a pair is a forward F and a backward B or BW"
+            raise culprit_error(message, schedule.orders, rank, index)
+
+
+def _check_actions(schedule: Schedule, rank: int, order: Sequence[Step]) -> Mapping[int, Sequence[int]]:
+    """Completeness, placement, and F before B before W on every stage.
+
+    Returns, for every stage of the rank, its microbatches in the order in which they were finished.
+    """
+    progress = _progress(schedule, rank)
+    finished: dict[int, list[int]] = {stage: [] for stage in progress}
+    index, action = 0, None
+    try:
+        for index, action in _numbered(order):  # noqa: B007 the error below uses them
+            op, stage, microbatch = action
+            expected, reached = TRANSITIONS[op]
+            states = progress[stage]
+            if states[microbatch] != expected:
+                raise KeyError
+            states[microbatch] = reached
+            if reached == DONE:
+                finished[stage].append(microbatch)
+    except (KeyError, TypeError, ValueError):
+        raise _wrong_action(schedule, rank, index, action, progress) from None
+    for stage, states in progress.items():
+        for microbatch, state in states.items():
+            if state != DONE:
+                missing = {ABSENT: "F", FORWARD: "B or BW", HALF: "W"}[state]
+                what = f"rank {rank} never runs {missing} of stage {stage}, microbatch {microbatch}"
+                raise culprit_error(f"{schedule.name}: {what}", schedule.orders, rank, len(order) - 1)
+    return finished
+
+
+def _progress(schedule: Schedule, rank: int) -> dict[int, dict[int, int]]:
+    """Of every stage of `rank`, every microbatch that runs through it there."""
+    every = range(schedule.microbatches)
+    if schedule.placement.kind != "dual":
+        return {stage: dict.fromkeys(every, ABSENT) for stage in schedule.placement.stages_of(rank)}
+    return {
+        stage: {m: ABSENT for m in every if schedule.rank_of(stage, m) == rank}
+        for stage in schedule.placement.stages_of(rank)
+    }
+
+
+def _numbered(order: Sequence[Step]) -> Iterable[tuple[int, Any]]:
+    """The actions other than vocabulary passes, with the index of their step."""
+    if not has_pairs(order) and not any(step[0] in VOCABULARY for step in order):
+        return enumerate(order)
+    opened = ((index, action) for index, step in enumerate(order) for action in flatten((step,)))
+    return ((index, action) for index, action in opened if action[0] not in VOCABULARY)
+
+
+def _wrong_action(
+    schedule: Schedule, rank: int, index: int, action: Any, progress: Mapping[int, Mapping[int, int]]
+) -> ScheduleError:
+    """The error for an action that may not stand where it stands."""
+    try:
+        op, stage, microbatch = action
+        reason = _why_wrong(schedule, rank, op, stage, microbatch, progress)
+    except (TypeError, ValueError):
+        reason = f"{action!r} is no action; expected Action(op, stage, microbatch)"
+    return culprit_error(f"{schedule.name}: rank {rank}, step {index}: {reason}", schedule.orders, rank, index)
+
+
+def _why_wrong(
+    schedule: Schedule, rank: int, op: str, stage: int, microbatch: int, progress: Mapping[int, Mapping[int, int]]
+) -> str:
+    name = f"{op}{stage}.{microbatch}"
+    if op in COMMUNICATION:
+        return f"{name} among the compute actions; SEND and RECV belong into a lowered program (see `lower`)"
+    if op not in COMPUTE:
+        return f"{name} has an unknown operation; expected one of {', '.join(sorted(COMPUTE))}"
+    if stage not in range(schedule.stages):
+        return f"{name} names stage {stage}; this schedule has stages 0 to {schedule.stages - 1}"
+    if microbatch not in range(schedule.microbatches):
+        return f"{name} names microbatch {microbatch}; this schedule has 0 to {schedule.microbatches - 1}"
+    if microbatch not in progress.get(stage, {}):
+        return f"{name} is on rank {rank}; its place is rank {schedule.rank_of(stage, microbatch)}"
+    state = progress[stage][microbatch]
+    done = {F: state >= FORWARD, B: state >= HALF, BW: state == DONE, W: state == DONE}[op]
+    if done:
+        return f"{name} comes a second time (or after a BW that does the same)"
+    if op == BW and state == HALF:
+        return f"{name} after B{stage}.{microbatch}; a backward is either split (B, W) or fused (BW)"
+    return f"{name} comes before {'B' if op == W else 'F'}{stage}.{microbatch}"
+
+
+def _check_sequences(
+    schedule: Schedule,
+    rank: int,
+    order: tuple[Step, ...],
+    finished: Mapping[int, Sequence[int]],
+    weight_order: WeightOrder | None,
+) -> None:
+    """Losses and weight gradients add up in the order of microbatches: it decides the bits of the result."""
+    promised = weight_order != "any" and (weight_order or schedule.name not in OWN_WEIGHT_ORDER)
+    for stage, microbatches in finished.items():
+        if promised:
+            _require_ascending(schedule, rank, microbatches, f"weight gradients of stage {stage}", (W, BW), stage)
+        if stage == schedule.stages - 1:
+            forwards = [a.microbatch for a in flatten(order) if a.op == F and a.stage == stage]
+            _require_ascending(schedule, rank, forwards, f"forwards of the last stage ({stage})", (F,), stage)
+
+
+def _require_ascending(
+    schedule: Schedule, rank: int, microbatches: Sequence[int], what: str, ops: tuple[str, ...], stage: int
+) -> None:
+    if list(microbatches) == sorted(microbatches):
+        return
+    place = next(i for i, (a, b) in enumerate(pairwise(microbatches), 1) if a > b)
+    late, early = microbatches[place - 1], microbatches[place]
+    message = f"{schedule.name}: rank {rank}: {what} run microbatch {late} before {early}; expected ascending order"
+    wrong = {(op, stage, early) for op in ops}
+    order = schedule.orders[rank]
+    index = next(i for i, step in enumerate(order) if wrong & set(flatten((step,))))
+    raise culprit_error(message, schedule.orders, rank, index)
+
+
+def _check_memory(schedule: Schedule, costs: Costs, limit: float | None) -> tuple[float, ...]:
+    peaks = peak_memory(schedule, costs)
+    if limit is None:
+        return peaks
+    for rank, peak in enumerate(peaks):
+        if peak > limit * (1 + 1e-9):  # sums of floats differ in their last bits with the order of the additions
+            index = first_beyond(schedule.orders[rank], costs, limit)
+            message = f"{schedule.name}: rank {rank} needs {peak} of memory, the limit is {limit}; it is exceeded here"
+            raise culprit_error(message, schedule.orders, rank, index)
+    return peaks
+
+
+def check_vocabulary(schedule: Schedule) -> None:
+    """Raise `ScheduleError` unless every shard runs S and then T once for every microbatch.
+
+    A shard is named by a stage of the rank that holds it.
+    """
+    progress: dict[int, dict[int, str]] = {}
+    for rank, order in enumerate(schedule.orders):
+        for index, step in enumerate(order):
+            if step[0] != S and step[0] != T:
+                continue
+            op, stage, microbatch = cast(Action, step)
+            before = progress.setdefault(stage, {}).get(microbatch)
+            owned = stage in schedule.placement.stages_of(rank)
+            if not owned or microbatch not in range(schedule.microbatches) or before != {S: None, T: S}[op]:
+                reason = "expected once, S before T, on a rank that has this stage, for an existing microbatch"
+                raise culprit_error(f"{schedule.name}: rank {rank}: {step}: {reason}", schedule.orders, rank, index)
+            progress[stage][microbatch] = op
+    for shard, states in progress.items():
+        for microbatch in range(schedule.microbatches):
+            if states.get(microbatch) != T:
+                missing = Action(S if microbatch not in states else T, shard, microbatch)
+                raise ScheduleError(f"{schedule.name}: {missing} is missing: every shard runs every microbatch")

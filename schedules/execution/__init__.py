@@ -1,0 +1,1 @@
+"""Runs orders without a model: one event loop, memory held, deadlocks shown."""

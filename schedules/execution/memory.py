@@ -1,0 +1,62 @@
+"""How much a rank holds: F adds `activation`, B leaves `residue` of it, W frees that; BW frees all.
+
+A vocabulary shard holds `vocab_state` from S to T.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import cast
+
+from zbcompile.schedules.execution.event_loop import has_pairs
+from zbcompile.schedules.ir.actions import BW, COMPUTE, Action, B, F, S, Step, T, W, flatten
+from zbcompile.schedules.ir.costs import Costs
+from zbcompile.schedules.ir.schedule import Schedule
+
+
+def peak_memory(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
+    """The most that each rank holds at any time, in the unit of `costs.activation`.
+
+    What F adds is held from its start, what B or W frees is held until its end; a pair holds both.
+    """
+    return tuple(max(accumulate(deltas(order, costs)), default=0) for order in schedule.orders)
+
+
+def deltas(order: Sequence[Step], costs: Costs) -> list[float]:
+    """The change of memory with each action of one rank, pairs opened forward first."""
+    kept = [a - r for a, r in zip(costs.activation, costs.residue, strict=True)]
+    change: dict[str, list[float]] = {op: [0] * costs.stages for op in COMPUTE}
+    change[F] = list(costs.activation)
+    change[B] = [-amount for amount in kept]
+    change[W] = [-amount for amount in costs.residue]
+    change[BW] = [-amount for amount in costs.activation]
+    change[S] = list(costs.vocab_state)
+    change[T] = [-amount for amount in costs.vocab_state]
+    actions = cast(Sequence[Action], flatten(tuple(order)) if has_pairs(order) else order)
+    return [change[op][stage] for op, stage, _ in actions]
+
+
+def first_beyond(order: Sequence[Step], costs: Costs, limit: float) -> int:
+    """Index of the first step of one rank after which it holds more than `limit`."""
+    sizes = [len(flatten((step,))) for step in order]
+    owner = [index for index, size in enumerate(sizes) for _ in range(size)]
+    held = accumulate(deltas(order, costs))
+    return next(index for index, amount in zip(owner, held, strict=True) if amount > limit)
+
+
+def most_waiting(schedule: Schedule, rank: int) -> tuple[dict[int, int], ...]:
+    """How many microbatches of each of its stages wait on `rank` between F and W, at its fullest moments: those than
+    which no other has as many or more of every stage.
+
+    >>> from zbcompile.schedules.generators.registry import build
+    >>> most_waiting(build("1f1b", ranks=3, microbatches=4), rank=0)
+    ({0: 3},)
+    """
+    held = dict.fromkeys(schedule.placement.stages_of(rank), 0)
+    moments = {tuple(held.values())}
+    for op, stage, _ in flatten(schedule.orders[rank]):
+        held[stage] += {F: 1, W: -1, BW: -1}.get(op, 0)
+        moments.add(tuple(held.values()))
+    fullest = [
+        m for m in moments if not any(o != m and all(a <= b for a, b in zip(m, o, strict=True)) for o in moments)
+    ]
+    return tuple(dict(zip(held, moment, strict=True)) for moment in sorted(fullest))

@@ -1,0 +1,1 @@
+"""One file per family of orders, the rule-based list schedulers, and the registry of names."""

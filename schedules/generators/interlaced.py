@@ -1,0 +1,32 @@
+"""The interlaced pipeline of nnScaler (OSDI 2024), which vocabulary parallelism is compared with."""
+
+from zbcompile.schedules.ir.actions import BW, Action, F, S, Step, T
+from zbcompile.schedules.ir.placement import Placement
+from zbcompile.schedules.ir.schedule import Schedule
+
+
+def interlaced(ranks: int, microbatches: int) -> Schedule:
+    """1F1B whose vocabulary layers all ranks run at the same time, S and T back to back.
+
+    Between two such slots a rank runs one forward and one backward. Seen from the last rank back to the first, F comes
+    half a slot earlier and B a whole slot later per rank: the first rank holds 1.5p microbatches, where
+    `with_vocabulary` needs p + 1 or p + 2, and every slot stands still for the collectives (arXiv 2411.05288,
+    section 6.1). The step takes as long as that of 1F1B if collectives are free.
+
+    >>> from zbcompile.schedules import check
+    >>> check(interlaced(ranks=4, microbatches=8)).peak_memory
+    (6, 4, 3, 1)
+    """
+    orders = tuple(_order(ranks, rank, microbatches) for rank in range(ranks))
+    return Schedule("interlaced", Placement("linear", ranks), microbatches, orders, barriers=2)
+
+
+def _order(ranks: int, rank: int, microbatches: int) -> tuple[Step, ...]:
+    distance = ranks - 1 - rank
+    ahead, order = 1 + distance // 2, list[Step]()
+    for slot in range(-ahead, microbatches + distance):
+        if 0 <= slot < microbatches:
+            order += [Action(S, rank, slot), Action(T, rank, slot)]
+        passes = [Action(BW, rank, slot - distance), Action(F, rank, slot + ahead)]
+        order += [each for each in passes[:: -1 if distance % 2 else 1] if 0 <= each.microbatch < microbatches]
+    return tuple(order)

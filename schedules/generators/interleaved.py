@@ -1,0 +1,107 @@
+"""The interleaved schedules: v chunks a rank, stage s on rank s mod p (Narayanan et al., arXiv 2104.04473, figure 4).
+
+All of them run the forwards of a rank in the same order: microbatches in groups, a whole group on the first chunk, then
+on the second, and so on; backwards the same with the chunks reversed.
+"""
+
+from collections.abc import Iterator
+
+from zbcompile.schedules.generators.order_writer import Writer
+from zbcompile.schedules.generators.task import Order, Task, each_rank
+
+
+def rounds(ranks: int, microbatches: int) -> int:
+    """How many groups the microbatches form: as many as groups of at least `ranks` allow, but at least one."""
+    return max(1, microbatches // ranks)
+
+
+def even_groups(ranks: int, microbatches: int) -> bool:
+    """Whether the microbatches form groups of equal size, which every interleaved schedule needs."""
+    return microbatches % rounds(ranks, microbatches) == 0
+
+
+@each_rank
+def interleaved_one_f_one_b(task: Task, rank: int) -> Order:
+    """1F1B over v chunks a rank: a bubble v times smaller for v times the messages.
+
+    Warm-up of (v-1)g + 2(p-1-r) chunk forwards with groups of g microbatches (g = p if p divides m). Bubble
+    (p-1)(T_F+T_B+T_W)/v, peak vp + p - 1 chunk activations on rank 0. On 2 ranks, 2 chunks, 2 microbatches::
+
+        F0.0  F0.1  F2.0  F2.1         BW2.0         BW2.1  BW0.0  BW0.1
+              F1.0  F1.1  F3.0  BW3.0  F3.1   BW3.1  BW1.0  BW1.1
+    """
+    write, forwards, backwards, _ = _start(task, rank, 2 * (task.ranks - 1 - rank))
+    for stage in backwards:
+        for forward in _take(forwards, 1):
+            write.f(forward)
+        write.bw(stage)
+    return tuple(write.order)
+
+
+@each_rank
+def overlapped_interleaved(task: Task, rank: int) -> Order:
+    """Interleaved 1F1B in pairs (F|BW), with one more chunk forward in the warm-up so that no half needs the other.
+
+    The order of Megatron-LM's combined 1F1B with expert-parallel overlap. On 2 ranks, 2 chunks, 2 microbatches::
+
+        F0.0  F0.1  F2.0  F2.1                BW2.0  BW2.1  BW0.0  BW0.1
+              F1.0  F1.1  F3.0  (F3.1|BW3.0)  BW3.1  BW1.0  BW1.1
+    """
+    write, forwards, backwards, _ = _start(task, rank, 2 * (task.ranks - 1 - rank) + 1)
+    for stage in backwards:
+        paired = list(_take(forwards, 1))
+        if paired:
+            write.pair(paired[0], stage)
+        else:
+            write.bw(stage)
+    return tuple(write.order)
+
+
+@each_rank
+def interleaved_zero_bubble(task: Task, rank: int) -> Order:
+    """Interleaved with every backward split and the warm-up cut to what that needs (torch's InterleavedZeroBubble).
+
+    Warm-up of (v-1)g + p-1-r chunk forwards; the oldest pending W follows each B once r backwards are done. Bubble
+    (p-1)(T_F+T_B-T_W)/v, peak vp chunk activations on every rank: the memory of 1F1B. With one chunk it is ZB-H1. On 2
+    ranks, 2 chunks, 2 microbatches::
+
+        F0.0  F0.1  F2.0  F2.1        B2.0  W2.0  B2.1  W2.1  B0.0  W0.0  B0.1  W0.1
+              F1.0  F1.1  F3.0  B3.0  F3.1  B3.1  W3.0  B1.0  W3.1  B1.1  W1.0  W1.1
+    """
+    write, forwards, backwards, pending = _start(task, rank, task.ranks - 1 - rank)
+    for done, stage in enumerate(backwards):
+        for forward in _take(forwards, 1):
+            write.f(forward)
+        write.b(stage)
+        if done >= rank:
+            write.w(next(pending))
+    for stage in pending:
+        write.w(stage)
+    return tuple(write.order)
+
+
+def _start(task: Task, rank: int, extra: int) -> tuple[Writer, Iterator[int], Iterator[int], Iterator[int]]:
+    """Write the warm-up; return the pen, the stages of the remaining forwards, of all backwards, and these once more.
+
+    The second list of backwards is for the weight gradients, which follow in the same order.
+    """
+    stages = task.placement.stages_of(rank)
+    group = task.microbatches // rounds(task.ranks, task.microbatches)
+    write = Writer(task.microbatches)
+    forwards = _in_groups(stages, group, task.microbatches)
+    for stage in _take(forwards, (task.chunks - 1) * group + extra):
+        write.f(stage)
+    backwards, pending = (_in_groups(stages[::-1], group, task.microbatches) for _ in range(2))
+    return write, forwards, backwards, pending
+
+
+def _in_groups(stages: tuple[int, ...], group: int, microbatches: int) -> Iterator[int]:
+    for _ in range(microbatches // group):
+        for stage in stages:
+            for _ in range(group):
+                yield stage
+
+
+def _take(stages: Iterator[int], count: int) -> Iterator[int]:
+    for _, stage in zip(range(count), stages, strict=False):
+        yield stage

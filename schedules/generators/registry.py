@@ -1,0 +1,196 @@
+"""Every schedule by name: what it is called, where its stages live, which counts it admits, who generates it."""
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from zbcompile.schedules.errors import ScheduleError
+from zbcompile.schedules.execution.memory import peak_memory
+from zbcompile.schedules.generators import dualpipe, gpipe_1f1b, interleaved, v_half_v_min, zb_auto, zb_h, zb_v
+from zbcompile.schedules.generators.task import Generator, Task
+from zbcompile.schedules.ir.costs import Costs
+from zbcompile.schedules.ir.placement import Placement
+from zbcompile.schedules.ir.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Which numbers of microbatches a schedule admits on `ranks` ranks (`holds`), in words (`text`)."""
+
+    text: str
+    holds: Callable[[int, int], bool]
+
+
+ANY_COUNT = Rule("any number of microbatches", lambda ranks, microbatches: True)
+EVEN_GROUPS = Rule("multiples of max(1, microbatches // ranks): groups of equal size", interleaved.even_groups)
+WIDE = Rule("microbatches >= 2 x ranks", dualpipe.wide_enough)
+WIDE_AND_EVEN = Rule("even ranks and even microbatches >= 2 x ranks", dualpipe.wide_enough_and_even)
+
+
+@dataclass(frozen=True)
+class Family:
+    """One name of the registry.
+
+    `chunks` is how many stages a rank holds by default, `free_chunks` whether another number is allowed; `options` are
+    the keywords that `build` hands on to the generator.
+    """
+
+    name: str
+    generate: Generator
+    placement: str = "linear"
+    chunks: int = 1
+    free_chunks: bool = False
+    rule: Rule = ANY_COUNT
+    options: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
+
+
+def _interleaved(name: str, generate: Generator, *aliases: str) -> Family:
+    return Family(name, generate, "looped", chunks=2, free_chunks=True, rule=EVEN_GROUPS, aliases=aliases)
+
+
+FAMILIES = (
+    Family("gpipe", gpipe_1f1b.gpipe),
+    Family("1f1b", gpipe_1f1b.one_f_one_b, aliases=("pipedream-flush",)),
+    Family("eager-1f1b", gpipe_1f1b.eager_one_f_one_b),
+    Family("1f1b-overlap", gpipe_1f1b.overlapped_one_f_one_b),
+    _interleaved("interleaved-1f1b", interleaved.interleaved_one_f_one_b),
+    _interleaved("interleaved-1f1b-overlap", interleaved.overlapped_interleaved),
+    Family("zb-h1", zb_h.zb_h1),
+    Family("zb-h1-lazy", zb_h.zb_h1_lazy, options=("exact",)),
+    Family("zb-h2", zb_h.zb_h2),
+    Family("zb-1p", zb_auto.zb_1p, options=("objective",)),
+    Family("zb-2p", zb_auto.zb_2p, options=("objective",)),
+    _interleaved("interleaved-zb", interleaved.interleaved_zero_bubble, "interleaved-zero-bubble"),
+    Family("zb-v", zb_v.zb_v, placement="v", chunks=2, aliases=("zbv-zero-bubble",)),
+    Family("v-half", v_half_v_min.v_half, placement="v", chunks=2),
+    Family("v-min", v_half_v_min.v_min, placement="v", chunks=2),
+    Family("dualpipe", dualpipe.dualpipe, placement="dual", rule=WIDE_AND_EVEN),
+    Family("dualpipe-v", dualpipe.dualpipe_v, placement="v", chunks=2, rule=WIDE),
+)
+
+
+def names() -> tuple[str, ...]:
+    """The canonical names of all schedules.
+
+    >>> "zb-v" in names()
+    True
+    """
+    return tuple(family.name for family in FAMILIES)
+
+
+def find(name: str) -> Family:
+    """The family called `name` in any spelling; raises `ScheduleError` with the nearest names."""
+    spelled = _spelling(name)
+    known = {_spelling(alias): family for family in FAMILIES for alias in (family.name, *family.aliases)}
+    if spelled in known:
+        return known[spelled]
+    if spelled == "auto":
+        raise ScheduleError('schedule "auto" (a search for the best order) does not exist yet; choose one of names()')
+    near = [known[match].name for match in difflib.get_close_matches(spelled, known, n=3, cutoff=0.5)]
+    hint = f"did you mean {' or '.join(dict.fromkeys(near))}?" if near else f"known names: {', '.join(names())}"
+    raise ScheduleError(f"no schedule is called {name!r}; {hint}")
+
+
+def _spelling(name: str) -> str:
+    return "".join(c for c in str(name).lower() if c.isalnum()).removeprefix("schedule")
+
+
+def build(
+    name: str,
+    ranks: int,
+    microbatches: int,
+    costs: Costs | None = None,
+    memory_limit: float | None = None,
+    chunks: int | None = None,
+    **options: Any,
+) -> Schedule:
+    """Generate the schedule called `name` (any spelling) for `ranks` ranks and `microbatches` microbatches.
+
+    `costs` (one entry per stage) are read by the schedules that adapt to them; `memory_limit` has the unit of
+    `costs.activation`; `chunks` is the number of stages per rank where that is free. Raises `ScheduleError` for an
+    unknown name, an unknown option, and counts that the schedule does not admit.
+
+    >>> print(*build("1f1b", ranks=2, microbatches=2).orders[1])
+    F1.0 BW1.0 F1.1 BW1.1
+    """
+    family = find(name)
+    placement = _placement(family, ranks, chunks)
+    _require_count("microbatches", microbatches)
+    if not family.rule.holds(ranks, microbatches):
+        raise ScheduleError(_inadmissible(family, ranks, microbatches))
+    unknown = sorted(set(options) - set(family.options))
+    if unknown:
+        expected = f"expected {', '.join(family.options)}" if family.options else "it has none"
+        raise ScheduleError(f"{family.name}: unknown option {', '.join(unknown)}; {expected}")
+    if costs is not None and costs.stages != placement.stages:
+        raise ScheduleError(f"{family.name}: costs of {costs.stages} stages for a schedule of {placement.stages}")
+    task = Task(placement, microbatches, costs, memory_limit)
+    schedule = Schedule(family.name, placement, microbatches, family.generate(task, **options))
+    _require_within(schedule, task)
+    return schedule
+
+
+def _require_within(schedule: Schedule, task: Task) -> None:
+    if task.memory_limit is None:
+        return
+    peaks = peak_memory(schedule, task.costs_or_equal)
+    rank = max(range(task.ranks), key=peaks.__getitem__)
+    if peaks[rank] > task.memory_limit * (1 + 1e-9):  # sums of sizes count as equal up to rounding
+        raise ScheduleError(
+            f"{schedule.name}: rank {rank} holds {peaks[rank]} at its peak, memory_limit is {task.memory_limit}; "
+            "raise the limit or take a schedule that needs less (v-half, v-min)"
+        )
+
+
+def admits(name: str, ranks: int, microbatches: int) -> bool:
+    """Whether `build` accepts these counts."""
+    return ranks >= 1 and microbatches >= 1 and find(name).rule.holds(ranks, microbatches)
+
+
+def smallest_microbatches(name: str, ranks: int, at_least: int = 1, chunks: int | None = None) -> int:
+    """The smallest admitted number of microbatches that is `at_least` so large.
+
+    Raises `ScheduleError` where no number is admitted on so many ranks.
+
+    >>> smallest_microbatches("zb-v", ranks=4, at_least=16)
+    16
+    """
+    family = find(name)
+    _placement(family, ranks, chunks)
+    for microbatches in range(max(1, at_least), max(1, at_least) + _horizon(ranks)):
+        if family.rule.holds(ranks, microbatches):
+            return microbatches
+    raise ScheduleError(
+        f"{family.name}: no number of microbatches works on {ranks} ranks: it admits {family.rule.text}"
+    )
+
+
+def _horizon(ranks: int) -> int:
+    """Every rule is periodic in 2 x ranks or holds from 2 x ranks on."""
+    return 4 * ranks + 2
+
+
+def _inadmissible(family: Family, ranks: int, microbatches: int) -> str:
+    below = [
+        m for m in range(microbatches - 1, max(0, microbatches - _horizon(ranks)), -1) if family.rule.holds(ranks, m)
+    ]
+    above = [m for m in range(microbatches + 1, microbatches + _horizon(ranks)) if family.rule.holds(ranks, m)]
+    nearest = [str(m) for m in below[:1] + above[:1]]
+    hint = f"the nearest that work: {' and '.join(nearest)}" if nearest else f"no number works on {ranks} ranks"
+    return f"{family.name}: {microbatches} microbatches on {ranks} ranks; it admits {family.rule.text}; {hint}"
+
+
+def _placement(family: Family, ranks: int, chunks: int | None) -> Placement:
+    _require_count("ranks", ranks)
+    chunks = family.chunks if chunks is None else chunks
+    _require_count("chunks", chunks)
+    if chunks != family.chunks and not family.free_chunks:
+        raise ScheduleError(f"{family.name}: chunks={chunks}; a rank holds exactly {family.chunks} (leave it out)")
+    return Placement(family.placement, ranks, chunks)
+
+
+def _require_count(what: str, value: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ScheduleError(f"{what}={value!r}; expected a whole number of at least 1")

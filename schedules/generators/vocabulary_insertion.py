@@ -1,0 +1,189 @@
+"""Insertion of the vocabulary passes S and T into an existing schedule (arXiv 2411.05288, section 5, and beyond it).
+
+Every barrier between the last stage's forward and backward costs one interval, so forwards run one microbatch further
+ahead of the backwards per barrier. S and T then take their places by the clock: S as soon as it can run, because all
+shards wait for the slowest; T in what time is left, at the latest after the next S.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from zbcompile.schedules.errors import ScheduleError
+from zbcompile.schedules.execution.event_loop import run
+from zbcompile.schedules.execution.memory import peak_memory
+from zbcompile.schedules.generators.task import Orders
+from zbcompile.schedules.generators.v_half_v_min import BLOCKS, repeated_with_barriers
+from zbcompile.schedules.generators.vocabulary_list_scheduler import Choice, VocabularyClock, dispatch_with_vocabulary
+from zbcompile.schedules.ir.actions import BW, Action, B, F, Pair, S, Step, T, W, flatten
+from zbcompile.schedules.ir.costs import Costs
+from zbcompile.schedules.ir.schedule import Schedule
+
+STATES = 2  # S without its T that a rank may hold: one waits for the collective while the next is computed
+FLOATING = ("zb-v",)  # these find room for the barrier in their own memory: W fills what the wait leaves idle
+
+
+def with_vocabulary(
+    schedule: Schedule, barriers: int = 1, costs: Costs | None = None, extra: int | None = None
+) -> Schedule:
+    """`schedule` with S and T of one vocabulary shard on every rank.
+
+    `barriers` is 1 or 2 (see `Schedule`), `extra` how many microbatches more than in `schedule` a rank may hold
+    (default: one per barrier; none for zb-v). `costs` (default: S and T together take as long as F, everything else
+    as `Costs.uniform`) say how long the passes take; the result is right under any others. Raises `ScheduleError` for
+    schedules with two model copies, and for one that has vocabulary passes already.
+
+    >>> from zbcompile.schedules import build, simulate
+    >>> from zbcompile.schedules.generators.vocabulary_insertion import with_vocabulary
+    >>> simulate(with_vocabulary(build("1f1b", ranks=4, microbatches=8), barriers=1)).peak_memory
+    (5, 4, 3, 2)
+    """
+    _require_possible(schedule, barriers)
+    costs = costs or textbook_costs(schedule.stages)
+    extra = (0 if schedule.name in FLOATING else barriers) if extra is None else extra
+    limits = _limits(schedule, costs, extra)
+    found = [_inserted(schedule, orders, costs, barriers) for orders in _shifted(schedule, barriers, extra)]
+    if _is_split(schedule):
+        found.append(_greedy(schedule, costs, barriers, limits))
+    candidates = [replace(schedule, orders=orders, barriers=barriers) for orders in found if orders is not None]
+    fitting = [each for each in candidates if _fits(each, costs, limits)]
+    if not fitting:
+        raise ScheduleError(f"{schedule.name}: no order with {barriers} barriers fits; raise extra={extra}")
+    return min(fitting, key=lambda each: _makespan(each, costs))
+
+
+def textbook_costs(stages: int) -> Costs:
+    """Equal times, S and T half a pass each: an output layer that costs as much as a stage of the model."""
+    return replace(Costs.uniform(stages), vocab_s=(0.5,) * stages, vocab_t=(0.5,) * stages)
+
+
+def _require_possible(schedule: Schedule, barriers: int) -> None:
+    if barriers not in (1, 2):
+        raise ScheduleError(f"barriers={barriers!r}; expected 1 (T may run at any time) or 2 (B waits for T)")
+    if schedule.placement.kind == "dual":
+        raise ScheduleError(f"{schedule.name}: two model copies have two last stages; take dualpipe-v instead")
+    if schedule.shards:
+        raise ScheduleError(f"{schedule.name} has vocabulary passes already")
+
+
+def _is_split(schedule: Schedule) -> bool:
+    """Whether every backward is split and nothing is paired: such passes can be ordered one by one."""
+    return all(isinstance(step, Action) and step.op != BW for order in schedule.orders for step in order)
+
+
+def _limits(schedule: Schedule, costs: Costs, extra: int) -> list[float]:
+    stages_of = schedule.placement.stages_of
+    own = [sum(costs.activation[stage] for stage in stages_of(rank)) for rank in range(schedule.ranks)]
+    return [peak + extra * more for peak, more in zip(peak_memory(schedule, costs), own, strict=True)]
+
+
+def _fits(schedule: Schedule, costs: Costs, limits: Sequence[float]) -> bool:
+    passes = replace(costs, vocab_state=(0,) * costs.stages)
+    return all(p <= limit * (1 + 1e-9) for p, limit in zip(peak_memory(schedule, passes), limits, strict=True))
+
+
+def _makespan(schedule: Schedule, costs: Costs) -> float:
+    return max(ends[-1] for ends in run(schedule, costs).end)
+
+
+def _shifted(schedule: Schedule, barriers: int, extra: int) -> list[Orders]:
+    """The orders with forwards `barriers` microbatches further ahead, as far as the memory allows that."""
+    room = min(barriers, extra)
+    found: list[Orders] = [tuple(forwards_ahead(order, room * schedule.placement.chunks) for order in schedule.orders)]
+    if schedule.name in BLOCKS:
+        found.append(repeated_with_barriers(schedule.name, schedule.placement, schedule.microbatches, room))
+    return found
+
+
+def forwards_ahead(order: Sequence[Step], count: int) -> tuple[Step, ...]:
+    """`order` with `count` forwards more in front of every backward; pairs keep their backward and take a later
+    forward."""
+    forwards = iter([action for action in flatten(tuple(order)) if action.op == F])
+    moved: list[Step] = [forward for _, forward in zip(range(count), forwards, strict=False)]
+    for step in order:
+        if isinstance(step, Pair):
+            forward = next(forwards, None)
+            moved.append(step.backward if forward is None else Pair(forward, step.backward))
+        elif step.op != F:
+            moved.append(step)
+        else:
+            moved += [forward for _, forward in zip(range(1), forwards, strict=False)]
+    return tuple(moved)
+
+
+def _inserted(schedule: Schedule, orders: Orders, costs: Costs, barriers: int) -> Orders | None:
+    """Keep every rank's order of F, B and W, and put S and T between them; None if that cannot run to its end."""
+    clock = VocabularyClock(schedule.placement, schedule.microbatches, costs, barriers)
+    reached = [0] * schedule.ranks
+
+    def choose(clock: VocabularyClock, rank: int) -> Step | None:
+        urgent = _vocabulary_pass(clock, rank)
+        if urgent is not None:
+            return urgent
+        if reached[rank] < len(orders[rank]):
+            head = orders[rank][reached[rank]]
+            if all(map(clock.is_ready, flatten((head,)))):
+                reached[rank] += 1
+                return head
+        return _ready(clock, T, rank)
+
+    found = dispatch_with_vocabulary(clock, choose)
+    return found if _complete(schedule, found) else None
+
+
+def _complete(schedule: Schedule, orders: Orders) -> bool:
+    passes = [len(flatten(order)) - 2 * schedule.microbatches for order in orders]
+    return passes == [len(flatten(order)) for order in schedule.orders]
+
+
+def _ready(clock: VocabularyClock, op: str, rank: int) -> Action | None:
+    action = clock.next(op, clock.shard_of[rank])
+    return action if clock.is_ready(action) else None
+
+
+def _vocabulary_pass(clock: VocabularyClock, rank: int) -> Action | None:
+    """What must not wait: S, and T where the last stage's backward or the next S waits for it."""
+    due, state = _ready(clock, S, rank), _ready(clock, T, rank)
+    if state is not None and (clock.barriers == 2 or (due is not None and clock.states[rank] >= STATES)):
+        return state
+    return due if clock.states[rank] < STATES else None
+
+
+def _greedy(schedule: Schedule, costs: Costs, barriers: int, limits: Sequence[float]) -> Orders | None:
+    """Every rank runs the best that is ready: S, B, late forwards, early ones inside the memory limit, T, W."""
+    clock = VocabularyClock(schedule.placement, schedule.microbatches, costs, barriers)
+    found = dispatch_with_vocabulary(clock, _preferences(limits))
+    return found if _complete(schedule, found) else None
+
+
+def _preferences(limits: Sequence[float]) -> Choice:
+    def choose(clock: VocabularyClock, rank: int) -> Step | None:
+        urgent = _vocabulary_pass(clock, rank)
+        if urgent is not None:
+            return urgent
+        stages = clock.placement.stages_of(rank)[::-1]
+        last = stages[0]
+        if last == clock.last and _may_forward(clock, rank, last, limits[rank]):
+            return clock.next(F, last)
+        backwards = [clock.next(B, stage) for stage in stages if clock.is_ready(clock.next(B, stage))]
+        if backwards:
+            return min(backwards, key=lambda action: (action.microbatch, -action.stage))
+        for stage in stages:
+            if _may_forward(clock, rank, stage, limits[rank]):
+                return clock.next(F, stage)
+        state = _ready(clock, T, rank)
+        weights = [clock.next(W, stage) for stage in stages if clock.is_ready(clock.next(W, stage))]
+        return state or min(weights, key=lambda action: (action.microbatch, -action.stage), default=None)
+
+    return choose
+
+
+def _may_forward(clock: VocabularyClock, rank: int, stage: int, limit: float) -> bool:
+    """Whether the next forward is ready, and fits so that the oldest microbatch can still finish its forwards."""
+    forward = clock.next(F, stage)
+    if not clock.is_ready(forward):
+        return False
+    stages = clock.placement.stages_of(rank)
+    oldest = min(clock.started[B, each] for each in stages)
+    owed = [each for each in stages if clock.started[F, each] <= oldest and Action(F, each, oldest) != forward]
+    needed = clock.costs.activation[stage] + sum(clock.costs.activation[each] for each in owed)
+    return clock.memory[rank] + needed <= limit * (1 + 1e-9)

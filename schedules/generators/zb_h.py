@@ -1,0 +1,82 @@
+"""The handcrafted zero-bubble schedules with one stage a rank (Qi et al., Zero Bubble, arXiv 2401.10241, section 2)."""
+
+from zbcompile.schedules.generators.order_writer import Writer
+from zbcompile.schedules.generators.task import Order, Task, each_rank
+
+
+@each_rank
+def zb_h1(task: Task, rank: int) -> Order:
+    """1F1B with every backward split and W running r microbatches behind B on rank r (figure 3, top).
+
+    Bubble (p-1)(T_F+T_B-T_W) for T_W <= min(T_F, T_B), peak (p-r) activations + r residues: no more than 1F1B. With one
+    stage a rank and that memory no order was found to be shorter. On 2 ranks, 3 microbatches::
+
+        F0.0  F0.1        B0.0  W0.0  F0.2  B0.1  W0.1  B0.2  W0.2
+              F1.0  B1.0  F1.1  B1.1  W1.0  F1.2  B1.2  W1.1  W1.2
+    """
+    write = Writer(task.microbatches)
+    for _ in range(min(task.microbatches, task.ranks - 1 - rank)):
+        write.f(rank)
+    for backward in range(task.microbatches):
+        if write.has_f(rank):
+            write.f(rank)
+        write.b(rank)
+        if backward >= rank:
+            write.w(rank)
+    write.flush(rank)
+    return tuple(write.order)
+
+
+@each_rank
+def zb_h1_lazy(task: Task, rank: int, exact: bool = False) -> Order:
+    """ZB-H1 that splits a backward only where that shortens the step (the default of sail-sg's and DeepSpeed's ZB-H1).
+
+    Rank 0 never splits. Rank r runs its first r backwards as B alone, the steady ones fused, and from the one that goes
+    with the last forward on each B is followed by the oldest pending W. That W is not the one of its B: the default
+    therefore accumulates weight gradients in another order than 1F1B does. `exact=True` runs B and the oldest pending W
+    in the place of the fused backward, which restores the order of microbatches. Time and memory are those of ZB-H1
+    without communication; with it the bubble grows with m as 1F1B's does. On 2 ranks, 4 microbatches::
+
+        F0.0  F0.1        BW0.0         F0.2  BW0.1         F0.3  BW0.2        BW0.3
+              F1.0  B1.0  F1.1   BW1.1        F1.2   BW1.2        F1.3   B1.3  W1.0   W1.3
+    """
+    write = Writer(task.microbatches)
+    warm_up = min(task.microbatches, task.ranks - 1 - rank)
+    for _ in range(warm_up):
+        write.f(rank)
+    last_paired = task.microbatches - warm_up - 1
+    for backward in range(task.microbatches):
+        if write.has_f(rank):
+            write.f(rank)
+        if rank == 0 or (rank <= backward < last_paired and not exact):
+            write.bw(rank)
+            continue
+        write.b(rank)
+        if backward >= rank:
+            write.w(rank)
+    write.flush(rank)
+    return tuple(write.order)
+
+
+@each_rank
+def zb_h2(task: Task, rank: int) -> Order:
+    """Twice the warm-up of 1F1B and W running 2r microbatches behind B (figure 3, bottom).
+
+    No bubble on a rank's own clock when all passes take the same time, (p-1) max(0, T_F+T_B-2T_W) in general; measured
+    with an optimizer barrier the gain over ZB-H1 is gone. Peak (2p-2r-1) activations + 2r residues on rank r. On 2
+    ranks, 4 microbatches::
+
+        F0.0  F0.1  F0.2  B0.0  W0.0  F0.3  B0.1  W0.1  B0.2  W0.2  B0.3  W0.3
+              F1.0  B1.0  F1.1  B1.1  F1.2  B1.2  W1.0  F1.3  B1.3  W1.1  W1.2  W1.3
+    """
+    write = Writer(task.microbatches)
+    for _ in range(min(task.microbatches, 2 * (task.ranks - rank) - 1)):
+        write.f(rank)
+    for backward in range(task.microbatches):
+        write.b(rank)
+        if backward >= 2 * rank:
+            write.w(rank)
+        if write.has_f(rank):
+            write.f(rank)
+    write.flush(rank)
+    return tuple(write.order)

@@ -1,0 +1,130 @@
+"""ZB-V: two chunks a rank, down the ranks and back up (Qi et al., Zero Bubble, arXiv 2401.10241, figure 8)."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from zbcompile.schedules.generators.list_scheduler import Floor, begins, dispatch, spans
+from zbcompile.schedules.generators.order_writer import Writer
+from zbcompile.schedules.generators.task import Order, Orders, Task
+from zbcompile.schedules.ir.actions import Action, B, F, W, flatten
+from zbcompile.schedules.ir.costs import Costs
+
+
+def zb_v(task: Task) -> Orders:
+    """Zero bubble at equal times in the memory of 1F1B.
+
+    For m >= 2p-1 the paper's handcrafted order: no bubble on a rank's own clock at equal times, (p-1)(max(T_F,T_B)-T_W)
+    otherwise; with an optimizer barrier (p-1)T_F/2 at equal times. Peak 2p chunk activations on every rank. On 2 ranks,
+    3 microbatches::
+
+        F0.0  F0.1  F0.2  F3.0  B3.0  W3.0  F3.1  B3.1  W3.1  B0.0  W0.0  F3.2  B3.2  W3.2  B0.1  W0.1  B0.2  W0.2
+              F1.0  F2.0  F1.1  F2.1  B2.0  W2.0  F1.2  B1.0  W1.0  F2.2  B2.1  W2.1  B1.1  B2.2  B1.2  W1.1  W2.2  W1.2
+
+    For fewer microbatches the published rule deletes actions from the order for 2p-1, which leaves their gaps. Here
+    that order competes with two dispatched ones inside p microbatches' memory, under the given costs or equal times,
+    and the shortest wins: at m = p the step is 10 to 12% shorter, and never longer in either objective.
+    """
+    handcrafted = _handcrafted(task.ranks, max(task.microbatches, 2 * task.ranks - 1))
+    if task.microbatches >= 2 * task.ranks - 1:
+        return handcrafted
+    return _shortest(task, [_deleted(handcrafted, task.microbatches), *_dispatched(task, handcrafted)])
+
+
+def _handcrafted(p: int, microbatches: int) -> Orders:
+    return tuple(_rank_order(p, rank, microbatches) for rank in range(p))
+
+
+def _rank_order(p: int, rank: int, microbatches: int) -> Order:
+    down, up = rank, 2 * p - 1 - rank
+    write = Writer(microbatches)
+    _warm_up(write, p, rank)
+    _steady(write, down, up)
+    for _ in range(rank):
+        write.b(down)
+        write.b(up)
+    for _ in range(p - rank):
+        write.b(down)
+        write.w(down)
+    write.flush(up, down)
+    return tuple(write.order)
+
+
+def _warm_up(write: Writer, p: int, rank: int) -> None:
+    down, up = rank, 2 * p - 1 - rank
+    for _ in range(2 * (p - rank) - 1):
+        write.f(down)
+    for _ in range(rank):
+        write.f(up)
+        write.f(down)
+    for _ in range(p - rank):
+        write.f(up)
+        write.b(up)
+        write.w(up)
+
+
+def _steady(write: Writer, down: int, up: int) -> None:
+    while write.has_f(up):
+        if write.has_f(down):
+            write.f(down)
+        write.b(down)
+        write.w(down)
+        write.f(up)
+        write.b(up)
+        write.w(up)
+
+
+def _deleted(orders: Orders, microbatches: int) -> Orders:
+    return tuple(tuple(step for step in flatten(order) if step.microbatch < microbatches) for order in orders)
+
+
+def _dispatched(task: Task, handcrafted: Orders) -> list[Orders]:
+    """Two orders of ranks that never wait: by the clock of the handcrafted order, and backwards first."""
+    p = task.ranks
+    clock = begins(replace(task, microbatches=2 * p - 1), handcrafted)
+    classes = {(B, False): 0, (B, True): 1, (F, True): 2, (F, False): 3}
+
+    def by_clock(action: Action) -> tuple[float, float]:
+        return 0, clock[action]
+
+    def backwards_first(action: Action) -> tuple[float, float]:
+        return classes[action.op, action.stage >= p], action.microbatch
+
+    return [dispatch(Floor(task), _never_wait(prefer)) for prefer in (by_clock, backwards_first)]
+
+
+def _never_wait(prefer: Callable[[Action], tuple[float, float]]) -> Callable[[Floor, int], Action | None]:
+    """Choose the preferred F or B that fits into memory, else the oldest W."""
+
+    def choose(floor: Floor, rank: int) -> Action | None:
+        ready = floor.ready(rank)
+        passes = [action for action in ready if action.op == B or (action.op == F and _has_room(floor, rank, action))]
+        if passes:
+            return min(passes, key=prefer)
+        weights = [action for action in ready if action.op == W]
+        return min(weights, key=lambda action: (action.microbatch, -action.stage), default=None)
+
+    return choose
+
+
+def _has_room(floor: Floor, rank: int, forward: Action) -> bool:
+    """Whether `forward` fits into p microbatches' memory and leaves room for the oldest one to finish its forwards.
+
+    The oldest unfinished microbatch can therefore always go on: no limit ends in a deadlock (banker's algorithm).
+    """
+    stages = floor.placement.stages_of(rank)
+    oldest = min(floor.started[B, stage] for stage in stages)
+    owed = [stage for stage in stages if floor.started[F, stage] <= oldest and Action(F, stage, oldest) != forward]
+    reserve = sum(floor.costs.activation[stage] for stage in owed)
+    return floor.memory[rank] + floor.added(forward) + reserve <= _limit(floor.costs, stages)
+
+
+def _limit(costs: Costs, stages: tuple[int, ...]) -> float:
+    """The memory of 1F1B: p microbatches on both chunks of a rank (stages = 2p)."""
+    return costs.stages // 2 * sum(costs.activation[stage] for stage in stages)
+
+
+def _shortest(task: Task, candidates: list[Orders]) -> Orders:
+    """The least cost, then makespan, among the orders whose makespan is no longer than that of the first one."""
+    measured = [(spans(task, orders), orders) for orders in candidates]
+    baseline = measured[0][0][1]
+    return min((each for each in measured if each[0][1] <= baseline), key=lambda each: each[0])[1]

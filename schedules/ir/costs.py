@@ -1,0 +1,270 @@
+"""What each pass of each stage costs in time and memory."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, NamedTuple
+
+from zbcompile.schedules.errors import ScheduleError
+from zbcompile.schedules.ir.actions import BW, COMPUTE, B, F, S, T, W
+
+PER_STAGE = (
+    "forward",
+    "backward",
+    "weight",
+    "activation",
+    "residue",
+    "vocab_s",
+    "vocab_t",
+    "vocab_state",
+    "optimizer",
+    "message",
+)
+
+
+class Link(NamedTuple):
+    """Messages from rank `source` to rank `destination` take latency + size / bandwidth (`None`: no size term)."""
+
+    source: int
+    destination: int
+    latency: float
+    bandwidth: float | None = None
+
+
+class PairTime(NamedTuple):
+    """A forward of one stage overlapped with a backward of another takes `time` altogether."""
+
+    forward_stage: int
+    backward_stage: int
+    time: float
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Times (any one unit) and memory (any one unit), one entry per stage; ints and fractions stay exact.
+
+    * `forward`, `backward` (input gradient), `weight`: time of F, B and W; BW takes backward + weight; no work is 0.
+    * `vocab_s`, `vocab_t`: time of the vocabulary passes S and T of the shard that a stage names, `vocab_state` what
+      the shard holds from S to T; `cast`, `stats`: time of their collectives, C0 and C1 (or C2), by default `comm`.
+    * `optimizer`: time of the optimizer step of a stage.
+    * `activation`: what F adds; `residue`: what is left of it after B until W (by default all of it).
+    * `message`: size of what a stage sends onwards, and of the gradient that comes back for it.
+    * `comm`: latency of a hop between two ranks, `bandwidth` its size term (`None`: none); `links` overrides both for
+      single links.
+    * `overlap`: share of the shorter half that a pair (F|BW) hides, 0 they add up, 1 the longer one decides; `pairs`
+      overrides it for single pairs of stages.
+    * `barrier`: time of the global check between the last gradient of any rank and the first optimizer step.
+    * `time_unit`, `memory_unit`: what pictures write behind the numbers.
+
+    Raises `ScheduleError` for lengths that differ and for values that are negative or not finite.
+
+    >>> costs = Costs.uniform(4, forward=2, comm=0.5)
+    >>> costs.time("F", 0), costs.time("BW", 3), costs.hop(1, 1, 2)
+    (2, 2, 0.5)
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    weight: tuple[float, ...]
+    activation: tuple[float, ...] = ()
+    residue: tuple[float, ...] = ()
+    vocab_s: tuple[float, ...] = ()
+    vocab_t: tuple[float, ...] = ()
+    vocab_state: tuple[float, ...] = ()
+    optimizer: tuple[float, ...] = ()
+    message: tuple[float, ...] = ()
+    comm: float = 0
+    bandwidth: float | None = None
+    links: tuple[Link, ...] = ()
+    overlap: float = 0
+    pairs: tuple[PairTime, ...] = ()
+    barrier: float = 0
+    cast: float | None = None
+    stats: float | None = None
+    time_unit: str = ""
+    memory_unit: str = ""
+
+    def __post_init__(self) -> None:
+        stages = len(self.forward)
+        for name in PER_STAGE:
+            object.__setattr__(self, name, tuple(getattr(self, name)) or self._default(name, stages))
+        object.__setattr__(self, "links", tuple(Link(*link) for link in self.links))
+        object.__setattr__(self, "pairs", tuple(PairTime(*pair) for pair in self.pairs))
+        self._validate(stages)
+
+    def _default(self, name: str, stages: int) -> tuple[float, ...]:
+        if name == "residue":
+            return self.activation
+        return (int(name in ("activation", "message")),) * stages
+
+    def _validate(self, stages: int) -> None:
+        if not stages:
+            raise ScheduleError("costs: `forward` is empty; expected one time per stage")
+        for name in PER_STAGE:
+            values = getattr(self, name)
+            if len(values) != stages:
+                raise ScheduleError(
+                    f"costs: `{name}` has {len(values)} entries, `forward` has {stages}; give one per stage"
+                )
+            for stage, value in enumerate(values):
+                _require_amount(f"{name}[{stage}]", value)
+        for name in ("comm", "overlap", "barrier"):
+            _require_amount(name, getattr(self, name))
+        for name in ("cast", "stats"):
+            if getattr(self, name) is not None:
+                _require_amount(name, getattr(self, name))
+        if self.overlap > 1:
+            raise ScheduleError(f"costs: `overlap` is {self.overlap}; expected a share from 0 to 1")
+        for link in self.links:
+            _require_amount(f"latency of link {link.source}->{link.destination}", link.latency)
+        for bandwidth in (self.bandwidth, *(link.bandwidth for link in self.links)):
+            if bandwidth is not None and not bandwidth > 0:
+                raise ScheduleError(
+                    f"costs: a bandwidth is {bandwidth}; expected more than 0, or none for no size term"
+                )
+        for pair in self.pairs:
+            _require_amount(f"time of pair (F{pair.forward_stage}|BW{pair.backward_stage})", pair.time)
+
+    @classmethod
+    def uniform(
+        cls,
+        stages: int,
+        forward: float = 1,
+        backward: float = 1,
+        weight: float = 1,
+        comm: float = 0,
+        activation: float = 1,
+        residue: float | None = None,
+        *,
+        optimizer: float = 0,
+        overlap: float = 0,
+        barrier: float = 0,
+    ) -> "Costs":
+        """The same costs on each of `stages` stages; `residue=None` means all of `activation` stays until W."""
+        return cls(
+            forward=(forward,) * stages,
+            backward=(backward,) * stages,
+            weight=(weight,) * stages,
+            activation=(activation,) * stages,
+            residue=(activation if residue is None else residue,) * stages,
+            optimizer=(optimizer,) * stages,
+            comm=comm,
+            overlap=overlap,
+            barrier=barrier,
+        )
+
+    @property
+    def stages(self) -> int:
+        return len(self.forward)
+
+    @property
+    def cast_time(self) -> float:
+        """From the end of the last stage's forward until every shard has its output (C0)."""
+        return self.comm if self.cast is None else self.cast
+
+    @property
+    def stats_time(self) -> float:
+        """From the last S (or, for the second barrier, the last T) until its result is everywhere (C1, C2)."""
+        return self.comm if self.stats is None else self.stats
+
+    def times(self, op: str) -> tuple[float, ...]:
+        """Time of the compute operation `op` on every stage."""
+        if op == BW:
+            return tuple(b + w for b, w in zip(self.backward, self.weight, strict=True))
+        if op not in COMPUTE:
+            raise ScheduleError(f"costs: {op!r} has no time of its own; expected one of {', '.join(sorted(COMPUTE))}")
+        return {F: self.forward, B: self.backward, W: self.weight, S: self.vocab_s, T: self.vocab_t}[op]
+
+    def time(self, op: str, stage: int) -> float:
+        """Time of the compute operation `op` on `stage`."""
+        return self.times(op)[stage]
+
+    def pair_time(self, forward_stage: int, backward_stage: int, backward_op: str = BW) -> float:
+        """Time of an overlapped pair: F of one stage with BW (or B) of another."""
+        for pair in self.pairs:
+            if (pair.forward_stage, pair.backward_stage) == (forward_stage, backward_stage):
+                return pair.time
+        forward, backward = self.forward[forward_stage], self.time(backward_op, backward_stage)
+        return forward + backward - self.overlap * min(forward, backward) if self.overlap else forward + backward
+
+    def hop(self, stage: int, source: int, destination: int) -> float:
+        """Delay between the end of a pass on rank `source` and the use of its message on rank `destination`.
+
+        `stage` is the one whose output travels: forwards of `stage` itself, backwards of `stage` + 1. The same rank: 0.
+        """
+        if source == destination:
+            return 0
+        latency, bandwidth = self.comm, self.bandwidth
+        for link in self.links:
+            if (link.source, link.destination) == (source, destination):
+                latency, bandwidth = link.latency, link.bandwidth
+        return latency if bandwidth is None else latency + self.message[stage] / bandwidth
+
+    def resized(self, stages: int) -> "Costs":
+        """The same model cut into another number of stages: neighbours merged, or each stage cut into equal parts.
+
+        Compares schedules with different numbers of chunks on one model. Raises `ScheduleError` unless one of the two
+        numbers divides the other, and for explicit `pairs`, which have no meaning on other stages.
+        """
+        if stages == self.stages:
+            return self
+        if stages < 1 or (stages % self.stages and self.stages % stages):
+            raise ScheduleError(f"costs of {self.stages} stages cannot serve {stages}: give costs for {stages} stages")
+        if self.pairs:
+            raise ScheduleError(f"costs: explicit `pairs` belong to {self.stages} stages, not {stages}; use `overlap`")
+        values: dict[str, Any] = {name: _resized(getattr(self, name), stages) for name in PER_STAGE}
+        last = [((stage + 1) * self.stages - 1) // stages for stage in range(stages)]
+        values["message"] = tuple(self.message[stage] for stage in last)  # what leaves the last of the merged stages
+        return replace(self, **values)
+
+    def to_json(self) -> str:
+        """One JSON object, as `from_json` reads it; fractions become floats."""
+        return json.dumps(asdict(self), default=float)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Costs":
+        """Read the object that `to_json` writes; everything except `forward`, `backward` and `weight` may be left out.
+
+        >>> Costs.from_json('{"forward": [1, 2], "backward": [1, 2], "weight": [1, 1], "comm": 0.1}').stages
+        2
+        """
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ScheduleError(f"costs: not JSON: {error}") from error
+        return cls.from_dict(data)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "Costs":
+        """As `from_json`, from what `json.loads` returned."""
+        known = [f.name for f in fields(cls)]
+        if not isinstance(data, Mapping):
+            raise ScheduleError(f"costs: received {type(data).__name__}; expected an object with {', '.join(known)}")
+        unknown = sorted(set(data) - set(known))
+        missing = sorted({"forward", "backward", "weight"} - set(data))
+        if unknown or missing:
+            what = [f"unknown {', '.join(unknown)}"] * bool(unknown) + [f"missing {', '.join(missing)}"] * bool(missing)
+            raise ScheduleError(f"costs: {'; '.join(what)}; expected {', '.join(known)}")
+        for name in (*PER_STAGE, "links", "pairs"):
+            if not isinstance(data.get(name, []), Sequence):
+                raise ScheduleError(f"costs: `{name}` is {data[name]!r}; expected a list")
+        return cls(**data)
+
+
+def _require_amount(where: str, value: float) -> None:
+    try:
+        good = value >= 0 and math.isfinite(value)
+    except TypeError:
+        good = False
+    if not good:
+        raise ScheduleError(f"costs: {where} is {value!r}; expected a finite number that is not negative")
+
+
+def _resized(values: tuple[float, ...], stages: int) -> tuple[float, ...]:
+    """Sums over groups of neighbours, or equal parts."""
+    if stages < len(values):
+        size = len(values) // stages
+        return tuple(sum(values[i : i + size]) for i in range(0, len(values), size))
+    parts = stages // len(values)
+    return tuple(value / parts for value in values for _ in range(parts))

@@ -1,0 +1,184 @@
+"""Schedules as files: CSV that torch's own loader reads, JSON with placement and costs, and the text grid.
+
+torch (distributed/pipelining/schedules.py, `_load_csv`, 2.11 to 2.13) expects one row per rank and one action per cell;
+it reads schedules as format "compute_only" and lowered programs as "compute_comms". It knows no second model copy.
+"""
+
+import csv
+import io
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from zbcompile.schedules.errors import ScheduleError
+from zbcompile.schedules.ir.actions import COMMUNICATION, Step, flatten
+from zbcompile.schedules.ir.costs import Costs
+from zbcompile.schedules.ir.placement import Placement
+from zbcompile.schedules.ir.schedule import (
+    Letters,
+    Lowered,
+    Schedule,
+    compute_only,
+    format_schedule,
+    format_step,
+    parse_schedule,
+    parse_step,
+)
+
+PARAMETER_ACTION = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*")  # torch writes FSDP's between the others
+JSON_VERSION = 1
+
+
+def to_csv(program: Schedule | Lowered, letters: Letters = "torch") -> str:
+    """One row per rank, one action per cell.
+
+    >>> from zbcompile.schedules import build
+    >>> print(to_csv(build("1f1b", ranks=2, microbatches=2)))
+    0F0,0F1,0B0,0B1
+    1F0,1B0,1F1,1B1
+    <BLANKLINE>
+    """
+    schedule = program.schedule if isinstance(program, Lowered) else program
+    if letters == "torch" and schedule.placement.kind == "dual":
+        raise ScheduleError(f"{schedule.name}: torch knows one copy of a stage; write dualpipe-v, or letters='papers'")
+    if schedule.barriers != 1:
+        raise ScheduleError(
+            f"{schedule.name}: a CSV has no place for its {schedule.barriers} barriers; write .json or .txt"
+        )
+    if schedule.lookups:
+        raise ScheduleError(f"{schedule.name}: a CSV has no place for lookups; write .json or .txt")
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    for order in program.programs if isinstance(program, Lowered) else program.orders:
+        writer.writerow([format_step(step, letters) for step in order])
+    return out.getvalue()
+
+
+def from_csv(text: str, name: str = "csv", placement: Placement | None = None) -> Schedule | Lowered:
+    """Read what `to_csv` or torch's `_dump_csv` writes; a program with SEND and RECV comes back lowered.
+
+    Empty cells (torch's bubbles) and torch's UNSHARD, RESHARD and REDUCE_GRAD are no part of a schedule and left out.
+    The placement is read off the rows unless it is given.
+    """
+    rows = [row for row in csv.reader(io.StringIO(text)) if row]
+    programs = tuple(tuple(_cells(rank, row)) for rank, row in enumerate(rows))
+    actions = [action for program in programs for action in flatten(program)]
+    if not actions:
+        raise ScheduleError("this CSV holds no actions; expected one row of actions per rank")
+    microbatches = 1 + max(action.microbatch for action in actions)
+    orders = compute_only(programs)
+    schedule = Schedule(name, placement or infer_placement(orders), microbatches, orders)
+    return Lowered(schedule, programs) if any(action.op in COMMUNICATION for action in actions) else schedule
+
+
+def _cells(rank: int, row: Sequence[str]) -> list[Step]:
+    steps = []
+    for column, cell in enumerate(row):
+        if not cell.strip() or PARAMETER_ACTION.fullmatch(cell.strip()):
+            continue
+        try:
+            steps.append(parse_step(cell.strip()))
+        except ScheduleError as error:
+            raise ScheduleError(f"CSV row {rank + 1}, cell {column + 1}: {error}") from None
+    return steps
+
+
+def infer_placement(orders: Sequence[Sequence[Step]]) -> Placement:
+    """The placement under which every rank runs its own stages and no others.
+
+    >>> from zbcompile.schedules.ir.schedule import parse_order
+    >>> infer_placement([parse_order("F0.0 F3.0"), parse_order("F1.0 F2.0")])
+    Placement(kind='v', ranks=2, chunks=2)
+    """
+    ranks = len(orders)
+    found = [tuple(sorted({action.stage for action in flatten(tuple(order))})) for order in orders]
+    stages = 1 + max(stage for owned in found for stage in owned)
+    looped = Placement("looped", ranks, max(1, stages // ranks))
+    for placement in (Placement("linear", ranks), Placement("v", ranks, 2), looped, Placement("dual", ranks)):
+        if [placement.stages_of(rank) for rank in range(ranks)] == found:
+            return placement
+    listing = "; ".join(f"rank {rank}: {', '.join(map(str, owned))}" for rank, owned in enumerate(found))
+    raise ScheduleError(f"stages by rank ({listing}) follow no known placement; expected linear, v, looped or dual")
+
+
+class Document(NamedTuple):
+    """What a JSON file holds."""
+
+    program: Schedule | Lowered
+    costs: Costs | None
+
+
+def to_json(program: Schedule | Lowered, costs: Costs | None = None) -> str:
+    """Everything about a schedule or lowered program, one line per rank; `costs` go along if given."""
+    schedule = program.schedule if isinstance(program, Lowered) else program
+    data: dict[str, Any] = {
+        "format": "zbcompile schedule",
+        "version": JSON_VERSION,
+        "name": schedule.name,
+        "placement": asdict(schedule.placement),
+        "microbatches": schedule.microbatches,
+    }
+    if schedule.barriers != 1:
+        data["barriers"] = schedule.barriers
+    if schedule.lookups:
+        data["lookups"] = True
+    if costs is not None:
+        data["costs"] = json.loads(costs.to_json())
+    lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in data.items()]
+    lines.append(f'"orders": {_rows(schedule.orders)}')
+    if isinstance(program, Lowered):
+        lines.append(f'"programs": {_rows(program.programs)}')
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def _rows(orders: Sequence[Sequence[Step]]) -> str:
+    return "[\n" + ",\n".join(json.dumps([str(step) for step in order]) for order in orders) + "]"
+
+
+def from_json(text: str) -> Document:
+    """Read what `to_json` writes; raises `ScheduleError` for anything else."""
+    try:
+        data = json.loads(text)
+        if data["version"] != JSON_VERSION:
+            raise ScheduleError(f"JSON version {data['version']}; this release reads version {JSON_VERSION}")
+        orders = _orders(data["orders"])
+        placement, passes = Placement(**data["placement"]), (data.get("barriers", 1), data.get("lookups", False))
+        schedule = Schedule(data["name"], placement, data["microbatches"], orders, *passes)
+        program = Lowered(schedule, _orders(data["programs"])) if "programs" in data else schedule
+        return Document(program, Costs.from_dict(data["costs"]) if "costs" in data else None)
+    except json.JSONDecodeError as error:
+        raise ScheduleError(f"not JSON: {error}") from None
+    except (KeyError, TypeError) as error:
+        raise ScheduleError(f"JSON without what a schedule needs: {error!r}; write it with `to_json`") from None
+
+
+def _orders(rows: Sequence[Sequence[str]]) -> tuple[tuple[Step, ...], ...]:
+    return tuple(tuple(map(parse_step, row)) for row in rows)
+
+
+def save(program: Schedule | Lowered, path: str | Path, costs: Costs | None = None) -> None:
+    """Write a file by its ending: .csv (torch's letters), .json, .txt (the grid)."""
+    writers = {
+        ".csv": to_csv,
+        ".json": lambda each: to_json(each, costs),
+        ".txt": lambda each: format_schedule(each) + "\n",
+    }
+    Path(path).write_text(writers[_ending(path)](program), encoding="utf-8")
+
+
+def load(path: str | Path) -> Schedule | Lowered:
+    """Read a file by its ending: .csv (named after the file), .json, .txt."""
+    ending, text = _ending(path), Path(path).read_text(encoding="utf-8")
+    if ending == ".csv":
+        return from_csv(text, name=Path(path).stem)
+    return from_json(text).program if ending == ".json" else parse_schedule(text)
+
+
+def _ending(path: str | Path) -> str:
+    ending = Path(path).suffix
+    if ending not in (".csv", ".json", ".txt"):
+        raise ScheduleError(f"{path}: ending {ending!r}; expected .csv, .json or .txt")
+    return ending

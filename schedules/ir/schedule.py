@@ -1,0 +1,232 @@
+"""A schedule is data: for every rank the order of its compute actions, where each stage lives, and its text form.
+
+Text is read and written in the papers' letters and in torch's: `F0.3`, `B0.3`, `BW0.3` (operation, stage, microbatch)
+or `0F3`, `0I3`, `0B3` (stage, operation, microbatch; torch's I is our B, its B our BW).
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Literal
+
+from zbcompile.schedules.errors import ScheduleError
+from zbcompile.schedules.ir.actions import BW, COMMUNICATION, COMPUTE, Action, B, Pair, S, Step, W, flatten
+from zbcompile.schedules.ir.placement import Placement
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """`orders[rank]` is the tuple of that rank's actions (or pairs of them), compute only.
+
+    `barriers` says, where there are vocabulary passes, what the backward of the last stage waits for: S of every shard
+    (1), or T of every shard (2). `lookups` says that the embedding is sharded, too: the first stage receives what all
+    shards have looked up.
+    """
+
+    name: str
+    placement: Placement
+    microbatches: int
+    orders: tuple[tuple[Step, ...], ...]
+    barriers: int = 1
+    lookups: bool = False
+
+    @property
+    def ranks(self) -> int:
+        return self.placement.ranks
+
+    @property
+    def stages(self) -> int:
+        return self.placement.stages
+
+    def __str__(self) -> str:
+        """The grid of `format_schedule`, which `parse_schedule` reads back."""
+        return format_schedule(self)
+
+    def copy_of(self, microbatch: int) -> int:
+        """The model copy that a microbatch runs through: 0, or 1 for the second half under `dual`."""
+        return int(self.placement.kind == "dual" and microbatch >= self.microbatches // 2)
+
+    def rank_of(self, stage: int, microbatch: int) -> int:
+        return self.placement.rank(stage, self.copy_of(microbatch))
+
+    @property
+    def shards(self) -> tuple[int, ...]:
+        """The vocabulary shards, each named by a stage of its rank, in order of their ranks; none without S."""
+        found = ({step.stage for step in order if step[0] == S and isinstance(step, Action)} for order in self.orders)
+        return tuple(stage for stages in found for stage in sorted(stages))
+
+    def weight_order(self, stage: int) -> tuple[int, ...]:
+        """The microbatches in the order in which the weight gradients of `stage` accumulate, model copy by copy."""
+        ranks = dict.fromkeys((self.rank_of(stage, 0), self.rank_of(stage, self.microbatches - 1)))
+        actions = (action for rank in ranks for action in flatten(self.orders[rank]))
+        return tuple(action.microbatch for action in actions if action.op in (W, BW) and action.stage == stage)
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A schedule with its communication: `programs[rank]` is the order with SEND and RECV actions placed in it.
+
+    Execution semantics, which `check` proves safe and every runtime must keep: a RECV posts a receive and goes on; a
+    compute action waits for the receives it needs; a SEND may block until the matching receive is posted. On every
+    channel (ordered pair of ranks) receives are posted in the order in which the peer sends.
+    """
+
+    schedule: Schedule
+    programs: tuple[tuple[Step, ...], ...]
+
+    def __str__(self) -> str:
+        """The grid of a schedule, with its messages."""
+        return format_schedule(self)
+
+
+Letters = Literal["papers", "torch"]
+
+TORCH_LETTERS = {"F": "F", B: "I", W: W, BW: "B"} | {op: op for op in COMMUNICATION}
+_FROM_TORCH = {theirs: ours for ours, theirs in TORCH_LETTERS.items()}
+_PAPERS = re.compile(r"([A-Z]+(?:_[FB])?)(\d+)\.(\d+)")
+_TORCH = re.compile(r"(\d+)([A-Z]+(?:_[FB])?)(\d+)")
+_PAPERS_PAIR = re.compile(r"\(([^|()]+)\|([^|()]+)\)")
+_TORCH_PAIR = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
+_HEADER = re.compile(
+    r"(\S+): (\d+) ranks, (\d+) microbatches, (\w+) placement, (\d+) chunks?(?:, (\d+) barriers)?(, lookups)?"
+    r"(, lowered)?"
+)
+
+
+def format_step(step: Step, letters: Letters = "papers") -> str:
+    """One action or pair.
+
+    >>> format_step(Action("B", 0, 3)), format_step(Action("B", 0, 3), "torch")
+    ('B0.3', '0I3')
+    >>> format_step(Pair(Action("F", 0, 1), Action("BW", 3, 0)), "torch")
+    '(0F1;3B0)OVERLAP_F_B'
+    """
+    if letters == "papers":
+        return str(step)
+    if isinstance(step, Pair):
+        return f"({format_step(step.forward, letters)};{format_step(step.backward, letters)})OVERLAP_F_B"
+    if step.op not in TORCH_LETTERS:
+        raise ScheduleError(f"{step}: torch has no letter for {step.op}; write it in the papers' letters")
+    return f"{step.stage}{TORCH_LETTERS[step.op]}{step.microbatch}"
+
+
+def parse_step(text: str) -> Step:
+    """The action or pair written in `text`, in either letters.
+
+    >>> parse_step("0I3"), parse_step("(F0.1|BW3.0)").backward
+    (Action(op='B', stage=0, microbatch=3), Action(op='BW', stage=3, microbatch=0))
+    """
+    pair = _PAPERS_PAIR.fullmatch(text) or _TORCH_PAIR.fullmatch(text)
+    if pair:
+        return Pair(_parse_action(pair[1].strip()), _parse_action(pair[2].strip()))
+    return _parse_action(text)
+
+
+def _parse_action(text: str) -> Action:
+    if match := _PAPERS.fullmatch(text):
+        op, stage, microbatch = match.groups()
+    elif match := _TORCH.fullmatch(text):
+        stage, letter, microbatch = match.groups()
+        op = _FROM_TORCH.get(letter, "")
+    else:
+        op, stage, microbatch = "", "0", "0"
+    if op not in COMPUTE | COMMUNICATION:
+        raise ScheduleError(f"{text!r} is no action; expected one like F0.3, BW0.3, SEND_F0.3 or torch's 0F3, 0I3, 0B3")
+    return Action(op, int(stage), int(microbatch))
+
+
+def format_order(order: Iterable[Step], letters: Letters = "papers") -> str:
+    """The steps of one rank, separated by blanks."""
+    return " ".join(format_step(step, letters) for step in order)
+
+
+def parse_order(text: str) -> tuple[Step, ...]:
+    """Read what `format_order` writes.
+
+    >>> parse_order("F0.0 BW0.0") == parse_order("0F0 0B0")
+    True
+    """
+    return tuple(parse_step(word) for word in text.split())
+
+
+def format_schedule(program: Schedule | Lowered, letters: Letters = "papers", width: int | None = None) -> str:
+    """A grid, one line per rank, step under step; `parse_schedule` reads it back.
+
+    With `width` (characters of a terminal) the grid is folded into bands of so many columns.
+
+    >>> from zbcompile.schedules import build
+    >>> print(format_schedule(build("zb-h1", ranks=2, microbatches=2)))
+    zb-h1: 2 ranks, 2 microbatches, linear placement, 1 chunk
+    rank 0  F0.0  F0.1  B0.0  W0.0  B0.1  W0.1
+    rank 1  F1.0  B1.0  F1.1  B1.1  W1.0  W1.1
+    """
+    schedule = program.schedule if isinstance(program, Lowered) else program
+    orders = program.programs if isinstance(program, Lowered) else program.orders
+    cells = [[format_step(step, letters) for step in order] for order in orders]
+    labels = [f"rank {rank}".ljust(len(f"rank {len(orders) - 1}")) for rank in range(len(orders))]
+    lines = [_header(schedule, isinstance(program, Lowered))]
+    for band in _bands(_columns(cells), len(labels[0]), width):
+        lines += [
+            ("  ".join((label, *row))).rstrip() for label, row in zip(labels, zip(*band, strict=True), strict=True)
+        ]
+        lines.append("")
+    return "\n".join(lines[:-1])
+
+
+def _header(schedule: Schedule, lowered: bool) -> str:
+    kind, chunks = schedule.placement.kind, schedule.placement.chunks
+    counts = f"{schedule.ranks} ranks, {schedule.microbatches} microbatches"
+    plural = "" if chunks == 1 else "s"
+    barriers = f", {schedule.barriers} barriers" * (schedule.barriers != 1)
+    lookups = ", lookups" * schedule.lookups
+    what = f"{schedule.name}: {counts}, {kind} placement, {chunks} chunk{plural}{barriers}{lookups}"
+    return what + ", lowered" * lowered
+
+
+def _columns(cells: Sequence[Sequence[str]]) -> list[list[str]]:
+    columns = zip_longest(*cells, fillvalue="")
+    return [[cell.ljust(max(map(len, column))) for cell in column] for column in columns]
+
+
+def _bands(columns: list[list[str]], label: int, width: int | None) -> list[list[list[str]]]:
+    """Split columns so that label, two blanks and cell after cell fit into `width`; at least one column a band."""
+    bands: list[list[list[str]]] = [[]]
+    used = label
+    for column in columns:
+        used += 2 + len(column[0])
+        if width is not None and used > width and bands[-1]:
+            bands.append([])
+            used = label + 2 + len(column[0])
+        bands[-1].append(column)
+    return bands
+
+
+def parse_schedule(text: str) -> Schedule | Lowered:
+    """Read what `format_schedule` writes, folded or not.
+
+    A lowered program comes back with its compute actions as the orders of its schedule. Only the form is judged here;
+    `check` judges the content.
+    """
+    header, *lines = [line for line in text.splitlines() if line.strip()] or [""]
+    match = _HEADER.fullmatch(header.strip())
+    if not match:
+        expected = "NAME: P ranks, M microbatches, KIND placement, V chunks"
+        raise ScheduleError(f"first line {header!r}; expected {expected!r}")
+    name, ranks, microbatches, kind, chunks, barriers, lookups, lowered = match.groups()
+    orders: list[list[Step]] = [[] for _ in range(int(ranks))]
+    for line in lines:
+        word, rank, *steps = line.split()
+        if word != "rank" or not rank.isdigit() or int(rank) >= len(orders):
+            raise ScheduleError(f"line {line!r}; expected 'rank R' with R from 0 to {len(orders) - 1} and its steps")
+        orders[int(rank)] += map(parse_step, steps)
+    programs = tuple(map(tuple, orders))
+    placement = Placement(kind, int(ranks), int(chunks))
+    passes = int(barriers or 1), lookups is not None
+    schedule = Schedule(name, placement, int(microbatches), compute_only(programs), *passes)
+    return Lowered(schedule, programs) if lowered else schedule
+
+
+def compute_only(programs: Iterable[Iterable[Step]]) -> tuple[tuple[Step, ...], ...]:
+    """Programs without their SEND and RECV actions."""
+    return tuple(tuple(step for step in program if step[0] not in COMMUNICATION) for program in programs)

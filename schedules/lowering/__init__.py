@@ -1,0 +1,1 @@
+"""From orders to actions with sends, receives and collectives."""

@@ -1,0 +1,126 @@
+"""The collectives of the vocabulary passes: their one global order, where they are posted, and what `check` asks.
+
+All shards post the same collectives in the same order on a process group of their own; posting never waits, so a
+collective is complete when the last shard has posted it. In a run of the orders collective X belongs to the time at
+which the last pass that feeds it ends. All shards post it before the action that they run at that time. Then no post
+stands behind what waits for it: a consumer begins no earlier than that time, and everything in front of a post began
+before it. Numbered by these times they join the proof in `zbcompile.schedules.lowering.lower`.
+
+A LOOKUP is fed by nothing but the inputs. It belongs to the time at which the last but one forward of the first stage
+before its own ends: so it has a forward's time to travel, and at most two wait to be used.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import NamedTuple
+
+from zbcompile.schedules.errors import ScheduleError
+from zbcompile.schedules.execution.deadlock import culprit_error
+from zbcompile.schedules.execution.event_loop import Run
+from zbcompile.schedules.ir.actions import (
+    CAST,
+    COLLECTIVES,
+    LOOKUP,
+    SPREAD,
+    STATS,
+    SUM,
+    Action,
+    B,
+    F,
+    S,
+    Step,
+    T,
+    flatten,
+)
+from zbcompile.schedules.ir.schedule import Lowered, Schedule
+
+LOOKUPS_AHEAD = 2
+Posts = list[list[Action] | None]  # what is posted in front of each step of one rank, and behind the last
+
+
+class Collective(NamedTuple):
+    """`op` for `microbatch`, which can begin at `time`."""
+
+    time: float
+    microbatch: int
+    op: str
+
+
+def collectives_of(schedule: Schedule) -> tuple[str, ...]:
+    """The kinds of collective that every microbatch needs, in the order in which it needs them."""
+    passes = (CAST, STATS, SUM)[: 1 + schedule.barriers]
+    return (LOOKUP, *passes, SPREAD) if schedule.lookups else passes
+
+
+def global_order(schedule: Schedule, outcome: Run) -> list[Collective]:
+    """Every collective of a step in the order of the times at which they can begin."""
+    events, shards = outcome.events, schedule.shards
+    made = {CAST: [events.first(F, schedule.stages - 1)], SPREAD: [events.first(B, 0)]}
+    made |= {op: [events.first(by, shard) for shard in shards] for op, by in ((STATS, S), (SUM, T))}
+    fed = [Action(op, 0, m) for op in collectives_of(schedule) if op in made for m in range(schedule.microbatches)]
+    found = [Collective(max(outcome.happened[event + m] for event in made[op]), m, op) for op, _, m in fed]
+    return sorted([*found, *(_lookups(schedule, outcome) if schedule.lookups else ())])
+
+
+def _lookups(schedule: Schedule, outcome: Run) -> list[Collective]:
+    """Every LOOKUP with the time of the forward before the one before its own."""
+    first = [a.microbatch for a in flatten(schedule.orders[schedule.rank_of(0, 0)]) if a.op == F and a.stage == 0]
+    ends = [outcome.happened[outcome.events.first(F, 0) + m] for m in first]
+    times = [0.0] * LOOKUPS_AHEAD + ends
+    return [Collective(time, m, LOOKUP) for time, m in zip(times, first, strict=False)]
+
+
+def post_collectives(schedule: Schedule, outcome: Run, posts: Sequence[Posts]) -> None:
+    """Enter every collective into the `posts` of every shard's rank, behind the receives that are there already."""
+    shard_of = {schedule.rank_of(shard, 0): shard for shard in schedule.shards}
+    for time, microbatch, op in global_order(schedule, outcome):
+        for rank, shard in shard_of.items():
+            begins, ends = outcome.begin[rank], outcome.end[rank]
+            place = bisect_left(begins, time)
+            if place and ends[place - 1] > time:
+                place -= 1
+            found = posts[rank][place] = posts[rank][place] or []
+            found.append(Action(op, shard, microbatch))
+
+
+def check_collectives(lowered: Lowered) -> None:
+    """Raise `ScheduleError` unless every shard posts every collective once, all of them in the same order."""
+    schedule = lowered.schedule
+    shards = {schedule.rank_of(shard, 0): shard for shard in schedule.shards}
+    posted = {rank: _posted(program) for rank, program in enumerate(lowered.programs)}
+    for rank, found in posted.items():
+        expected = _expected(schedule) if rank in shards else set()
+        for (op, microbatch), index in found:
+            if (op, microbatch) not in expected or (schedule.shards and _shard(lowered, rank, index) != shards[rank]):
+                _refuse(lowered, rank, index, "comes twice, or belongs to no shard of this rank")
+            expected.discard((op, microbatch))
+        if expected:
+            op, microbatch = min(expected, key=lambda each: each[::-1])
+            raise ScheduleError(f"{schedule.name}: rank {rank} never posts {Action(op, shards[rank], microbatch)}")
+    first = next(iter(shards), 0)
+    for rank in shards:
+        for (one, _), (other, index) in zip_longest(posted[first], posted[rank]):
+            if one != other:
+                _refuse(lowered, rank, index, f"stands where rank {first} posts {one[0]} of microbatch {one[1]}")
+
+
+def _expected(schedule: Schedule) -> set[tuple[str, int]]:
+    return {(op, m) for op in collectives_of(schedule) for m in range(schedule.microbatches)}
+
+
+def _posted(program: Sequence[Step]) -> list[tuple[tuple[str, int], int]]:
+    """The collectives of one rank, each with the index of its step."""
+    found = ((step, index) for index, step in enumerate(program) if step[0] in COLLECTIVES)
+    return [((str(step[0]), step[2]), index) for step, index in found if isinstance(step, Action)]
+
+
+def _shard(lowered: Lowered, rank: int, index: int) -> int:
+    step = lowered.programs[rank][index]
+    return step.stage if isinstance(step, Action) else -1
+
+
+def _refuse(lowered: Lowered, rank: int, index: int, reason: str) -> None:
+    what = f"{lowered.schedule.name}: rank {rank}: {lowered.programs[rank][index]} {reason}"
+    rule = "all shards post the same collectives in the same order"
+    raise culprit_error(f"{what}; {rule}", lowered.programs, rank, index)

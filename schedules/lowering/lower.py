@@ -1,0 +1,155 @@
+"""From compute orders to programs: where every SEND, RECV and collective goes.
+
+It is safe even when every send blocks until its receive is posted (rendezvous).
+
+Run the orders once with messages that are buffered without limit: every compute action X gets a begin and an end. Then
+
+* SEND(X) stands right after X;
+* RECV(X) stands on the receiving rank before the action that runs when X begins: early enough that the sender finds it
+  posted and the transfer hides behind computation, late enough that at most one producer's duration of receives is open
+  beyond what is in flight anyway.
+
+Why this cannot deadlock: number RECV(X) with X's begin, SEND(X) with X's end, compute with its own begin. Whatever
+can wait in front of RECV(X) on its rank began before X did, a consumer begins no earlier than X ends, and times are
+positive: so every wait (send for receive, compute for send, next for previous on a rank) is for a smaller number. As
+the producers on one rank begin in the order in which they send, each channel's receives are posted in that order.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
+
+from zbcompile.schedules.execution.deadlock import require_finished
+from zbcompile.schedules.execution.event_loop import Run, has_pairs, run, without_collector
+from zbcompile.schedules.ir.actions import (
+    BW,
+    COMPUTE,
+    RECV_B,
+    RECV_F,
+    SEND_B,
+    SEND_F,
+    Action,
+    B,
+    F,
+    Pair,
+    Step,
+    flatten,
+)
+from zbcompile.schedules.ir.costs import Costs
+from zbcompile.schedules.ir.schedule import Lowered, Schedule
+from zbcompile.schedules.lowering.collectives import Posts, post_collectives
+
+
+class Peer(NamedTuple):
+    """Where the results of one operation on one stage go, and the ready-made actions by microbatch."""
+
+    rank: int
+    sends: list[Action]
+    receives: list[Action]
+
+
+Peers = dict[str, dict[int, Peer]]  # by operation, then by stage
+
+
+@without_collector
+def lower(schedule: Schedule, costs: Costs | None = None) -> Lowered:
+    """Place SEND, RECV and (with vocabulary passes) collective actions in every rank's order.
+
+    `costs` (default: uniform) only say when each receive will be needed; whatever they are, the program is safe.
+    Raises `ScheduleError` if the orders wait for each other in a circle, which no placement of messages can mend.
+
+    >>> from zbcompile.schedules import build
+    >>> " ".join(map(str, lower(build("1f1b", ranks=2, microbatches=1)).programs[0]))
+    'F0.0 RECV_B0.0 SEND_F0.0 BW0.0'
+    """
+    outcome = run(schedule, _positive(costs or Costs.uniform(schedule.stages)))
+    require_finished(schedule, outcome)
+    microbatches = tuple(range(schedule.microbatches))  # one object per number, not one per action
+    peers = [_peers(schedule, rank, microbatches) for rank in range(schedule.ranks)]
+    posts: list[Posts] = [[None] * (len(order) + 1) for order in schedule.orders]
+    for rank, order in enumerate(schedule.orders):
+        _post_receives(order, outcome.begin[rank], peers[rank], outcome, posts)
+    if schedule.shards:
+        post_collectives(schedule, outcome, posts)
+    return Lowered(schedule, tuple(map(_interleave, schedule.orders, peers, posts)))
+
+
+def _positive(costs: Costs) -> Costs:
+    """The costs with every pass that takes no time made very short: the proof above needs positive times."""
+    times = {op: getattr(costs, op) for op in ("forward", "backward", "weight", "vocab_s", "vocab_t")}
+    tiny = min((t for values in times.values() for t in values if t > 0), default=1) / 1024
+    pairs = tuple(pair._replace(time=pair.time or tiny) for pair in costs.pairs)
+    positive: dict[str, Any] = {op: tuple(t or tiny for t in values) for op, values in times.items()}
+    return replace(costs, pairs=pairs, **positive)
+
+
+def _post_receives(
+    order: Sequence[Step], begins: Sequence[float], peers: Peers, outcome: Run, posts: Sequence[Posts]
+) -> None:
+    """Enter the receives of everything that one rank sends into the `posts` of the receiving ranks."""
+    reached = dict.fromkeys((peer.rank for stages in peers.values() for peer in stages.values()), 0)
+    for begin, (op, stage, microbatch) in _timed(order, begins):
+        peer = peers[op].get(stage)
+        if peer is None:
+            continue
+        there = peer.rank
+        place = bisect_left(outcome.begin[there], begin, reached[there])
+        if place and outcome.end[there][place - 1] > begin:
+            place -= 1
+        reached[there] = place
+        present = posts[there][place]
+        if present is None:
+            posts[there][place] = [peer.receives[microbatch]]
+        else:
+            present.append(peer.receives[microbatch])
+
+
+def _timed(order: Sequence[Step], begins: Sequence[float]) -> Iterable[tuple[float, Action]]:
+    """The actions with the begin of their step."""
+    if not has_pairs(order):
+        return zip(begins, cast(Sequence[Action], order), strict=True)
+    return ((begin, action) for begin, step in zip(begins, order, strict=True) for action in flatten((step,)))
+
+
+def _peers(schedule: Schedule, rank: int, microbatches: Sequence[int]) -> Peers:
+    """By operation and stage; nothing is sent within a rank."""
+    peers: Peers = {op: {} for op in COMPUTE}
+    for stage in schedule.placement.stages_of(rank):
+        copy = int(schedule.placement.rank(stage) != rank)
+        forward = _peer(schedule, rank, copy, stage, stage + 1, (SEND_F, RECV_F), microbatches)
+        backward = _peer(schedule, rank, copy, stage, stage - 1, (SEND_B, RECV_B), microbatches)
+        if forward:
+            peers[F][stage] = forward
+        if backward:
+            peers[B][stage] = peers[BW][stage] = backward
+    return peers
+
+
+def _peer(
+    schedule: Schedule, rank: int, copy: int, stage: int, target: int, ops: tuple[str, str], microbatches: Sequence[int]
+) -> Peer | None:
+    if not 0 <= target < schedule.stages or schedule.placement.rank(target, copy) == rank:
+        return None
+    send, receive = ops
+    sends = [Action(send, stage, m) for m in microbatches]
+    receives = [Action(receive, target, m) for m in microbatches]
+    return Peer(schedule.placement.rank(target, copy), sends, receives)
+
+
+def _interleave(order: Sequence[Step], peers: Peers, posts: Posts) -> tuple[Step, ...]:
+    """Steps with the receives in front of them; sends follow their step, after the receives of the next."""
+    program: list[Step] = []
+    sends: list[Action] = []
+    for step, receives in zip(order, posts[:-1], strict=True):
+        if receives is not None:
+            program += receives
+        if sends:
+            program += sends
+            sends.clear()
+        program.append(step)
+        for op, stage, microbatch in step if isinstance(step, Pair) else (step,):
+            peer = peers[op].get(stage)
+            if peer is not None:
+                sends.append(peer.sends[microbatch])
+    return (*program, *(posts[-1] or ()), *sends)

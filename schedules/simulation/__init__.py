@@ -1,0 +1,1 @@
+"""How long a step takes, why ranks are idle, and closed forms."""

@@ -1,0 +1,285 @@
+"""What the length, the memory and the traffic of each schedule are as formulas, and under which conditions.
+
+All stages are equal here. `T_F`, `T_B`, `T_W` are the times of one rank's whole share of the model (a chunk takes 1/v
+of it), `T_P` the time of an overlapped pair of chunks, `c` one hop between ranks; `M_B` is what a microbatch holds on
+one rank from F to B, `M_W` what is left of it until W. Formulas that the literature states without conditions, or not
+at all, were found with the simulator, and every one is tested against it over random costs inside its conditions.
+
+The only module of this package that imports sympy.
+"""
+
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportReturnType=false
+# sympy's relations are annotated as unions with Integer, which its own And, Or and Piecewise do not accept.
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+from sympy import And, Eq, Expr, Ge, Le, Max, Min, Mod, Or, Piecewise, ceiling, floor, true
+from sympy.logic.boolalg import Boolean
+
+from zbcompile.schedules.errors import ScheduleError
+from zbcompile.schedules.generators.registry import find
+from zbcompile.schedules.ir.costs import Costs
+from zbcompile.schedules.ir.schedule import Schedule
+
+p, m, v = sympy.symbols("p m v", integer=True, positive=True)
+T_F, T_B, T_W, T_P, c, M_B, M_W = sympy.symbols("T_F T_B T_W T_P c M_B M_W", nonnegative=True)
+T = T_F + T_B + T_W
+
+
+@dataclass(frozen=True)
+class Formula:
+    """`value` is exact where `valid` holds; `source` says where it comes from.
+
+    >>> closed_form("1f1b").peak.value
+    M_B*Min(m, p)
+    """
+
+    value: Expr
+    valid: Boolean = true
+    source: str = ""
+
+    def holds(self, schedule: Schedule, costs: Costs) -> bool:
+        """Whether the conditions are met."""
+        return bool(self.valid.subs(values(schedule, costs)))
+
+    def at(self, schedule: Schedule, costs: Costs) -> Any:
+        """The value for a schedule and equal stages; `ScheduleError` outside the conditions."""
+        if not self.holds(schedule, costs):
+            raise ScheduleError(f"{schedule.name}: this closed form holds for {self.valid}; use `simulate` elsewhere")
+        return self.value.subs(values(schedule, costs))
+
+
+@dataclass(frozen=True)
+class ClosedForm:
+    """The formulas of one schedule; `None` where there is none.
+
+    * `cost`: the longest own span of a rank; `makespan`: the whole step (see `Timeline` for both).
+    * `peak`: memory of the rank that needs most. `messages`: number of messages of one step, forward and backward.
+    """
+
+    name: str
+    cost: Formula | None
+    makespan: Formula | None
+    peak: Formula
+    messages: Formula
+
+    @property
+    def work(self) -> Expr:
+        """What every rank computes in a step, if pairs hide nothing."""
+        return m * T
+
+    @property
+    def bubble(self) -> Formula | None:
+        """1 - work/makespan."""
+        return self._bubble(self.makespan)
+
+    @property
+    def cost_bubble(self) -> Formula | None:
+        """1 - work/cost."""
+        return self._bubble(self.cost)
+
+    def _bubble(self, length: Formula | None) -> Formula | None:
+        if length is None:
+            return None
+        valid = And(length.valid, Eq(T_P, T / v)) if T_P in length.value.free_symbols else length.valid
+        return Formula(1 - self.work / length.value.subs(T_P, T / v), valid, length.source)
+
+
+def values(schedule: Schedule, costs: Costs) -> dict[Any, Any]:
+    """What the symbols are; raises `ScheduleError` unless all stages and all hops are equal."""
+    equal = ("forward", "backward", "weight", "activation", "residue")
+    if any(len(set(getattr(costs, name))) > 1 for name in equal) or costs.links or costs.pairs or costs.bandwidth:
+        raise ScheduleError("closed forms know equal stages and hops only; use `simulate` for these costs")
+    if any(costs.optimizer) or costs.barrier:
+        raise ScheduleError("closed forms end with the last pass; leave out optimizer and barrier, or use `simulate`")
+    chunks = schedule.placement.chunks
+    return {
+        p: schedule.ranks,
+        m: schedule.microbatches,
+        v: chunks,
+        T_F: _exact(chunks * costs.forward[0]),
+        T_B: _exact(chunks * costs.backward[0]),
+        T_W: _exact(chunks * costs.weight[0]),
+        T_P: _exact(costs.pair_time(0, 0)),
+        c: _exact(costs.comm),
+        M_B: _exact(chunks * costs.activation[0]),
+        M_W: _exact(chunks * costs.residue[0]),
+    }
+
+
+def _exact(number: Any) -> sympy.Rational:
+    return sympy.Rational(str(number))
+
+
+def closed_form(name: str) -> ClosedForm:
+    """The formulas of the schedule called `name` (any spelling, see `names`).
+
+    >>> closed_form("zb-h1").peak.value
+    M_B*Min(m, p)
+    """
+    canonical = find(name).name
+    return FORMS[canonical](canonical)
+
+
+FREE_HOPS = Eq(c, 0)
+SMALL_W = Le(T_W, T_F)  # W fits into the gap that F leaves on the next rank
+W_FITS = Le(T_W, Min(T_F, T_B))
+HOPS_HIDE = Le(2 * c, T_W)  # a W covers the way to the neighbour and back
+EQUAL_TIMES = And(Eq(T_F, T_B), Eq(T_B, T_W))
+FULL_GROUPS = Eq(Mod(m, p), 0)
+CONTROLLABLE = "Qi et al., Controllable Memory, arXiv 2405.15362"
+PAPER = "Qi et al., Zero Bubble, arXiv 2401.10241"
+DUALPIPE = "DeepSeek-V3, arXiv 2412.19437, table 2; n pairs on the turning rank"
+MEASURED = "found with the simulator"
+
+LINEAR, LOOPED, VEE = 2 * (p - 1) * m, 2 * (v * p - 1) * m, 4 * (p - 1) * m
+
+
+def _circulation(count: Any) -> Any:
+    """Hops on the critical path when at most p microbatches circulate and `count` of them run."""
+    return 2 * (p - 1) + 2 * (count - 1 - ceiling((count - 1) / p))
+
+
+def _messages(value: Any) -> Formula:
+    return Formula(sympy.Piecewise((0, Eq(p, 1)), (value, true)), true, "one tensor for each boundary between ranks")
+
+
+def _form(name: str, cost: Formula | None, peak: Formula, messages: Any, makespan: Formula | None = None) -> ClosedForm:
+    return ClosedForm(name, cost, makespan or cost, peak, _messages(messages))
+
+
+def _gpipe(name: str) -> ClosedForm:
+    length = Formula((m + p - 1) * T + 2 * (p - 1) * c, true, "Huang et al., GPipe, arXiv 1811.06965")
+    return _form(name, length, Formula(m * M_B), LINEAR)
+
+
+def _one_f_one_b(name: str) -> ClosedForm:
+    """Only p microbatches circulate, so all but every p-th one pay for a way there and back."""
+    length = Formula((m + p - 1) * T + _circulation(m) * c, true, MEASURED)
+    return _form(name, length, Formula(Min(m, p) * M_B), LINEAR)
+
+
+def _eager(name: str) -> ClosedForm:
+    length = Formula((m + p - 1) * T + 2 * (p - 1) * c, Le(2 * c, T), MEASURED)
+    return _form(name, length, Formula(Min(m, 2 * p - 1) * M_B), LINEAR)
+
+
+def _overlap(name: str) -> ClosedForm:
+    hops = Piecewise((0, Eq(p, 1)), (2 * (p - 1) + 2 * Max(0, floor(m / 2) - 1), true))
+    length = Formula((m + p - 1) * T - (m - 1) * (T - T_P) + hops * c, Or(FREE_HOPS, Eq(T_P, T)), MEASURED)
+    return _form(name, length, Formula(Min(m, 2 * p) * M_B), LINEAR)
+
+
+def _interleaved(name: str) -> ClosedForm:
+    valid = And(FULL_GROUPS, Or(FREE_HOPS, Le(2 * c, Min(T_F, T_B + T_W) / v)))
+    hops = Piecewise((0, Eq(p, 1)), (2 * (v * p - 1), true))
+    length = Formula(m * T + (p - 1) * T / v + hops * c, valid, f"Narayanan et al., arXiv 2104.04473; hops: {MEASURED}")
+    peak = Formula(Min(v * m, v * p + p - 1) * M_B / v, FULL_GROUPS, MEASURED)
+    return _form(name, length, peak, LOOPED)
+
+
+def _interleaved_overlap(name: str) -> ClosedForm:
+    valid = And(FULL_GROUPS, FREE_HOPS, Ge(m, 2 * p), Eq(T_P, T / v))
+    length = Formula(m * T + (p - 1) * T / v, valid, MEASURED)
+    peak = Formula(Min(v * m, v * p + p) * M_B / v, FULL_GROUPS, MEASURED)
+    return _form(name, length, peak, LOOPED)
+
+
+def _zb_h1_length(hops: Any, valid: Boolean) -> Formula:
+    return Formula((m + p - 1) * (T_F + T_B) + Max(1, m - p + 1) * T_W + hops * c, valid, f"{PAPER}; hops: {MEASURED}")
+
+
+def _zb_h1(name: str) -> ClosedForm:
+    hops = _circulation(Min(m, p + 1))
+    cost, makespan = (_zb_h1_length(hops, And(fits, HOPS_HIDE | FREE_HOPS)) for fits in (SMALL_W, W_FITS))
+    return _form(name, cost, Formula(Min(m, p) * M_B, Le(M_W, M_B)), LINEAR, makespan)
+
+
+def _zb_h1_lazy(name: str) -> ClosedForm:
+    hops = _circulation(m)
+    cost, makespan = (_zb_h1_length(hops, And(fits, HOPS_HIDE | FREE_HOPS)) for fits in (SMALL_W, W_FITS))
+    return _form(name, cost, Formula(Min(m, p) * M_B, Le(M_W, M_B)), LINEAR, makespan)
+
+
+def _zb_h2(name: str) -> ClosedForm:
+    full = Ge(m, 2 * p - 1)
+    bubble = (p - 1) * (T_F + T_B - 2 * T_W)
+    hidden = Or(And(FREE_HOPS, SMALL_W), And(W_FITS, HOPS_HIDE))
+    cost = Formula(m * T + Max(0, bubble) + 2 * (p - 1) * c, And(full, hidden), PAPER)
+    makespan = Formula(m * T + Max((p - 1) * T_F, bubble), And(full, FREE_HOPS, SMALL_W), MEASURED)
+    return _form(name, cost, Formula(Min(m, 2 * p - 1) * M_B, Le(M_W, M_B)), LINEAR, makespan)
+
+
+def _interleaved_zb(name: str) -> ClosedForm:
+    hops = 4 * (p - 1) + p * (v - 1) - Piecewise((2, Eq(m, p)), (0, true))
+    hops = Piecewise((0, Eq(p, 1)), (hops, true))
+    value = m * T + (p - 1) * (T_F + T_B - T_W) / v + hops * c
+    valid = And(FULL_GROUPS, Or(FREE_HOPS, Le(2 * c, T_W / v)))
+    cost, makespan = (Formula(value, And(valid, fits), MEASURED) for fits in (SMALL_W, W_FITS))
+    return _form(name, cost, Formula(Min(m, p) * M_B, And(FULL_GROUPS, Le(M_W, M_B))), LOOPED, makespan)
+
+
+def _zb_v(name: str) -> ClosedForm:
+    valid = And(Ge(m, 2 * p - 1), Ge(p, 2), EQUAL_TIMES, Le(4 * c, T_W))
+    cost = Formula(m * T + (6 * p - 8) * c, valid, f"{CONTROLLABLE}; hops: {MEASURED}")
+    makespan = Formula(m * T + (p - 1) * T_F / 2 + (5 * p - 7) * c, valid, MEASURED)
+    return _form(name, cost, Formula(p * M_B, And(Ge(m, 2 * p - 1), EQUAL_TIMES, Le(M_W, M_B))), VEE, makespan)
+
+
+def _v_half(name: str) -> ClosedForm:
+    valid = And(EQUAL_TIMES, FREE_HOPS, Ge(p, 3), Ge(m, 2 * p))
+    length = Formula(m * T + (6 * floor((p - 1) / 2) - 1) * T_F / 2, valid, f"{CONTROLLABLE}; exact bubble: {MEASURED}")
+    return _form(name, length, Formula(floor((p + 2) / 2) * M_B, And(EQUAL_TIMES, Ge(m, 2 * p))), VEE)
+
+
+def _v_min(name: str) -> ClosedForm:
+    valid = And(EQUAL_TIMES, FREE_HOPS, Ge(p, 4), Eq(Mod(p, 3), 1), Ge(m, 2 * p))
+    length = Formula(m * T + (4 * p - 5) * T_F / 2, valid, f"{CONTROLLABLE}; exact bubble: {MEASURED}")
+    return _form(name, length, Formula(floor((p + 4) / 3) * M_B, And(EQUAL_TIMES, Ge(m, 2 * p))), VEE)
+
+
+def _dual_idle(depth: Any, chunks: int) -> Any:
+    return (depth - 1) * (T_P + (T_B - 2 * T_W) / chunks)
+
+
+def _dual_form(name: str, depth: Any, chunks: int, pairs: Any, messages: Any, peak: Any) -> ClosedForm:
+    valid = And(Eq(T_F, T_B), Le(T_W, T_F), FREE_HOPS)
+    value = m * T - pairs * (T / chunks - T_P) + _dual_idle(depth, chunks)
+    return _form(name, Formula(value, valid, DUALPIPE), Formula(peak * M_B / chunks, Le(M_W, M_B), DUALPIPE), messages)
+
+
+def _dualpipe(name: str) -> ClosedForm:
+    return _dual_form(name, p / 2, 1, m - p - 1, LINEAR, p + 1)
+
+
+def _dualpipe_v(name: str) -> ClosedForm:
+    return _dual_form(name, p, 2, 2 * (m - p) - 1, VEE, 2 * p + 1)
+
+
+def _automatic(factor: int) -> Callable[[str], ClosedForm]:
+    """No formula for the length: the order follows the costs. The peak is an upper bound, the limit of the schedule."""
+    return lambda name: _form(name, None, Formula(factor * p * M_B), LINEAR)
+
+
+FORMS: Mapping[str, Callable[[str], ClosedForm]] = {
+    "gpipe": _gpipe,
+    "1f1b": _one_f_one_b,
+    "eager-1f1b": _eager,
+    "1f1b-overlap": _overlap,
+    "interleaved-1f1b": _interleaved,
+    "interleaved-1f1b-overlap": _interleaved_overlap,
+    "zb-h1": _zb_h1,
+    "zb-h1-lazy": _zb_h1_lazy,
+    "zb-h2": _zb_h2,
+    "zb-1p": _automatic(1),
+    "zb-2p": _automatic(2),
+    "interleaved-zb": _interleaved_zb,
+    "zb-v": _zb_v,
+    "v-half": _v_half,
+    "v-min": _v_min,
+    "dualpipe": _dualpipe,
+    "dualpipe-v": _dualpipe_v,
+}

@@ -1,0 +1,192 @@
+"""Why a rank stands still: the cause of every gap in a simulated step."""
+
+from collections.abc import Iterator
+from typing import Literal, NamedTuple, get_args
+
+from zbcompile.schedules.execution.event_loop import Run, awaited, parts
+from zbcompile.schedules.ir.actions import (
+    BW,
+    CAST,
+    LOOKUP,
+    RECV_B,
+    RECV_F,
+    SEND_B,
+    SEND_F,
+    STATS,
+    SUM,
+    Action,
+    B,
+    F,
+    S,
+    Step,
+    T,
+    W,
+    flatten,
+)
+from zbcompile.schedules.ir.costs import Costs
+from zbcompile.schedules.ir.schedule import Lowered, Schedule
+
+Cause = Literal["warm-up", "wait", "imbalance", "communication", "cool-down", "overhead"]
+CAUSES: tuple[Cause, ...] = get_args(Cause)
+
+
+class Idle(NamedTuple):
+    """`rank` does nothing from `start` to `end`, before it runs `step` (`None`: it has nothing left to do).
+
+    `cause` is one of
+
+    * `communication`: what `step` needs has been made and travels (or, in a lowered program, the rank stands at a SEND
+      until its receive is posted);
+    * `warm-up`: the rank has not begun its first backward: the pipeline fills;
+    * `cool-down`: the rank has run its last forward: the pipeline drains, until the last rank has finished;
+    * `imbalance`: the rank at the root of the wait has more work in the step than this one;
+    * `wait`: any other wait: the order of the schedule does not fit the costs;
+    * `overhead`: nothing was missing; only in a measured step: what the host does between passes.
+
+    `action` on `source` is what `step` waits for; the root is found by going back from there to a rank that was busy.
+    """
+
+    rank: int
+    start: float
+    end: float
+    cause: Cause
+    step: Step | None
+    action: Action | None
+    source: int | None
+
+    def __str__(self) -> str:
+        waits = f"waits for {self.action} of rank {self.source}" if self.action else "nothing was missing"
+        waits = waits if self.step else "waits until the last rank has finished"
+        return f"rank {self.rank} idle {self.start:g} to {self.end:g}: {self.cause}, {waits}"
+
+
+class _Gap(NamedTuple):
+    start: float
+    end: float
+    before: int  # index of the step behind it
+
+
+class Input(NamedTuple):
+    """Something that a step waited for: who made it, in which step, when it had arrived."""
+
+    action: Action
+    rank: int
+    step: int
+    made: float
+    arrived: float
+
+
+def idle_intervals(waits: "Waits") -> tuple[Idle, ...]:
+    """Every interval in which a rank stands still, from the first start to the last end of all ranks, with its cause.
+
+    On each rank the intervals add up to that time less the rank's passes.
+    """
+    return tuple(idle for rank in range(waits.schedule.ranks) for idle in waits.of_rank(rank))
+
+
+class Waits:
+    """Follows waits back through a finished run."""
+
+    def __init__(self, program: Schedule | Lowered, costs: Costs, outcome: Run) -> None:
+        self.schedule, self.orders = parts(program)
+        self.lowered = isinstance(program, Lowered)
+        self.costs, self.run = costs, outcome
+        self.finish = max(end[-1] for end in outcome.end if end)
+        self.busy = [sum(end) - sum(begin) for begin, end in zip(outcome.begin, outcome.end, strict=True)]
+        self.place = {  # B stands for BW too
+            (B if action.op == BW else action.op, action.stage, action.microbatch): (rank, index)
+            for rank, order in enumerate(self.orders)
+            for index, step in enumerate(order)
+            for action in flatten((step,))
+        }
+        self.shards = self.schedule.shards
+        self.awaits = awaited(self.schedule, self.lowered) if self.shards else {}
+
+    def of_rank(self, rank: int) -> Iterator[Idle]:
+        order, begin, end = self.orders[rank], self.run.begin[rank], self.run.end[rank]
+        ops = [{action.op for action in flatten((step,))} for step in order]
+        first_backward = next((i for i, kinds in enumerate(ops) if kinds & {B, BW}), len(order))
+        last_forward = max((i for i, kinds in enumerate(ops) if F in kinds), default=-1)
+        for index, (previous, start) in enumerate(zip([0, *end[:-1]], begin, strict=True)):
+            if start > previous:
+                late: Cause | None = "cool-down" if index > last_forward else None
+                phase = "warm-up" if index <= first_backward else late
+                yield from self._explain(rank, _Gap(previous, start, index), phase)
+        if end and self.finish > end[-1]:
+            yield Idle(rank, end[-1], self.finish, "cool-down", None, None, None)
+
+    def _explain(self, rank: int, gap: _Gap, phase: Cause | None) -> Iterator[Idle]:
+        """The wait until what the next step needs was made, then its way to this rank."""
+        step = self.orders[rank][gap.before]
+        needed = self.held_up(rank, gap.before)
+        if needed is None:
+            yield Idle(rank, gap.start, gap.end, "overhead", step, None, None)
+            return
+        made = gap.start if step[0] in (SEND_F, SEND_B) else min(max(needed.made, gap.start), gap.end)
+        if made > gap.start:
+            cause = phase or ("imbalance" if self._has_more_work(self._root(needed), rank) else "wait")
+            yield Idle(rank, gap.start, made, cause, step, needed.action, needed.rank)
+        if gap.end > made:
+            yield Idle(rank, made, gap.end, "communication", step, needed.action, needed.rank)
+
+    def _has_more_work(self, rank: int, other: int) -> bool:
+        return self.busy[rank] > self.busy[other] * (1 + 1e-9)  # sums of floats differ in their last bits
+
+    def _root(self, needed: Input) -> int:
+        """The rank that was busy: go back from what was waited for while its rank stood still before it."""
+        rank, index = needed.rank, needed.step
+        while (before := self.held_up(rank, index)) is not None:
+            rank, index = before.rank, before.step
+        return rank
+
+    def held_up(self, rank: int, index: int) -> Input | None:
+        """What arrived last of all that a step needs; None if it was there when the rank had ended the step before."""
+        inputs = (needed for action in flatten((self.orders[rank][index],)) for needed in self._inputs(rank, action))
+        last = max(inputs, key=lambda needed: needed.arrived, default=None)
+        free = self.run.end[rank][index - 1] if index else 0
+        return last if last is not None and last.arrived > free else None
+
+    def _inputs(self, rank: int, action: Action) -> Iterator[Input]:
+        """Everything that must have been made, here or on another rank, before `action` may begin."""
+        op, stage, microbatch = action
+        last = self.schedule.stages - 1
+        if (op, stage) in self.awaits:
+            by = self.awaits[op, stage]
+            delay = self.costs.cast_time if by in (CAST, LOOKUP) else self.costs.stats_time
+            yield from (self._made(Action(by, shard, microbatch), delay) for shard in self.shards)
+        if op == F and stage > 0:
+            yield self._neighbour(rank, stage, Action(F, stage - 1, microbatch))
+        elif op in (B, BW) and stage < last:
+            yield self._neighbour(rank, stage, Action(B, stage + 1, microbatch))
+        elif op in (B, BW):
+            yield self._made(Action(F, stage, microbatch), 0)
+        elif op == W:
+            yield self._made(Action(B, stage, microbatch), 0)
+        elif op == S:
+            yield self._made(Action(F, last, microbatch), self.costs.cast_time)
+        elif op in (STATS, SUM):
+            yield self._made(Action(S if op == STATS else T, stage, microbatch), 0)
+        elif op == SEND_F:
+            yield self._made(Action(RECV_F, stage + 1, microbatch), 0)
+        elif op == SEND_B:
+            yield self._made(Action(RECV_B, stage - 1, microbatch), 0)
+
+    def _neighbour(self, rank: int, stage: int, action: Action) -> Input:
+        """What the neighbouring stage made, or its message where that is on another rank of a lowered program."""
+        source, _ = self.place[action]
+        if source == rank:
+            return self._made(action, 0)
+        delay = self.costs.hop(min(stage, action.stage), source, rank)
+        if self.lowered:
+            action = action._replace(op=SEND_F if action.op == F else SEND_B)
+        return self._made(action, delay)
+
+    def _made(self, action: Action, delay: float) -> Input:
+        source, index = self.place[action]
+        made = self.run.end[source][index]
+        return Input(self._as_run(action, source, index), source, index, made, made + delay)
+
+    def _as_run(self, action: Action, rank: int, index: int) -> Action:
+        """B or BW, whichever it was."""
+        step = self.orders[rank][index]
+        return next((a for a in flatten((step,)) if a == action._replace(op=BW)), action) if action.op == B else action

@@ -1,0 +1,128 @@
+"""The result of a simulation: figures at once, spans, memory curves and idle intervals when asked for."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple
+
+from zbcompile.schedules.execution.event_loop import Run, parts
+from zbcompile.schedules.execution.memory import deltas
+from zbcompile.schedules.ir.actions import COMMUNICATION, Step, flatten
+from zbcompile.schedules.ir.costs import Costs
+from zbcompile.schedules.ir.schedule import Lowered, Schedule
+from zbcompile.schedules.simulation.idle_causes import CAUSES, Cause, Idle, Waits, idle_intervals
+
+
+class Span(NamedTuple):
+    """`step` (an action or a pair of them) ran on `rank` from `start` to `end`."""
+
+    rank: int
+    step: Step
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What `simulate` predicts. Times count from the first start, in the unit of the costs.
+
+    * `makespan`: the whole step with an optimizer barrier: from the first start to the last end on any rank, then
+      `costs.barrier`, then the slowest rank's optimizer.
+    * `cost`: the longest own span of a rank, from its first start to its last end, with its own optimizer: what counts
+      where ranks may start the next step on their own (Qi et al., Zero Bubble, section 4).
+    * `work`: the sum of passes (and optimizer) on the busiest rank. `bubble` = 1 - work/makespan, `cost_bubble` =
+      1 - work/cost.
+    * `peak_memory[rank]`, in the unit of `costs.activation`.
+    * `spans`: every step, rank by rank in order of time; `idle`: every gap, with its cause.
+    """
+
+    program: Schedule | Lowered
+    costs: Costs
+    run: Run
+    peak_memory: tuple[float, ...]
+
+    @property
+    def schedule(self) -> Schedule:
+        return parts(self.program)[0]
+
+    @cached_property
+    def busy(self) -> tuple[float, ...]:
+        """The sum of the passes of every rank, without its optimizer."""
+        return tuple(sum(end) - sum(begin) for begin, end in zip(self.run.begin, self.run.end, strict=True))
+
+    @cached_property
+    def finish(self) -> float:
+        """When the last pass of any rank ends; the first one starts at 0."""
+        return max((end[-1] for end in self.run.end if end), default=0)
+
+    @cached_property
+    def optimizer(self) -> tuple[float, ...]:
+        """The time of every rank's optimizer step."""
+        placement = self.schedule.placement
+        return tuple(sum(self.costs.optimizer[s] for s in placement.stages_of(r)) for r in range(placement.ranks))
+
+    @property
+    def makespan(self) -> float:
+        return self.finish + self.costs.barrier + max(self.optimizer)
+
+    @cached_property
+    def cost(self) -> float:
+        spans = zip(self.run.begin, self.run.end, self.optimizer, strict=True)
+        return max((end[-1] - begin[0] + optimizer for begin, end, optimizer in spans if end), default=0)
+
+    @cached_property
+    def work(self) -> float:
+        return max(busy + optimizer for busy, optimizer in zip(self.busy, self.optimizer, strict=True))
+
+    @property
+    def bubble(self) -> float:
+        return 1 - self.work / self.makespan if self.makespan else 0
+
+    @property
+    def cost_bubble(self) -> float:
+        return 1 - self.work / self.cost if self.cost else 0
+
+    @cached_property
+    def spans(self) -> tuple[Span, ...]:
+        return tuple(span for rank in range(self.schedule.ranks) for span in self.spans_of(rank))
+
+    def spans_of(self, rank: int) -> tuple[Span, ...]:
+        """The spans of one rank, without SEND and RECV."""
+        steps = parts(self.program)[1][rank]
+        times = zip(steps, self.run.begin[rank], self.run.end[rank], strict=True)
+        return tuple(Span(rank, step, begin, end) for step, begin, end in times if step[0] not in COMMUNICATION)
+
+    @cached_property
+    def idle(self) -> tuple[Idle, ...]:
+        return idle_intervals(self.waits)
+
+    @cached_property
+    def waits(self) -> Waits:
+        """Says of every step what held it up."""
+        return Waits(self.program, self.costs, self.run)
+
+    @cached_property
+    def causes(self) -> tuple[Cause, ...]:
+        """The causes of idle time that there can be; overhead only where it was measured."""
+        measured = any(gap.cause == "overhead" for gap in self.idle)
+        return tuple(cause for cause in CAUSES if measured or cause != "overhead")
+
+    @cached_property
+    def idle_by_cause(self) -> tuple[dict[Cause, float], ...]:
+        """For every rank how long it stands still for each cause."""
+        totals: tuple[dict[Cause, float], ...] = tuple(
+            dict.fromkeys(self.causes, 0) for _ in range(self.schedule.ranks)
+        )
+        for gap in self.idle:
+            totals[gap.rank][gap.cause] += gap.end - gap.start
+        return totals
+
+    def memory_curve(self, rank: int) -> tuple[tuple[float, float], ...]:
+        """What `rank` holds from each time on, as (time, amount); 0 before the first."""
+        spans = self.spans_of(rank)
+        steps = tuple(span.step for span in spans)
+        times = ((span.start, span.end) for span in spans for _ in flatten((span.step,)))
+        changes = zip(times, deltas(steps, self.costs), strict=True)
+        curve = [(begin if change > 0 else end, change) for (begin, end), change in changes if change]
+        amounts = accumulate(change for _, change in curve)
+        return tuple((time, amount) for (time, _), amount in zip(curve, amounts, strict=True))

@@ -1,0 +1,1 @@
+"""Schedules and timelines as text, SVG, HTML and Chrome traces."""

@@ -1,0 +1,1 @@
+"""What executes a graph: FX, inductor, CUDA graphs."""

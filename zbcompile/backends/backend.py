@@ -1,0 +1,181 @@
+"""What runs the graphs of a program: FX code as it is, inductor, or a function from outside.
+
+A backend takes pieces and gives calls: functions of one list, which they empty, so that each input can be freed at its
+last use. Graphs that do the same work are compiled once (see `passes.bare_graph`), however many stages have them.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch.fx import GraphModule
+
+from zbcompile.backends.compile_cache import How
+from zbcompile.errors import PipelineError
+from zbcompile.passes.errors import CompileError
+from zbcompile.passes.split.subgraphs import Piece
+from zbcompile.passes.stage.anonymous_graph import BareGraph, bare
+from zbcompile.passes.torch_private import boxed
+from zbcompile.torch_private import takes_a_list
+
+Run = Callable[[list[Any]], Sequence[torch.Tensor]]
+Key = TypeVar("Key")
+GraphCompiler = Callable[[GraphModule, Sequence[torch.Tensor]], Callable[..., Any]]
+NAMES = ("fx", "inductor")
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """What a backend did for one program on this process: of `graphs` passes, `distinct` ones differ in more than
+    names; `compiled` were compiled here, `loaded` come from the cache (or from another rank, by way of it)."""
+
+    backend: str
+    graphs: int
+    distinct: int
+    compiled: int = 0
+    loaded: int = 0
+
+    def __str__(self) -> str:
+        text = f"{self.backend}: {self.graphs} graphs, {self.distinct} of them distinct"
+        parts = [f"{n} {what}" for n, what in ((self.compiled, "compiled here"), (self.loaded, "from the cache")) if n]
+        return f"{text}: {', '.join(parts)}" if parts else text
+
+
+class Compiler(Protocol):
+    """Compiles distinct graphs, by a key each. `first` is the number of the rank, by which several share the work."""
+
+    def key(self, graph: BareGraph) -> str: ...
+    def compile(self, graphs: Mapping[str, BareGraph], first: int) -> Mapping[str, tuple[Run, How]]: ...
+
+
+@dataclass
+class Backend:
+    """What runs the pieces of one pipeline. Without a `compiler` the graphs run as FX code; with one, `made` holds what
+    it compiled, by key, for all shapes of the pipeline."""
+
+    name: str
+    compiler: Compiler | None = None
+    made: dict[str, Run] = field(default_factory=dict)
+
+    def compile(self, pieces: Mapping[Key, Piece], first: int = 0) -> tuple[dict[Key, Run], Compilation]:
+        """A call for each piece. `first`: see `Compiler`."""
+        if self.compiler is None:
+            return {place: _fx(piece) for place, piece in pieces.items()}, Compilation(self.name, len(pieces), 0)
+        graphs = {place: bare(piece.module) for place, piece in pieces.items() if not piece.empty}
+        keys = {place: self.compiler.key(graph) for place, graph in graphs.items()}
+        missing = {keys[place]: graph for place, graph in graphs.items() if keys[place] not in self.made}
+        results = self.compiler.compile(missing, first)
+        self.made |= {key: run for key, (run, _) in results.items()}
+        runs = {place: _with_constants(self.made[keys[place]], graph.constants) for place, graph in graphs.items()}
+        hows = [how for _, how in results.values()]
+        counts = len(graphs), len(set(keys.values())), hows.count("compiled"), hows.count("loaded")
+        return runs | {p: _fx(pieces[p]) for p in pieces if p not in runs}, Compilation(self.name, *counts)
+
+    def later(self, piece: Piece) -> Run:
+        """A call that is compiled when it is first needed."""
+
+        def run(values: list[Any]) -> Sequence[torch.Tensor]:
+            return self.compile({"": piece})[0][""](values)
+
+        return run
+
+
+def _fx(piece: Piece) -> Run:
+    return boxed(piece.module).forward  # type: ignore[no-any-return]
+
+
+def _with_constants(run: Run, constants: tuple[torch.Tensor, ...]) -> Run:
+    """The bare graph takes what the piece's graph refers to as its last inputs."""
+    if not constants:
+        return run
+
+    def call(values: list[Any]) -> Sequence[torch.Tensor]:
+        values.extend(constants)
+        return run(values)
+
+    return call
+
+
+@dataclass(frozen=True)
+class ByFunction:
+    """A backend from outside: `function(graph_module, example_inputs)` returns what is called in place of the graph."""
+
+    function: GraphCompiler
+    name: str
+
+    def key(self, graph: BareGraph) -> str:
+        return graph.text
+
+    def compile(self, graphs: Mapping[str, BareGraph], first: int) -> Mapping[str, tuple[Run, How]]:
+        return {key: (self._call(graph), "compiled") for key, graph in graphs.items()}
+
+    def _call(self, graph: BareGraph) -> Run:
+        try:
+            compiled = self.function(graph.module, graph.inputs)
+        except Exception as error:
+            raise CompileError(
+                f"backend {self.name} failed on {graph.title}: {type(error).__name__}: {error}"
+            ) from error
+        if not callable(compiled):
+            raise CompileError(
+                f"backend {self.name} returned a {type(compiled).__name__} for {graph.title}; expected a function that "
+                "is called in place of the graph."
+            )
+        run = compiled if takes_a_list(compiled) else _unpacking(compiled)
+        return _counted(run, graph.results, self.name)
+
+
+def _unpacking(function: Callable[..., Any]) -> Run:
+    def run(values: list[Any]) -> Any:
+        given = tuple(values)
+        values.clear()
+        return function(*given)
+
+    return run
+
+
+def _counted(run: Callable[[list[Any]], Any], results: int, name: str) -> Run:
+    """Refuse results of another form at the call that made them."""
+
+    def call(values: list[Any]) -> Sequence[torch.Tensor]:
+        found = run(values)
+        if not isinstance(found, list | tuple) or len(found) != results:
+            what = f"{len(found)} values" if isinstance(found, list | tuple) else f"a {type(found).__name__}"
+            raise PipelineError(
+                f"backend {name} compiled a function that returned {what}; the graph returns {results}."
+            )
+        return found
+
+    return call
+
+
+def check_backend(backend: Any, exact: bool) -> None:
+    """Raise PipelineError for a backend that does not exist, or that cannot keep what `exact` promises."""
+    if not (backend in NAMES if isinstance(backend, str) else callable(backend)):
+        names = ", ".join(f'"{name}"' for name in NAMES)
+        raise PipelineError(f"backend={backend!r}; expected {names}, or a function of a graph and its example inputs.")
+    if exact and backend == "inductor":
+        raise PipelineError(
+            'backend="inductor" fuses and reorders arithmetic, so its gradients are not bitwise those of eager; '
+            'exact=True cannot have it. Use exact=False (equal within 2e-6 in fp32), or backend="fx".'
+        )
+
+
+def backend_name(backend: str | GraphCompiler) -> str:
+    """What a backend is called in messages and in a saved program."""
+    if isinstance(backend, str):
+        return backend
+    return str(getattr(backend, "__qualname__", type(backend).__qualname__))
+
+
+def make_backend(backend: str | GraphCompiler, device: torch.device) -> Backend:
+    """The backend of a pipeline on `device`. Raises PipelineError where inductor finds no compiler."""
+    if backend == "fx":
+        return Backend("fx")
+    if backend == "inductor":
+        from zbcompile.backends.inductor import make_inductor
+
+        return Backend("inductor", make_inductor(device))
+    assert callable(backend)
+    return Backend(backend_name(backend), ByFunction(backend, backend_name(backend)))

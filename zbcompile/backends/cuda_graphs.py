@@ -1,0 +1,127 @@
+"""cuda_graphs=True: every pass recorded as a CUDA graph, so that the host launches it as a whole.
+
+A recording reads and writes fixed addresses. What has one (parameters, buffers, gradient buffers) is used where it is;
+everything else is copied into buffers of the recording, and results are copied out of it, because several microbatches
+are under way at once. Where a gradient buffer has moved, the pass is recorded again.
+"""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from zbcompile.backends.backend import Run
+from zbcompile.errors import PipelineError
+from zbcompile.passes.split.subgraphs import Piece
+
+STAYING = ("parameter", "buffer", "constant", "accumulator")
+WARM_UP = 3  # runs before a recording, which make what cannot be made in one: handles, work space, tuned kernels
+PLACES = 8  # recordings of one pass, for gradients at so many places
+
+
+@dataclass(frozen=True)
+class Recording:
+    """One recorded pass: `inputs` are its buffers by position, `results` what a replay writes."""
+
+    graph: torch.cuda.CUDAGraph
+    inputs: dict[int, torch.Tensor]
+    results: tuple[torch.Tensor, ...]
+
+    def replay(self, values: list[torch.Tensor]) -> list[torch.Tensor]:
+        for place, buffer in self.inputs.items():
+            buffer.copy_(values[place])
+        values.clear()
+        self.graph.replay()
+        return [copy_of(result) for result in self.results]
+
+
+@dataclass
+class Recorded:
+    """A pass that records itself at its first call, called `title` in messages.
+
+    `staying` are the positions of inputs that keep their addresses, `written` those of them that it adds into; `pool`
+    is memory that all recordings share, which is safe because they run in turn and their results are copied out.
+    """
+
+    title: str
+    run: Run
+    staying: tuple[int, ...]
+    written: frozenset[int]
+    pool: Any
+    recordings: dict[tuple[int, ...], Recording] = field(default_factory=dict)
+    moved: bool = False
+
+    def __call__(self, values: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        addresses = tuple(values[place].data_ptr() for place in self.staying)
+        if addresses not in self.recordings:
+            if len(self.recordings) == PLACES:
+                self._say_that_it_moved()
+                return self.run(values)
+            self.recordings[addresses] = self._record(values)
+        return self.recordings[addresses].replay(values)
+
+    def _record(self, values: list[torch.Tensor]) -> Recording:
+        buffers = {i: copy_of(value) for i, value in enumerate(values) if i not in self.staying}
+        inputs = [buffers.get(i, value) for i, value in enumerate(values)]
+        device = inputs[0].device
+        before = torch.cuda.get_rng_state(device)
+        try:
+            self._warm_up(inputs)
+            torch.cuda.set_rng_state(before, device)
+            graph = torch.cuda.CUDAGraph()
+            # Other threads talk to the device meanwhile: the process group's, and the one that watches over the ranks.
+            with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+                results = tuple(self.run(list(inputs)))
+        except RuntimeError as error:
+            raise PipelineError(
+                f"cuda_graphs: {self.title} cannot be recorded ({error}). Use cuda_graphs=False."
+            ) from error
+        return Recording(graph, buffers, results)
+
+    def _warm_up(self, inputs: list[torch.Tensor]) -> None:
+        """Run on a stream of its own; sums are added into copies."""
+        current, aside = torch.cuda.current_stream(), torch.cuda.Stream()
+        aside.wait_stream(current)
+        with torch.cuda.stream(aside):
+            for _ in range(WARM_UP):
+                self.run([copy_of(value) if i in self.written else value for i, value in enumerate(inputs)])
+        current.wait_stream(aside)
+
+    def _say_that_it_moved(self) -> None:
+        if not self.moved:
+            self.moved = True
+            warnings.warn(
+                f"cuda_graphs: {self.title} was recorded for {PLACES} places of its gradients and now runs without a "
+                "graph where they are new. Keep them in place: optimizer.zero_grad(set_to_none=False).",
+                stacklevel=2,
+            )
+
+
+def record(title: str, run: Run, piece: Piece, pool: Any) -> Run:
+    """`run`, which is what a backend made of `piece`, as a recording; `pool` is a `torch.cuda.graph_pool_handle()`."""
+    kinds = [slot.kind for slot in piece.inputs]
+    staying = tuple(i for i, kind in enumerate(kinds) if kind in STAYING)
+    return Recorded(title, run, staying, frozenset(i for i in staying if kinds[i] == "accumulator"), pool)
+
+
+def copy_of(value: torch.Tensor) -> torch.Tensor:
+    """A copy with the same strides, whatever they are: broadcast and with gaps too.
+
+    >>> copy_of(torch.arange(3.0).expand(2, 3)).stride()
+    (0, 1)
+    """
+    if value.numel() == 0:
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    return value.as_strided((reach,), (1,)).clone().as_strided(value.shape, value.stride())
+
+
+def check_cuda_graphs(wanted: bool, device: torch.device) -> None:
+    """Raise PipelineError where there is nothing to record on."""
+    if wanted and device.type != "cuda":
+        raise PipelineError(
+            f"cuda_graphs=True records passes on a GPU, but the pipeline is on {device}. Move the model to a GPU, or "
+            "leave it out."
+        )

@@ -1,0 +1,1 @@
+"""What the command lines share, and training from the command line."""

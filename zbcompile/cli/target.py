@@ -1,0 +1,105 @@
+"""TARGET on a command line: the name of a function that returns a model and one microbatch."""
+
+import importlib
+import importlib.util
+import os
+import sys
+from functools import reduce
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from zbcompile.errors import PipelineError
+from zbcompile.model.example import Example
+
+FORMS = "expected package.module:name or path/file.py:name"
+RETURNS = "expected (model, args), (model, args, kwargs) or zbcompile.Example(...), args being one microbatch"
+
+
+def load_example(target: str) -> Example:
+    """Import what `target` names (`package.module:name` or `path/file.py:name`), call it, and return its example.
+
+    Raises PipelineError when it cannot be found, imported or called, or returns something else.
+    """
+    return _as_example(_call(load_object(target), target), target)
+
+
+def load_object(target: str) -> Any:
+    """Import what `target` names. Raises PipelineError when it cannot be found or imported."""
+    where, _, name = target.rpartition(":")
+    if not where or not name:
+        raise PipelineError(_not_a_target(target))
+    module = _from_file(Path(where)) if where.endswith(".py") else _from_package(where)
+    return _attribute(module, name, where)
+
+
+def _not_a_target(target: str) -> str:
+    if os.path.isdir(target):
+        return f"{target} is a directory without a program (it has no manifest.json); {FORMS}."
+    return f"{target!r} names no function; {FORMS}."
+
+
+def _from_file(path: Path) -> ModuleType:
+    """Run a file as Python would: what lies next to it can be imported."""
+    if not path.is_file():
+        raise PipelineError(f"there is no file {path}; {FORMS}.")
+    sys.path.insert(0, str(path.parent.resolve()))
+    name = path.stem if path.stem not in sys.modules else f"zbcompile_target_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise PipelineError(f"{path} cannot be loaded as Python; {FORMS}.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise PipelineError(f"running {path} failed: {_said(error)}") from error
+    return module
+
+
+def _from_package(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        raise PipelineError(f"importing {name} failed: {_said(error)}; {FORMS}.") from error
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".rstrip(": ")
+
+
+def _attribute(module: ModuleType, name: str, where: str) -> Any:
+    try:
+        return reduce(getattr, name.split("."), module)
+    except AttributeError:
+        raise PipelineError(f"{where} has no {name}{_functions_of(module)}") from None
+
+
+def _functions_of(module: ModuleType) -> str:
+    own = [
+        n
+        for n, value in vars(module).items()
+        if callable(value) and getattr(value, "__module__", "") == module.__name__
+    ]
+    return f"; it defines {', '.join(own[:8])}{', ...' if len(own) > 8 else ''}" if own else "; it defines no function"
+
+
+def _call(maker: Any, target: str) -> Any:
+    if not callable(maker):
+        raise PipelineError(f"{target} is a {type(maker).__name__}; expected a function without arguments.")
+    try:
+        return maker()
+    except Exception as error:
+        raise PipelineError(f"calling {target} without arguments failed: {_said(error)}") from error
+
+
+def _as_example(result: Any, target: str) -> Example:
+    if isinstance(result, Example):
+        return result
+    if isinstance(result, tuple) and len(result) in (2, 3):
+        return Example(*result)
+    raise PipelineError(f"{target} returned {_what(result)}; {RETURNS}.")
+
+
+def _what(result: Any) -> str:
+    return f"a tuple of {len(result)}" if isinstance(result, tuple) else f"a {type(result).__name__}"

@@ -1,0 +1,177 @@
+"""Training a compiled program with a data function: from its weights or its newest checkpoint to the last step."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from zbcompile.cli.target import load_object
+from zbcompile.cli.train_data import Data, Start, amount, on_device
+from zbcompile.cli.train_optimizer import make_optimizer, options_of, rate_factor, set_options
+from zbcompile.cli.train_progress import Progress
+from zbcompile.distributed.agreement import gathered, together
+from zbcompile.distributed.process_group import start_group
+from zbcompile.errors import PipelineError
+from zbcompile.model.random_state import restore_random_state, seed_everything
+from zbcompile.persistence.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from zbcompile.persistence.checkpoint_directory import find_checkpoint, latest_checkpoint
+from zbcompile.persistence.load import LoadedPipeline, device_for, load
+from zbcompile.persistence.safetensors_weights import load_weights, save_weights
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run, as its command line says it; `python -m zbcompile.run --help` explains every field."""
+
+    directory: Path
+    data: str
+    steps: int
+    optimizer: str
+    options: Mapping[str, Any]
+    warmup: int = 0
+    decay: str = "none"
+    clip: float | None = None
+    weights: Path | None = None
+    init: str | None = None
+    checkpoint: Path | None = None
+    every: int = 100
+    keep: int = 3
+    resume: bool = False
+    export: Path | None = None
+    seed: int | None = None
+    replicas: int = 1
+    threads: int | None = None
+    operators: tuple[str, ...] = ()
+    backend: str | None = None
+    timeout: float = 300.0
+    log_every: int = 10
+    debug_nan: bool = False
+
+
+def train(job: Job) -> None:
+    """Run the job on this process's ranks. Raises PipelineError, on every rank, for what cannot work."""
+    if job.threads is not None:
+        torch.set_num_threads(job.threads)
+    source = load_object(job.data)
+    init = load_object(job.init) if job.init else None
+    pipe = load(
+        job.directory,
+        mesh=_mesh(job),
+        operators=job.operators,
+        init=init,
+        seed=job.seed,
+        backend=load_object(job.backend) if job.backend and ":" in job.backend else job.backend,
+        timeout=job.timeout,
+        debug_nan=job.debug_nan,
+    )
+    try:
+        _train(job, pipe, source)
+    finally:
+        pipe.close()
+
+
+def _mesh(job: Job) -> Any:
+    """Replicas and ranks as a mesh; None where there is one replica."""
+    if job.replicas == 1:
+        return None
+    from torch.distributed.device_mesh import init_device_mesh
+
+    if not dist.is_initialized():
+        start_group(lambda: device_for(job.directory), job.timeout)
+    world = dist.get_world_size()
+    if world % job.replicas:
+        raise PipelineError(f"--replicas {job.replicas} does not divide the {world} processes that were started.")
+    return init_device_mesh(
+        device_for(job.directory).type, (job.replicas, world // job.replicas), mesh_dim_names=("dp", "pp")
+    )
+
+
+def _train(job: Job, pipe: LoadedPipeline, source: Any) -> None:
+    with pipe.engine.watch.region("making the optimizer"):
+        optimizer = together(
+            pipe.engine,
+            "making the optimizer",
+            lambda: make_optimizer(job.optimizer, pipe.named_parameters(), job.options),
+        )
+    asked = options_of(optimizer)
+    at = _first_state(job, pipe, optimizer)
+    set_options(optimizer, asked)
+    progress = Progress(at.step, job.steps, job.log_every, pipe.is_first)
+    progress.say(f"step {at.step} of {job.steps}: {_origin(job, at)}")
+    with pipe.engine.watch.region(f"opening {job.data}"):
+        data = together(pipe.engine, f"opening {job.data}", lambda: _data(job, pipe, source, at))
+    try:
+        _steps(job, pipe, optimizer, data, progress)
+    finally:
+        progress.close()
+    if job.export is not None:
+        save_weights(job.export, pipe)
+        progress.say(f"weights written to {job.export}")
+
+
+def _first_state(job: Job, pipe: LoadedPipeline, optimizer: Optimizer) -> Checkpoint:
+    """Fill the parameters: from the newest checkpoint when resuming, else from what the command names."""
+    with pipe.engine.watch.region("looking for checkpoints"):
+        existing = gathered(pipe.engine, job.checkpoint and latest_checkpoint(job.checkpoint))[0]
+    if existing is not None and not job.resume:
+        raise PipelineError(
+            f"{job.checkpoint} holds checkpoints up to {existing.name}. Pass --resume to go on from there, or name "
+            "another directory."
+        )
+    if existing is not None:
+        return load_checkpoint(existing, pipe, optimizer, random=False)
+    if job.weights is not None:
+        _load_weights(job.weights, pipe)
+    elif job.init is None:
+        raise PipelineError(
+            f"nothing gives the parameters their values; {job.directory} holds the program alone. Pass --weights FILE"
+            ".safetensors (zbcompile.save_weights writes one), or --init FILE.py:function."
+        )
+    return Checkpoint(step=0)
+
+
+def _load_weights(path: Path, pipe: LoadedPipeline) -> None:
+    """From safetensors, or from a checkpoint, of which only the model is taken."""
+    if find_checkpoint(path) is None:
+        load_weights(path, pipe)
+        return
+    load_checkpoint(path, pipe, random=False)
+    pipe.step_index = 0
+
+
+def _origin(job: Job, at: Checkpoint) -> str:
+    return f"the weights of {job.weights or job.init}" if at.path is None else f"resumed from {at.path}"
+
+
+def _data(job: Job, pipe: LoadedPipeline, source: Any, at: Checkpoint) -> Data:
+    """The data from step `at.step` on. Where batches are drawn again to be skipped, so are their random numbers; else
+    the generators go on where they were."""
+    seed, replicas = pipe.options.seed, pipe.engine.replicas
+    seed_everything(seed)
+    state = at.extra["data"] if at.extra else None
+    data = Data(source, job.data, Start(at.step, seed, replicas.rank, replicas.count, state))
+    if at.random is not None and not data.skips:
+        restore_random_state(at.random, pipe.device)
+    return data
+
+
+def _steps(job: Job, pipe: LoadedPipeline, optimizer: Optimizer, data: Data, progress: Progress) -> None:
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for step in range(pipe.step_index, job.steps):
+        with pipe.engine.watch.region(f"batch {step}"):
+            batch = on_device(next(data), pipe.device)
+        factor = rate_factor(step, job.steps, job.warmup, job.decay)
+        set_options(optimizer, [{"lr": rate * factor} for rate in rates])
+        loss = pipe.step(*batch[0], **batch[1])
+        if job.clip is not None:
+            pipe.clip_grad_norm_(job.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        progress.step(step + 1, loss, amount(batch))
+        if job.checkpoint is not None and ((step + 1) % job.every == 0 or step + 1 == job.steps):
+            written = save_checkpoint(job.checkpoint, pipe, optimizer, extra={"data": data.state()}, keep=job.keep)
+            progress.say(f"step {step + 1} of {job.steps}: saved {written}")

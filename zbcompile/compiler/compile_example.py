@@ -1,0 +1,117 @@
+"""Compile an example to look at it: no rank, no process group and no step is needed."""
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zbcompile.compiler.measure_nodes import measure_line
+from zbcompile.compiler.pass_pipeline import Drawn, Observer, compile_drawn, draw_step, redraw
+from zbcompile.errors import PipelineError
+from zbcompile.model.batch import Microbatch
+from zbcompile.model.example import Example
+from zbcompile.model.model_info import module_of
+from zbcompile.passes.capture.export import input_paths
+from zbcompile.passes.capture.training_step import loss_in
+from zbcompile.passes.compile_options import Choices
+from zbcompile.persistence.load import read_manifest, read_program
+from zbcompile.program.program import Program
+from zbcompile.schedules.ir.schedule import Schedule
+from zbcompile.torch_private import pytree
+
+_NOT_THE_MODELS = (DeprecationWarning, FutureWarning, PendingDeprecationWarning)
+
+
+@dataclass(frozen=True)
+class Inspected:
+    """A compiled example. `dropped` names outputs that training does not keep, `warnings` what capturing warned of.
+
+    `drawn` is the captured step, `seconds` the measured times by which it was cut; a program that was read has neither.
+    """
+
+    example: Example
+    program: Program
+    dropped: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    drawn: Drawn | None = None
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+
+def compile_example(
+    example: Example, schedule: Schedule, choices: Choices, observe: Observer | None = None
+) -> Inspected:
+    """Compile the training step of `example` for `schedule`; raises CompileError for a model that cannot be.
+
+    `observe` sees what each pass makes of each distinct stage.
+    """
+    dropped: list[str] = []
+    loss = example.loss or _loss_and_names(dropped)
+    microbatch = one_microbatch(example)
+    with _warnings() as seen:
+        drawn = draw_step(example.model, microbatch, loss, choices, schedule)
+        seconds = measure_line(drawn.line) if choices.balance == "measured" else {}
+        program = compile_drawn(example.model, microbatch, drawn, schedule, choices, seconds, observe=observe)
+    return Inspected(example, program, tuple(dict.fromkeys(dropped)), tuple(seen), drawn, seconds)
+
+
+def compile_again(inspected: Inspected, schedule: Schedule, choices: Choices) -> Program:
+    """The program of the same captured step for another schedule or other choices; raises as `compile_example`."""
+    if inspected.drawn is None:
+        raise PipelineError("a program that was read from a directory cannot be compiled again: its model is not here.")
+    example, microbatch = inspected.example, one_microbatch(inspected.example)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        drawn = redraw(inspected.drawn, microbatch, choices, schedule)
+        return compile_drawn(example.model, microbatch, drawn, schedule, choices, inspected.seconds)
+
+
+def read_saved(folder: Path) -> Inspected:
+    """The program in a directory, all ranks of it, on whatever machine. Its example has the model's names and shapes,
+    and no inputs. The operators of other libraries must be defined, but they only run in a step."""
+    data = read_manifest(folder)
+    program = read_program(folder, data, range(data["ranks"]), torch.device("cpu"), data["operators"])
+    return Inspected(Example(module_of(program.model)), program)
+
+
+def one_microbatch(example: Example) -> Microbatch:
+    """The inputs of an example as the compiler takes them."""
+    whole = (example.args, dict(example.kwargs), example.target)
+    leaves, structure = pytree.tree_flatten(whole)
+    return Microbatch(tuple(leaves), tuple(input_paths(whole)), structure)
+
+
+def _loss_and_names(dropped: list[str]) -> Callable[[Any, Any], torch.Tensor]:
+    """The loss in the model's output, noting the names of all else that is there."""
+
+    def loss(output: Any, target: Any) -> torch.Tensor:
+        dropped.extend(name for name in names_of_output(output) if name != "loss")
+        return loss_in(output)
+
+    return loss
+
+
+def names_of_output(output: Any) -> list[str]:
+    """The names under which a model's output can be asked for its parts; none for a tensor."""
+    if isinstance(output, torch.Tensor):
+        return []
+    if isinstance(output, Mapping):
+        return [str(name) for name, value in output.items() if value is not None]
+    if dataclasses.is_dataclass(output):
+        return [field.name for field in dataclasses.fields(output) if getattr(output, field.name) is not None]
+    return [name for name, value in vars(output).items() if value is not None] if hasattr(output, "__dict__") else []
+
+
+@contextmanager
+def _warnings() -> Iterator[list[str]]:
+    """Collect what is warned of inside, once each, without what concerns torch's own developers."""
+    seen: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield seen
+    texts = [str(w.message).strip() for w in caught if not issubclass(w.category, _NOT_THE_MODELS)]
+    seen.extend(dict.fromkeys(text.splitlines()[0] for text in texts if text))

@@ -1,0 +1,105 @@
+"""Measured costs: each kind of operation of a graph is run, forward and backward, on synthetic data.
+
+Equal operations on tensors of equal form are measured once: the layers of a transformer cost no more than one of them.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from operator import attrgetter
+from statistics import mean, median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from zbcompile.passes.capture.canonical import is_getitem
+from zbcompile.passes.graph.flops import is_view, tensors_of
+from zbcompile.passes.graph.process_groups import is_collective
+from zbcompile.passes.partition.liveness import Line
+from zbcompile.passes.partition.node_costs import kernel_key
+from zbcompile.runtime.engine import Distributed, Engine
+
+WARM_UP = 2
+RUNS = (5, 25)  # at least, at most
+ENOUGH = 0.02  # seconds of measuring after which the least number of runs will do
+
+
+def measure_line(line: Line) -> dict[str, float]:
+    """Seconds of forward and backward of every distinct operation of `line`, by `passes.loads.kernel_key`.
+
+    Runs on the device of the graph. A part of a tuple and a view take no time, and a collective none of this process.
+    """
+    found: dict[str, float] = {}
+    with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_available() else []):
+        for node in line.nodes:
+            if not (is_getitem(node) or is_view(node) or is_collective(node)) and kernel_key(node) not in found:
+                found[kernel_key(node)] = mean_run_seconds(_run_of(node))
+    return found
+
+
+def agreed(engine: Engine, seconds: Mapping[str, float]) -> dict[str, float]:
+    """The median over all ranks, which then cut alike."""
+    if not isinstance(engine, Distributed):
+        return dict(seconds)
+    reports: list[Mapping[str, float]] = [{}] * dist.get_world_size(engine.everyone)
+    with engine.watch.position.waiting("the comparison of measured times"):
+        dist.all_gather_object(reports, dict(seconds), group=engine.everyone)
+    keys = dict.fromkeys(key for report in reports for key in report)
+    return {key: median(report[key] for report in reports if key in report) for key in keys}
+
+
+def _run_of(node: Node) -> Callable[[], None]:
+    """Forward and, where a gradient flows, backward of one operation."""
+    inputs = {argument: _value_of(argument) for argument in node.all_input_nodes}
+    leaves = [t for argument in inputs if argument.meta.get("differentiable") for t in tensors_of(inputs[argument])]
+    leaves = [t.requires_grad_() for t in leaves if t.is_floating_point() or t.is_complex()]
+    args, kwargs = map_arg((node.args, node.kwargs), inputs.__getitem__)  # type: ignore[misc]
+    device = next((t.device for value in inputs.values() for t in tensors_of(value)), torch.device("cpu"))
+    tangents = [synthetic(t) for t in tensors_of(node.meta["val"])]
+
+    def run() -> None:
+        with torch.enable_grad():
+            results = tensors_of(node.target(*args, **kwargs))  # type: ignore[operator]
+        pairs = [(r, t) for r, t in zip(results, tangents, strict=True) if r.requires_grad]
+        if leaves and pairs:
+            roots, gradients = zip(*pairs, strict=True)
+            torch.autograd.grad(roots, leaves, gradients, allow_unused=True)
+        if device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    return run
+
+
+def _value_of(node: Node) -> Any:
+    """A value of the form that `node` has."""
+    if node.op == "get_attr":
+        return attrgetter(str(node.target))(node.graph.owning_module)
+    return torch.fx.node.map_aggregate(node.meta["val"], synthetic)
+
+
+def synthetic(value: Any) -> Any:
+    """Random numbers between 0 and 1; indices are 0 and masks let everything through."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True) if size)
+    storage = torch.zeros(reach, dtype=value.dtype, device=value.device)
+    if value.dtype is torch.bool:
+        storage.fill_(True)
+    elif value.is_floating_point() or value.is_complex():
+        storage = torch.rand(reach, dtype=value.dtype, device=value.device)
+    return storage.as_strided(value.shape, value.stride()).detach()
+
+
+def mean_run_seconds(run: Callable[[], None]) -> float:
+    """Mean of the middle half of several runs: what interrupts one of them does not count."""
+    for _ in range(WARM_UP):
+        run()
+    times: list[float] = []
+    while len(times) < RUNS[0] or (sum(times) < ENOUGH and len(times) < RUNS[1]):
+        begin = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - begin)
+    quarter = len(times) // 4
+    return mean(sorted(times)[quarter : len(times) - quarter])

@@ -1,0 +1,236 @@
+"""The compiler: the passes, in order."""
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from zbcompile.compiler.cut_planning import plan_cuts
+from zbcompile.compiler.vocabulary_decision import choose_sharding
+from zbcompile.compiler.vocabulary_sharding import Sharding, shard
+from zbcompile.model.batch import Microbatch
+from zbcompile.model.model_info import facts_of
+from zbcompile.passes.capture.canonical import Canonical, canonicalise, output_values
+from zbcompile.passes.capture.differentiability import backward_failure, loss_problems, mixed_dtypes
+from zbcompile.passes.capture.export import Captured, capture, capture_inference
+from zbcompile.passes.capture.training_step import LossFunction
+from zbcompile.passes.capture.unsupported import raise_first
+from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.errors import CaptureError, CompileError
+from zbcompile.passes.graph.process_groups import with_groups
+from zbcompile.passes.partition.liveness import Line, draw_line
+from zbcompile.passes.partition.shared_parameters import (
+    refuse_mutation_of_copies,
+    refuse_shared_mutation,
+    separate_uses,
+)
+from zbcompile.passes.partition.stage_graphs import Assignment, Stage, assign_by_cuts, assign_by_parameters, cut
+from zbcompile.passes.recompute.recompute import recompute
+from zbcompile.passes.split.joint_graph import trace_joint
+from zbcompile.passes.split.simplify import simplify
+from zbcompile.passes.split.split import split
+from zbcompile.passes.stage.deduplicate import StageCompiler, compile_distinct
+from zbcompile.passes.stage.stage_program import StageProgram, finish_stage, tensor_spec
+from zbcompile.passes.vocabulary.shard_program import VocabularyProgram
+from zbcompile.program.program import Program, call_of
+from zbcompile.schedules.ir.schedule import Schedule
+from zbcompile.schedules.lowering.lower import lower
+
+STAGE_PASSES = ("cut", "joint", "simplify", "recompute", "split", "accumulate")  # what each stage goes through
+Observer = Callable[[int, str, Any], None]  # a stage, one of its passes, and what that made
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A captured training step, as the line of operations that is cut into stages.
+
+    Where the output layer is sharded over all ranks, `sharding` has it and the loss, and the line ends before them.
+    """
+
+    captured: Captured
+    canonical: Canonical
+    line: Line
+    sharding: Sharding | None
+
+
+def draw_step(
+    model: nn.Module,
+    microbatch: Microbatch,
+    loss: LossFunction | None,
+    choices: Choices | None = None,
+    schedule: Schedule | None = None,
+) -> Drawn:
+    """Capture the training step of `model` for one microbatch's shapes. `vocab="auto"` decides for `schedule`."""
+    args, kwargs, target = microbatch.example
+    captured = capture(model, args, kwargs, target, loss)
+    with without_autocast(microbatch):
+        canonical = canonicalise(captured)
+        raise_first([*mixed_dtypes(canonical), *loss_problems(canonical)])
+        return _drawn(captured, canonical, schedule, choices or Choices())
+
+
+def redraw(drawn: Drawn, microbatch: Microbatch, choices: Choices, schedule: Schedule) -> Drawn:
+    """The same captured step for other choices: with the output layer sharded, or not."""
+    whole = drawn.canonical if drawn.sharding is None else drawn.sharding.whole
+    with without_autocast(microbatch):
+        return _drawn(drawn.captured, whole, schedule, choices)
+
+
+def _drawn(captured: Captured, whole: Canonical, schedule: Schedule | None, choices: Choices) -> Drawn:
+    sharding = choose_sharding(whole, schedule, choices)
+    canonical = whole if sharding is None else sharding.trunk
+    return Drawn(captured, canonical, draw_line(canonical), sharding)
+
+
+def without_autocast(microbatch: Microbatch) -> torch.autocast:
+    """Capture has put the casts into the graph; the passes, which trace it again, must not cast once more."""
+    return torch.autocast(next(iter(microbatch.tensors.values())).device.type, enabled=False)
+
+
+def compile_drawn(
+    model: nn.Module,
+    microbatch: Microbatch,
+    drawn: Drawn,
+    schedule: Schedule,
+    choices: Choices,
+    seconds: Mapping[str, float],
+    like: Program | None = None,
+    observe: Observer | None = None,
+) -> Program:
+    """Cut the captured step and compile its stages. `seconds` are measured times, for `balance="measured"`.
+
+    `like` is a program of the same model for other shapes: every parameter then stays on the stage where it is.
+    """
+    captured, canonical, line, sharding = drawn.captured, drawn.canonical, drawn.line, drawn.sharding
+    with without_autocast(microbatch):
+        if like is None:
+            cuts = plan_cuts(canonical, line, schedule, choices, seconds)
+            assigned: Assignment = assign_by_cuts(line, cuts)
+        else:
+            cuts, assigned = like.cuts, _assign_like(like, canonical, line)
+        stages = cut(canonical, line, assigned, schedule.stages, choices.exact)
+        refuse_shared_mutation(stages)
+        if schedule.placement.kind == "dual":
+            refuse_mutation_of_copies(stages)
+        if choices.exact:
+            stages = separate_uses(stages, captured.trainable)
+        make = functools.partial(compile_stage, captured.trainable, choices, observe=observe)
+        programs = _compile_stages(canonical, stages, make, sharding.gradient if sharding else None)
+        vocabulary = None
+        if sharding is not None:
+            bounds = like.vocabulary.bounds if like is not None and like.vocabulary is not None else None
+            vocabulary, schedule = shard(sharding, schedule, choices, programs, bounds)
+    return Program(
+        model=facts_of(model, captured.constants),
+        cuts=cuts,
+        stages=programs,
+        lowered=lower(schedule),
+        homes=like.homes if like else place(model, captured, stages, vocabulary),
+        choices=choices,
+        loss_dtype=vocabulary.loss_dtype if vocabulary else _loss_dtype(stages[-1]),
+        inputs={path: (tuple(t.shape), str(t.dtype)) for path, t in microbatch.tensors.items()},
+        canonical_targets=_targets(line),
+        vocabulary=vocabulary,
+        call=call_of(microbatch),
+        groups=canonical.captured.groups,
+    )
+
+
+def _compile_stages(
+    canonical: Canonical, stages: tuple[Stage, ...], make: StageCompiler, behind: Mapping[str, torch.Tensor] | None
+) -> tuple[StageProgram, ...]:
+    try:
+        return compile_distinct(stages, canonical.captured.trainable, make, behind)
+    except CompileError:
+        raise
+    except Exception as error:  # torch's own words name neither the operation nor its line
+        raise CaptureError(backward_failure(canonical, error)) from error
+
+
+def compile_stage(
+    trainable: frozenset[str],
+    choices: Choices,
+    stage: Stage,
+    tangents: Mapping[str, torch.Tensor],
+    observe: Observer | None = None,
+) -> tuple[StageProgram, Mapping[str, torch.Tensor]]:
+    """One stage's program, and the fake gradient of each activation that it receives. `observe` sees every pass."""
+    joint = trace_joint(stage, trainable, tangents, choices.exact)
+    simple = simplify(joint)
+    lean = recompute(simple, choices.recompute)
+    pieces = split(lean, choices.weight_recompute)
+    program = finish_stage(pieces, choices)
+    if observe is not None:
+        for name, made in zip(STAGE_PASSES, (stage, joint, simple, lean, pieces, program), strict=True):
+            observe(stage.index, name, made)
+    return program, lean.gradient_of_input
+
+
+def _assign_like(like: Program, canonical: Canonical, line: Line) -> Assignment:
+    if _targets(line) == like.canonical_targets:  # the same operations on other shapes: the same cuts
+        return assign_by_cuts(line, like.cuts)
+    return assign_by_parameters(canonical, line, like.homes)
+
+
+def _targets(line: Line) -> tuple[str, ...]:
+    return tuple(str(node.target) for node in line.nodes)
+
+
+def _loss_dtype(stage: Stage) -> str:
+    results = zip(stage.outputs, output_values(stage.module.graph), strict=True)
+    return next(tensor_spec(node.meta["val"]).dtype for slot, node in results if slot.kind == "loss")
+
+
+def place(
+    model: nn.Module, captured: Captured, stages: tuple[Stage, ...], vocabulary: VocabularyProgram | None
+) -> dict[str, tuple[int, ...]]:
+    """The stages that hold each parameter and buffer, by first name; all of them what is sharded over all ranks.
+
+    What the training graph does not use lives with its nearest relative in the module tree, else on the last stage.
+    """
+    homes: dict[str, tuple[int, ...]] = {}
+    for stage in stages:
+        for name in (*stage.named("parameter"), *stage.named("buffer")):
+            homes[name] = (*homes.get(name, ()), stage.index)
+    homes |= dict.fromkeys(vocabulary.resident if vocabulary else (), tuple(range(len(stages))))
+    for name in dict.fromkeys(captured.names.values()):
+        if name not in homes:
+            homes[name] = _relative(name, homes, len(stages) - 1)
+    return homes
+
+
+def _relative(name: str, homes: Mapping[str, tuple[int, ...]], last: int) -> tuple[int, ...]:
+    """The last stage of the nearest relatives: a head that only evaluation uses comes after what it works on."""
+    prefix = name
+    while "." in prefix:
+        prefix = prefix.rpartition(".")[0]
+        near = [max(stages) for other, stages in homes.items() if other.startswith(prefix + ".")]
+        if near:
+            return (max(near),)
+    return (last,)
+
+
+@dataclass(frozen=True)
+class Inference:
+    """The forward-only program of a pipeline: one forward graph per stage."""
+
+    captured: Captured
+    stages: tuple[Stage, ...]
+    output_stage: Mapping[str, int]
+
+
+def compile_inference(model: nn.Module, microbatch: Microbatch, like: Program) -> Inference:
+    """Capture `model` in eval mode and cut it so that each parameter is used on the stage where it trains."""
+    args, kwargs, _ = microbatch.example
+    captured = capture_inference(model, args, kwargs)
+    canonical = canonicalise(captured)
+    line = draw_line(canonical)
+    assigned = assign_by_parameters(canonical, line, like.homes)
+    stages = cut(canonical, line, assigned, like.schedule.stages)
+    makers = {slot.name: stage.index for stage in stages for slot in stage.outputs if slot.kind == "output"}
+    groups = canonical.captured.groups
+    bound = tuple(replace(stage, module=with_groups(stage.module, groups)) for stage in stages)
+    return Inference(captured, bound, makers)

@@ -1,0 +1,209 @@
+"""Vocabulary parallelism in the compiler: what is sharded, how, and the schedule that runs the pieces."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from zbcompile.passes.capture.canonical import Canonical
+from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.errors import CompileError
+from zbcompile.passes.stage.stage_program import StageProgram
+from zbcompile.passes.vocabulary.embedding import VocabularyLookup, find_lookup
+from zbcompile.passes.vocabulary.logits import NotShardable
+from zbcompile.passes.vocabulary.output_layer import VocabularyHead, find_head
+from zbcompile.passes.vocabulary.shard_program import (
+    Bounds,
+    Tiling,
+    VocabularyProgram,
+    even_bounds,
+    levelled_bounds,
+    make_vocabulary,
+)
+from zbcompile.passes.vocabulary.trunk import cut_off
+from zbcompile.schedules.execution.memory import peak_memory
+from zbcompile.schedules.generators.vocabulary_insertion import with_vocabulary
+from zbcompile.schedules.ir.costs import Costs
+from zbcompile.schedules.ir.schedule import Schedule
+
+LEAN_BYTES = 256 << 20  # logits of a shard beyond this are made again in T instead of kept
+TILE_BYTES = {"cpu": 1 << 20, "cuda": 64 << 20}  # of a tile's logits in fp32: some times that is what S and T need
+MOST_TILES = 32
+BALLAST = 0.95  # unequal shards are worth it if the busiest rank's work becomes so much less
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """An output layer to be sharded, and the embedding `lookup` beside it. `whole` is the graph that they were found
+    in, `trunk` the model without them."""
+
+    whole: Canonical
+    head: VocabularyHead
+    lookup: VocabularyLookup | None
+    trunk: Canonical
+
+    @property
+    def activation(self) -> str:
+        """The name of what the trunk's last stage makes."""
+        return next(slot.name for slot, _ in self.trunk.outputs if slot.kind == "activation")
+
+    @property
+    def gradient(self) -> dict[str, torch.Tensor]:
+        """The fake gradient that comes back for it."""
+        node = next(node for slot, node in self.trunk.outputs if slot.kind == "activation")
+        with self.trunk.mode:
+            value = node.meta["val"]
+            return {self.activation: torch.empty(value.shape, dtype=value.dtype, device=value.device)}
+
+
+def find_sharding(canonical: Canonical, choices: Choices) -> Sharding | None:
+    """What `vocab=` asks for; None where it asks for nothing. Raises CompileError where it cannot be."""
+    if choices.vocab == "off" or (choices.vocab == "auto" and choices.exact):
+        return None
+    if choices.exact:
+        raise CompileError(
+            f"vocab={choices.vocab} sums over the vocabulary in another order than eager; exact=True cannot have it. "
+            'Use exact=False, or vocab="off".'
+        )
+    try:
+        head = find_head(canonical)
+    except NotShardable as reason:
+        if choices.vocab == "auto":
+            return None
+        raise CompileError(f'vocab={choices.vocab}: {reason}. Use vocab="off".') from reason
+    lookup = find_lookup(canonical, head)
+    return Sharding(canonical, head, lookup, cut_off(canonical, head, lookup))
+
+
+def shard(
+    sharding: Sharding, schedule: Schedule, choices: Choices, stages: tuple[StageProgram, ...], bounds: Bounds | None
+) -> tuple[VocabularyProgram, Schedule]:
+    """The graphs of every rank's shard, and `schedule` with their passes.
+
+    `bounds` are given where rows have their ranks already. Raises CompileError where a rank holds more than `memory=`.
+    """
+    bounds = bounds or bounds_of(sharding.head, schedule, stages)
+    tiling = tiling_of(sharding.head, bounds, choices)
+    found = _inserted(sharding, schedule, choices, stages, bounds, tiling)
+    most = _most_bytes(sharding, choices, stages, *found)
+    if choices.memory is None or most <= choices.memory:
+        return found
+    if tiling.keep and choices.vocab_logits == "auto":
+        found = _inserted(sharding, schedule, choices, stages, bounds, replace(tiling, keep=False))
+        most = _most_bytes(sharding, choices, stages, *found)
+    if most > choices.memory:
+        raise CompileError(
+            f"with its shard of the output layer a rank holds {most:.4g} bytes, more than memory={choices.memory:g}. "
+            'Use more ranks, smaller microbatches, recompute="selective", or vocab_logits="remake".'
+        )
+    return found
+
+
+def _inserted(
+    sharding: Sharding,
+    schedule: Schedule,
+    choices: Choices,
+    stages: tuple[StageProgram, ...],
+    bounds: Bounds,
+    tiling: Tiling,
+) -> tuple[VocabularyProgram, Schedule]:
+    barriers = choices.vocab if isinstance(choices.vocab, int) else 1
+    vocabulary = make_vocabulary(
+        *(sharding.whole, sharding.head, sharding.activation, bounds, barriers, tiling, sharding.lookup, choices)
+    )
+    return vocabulary, insert(schedule, vocabulary, stages)
+
+
+def bounds_of(head: VocabularyHead, schedule: Schedule, stages: tuple[StageProgram, ...]) -> Bounds:
+    """Equal parts; or more words for ranks with less other work, where that lets the busiest one end much earlier."""
+    loads = [
+        sum(stages[stage].flops[op] for stage in schedule.placement.stages_of(rank) for op in ("F", "B", "W"))
+        for rank in range(schedule.ranks)
+    ]
+    of_word = 6 * head.width * (head.linear.meta["val"].numel() // head.size)
+    even = even_bounds(head.size, schedule.ranks)
+    levelled = levelled_bounds(head.size, [load / of_word for load in loads])
+
+    def busiest(bounds: Bounds) -> float:
+        return max(load + of_word * (high - low) for load, (low, high) in zip(loads, bounds, strict=True))
+
+    gains = busiest(levelled) < BALLAST * busiest(even) and all(high > low for low, high in levelled)
+    return levelled if gains else even
+
+
+def tiling_of(head: VocabularyHead, bounds: Bounds, choices: Choices) -> Tiling:
+    """How many words to work on at a time, and whether the logits of a shard are to wait from S to T."""
+    value = head.linear.meta["val"]
+    tokens, most = value.numel() // head.size, max(high - low for low, high in bounds)
+    tile = TILE_BYTES.get(value.device.type, TILE_BYTES["cuda"]) // (4 * tokens)
+    count = min(math.ceil(most / max(1, tile)), MOST_TILES)
+    small = tokens * most * head.dtype.itemsize <= LEAN_BYTES
+    keep = small if choices.vocab_logits == "auto" else choices.vocab_logits == "keep"
+    return Tiling(math.ceil(most / count), keep)
+
+
+def _most_bytes(
+    sharding: Sharding,
+    choices: Choices,
+    stages: tuple[StageProgram, ...],
+    vocabulary: VocabularyProgram,
+    schedule: Schedule,
+) -> float:
+    """What the fullest rank holds: parameters, gradients, optimizer state, and what waits between passes."""
+    holders = sharding.whole.graph.find_nodes(op="placeholder")
+    sizes = {n.meta["slot"].name: n.meta["val"].nbytes for n in holders if n.meta["slot"].kind == "parameter"}
+    costs = replace(
+        flop_costs(schedule, vocabulary, stages),
+        activation=tuple(stage.crossing.kept for stage in stages),
+        residue=tuple(stage.crossing.residue for stage in stages),
+    )
+    waiting = peak_memory(schedule, costs)
+    times = 2 + choices.optimizer_state
+    whole = sharding.head.size
+    held = []
+    for rank, (low, high) in enumerate(vocabulary.bounds):
+        names = {name for stage in schedule.placement.stages_of(rank) for name in stages[stage].parameters}
+        rows = sum(sizes[name] * (high - low) / whole for name in vocabulary.parameters)
+        own = sum(sizes[name] for name in names - set(vocabulary.parameters))
+        held.append(times * (own + rows) + waiting[rank])
+    return max(held)
+
+
+def insert(schedule: Schedule, vocabulary: VocabularyProgram, stages: tuple[StageProgram, ...]) -> Schedule:
+    """`schedule` with the vocabulary passes placed by the FLOPs of the graphs; as it is where it has them already."""
+    lookups = vocabulary.lookup is not None
+    if schedule.shards:
+        if schedule.barriers != vocabulary.barriers:
+            raise CompileError(
+                f"schedule= has vocabulary passes with {schedule.barriers} barriers, vocab= asks for "
+                f"{vocabulary.barriers}. Make them equal."
+            )
+        return replace(schedule, lookups=lookups)
+    inserted = with_vocabulary(schedule, vocabulary.barriers, flop_costs(schedule, vocabulary, stages))
+    return replace(inserted, lookups=lookups)
+
+
+def flop_costs(schedule: Schedule, vocabulary: VocabularyProgram, stages: tuple[StageProgram, ...]) -> Costs:
+    """Times in FLOPs; a pass without any counts as one."""
+    passes = {op: tuple(stage.flops[op] or 1 for stage in stages) for op in ("F", "B", "W")}
+    costs = Costs(passes["F"], passes["B"], passes["W"])
+    return with_vocabulary_costs(costs, schedule, vocabulary, 1.0)
+
+
+def with_vocabulary_costs(costs: Costs, schedule: Schedule, vocabulary: VocabularyProgram, speed: float) -> Costs:
+    """`costs` with S and T of every rank's shard, at `speed` FLOPs a second."""
+    times = [{op: count / speed for op, count in flops.items()} for flops in vocabulary.flops]
+    return with_shard_times(costs, schedule, vocabulary, times)
+
+
+def with_shard_times(
+    costs: Costs, schedule: Schedule, vocabulary: VocabularyProgram, times: Sequence[Mapping[str, float]]
+) -> Costs:
+    """`costs` with the times of S and T of every rank's shard, on the stage that names the shard."""
+    scan, update, state = ([0.0] * schedule.stages for _ in range(3))
+    for rank, found in enumerate(times):
+        stage = schedule.placement.stages_of(rank)[0]
+        scan[stage], update[stage] = found["S"], found["T"]
+        state[stage] = vocabulary.state_bytes(rank)
+    return replace(costs, vocab_s=tuple(scan), vocab_t=tuple(update), vocab_state=tuple(state))

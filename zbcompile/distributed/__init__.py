@@ -1,0 +1,1 @@
+"""Processes: groups, channels, transport, agreement, faults."""

@@ -1,0 +1,141 @@
+"""What can break while ranks depend on each other, and how it is told: where a rank is, what ended it, whose fault."""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+
+from zbcompile.errors import FaultError
+from zbcompile.schedules.ir.actions import Action
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What ended a step: on which rank, in which action, and why."""
+
+    rank: int
+    where: str
+    cause: str
+
+    def error(self) -> FaultError:
+        return FaultError(self.rank, self.where, self.cause)
+
+    def text(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def read(text: str) -> "Fault":
+        return Fault(**json.loads(text))
+
+
+@dataclass
+class Position:
+    """Where this process is. The running thread writes it, plain assignments only; the watchdog reads it.
+
+    `region` counts the calls in which ranks depend on each other, `doing` names the present one, `action` is what runs
+    in it, `waits` says whether that waits for another rank, `waited` counts the waits outside of the action loop.
+    """
+
+    rank: int = 0
+    region: int = 0
+    doing: str = ""
+    action: Action | str = ""
+    waits: bool = False
+    waited: int = 0
+
+    def status(self, beat: int = 0) -> "Status":
+        return Status(beat, self.region, self.doing, str(self.action), self.waits)
+
+    def enter(self, doing: str) -> None:
+        self.region += 1
+        self.doing, self.action, self.waits = doing, "", False
+
+    def leave(self) -> None:
+        self.action, self.waits = "the end", False
+
+    @contextmanager
+    def turn_to(self, doing: str) -> Iterator[None]:
+        """A part of a call that some ranks may take and others not, by mistake."""
+        before, self.doing = self.doing, doing
+        yield
+        self.doing = before
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Around anything that returns only when other ranks come to the same place."""
+        self.action, self.waits = what, True
+        self.waited += 1
+        yield
+        self.waits = False  # after an exception the position stays where that happened
+
+
+@dataclass(frozen=True)
+class Status:
+    """A rank's position as the others see it; `beat` grows for as long as its process lives."""
+
+    beat: int
+    region: int
+    doing: str
+    action: str
+    waits: bool
+
+    @property
+    def where(self) -> str:
+        return f"{self.action} of {self.doing}" if self.action else self.doing
+
+    def text(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def read(text: str) -> "Status":
+        return Status(**json.loads(text))
+
+
+NEVER = Status(beat=-1, region=-1, doing="its first call", action="", waits=False)
+
+
+def find_dead(own: int, before: Mapping[int, Status], after: Mapping[int, Status]) -> Fault | None:
+    """The first other rank whose heart did not beat between two looks at all ranks."""
+    here = after[own]
+    for rank, status in after.items():
+        if rank != own and status.beat == before[rank].beat:
+            where = status.where if status.region == here.region else here.doing
+            return Fault(
+                rank,
+                where,
+                f"its process ended, or its machine was lost. Its last sign of life came from {status.where}; rank "
+                f"{own} missed it at {here.where}",
+            )
+    return None
+
+
+def find_stray(own: int, statuses: Mapping[int, Status]) -> Fault | None:
+    """A rank that came to another call than this one and waits there, while this one waits here."""
+    here = statuses[own]
+    for rank, status in statuses.items():
+        if status.region == here.region and status.waits and status.doing != here.doing:
+            first, second = sorted([(own, here.where), (rank, status.where)])
+            return Fault(
+                second[0],
+                second[1],
+                f"rank {first[0]} is at {first[1]} meanwhile. Every rank must make the same calls in the same order, "
+                "with the same batch shapes",
+            )
+    return None
+
+
+def find_late(own: int, statuses: Mapping[int, Status], seconds: float, on_device: bool = False) -> Fault:
+    """Whom a rank that waited too long was waiting for: one that never came, one that is busy, or nobody. Where its
+    device waits and not its host, hosts that are as far say nothing."""
+    here = statuses[own]
+    waited = f"rank {own} waited {seconds:g} s for it at {here.where}"
+    for rank, status in sorted(statuses.items(), key=lambda item: item[1].region):
+        if status.beat < 0:
+            return Fault(rank, status.where, f"it never arrived; {waited}")
+        if status.region < here.region:
+            return Fault(rank, status.where, f"it went no further; {waited}")
+        if not status.waits and not on_device:
+            return Fault(rank, status.where, f"it did not finish; {waited}")
+    if on_device:
+        return Fault(own, here.where, f"its device did not finish within {seconds:g} s of its host")
+    return Fault(own, here.where, f"every rank has waited for another one for {seconds:g} s")

@@ -1,0 +1,51 @@
+"""Which GPU each process has: a different one for every local rank."""
+
+import os
+from collections.abc import Mapping
+
+import torch
+
+from zbcompile.distributed.fault_store import Board
+from zbcompile.errors import PipelineError
+
+
+def take_gpu() -> None:
+    """Make the GPU of this process's LOCAL_RANK its current one. Raises PipelineError on every process of a machine
+    that has fewer GPUs than processes."""
+    torch.cuda.set_device(own_gpu(os.environ, torch.cuda.device_count()))
+
+
+def own_gpu(environment: Mapping[str, str], count: int) -> int:
+    """The index of this process's GPU among `count`. A single one is taken as it is: a launcher may show every process
+    another one; `require_own_gpus` finds out.
+
+    >>> own_gpu({"LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "4"}, count=8)
+    2
+    """
+    local = int(environment.get("LOCAL_RANK", "0"))
+    wanted = int(environment.get("LOCAL_WORLD_SIZE", local + 1))
+    if count > 1 and wanted > count:
+        raise PipelineError(
+            f"local rank {local} of {wanted} on this machine, which has {count} GPUs: every process needs its own. "
+            f"Start {count} processes per machine (torchrun --nproc-per-node {count}), or hide the GPUs "
+            "(CUDA_VISIBLE_DEVICES=) to train on the CPU."
+        )
+    return local if count > 1 else 0
+
+
+def require_own_gpus(board: Board, device: torch.device, timeout: float) -> None:
+    """Raise PipelineError on every rank when two of them use one GPU: NCCL cannot connect it to itself."""
+    name = str(torch.cuda.get_device_properties(device).uuid)
+    require_different(board.exchange("gpu", name, timeout), device)
+
+
+def require_different(gpus: Mapping[int, str], device: torch.device) -> None:
+    """`gpus` are the names of every rank's GPU, this one's is `device`."""
+    first: dict[str, int] = {}
+    for rank, gpu in gpus.items():
+        if gpu in first:
+            raise PipelineError(
+                f"ranks {first[gpu]} and {rank} use the same GPU ({gpu}); this rank's model is on {device}. Give every "
+                'process its own: torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) before model.cuda().'
+            )
+        first[gpu] = rank

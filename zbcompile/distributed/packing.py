@@ -1,0 +1,48 @@
+"""Tensors at a boundary as they travel (packed) and as a graph was traced for them (laid out)."""
+
+import torch
+
+from zbcompile.passes.graph.roles import TensorSpec
+from zbcompile.passes.graph.strides import is_dense, packed_layout
+
+
+def packed(tensor: torch.Tensor) -> torch.Tensor:
+    """Each element once and without gaps: `tensor` itself where it is dense."""
+    if tensor.is_contiguous() or is_dense(tensor):
+        return tensor
+    shape, strides = packed_layout(tensor.shape, tensor.stride())
+    return _copied(tensor, shape, strides)
+
+
+def packed_buffer(spec: TensorSpec, device: torch.device) -> torch.Tensor:
+    """Memory that a packed tensor of this specification can be received into."""
+    shape, strides = packed_layout(spec.shape, spec.stride)
+    return torch.empty_strided(shape, strides, dtype=getattr(torch, spec.dtype), device=device)
+
+
+def laid_out(value: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """`value`, packed or not, with the strides that the graph was traced for; a copy only where they differ."""
+    if value.shape == spec.shape and (value.stride() == spec.stride or _same_strides(value, spec)):
+        return value
+    once, _ = packed_layout(spec.shape, spec.stride)
+    return _copied(value, once, spec.stride).expand(spec.shape)
+
+
+def as_contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous view of the memory of a dense tensor: its dimensions in order of their strides. Backends send
+    nothing else."""
+    if tensor.is_contiguous():
+        return tensor
+    order = sorted(range(tensor.ndim), key=lambda i: (tensor.stride(i), tensor.shape[i]), reverse=True)
+    return tensor.permute(order)
+
+
+def _copied(tensor: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
+    """The first elements of each dimension, in memory of their own."""
+    first = tensor[tuple(slice(size) for size in shape)]
+    return torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(first)
+
+
+def _same_strides(value: torch.Tensor, spec: TensorSpec) -> bool:
+    """Strides of dimensions of size 1 mean nothing."""
+    return all(a == b or size == 1 for a, b, size in zip(value.stride(), spec.stride, value.shape, strict=True))

@@ -1,0 +1,1 @@
+"""`zbcompile.pipeline` and the Pipeline it returns."""

@@ -1,0 +1,336 @@
+"""The pipeline object: a model's training step, compiled for the shapes it meets."""
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zbcompile.backends.backend import Compilation
+from zbcompile.distributed.agreement import together
+from zbcompile.errors import PipelineError
+from zbcompile.frontend.evaluation import EvaluationPlan, evaluate, plan_evaluation
+from zbcompile.frontend.executables import Executables, Recent, autocast_on
+from zbcompile.frontend.grad_clip import total_norm
+from zbcompile.frontend.options import Options, resolve_schedule
+from zbcompile.frontend.state_dict import full_state, load_state, own_state, owned_parameters
+from zbcompile.model.batch import Batch, flatten_batch, refuse_input_gradients, require_divisible
+from zbcompile.model.resident_tensors import resident_tensors
+from zbcompile.passes.graph.roles import Slot
+from zbcompile.program.program import Program
+from zbcompile.runtime.engine import Distributed, Engine, Executable, StepInput, is_first
+from zbcompile.runtime.recorder import StepRecord
+from zbcompile.runtime.shared_gradients import total_loss
+
+if TYPE_CHECKING:
+    from zbcompile.torch_pipelining.as_schedule import ScheduleLike
+    from zbcompile.torch_pipelining.pipeline_stage import CompiledPipelineStage
+
+
+class Pipeline:
+    """A model as a pipeline; made by `zbcompile.pipeline`. Not an nn.Module: it holds this process's share of one.
+
+    The first `step` compiles for the shapes of its microbatches. `record = True` makes `last_step` hold the measured
+    spans of the next steps. `step_index` counts steps; it enters `zbcompile.microbatch_seed`.
+    """
+
+    def __init__(self, model: nn.Module, options: Options, engine: Engine) -> None:
+        self.options = options
+        self.record = False
+        self.step_index = 0
+        self.scaler: torch.amp.GradScaler | None = None
+        self._model = model
+        self._engine = engine
+        self._watch = self._engine.watch
+        self._ended = weakref.finalize(self, self._watch.close)
+        self._records: list[StepRecord] | None = None
+        with self._watch.region("making the pipeline"):
+            self._schedule = resolve_schedule(options, self._engine.ranks, self.is_first)
+            self._compiled = Executables(model, options, engine, self._schedule)
+        self._evaluations: Recent[Any, EvaluationPlan] = Recent(options.max_shapes)
+
+    @property
+    def program(self) -> Program:
+        """The compiled program (of the first shapes that were compiled)."""
+        if self._compiled.program is None:
+            raise PipelineError(
+                "the pipeline is not compiled yet, so it is unknown which parameters are this rank's. Call "
+                "pipe.compile(*args, target=..., **kwargs) with a batch, or pass example=, or run a step first."
+            )
+        return self._compiled.program
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process's share of the model is."""
+        return self._engine.device
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process has the first rank of all: the one that speaks and writes for all."""
+        return is_first(self._engine)
+
+    @property
+    def last_step(self) -> StepRecord | None:
+        """The record of the last step that ran with `record = True`."""
+        return self._engine.last_step
+
+    @property
+    def compilations(self) -> tuple[Compilation, ...]:
+        """What the backend did on this process, for each program: how many graphs, how many distinct, compiled, loaded.
+
+        Over all ranks, and with an empty cache, as many graphs are compiled as are distinct.
+        """
+        return tuple(self._compiled.compilations)
+
+    def compile(self, *args: Any, target: Any = None, **kwargs: Any) -> "Pipeline":
+        """Compile for the shapes of this batch (as `step` takes it) without running it."""
+        with self._watch.region("compiling"):
+            self._program_for(self._split(args, kwargs, target))
+        return self
+
+    def adopt(self, program: Program) -> Executable:
+        """Run `program`, which was compiled elsewhere, with this pipeline's parameters; see `zbcompile.load`."""
+        return self._compiled.adopt(program)
+
+    def step(self, *args: Any, target: Any = None, **kwargs: Any) -> torch.Tensor:
+        """Forward and backward of one batch: gradients accumulate into `.grad`, the loss is returned on every rank.
+
+        Every rank passes the same whole batch. Raises PipelineError for a batch that cannot be split.
+        """
+        return total_loss(self.step_losses(*args, target=target, **kwargs), self.options.loss_reduction)
+
+    def step_losses(self, *args: Any, target: Any = None, **kwargs: Any) -> list[torch.Tensor]:
+        """As `step`, but returns the loss of every microbatch, not yet divided by their number."""
+        with self._watch.region(f"step {self.step_index}"):
+            if torch.is_inference_mode_enabled():
+                raise PipelineError("step runs inside torch.inference_mode(), where there are no gradients. Leave it.")
+            batch = self._split(args, kwargs, target)
+            executable = self._program_for(batch)
+            self._compiled.share.require_filled()
+            given = self._step_input(batch, executable.program)
+            with self._as_captured(), self._void_if_it_fails():
+                losses = self._engine.step(executable, given, self._compiled.parameters)
+        self.step_index += 1
+        if self._records is not None and self.last_step is not None:
+            self._records.append(self.last_step)
+        return losses
+
+    def _step_input(self, batch: Batch, program: Program) -> StepInput:
+        count = program.schedule.microbatches
+        return StepInput(
+            microbatches=[batch.microbatch(i, count).tensors for i in range(count)],
+            index=self.step_index,
+            seed=self.options.seed,
+            reduction=self.options.loss_reduction,
+            record=self.record,
+            scale=None if self.scaler is None else self.scaler.scale,
+        )
+
+    @contextmanager
+    def _void_if_it_fails(self) -> Iterator[None]:
+        """A step that fails leaves no partial sums: an optimizer that steps nevertheless finds no gradients."""
+        try:
+            yield
+        except BaseException:
+            for parameter in (*self._model.parameters(), *self._compiled.parameters.values()):
+                parameter.grad = None
+            self._engine.replicas.forget()
+            for executable in self._compiled:
+                executable.buffers.made.clear()  # a message may still arrive in them
+            raise
+
+    def eval(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output in eval mode, without gradients, on every rank. Needs no divisible batch."""
+        with self._watch.region("eval"):
+            return self._evaluate(args, kwargs)
+
+    def _evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        batch = flatten_batch(args, kwargs, None, self.options.split)
+        program = self._program_for_eval(args, kwargs)
+        key = (batch.rows(0, batch.size).signature, autocast_on(self._engine.device))
+
+        def plan() -> EvaluationPlan:
+            return plan_evaluation(self._model, batch, program, self._compiled.debug_nan)
+
+        if key not in self._evaluations:
+            with self._watch.position.turn_to(f"compiling eval for {batch.microbatch(0, 1).summary()}"):
+                self._evaluations.add(key, together(self._engine, "compiling eval", plan))
+        self._compiled.share.require_filled()
+        chosen = self._evaluations[key]
+        resident = resident_tensors(self._model, chosen.inference.captured.constants)
+        resident |= {Slot("parameter", name): whole for name, whole in self._gather_rows().items()}
+        with self._as_captured():
+            return evaluate(chosen, batch, program, self._engine, resident)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Steps inside accumulate into `.grad` without adding up the replicas; the first step after it does.
+
+        Inside, `.grad` holds this replica's part. Without data parallelism it changes nothing.
+        """
+        replicas = self._engine.replicas
+        before, replicas.synchronise = replicas.synchronise, False
+        try:
+            yield
+        finally:
+            replicas.synchronise = before
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """As `torch.nn.utils.clip_grad_norm_` over the whole model: every rank clips its share by the norm of all
+        gradients, tied parameters counted once, and returns that norm."""
+        names = [name for name in self._compiled.parameters if name in self.program.trained]
+        with self._watch.region("clip_grad_norm_"):
+            split = frozenset(self._compiled.shards.own) if self._compiled.shards else frozenset()
+            norm = total_norm(
+                *(names, split, self._compiled.parameters, self._engine, self.program.holders),
+                *(norm_type, error_if_nonfinite),
+            )
+        nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, norm)
+        return norm
+
+    @contextmanager
+    def recording(self) -> Iterator[list[StepRecord]]:
+        """Record the steps inside; the list that it gives fills with them. `zbcompile.trace` writes them to a file."""
+        before = self.record, self._records
+        self.record, self._records = True, []
+        try:
+            yield self._records
+        finally:
+            self.record, self._records = before
+
+    def from_replicas(self, value: Any) -> list[Any]:
+        """What the first rank of every replica passes as `value`, on every rank; every rank must call it."""
+        if not isinstance(self._engine, Distributed):
+            return [value]
+        own = (value,) if self._engine.rank == 0 else ()
+        parts: list[tuple[Any, ...]] = [()] * dist.get_world_size(self._engine.everyone)
+        with self._watch.region("from_replicas"), self._watch.position.waiting("the exchange"):
+            dist.all_gather_object(parts, own, group=self._engine.everyone)
+        return [found for part in parts for found in part]
+
+    def largest(self, value: torch.Tensor) -> torch.Tensor:
+        """The largest of all ranks' and replicas' values, on each of them."""
+        if isinstance(self._engine, Distributed):
+            with self._watch.region("largest"), self._watch.position.waiting("the exchange"):
+                dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self._engine.everyone)
+        return value
+
+    def stages(self) -> "list[CompiledPipelineStage]":
+        """This rank's stages as torch.distributed.pipelining stages, for torch's own schedules.
+
+        Raises PipelineError in one process (torch's stage needs a process group) and where a parameter trains on
+        several stages: torch's schedules have no place to sum its gradients.
+        """
+        from zbcompile.torch_pipelining.pipeline_stage import CompiledPipelineStage, StageContext
+
+        program, engine = self.program, self._engine
+        if not isinstance(engine, Distributed):
+            raise PipelineError("stages() needs a process group: start the script with torchrun.")
+        if program.vocabulary is not None:
+            raise PipelineError('torch\'s schedules know no vocabulary passes. Use pipe.step, or vocab="off".')
+        if program.shared:
+            raise PipelineError(
+                f"{sorted(program.shared)[0]} trains on several stages; torch's schedules cannot sum its gradients "
+                "over them. Use pipe.step, or untie the parameter."
+            )
+        stages = self._compiled.first().stages
+        parameters = self._compiled.parameters
+        context = StageContext(program, engine.group, parameters, self.options.loss_reduction, self.options.seed)
+        return [CompiledPipelineStage(stage, context) for stage in stages.values()]
+
+    def as_schedule(self) -> "ScheduleLike":
+        """This pipeline behind the calls of a torch.distributed.pipelining schedule: `step(*args, target=, losses=)`,
+        `eval`."""
+        from zbcompile.torch_pipelining.as_schedule import ScheduleLike
+
+        return ScheduleLike(self)
+
+    @property
+    def engine(self) -> Engine:
+        """What runs the steps: `engine.local` are the ranks in this process, `engine.ranks` how many there are."""
+        return self._engine
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """This process's parameters, for an optimizer. Tied parameters appear once."""
+        return iter([parameter for _, parameter in self.named_parameters()])
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This process's parameters under the model's own names."""
+        self.program  # noqa: B018  raises before compiling
+        found = self._compiled.parameters
+        return iter([(n, found[n]) for n, _ in owned_parameters(self._model, self._engine, self.program.holders)])
+
+    def state_dict(self, full: bool = False) -> dict[str, Any]:
+        """Eager's state dict: this process's share, or with `full=True` all of it, on every rank.
+
+        Of an output layer sharded over several processes the share is a DTensor of this process's rows.
+        """
+        self.program  # noqa: B018  raises before compiling
+        if not full:
+            return self._own_state()
+        with self._watch.region("state_dict"):
+            return full_state(self._model, self._engine, self.program.holders, self._gather_rows())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load this process's share of a full state dict; strict over the whole model."""
+        self.program  # noqa: B018  raises before compiling
+        load_state(self._model, self._engine, self.program.holders, state)
+        if self._compiled.shards is not None:
+            self._compiled.shards.load(state)
+        self._compiled.share.filled(state)
+
+    def resume(self, step: int, filled: Iterable[str]) -> None:
+        """Go on with step number `step`, now that the tensors `filled` of this process's share have their values;
+        `zbcompile.load_checkpoint` writes them in place."""
+        self.step_index = step
+        self._compiled.share.filled(filled)
+
+    def close(self) -> None:
+        """Stop watching over the other ranks and let go of the process group. Every rank calls it.
+
+        After this, and `torch.distributed.destroy_process_group()`, a new process group and a new pipeline can be made
+        in the same process. A pipeline that is garbage collected closes itself.
+        """
+        self._engine.disconnect()
+        self._ended()
+
+    def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Batch:
+        if self.options.loss is None and target is not None:
+            raise PipelineError(
+                "step received target=, but the pipeline has no loss=; forward returns the loss itself."
+            )
+        batch = flatten_batch(args, kwargs, target, self.options.split)
+        refuse_input_gradients(batch)
+        require_divisible(batch, self._schedule.microbatches)
+        return batch
+
+    def _program_for_eval(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
+        """Parameters stay where they train. Where forward gives the loss, these inputs are enough to compile that."""
+        if self._compiled.program is not None or self.options.loss is not None:
+            return self.program
+        return self._program_for(self._split(args, kwargs, None)).program
+
+    def _program_for(self, batch: Batch) -> Executable:
+        return self._compiled.get(batch.microbatch(0, self._schedule.microbatches))
+
+    def _as_captured(self) -> torch.autocast:
+        """The casts are in the graphs: autocast around a running graph would cast what the model left uncast."""
+        return torch.autocast(self._engine.device.type, enabled=False)
+
+    def _gather_rows(self) -> dict[str, torch.Tensor]:
+        """A sharded output layer whole: in the model's own parameters, where these have memory."""
+        if self._compiled.shards is None or not isinstance(self._engine, Distributed):
+            return {}
+        with self._watch.position.waiting("the rows of the output layer"):
+            return self._compiled.shards.gather(self._engine.collective_group())
+
+    def _own_state(self) -> dict[str, Any]:
+        state = own_state(self._model, self._engine, self.program.holders)
+        if self._compiled.shards is None or not isinstance(self._engine, Distributed):
+            return state
+        return self._compiled.shards.sharded_state(state, self.program.model.names, self._engine.group)

@@ -1,0 +1,50 @@
+"""`zbcompile.trace`: the steps of all ranks and replicas as one trace for chrome://tracing and ui.perfetto.dev."""
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from zbcompile.frontend.pipeline import Pipeline
+from zbcompile.runtime.recorder import StepRecord
+
+Event = dict[str, Any]
+
+
+@contextmanager
+def trace(pipe: Pipeline, path: str | Path) -> Iterator[None]:
+    """Record the steps inside and write them to `path` (JSON), on one clock for all ranks. Every rank must enter it;
+    the first one writes. Nothing is written when the block raises.
+
+    >>> with zbcompile.trace(pipe, "steps.json"):               # doctest: +SKIP
+    ...     for _ in range(3):
+    ...         pipe.step(inputs, target=targets)
+    """
+    with pipe.recording() as records:
+        yield
+    replicas = pipe.from_replicas(records)
+    if pipe.is_first:
+        Path(path).write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": list(events(replicas))}))
+
+
+def events(replicas: Sequence[Sequence[StepRecord]]) -> Iterator[Event]:
+    """Trace Event Format: a process per replica, a thread per rank with its actions, a counter of what waits."""
+    zero = min((record.started for records in replicas for record in records), default=0.0)
+    for replica, records in enumerate(replicas):
+        yield {"ph": "M", "name": "process_name", "pid": replica, "args": {"name": f"replica {replica}"}}
+        for rank in records[0].spans if records else ():
+            yield {"ph": "M", "name": "thread_name", "pid": replica, "tid": rank, "args": {"name": f"rank {rank}"}}
+        for index, record in enumerate(records):
+            yield from _step_events(record, index, replica, record.started - zero)
+
+
+def _step_events(record: StepRecord, index: int, replica: int, offset: float) -> Iterator[Event]:
+    for rank, spans in record.spans.items():
+        for span, held in zip(spans, record.held_bytes[rank], strict=True):
+            op = span.action.rstrip("0123456789.")
+            start, duration = (offset + span.start) * 1e6, (span.end - span.start) * 1e6
+            place = {"pid": replica, "tid": rank, "ts": start, "args": {"step": index}}
+            yield {"ph": "X", "name": span.action, "cat": op, "dur": duration, **place}
+            counter = {"ph": "C", "name": f"waiting for B and W, rank {rank}", "pid": replica}
+            yield {**counter, "ts": start + duration, "args": {"bytes": held}}

@@ -1,0 +1,1 @@
+"""`python -m zbcompile.inspect` and `zbcompile.explain`."""

@@ -1,0 +1,164 @@
+"""What the inspect command line can do: summary, graphs as Python, timelines and their causes, comparison."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from zbcompile.cli.plan_arguments import example_of, quiet, schedule_of
+from zbcompile.compiler.compile_example import Inspected, read_saved
+from zbcompile.compiler.pass_history import PassHistory
+from zbcompile.errors import PipelineError
+from zbcompile.inspection.compare_schedules import compare
+from zbcompile.inspection.graphs import difference, graph_text, stage_and_pass, write_graphs
+from zbcompile.inspection.idle_report import format_critical_path, format_idle_intervals
+from zbcompile.inspection.report import format_summary
+from zbcompile.inspection.request import (
+    Request,
+    announcer,
+    compile_for,
+    predicted,
+    refuse_combinations,
+    refuse_files,
+    refuse_places,
+)
+from zbcompile.inspection.step_comparison_report import comparison_to_dict, format_step_comparison
+from zbcompile.inspection.summary import Tried, Unsharded, summarise
+from zbcompile.inspection.units import for_trace, in_units
+from zbcompile.prediction.predict import Basis, left_on_last
+from zbcompile.prediction.recompile_trials import Impossible, run_trials
+from zbcompile.prediction.step_comparison import compare_step, measured_timeline, require_same_schedule
+from zbcompile.profiling.step_record import read_record
+from zbcompile.program.manifest import SavedProgram
+from zbcompile.program.rank_files import MANIFEST
+from zbcompile.runtime.recorder import StepRecord
+from zbcompile.schedules import Costs, simulate
+from zbcompile.schedules.simulation.timeline import Timeline
+from zbcompile.schedules.visualization.write import write_comparison, write_picture
+
+MANY_OPERATIONS = 2500  # of a model that is not compiled again unasked: several minutes on a laptop
+
+
+def run(request: Request) -> None:
+    """Do what is asked and print the result; raises the project's errors and OSError."""
+    refuse_combinations(request)
+    refuse_files(request)
+    chosen = None if request.graph is None else stage_and_pass(request.graph)
+    record = read_record(request.measured) if request.measured else None
+    if (Path(request.target) / MANIFEST).exists():
+        inspected = _saved(request)
+        _show(inspected, request, chosen, None) if record is None else show_measured(inspected, record, request)
+    elif record is not None:
+        schedule = schedule_of(request, request.schedule or record.schedule)
+        show_measured(compile_for(example_of(request), schedule, request), record, request)
+    elif request.compare:
+        compare(example_of(request), request)
+    else:
+        history = PassHistory() if request.diff else None
+        schedule = schedule_of(request, request.schedule_name)
+        refuse_places(request, schedule, chosen)
+        _show(compile_for(example_of(request), schedule, request, history), request, chosen, history)
+
+
+def _show(inspected: Inspected, request: Request, chosen: tuple[int, str] | None, history: PassHistory | None) -> None:
+    """What is asked for of one program; `chosen` is the stage and pass of `--graph`."""
+    if history is not None:
+        print(difference(inspected, history, request), end="")
+    elif chosen:
+        print(graph_text(inspected, *chosen, request.format), end="")
+    elif request.graphs:
+        write_graphs(inspected, request.graphs, request.format)
+    elif request.explain_idle is not None or request.critical_path:
+        print(_causes(inspected, request), end="")
+    elif request.timeline:
+        print(write_picture(_for_picture(*predicted(inspected, request), request.timeline), request.timeline))
+    else:
+        _show_summary(inspected, request)
+
+
+def _for_picture(timeline: Timeline, basis: Basis, file: Path) -> Timeline:
+    """The timeline in the units of its picture."""
+    if basis.unit != "s":
+        return timeline
+    return for_trace(timeline) if file.suffix == ".json" else in_units([timeline])[0]
+
+
+def _saved(request: Request) -> Inspected:
+    """The program in a directory, whose model is not here: what needs that is refused."""
+    needing = [f"--{name}" for name in ("diff", "compare") if getattr(request, name)]
+    if request.changed or needing:
+        options = ", ".join([*request.changed, *needing])
+        raise PipelineError(
+            f"{request.target} is a program, compiled already: {options} needs its model. Leave it out, or inspect the "
+            "function that makes the model."
+        )
+    return read_saved(Path(request.target))
+
+
+def _unsharded(inspected: Inspected, request: Request, costs: Costs) -> Unsharded:
+    """The predicted step with the output layer on the last stage."""
+    program = inspected.program
+    if program.vocabulary is None or isinstance(program, SavedProgram):
+        return Unsharded()
+    plain = replace(request, vocab="off", microbatches=program.schedule.microbatches)
+    schedule = schedule_of(plain, request.schedule_name)
+    if schedule.shards:  # a schedule file with vocabulary passes of its own has no form without
+        return Unsharded()
+    redistributed = predicted(compile_for(inspected.example, schedule, plain), plain)[0].makespan
+    return Unsharded(simulate(schedule, left_on_last(costs)).makespan, redistributed)
+
+
+def _show_summary(inspected: Inspected, request: Request) -> None:
+    timeline, basis = predicted(inspected, request)
+    reduction = inspected.program.step.loss_reduction
+    summary = summarise(inspected, basis, timeline, reduction, _tried(inspected, request, basis))
+    if request.json:
+        print(json.dumps(summary.to_dict(), indent=1))
+    else:
+        print(format_summary(summary, timeline), end="")
+
+
+def _tried(inspected: Inspected, request: Request, basis: Basis) -> Tried:
+    """What else could be compiled of the model. Equal times for all passes say nothing of other graphs."""
+    unsharded = _unsharded(inspected, request, basis.costs)
+    if request.quick or basis.unit != "s":
+        return Tried(unsharded=unsharded)
+    if inspected.drawn is None:
+        reason = "they need the model, which is not here; inspect the function that makes it"
+        return Tried((), (Impossible("--recompute, --vocab, other cuts", reason),), unsharded)
+    operations = len(inspected.drawn.line.nodes)
+    if operations > MANY_OPERATIONS and not request.thorough:
+        reason = f"the model has {operations:,} operations, so that it takes minutes; --thorough does it"
+        return Tried((), (Impossible("--recompute, --vocab, other cuts", reason),), unsharded)
+    say = announcer()
+    with quiet(request):
+        return Tried(*run_trials(inspected, basis.costs, say), unsharded)
+
+
+def _causes(inspected: Inspected, request: Request) -> str:
+    timeline, basis = predicted(inspected, request)
+    if request.critical_path:
+        return format_critical_path(timeline, basis.unit)
+    return format_idle_intervals(timeline, request.explain_idle or 0, basis.unit)
+
+
+def show_measured(inspected: Inspected, record: StepRecord, request: Request) -> None:
+    """Print, or draw, what was asked for of a recorded step of `inspected`."""
+    require_same_schedule(record.schedule, inspected.program.schedule)
+    expected, basis = predicted(inspected, request)
+    measured = measured_timeline(record, expected.costs)
+    if request.explain_idle is not None:
+        print(format_idle_intervals(measured, request.explain_idle, "s"), end="")
+        return
+    if request.critical_path:
+        print(format_critical_path(measured, "s"), end="")
+        return
+    if request.timeline and request.timeline.suffix == ".json":
+        print(write_picture(for_trace(measured), request.timeline))
+    elif request.timeline:
+        print(write_comparison(in_units([expected, measured]), request.timeline))
+    else:
+        comparison = compare_step(record, expected, basis, inspected.program.manifest)
+        if request.json:
+            print(json.dumps(comparison_to_dict(comparison), indent=1))
+        else:
+            print(format_step_comparison(comparison, expected, measured), end="")

@@ -1,0 +1,66 @@
+"""`--compare`: the step under several schedules."""
+
+import contextlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+
+from zbcompile.cli.plan_arguments import RANKS, schedule_of
+from zbcompile.compiler.compile_example import Inspected
+from zbcompile.errors import PipelineError
+from zbcompile.inspection.report import Compared, format_comparison
+from zbcompile.inspection.request import Request, compile_for
+from zbcompile.inspection.summary import SCHEMA, prediction_of
+from zbcompile.inspection.units import in_units
+from zbcompile.model.example import Example
+from zbcompile.passes.errors import PartitionError
+from zbcompile.prediction.predict import basis_of, predict
+from zbcompile.schedules import ScheduleError, lower, smallest_microbatches
+from zbcompile.schedules.ir.placement import Placement
+from zbcompile.schedules.simulation.timeline import Timeline
+from zbcompile.schedules.visualization.write import write_comparison
+
+
+def compare(example: Example, request: Request) -> None:
+    """Compile once per placement, since a schedule changes the graphs by nothing else, and predict each schedule."""
+    names = [name.strip() for name in (request.compare or "").split(",") if name.strip()]
+    request = replace(request, microbatches=request.microbatches or _common_microbatches(names, request))
+    by_placement: dict[Placement, Inspected] = {}
+    drawn: list[Timeline] = []
+    compared = [_compared(example, request, name, by_placement, drawn) for name in names]
+    if not any(line.prediction for line in compared):
+        raise PipelineError(
+            "; ".join(f"{line.schedule}: {line.reason}" for line in compared) or "--compare names nothing"
+        )
+    if request.json:
+        print(json.dumps({"schema": SCHEMA, "compared": [asdict(line) for line in compared]}, indent=1))
+    else:
+        print(format_comparison(compared), end="")
+    if request.timeline:
+        print(write_comparison(drawn if request.costs == "uniform" else in_units(drawn), request.timeline))
+
+
+def _common_microbatches(names: Sequence[str], request: Request) -> int:
+    """A count that the schedules admit: steps of equal work are compared."""
+    ranks, counts = request.ranks or RANKS, [4 * (request.ranks or RANKS)]
+    for name in names:
+        with contextlib.suppress(ScheduleError):  # what is wrong with this one is said in its line
+            counts.append(smallest_microbatches(name, ranks, at_least=max(counts)))
+    return max(counts)
+
+
+def _compared(
+    example: Example, request: Request, name: str, by_placement: dict[Placement, Inspected], drawn: list[Timeline]
+) -> Compared:
+    """One line of the comparison; its timeline is added to `drawn`."""
+    try:
+        schedule = schedule_of(request, name)
+        if schedule.placement not in by_placement:
+            by_placement[schedule.placement] = compile_for(example, schedule, request)
+    except (PipelineError, PartitionError, ScheduleError) as error:
+        return Compared(name, 0, request.microbatches or 0, None, str(error).splitlines()[0])
+    program = replace(by_placement[schedule.placement].program, lowered=lower(schedule))
+    basis = basis_of(program, request.costs)
+    drawn.append(predict(program, basis.costs))
+    prediction = prediction_of(program, basis, drawn[-1])
+    return Compared(schedule.name, schedule.stages, schedule.microbatches, prediction)

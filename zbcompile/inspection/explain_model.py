@@ -1,0 +1,229 @@
+"""`zbcompile.explain`: a look at a model that finds all of what is unsupported, and raises nothing."""
+
+import contextlib
+import io
+import logging
+import warnings
+from collections.abc import Iterator, Mapping
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Node
+
+from zbcompile.compiler.compile_example import names_of_output
+from zbcompile.inspection.explanation import Explanation, Place, counted
+from zbcompile.model.batch import input_tensors
+from zbcompile.passes.capture.canonical import Canonical, canonicalise
+from zbcompile.passes.capture.differentiability import (
+    backward_failure,
+    described,
+    gradient_stops,
+    loss_problems,
+    mixed_dtypes,
+    operations_without_backward,
+)
+from zbcompile.passes.capture.export import Captured, trace_training
+from zbcompile.passes.capture.side_effects import Watch
+from zbcompile.passes.capture.training_step import LossFunction, check_loss, loss_in, register_dataclasses
+from zbcompile.passes.capture.unsupported import training_problems
+from zbcompile.passes.errors import CaptureError, CompileError
+from zbcompile.passes.partition.liveness import Line, draw_line
+from zbcompile.passes.partition.node_costs import nominal_seconds
+from zbcompile.passes.partition.stage_graphs import cut
+from zbcompile.passes.split.joint_graph import trace_joint
+from zbcompile.torch_private import pytree
+
+
+def explain(
+    model: nn.Module, *args: Any, loss: LossFunction | None = None, target: Any = None, **kwargs: Any
+) -> Explanation:
+    """Say what would be compiled of `model` for ONE microbatch `(*args, **kwargs)`, print it and return it.
+
+    `loss` and `target` are those of `zbcompile.pipeline` and `step`. Where neither `loss` nor the model gives a loss,
+    the sum of the outputs stands in for it. Never raises for what a model does; runs no step and changes nothing.
+
+    >>> zbcompile.explain(model, tokens, loss=next_byte_loss, target=tokens)             # doctest: +SKIP
+    """
+    explanation = _Examination(model, args, kwargs, target, loss).explanation()
+    print(explanation)
+    return explanation
+
+
+class _Examination:
+    """One look at a model; every step adds to `problems` and `notes`, and the next goes on with what there is."""
+
+    def __init__(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, loss: LossFunction | None
+    ) -> None:
+        self.model, self.args, self.kwargs, self.target, self.loss = model, args, kwargs, target, loss
+        self.problems: list[str] = []
+        self.notes: list[str] = []
+        self.places: tuple[Place, ...] = ()
+        self.found_loss = "unknown: the model could not be captured"
+
+    def explanation(self) -> Explanation:
+        self.problems += training_problems(self.model, self.loss)
+        with _quiet():
+            captured = self._capture()
+            if captured is not None:
+                self._examine(captured)
+        return Explanation(
+            model=type(self.model).__name__,
+            inputs=tuple(_inputs(self.args, self.kwargs, self.target)),
+            loss=self.found_loss,
+            parameters=tuple(_parameters(self.model)),
+            places=self.places,
+            problems=tuple(dict.fromkeys(self.problems)),
+            notes=tuple(dict.fromkeys(self.notes)),
+        )
+
+    def _capture(self) -> Captured | None:
+        watch, captured = Watch(), None
+        try:
+            captured = trace_training(self.model, self.args, self.kwargs, self.target, self._loss_or_stand_in, watch)
+            failure = []
+        except CaptureError as error:
+            failure = [str(error)]
+        self.problems += [*watch.problems, *failure]  # what forward did before it failed comes first
+        self.notes += watch.warnings
+        return captured
+
+    def _loss_or_stand_in(self, output: Any, target: Any) -> torch.Tensor:
+        """The loss that training would use; where there is none, something that every output's gradient starts from."""
+        self.notes += [f"forward returns {name} as well, which training drops" for name in names_beside_loss(output)]
+        try:
+            loss = check_loss(self.loss(output, target) if self.loss else loss_in(output))
+        except CaptureError as error:
+            self.problems.append(str(error))
+            self.found_loss = "none; what follows takes the sum of the outputs for it"
+            return sum_of_floats(output)
+        self.found_loss = f"a {str(loss.dtype).removeprefix('torch.')} scalar, " + (
+            "from loss(output, target)" if self.loss else "returned by forward"
+        )
+        return loss
+
+    def _examine(self, captured: Captured) -> None:
+        self.notes += _notes(self.model, captured)
+        try:
+            canonical = canonicalise(captured)
+        except CompileError as error:
+            self.problems.append(str(error))
+            return
+        self.places = tuple(_places(draw_line(canonical)))
+        self.notes += _updates_that_forbid_cuts(canonical)
+        self.problems += [*mixed_dtypes(canonical), *operations_without_backward(canonical)]
+        self._differentiate(canonical)
+
+    def _differentiate(self, canonical: Canonical) -> None:
+        """Trace the backward of the model in one piece, as exact as possible."""
+        without_gradient = loss_problems(canonical)
+        self.problems += without_gradient
+        if without_gradient:
+            return
+        (loss,) = (node for slot, node in canonical.outputs if slot.kind == "loss")
+        failures = [_backward_failure(canonical, loss, exact) for exact in (True, False)]
+        if failures[1]:
+            self.problems.append(failures[1])
+        elif failures[0]:
+            self.notes.append(f"exact=True is not possible: {failures[0]}")
+        self.notes += gradient_stops(canonical)
+
+
+def _backward_failure(canonical: Canonical, loss: Node, exact: bool) -> str:
+    line = draw_line(canonical)
+    (stage,) = cut(canonical, line, dict.fromkeys(line.nodes, 0), 1)
+    try:
+        trace_joint(stage, canonical.captured.trainable, {"loss": loss.meta["val"]}, exact)
+    except CompileError as error:
+        return str(error)
+    except Exception as error:
+        return backward_failure(canonical, error)
+    return ""
+
+
+def _places(line: Line) -> Iterator[Place]:
+    before = list(accumulate(nominal_seconds(line)))
+    for i, node in enumerate(line.nodes):
+        if line.allowed[i]:
+            yield Place(
+                node.name, described(node), line.boundary_bytes(i), before[i] / before[-1] if before[-1] else 0.0
+            )
+
+
+def _updates_that_forbid_cuts(canonical: Canonical) -> list[str]:
+    changing = sorted(slot.name for slot, _ in canonical.outputs if slot.kind == "mutation")
+    if not changing:
+        return []
+    return [
+        f"forward changes {_shortened(changing)}: m microbatches change a buffer m times; the model is never cut "
+        "between reading and changing one; dualpipe, which keeps two copies of the model, refuses it"
+    ]
+
+
+def _notes(model: nn.Module, captured: Captured) -> Iterator[str]:
+    used = {slot.name for slot in captured.inputs if slot.kind == "parameter"}
+    unused = sorted(
+        name for name in dict.fromkeys(captured.names[n] for n, _ in model.named_parameters()) if name not in used
+    )
+    if unused:
+        yield f"forward does not use {_shortened(unused)}: no gradient, as in eager mode"
+
+
+def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Iterator[str]:
+    for path, tensor in input_tensors(args, kwargs, target).items():
+        yield f"{path} {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _parameters(model: nn.Module) -> Iterator[str]:
+    named = dict(model.named_parameters())
+    yield f"{sum(p.numel() for p in named.values()):,} in {counted(tuple(named), 'tensor')}"
+    frozen = [name for name, p in named.items() if not p.requires_grad]
+    if frozen:
+        yield f"{len(frozen)} frozen"
+    tied = len(list(model.named_parameters(remove_duplicate=False))) - len(named)
+    if tied:
+        yield f"{tied} tied to another"
+    if any(p.is_meta for p in named.values()):
+        yield "on the meta device"
+
+
+def _shortened(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if names[4:] else "")
+
+
+def names_beside_loss(output: Any) -> list[str]:
+    return [name for name in names_of_output(output) if name != "loss"]
+
+
+def sum_of_floats(output: Any) -> torch.Tensor:
+    """The sum of everything in an output that a gradient could start from."""
+    register_dataclasses(output)
+    leaves = output if isinstance(output, torch.Tensor) else pytree.tree_leaves(_as_tree(output))
+    floats = [
+        t.float().sum() for t in pytree.tree_leaves(leaves) if isinstance(t, torch.Tensor) and t.is_floating_point()
+    ]
+    if not floats:
+        raise CaptureError(
+            f"forward returns {type(output).__name__} without a floating-point tensor; nothing can be trained."
+        )
+    return torch.stack(floats).sum()
+
+
+def _as_tree(output: Any) -> Any:
+    """An object that torch's pytrees do not know, as the mapping of its attributes."""
+    known = isinstance(output, torch.Tensor | Mapping | list | tuple) or type(output) in pytree.SUPPORTED_NODES
+    return output if known or not hasattr(output, "__dict__") else vars(output)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """torch prints and warns while it fails; what matters of it stands in the explanation."""
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(logging.NOTSET)

@@ -1,0 +1,192 @@
+"""All graphs of a program as one HTML file: stages side by side, F, B and W coloured on the module tree, what crosses
+between them drawn with its bytes, and a search box. The page loads nothing from anywhere.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+
+from zbcompile.inspection.graph_data import Boundary, Graph, Operation, crossing_values, graph_of
+from zbcompile.inspection.report import format_count
+from zbcompile.passes.graph.roles import TensorSpec
+from zbcompile.passes.stage.print_python import format_bytes
+from zbcompile.passes.stage.stage_program import StageProgram
+from zbcompile.program.program import Program
+from zbcompile.schedules.visualization.svg import COLOURS
+
+SHOWN = ("F", "B", "W")
+STYLE = """
+body { font: 14px sans-serif; margin: 16px; color: #111 }
+#stages { display: flex; align-items: flex-start; overflow-x: auto; padding-bottom: 12px }
+.stage { flex: 0 0 450px; border: 1px solid #bbb; border-radius: 6px; padding: 10px }
+.hop { flex: 0 0 88px; text-align: center; font-size: 12px; padding-top: 92px }
+.hop b { display: block; font-size: 20px; font-weight: normal; line-height: 1 }
+h2 { font-size: 16px; margin: 0 0 4px } p { margin: 4px 0 }
+details { margin-left: 10px } summary { cursor: pointer; padding: 1px 0 }
+.count { border-radius: 8px; padding: 0 6px; margin-left: 4px; font-size: 12px; border: 1px solid #555 }
+.op { border-left: 6px solid; margin: 1px 0 1px 10px; padding: 1px 6px; font: 12px monospace; overflow-wrap: anywhere }
+.op span { color: #444 } .values { font: 12px monospace; margin: 2px 0 6px 12px; overflow-wrap: anywhere }
+.F { border-color: COLOUR_F } .B { border-color: COLOUR_B } .W { border-color: COLOUR_W }
+.count.F { background: COLOUR_F } .count.B { background: COLOUR_B } .count.W { background: COLOUR_W }
+svg text { font: 13px sans-serif } input { font-size: 14px; padding: 4px 8px; width: 320px }
+.hidden { display: none } .hit { background: #fff3a0 }
+"""
+SCRIPT = """
+const ops = [...document.querySelectorAll(".op")], found = document.getElementById("found");
+document.getElementById("search").addEventListener("input", event => {
+  const text = event.target.value.trim().toLowerCase();
+  let hits = 0;
+  document.querySelectorAll("#stages details.module").forEach(part => part.open = false);
+  for (const op of ops) {
+    const hit = text !== "" && op.textContent.toLowerCase().includes(text);
+    op.classList.toggle("hit", hit);
+    op.classList.toggle("hidden", text !== "" && !hit);
+    if (!hit) continue;
+    hits += 1;
+    for (let part = op.closest("details"); part; part = part.parentElement.closest("details")) part.open = true;
+  }
+  found.textContent = text === "" ? "" : hits + (hits === 1 ? " operation" : " operations");
+});
+"""
+
+
+@dataclass
+class _Module:
+    """A module of the tree: its own operations by pass, and its children by name."""
+
+    operations: dict[str, list[Operation]] = field(default_factory=lambda: {name: [] for name in SHOWN})
+    children: dict[str, "_Module"] = field(default_factory=dict)
+
+    def count(self, name: str) -> int:
+        return len(self.operations[name]) + sum(child.count(name) for child in self.children.values())
+
+
+def to_page(program: Program, title: str) -> str:
+    """The page as text; `title` names the model."""
+    style = STYLE
+    for name in SHOWN:
+        style = style.replace(f"COLOUR_{name}", COLOURS[name])
+    plan = f"{program.schedule.name}, {program.schedule.ranks} ranks, {len(program.stages)} stages"
+    return "\n".join(
+        [
+            f'<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n<title>{escape(title)}</title>',
+            f"<style>{style}</style>",
+            f'<h1 style="font-size: 20px">{escape(title)}: {escape(plan)}</h1>',
+            '<p><input id="search" type="search" placeholder="operation, module, line, shape ..."> ',
+            '<span id="found"></span></p>',
+            f'<div id="stages">{"".join(_columns(program))}</div>',
+            f"<script>{SCRIPT}</script>\n</html>\n",
+        ]
+    )
+
+
+def _columns(program: Program) -> Iterator[str]:
+    for stage in program.stages:
+        if stage.stage:
+            yield _hop(program.stages[stage.stage - 1], stage)
+        yield _stage(program, stage)
+
+
+def _hop(left: StageProgram, right: StageProgram) -> str:
+    """What travels between two stages: activations to the right, gradients to the left."""
+    there = f"<b>&#8594;</b>{_amount(left.sends)}<br>activations"
+    back = f"<b>&#8592;</b>{_amount(left.gradients_in)}<br>gradients"
+    names = escape(", ".join(left.sends))
+    return f'<div class="hop" title="{names}">{there}<br>{back}</div>'
+
+
+def _amount(specs: Mapping[str, TensorSpec]) -> str:
+    return format_bytes(sum(spec.bytes for spec in specs.values()))
+
+
+def _stage(program: Program, stage: StageProgram) -> str:
+    graphs = {name: graph_of(program, stage.stage, name) for name in SHOWN}
+    rank = program.rank_of(stage.stage)
+    return "\n".join(
+        [
+            f'<section class="stage"><h2>stage {stage.stage} on rank {rank}</h2>',
+            f"<p>{len(stage.parameters)} parameters; FLOPs {_flops(graphs)}</p>",
+            _passes(stage),
+            *_crossing(stage),
+            *_tree(_modules(graphs), "open"),
+            "</section>",
+        ]
+    )
+
+
+def _flops(graphs: Mapping[str, Graph]) -> str:
+    return ", ".join(f"{name} {format_count(graph.flops)}" for name, graph in graphs.items())
+
+
+def _passes(stage: StageProgram) -> str:
+    """F, B and W as boxes, what waits between them as arrows as thick as their bytes."""
+    crossing = stage.crossing
+    amounts = (crossing.forward_to_backward, crossing.backward_to_weight, crossing.forward_to_weight)
+    thick = [1 + 7 * amount / (max(amounts) or 1) for amount in amounts]
+    boxes = "".join(
+        f'<rect x="{x}" y="44" width="60" height="34" rx="5" fill="{COLOURS[name]}" stroke="#333"/>'
+        f'<text x="{x + 30}" y="66" text-anchor="middle">{name}</text>'
+        for name, x in zip(SHOWN, (10, 190, 370), strict=True)
+    )
+    arrows = "".join(
+        f'<line x1="{x}" y1="61" x2="{x + 112}" y2="61" stroke="#555" stroke-width="{width:.1f}"/>'
+        f'<path d="M{x + 110},53 l10,8 l-10,8z" fill="#555"/>'
+        f'<text x="{x + 58}" y="92" text-anchor="middle">{format_bytes(amount)}</text>'
+        for x, width, amount in ((70, thick[0], amounts[0]), (250, thick[1], amounts[1]))
+    )
+    over = (
+        f'<path d="M40,44 C40,8 400,8 400,36" fill="none" stroke="#555" stroke-width="{thick[2]:.1f}"/>'
+        f'<path d="M392,34 l8,10 l8,-10z" fill="#555"/>'
+        f'<text x="220" y="12" text-anchor="middle">{format_bytes(amounts[2])}</text>'
+    )
+    label = "what waits between F, B and W"
+    return f'<svg width="440" height="100" role="img" aria-label="{label}">{boxes}{arrows}{over}</svg>'
+
+
+def _crossing(stage: StageProgram) -> Iterator[str]:
+    for first, second in (("F", "B"), ("F", "W"), ("B", "W")):
+        values = crossing_values(stage.pieces[first], stage.pieces[second])
+        if values:
+            yield f"<details><summary>{first} keeps {len(values)} values for {second}</summary>"
+            yield f'<div class="values">{"<br>".join(_value(value) for value in values)}</div></details>'
+
+
+def _value(value: Boundary) -> str:
+    return f"{escape(value.meaning)}: {escape(value.value)}"
+
+
+def _modules(graphs: Mapping[str, Graph]) -> _Module:
+    root = _Module()
+    for name, graph in graphs.items():
+        for operation in graph.operations:
+            _place(root, operation).operations[name].append(operation)
+    return root
+
+
+def _place(root: _Module, operation: Operation) -> _Module:
+    """The module of an operation; names with a space ("the model", "the loss") are no paths."""
+    module = operation.module or f"made by {operation.made_by or 'zbcompile'}"
+    for part in [module] if " " in module else module.split("."):
+        root = root.children.setdefault(part, _Module())
+    return root
+
+
+def _tree(module: _Module, state: str = "") -> Iterator[str]:
+    """The modules below `module`; `state` is "open" where a reader begins."""
+    for name, child in module.children.items():
+        counts = "".join(f'<span class="count {p}">{p} {child.count(p)}</span>' for p in SHOWN if child.count(p))
+        yield f'<details class="module" {state}><summary>{escape(name)} {counts}</summary>'
+        for passed in SHOWN:
+            yield from _operations(passed, child.operations[passed])
+        yield from _tree(child)
+        yield "</details>"
+
+
+def _operations(name: str, operations: Sequence[Operation]) -> Iterator[str]:
+    for op in operations:
+        effect = f" ({op.effect})" if op.effect else ""
+        made = f" by {op.made_by}" if op.made_by else ""
+        code = f"{op.name} = {op.operator}({', '.join(op.inputs)})"
+        where = f"<br><span>{escape(op.line)}</span>" if op.line else ""
+        value = f"<span>{escape(op.value)}{effect}{made}</span>"
+        yield f'<div class="op {name}">{name}: {escape(code)} {value}{where}</div>'

@@ -1,0 +1,76 @@
+"""Why a step takes what it takes, in words: the longest idle intervals of a rank, and the critical path."""
+
+import textwrap
+from collections.abc import Sequence
+
+from tabulate import tabulate
+
+from zbcompile.errors import PipelineError
+from zbcompile.inspection.report import WIDTH, format_share, format_time
+from zbcompile.schedules import Idle, Leg, Schedule, Timeline, chain, critical_path
+from zbcompile.schedules.simulation.critical_path import by_rank, time_by_kind
+
+LONGEST = 5
+
+
+def format_idle_intervals(timeline: Timeline, rank: int, unit: str) -> str:
+    """The longest idle intervals of `rank`, each with the chain of actions on other ranks that it waited for.
+
+    `unit` is that of the timeline ("s" or "passes"). Raises PipelineError for a rank that there is not.
+    """
+    require_rank(timeline.schedule, rank)
+    gaps = sorted((gap for gap in timeline.idle if gap.rank == rank), key=lambda gap: gap.start - gap.end)
+    total = sum(gap.end - gap.start for gap in gaps)
+    share = format_share(total / timeline.finish if timeline.finish else 0)
+    head = f"Rank {rank} stands still for {format_time(total, unit)} of {format_time(timeline.finish, unit)} ({share})"
+    if not gaps:
+        return f"{head}.\n"
+    shown = gaps[:LONGEST]
+    title = f"{head}, {len(gaps)} times. The longest {len(shown)}, each with what the rank waited for:"
+    return "\n\n".join([textwrap.fill(title, WIDTH), *(_interval(timeline, gap, unit) for gap in shown)]) + "\n"
+
+
+def require_rank(schedule: Schedule, rank: int) -> None:
+    """Raise PipelineError for a rank that there is not."""
+    if not 0 <= rank < schedule.ranks:
+        raise PipelineError(f"there is no rank {rank}: {schedule.name} has ranks 0 to {schedule.ranks - 1}.")
+
+
+def _interval(timeline: Timeline, gap: Idle, unit: str) -> str:
+    length, start = format_time(gap.end - gap.start, unit), format_time(gap.start, unit)
+    if gap.step is None:
+        return f"{length} of {gap.cause} from {start} on: nothing left to do until the last rank has finished"
+    if gap.action is None:
+        return f"{length} of {gap.cause} from {start} on, before {gap.step}: nothing was missing"
+    awaited = f"{gap.action} of rank {gap.source}"
+    head = f"{length} of {gap.cause} from {start} on, before {gap.step}, which needs {awaited}"
+    return "\n".join([head, *(f"  {_leg(legs, unit)}" for legs in by_rank(chain(timeline, gap)))])
+
+
+def _leg(legs: Sequence[Leg], unit: str) -> str:
+    steps = [str(leg.step) for leg in legs]
+    what = ", ".join(steps) if len(steps) <= 6 else f"{', '.join(steps[:3])} ... {', '.join(steps[-2:])}"
+    lasted = format_time(legs[-1].end - legs[0].start, unit)
+    travel = f", then {format_time(legs[-1].travel, unit)} on its way" if legs[-1].travel else ""
+    return f"rank {legs[0].rank}: {what}  ({len(steps)} in {lasted}{travel})"
+
+
+def format_critical_path(timeline: Timeline, unit: str) -> str:
+    """The chain of actions that makes the step as long as it is, cut where it changes the rank."""
+    path = critical_path(timeline)
+    finish = timeline.finish or 1
+    kinds = ", ".join(f"{kind} {format_share(time / finish)}" for kind, time in time_by_kind(path).items())
+    title = (
+        f"The step takes {format_time(timeline.finish, unit)} because of this chain of {len(path)} actions: {kinds}."
+    )
+    rows = [(format_time(legs[0].start, unit) if legs[0].start else "0", *_row(legs, unit)) for legs in by_rank(path)]
+    table = tabulate(
+        rows, ("from", "takes", "rank", "actions"), disable_numparse=True, colalign=("right",) * 3 + ("left",)
+    )
+    return f"{textwrap.fill(title, WIDTH)}\n\n{table}\n\nMaking anything else faster does not shorten the step.\n"
+
+
+def _row(legs: Sequence[Leg], unit: str) -> tuple[str, str, str]:
+    text = _leg(legs, unit).partition(": ")[2].partition("  (")[0]
+    travel = f"; {format_time(legs[-1].travel, unit)} on its way" if legs[-1].travel else ""
+    return format_time(legs[-1].end - legs[0].start, unit), str(legs[0].rank), text + travel

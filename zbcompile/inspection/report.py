@@ -1,0 +1,347 @@
+"""Tables for a terminal: at most 100 columns, no colour."""
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tabulate import tabulate
+
+from zbcompile.inspection.summary import Cut, Prediction, Summary
+from zbcompile.passes.stage.print_python import format_bytes
+from zbcompile.prediction.advice import Alternative, format_idle
+from zbcompile.schedules import format_schedule
+from zbcompile.schedules.simulation.timeline import Timeline
+from zbcompile.schedules.visualization.text import format_timeline
+
+WIDTH = 100
+_LONGEST_CUT = 50
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One line of `--compare`: a prediction, or why there is none."""
+
+    schedule: str
+    stages: int
+    microbatches: int
+    prediction: Prediction | None
+    reason: str = ""
+
+
+def format_summary(summary: Summary, timeline: Timeline) -> str:
+    """The default report; `timeline` is the predicted step."""
+    parts = [
+        _heading(summary),
+        titled("Stages, FLOPs per microbatch (a multiply-add is two)", _stages(summary)),
+        _balance(summary),
+        titled("Bytes per microbatch that wait between the passes, and that travel", _bytes(summary)),
+        titled("Bytes of a microbatch that a pass needs while it runs, what waited for it included", _running(summary)),
+        _recomputed(summary),
+        _improved(summary),
+        titled(f"Ranks, a step, predicted {summary.prediction.basis}", _ranks(summary)),
+        _verdict(summary),
+        _vocabulary(summary),
+        _advice(summary),
+        titled("The predicted step, to scale (dots are idle time)", _picture(timeline)),
+        titled("The order of every rank", format_schedule(timeline.schedule, width=WIDTH)),
+        _notes(summary),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _picture(timeline: Timeline) -> str:
+    _, *rows = format_timeline(timeline, width=WIDTH).splitlines()
+    return "\n".join(rows)
+
+
+def titled(title: str, body: str) -> str:
+    return f"{title}\n\n{body}"
+
+
+def _heading(s: Summary) -> str:
+    inputs = ", ".join(f"{path} {kind}" for path, kind in s.inputs.items())
+    model = f"{s.model}: {format_count(s.parameters, 'B')} parameters, {format_bytes(s.parameter_bytes)}"
+    counts = ((s.ranks, "rank"), (len(s.stages), "stage"), (s.microbatches, "microbatch"))
+    plan = f"{s.schedule} on {', '.join(_number(count, word) for count, word in counts)}"
+    details = f"{s.loss_reduction} of their losses, {'exact' if s.exact else 'in-place'} gradient accumulation"
+    lines = (model, f"one microbatch: {inputs}", f"{plan}; {details}")
+    return "\n".join(part for line in lines for part in _wrap(line))
+
+
+def _number(count: int, word: str) -> str:
+    plural = "es" if word.endswith("ch") else "s"
+    return f"{count} {word}{plural * (count != 1)}"
+
+
+def _wrap(text: str, indent: str = "  ") -> list[str]:
+    return textwrap.wrap(text, WIDTH, subsequent_indent=indent, break_on_hyphens=False)
+
+
+def table(rows: Sequence[Sequence[str]], headers: Sequence[str], left: Sequence[str] = ()) -> str:
+    """Numbers to the right, the columns in `left` to the left."""
+    align = ["left" if header in left else "right" for header in headers]
+    return tabulate(rows, headers, tablefmt="simple", colalign=align, disable_numparse=True)
+
+
+def _stages(s: Summary) -> str:
+    headers = ["stage", "rank", "cut after", "parameters", "F", "B", "W"]
+    rows = [
+        [
+            str(stage.stage),
+            ", ".join(map(str, stage.ranks)),
+            format_cut(stage.cut),
+            format_count(stage.parameters, "B"),
+            *(format_count(stage.flops[op]) for op in ("F", "B", "W")),
+        ]
+        for stage in s.stages
+    ]
+    return table(rows, headers, left=("cut after",))
+
+
+def format_cut(cut: Cut | None) -> str:
+    """Where a stage ends: module, line and, where it fits, the operation."""
+    if cut is None:
+        return "(the loss)"
+    file = cut.file.rpartition("/")[2]
+    place = f"{cut.module or 'model'} {file}:{cut.line}" if file else "loss"
+    whole = f"{place} {cut.operation}"
+    if len(whole) <= _LONGEST_CUT:
+        return whole
+    return place if len(place) <= _LONGEST_CUT else f"...{place[3 - _LONGEST_CUT :]}"
+
+
+_BASES = {
+    "flops": "FLOPs and bytes, forward and backward at nominal speeds",
+    "measured": "measured times of forward and backward",
+    "parameters": "parameters",
+    "names": "names (loads from FLOPs and bytes)",
+}
+
+
+def _balance(s: Summary) -> str:
+    mean = sum(stage.load for stage in s.stages) / len(s.stages) or 1.0
+    rows = [
+        [
+            str(stage.stage),
+            ", ".join(map(str, stage.ranks)),
+            format_count(stage.load, "B") if s.balance.unit == "parameters" else format_time(stage.load, "s"),
+            f"{stage.load / mean:.2f}",
+            format_bytes(stage.send_bytes),
+            "its own" if stage.original == stage.stage else f"of stage {stage.original}",
+        ]
+        for stage in s.stages
+    ]
+    rows_text = table(rows, ["stage", "rank", "load", "of the mean", "crosses", "graphs"], left=("graphs",))
+    count = f"{_number(len(s.stages), 'stage')}, {_number(s.balance.distinct_graphs, 'distinct graph')}"
+    verdict = _wrap(f"{count}; the heaviest rank carries {s.balance.ratio:.2f} times the mean load.")
+    return titled(f"Cut by {_BASES[s.balance.basis]}", "\n".join([rows_text, "", *verdict]))
+
+
+def _bytes(s: Summary) -> str:
+    headers = ["stage", "F->B", "F->W", "B->W", "kept F..B", "residue B..W", "receives", "sends"]
+    rows = [
+        [
+            str(stage.stage),
+            *(format_bytes(n) for n in (stage.forward_to_backward, stage.forward_to_weight, stage.backward_to_weight)),
+            *(format_bytes(n) for n in (stage.kept, stage.residue, stage.receive_bytes, stage.send_bytes)),
+        ]
+        for stage in s.stages
+    ]
+    return table(rows, headers)
+
+
+def _running(s: Summary) -> str:
+    names = ("F", "B", "W", "BW")
+    rows = [[str(stage.stage), *(format_bytes(stage.running[name]) for name in names)] for stage in s.stages]
+    return table(rows, ["stage", *names])
+
+
+def _recomputed(s: Summary) -> str:
+    if not any(stage.recomputed for stage in s.stages):
+        return ""
+    headers = ["stage", "operations", "FLOPs", "of F", "kept F..B without", "with"]
+    rows = [
+        [
+            str(stage.stage),
+            str(stage.recomputed.operations),
+            format_count(stage.recomputed.flops),
+            format_share(stage.recomputed.flops / (stage.flops["F"] or 1)),
+            format_bytes(stage.recomputed.kept_before),
+            format_bytes(stage.recomputed.kept_after),
+        ]
+        for stage in s.stages
+        if stage.recomputed
+    ]
+    policy = f"{s.recompute:,} bytes" if isinstance(s.recompute, int) else f'"{s.recompute}"'
+    return titled(f"Made again in B (recompute={policy}), per microbatch", table(rows, headers))
+
+
+def _improved(s: Summary) -> str:
+    """What the split did beyond the dependency closure, with its bytes."""
+    headers = ["stage", "operations", "what", "kept F..B", "residue B..W"]
+    rows = [
+        [str(stage.stage), str(done.operations), done.what, *map(_signed_bytes, (done.kept, done.residue))]
+        for stage in s.stages
+        for done in stage.improvements
+    ]
+    if not rows:
+        return ""
+    return titled("What the split changed, and the bytes that this adds or saves", table(rows, headers, left=("what",)))
+
+
+def _signed_bytes(count: int) -> str:
+    return f"{'-' if count < 0 else '+' if count else ''}{format_bytes(abs(count))}"
+
+
+def _ranks(s: Summary) -> str:
+    headers = ["rank", "stages", "parameters", "FLOPs", "share", "busy", "idle", "peak waiting", "peak running"]
+    total = sum(rank.flops for rank in s.per_rank) or 1
+    rows = [
+        [
+            str(rank.rank),
+            ", ".join(map(str, rank.stages)),
+            format_count(rank.parameters, "B"),
+            format_count(rank.flops),
+            format_share(rank.flops / total),
+            format_time(rank.busy, s.prediction.unit),
+            format_share(rank.idle_share),
+            format_bytes(rank.peak_bytes),
+            format_bytes(rank.running_peak_bytes),
+        ]
+        for rank in s.per_rank
+    ]
+    return table(rows, headers)
+
+
+def _verdict(s: Summary) -> str:
+    p = s.prediction
+    step = f"step {format_time(p.step, p.unit)}, bubble {format_share(p.bubble)}"
+    peak = f"peak activations {format_bytes(p.peak_bytes)}"
+    sent = f"{p.messages.count} messages of {format_bytes(p.messages.bytes)} altogether"
+    return "\n".join(_wrap(f"Predicted: {step}, {peak}; {sent}."))
+
+
+def _vocabulary(s: Summary) -> str:
+    v = s.vocabulary
+    if v is None:
+        return ""
+    words = f"{v.words[0]} words a rank" if len(set(v.words)) == 1 else f"{', '.join(map(str, v.words))} words by rank"
+    passes = f"S {format_count(v.flops['S'])} and T {format_count(v.flops['T'])} FLOPs per microbatch"
+    kept = "logits wait from S to T" if v.keeps_logits else "T makes the logits again"
+    also = f" The embedding {v.embedding} is sharded likewise." if v.embedding else ""
+    lines = _wrap(f"Output layer sharded over all ranks: {v.found}; {words}, {passes}; {kept}.{also}")
+    steps = (v.unsharded_step, "on the last stage beside the layers that are there now")
+    around = (v.redistributed_step, "on the last stage, the layers redistributed around it (--vocab off)")
+    for step, where in (steps, around):
+        if step is not None:
+            change = s.prediction.step / step - 1
+            lines += _wrap(f"Whole {where}: step {format_time(step, s.prediction.unit)}; sharded {change:+.1%}.")
+    return "\n".join(lines)
+
+
+def _advice(s: Summary) -> str:
+    """What the time is lost to, and what would change it."""
+    fullest = max(s.per_rank, key=lambda rank: rank.peak_bytes)
+    memory = f"Rank {fullest.rank} is the fullest, with {format_bytes(fullest.peak_bytes)} of activations."
+    lines = _wrap(f"{s.limits} {format_idle(s.idle)} {memory} {s.balance.overweight}".rstrip())
+    worth = [a for a in s.alternatives if a.worth]
+    rest = [_short(a) for a in s.alternatives if not a.worth]
+    lines += ["", *(line for a in worth for line in _wrap(f"- {_alternative(a)}"))] if worth else []
+    lines += ["", *_wrap(f"Tried without gain: {'; '.join(rest)}.")] if rest else []
+    lines += [line for each in s.impossible for line in _wrap(f"Not tried: {each.option}: {each.reason}")]
+    return titled("What limits it, and what to try (each predicted)", "\n".join(lines))
+
+
+def _alternative(a: Alternative) -> str:
+    return f"{a.option} ({a.change}): {_effect(a)}, bubble {format_share(a.bubble)}"
+
+
+def _short(a: Alternative) -> str:
+    return f"{a.option} ({_effect(a)})"
+
+
+def _effect(a: Alternative) -> str:
+    time, peak = (f"{ratio - 1:+.1%}" for ratio in (a.time_ratio, a.peak_ratio))
+    return f"{time} time per microbatch, {peak} peak activations"
+
+
+def _notes(s: Summary) -> str:
+    notes = (
+        [f"{', '.join(s.dropped_outputs)}: returned beside the loss, dropped in training."] if s.dropped_outputs else []
+    )
+    random = [str(stage.stage) for stage in s.stages if stage.random]
+    if random:
+        notes.append(
+            f"stages that draw random numbers: {', '.join(random)}; the generator's state travels with the activations."
+        )
+    if s.shared_parameters:
+        notes.append(f"on several stages, gradients summed over them: {', '.join(s.shared_parameters)}.")
+    notes += [f"warning while capturing: {text}" for text in s.warnings]
+    lines = [line for note in notes for line in _wrap(f"- {note}")]
+    return titled("Notes", "\n".join(lines)) if lines else ""
+
+
+def format_comparison(compared: Sequence[Compared]) -> str:
+    """The table of `--compare`."""
+    headers = ["schedule", "stages", "microbatches", "step", "bubble", "peak activations", "messages", "sent"]
+    rows = [_compared(line, line.prediction) for line in compared if line.prediction]
+    rows_text = table(rows, headers, left=("schedule",)) if rows else ""
+    left_out = [line for c in compared if not c.prediction for line in _wrap(_reason(c))]
+    bases = {c.prediction.basis for c in compared if c.prediction}
+    title = f"Predicted {', '.join(sorted(bases))}; one step, on the busiest rank" if bases else ""
+    return "\n\n".join(part for part in (title, rows_text, "\n".join(left_out)) if part) + "\n"
+
+
+def _reason(line: Compared) -> str:
+    return line.reason if line.reason.startswith(line.schedule) else f"{line.schedule}: {line.reason}"
+
+
+def _compared(line: Compared, p: Prediction) -> list[str]:
+    return [
+        line.schedule,
+        str(line.stages),
+        str(line.microbatches),
+        format_time(p.step, p.unit),
+        format_share(p.bubble),
+        format_bytes(p.peak_bytes),
+        str(p.messages.count),
+        format_bytes(p.messages.bytes),
+    ]
+
+
+def format_count(count: float, billion: str = "G") -> str:
+    """A number with a decimal unit; people count parameters in billions, not in giga.
+
+    >>> format_count(999), format_count(10485760), format_count(7e10, "B")
+    ('999', '10.5M', '70.0B')
+    """
+    for unit in ("", "k", "M", billion, "T"):
+        if count < 999.95 or (not unit and count < 1000):
+            return f"{count:.1f}{unit}" if unit else f"{count:.0f}"
+        count /= 1000
+    return f"{count:.1f}P"
+
+
+def format_share(share: float) -> str:
+    """A share of the whole in per cent; what rounds to nothing has no sign.
+
+    >>> format_share(0.125), format_share(-1e-16)
+    ('12.5%', '0.0%')
+    """
+    return f"{round(share, 3) + 0.0:.1%}"
+
+
+def format_time(value: float, unit: str) -> str:
+    """A time in the unit of a prediction.
+
+    >>> format_time(0.0123, "s"), format_time(33, "passes")
+    ('12.3 ms', '33 passes')
+    """
+    if unit != "s":
+        return f"{value:g} {unit}"
+    if value >= 1000:
+        return f"{value:,.0f} s"
+    for scale, name in ((1, "s"), (1e-3, "ms")):
+        if value >= scale:
+            return f"{value / scale:.3g} {name}"
+    return f"{value * 1e6:.3g} us"

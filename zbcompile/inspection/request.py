@@ -1,0 +1,120 @@
+"""What the inspect command line was asked for, and what its parts share: compiling, predicting."""
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from zbcompile.cli.plan_arguments import Plan, compiled
+from zbcompile.compiler.compile_example import Inspected
+from zbcompile.compiler.pass_pipeline import STAGE_PASSES, Observer
+from zbcompile.errors import PipelineError
+from zbcompile.inspection.idle_report import require_rank
+from zbcompile.model.example import Example
+from zbcompile.prediction.predict import Basis, basis_of, predict, require_costs
+from zbcompile.program.program import StepOptions
+from zbcompile.schedules import Schedule
+from zbcompile.schedules.simulation.timeline import Timeline
+from zbcompile.schedules.visualization.write import ENDINGS
+
+FORMATS = ("text", "json", "dot", "html")
+
+
+@dataclass(frozen=True)
+class Request(Plan):
+    """The arguments of the command line; `python -m zbcompile.inspect --help` explains them."""
+
+    costs: str
+    graph: str | None
+    graphs: Path | None
+    diff: list[str] | None
+    stage: int | None
+    compare: str | None
+    explain_idle: int | None
+    critical_path: bool
+    timeline: Path | None
+    measured: Path | None
+    quick: bool
+    thorough: bool
+    format: str
+    json: bool
+
+
+def refuse_combinations(request: Request) -> None:
+    """Raise PipelineError for options that do not go together."""
+    causes = request.explain_idle is not None or request.critical_path or request.diff
+    if request.stage is not None and not request.diff:
+        raise PipelineError("--stage says which stage --diff shows; for one graph ask for --graph STAGE.PASS.")
+    if request.json and (request.graph or request.graphs or request.timeline or causes):
+        raise PipelineError("--json writes the summary or the comparison; leave it out, or leave the other out.")
+    if request.format != "text" and not (request.graph or request.graphs):
+        raise PipelineError(f"--format {request.format} is for --graph or --graphs; the summary has --json.")
+    if request.format == "html" and request.graph:
+        raise PipelineError("--format html shows all graphs on one page; ask for it with --graphs DIR.")
+    if request.fake and request.costs == "measured":
+        raise PipelineError("--costs measured runs the graphs for real; leave out --fake.")
+    if request.measured and (request.graph or request.graphs or request.diff or request.compare):
+        raise PipelineError("--measured shows a recorded step: alone, or with --timeline, --explain-idle or --json.")
+    if request.timeline and (request.graph or request.graphs or causes):
+        raise PipelineError("--timeline draws the step, or with --compare several; leave it out, or the other.")
+
+
+def refuse_files(request: Request) -> None:
+    """Raise for files that cannot be written or read, before anything is compiled; make the directory of --graphs."""
+    if request.graphs:
+        request.graphs.mkdir(parents=True, exist_ok=True)
+    if request.timeline and request.timeline.suffix not in ENDINGS:
+        raise PipelineError(f"--timeline {request.timeline}: expected a file that ends in {', '.join(ENDINGS)}.")
+    if request.timeline and not request.timeline.exists():
+        request.timeline.touch()
+        request.timeline.unlink()
+    require_costs(request.costs)
+
+
+def refuse_places(request: Request, schedule: Schedule, graph: tuple[int, str] | None) -> None:
+    """Raise PipelineError for a stage or rank that `schedule` has not."""
+    stage = request.stage if graph is None else graph[0]
+    if stage is not None:
+        require_stage(schedule, stage)
+    if request.explain_idle is not None:
+        require_rank(schedule, request.explain_idle)
+
+
+def require_stage(schedule: Schedule, stage: int) -> None:
+    """Raise PipelineError for a stage that there is not."""
+    if not 0 <= stage < schedule.stages:
+        raise PipelineError(
+            f"there is no stage {stage}: {schedule.name} on {schedule.ranks} ranks has stages 0 to "
+            f"{schedule.stages - 1}."
+        )
+
+
+def announcer() -> Callable[[str], None]:
+    """Tells a terminal what is going on; silent where standard error is none."""
+    stream, began = sys.stderr, time.monotonic()
+    if not stream.isatty():
+        return lambda text: None
+    return lambda text: print(f"{time.monotonic() - began:6.1f} s  {text} ...", file=stream, flush=True)
+
+
+def compile_for(example: Example, schedule: Schedule, request: Request, observe: Observer | None = None) -> Inspected:
+    """Compile `example`. `observe` sees what each pass makes of each distinct stage."""
+    say = announcer()
+
+    def watch(stage: int, name: str, made: Any) -> None:
+        if name == STAGE_PASSES[-1]:
+            say(f"compiled stage {stage} of 0 to {schedule.stages - 1}")
+        if observe is not None:
+            observe(stage, name, made)
+
+    say(f"capturing {type(example.model).__name__} for {schedule.name}, {schedule.stages} stages")
+    found = compiled(example, schedule, request, watch)
+    return replace(found, program=replace(found.program, step=StepOptions(request.loss_reduction)))
+
+
+def predicted(inspected: Inspected, request: Request) -> tuple[Timeline, Basis]:
+    """The step under the costs that were asked for."""
+    basis = basis_of(inspected.program, request.costs)
+    return predict(inspected.program, basis.costs), basis

@@ -1,0 +1,316 @@
+"""The summary of a compiled program as plain data: what the tables show and what `--json` writes."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from zbcompile.compiler.compile_example import Inspected
+from zbcompile.passes.capture.canonical import output_values
+from zbcompile.passes.compile_options import Recompute
+from zbcompile.passes.graph.source_location import Origin, origin_of, shown_path
+from zbcompile.passes.split.joint_graph import Recomputed
+from zbcompile.passes.split.split import Improvement
+from zbcompile.passes.stage.peak_memory import transient_bytes
+from zbcompile.passes.stage.stage_program import StageProgram
+from zbcompile.prediction.advice import Alternative, alternatives, idle_by_cause, what_limits
+from zbcompile.prediction.predict import Basis, Messages, count_messages, running_peaks
+from zbcompile.prediction.recompile_trials import Impossible
+from zbcompile.program.program import Program
+from zbcompile.schedules.ir.actions import flatten
+from zbcompile.schedules.ir.schedule import Schedule
+from zbcompile.schedules.simulation.timeline import Timeline
+
+SCHEMA = "zbcompile.inspect/1"
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The last operation of a stage whose result leaves it: `operation`, in `module`, written at `file`:`line`.
+
+    `balance=` takes the name `operation`, which is unique in the model's graph.
+    """
+
+    module: str
+    operation: str
+    file: str
+    line: int
+    code: str
+
+
+@dataclass(frozen=True)
+class VocabularySummary:
+    """The output layer, sharded over all ranks: what was found, how many words each rank has, FLOPs of S and T on the
+    first rank per microbatch, whether logits wait for T, and the predicted step with the output layer left whole on the
+    last stage: with the other layers as they are (`unsharded_step`), or redistributed around it. `embedding` is the
+    lookup that is sharded too, "" if none is."""
+
+    found: str
+    barriers: int
+    words: tuple[int, ...]
+    flops: Mapping[str, int]
+    keeps_logits: bool
+    unsharded_step: float | None
+    redistributed_step: float | None
+    embedding: str
+
+
+@dataclass(frozen=True)
+class StageSummary:
+    """One stage. `cut` is where it ends (None: the loss). FLOPs and bytes are per microbatch.
+
+    `load` is its weight when the model was cut, in the unit of `Summary.balance`; `original` the stage whose graphs it
+    shares, but for names.
+
+    `forward_to_backward`, `forward_to_weight`, `backward_to_weight` are the bytes by the pass that made (or received)
+    them and the pass that needs them; `kept` waits between F and B, `residue` between B and W. `running` is the most
+    that a pass needs while it runs, of what waited for it and of what it makes (`zbcompile.passes.stage.peak_memory`).
+    `recomputed` says what B makes again; None if nothing. `improvements` are what the split did beyond the dependency
+    closure (docs/split.md).
+    """
+
+    stage: int
+    ranks: tuple[int, ...]
+    cut: Cut | None
+    load: float
+    original: int
+    parameters: int
+    parameter_bytes: int
+    flops: Mapping[str, int]
+    forward_to_backward: int
+    forward_to_weight: int
+    backward_to_weight: int
+    kept: int
+    residue: int
+    running: Mapping[str, int]
+    receive_bytes: int
+    send_bytes: int
+    random: bool
+    recomputed: Recomputed | None
+    improvements: tuple[Improvement, ...]
+
+
+@dataclass(frozen=True)
+class RankSummary:
+    """One rank: its stages, its FLOPs in a step, and what is predicted (`busy` in the prediction's unit; bytes):
+    `peak_bytes` is the most that waits, `running_peak_bytes` with what the pass needs that runs."""
+
+    rank: int
+    stages: tuple[int, ...]
+    parameters: int
+    flops: int
+    busy: float
+    idle_share: float
+    peak_bytes: int
+    running_peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Balance:
+    """How the model was cut: by what `basis` ("flops", "measured", "parameters" or "names"), in which `unit` loads are
+    ("s" or "parameters"), the heaviest rank's load over the mean rank's (`ratio`), how many distinct graphs the stages
+    have, and what keeps the loads from being even ("" if they are)."""
+
+    basis: str
+    unit: str
+    ratio: float
+    distinct_graphs: int
+    overweight: str
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A simulated step: `step`, in `unit`, up to an optimizer barrier; `bubble`: the busiest rank's idle share."""
+
+    basis: str
+    unit: str
+    step: float
+    bubble: float
+    peak_bytes: int
+    messages: Messages
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Everything that the default report shows.
+
+    `imbalance` is the heaviest rank's FLOPs over the mean rank's, `idle` the share of time lost to each cause, `limits`
+    says what that means, `alternatives` what was tried, `impossible` what could not be.
+    """
+
+    model: str
+    parameters: int
+    parameter_bytes: int
+    inputs: Mapping[str, str]
+    schedule: str
+    ranks: int
+    microbatches: int
+    exact: bool
+    recompute: Recompute
+    loss_reduction: str
+    balance: Balance
+    imbalance: float
+    prediction: Prediction
+    idle: Mapping[str, float]
+    limits: str
+    alternatives: tuple[Alternative, ...]
+    impossible: tuple[Impossible, ...]
+    stages: tuple[StageSummary, ...]
+    per_rank: tuple[RankSummary, ...]
+    orders: tuple[tuple[str, ...], ...]
+    programs: tuple[tuple[str, ...], ...]
+    shared_parameters: tuple[str, ...]
+    vocabulary: VocabularySummary | None
+    dropped_outputs: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `--json` writes; docs/inspect.md describes every field."""
+        return {"schema": SCHEMA, **asdict(self)}
+
+
+@dataclass(frozen=True)
+class Unsharded:
+    """The predicted step without a sharded output layer, see `VocabularySummary`; None where nobody asked."""
+
+    left: float | None = None
+    redistributed: float | None = None
+
+
+def _vocabulary(program: Program, unsharded: Unsharded) -> VocabularySummary | None:
+    found = program.vocabulary
+    if found is None:
+        return None
+    words = tuple(high - low for low, high in found.bounds)
+    shown = unsharded.left, unsharded.redistributed, found.lookup.weight if found.lookup else ""
+    return VocabularySummary(found.text, found.barriers, words, found.flops[0], found.tiling.keep, *shown)
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What was compiled beside the program: other graphs, what could not be, and the step without a sharded output
+    layer."""
+
+    alternatives: tuple[Alternative, ...] = ()
+    impossible: tuple[Impossible, ...] = ()
+    unsharded: Unsharded = Unsharded()
+
+
+def summarise(
+    inspected: Inspected, basis: Basis, timeline: Timeline, loss_reduction: str, tried: Tried = Tried()
+) -> Summary:
+    """Describe a compiled example; `timeline` is its step as `predict` sees it under `basis`."""
+    program, model = inspected.program, inspected.example.model
+    sizes = {name: (p.numel(), p.numel() * p.element_size()) for name, p in model.named_parameters()}
+    stages = tuple(_stage(stage, program, sizes) for stage in program.stages)
+    running = running_peaks(program, timeline.costs)
+    ranks = tuple(_rank(rank, program, sizes, timeline, running[rank]) for rank in range(program.schedule.ranks))
+    return Summary(
+        model=type(model).__name__,
+        parameters=sum(count for count, _ in sizes.values()),
+        parameter_bytes=sum(size for _, size in sizes.values()),
+        inputs={
+            path: f"{dtype.removeprefix('torch.')}{list(shape)}" for path, (shape, dtype) in program.inputs.items()
+        },
+        schedule=program.schedule.name,
+        ranks=program.schedule.ranks,
+        microbatches=program.schedule.microbatches,
+        exact=program.exact,
+        recompute=program.choices.recompute,
+        loss_reduction=loss_reduction,
+        balance=_balance(program),
+        imbalance=_imbalance([rank.flops for rank in ranks]),
+        prediction=prediction_of(program, basis, timeline),
+        idle=idle_by_cause(timeline),
+        limits=what_limits(timeline),
+        alternatives=(*_same_stages(program, timeline), *tried.alternatives),
+        impossible=tried.impossible,
+        stages=stages,
+        per_rank=ranks,
+        orders=tuple(tuple(map(str, order)) for order in program.schedule.orders),
+        programs=tuple(tuple(map(str, order)) for order in program.lowered.programs),
+        shared_parameters=tuple(sorted(program.shared)),
+        vocabulary=_vocabulary(program, tried.unsharded),
+        dropped_outputs=inspected.dropped,
+        warnings=inspected.warnings,
+    )
+
+
+def _same_stages(program: Program, timeline: Timeline) -> tuple[Alternative, ...]:
+    """The generators of schedules know no vocabulary passes."""
+    return () if program.vocabulary else alternatives(timeline)
+
+
+def prediction_of(program: Program, basis: Basis, timeline: Timeline) -> Prediction:
+    peak = int(max(timeline.peak_memory))
+    return Prediction(basis.text, basis.unit, timeline.makespan, timeline.bubble, peak, count_messages(program))
+
+
+def _balance(program: Program) -> Balance:
+    cuts = program.cuts
+    distinct = len({stage.original for stage in program.stages})
+    return Balance(cuts.basis, cuts.unit, cuts.imbalance, distinct, cuts.overweight)
+
+
+def _imbalance(loads: list[int]) -> float:
+    return max(loads) * len(loads) / sum(loads) if sum(loads) else 1.0
+
+
+def _stage(stage: StageProgram, program: Program, sizes: Mapping[str, tuple[int, int]]) -> StageSummary:
+    crossing = stage.crossing
+    return StageSummary(
+        stage=stage.stage,
+        ranks=ranks_of(program.schedule, stage.stage),
+        cut=cut_of(stage),
+        load=program.cuts.loads[stage.stage],
+        original=stage.original,
+        parameters=sum(sizes[name][0] for name in stage.parameters),
+        parameter_bytes=sum(sizes[name][1] for name in stage.parameters),
+        flops=dict(stage.flops),
+        forward_to_backward=crossing.forward_to_backward,
+        forward_to_weight=crossing.forward_to_weight,
+        backward_to_weight=crossing.backward_to_weight,
+        kept=crossing.kept,
+        residue=crossing.residue,
+        running={op: transient_bytes(stage, op) for op in stage.pieces},
+        receive_bytes=stage.receive_bytes,
+        send_bytes=stage.send_bytes,
+        random=stage.random,
+        recomputed=stage.recomputed,
+        improvements=stage.improvements,
+    )
+
+
+def ranks_of(schedule: Schedule, stage: int) -> tuple[int, ...]:
+    """The ranks that hold a stage: two where the schedule has two copies of the model."""
+    return tuple(rank for rank in range(schedule.ranks) if stage in schedule.placement.stages_of(rank))
+
+
+def cut_of(stage: StageProgram) -> Cut | None:
+    """Where the model was cut behind `stage`: the last value that it makes and sends on."""
+    piece = stage.pieces["F"]
+    order = {node: i for i, node in enumerate(piece.module.graph.nodes)}
+    pairs = zip(piece.outputs, output_values(piece.module.graph), strict=True)
+    made = {node: slot.name for slot, node in pairs if slot.kind == "activation" and node.op == "call_function"}
+    if not made:
+        return None
+    last = max(made, key=order.__getitem__)
+    origin = origin_of(last) or Origin("", "", 0, "")
+    return Cut(origin.module, made[last], shown_path(origin.file) if origin.file else "", origin.line, origin.code)
+
+
+def _rank(
+    rank: int, program: Program, sizes: Mapping[str, tuple[int, int]], timeline: Timeline, running: int
+) -> RankSummary:
+    stages = program.schedule.placement.stages_of(rank)
+    names = {name for stage in stages for name in program.stages[stage].parameters}
+    actions = flatten(program.schedule.orders[rank])
+    return RankSummary(
+        rank=rank,
+        stages=stages,
+        parameters=sum(sizes[name][0] for name in names),
+        flops=sum(program.stages[action.stage].flops.get(action.op, 0) for action in actions),
+        busy=timeline.busy[rank],
+        idle_share=1 - timeline.busy[rank] / timeline.makespan if timeline.makespan else 0.0,
+        peak_bytes=int(timeline.peak_memory[rank]),
+        running_peak_bytes=running,
+    )

@@ -1,0 +1,45 @@
+"""Timelines for the eye: seconds and bytes as milliseconds and mebibytes, or whatever reads well."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from zbcompile.schedules.simulation.timeline import Timeline
+
+TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
+SIZES = ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B"))
+
+
+def in_units(timelines: Sequence[Timeline]) -> list[Timeline]:
+    """The same timelines, which are in seconds and bytes, in units that fit the longest and the largest of them."""
+    time, time_unit = _unit(max(t.finish for t in timelines), TIMES)
+    size, memory_unit = _unit(max(max(t.peak_memory) for t in timelines), SIZES)
+    return [_scaled(t, time, size, time_unit, memory_unit) for t in timelines]
+
+
+def for_trace(timeline: Timeline) -> Timeline:
+    """A timeline in seconds and bytes, in the milliseconds and bytes that a Chrome trace takes."""
+    return _scaled(timeline, 1e-3, 1, "ms", "B")
+
+
+def _unit(largest: float, units: Sequence[tuple[float, str]]) -> tuple[float, str]:
+    """The largest unit of which there is at least one and a half."""
+    return next((unit for unit in units if largest >= 1.5 * unit[0]), units[-1])
+
+
+def _scaled(timeline: Timeline, time: float, size: float, time_unit: str, memory_unit: str) -> Timeline:
+    costs, run = timeline.costs, timeline.run
+    scaled = replace(
+        costs,
+        activation=tuple(amount / size for amount in costs.activation),
+        residue=tuple(amount / size for amount in costs.residue),
+        vocab_state=tuple(amount / size for amount in costs.vocab_state),
+        optimizer=tuple(seconds / time for seconds in costs.optimizer),
+        comm=costs.comm / time,
+        bandwidth=None if costs.bandwidth is None else costs.bandwidth * time,
+        barrier=costs.barrier / time,
+        time_unit=time_unit,
+        memory_unit=memory_unit,
+    )
+    begin, end = ([[moment / time for moment in rank] for rank in ranks] for ranks in (run.begin, run.end))
+    peaks = tuple(amount / size for amount in timeline.peak_memory)
+    return Timeline(timeline.program, scaled, run._replace(begin=begin, end=end), peaks)

@@ -1,0 +1,1 @@
+"""A user's model and batches: parameters, examples, random state, microbatches."""

@@ -1,0 +1,94 @@
+"""This process's share of a model that was built on the meta device: made real after the cut, then filled."""
+
+import hashlib
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+
+from zbcompile.errors import PipelineError
+from zbcompile.model.seeds import undisturbed
+from zbcompile.passes.capture.meta_device import is_on_meta, on_device
+from zbcompile.passes.torch_private import tensor_tables
+
+Init = Callable[[str, torch.Tensor], None]
+
+
+class Share:
+    """Which of the model's tensors are real here, and which of them still wait for their values.
+
+    `init(name, tensor)` fills a parameter or buffer in place. It draws from a seed made of `seed` and the name, so that
+    the values depend neither on the ranks nor on the cut, and copies of a tensor on several ranks are equal.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device, init: Init | None, seed: int) -> None:
+        self.model, self.device, self.init, self.seed = model, device, init, seed
+        self.unfilled: set[str] = set()
+        if init is not None and not callable(init):
+            raise PipelineError(f"init= is a {type(init).__name__}; expected a function init(name, tensor).")
+        if is_on_meta(model):
+            self._require_known_values()
+
+    def make_real(self, own: Callable[[str], bool]) -> None:
+        """Give the tensors that `own` names memory on the device, and values where there is an `init`."""
+        real: dict[int, torch.Tensor] = {}
+        for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
+            if tensor.is_meta and own(name):
+                real[id(tensor)] = on_device(tensor, self.device)
+                self._fill(name, real[id(tensor)])
+        for table, name, tensor in list(tensor_tables(self.model)):
+            if id(tensor) in real:
+                table[name] = real[id(tensor)]
+
+    def fill_rows(self, name: str, whole: torch.Tensor, rows: torch.Tensor, low: int) -> None:
+        """Give `rows`, which are those of a parameter from number `low` on, the values that the `whole` would have."""
+        values = torch.empty_like(whole, device="meta" if self.init is None else self.device)
+        self._fill(name, values)
+        if self.init is not None:
+            rows.copy_(values[low : low + len(rows)])
+
+    def filled(self, names: Iterable[str]) -> None:
+        """These have their values now."""
+        self.unfilled -= set(names)
+
+    def require_filled(self) -> None:
+        """Raise PipelineError while a parameter or buffer of this process has no values."""
+        if self.unfilled:
+            raise PipelineError(
+                f"{_shortened(sorted(self.unfilled))}: built on the meta device and not filled. Call "
+                "pipe.load_state_dict(state) after compiling, or pass init=fn(name, tensor) to pipeline."
+            )
+
+    def _fill(self, name: str, tensor: torch.Tensor) -> None:
+        if self.init is None:
+            self.unfilled.add(name)
+            return
+        seed = int.from_bytes(hashlib.sha256(f"{self.seed} {name}".encode()).digest()[:7])
+        with undisturbed(self.device), torch.no_grad():
+            torch.manual_seed(seed)
+            self.init(name, tensor)
+
+    def _require_known_values(self) -> None:
+        """What no state dict holds can only come from `init`."""
+        plain = [
+            f"{path}.{name}".lstrip(".")
+            for path, module in self.model.named_modules()
+            for name, value in vars(module).items()
+            if isinstance(value, torch.Tensor) and value.is_meta
+        ]
+        if plain:
+            raise PipelineError(
+                f"{_shortened(plain)}: a tensor in a plain attribute, on the meta device, where it has no values. Make "
+                "it a buffer (register_buffer), or build it on a real device."
+            )
+        saved = set(self.model.state_dict(keep_vars=True))
+        lost = [name for name, buffer in self.model.named_buffers() if buffer.is_meta and name not in saved]
+        if lost and self.init is None:
+            raise PipelineError(
+                f"{_shortened(lost)}: buffers on the meta device that no state dict holds, so nothing can fill them. "
+                "Pass init=fn(name, tensor), which fills a parameter or buffer in place."
+            )
+
+
+def _shortened(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if names[4:] else "")

@@ -1,0 +1,109 @@
+"""What a program knows of its model: every parameter and buffer by name and shape, and the tensors that no state dict
+holds. Enough to build a module that has the model's names and memory, and none of its code."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from zbcompile.passes.capture.export import first_names
+from zbcompile.passes.torch_private import FakeTensor
+
+
+class Member(NamedTuple):
+    """A parameter or buffer of the model. `first` is the first name of the same tensor (another one where tensors are
+    tied), `saved` says whether eager's state dict holds it."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: str
+    trainable: bool
+    saved: bool
+    first: str
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """`name` is that of the model's class, `members` stand in eager's order, module by module. `constants` are the
+    tensors that capture lifted out of the model, `unsaved` the buffers that no state dict holds, both by name."""
+
+    name: str
+    members: tuple[Member, ...]
+    constants: Mapping[str, torch.Tensor] = field(repr=False)
+    unsaved: Mapping[str, torch.Tensor] = field(repr=False)
+
+    @cached_property
+    def names(self) -> dict[str, str]:
+        """Every parameter's and buffer's name -> the first name of the same tensor."""
+        return {member.name: member.first for member in self.members}
+
+
+def has_values(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has memory: one of a model built on the meta device or under fake tensors has none."""
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
+
+
+def facts_of(model: nn.Module, constants: Mapping[str, torch.Tensor]) -> ModelFacts:
+    """Describe `model`; the tensors stay where they are."""
+    saved, first = set(model.state_dict(keep_vars=True)), first_names(model)
+    members, unsaved = [], {}
+    for name, tensor in _named_tensors(model):
+        kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        sizes = tuple(tensor.shape), tuple(tensor.stride())
+        members.append(Member(name, kind, *sizes, dtype, tensor.requires_grad, name in saved, first[name]))
+        if name not in saved:
+            unsaved[name] = tensor
+    return ModelFacts(type(model).__name__, tuple(members), dict(constants), unsaved)
+
+
+def _named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Every name of every parameter and buffer, module by module, as in a state dict."""
+    found: list[tuple[str, torch.Tensor]] = []
+    for path, module in model.named_modules(remove_duplicate=False):
+        own = [*module.named_parameters("", False, False), *module.named_buffers("", False, False)]
+        found += [(f"{path}.{name}".lstrip("."), tensor) for name, tensor in own]
+    return found
+
+
+def module_of(facts: ModelFacts) -> nn.Module:
+    """A module with the model's parameters and buffers under their names, on the meta device; without a forward.
+
+    Buffers that no state dict holds are there only where `facts.unsaved` has them, on the meta device where they have
+    no values.
+    """
+    root: nn.Module = type(facts.name, (nn.Module,), {})()
+    made = dict(facts.unsaved)
+    for member in facts.members:
+        if not member.saved and member.name not in facts.unsaved:
+            continue
+        tensor = made.setdefault(member.first, facts.unsaved.get(member.name, on_meta(member)))
+        path, _, name = member.name.rpartition(".")
+        module = _submodule(root, path)
+        if isinstance(tensor, nn.Parameter):
+            module.register_parameter(name, tensor)
+        else:
+            module.register_buffer(name, tensor, persistent=member.saved)
+    return root
+
+
+def on_meta(member: Member) -> torch.Tensor:
+    """A parameter or buffer without memory."""
+    dtype = getattr(torch, member.dtype)
+    tensor = torch.empty_strided(member.shape, member.stride, dtype=dtype, device="meta")
+    return nn.Parameter(tensor, requires_grad=member.trainable) if member.kind == "parameter" else tensor
+
+
+def _submodule(root: nn.Module, path: str) -> nn.Module:
+    """The module at `path`, made where it is not there yet."""
+    module = root
+    for name in filter(None, path.split(".")):
+        if name not in dict(module.named_children()):
+            module.add_module(name, nn.Module())
+        module = module.get_submodule(name)
+    return module

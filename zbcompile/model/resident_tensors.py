@@ -1,0 +1,44 @@
+"""The model's own tensors, as the graphs ask for them."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from zbcompile.errors import PipelineError
+from zbcompile.passes.graph.roles import Slot
+
+
+def resident_tensors(model: nn.Module, constants: Mapping[str, torch.Tensor]) -> dict[Slot, torch.Tensor]:
+    """Parameters, buffers and a capture's constants by slot."""
+    found: dict[Slot, torch.Tensor] = {Slot("constant", name): tensor for name, tensor in constants.items()}
+    found.update({Slot("parameter", name): tensor for name, tensor in model.named_parameters()})
+    found.update({Slot("buffer", name): tensor for name, tensor in model.named_buffers()})
+    return found
+
+
+def require_same_tensors(model: nn.Module, bound: Mapping[Slot, tuple[torch.Tensor, str]]) -> None:
+    """Weights changed in place are seen; a replaced Parameter would silently stop training.
+
+    `bound` has every tensor with its kind at the time of compiling.
+    """
+    if not bound:
+        return
+    current = resident_tensors(model, {})
+    for slot, (tensor, kind) in bound.items():
+        now = current.get(slot)
+        if now is not tensor:
+            raise PipelineError(
+                f"{slot} was replaced by another tensor after compiling; the pipeline would go on with the old "
+                "one. Change it in place (tensor.copy_), use pipe.load_state_dict, or make a new pipeline."
+            )
+        if kind_of(now) != kind:
+            raise PipelineError(
+                f"{slot} was {kind} when it was compiled and is {kind_of(now)} now (model.to, .double, .half?). "
+                "Convert the model first and make a new pipeline."
+            )
+
+
+def kind_of(tensor: torch.Tensor) -> str:
+    """Data type, shape and device, for messages and comparison."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} on {tensor.device}"

@@ -1,0 +1,1 @@
+"""Programs, checkpoints and weights on disk."""

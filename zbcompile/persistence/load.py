@@ -1,0 +1,307 @@
+"""Loading a saved program: every rank reads and checks its own part, and nothing in the files is executed."""
+
+import hashlib
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zbcompile.backends.backend import NAMES, GraphCompiler
+from zbcompile.distributed.agreement import require_equal_programs, together
+from zbcompile.distributed.process_group import is_alone, make_engine, own_device
+from zbcompile.errors import PipelineError
+from zbcompile.frontend.options import Options
+from zbcompile.frontend.pipeline import Pipeline
+from zbcompile.model.batch import Batch, flatten_batch, refuse_input_gradients, require_divisible
+from zbcompile.model.materialize import Init
+from zbcompile.model.model_info import has_values, module_of, on_meta
+from zbcompile.passes.errors import CompileError
+from zbcompile.persistence.checkpoint import load_checkpoint
+from zbcompile.program.manifest import AGAIN, SavedProgram, digest_of, manifest_from_text, program_from_manifest
+from zbcompile.program.program import Program, call_of
+from zbcompile.program.rank_files import (
+    MANIFEST,
+    SCHEDULE,
+    VOCABULARY,
+    RankPart,
+    graph_file,
+    graph_files,
+    index_file,
+    part_from_files,
+    tensor_file,
+)
+from zbcompile.runtime.engine import Engine, Executable
+from zbcompile.schedules import ScheduleError
+from zbcompile.schedules.ir.files import from_json
+from zbcompile.schedules.ir.schedule import Lowered
+
+SAME = "Every rank must load the same directory, with the same torch and number of threads (OMP_NUM_THREADS)."
+MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError, SyntaxError, ScheduleError)
+
+
+def load(
+    directory: str | Path,
+    state_dict: Mapping[str, Any] | None = None,
+    *,
+    ranks: int | None = None,
+    mesh: Any = None,
+    checkpoint: str | Path | None = None,
+    operators: Sequence[str] = (),
+    init: Init | None = None,
+    seed: int | None = None,
+    timeout: float = 300.0,
+    debug_nan: bool = False,
+    backend: str | GraphCompiler | None = None,
+    cuda_graphs: bool | None = None,
+) -> "LoadedPipeline":
+    """The pipeline that `pipe.program.save(directory)` saved, without the model's source; it runs the same bits.
+
+    Args:
+        directory: the program. Each process reads the manifest, the schedule and the parts of its own ranks.
+        state_dict: the model's full state dict, as `pipe.state_dict(full=True)` or the model itself gives it; copied.
+            Without it, give `checkpoint=` or `init=`, or call `load_state_dict` or `zbcompile.load_weights` before the
+            first step.
+        checkpoint: a checkpoint of `zbcompile.save_checkpoint`, or a folder of them, whose newest one is taken: the
+            model's tensors, and the step. An optimizer is made afterwards; see `zbcompile.load_checkpoint`.
+        ranks: without torchrun, all ranks of the program run in this process; another number is refused.
+        mesh, init, timeout, debug_nan: as for `zbcompile.pipeline`.
+        seed: enters `zbcompile.microbatch_seed`; default: the one that it was compiled with.
+        operators: operators of other libraries that the program may call, such as "mylibrary::scale". Import the module
+            that defines them first.
+        backend, cuda_graphs: as for `zbcompile.pipeline`; default: as the program was saved. The directory holds
+            graphs, never compiled code: inductor compiles them here, or finds them in its cache (docs/backends.md).
+
+    Nothing in the directory is executed: graphs are data that name operators of torch, and of `operators`.
+
+    Raises PipelineError, on every rank, for a directory that is incomplete or was changed, for another version of torch
+    and for another number of ranks; CompileError for an operator that is not allowed.
+
+    >>> pipe = zbcompile.load("program", state_dict=torch.load("model.pt"))      # doctest: +SKIP
+    >>> loss = pipe.step(inputs, target=targets)                                 # doctest: +SKIP
+    """
+    if state_dict is not None and checkpoint is not None:
+        raise PipelineError("load received state_dict= and checkpoint=; both give the model its values. Pass one.")
+    folder = Path(directory)
+    found = _attempt(folder)
+    if ranks is None and found and is_alone(mesh):
+        ranks = found["ranks"]
+    engine = make_engine(lambda: device_for(folder), ranks, mesh, timeout)
+    with engine.watch.region(f"loading {folder}"):
+        program = together(engine, f"loading {folder}", lambda: _read_for(folder, engine, operators, init))
+        same = {
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+            "digest": digest_of(program.written or {}),
+        }
+        require_equal_programs(engine, same, "loaded different programs", SAME)
+    given = {"seed": seed, "backend": backend, "cuda_graphs": cuda_graphs}
+    pipe = LoadedPipeline(program, _options(program, init, timeout, debug_nan, given), engine)
+    with engine.watch.region(f"filling {folder}"):
+        pipe.adopt(program)
+        if state_dict is not None:
+            together(engine, "loading the state dict", lambda: pipe.load_state_dict(state_dict))
+    if checkpoint is not None:
+        load_checkpoint(checkpoint, pipe, random=False)
+    return pipe
+
+
+def _attempt(folder: Path) -> dict[str, Any] | None:
+    """The manifest, if there is a good one: what is wrong with it is said when all ranks can hear it."""
+    try:
+        return read_manifest(folder)
+    except (PipelineError, OSError):
+        return None
+
+
+def device_for(folder: Path) -> torch.device:
+    """This process's device of the kind that a program was compiled for."""
+    found = _attempt(folder)
+    return own_device(found["device"] if found else "cpu")
+
+
+def _options(
+    program: SavedProgram, init: Init | None, timeout: float, debug_nan: bool, given: Mapping[str, Any]
+) -> Options:
+    """The options of a loaded program. Where `given` has None, they are those that it was saved with."""
+    step, schedule = program.step, program.schedule
+    chosen = {name: getattr(step, name) if value is None else value for name, value in given.items()}
+    if given["backend"] is None and step.backend not in NAMES:
+        raise PipelineError(
+            f"the program was saved with a backend of its own, {step.backend}, which a directory cannot hold. Pass "
+            'backend=: that function, "fx" or "inductor".'
+        )
+    return Options(
+        schedule=schedule,
+        microbatches=schedule.microbatches,
+        loss=None,
+        loss_reduction=step.loss_reduction,
+        choices=program.choices,
+        split=step.split,
+        chunks=None,
+        timeout=timeout,
+        max_shapes=1,
+        init=init,
+        debug_nan=debug_nan,
+        **chosen,
+    )
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a program directory. Raises PipelineError where there is none, or not a good one."""
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise PipelineError(
+            f"{folder} has no {MANIFEST}: it is no program, or saving it was interrupted. {AGAIN}: "
+            "pipe.program.save(directory)."
+        )
+    return manifest_from_text(path.read_text(encoding="utf-8", errors="replace"), str(path))
+
+
+def _read_for(folder: Path, engine: Engine, operators: Collection[str], init: Init | None) -> SavedProgram:
+    """This process's part of the program, which must be one for its device and number of ranks."""
+    data = read_manifest(folder)
+    if data["ranks"] != engine.ranks:
+        raise PipelineError(
+            f"{folder} was compiled for {data['ranks']} ranks, but there are {engine.ranks}. Start {data['ranks']} "
+            f"processes, or compile it again for {engine.ranks}."
+        )
+    if data["device"] != engine.device.type:
+        raise PipelineError(
+            f"{folder} was compiled for {data['device']}, but this process's device is {engine.device}. {AGAIN} there."
+        )
+    program = read_program(folder, data, engine.local, engine.device, operators)
+    unfilled = [name for name, tensor in program.model.unsaved.items() if not has_values(tensor)]
+    if unfilled and init is None:
+        raise PipelineError(
+            f"{unfilled[0]} is a buffer that no state dict holds, and {folder} was compiled without its values (under "
+            "fake tensors, or on the meta device). Pass init=fn(name, tensor), which fills it in place, or compile a "
+            "model on a real device."
+        )
+    return program
+
+
+def read_program(
+    folder: Path, manifest: dict[str, Any], own: Sequence[int], device: torch.device, operators: Collection[str] = ()
+) -> SavedProgram:
+    """The program with the graphs of the ranks `own`, its tensors on `device`. Raises as `load` does."""
+    reader = _Reader(folder, manifest["files"])
+    return reader.sound(lambda: _assemble(manifest, reader, own, device, operators))
+
+
+def _assemble(
+    data: dict[str, Any], reader: "_Reader", own: Sequence[int], device: torch.device, operators: Collection[str]
+) -> SavedProgram:
+    lowered = from_json(reader.bytes(SCHEDULE).decode()).program
+    if not isinstance(lowered, Lowered):
+        raise ValueError(f"{SCHEDULE} has no communication")
+    program = program_from_manifest(data, lowered, device)
+    for rank in own:
+        files = graph_files(program, rank)
+        graphs = {stem: reader.json(graph_file(rank, stem)) for stem in files}
+        content = reader.bytes(tensor_file(rank))
+        part = part_from_files(reader.json(index_file(rank)), graphs, files, content, device, operators)
+        program = _with_part(program, rank, part)
+    return program
+
+
+def _with_part(program: SavedProgram, rank: int, part: RankPart) -> SavedProgram:
+    """`program` with the graphs and tensors of `rank`."""
+    stages = list(program.stages)
+    for stem, stage in graph_files(program, rank).items():
+        if stem != VOCABULARY:
+            stages[stage] = replace(stages[stage], pieces=part.pieces[stem])
+    vocabulary = program.vocabulary
+    if vocabulary is not None:
+        shards = list(vocabulary.pieces)
+        shards[rank] = part.pieces[VOCABULARY]
+        vocabulary = replace(vocabulary, pieces=tuple(shards))
+    held = program.model
+    constants, unsaved = {**held.constants, **part.named("constant")}, {**held.unsaved, **part.named("buffer")}
+    unsaved |= {member.name: on_meta(member) for member in held.members if member.name in part.unfilled}
+    model = replace(held, constants=constants, unsaved=unsaved)
+    return replace(program, stages=tuple(stages), vocabulary=vocabulary, model=model)
+
+
+class _Reader:
+    """Reads files of a program directory and compares each with its hash."""
+
+    def __init__(self, folder: Path, hashes: Mapping[str, str]) -> None:
+        self.folder = folder
+        self.hashes = hashes
+
+    def bytes(self, name: str) -> bytes:
+        """The content of a file. Raises PipelineError where it is missing or not what was written."""
+        path = self.folder / name
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise PipelineError(
+                f"{path} cannot be read ({error.strerror}); the program is incomplete. Copy all of the directory, or "
+                "save it again."
+            ) from None
+        if hashlib.sha256(content).hexdigest() != self.hashes[name]:
+            raise PipelineError(
+                f"{path} is not what was saved: its hash differs from the manifest's (truncated, edited, or of another "
+                "program). Copy the directory again, or save it again."
+            )
+        return content
+
+    def json(self, name: str) -> Any:
+        return json.loads(self.bytes(name))
+
+    def sound(self, make: Callable[[], SavedProgram]) -> SavedProgram:
+        """Run `make`; what it cannot make sense of is reported as a damaged directory."""
+        try:
+            return make()
+        except (PipelineError, CompileError):
+            raise
+        except MALFORMED as error:
+            raise PipelineError(
+                f"{self.folder} holds what no release writes ({type(error).__name__}: {error}). {AGAIN}."
+            ) from error
+
+
+class LoadedPipeline(Pipeline):
+    """A pipeline made by `zbcompile.load`. It steps for the shapes that it was compiled for, and cannot evaluate: the
+    program holds the training step alone."""
+
+    def __init__(self, program: SavedProgram, options: Options, engine: Engine) -> None:
+        super().__init__(module_of(program.model), options, engine)
+
+    def adopt(self, program: Program) -> Executable:
+        self._executable = super().adopt(program)
+        return self._executable
+
+    def compile(self, *args: Any, target: Any = None, **kwargs: Any) -> "LoadedPipeline":
+        """Check that this batch is one that the program was compiled for."""
+        self._program_for(self._split(args, kwargs, target))
+        return self
+
+    def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Batch:
+        batch = flatten_batch(args, kwargs, target, self.options.split)
+        refuse_input_gradients(batch)
+        require_divisible(batch, self.program.schedule.microbatches)
+        return batch
+
+    def _program_for(self, batch: Batch) -> Executable:
+        given = call_of(batch.microbatch(0, self.program.schedule.microbatches))
+        if given != self.program.call:
+            raise PipelineError(
+                f"the program was compiled for microbatches of {_listed(self.program.call)}; received "
+                f"{_listed(given)}. Pass such batches, or compile and save a program for these."
+            )
+        return self._executable
+
+    def _program_for_eval(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
+        raise PipelineError(
+            "a loaded program cannot evaluate: it holds the training step, not the model. Load pipe.state_dict("
+            "full=True) into the model, or make a pipeline of it."
+        )
+
+
+def _listed(call: tuple[str, ...]) -> str:
+    structure, *leaves = call
+    return f"{', '.join(leaves)} (in {structure})"

@@ -1,0 +1,147 @@
+"""An optimizer's state under the names of parameters, as `torch.distributed.checkpoint.state_dict` flattens it:
+
+    state.NAME.KEY            what the optimizer keeps of a parameter
+    param_groups.NAME.KEY     the options of the group that the parameter is in
+
+torch's own `set_optimizer_state_dict` reads it with `StateDictOptions(flatten_optimizer_state_dict=True)`.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from zbcompile.errors import PipelineError
+from zbcompile.persistence.local_tensors import Holding, is_sharded, like_rows, local_part
+
+Values = dict[str, Any]
+MEMBERS = ("params", "param_names")  # of a group: who is in it
+
+
+def optimizer_values(optimizer: Optimizer, holding: Holding) -> Values:
+    """The state of this process's parameters. Tensors are the optimizer's own; of sharded rows they are DTensors."""
+    values: Values = {}
+    for group, name, parameter in _trained(optimizer, holding):
+        for key, value in _flat(optimizer.state.get(parameter, {})):
+            values[f"state.{name}.{key}"] = _as_rows(value, name, key, parameter, holding)
+        values |= {f"param_groups.{name}.{key}": value for key, value in group.items() if key not in MEMBERS}
+    return values
+
+
+def _trained(optimizer: Optimizer, holding: Holding) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
+    """Every parameter of the optimizer, with its group and its name."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            yield group, holding.name_of(parameter), parameter
+
+
+def _flat(state: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in state.items():
+        if isinstance(value, Mapping):
+            yield from ((f"{key}.{inner}", each) for inner, each in _flat(value))
+        else:
+            yield str(key), value
+
+
+def _as_rows(value: Any, name: str, key: str, parameter: torch.Tensor, holding: Holding) -> Any:
+    """What belongs to the rows of a sharded parameter is sharded as they are; a single number is equal on all ranks."""
+    rows = holding.tensors.get(name)
+    if rows is None or not is_sharded(rows) or not isinstance(value, torch.Tensor) or not value.dim():
+        return value
+    if value.shape != parameter.shape:
+        raise PipelineError(
+            f"the optimizer keeps {key} of shape {list(value.shape)} for {name}, of which each rank has rows of shape "
+            f"{list(parameter.shape)}; state of another shape cannot be put together again. Use an optimizer that "
+            'works element by element, such as AdamW, or vocab="off".'
+        )
+    return like_rows(value, rows)
+
+
+def state_keys(saved: Mapping[str, Any], holding: Holding) -> dict[str, list[str]]:
+    """Which `state.NAME.KEY` a checkpoint has, by the names of this process's parameters."""
+    found: dict[str, list[str]] = {name: [] for name in holding.parameters}
+    for key in saved:
+        name, rest = key.removeprefix("state."), ""
+        while key.startswith("state.") and name and name not in found:
+            name, _, last = name.rpartition(".")
+            rest = f"{last}.{rest}" if rest else last
+        if rest and name:
+            found[name].append(rest)
+    return found
+
+
+def load_optimizer(
+    optimizer: Optimizer, holding: Holding, saved: Mapping[str, Any], read: Callable[[Values], Values]
+) -> None:
+    """Give `optimizer` the state of a checkpoint.
+
+    `saved` describes every value of it: a tensor's dtype and size, None for anything else. `read` fills a mapping of
+    tensors and None with the values.
+    """
+    keys = state_keys(saved, holding)
+    wanted = {
+        f"state.{name}.{key}": _room(saved[f"state.{name}.{key}"], name, parameter, holding)
+        for _, name, parameter in _trained(optimizer, holding)
+        for key in keys[name]
+    }
+    leaders = [holding.name_of(group["params"][0]) for group in optimizer.param_groups if group["params"]]
+    for name in leaders:
+        wanted |= {key: _room(saved[key], "", None, holding) for key in _options_of(name, saved)}
+    optimizer.load_state_dict(_numbered(optimizer, holding, keys, read(wanted)))
+
+
+def _options_of(name: str, saved: Mapping[str, Any]) -> list[str]:
+    prefix = f"param_groups.{name}."
+    found = [key for key in saved if key.startswith(prefix)]
+    if not found:
+        raise PipelineError(
+            f"the checkpoint has no optimizer state for {name}. It was saved without optimizer=, or by one that did "
+            "not train it. Load it without optimizer=."
+        )
+    return found
+
+
+def _room(described: Any, name: str, parameter: torch.Tensor | None, holding: Holding) -> Any:
+    """An empty tensor for a value to be read into, laid out as its parameter where they have one shape."""
+    if described is None:
+        return None
+    dtype, size = described
+    rows = holding.tensors.get(name)
+    if parameter is not None and rows is not None and tuple(size) == tuple(rows.shape):
+        own = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+        return like_rows(own, rows) if is_sharded(rows) else own
+    return torch.empty(size, dtype=dtype)
+
+
+def _numbered(optimizer: Optimizer, holding: Holding, keys: Mapping[str, list[str]], values: Values) -> Values:
+    """The values as `Optimizer.load_state_dict` takes them: parameters by number, in the order of the groups."""
+    state: dict[int, Values] = {}
+    groups: list[Values] = []
+    number = 0
+    for group in optimizer.param_groups:
+        names = [holding.name_of(parameter) for parameter in group["params"]]
+        options = _options(names[0], values) if names else {k: v for k, v in group.items() if k not in MEMBERS}
+        groups.append({**options, "params": list(range(number, number + len(names)))})
+        for index, name in enumerate(names, number):
+            if keys[name]:
+                state[index] = _nested({key: values[f"state.{name}.{key}"] for key in keys[name]})
+        number += len(names)
+    return {"state": state, "param_groups": groups}
+
+
+def _options(name: str, values: Values) -> Values:
+    prefix = f"param_groups.{name}."
+    return {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}
+
+
+def _nested(found: Values) -> Values:
+    """`found` with its dotted keys as mappings of mappings, and what is sharded as this process's part."""
+    nested: Values = {}
+    for key, value in found.items():
+        *path, last = key.split(".")
+        inner = nested
+        for part in path:
+            inner = inner.setdefault(part, {})
+        inner[last] = local_part(value) if isinstance(value, torch.Tensor) else value
+    return nested

@@ -1,0 +1,173 @@
+"""Weights as safetensors: one file, or several with an index, as the hubs of models have them."""
+
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import nn
+
+from zbcompile.distributed.agreement import gathered, together
+from zbcompile.errors import PipelineError
+from zbcompile.frontend.pipeline import Pipeline
+from zbcompile.persistence.checkpoint_directory import write_whole
+from zbcompile.persistence.local_tensors import Holding, holding_of, is_sharded, local_part
+from zbcompile.torch_private import offset_of
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def save_weights(path: str | Path, source: Pipeline | nn.Module) -> None:
+    """Write parameters and buffers as safetensors, under the model's own names; every rank must call it.
+
+    Args:
+        path: a file that ends in .safetensors, which the first rank writes after gathering everything; or a directory,
+            into which each rank writes a file of its own, with `model.safetensors.index.json` beside them, written
+            last. Tied parameters are written once, under their first name, as safetensors demands.
+        source: a pipeline, or a plain model in one process.
+
+    >>> zbcompile.save_weights("model.safetensors", pipe)                   # doctest: +SKIP
+    """
+    holding, target = holding_of(source), Path(path)
+    what = f"writing {target}"
+    with holding.engine.watch.region(what):
+        tensors = _whole_tensors(holding)
+        if target.suffix == ".safetensors":
+            _write_single(target, holding, tensors, what)
+        else:
+            _write_parts(target, holding, tensors, what)
+
+
+def _whole_tensors(holding: Holding) -> dict[str, torch.Tensor]:
+    """What this process writes, on the CPU; rows of several ranks are put together on the first one."""
+    found = {}
+    for name, tensor in sorted(holding.tensors.items()):
+        if is_sharded(tensor):
+            with holding.engine.watch.position.waiting(name):
+                parts = gathered(holding.engine, local_part(tensor).cpu())
+            if 0 in holding.engine.local and holding.writes(name):
+                found[name] = torch.cat(parts)
+        elif holding.writes(name):
+            found[name] = tensor.detach().cpu().contiguous()
+    return found
+
+
+def _write_single(target: Path, holding: Holding, tensors: Mapping[str, torch.Tensor], what: str) -> None:
+    parts = gathered(holding.engine, dict(tensors))
+    everything = {name: tensor for part in parts for name, tensor in part.items()}
+    leads = 0 in holding.engine.local and holding.engine.replicas.rank == 0
+    together(holding.engine, what, lambda: _write(target, everything) if leads else None)
+
+
+def _write_parts(target: Path, holding: Holding, tensors: Mapping[str, torch.Tensor], what: str) -> None:
+    engine = holding.engine
+    own = engine.local[0]
+    name = f"model-{own + 1:05d}-of-{engine.ranks // len(engine.local):05d}.safetensors"
+    leads = own == 0 and engine.replicas.rank == 0
+    if leads:
+        (target / INDEX).unlink(missing_ok=True)  # without it, what follows is not yet a whole
+    together(engine, what, lambda: _write(target / name, tensors) if tensors else None)
+    listed = gathered(engine, {key: (name, tensor.nbytes) for key, tensor in tensors.items()})
+    found = {key: each for part in listed for key, each in part.items()}
+    index = {
+        "metadata": {"total_size": sum(size for _, size in found.values())},
+        "weight_map": {key: file for key, (file, _) in sorted(found.items())},
+    }
+    together(engine, what, lambda: write_whole(target / INDEX, json.dumps(index, indent=2).encode()) if leads else None)
+
+
+def _write(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, save({name: tensor.clone() for name, tensor in tensors.items()}, metadata={"format": "pt"}))
+
+
+def load_weights(path: str | Path, source: Pipeline | nn.Module) -> None:
+    """Fill a pipeline, or a plain model, with weights from safetensors; every rank reads its own part alone.
+
+    Args:
+        path: a .safetensors file, an index (.json), or a directory that holds either under the usual name.
+        source: a compiled or loaded pipeline, or a plain model.
+
+    A tied parameter may stand under any of its names. Values are converted to the dtype that the model has. Raises
+    PipelineError, on every rank and before anything is changed, where names or shapes differ.
+
+    >>> zbcompile.load_weights("model.safetensors", pipe)                   # doctest: +SKIP
+    """
+    holding = holding_of(source)
+    what = f"loading {path}"
+    with holding.engine.watch.region(what):
+        together(holding.engine, what, lambda: _load(Path(path), holding))
+    if isinstance(source, Pipeline):
+        source.resume(source.step_index, holding.model.names)
+
+
+def _load(path: Path, holding: Holding) -> None:
+    files = _files_of(path)
+    with ExitStack() as stack:
+        try:
+            opened = {file: stack.enter_context(safe_open(file, "pt")) for file in sorted(set(files.values()))}
+            sources = _sources(path, {name: opened[file] for name, file in files.items()}, holding)
+        except (OSError, SafetensorError) as error:
+            raise PipelineError(f"{path} cannot be read: {error}. Copy it again.") from None
+        with torch.no_grad():
+            for name, tensor in holding.tensors.items():
+                local_part(tensor).copy_(_read(*sources[name], tensor))
+
+
+def _files_of(path: Path) -> dict[str, Path]:
+    """Every tensor's file."""
+    if path.is_dir():
+        path = path / (INDEX if (path / INDEX).is_file() else SINGLE)
+    try:
+        if path.suffix == ".json":
+            listed = json.loads(path.read_text())["weight_map"]
+            return {name: path.parent / file for name, file in listed.items()}
+        return dict.fromkeys(_names_in(path), path)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        raise PipelineError(
+            f"{path} is no safetensors file and no index of such files ({type(error).__name__}: {error})."
+        ) from None
+
+
+def _names_in(path: Path) -> Iterator[str]:
+    """The names in a file, from its header alone."""
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        yield from (name for name in json.loads(file.read(length)) if name != "__metadata__")
+
+
+def _sources(path: Path, given: Mapping[str, Any], holding: Holding) -> dict[str, tuple[str, Any]]:
+    """For every tensor of the model the name and the file that it comes from. All of them are looked for, on every
+    rank, so that all ranks say the same."""
+    names: dict[str, list[str]] = {}
+    for member in holding.model.members:
+        if member.saved:
+            names.setdefault(member.first, []).append(member.name)
+    known = {first: [name for name in aliases if name in given] for first, aliases in names.items()}
+    missing = [first for first, found in known.items() if not found]
+    unexpected = sorted(given.keys() - {name for aliases in names.values() for name in aliases})
+    if missing or unexpected:
+        raise PipelineError(
+            f"{path} is of another model: missing {missing[:4] or 'nothing'}, unexpected {unexpected[:4] or 'nothing'}."
+        )
+    for first, shape in holding.shapes.items():
+        size = given[known[first][0]].get_slice(known[first][0]).get_shape()
+        if tuple(size) != shape:
+            raise PipelineError(f"{first} has shape {size} in {path} and {list(shape)} in the model.")
+    return {first: (found[0], given[found[0]]) for first, found in known.items()}
+
+
+def _read(key: str, file: Any, tensor: torch.Tensor) -> torch.Tensor:
+    """What this process needs of a tensor in a file: all of it, or its rows of a sharded one."""
+    if not is_sharded(tensor):
+        return file.get_tensor(key)  # type: ignore[no-any-return]
+    mesh = tensor.device_mesh  # type: ignore[attr-defined]
+    each = -(-tensor.shape[0] // mesh.size())
+    offset = offset_of(tensor.to_local())  # type: ignore[attr-defined]
+    low = min(mesh.get_local_rank() * each, tensor.shape[0]) if offset is None else offset[0]
+    return file.get_slice(key)[low : low + local_part(tensor).shape[0]]  # type: ignore[no-any-return]

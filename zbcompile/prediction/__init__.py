@@ -1,0 +1,1 @@
+"""Predicted steps and memory, measured passes, advice."""

@@ -1,0 +1,103 @@
+"""Changes that need other graphs - recomputation, a sharded output layer, other cuts - each compiled and predicted."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from zbcompile.compiler.compile_example import Inspected, compile_again
+from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.errors import CompileError
+from zbcompile.prediction.advice import Alternative, judge
+from zbcompile.prediction.predict import Rates, costs_at, predict, rates_of
+from zbcompile.program.program import Program
+from zbcompile.schedules import Costs, Schedule, ScheduleError, build, lower, names
+from zbcompile.schedules.ir.placement import Placement
+from zbcompile.schedules.simulation.timeline import Timeline
+
+Announce = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One compilation: `change` in words, `option` as it is written on the command line, the schedules to try on it."""
+
+    change: str
+    option: str
+    schedules: tuple[Schedule, ...]
+    choices: Choices
+
+
+@dataclass(frozen=True)
+class Impossible:
+    """What cannot be had, and the reason."""
+
+    option: str
+    reason: str
+
+
+def run_trials(
+    inspected: Inspected, costs: Costs, announce: Announce
+) -> tuple[tuple[Alternative, ...], tuple[Impossible, ...]]:
+    """Compile and predict every change; `costs` are those of the program at hand, in seconds.
+
+    Other graphs have the time that their FLOPs take at the mean rate of each pass under `costs`. `announce` is told of
+    each change before it is compiled.
+    """
+    now = inspected.program
+    rates = rates_of(now, costs)
+    found: list[Alternative] = []
+    impossible: list[Impossible] = []
+    before = predict(now, costs_at(now, rates))
+    for trial in _trials(now):
+        announce(f"trying {trial.option}")
+        try:
+            program = compile_again(inspected, trial.schedules[0], trial.choices)
+        except (CompileError, ScheduleError) as error:
+            reason = str(error).splitlines()[0].removeprefix("vocab=1: ").removesuffix(' Use vocab="off".')
+            impossible.append(Impossible(trial.option, reason))
+            continue
+        found.append(_best(trial, program, rates, before))
+    return tuple(found), tuple(impossible)
+
+
+def _best(trial: Trial, program: Program, rates: Rates, before: Timeline) -> Alternative:
+    """The fastest of the trial's schedules, which have the same stages; of equal ones the leanest."""
+    tried = []
+    for schedule in trial.schedules:
+        other = program if schedule == program.schedule else replace(program, lowered=lower(schedule))
+        option = trial.option if len(trial.schedules) == 1 else f"--schedule {schedule.name}"
+        tried.append(judge(trial.change, option, before, predict(other, costs_at(other, rates))))
+    return min(tried, key=lambda a: (a.time_ratio, a.peak_ratio))
+
+
+def _trials(program: Program) -> Iterator[Trial]:
+    schedule, choices = program.schedule, program.choices
+    here = (schedule,)
+    if choices.recompute != "full":
+        more = replace(choices, recompute="full")
+        yield Trial("B makes everything of F again", "--recompute full", here, more)
+    if any(stage.recomputed for stage in program.stages):
+        yield Trial("B makes nothing of F again", "--recompute none", here, replace(choices, recompute="none"))
+    if choices.vocab == "off" and not choices.exact:
+        yield Trial("output layer sharded over all ranks", "--vocab 1", here, replace(choices, vocab=1))
+    if choices.balance != "flops":
+        yield Trial("cut into equal FLOPs", "--balance flops", here, replace(choices, balance="flops"))
+    yield from _other_placements(schedule, choices)
+
+
+def _other_placements(schedule: Schedule, choices: Choices) -> Iterator[Trial]:
+    """The schedules that cut the model otherwise, by their stages. Of those with two copies of the model none."""
+    by_placement: dict[Placement, list[Schedule]] = {}
+    for name in names():
+        try:
+            other = build(name, schedule.ranks, schedule.microbatches)
+        except ScheduleError:
+            continue
+        if other.placement not in (schedule.placement, Placement("dual", schedule.ranks)):
+            by_placement.setdefault(other.placement, []).append(other)
+    for placement, others in by_placement.items():
+        cut = f"{placement.stages} stages, {_KINDS[placement.kind]}"
+        given = choices if isinstance(choices.balance, str) else replace(choices, balance="flops")
+        yield Trial(cut, f"schedules of {cut}", tuple(others), given)
+
+
+_KINDS = {"linear": "one a rank", "looped": "in turn on the ranks", "v": "down the ranks and up again"}

@@ -1,0 +1,1 @@
+"""What a recorded step holds, and its files."""

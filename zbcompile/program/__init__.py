@@ -1,0 +1,1 @@
+"""The compiled program of a rank, its manifest and its files."""

@@ -1,0 +1,152 @@
+"""manifest.json: what every rank knows of a saved program, with the hash of every other file. docs/programs.md lists
+its fields."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from zbcompile.errors import PipelineError
+from zbcompile.json_text import to_text
+from zbcompile.model.model_info import Member, ModelFacts
+from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.partition.search import Cuts
+from zbcompile.program.program import Program, StepOptions
+from zbcompile.program.stage_outlines import (
+    outline_from_data,
+    outline_to_data,
+    vocabulary_from_data,
+    vocabulary_to_data,
+)
+from zbcompile.schedules.ir.schedule import Lowered
+
+FORMAT, VERSION = "zbcompile program", 1
+AGAIN = "Compile and save the program again"
+
+
+@dataclass(frozen=True)
+class SavedProgram(Program):
+    """A program that was read from a directory: the stages of this process's ranks with their graphs, the others
+    without. `written` is its manifest."""
+
+    written: Mapping[str, Any] | None = None
+
+    @cached_property
+    def manifest(self) -> dict[str, Any]:
+        return {**(self.written or {})["program"], "threads": torch.get_num_threads()}
+
+
+def manifest_to_text(program: Program, hashes: Mapping[str, str], operators: list[str]) -> str:
+    """The manifest of `program`. It contains its own digest, so that an edited one is noticed."""
+    data = {
+        "format": FORMAT,
+        "version": VERSION,
+        "torch": torch_release(torch.__version__),
+        "ranks": program.schedule.ranks,
+        "device": _device_of(program),
+        "operators": operators,
+        "call": list(program.call),
+        "inputs": {path: [list(shape), dtype] for path, (shape, dtype) in program.inputs.items()},
+        "step": asdict(program.step),
+        "choices": _choices_to_data(program.choices),
+        "loss_dtype": program.loss_dtype,
+        "program": {key: value for key, value in program.manifest.items() if key != "threads"},
+        "cuts": asdict(program.cuts),
+        "name": program.model.name,
+        "model": [list(member) for member in program.model.members],
+        "homes": {name: list(stages) for name, stages in program.homes.items()},
+        "stages": [outline_to_data(stage) for stage in program.stages],
+        "vocabulary": vocabulary_to_data(program.vocabulary),
+        "files": dict(sorted(hashes.items())),
+    }
+    return to_text({**data, "digest": digest_of(data)}, 2)
+
+
+def manifest_from_text(text: str, where: str) -> dict[str, Any]:
+    """The parsed manifest. Raises PipelineError for one that is damaged, or that this release or torch cannot run."""
+    try:
+        data = json.loads(text)
+        if data["format"] != FORMAT:
+            raise PipelineError(f"{where} says that it is {data['format']!r}; expected {FORMAT!r}.")
+        if data["version"] != VERSION:
+            raise PipelineError(
+                f"{where} has format version {data['version']}; this release reads version {VERSION}. {AGAIN} with "
+                "this release."
+            )
+        _require_torch(data["torch"], where)
+        if data.pop("digest") != digest_of(data):
+            raise PipelineError(f"{where} was changed after it was written: its digest does not fit. {AGAIN}.")
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise PipelineError(f"{where} is damaged or incomplete ({error!r}). {AGAIN}.") from None
+    return data  # type: ignore[no-any-return]
+
+
+def _require_torch(release: str, where: str) -> None:
+    here = torch_release(torch.__version__)
+    if release != here:
+        raise PipelineError(
+            f"{where}: the program was compiled with torch {release} and this is torch {here}; the operators of its "
+            f"graphs may differ. {AGAIN} with torch {here}, or install torch {release}."
+        )
+
+
+def torch_release(version: str) -> str:
+    """A version without its build: 2.13.0+cpu is 2.13.0.
+
+    >>> torch_release("2.13.0+cpu")
+    '2.13.0'
+    """
+    return version.partition("+")[0]
+
+
+def digest_of(data: Mapping[str, Any]) -> str:
+    """The hash of a manifest's fields, whatever their order."""
+    return hashlib.sha256(json.dumps(data, sort_keys=True, allow_nan=False).encode()).hexdigest()
+
+
+def program_from_manifest(data: Mapping[str, Any], lowered: Lowered, device: torch.device) -> SavedProgram:
+    """The program with no graphs yet. Raises KeyError, TypeError or ValueError for data of another form."""
+    members = tuple(Member(n, k, tuple(shape), tuple(stride), *rest) for n, k, shape, stride, *rest in data["model"])
+    cuts: dict[str, Any] = {
+        name: tuple(each) if isinstance(each, list) else each for name, each in data["cuts"].items()
+    }
+    return SavedProgram(
+        model=ModelFacts(data["name"], members, {}, {}),
+        cuts=Cuts(**cuts),
+        stages=tuple(outline_from_data(each, str(device)) for each in data["stages"]),
+        lowered=lowered,
+        homes={name: tuple(stages) for name, stages in data["homes"].items()},
+        choices=_choices_from_data(data["choices"]),
+        loss_dtype=data["loss_dtype"],
+        inputs={path: (tuple(shape), dtype) for path, (shape, dtype) in data["inputs"].items()},
+        vocabulary=vocabulary_from_data(data["vocabulary"], str(device)),
+        canonical_targets=(),
+        call=tuple(data["call"]),
+        step=StepOptions(**data["step"]),
+        written=data,
+    )
+
+
+def _device_of(program: Program) -> str:
+    """The kind of device that the program was compiled for."""
+    holders = program.stages[0].pieces["F"].module.graph.find_nodes(op="placeholder")
+    return str(next(node.meta["val"].device.type for node in holders))
+
+
+def _choices_to_data(choices: Choices) -> dict[str, Any]:
+    given = {key: list(value) if isinstance(value, tuple) else value for key, value in vars(choices).items()}
+    dtype = choices.accumulate_dtype
+    return given | {"accumulate_dtype": None if dtype is None else str(dtype).removeprefix("torch.")}
+
+
+def _choices_from_data(data: dict[str, Any]) -> Choices:
+    dtype, balance = data["accumulate_dtype"], data["balance"]
+    found = {
+        "accumulate_dtype": dtype and getattr(torch, dtype),
+        "balance": tuple(balance) if isinstance(balance, list) else balance,
+    }
+    return Choices(**data | found)

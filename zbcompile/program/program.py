@@ -1,0 +1,186 @@
+"""The program: everything that the compiler decided, for all ranks, printable and hashable."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zbcompile.model.batch import Microbatch
+from zbcompile.model.model_info import ModelFacts
+from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.partition.search import Cuts
+from zbcompile.passes.stage.stage_program import StageProgram
+from zbcompile.passes.vocabulary.shard_program import VocabularyProgram
+from zbcompile.schedules.ir.schedule import Lowered, Schedule
+from zbcompile.version import __version__
+
+if TYPE_CHECKING:
+    from zbcompile.runtime.engine import Engine
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """What a step does beside running the graphs: the keywords of `zbcompile.pipeline` of these names."""
+
+    loss_reduction: str = "mean"
+    seed: int = 0
+    split: Mapping[str, bool] | None = None
+    backend: str = "fx"
+    cuda_graphs: bool = False
+
+
+@dataclass(frozen=True)
+class Program:
+    """A compiled training step.
+
+    `stages[i]` is the program of stage i, `lowered.programs[rank]` the actions of a rank with their communication,
+    `homes` the stages that use each parameter and buffer (tied ones under their first name), `cuts` where the model
+    was cut, `model` what is known of the model, `call` what a microbatch looks like (see `call_of`), `engine` what runs
+    the ranks (None where nothing does), `vocabulary` the output layer where that is sharded over all ranks. `groups`
+    are this process's names of the process groups that the graphs call `group0`, `group1`, and so on.
+    """
+
+    model: ModelFacts
+    cuts: Cuts
+    stages: tuple[StageProgram, ...]
+    lowered: Lowered
+    homes: Mapping[str, tuple[int, ...]]
+    choices: Choices
+    loss_dtype: str
+    inputs: Mapping[str, tuple[tuple[int, ...], str]]
+    vocabulary: VocabularyProgram | None
+    canonical_targets: tuple[str, ...] = field(repr=False)
+    call: tuple[str, ...] = ()
+    step: StepOptions = StepOptions()
+    groups: tuple[str, ...] = field(default=(), compare=False)
+    engine: "Engine | None" = field(default=None, repr=False, compare=False)
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.lowered.schedule
+
+    @property
+    def exact(self) -> bool:
+        return self.choices.exact
+
+    @property
+    def trained(self) -> frozenset[str]:
+        """Every parameter that gets a gradient, tied ones under their first name."""
+        sharded = () if self.vocabulary is None else self.vocabulary.parameters
+        return frozenset((*sharded, *(name for stage in self.stages for name in stage.trained)))
+
+    @cached_property
+    def shared(self) -> frozenset[str]:
+        """Trained parameters of several stages, or of two model copies: their gradients are summed over these."""
+        trained = {name for stage in self.stages for name in stage.trained}
+        sharded = () if self.vocabulary is None else self.vocabulary.parameters
+        several = {name for name in trained if self.copies > 1 or len(self.homes[name]) > 1}
+        return frozenset(several - set(sharded))
+
+    @property
+    def tied(self) -> dict[str, int]:
+        """Rows of a sharded output layer that a stage looks up as its embedding, by name, with that stage's rank."""
+        sharded = () if self.vocabulary is None else self.vocabulary.parameters
+        return {n: self.rank_of(s.stage) for n in sharded for s in self.stages if n in s.trained}
+
+    @cached_property
+    def copies(self) -> int:
+        """How many copies of the model the ranks hold together: 2 under DualPipe."""
+        return len(set(map(self.schedule.copy_of, range(self.schedule.microbatches))))
+
+    @property
+    def random_until(self) -> int:
+        """The last stage that draws random numbers; -1 if none does. Generator state travels up to it."""
+        return max((stage.stage for stage in self.stages if stage.random), default=-1)
+
+    def rank_of(self, stage: int, microbatch: int = 0) -> int:
+        """The rank that runs `stage` for `microbatch`: with two model copies it depends on the microbatch."""
+        return self.schedule.rank_of(stage, microbatch)
+
+    def ranks_of(self, stage: int) -> tuple[int, ...]:
+        """The ranks that hold `stage`: one, or one per model copy."""
+        return tuple(dict.fromkeys((self.rank_of(stage), self.rank_of(stage, self.schedule.microbatches - 1))))
+
+    def holders(self, name: str) -> tuple[int, ...]:
+        """The ranks that hold a parameter or buffer; what is neither lives on rank 0."""
+        return tuple(dict.fromkeys(rank for stage in self.homes.get(name, (0,)) for rank in self.ranks_of(stage)))
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        return self.schedule.placement.stages_of(rank)
+
+    def save(self, directory: str | Path) -> None:
+        """Write the program to a directory that `zbcompile.load` reads; every rank must call it (docs/programs.md).
+
+        Each process writes the parts of its own ranks, the first one then the manifest. The directory is new, or holds
+        a program, which is replaced. The same model, options and versions give the same bytes. It holds no parameters:
+        save `pipe.state_dict(full=True)` beside it.
+
+        Raises PipelineError, on every rank, where it cannot be written; CompileError for an operation that a program
+        cannot hold.
+        """
+        from zbcompile.program.save import save_program
+
+        save_program(self, Path(directory))
+
+    @cached_property
+    def manifest(self) -> dict[str, Any]:
+        """What must be equal on every rank, as plain data."""
+        return {
+            "zbcompile": __version__,
+            "torch": torch.__version__,
+            "schedule": self.schedule.name,
+            "ranks": self.schedule.ranks,
+            "stages": self.schedule.stages,
+            "microbatches": self.schedule.microbatches,
+            "exact": self.exact,
+            "recompute": self.choices.recompute,
+            "weight_recompute": self.choices.weight_recompute,
+            "accumulate_dtype": str(self.choices.accumulate_dtype),
+            "threads": torch.get_num_threads(),
+            "inputs": {path: list(map(str, spec)) for path, spec in self.inputs.items()},
+            "cuts": list(self.cuts.after),
+            "order": _digest(str(self.lowered.programs)),
+            "vocabulary": self._sharding,
+            "graphs": [_digest(stage.pieces["BW"].module.code) for stage in self.stages],
+            "types": [_digest(_types(stage.pieces["BW"].module)) for stage in self.stages],
+        }
+
+    @property
+    def _sharding(self) -> list[Any]:
+        found = self.vocabulary
+        if found is None:
+            return []
+        graphs = [_digest(each[name].module.code) for each in found.pieces for name in sorted(each)]
+        return [found.weight, found.barriers, list(map(list, found.bounds)), graphs]
+
+    @property
+    def hash(self) -> str:
+        """Equal on all ranks of one run, or the run must not start."""
+        return _digest(json.dumps(self.manifest, sort_keys=True))
+
+
+def call_of(microbatch: Microbatch) -> tuple[str, ...]:
+    """What a microbatch looks like to a compiled program: its structure, then every input with its path."""
+    leaves = zip(microbatch.paths, microbatch.leaves, strict=True)
+    return (str(microbatch.structure), *(f"{path}: {_described(leaf)}" for path, leaf in leaves))
+
+
+def _described(leaf: Any) -> str:
+    if not isinstance(leaf, torch.Tensor):
+        return repr(leaf)
+    return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)} strides {list(leaf.stride())}"
+
+
+def _types(module: torch.fx.GraphModule) -> str:
+    """Data types and shapes of all that goes into a graph; its code does not show them."""
+    values = [node.meta.get("val") for node in module.graph.find_nodes(op="placeholder")]
+    return str([(str(v.dtype), tuple(v.shape)) for v in values if isinstance(v, torch.Tensor)])
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,168 @@
+"""The files of a program directory: their names, and one rank's part of them. docs/programs.md describes the format."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from safetensors.torch import load, save
+
+from zbcompile.json_text import to_text
+from zbcompile.model.model_info import Member, has_values
+from zbcompile.passes.serialization.graph_modules import (
+    Reading,
+    foreign_operators,
+    piece_from_data,
+    piece_to_data,
+    tensors_in,
+)
+from zbcompile.passes.split.subgraphs import Piece
+from zbcompile.program.program import Program
+
+MANIFEST, SCHEDULE = "manifest.json", "schedule.json"
+VOCABULARY = "vocabulary"
+Pieces = dict[str, Piece]
+
+
+def folder_of(rank: int) -> str:
+    return f"rank-{rank:04d}"
+
+
+def index_file(rank: int) -> str:
+    return f"{folder_of(rank)}/rank.json"
+
+
+def graph_file(rank: int, stem: str) -> str:
+    return f"{folder_of(rank)}/{stem}.json"
+
+
+def tensor_file(rank: int) -> str:
+    return f"{folder_of(rank)}/constants.safetensors"
+
+
+def graph_files(program: Program, rank: int) -> dict[str, int]:
+    """The files of a rank's graphs, by stem: one per stage and one for its shard of the output layer, with the number
+    of the stage or the shard."""
+    stages = {_stem(stage): stage for stage in program.stages_of(rank)}
+    return stages if program.vocabulary is None else {**stages, VOCABULARY: rank}
+
+
+def _stem(stage: int) -> str:
+    return f"stage-{stage:04d}"
+
+
+def files_of(program: Program, rank: int) -> dict[str, bytes]:
+    """One rank's part of a program: the content of each of its files."""
+    members, graphs = _members(program, rank), _graphs(program, rank)
+    content, strides = tensors_to_bytes(_tensors(program, members, graphs))
+    index = {
+        "rank": rank,
+        "stages": list(program.stages_of(rank)),
+        "parameters": {m.name: [m.dtype, list(m.shape)] for m in members if m.kind == "parameter"},
+        "buffers": {m.name: [m.dtype, list(m.shape)] for m in members if m.kind == "buffer"},
+        "unfilled": sorted(name for name in _unsaved(program, members) if not has_values(program.model.unsaved[name])),
+        "strides": strides,
+    }
+    files = {index_file(rank): to_text(index, 2).encode(), tensor_file(rank): content}
+    for stem, pieces in graphs.items():
+        data = {"pieces": {name: piece_to_data(piece) for name, piece in pieces.items()}}
+        files[graph_file(rank, stem)] = to_text(data, 4).encode()
+    return files
+
+
+def operators_of(program: Program) -> list[str]:
+    """The operators that the graphs call, as `library::operator`, where the library is not torch's own."""
+    groups = [stage.pieces for stage in program.stages] + list(program.vocabulary.pieces if program.vocabulary else ())
+    pieces = [piece for group in groups for piece in group.values()]
+    return sorted(set().union(*(foreign_operators(piece_to_data(piece)) for piece in pieces)))
+
+
+def _graphs(program: Program, rank: int) -> dict[str, Mapping[str, Piece]]:
+    stages = {_stem(stage): program.stages[stage].pieces for stage in program.stages_of(rank)}
+    return stages if program.vocabulary is None else {**stages, VOCABULARY: program.vocabulary.pieces[rank]}
+
+
+def _members(program: Program, rank: int) -> list[Member]:
+    own = set(program.stages_of(rank))
+    return [member for member in program.model.members if own & set(program.homes[member.first])]
+
+
+def _tensors(
+    program: Program, members: Collection[Member], graphs: Mapping[str, Mapping[str, Piece]]
+) -> dict[str, torch.Tensor]:
+    """The values that no state dict holds: constants, buffers, and tensors inside the graphs."""
+    pieces = [(stem, piece) for stem, group in graphs.items() for piece in group.values()]
+    constants = {slot.name for _, piece in pieces for slot in piece.inputs if slot.kind == "constant"}
+    buffers = {name: program.model.unsaved[name] for name in _unsaved(program, members)}
+    found = {f"constant {name}": program.model.constants[name] for name in constants}
+    found |= {f"buffer {name}": tensor for name, tensor in buffers.items() if has_values(tensor)}
+    for stem, piece in pieces:
+        found |= tensors_in(piece.module, _prefix(stem, piece.name))
+    return found
+
+
+def _unsaved(program: Program, members: Collection[Member]) -> set[str]:
+    return {member.name for member in members} & set(program.model.unsaved)
+
+
+def _prefix(stem: str, piece: str) -> str:
+    return f"graph {stem}.{piece}."
+
+
+@dataclass(frozen=True)
+class RankPart:
+    """One rank's part, read back: the graphs by the stem of their file, tensors by the names that `files_of` gave them,
+    and the names of buffers that were saved without values."""
+
+    pieces: dict[str, Pieces]
+    tensors: dict[str, torch.Tensor]
+    unfilled: tuple[str, ...]
+
+    def named(self, kind: str) -> dict[str, torch.Tensor]:
+        """The tensors of one kind ("constant", "buffer") by name."""
+        return {name.removeprefix(f"{kind} "): t for name, t in self.tensors.items() if name.startswith(f"{kind} ")}
+
+
+def part_from_files(
+    index: dict[str, Any],
+    graphs: Mapping[str, dict[str, Any]],
+    numbers: Mapping[str, int],
+    content: bytes,
+    device: torch.device,
+    foreign: Collection[str],
+) -> RankPart:
+    """What `files_of` wrote, from its parsed files; `numbers` are those of `graph_files`."""
+    tensors = tensors_from_bytes(content, index["strides"], device)
+    reading = Reading(device, tensors, foreign)
+    pieces = {
+        stem: {
+            name: piece_from_data(name, piece, reading, _prefix(stem, name), f"{name}{numbers[stem]}")
+            for name, piece in data["pieces"].items()
+            if name.isidentifier()
+        }
+        for stem, data in graphs.items()
+    }
+    return RankPart(pieces, tensors, tuple(index["unfilled"]))
+
+
+Strides = dict[str, list[int]]
+
+
+def tensors_to_bytes(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, Strides]:
+    """The file's content, the same for the same tensors, and the stride of each."""
+    dense = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in sorted(tensors.items())}
+    return save(dense), {name: list(tensor.stride()) for name, tensor in sorted(tensors.items())}
+
+
+def tensors_from_bytes(content: bytes, strides: Strides, device: torch.device) -> dict[str, torch.Tensor]:
+    """What `tensors_to_bytes` wrote, with the strides that the tensors had."""
+    return {name: _laid_out(tensor.to(device), strides[name]) for name, tensor in load(content).items()}
+
+
+def _laid_out(tensor: torch.Tensor, stride: list[int]) -> torch.Tensor:
+    """`tensor` with other strides; along those of 0 one entry stands for all."""
+    if list(tensor.stride()) == stride:
+        return tensor
+    core = tensor[tuple(slice(0, 1) if step == 0 else slice(None) for step in stride)]
+    made = torch.empty_strided(core.shape, stride, dtype=tensor.dtype, device=tensor.device)
+    return made.copy_(core).expand(tensor.shape)

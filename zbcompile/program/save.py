@@ -1,0 +1,101 @@
+"""Saving a program: every rank writes its own part of a directory, and the manifest comes last.
+
+A directory without a manifest is no program, so one that was left half written is never mistaken for a whole one.
+"""
+
+import hashlib
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from zbcompile.distributed.agreement import gathered, together
+from zbcompile.errors import PipelineError
+from zbcompile.model.model_info import has_values
+from zbcompile.persistence.checkpoint_directory import sync_directory, write_whole
+from zbcompile.program.manifest import SavedProgram, manifest_to_text
+from zbcompile.program.program import Program
+from zbcompile.program.rank_files import MANIFEST, SCHEDULE, files_of, operators_of
+from zbcompile.schedules.ir.files import to_json
+
+Result = TypeVar("Result")
+Hashes = dict[str, str]
+
+
+def save_program(program: Program, directory: Path) -> None:
+    """Write `program` to `directory`; see `Program.save`."""
+    engine = program.engine
+    ranks = range(program.schedule.ranks) if engine is None else engine.local
+    replica = 0 if engine is None else engine.replicas.rank
+
+    def agreed(make: Callable[[], Result]) -> Result:
+        return make() if engine is None else together(engine, f"saving {directory}", make)
+
+    def write() -> Hashes:
+        hashes: Hashes = {}
+        for rank in ranks if replica == 0 else ():
+            hashes |= _write(directory, files_of(program, rank))
+        return hashes
+
+    leads = replica == 0 and 0 in ranks
+    agreed(lambda: _prepare(program, directory, leads))
+    own = agreed(write)
+    hashes = {name: each for part in (gathered(engine, own) if engine else [own]) for name, each in part.items()}
+    agreed(lambda: _finish(program, directory, hashes) if leads else None)
+
+
+def _prepare(program: Program, directory: Path, leads: bool) -> None:
+    """Refuse what cannot be saved; then no manifest is left, nor a rank of an older program."""
+    _refuse(program)
+    if not leads:
+        return
+    old = program_in(directory)
+    (directory / MANIFEST).unlink(missing_ok=True)
+    for path in old:
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def program_in(directory: Path) -> list[Path]:
+    """The files of the program in `directory`, none where it is new. Raises PipelineError where none can go there."""
+    if directory.exists() and not directory.is_dir():
+        raise PipelineError(f"{directory} is a file; expected a directory, or a name that is free.")
+    held = sorted(directory.iterdir()) if directory.exists() else []
+    for path in held:
+        if not path.name.lstrip(".").startswith((MANIFEST, SCHEDULE, "rank-")):
+            raise PipelineError(
+                f"{directory} holds other files ({path.name}); expected a new directory, or one that holds a program, "
+                "which is replaced."
+            )
+    return held
+
+
+def _refuse(program: Program) -> None:
+    if program.groups:
+        raise PipelineError(
+            f"the model's graphs communicate through {len(program.groups)} process group(s), whose names are those of "
+            "this run; a program that holds them cannot be saved. Compile the model where it runs."
+        )
+    if isinstance(program, SavedProgram):
+        raise PipelineError("this program was loaded from a directory, which holds it already; copy that.")
+    empty = [name for name, tensor in program.model.constants.items() if not has_values(tensor)]
+    if empty:
+        raise PipelineError(
+            f"{empty[0]} is a tensor in a plain attribute of a model that was built without memory (meta or fake), so "
+            "it has no values to save. Build the model on a real device, or make it a buffer."
+        )
+
+
+def _write(directory: Path, files: dict[str, bytes]) -> Hashes:
+    for name, content in files.items():
+        path = directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, content)
+    for folder in {(directory / name).parent for name in files}:
+        sync_directory(folder)
+    return {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+
+
+def _finish(program: Program, directory: Path, hashes: Hashes) -> None:
+    shared = _write(directory, {SCHEDULE: to_json(program.lowered).encode()})
+    text = manifest_to_text(program, {**hashes, **shared}, operators_of(program))
+    _write(directory, {MANIFEST: text.encode()})

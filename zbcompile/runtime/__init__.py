@@ -1,0 +1,1 @@
+"""The step itself: rank plans, the action loop, stage runs, gradients."""

@@ -1,0 +1,157 @@
+"""The action loop: one handler per action, nothing known of how the order was made."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+from zbcompile.distributed.faults import Position
+from zbcompile.distributed.transport import Transport
+from zbcompile.runtime.rank_plan import Instruction, Message, RankPlan
+from zbcompile.runtime.stage_plan import Tensors
+from zbcompile.runtime.stage_run import StageRun
+from zbcompile.runtime.vocabulary_transport import VocabularyTransport
+from zbcompile.schedules.ir.actions import Action
+
+
+class Observer(Protocol):
+    """Is called in place of an action, or of the two of a pair, and calls `execute`; in the middle of a pair it is told
+    when the forward has `ended` and when the backward, after its wait, has begun."""
+
+    def __call__(self, actions: Sequence[Action], run: "RankRun", execute: Callable[[], None]) -> None: ...
+    def ended(self, forward: Action, run: "RankRun") -> None: ...
+    def began(self, backward: Action, run: "RankRun") -> None: ...
+
+
+@dataclass
+class RankRun:
+    """One rank during one step. `runs[stage]` are its stages, `outbox` what was made but not yet sent, `position` is
+    where others look to see how far the rank is; `after[action]` is called when `action` is done. `vocabulary`
+    is the rank's shard of the output layer, where that is sharded."""
+
+    plan: RankPlan
+    runs: Mapping[int, StageRun]
+    transport: Transport
+    position: Position
+    observe: Observer | None = None
+    vocabulary: VocabularyTransport | None = None
+    after: Mapping[Action, Callable[[], None]] = field(default_factory=dict)
+    outbox: dict[Message, Tensors] = field(default_factory=dict)
+
+    @property
+    def rank(self) -> int:
+        return self.plan.rank
+
+    def run(self) -> Iterator[Action]:
+        """Carry out the rank's program. Yields an action for as long as its input has not arrived."""
+        for step in self.plan.instructions:
+            for instruction in step:
+                self.position.action = instruction.action
+                while instruction.needs is not None and not self.transport.ready(instruction.needs):
+                    yield instruction.action
+                    self.position.action = instruction.action
+            self._arrive(step[0])
+            self._execute(step)
+            for instruction in step:
+                if instruction.action in self.after:
+                    self.after[instruction.action]()
+
+    def _execute(self, step: tuple[Instruction, ...]) -> None:
+        self.position.action = step[0].action
+        handler = HANDLERS[step[0].action.op] if len(step) == 1 else RankRun._pair
+        if self.observe is None:
+            handler(self, *step)
+        else:
+            self.observe([instruction.action for instruction in step[:2]], self, partial(handler, self, *step))
+
+    def _arrive(self, to: Instruction) -> None:
+        """Wait for what an action needs."""
+        if to.needs is not None:
+            self.position.action, self.position.waits = to.action, True
+            self.transport.wait(to.needs)
+            self.position.waits = False
+            self.transport.complete(to.completes)
+
+    def _pair(self, forward: Instruction, backward: Instruction, *sends: Instruction) -> None:
+        """One graph for both: the forward's results leave in its middle, where the backward's gradients are awaited."""
+        one, other = self.runs[forward.action.stage], self.runs[backward.action.stage]
+        op, microbatch = backward.action.op, backward.action.microbatch
+
+        def take(results: Tensors) -> None:
+            self._pass_on(forward, one.end_forward(forward.action.microbatch, results))
+            if self.observe is not None:
+                self.observe.ended(forward.action, self)
+            for send in sends:
+                self._execute((send,))
+
+        def give() -> Tensors:
+            self._arrive(backward)
+            if self.observe is not None:
+                self.observe.began(backward.action, self)
+            return other.begin_backward(op, microbatch, self._taken(backward))
+
+        values: list[Any] = one.begin_forward(forward.action.microbatch, self._taken(forward))
+        run = self.plan.merged[forward.action.stage, op, backward.action.stage]
+        self._pass_on(backward, other.end_backward(op, microbatch, run([*values, take, give])))
+
+    def _forward(self, to: Instruction) -> None:
+        self._pass_on(to, self.runs[to.action.stage].forward(to.action.microbatch, self._taken(to)))
+
+    def _backward(self, to: Instruction) -> None:
+        self._pass_on(to, self.runs[to.action.stage].backward(to.action.microbatch, self._taken(to)))
+
+    def _full_backward(self, to: Instruction) -> None:
+        self._pass_on(to, self.runs[to.action.stage].full_backward(to.action.microbatch, self._taken(to)))
+
+    def _weight(self, to: Instruction) -> None:
+        self.runs[to.action.stage].weight(to.action.microbatch)
+
+    def _taken(self, to: Instruction) -> Tensors:
+        return self.transport.take(to.needs) if to.needs is not None else []
+
+    def _pass_on(self, to: Instruction, values: Tensors) -> None:
+        if to.makes is None:
+            return
+        if to.local:
+            self.transport.deliver(to.makes, values)
+        else:
+            self.outbox[to.makes] = values
+
+    def _send(self, to: Instruction) -> None:
+        assert to.carries is not None
+        self.transport.send(to.carries, self.outbox.pop(to.carries), to.peer)
+
+    def _receive(self, to: Instruction) -> None:
+        assert to.carries is not None
+        self.transport.post(to.carries, to.buffers, to.peer)
+
+    def _scan(self, to: Instruction) -> None:
+        assert self.vocabulary is not None
+        self.vocabulary.shard.scan(to.action.microbatch)
+
+    def _update(self, to: Instruction) -> None:
+        assert self.vocabulary is not None
+        self.vocabulary.shard.update(to.action.microbatch)
+
+    def _announce(self, to: Instruction) -> None:
+        assert self.vocabulary is not None
+        self.vocabulary.announce(to.action.op, to.action.microbatch)
+
+
+HANDLERS: Mapping[str, Callable[..., None]] = {
+    "F": RankRun._forward,
+    "B": RankRun._backward,
+    "W": RankRun._weight,
+    "BW": RankRun._full_backward,
+    "SEND_F": RankRun._send,
+    "SEND_B": RankRun._send,
+    "RECV_F": RankRun._receive,
+    "RECV_B": RankRun._receive,
+    "S": RankRun._scan,
+    "T": RankRun._update,
+    "CAST": RankRun._announce,
+    "STATS": RankRun._announce,
+    "SUM": RankRun._announce,
+    "LOOKUP": RankRun._announce,
+    "SPREAD": RankRun._announce,
+}

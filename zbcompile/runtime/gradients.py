@@ -1,0 +1,132 @@
+"""Where gradients go. Parameters of one stage accumulate straight into `.grad` where that has the dtype of the sum and
+the parameter's strides, else into a buffer that lives for the step and is added to `.grad` once, at its end; those that
+several stages train are summed over the stages first, in the order in which eager autograd would have added them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+
+import torch
+from torch import nn
+
+from zbcompile.passes.compile_options import Choices
+
+
+@dataclass
+class Gradients:
+    """The gradients of one rank during one step.
+
+    `partial[name, stage][microbatch]` holds, for shared parameters in exact mode, one gradient per use on the stage, in
+    the order in which eager adds them; `sums[name, stage]` the running sum of a shared parameter's stage otherwise;
+    `buffers[name]` the running sum of a parameter whose `.grad` cannot be added into. `whole` are the parameters of
+    which this rank trains rows, but looks up all as an embedding: `lookups` has these gradients.
+    """
+
+    parameters: Mapping[str, nn.Parameter]
+    shared: frozenset[str]
+    choices: Choices
+    partial: dict[tuple[str, int], dict[int, list[torch.Tensor]]] = field(default_factory=dict)
+    sums: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    whole: Mapping[str, nn.Parameter] = field(default_factory=dict)
+    lookups: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def buffer(self, name: str, stage: int) -> torch.Tensor:
+        """The tensor that W adds into: `.grad`, made of zeros where it is None, a buffer, or the stage's sum of a
+        shared parameter."""
+        if name in self.whole and stage >= 0:
+            return self._lookup(name)
+        if name in self.shared:
+            if (name, stage) not in self.sums:
+                self.sums[name, stage] = self._zeros(name)
+            return self.sums[name, stage]
+        parameter = self.parameters[name]
+        if self._needs_buffer(parameter):
+            if name not in self.buffers:
+                self.buffers[name] = self._zeros(name)
+            return self.buffers[name]
+        if parameter.grad is None:
+            parameter.grad = self._zeros(name)
+        return parameter.grad
+
+    def _lookup(self, name: str) -> torch.Tensor:
+        """The gradient of an embedding whose rows are shared out at the end of the step."""
+        if name not in self.lookups:
+            like = self.whole[name]
+            self.lookups[name] = torch.zeros_like(
+                like, dtype=self.choices.dtype_of_sum(like.dtype), requires_grad=False
+            )
+        return self.lookups[name]
+
+    def _needs_buffer(self, parameter: nn.Parameter) -> bool:
+        """Whether `.grad` has another dtype than the sum (torch wants the parameter's there), or odd strides."""
+        odd = parameter.grad is not None and parameter.grad.stride() != parameter.stride()
+        return odd or self.choices.dtype_of_sum(parameter.dtype) != parameter.dtype
+
+    def _zeros(self, name: str) -> torch.Tensor:
+        parameter = self.parameters[name]
+        return torch.zeros_like(parameter, dtype=self.choices.dtype_of_sum(parameter.dtype), requires_grad=False)
+
+    def add(self, name: str, stage: int, microbatch: int, gradient: torch.Tensor) -> None:
+        """Add one microbatch's gradient as eager's AccumulateGrad does: the first becomes `.grad`, later ones add."""
+        if name in self.shared:
+            self.partial.setdefault((name, stage), {}).setdefault(microbatch, []).append(gradient)
+        else:
+            self._accumulate(name, gradient)
+
+    def _accumulate(self, name: str, gradient: torch.Tensor) -> None:
+        parameter = self.parameters[name]
+        if self.choices.dtype_of_sum(parameter.dtype) == parameter.dtype:
+            accumulate(parameter, gradient)
+        else:
+            self.buffers.setdefault(name, self._zeros(name)).add_(gradient)
+
+    def waiting(self, name: str, stage: int) -> list[list[torch.Tensor]]:
+        """What this rank holds of a shared parameter for one stage: the uses of each microbatch, or one sum in all."""
+        if (name, stage) in self.sums:
+            return [[self.sums.pop((name, stage))]]
+        return [uses for _, uses in sorted(self.partial.pop((name, stage)).items())]
+
+    def dtype_of_shared(self, name: str) -> torch.dtype:
+        """The dtype of what `waiting` returns."""
+        dtype = self.parameters[name].dtype
+        return dtype if self.choices.exact else self.choices.dtype_of_sum(dtype)
+
+    def fold(self, name: str, sums: Sequence[torch.Tensor]) -> None:
+        """Accumulate what the stages of a shared parameter sum up to, one tensor per microbatch or one in all."""
+        for gradient in sums:
+            self._accumulate(name, gradient)
+
+    def whole_sum(self, name: str) -> torch.Tensor | None:
+        """The gradient as far as it has been summed, with what `.grad` held before the step, in the dtype of the sum:
+        what replicas add up. None where there is none."""
+        parameter = self.parameters[name]
+        if name not in self.buffers:
+            return parameter.grad
+        if parameter.grad is not None:
+            self.buffers[name].add_(parameter.grad)
+            parameter.grad.zero_()
+        return self.buffers[name]
+
+    def finish(self) -> None:
+        """Put all sums into `.grad`, each rounded to its dtype once."""
+        for name, buffer in self.buffers.items():
+            accumulate(self.parameters[name], buffer)
+        self.buffers.clear()
+
+
+def accumulate(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+    """`parameter.grad += gradient`, the first one becoming `.grad`; keeps the parameter's strides and dtype."""
+    with torch.no_grad():
+        if parameter.grad is not None:
+            parameter.grad.add_(gradient)
+        elif gradient.stride() == parameter.stride():
+            parameter.grad = gradient.to(parameter.dtype)
+        else:
+            parameter.grad = torch.empty_like(parameter, requires_grad=False).copy_(gradient)
+
+
+def add_uses(later: Sequence[torch.Tensor], earlier: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+    """Add the uses of a stage, one at a time, to the sums of the stages behind it (none at first), per microbatch."""
+    sums = [[total] for total in later] or [[] for _ in earlier]
+    return [reduce(torch.add, [*total, *uses]) for total, uses in zip(sums, earlier, strict=True)]

@@ -1,0 +1,72 @@
+"""Where a NaN or an infinity comes from: the graphs of a stage, run operation by operation under inspection."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx import Interpreter, Node
+from torch.fx.node import map_arg
+
+from zbcompile.passes.graph.source_location import origin_of
+from zbcompile.passes.split.split import Piece
+from zbcompile.runtime.stage_plan import CompiledStage, Tensors
+
+
+def inspected(stage: CompiledStage) -> CompiledStage:
+    """`stage` with every pass checked: FloatingPointError at the first operation that makes what its inputs lack."""
+    pieces = stage.program.pieces
+    calls = {name: replace(call, run=Checked(stage.index, pieces[name])) for name, call in stage.calls.items()}
+    return replace(stage, calls=calls, mergeable=False)
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A pass under inspection, called as the boxed graph would be: with a list, which it empties."""
+
+    stage: int
+    piece: Piece
+
+    def __call__(self, values: Tensors) -> Sequence[torch.Tensor]:
+        given = list(values)
+        values.clear()
+        return _Inspector(self.stage, self.piece).run(*given)  # type: ignore[no-any-return]
+
+
+class _Inspector(Interpreter):
+    """Infinities are often meant (a mask of -inf): one is reported where all that an operation reads is finite, a NaN
+    where nothing that it reads is one."""
+
+    def __init__(self, stage: int, piece: Piece) -> None:
+        super().__init__(piece.module)
+        self.extra_traceback = False  # the message says where
+        self._place = f"{piece.name} of stage {stage}"
+
+    def run_node(self, n: Node) -> Any:
+        read = _kinds(map_arg((n.args, n.kwargs), lambda node: self.env[node]))
+        result = super().run_node(n)
+        made = _kinds(result)
+        if n.op == "call_function" and ("nan" in made - read or ("inf" in made and not read)):
+            raise FloatingPointError(self._message(n, "a NaN" if "nan" in made else "an infinity"))
+        return result
+
+    def _message(self, node: Node, found: str) -> str:
+        origin = origin_of(node)
+        line = f", for {origin.owner}: {origin.text}" if origin else ""
+        return f"{found} first appears in {self._place}, in {node.target} ({node.name}){line}"
+
+
+def _kinds(values: Any) -> set[str]:
+    """Which of "nan" and "inf" stand in tensors and numbers."""
+    if isinstance(values, torch.Tensor):
+        if not values.is_floating_point():
+            return set()
+        return {kind for kind, test in (("nan", torch.isnan), ("inf", torch.isinf)) if bool(test(values).any())}
+    if isinstance(values, float):
+        return {kind for kind, test in (("nan", math.isnan), ("inf", math.isinf)) if test(values)}
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, (list, tuple)):
+        return set()
+    return {kind for value in values for kind in _kinds(value)}

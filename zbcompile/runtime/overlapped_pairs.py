@@ -1,0 +1,87 @@
+"""How the two halves of a pair run: as one graph, one after the other, or side by side on two CUDA streams.
+
+Graphs that run as they are become one, in which collectives and messages of each half hide behind the other
+(`passes.overlap`). What a backend has compiled cannot be interleaved any more: its halves run in turn, or, where
+ZBCOMPILE_PAIR_STREAMS=1 asks for it, on two streams, so that the backward need not wait for the forward. That pays
+where the kernels of one half leave the device partly idle, and costs memory, because the allocator keeps what belongs
+to two streams apart. Recorded CUDA graphs share memory and stay in turn.
+
+All of these take one list: the forward's inputs, a function that takes its results, and one that returns the
+backward's inputs. They return the backward's results.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from zbcompile.backends.backend import Run
+from zbcompile.backends.cuda_graphs import Recorded
+from zbcompile.env import PAIR_STREAMS
+from zbcompile.passes.stage.overlap import merge
+from zbcompile.passes.torch_private import boxed
+from zbcompile.runtime.stage_plan import CompiledStage
+from zbcompile.schedules.ir.actions import Action
+
+Kind = tuple[int, str, int]  # the stage of the forward, the operation of the backward and its stage
+
+
+def make_pairs(steps: Sequence[Sequence[Action]], stages: Mapping[int, CompiledStage]) -> dict[Kind, Run]:
+    """A function per kind of pair in the order of a rank. A rank with two model copies runs at most four kinds."""
+    kinds = dict.fromkeys((first.stage, second[0].op, second[0].stage) for first, *second in steps if second)
+    if not kinds:
+        return {}
+    device = stages[next(iter(kinds))[0]].device
+    aside = torch.get_device_module(device).Stream(device) if PAIR_STREAMS.read() else None
+    return {(f, op, b): _pair_of(stages[f], op, stages[b], aside) for f, op, b in kinds}
+
+
+def _pair_of(one: CompiledStage, op: str, other: CompiledStage, aside: Any) -> Run:
+    if one.mergeable and other.mergeable:
+        return boxed(merge(one.program.pieces["F"], other.program.pieces[op]).module).forward  # type: ignore[no-any-return]
+    forward, backward = one.calls["F"].run, other.calls[op].run
+    if aside is None or isinstance(forward, Recorded) or isinstance(backward, Recorded):
+        return in_turn(forward, backward)
+    return on_two_streams(forward, backward, one.device, aside)
+
+
+def in_turn(forward: Run, backward: Run) -> Run:
+    """The backward after the forward."""
+
+    def run(values: list[Any]) -> Sequence[torch.Tensor]:
+        *inputs, take, give = values
+        values.clear()
+        take(list(forward(inputs)))
+        return backward(give())
+
+    return run
+
+
+def on_two_streams(forward: Run, backward: Run, device: torch.device, aside: Any) -> Run:
+    """The forward on the stream `aside`, the backward on the current one, which goes on when both are done.
+
+    Memory made on one stream may be freed while the other one still reads it. Of the forward's inputs the allocator is
+    told. What the forward makes is freed later, by passes on the current stream; `aside` makes nothing new before it
+    has waited for those, at the beginning of the next pair.
+    """
+    module = torch.get_device_module(device)
+
+    def run(values: list[Any]) -> Sequence[torch.Tensor]:
+        *inputs, take, give = values
+        values.clear()
+        current = module.current_stream(device)
+        aside.wait_stream(current)
+        _used_on(aside, inputs)
+        with module.stream(aside):
+            take(list(forward(inputs)))
+        results = backward(give())
+        current.wait_stream(aside)
+        return results
+
+    return run
+
+
+def _used_on(stream: Any, tensors: Sequence[torch.Tensor]) -> None:
+    for tensor in tensors:
+        if tensor.is_cuda:
+            tensor.record_stream(stream)

@@ -1,0 +1,256 @@
+"""One rank's program made ready to run: every action with its handler, its messages and the buffers it receives into.
+
+Decided here once, from the order of the actions alone:
+
+* which receive buffer each message gets. A buffer is taken when its receive is posted and given back after the last
+  pass that reads what arrived, so there are as many as ever live at once, not one per microbatch, for all steps;
+* when each send is known to be complete: as soon as something arrives that its receiver sent after it had used it.
+  gloo tells nobody that a send is done until it is waited for; from then on waiting is free and frees the memory.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from zbcompile.backends.backend import Run
+from zbcompile.passes.graph.roles import TensorSpec
+from zbcompile.program.program import Program
+from zbcompile.runtime.overlapped_pairs import Kind, make_pairs
+from zbcompile.runtime.stage_plan import Arrival, CompiledStage, arrivals_of
+from zbcompile.schedules.ir.actions import CAST, LOOKUP, STATS, SUM, Action, F, Pair, S, Step, T
+
+SENDS, RECEIVES = ("SEND_F", "SEND_B"), ("RECV_F", "RECV_B")
+PASSES = ("F", "B", "W", "BW")
+HIDDEN_MESSAGE = "HIDDEN"  # the last stage's output, on its way to the vocabulary shards
+ROWS_MESSAGE = "ROWS"  # the gradient of what these have looked up for the first stage
+
+
+class Message(NamedTuple):
+    """What travels: the `F` or `B` values that arrive at `stage` for `microbatch`, or a collective of the vocabulary
+    passes."""
+
+    kind: str
+    stage: int
+    microbatch: int
+
+
+class Buffer(NamedTuple):
+    """A receive buffer: the `number`-th of its shape. Number -1 is a fresh one: what arrives is passed on to others."""
+
+    spec: TensorSpec
+    number: int
+
+
+class Instruction(NamedTuple):
+    """An action with what it means for messages.
+
+    A compute action runs once `needs` has arrived, which tells that the sends in `completes` are over, and `makes` a
+    message, `local` if for a stage on this rank, else for one on `peer`. A SEND sends `carries` to `peer`; a RECV posts
+    it, into `buffers`.
+    """
+
+    action: Action
+    needs: Message | None = None
+    makes: Message | None = None
+    local: bool = False
+    carries: Message | None = None
+    peer: int = -1
+    buffers: tuple[Buffer, ...] = ()
+    completes: tuple[Message, ...] = ()
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """The instructions of one rank; a pair is a tuple of two, and of the send of what its forward makes. `merged` runs
+    its pairs, by their kind."""
+
+    rank: int
+    instructions: tuple[tuple[Instruction, ...], ...]
+    merged: Mapping[Kind, Run]
+
+    @property
+    def buffers(self) -> dict[TensorSpec, int]:
+        """How many receive buffers there are of each shape."""
+        counts: dict[TensorSpec, int] = {}
+        for instruction in (i for step in self.instructions for i in step):
+            for spec, number in instruction.buffers:
+                counts[spec] = max(counts.get(spec, 0), number + 1)
+        return counts
+
+
+def plan_rank(program: Program, rank: int, stages: Mapping[int, CompiledStage]) -> RankPlan:
+    """Plan the actions of `rank`, whose compiled stages are among `stages`."""
+    steps = [step if isinstance(step, Pair) else (step,) for step in program.lowered.programs[rank]]
+    buffers = _assign_buffers(program, rank, stages)
+    completes = _completions(program, rank, buffers)
+
+    def instruction(action: Action) -> Instruction:
+        needs, makes = needed_by(program, action), made_by(program, action)
+        if program.vocabulary is not None and action.op not in (*SENDS, *RECEIVES):
+            needs, makes = needs or _awaited(program, action), makes or _handed_over(program, action)
+            if makes is not None and makes.kind in (HIDDEN_MESSAGE, ROWS_MESSAGE):
+                return Instruction(action, needs, makes, local=True, completes=completes.get(action, ()))
+        if action.op in RECEIVES and needs is not None:
+            source = program.rank_of(_source(needs), action.microbatch)
+            return Instruction(action, carries=needs, peer=source, buffers=buffers[action])
+        target = program.rank_of(makes.stage, action.microbatch) if makes else -1
+        if action.op in SENDS:
+            return Instruction(action, carries=makes, peer=target)
+        return Instruction(action, needs, makes, target == rank, peer=target, completes=completes.get(action, ()))
+
+    pairs = make_pairs(steps, stages)
+    return RankPlan(rank, tuple(tuple(map(instruction, step)) for step in _send_within_pairs(steps)), pairs)
+
+
+def _send_within_pairs(steps: Sequence[Sequence[Action]]) -> list[tuple[Action, ...]]:
+    """What the forward of a pair made is sent in the middle of the pair: its SEND becomes the pair's third part."""
+    placed = {action for step in steps for action in step}
+    early = {Action("SEND_F", *step[0][1:]) for step in steps if len(step) == 2} & placed
+    result = []
+    for step in steps:
+        send = Action("SEND_F", *step[0][1:])
+        if step[0] not in early:
+            result.append((*step, send) if len(step) == 2 and send in early else tuple(step))
+    return result
+
+
+def needed_by(program: Program, action: Action) -> Message | None:
+    """What must arrive before a compute action runs, or what a RECV posts."""
+    op, stage, microbatch = action
+    if op in ("F", "RECV_F") and stage > 0:
+        return Message("F", stage, microbatch)
+    if op in ("B", "BW", "RECV_B") and stage < program.schedule.stages - 1:
+        return Message("B", stage, microbatch)
+    return None
+
+
+def _awaited(program: Program, action: Action) -> Message | None:
+    """The collective that a pass waits for."""
+    op, stage, microbatch = action
+    if op in ("B", "BW") and stage == program.schedule.stages - 1:
+        return Message((STATS, SUM)[program.schedule.barriers - 1], stage, microbatch)
+    if op == F and stage == 0 and program.schedule.lookups:
+        return Message(LOOKUP, stage, microbatch)
+    return Message({S: CAST, T: STATS}[op], stage, microbatch) if op in (S, T) else None
+
+
+def _handed_over(program: Program, action: Action) -> Message | None:
+    """What the last stage's forward and the first one's backward hand to the vocabulary shards."""
+    op, stage, microbatch = action
+    if op == F and stage == program.schedule.stages - 1:
+        return Message(HIDDEN_MESSAGE, stage, microbatch)
+    if op in ("B", "BW") and stage == 0 and program.schedule.lookups:
+        return Message(ROWS_MESSAGE, stage, microbatch)
+    return None
+
+
+def made_by(program: Program, action: Action) -> Message | None:
+    """What a compute action makes for another stage, or what a SEND sends."""
+    op, stage, microbatch = action
+    if op in ("F", "SEND_F") and stage < program.schedule.stages - 1:
+        return Message("F", stage + 1, microbatch)
+    if op in ("B", "BW", "SEND_B") and stage > 0:
+        return Message("B", stage - 1, microbatch)
+    return None
+
+
+def _source(message: Message) -> int:
+    return message.stage - 1 if message.kind == "F" else message.stage + 1
+
+
+def _flat(steps: Sequence[Step]) -> list[Action]:
+    return [action for step in steps for action in (step if isinstance(step, Pair) else (step,))]
+
+
+def _assign_buffers(
+    program: Program, rank: int, stages: Mapping[int, CompiledStage]
+) -> dict[Action, tuple[Buffer, ...]]:
+    """A buffer for every tensor of every receive; each comes back after its last reader, in the order of actions."""
+    arrivals = {stage: _with_generator(stages[stage]) for stage in program.stages_of(rank)}
+    free: dict[TensorSpec, list[int]] = defaultdict(list)
+    made: dict[TensorSpec, int] = defaultdict(int)
+    live: dict[tuple[int, int], list[tuple[Buffer, frozenset[str]]]] = defaultdict(list)
+    assigned: dict[Action, tuple[Buffer, ...]] = {}
+    for action in _flat(program.lowered.programs[rank]):
+        waiting = live[action.stage, action.microbatch]
+        if action.op in RECEIVES:
+            found = arrivals[action.stage][action.op[-1]]
+            assigned[action] = tuple(_take_buffer(arrival, free, made) for arrival in found)
+            waiting += [(b, a.readers) for b, a in zip(assigned[action], found, strict=True) if b.number >= 0]
+        elif action.op in PASSES:
+            done = [held for held in waiting if not _still_read(held[1], action.op)]
+            for buffer, _ in done:
+                free[buffer.spec].append(buffer.number)
+            live[action.stage, action.microbatch] = [held for held in waiting if held not in done]
+    return assigned
+
+
+def _take_buffer(arrival: Arrival, free: dict[TensorSpec, list[int]], made: dict[TensorSpec, int]) -> Buffer:
+    spec = TensorSpec(*arrival.spec[:4])  # whether a gradient comes back makes no other memory
+    if arrival.escapes:
+        return Buffer(spec, -1)
+    if not free[spec]:
+        made[spec] += 1
+        return Buffer(spec, made[spec] - 1)
+    return Buffer(spec, free[spec].pop())
+
+
+def _still_read(readers: frozenset[str], done: str) -> bool:
+    """Whether a pass after `done` reads it."""
+    later = {"F": {"B", "W", "BW"}, "B": {"W"}}.get(done, set())
+    return bool(readers & later)
+
+
+def _with_generator(stage: CompiledStage) -> dict[str, tuple[Arrival, ...]]:
+    """What arrives at a stage; generator state comes last and is used up by F."""
+    arrivals = arrivals_of(stage.program)
+    if not stage.generator_arrives:
+        return arrivals
+    state = Arrival(generator_spec(stage), frozenset("F"), escapes=False)
+    return {**arrivals, "F": (*arrivals["F"], state)}
+
+
+def generator_spec(stage: CompiledStage) -> TensorSpec:
+    """The shape of the generator state that travels with activations."""
+    size = 16 if stage.device.type == "cuda" else torch.get_rng_state().numel()
+    return TensorSpec((size,), (1,), "uint8", str(stage.device))
+
+
+def _completions(
+    program: Program, rank: int, buffers: Mapping[Action, Sequence[Buffer]]
+) -> dict[Action, tuple[Message, ...]]:
+    """For every action: the sends known to be over once what it needs is there (if that is a message at all)."""
+    peers: dict[int, Mapping[Action, int]] = {}
+    open_sends: dict[int, list[tuple[int, Message]]] = defaultdict(list)  # by receiver: where it has used the message
+    completes: dict[Action, tuple[Message, ...]] = {}
+    for action in _flat(program.lowered.programs[rank]):
+        if action.op in SENDS:
+            message = made_by(program, action)
+            assert message is not None
+            peer = program.rank_of(message.stage, message.microbatch)
+            open_sends[peer].append((_used(_positions(program, peer, peers), message), message))
+        elif buffers.get(Action("RECV_" + action.op[0], action.stage, action.microbatch)):
+            needs = needed_by(program, action)
+            assert needs is not None
+            peer = program.rank_of(_source(needs), needs.microbatch)
+            sent = Action("SEND_" + needs.kind, _source(needs), needs.microbatch)
+            at = _positions(program, peer, peers).get(sent, -1)
+            completes[action] = tuple(message for used, message in open_sends[peer] if used < at)
+            open_sends[peer] = [send for send in open_sends[peer] if send[0] >= at]
+    return completes
+
+
+def _positions(program: Program, peer: int, known: dict[int, Mapping[Action, int]]) -> Mapping[Action, int]:
+    """Where each action stands in the program of a rank that this one talks to; a rank talks to few."""
+    if peer not in known:
+        known[peer] = {action: at for at, action in enumerate(_flat(program.lowered.programs[peer]))}
+    return known[peer]
+
+
+def _used(positions: Mapping[Action, int], message: Message) -> int:
+    kind, stage, microbatch = message
+    users = (Action(op, stage, microbatch) for op in (("F",) if kind == "F" else ("B", "BW")))
+    return next(positions[user] for user in users if user in positions)

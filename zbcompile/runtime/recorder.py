@@ -1,0 +1,200 @@
+"""The record of a step: when each action ran on each rank, what waited and was sent, and why a rank stood still."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch.profiler import record_function
+
+from zbcompile.distributed.clocks import Clock, HostClock
+from zbcompile.profiling.recorded_timeline import Span, recorded_costs, recorded_timeline
+from zbcompile.program.program import Program
+from zbcompile.runtime.action_loop import Observer, RankRun
+from zbcompile.runtime.rank_plan import made_by
+from zbcompile.schedules.ir.actions import SEND_B, SEND_F, Action
+from zbcompile.schedules.ir.costs import Costs
+from zbcompile.schedules.ir.schedule import TORCH_LETTERS, Schedule, format_step
+from zbcompile.schedules.simulation.timeline import Timeline
+
+
+class Timed(NamedTuple):
+    """An action with its start and end, in seconds on a clock that all ranks share."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What `pipe.last_step` holds after a recorded step, the same on every rank.
+
+    `spans[rank]` are the actions in the order in which they ran, in seconds since `started`, which is on the clock of
+    the first rank, as are all times. `held_bytes[rank]` is what waited for B and W after each of them, counted by
+    storage, `peak_activation_bytes[rank]` its largest value; `bytes_sent[rank]` what the rank's sends carried.
+    `step_time` is the seconds from the first rank's begin to the last one's end. `schedule` is what was run, `program`
+    the manifest of the program that it was compiled to.
+    """
+
+    spans: dict[int, list[Span]]
+    held_bytes: dict[int, list[int]]
+    bytes_sent: dict[int, int]
+    step_time: float
+    started: float
+    in_process: bool
+    schedule: Schedule = field(repr=False)
+    program: Mapping[str, Any] = field(repr=False)
+
+    @property
+    def peak_activation_bytes(self) -> dict[int, int]:
+        return {rank: max(held) for rank, held in self.held_bytes.items()}
+
+    @cached_property
+    def costs(self) -> Costs:
+        """The mean seconds of every pass, and the delay of a message (`zbcompile.profiling.recorded_timeline`)."""
+        return recorded_costs(self.schedule, self.spans)
+
+    @property
+    def costs_of_passes(self) -> Costs:
+        """The same with messages that take no time."""
+        return replace(self.costs, comm=0)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The passes as they ran, in the simulator's terms: pictures, idle intervals, the critical path."""
+        return recorded_timeline(self.schedule, self.spans, self.costs)
+
+    @cached_property
+    def idle(self) -> dict[int, dict[str, float]]:
+        """The seconds without a pass of each rank by cause, from the first start to the last end of all ranks.
+
+        `zbcompile.schedules.simulation.idle_causes` defines the causes. Empty in one process, where ranks take turns.
+        """
+        return (
+            {}
+            if self.in_process
+            else {
+                rank: {str(cause): seconds for cause, seconds in idle.items()}
+                for rank, idle in enumerate(self.timeline.idle_by_cause)
+            }
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write the record to a file that `python -m zbcompile.inspect TARGET --measured FILE` reads; it is the same on
+        every rank, so the first one is enough.
+
+        >>> pipe.last_step.save("step.json")                      # doctest: +SKIP
+        """
+        from zbcompile.profiling.step_record import record_to_text
+
+        Path(path).write_text(record_to_text(self), encoding="utf-8")
+
+
+@dataclass
+class Seen:
+    """What one process has seen of its ranks, on its own clock."""
+
+    begin: float
+    end: float
+    timed: dict[int, list[Timed]]
+    held: dict[int, list[int]]
+    sent: dict[int, int]
+
+    def shifted(self, ahead: float) -> "Seen":
+        """The same on a clock that this process's one is `ahead` of."""
+        timed = {r: [Timed(a, s - ahead, e - ahead) for a, s, e in found] for r, found in self.timed.items()}
+        return Seen(self.begin - ahead, self.end - ahead, timed, self.held, self.sent)
+
+
+@dataclass
+class Recorder:
+    """Observes the actions of the ranks in this process."""
+
+    program: Program
+    clock: Clock = field(default_factory=HostClock)
+    begin: float = field(default_factory=time.perf_counter)
+    marks: dict[int, list[tuple[Action, Any, Any]]] = field(default_factory=dict)
+    held: dict[int, list[int]] = field(default_factory=dict)
+    sent: dict[int, int] = field(default_factory=dict)
+
+    opened: dict[int, list[Any]] = field(default_factory=dict)
+
+    def __call__(self, actions: Sequence[Action], run: RankRun, execute: Callable[[], None]) -> None:
+        self.sent[run.rank] = self.sent.get(run.rank, 0) + sum(self._bytes(action, run) for action in actions)
+        self.opened.setdefault(run.rank, []).append(self.clock.mark())
+        execute()
+        self._note(actions[-1], run)
+        self.opened[run.rank].pop()
+
+    def ended(self, forward: Action, run: RankRun) -> None:
+        self._note(forward, run)
+
+    def began(self, backward: Action, run: RankRun) -> None:
+        self.opened[run.rank][-1] = self.clock.mark()
+
+    def _note(self, action: Action, run: RankRun) -> None:
+        self.marks.setdefault(run.rank, []).append((action, self.opened[run.rank][-1], self.clock.mark()))
+        live = sum(stage.live_bytes() for stage in run.runs.values())
+        live += run.vocabulary.shard.live_bytes() if run.vocabulary is not None else 0
+        self.held.setdefault(run.rank, []).append(live)
+
+    def _bytes(self, action: Action, run: RankRun) -> int:
+        message = made_by(self.program, action) if action.op in (SEND_F, SEND_B) else None
+        return 0 if message is None else sum(tensor.nbytes for tensor in run.outbox[message])
+
+    def seen(self) -> Seen:
+        """Waits for the device."""
+        at = self.clock.seconds
+        timed = {r: [Timed(a, at(s), at(e)) for a, s, e in found] for r, found in self.marks.items()}
+        return Seen(self.begin, time.perf_counter(), timed, self.held, self.sent)
+
+
+def make_record(program: Program, parts: Sequence[Seen], in_process: bool) -> StepRecord:
+    """One record of what all processes have seen, on one clock."""
+    started = min(part.begin for part in parts)
+    timed = _merged([part.timed for part in parts])
+    spans = {r: [Span(str(a), s - started, e - started) for a, s, e in found] for r, found in timed.items()}
+    return StepRecord(
+        spans=spans,
+        held_bytes=_merged([part.held for part in parts]),
+        bytes_sent=_merged([part.sent for part in parts]),
+        step_time=max(part.end for part in parts) - started,
+        started=started,
+        in_process=in_process,
+        schedule=program.schedule,
+        program=program.manifest,
+    )
+
+
+def _merged(parts: Sequence[Mapping[int, Any]]) -> dict[int, Any]:
+    return dict(sorted((rank, found) for part in parts for rank, found in part.items()))
+
+
+@dataclass(frozen=True)
+class Labels:
+    """Names every action for torch.profiler as torch's own pipeline runtime does (`PP:0F3`), around another observer
+    or alone."""
+
+    inner: Observer | None
+
+    def __call__(self, actions: Sequence[Action], run: RankRun, execute: Callable[[], None]) -> None:
+        with record_function("PP:" + "|".join(map(_torch_name, actions))):
+            if self.inner is None:
+                execute()
+            else:
+                self.inner(actions, run, execute)
+
+    def ended(self, forward: Action, run: RankRun) -> None:
+        if self.inner is not None:
+            self.inner.ended(forward, run)
+
+    def began(self, backward: Action, run: RankRun) -> None:
+        if self.inner is not None:
+            self.inner.began(backward, run)
+
+
+def _torch_name(action: Action) -> str:
+    return format_step(action, "torch") if action.op in TORCH_LETTERS else str(action)

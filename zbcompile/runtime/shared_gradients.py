@@ -1,0 +1,126 @@
+"""The end of a step: gradients of parameters that several stages train are summed, and every rank learns the losses.
+
+Eager autograd adds the uses of a parameter per microbatch, the last use first, and then accumulates the sums in
+microbatch order. So the stages' gradients are added from the last stage to the first and folded at the end. Of two
+model copies (DualPipe) the first has the lower microbatches: its sums are folded first.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from zbcompile.program.program import Program
+from zbcompile.runtime.gradients import Gradients, add_uses
+
+
+@dataclass(frozen=True)
+class Walk:
+    """How the gradients of a shared parameter are summed for one model copy: `stages` that train it, the last first,
+    on `ranks`. `pieces` is how many tensors a gradient is: one per microbatch in exact mode, else their sum."""
+
+    stages: tuple[int, ...]
+    ranks: tuple[int, ...]
+    pieces: int
+
+
+def walks(program: Program, name: str) -> list[Walk]:
+    """One walk per model copy, in the order in which their sums accumulate."""
+    stages = tuple(stage.stage for stage in reversed(program.stages) if name in stage.trained)
+    per_copy = program.schedule.microbatches // program.copies
+    return [
+        Walk(stages, tuple(program.rank_of(s, copy * per_copy) for s in stages), per_copy if program.exact else 1)
+        for copy in range(program.copies)
+    ]
+
+
+def sum_shared_in_process(program: Program, gradients: Sequence[Gradients]) -> None:
+    """All ranks are here: add the uses from the last stage to the first and accumulate once."""
+    for name in sorted(program.shared):
+        for walk in walks(program, name):
+            total: list[torch.Tensor] = []
+            for stage, rank in zip(walk.stages, walk.ranks, strict=True):
+                total = add_uses(total, gradients[rank].waiting(name, stage))
+            gradients[0].fold(name, total)
+
+
+def sum_shared(program: Program, gradients: Gradients, rank: int, group: dist.ProcessGroup) -> None:
+    """The running sum walks from the rank of the last use to that of the first, which hands the total to all
+    holders."""
+    link = _Link(gradients, rank, group)
+    for name in sorted(program.shared):
+        holders = sorted(program.holders(name))
+        if rank in holders:
+            totals = [link.share(name, walk, link.walk(name, walk), holders) for walk in walks(program, name)]
+            for total in totals:
+                gradients.fold(name, total)
+
+
+@dataclass(frozen=True)
+class _Link:
+    """One rank's part in the sums."""
+
+    gradients: Gradients
+    rank: int
+    group: dist.ProcessGroup
+
+    def walk(self, name: str, walk: Walk) -> list[torch.Tensor]:
+        """Take part in the walk; the rank of the first use ends with the total, others with an empty list."""
+        running: list[torch.Tensor] = []
+        before = walk.ranks[0]
+        for stage, here in zip(walk.stages, walk.ranks, strict=True):
+            if here != before and self.rank == before:
+                self._send(running, here)
+                running = []
+            if self.rank == here:
+                running = self._receive(name, before, walk.pieces) if here != before else running
+                running = add_uses(running, self.gradients.waiting(name, stage))
+            before = here
+        return running
+
+    def share(self, name: str, walk: Walk, total: list[torch.Tensor], holders: Sequence[int]) -> list[torch.Tensor]:
+        """The total, on every holder."""
+        owner = walk.ranks[-1]
+        if self.rank != owner:
+            return self._receive(name, owner, walk.pieces)
+        for holder in holders:
+            if holder != owner:
+                self._send(total, holder)
+        return total
+
+    def _send(self, tensors: Sequence[torch.Tensor], to: int) -> None:
+        for tensor in tensors:
+            dist.send(tensor.contiguous(), group=self.group, group_dst=to)
+
+    def _receive(self, name: str, source: int, count: int) -> list[torch.Tensor]:
+        like, dtype = self.gradients.parameters[name], self.gradients.dtype_of_shared(name)
+        buffers = [torch.empty(like.shape, dtype=dtype, device=like.device) for _ in range(count)]
+        for buffer in buffers:
+            dist.recv(buffer, group=self.group, group_src=source)
+        return buffers
+
+
+def total_loss(losses: Sequence[torch.Tensor], reduction: str) -> torch.Tensor:
+    """The step's loss: the sum over microbatches, in their order, of loss_i / m (`mean`) or of loss_i (`sum`)."""
+    scaled = [loss / len(losses) if reduction == "mean" else loss for loss in losses]
+    total = scaled[0]
+    for value in scaled[1:]:
+        total = total + value
+    return total
+
+
+def share_losses(
+    program: Program, own: Mapping[int, torch.Tensor], replicas: int, device: torch.device, group: dist.ProcessGroup
+) -> list[torch.Tensor]:
+    """Give every rank the loss of every microbatch of all replicas, as tensors on the device.
+
+    Each has one owner and the others add zeros, which changes no bit, so that no rank ends its step before all have run
+    their passes: one that did would update its parameters although another rank has failed.
+    """
+    count = program.schedule.microbatches * replicas
+    losses = torch.zeros(count, dtype=getattr(torch, program.loss_dtype), device=device)
+    for microbatch, loss in own.items():
+        losses[microbatch].copy_(loss)
+    dist.all_reduce(losses, group=group)
+    return list(losses.unbind())

@@ -1,0 +1,185 @@
+"""Preparing a stage to run: every value gets a register, every piece of its graphs a plan of registers.
+
+At run time a microbatch is one list of values, the registers; a pass fetches its inputs by index, frees those that no
+later pass reads, and stores what it keeps. All that could be decided beforehand is decided here, once per program.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zbcompile.backends.backend import Run
+from zbcompile.model.seeds import Relay
+from zbcompile.passes.capture.canonical import output_values
+from zbcompile.passes.graph.flops import storage_key_of
+from zbcompile.passes.graph.roles import Slot, TensorSpec
+from zbcompile.passes.split.subgraphs import Piece
+from zbcompile.passes.stage.stage_program import StageProgram
+from zbcompile.passes.torch_private import boxed
+
+RESIDENT = ("parameter", "buffer", "constant")
+LOSS_FACTOR = Slot("tangent", "loss")
+READERS = ("F", "B", "W", "BW")
+Tensors = list[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One piece as a call: which registers it takes, which of them it frees, and where its results go.
+
+    `run` takes a list, which it empties. `saves` are (result, register), `sends` (result, spec) in the order in which
+    boundary tensors travel, `gradients` (result, parameter), `mutations` (result, buffer); `loss` is a result or None.
+    """
+
+    run: Run
+    takes: tuple[int, ...]
+    frees: tuple[int, ...]
+    accumulators: tuple[tuple[int, str], ...]
+    saves: tuple[tuple[int, int], ...]
+    sends: tuple[tuple[int, TensorSpec], ...]
+    gradients: tuple[tuple[int, str], ...]
+    mutations: tuple[tuple[int, str], ...]
+    loss: int | None
+
+
+@dataclass(frozen=True)
+class CompiledStage:
+    """A stage ready to run.
+
+    `template` is a microbatch before its F: what is resident stands in its register, the others are None. `inputs` are
+    the registers of user inputs by path, `arrivals` those of what arrives in F, `tangents` in B. `passing` names the
+    registers that hold values of one microbatch only. `generator_arrives` and `generator_leaves` say whether generator
+    state travels with F, which `relay` continues; `mergeable` that its calls run its graphs as they are, so that a pair
+    can be one graph.
+    """
+
+    program: StageProgram
+    device: torch.device
+    resident: Mapping[Slot, torch.Tensor]
+    template: tuple[torch.Tensor | None, ...]
+    calls: Mapping[str, Call]
+    inputs: tuple[tuple[int, str], ...]
+    arrivals: tuple[int, ...]
+    tangents: tuple[int, ...]
+    loss_factor: int | None
+    passing: tuple[int, ...]
+    generator_arrives: bool
+    generator_leaves: bool
+    relay: Relay
+    mergeable: bool
+
+    @property
+    def index(self) -> int:
+        return self.program.stage
+
+
+def prepare_stage(
+    program: StageProgram,
+    resident: Mapping[Slot, torch.Tensor],
+    device: torch.device,
+    random_until: int,
+    runs: Mapping[str, Run] | None = None,
+) -> CompiledStage:
+    """Bind a stage program to its tensors. `runs` are what a backend made of its graphs, by pass; without them the
+    graphs run as FX code. Either way a call frees its inputs as it uses them."""
+    code = runs or {name: boxed(piece.module).forward for name, piece in program.pieces.items()}
+    registers = _registers(program)
+    index = program.stage
+    return CompiledStage(
+        program=program,
+        device=device,
+        resident=resident,
+        template=tuple(resident[slot] if slot.kind in RESIDENT else None for slot in registers),
+        calls={name: _call(program, name, code[name], registers) for name in program.pieces},
+        inputs=tuple((place, slot.name) for slot, place in registers.items() if slot.kind == "input"),
+        arrivals=tuple(registers[Slot("activation", name)] for name in program.receives),
+        tangents=tuple(registers[Slot("tangent", name)] for name in program.gradients_in),
+        loss_factor=registers.get(LOSS_FACTOR),
+        passing=tuple(place for slot, place in registers.items() if _passes(slot)),
+        generator_arrives=0 < index <= random_until,
+        generator_leaves=index < random_until,
+        relay=Relay(device),
+        mergeable=runs is None,
+    )
+
+
+def _registers(program: StageProgram) -> dict[Slot, int]:
+    """A register for everything that a piece reads or that arrives."""
+    slots = [slot for piece in program.pieces.values() for slot in piece.inputs]
+    slots += [Slot("activation", name) for name in program.receives]
+    slots += [Slot("tangent", name) for name in program.gradients_in]
+    return {slot: place for place, slot in enumerate(dict.fromkeys(slots))}
+
+
+def _passes(slot: Slot) -> bool:
+    return slot.kind not in RESIDENT and slot != LOSS_FACTOR
+
+
+def _call(program: StageProgram, name: str, run: Run, registers: Mapping[Slot, int]) -> Call:
+    piece = program.pieces[name]
+    kept = later_reads(program, name)
+    places = {slot: place for place, slot in enumerate(piece.outputs)}
+    sent = {"F": ("activation", program.sends), "B": ("input_gradient", program.gradients_out)}
+    kind, specs = sent.get("B" if name == "BW" else name, ("", {}))
+    return Call(
+        run=run,
+        takes=tuple(registers[slot] for slot in piece.inputs),
+        frees=tuple(place for slot, place in registers.items() if _passes(slot) and slot not in kept),
+        accumulators=tuple((registers[slot], slot.name) for slot in piece.inputs if slot.kind == "accumulator"),
+        saves=tuple((at, registers[slot]) for slot, at in places.items() if slot.kind == "saved" and slot in kept),
+        sends=tuple((places[Slot(kind, name)], spec) for name, spec in specs.items()),  # type: ignore[arg-type]
+        gradients=_named(piece, "gradient"),
+        mutations=_named(piece, "mutation"),
+        loss=next((place for slot, place in places.items() if slot.kind == "loss"), None),
+    )
+
+
+def _named(piece: Piece, kind: str) -> tuple[tuple[int, str], ...]:
+    """The results of one kind; a parameter may have several gradients, one per use (see `passes.sharing`)."""
+    return tuple((place, slot.name) for place, slot in enumerate(piece.outputs) if slot.kind == kind)
+
+
+def later_reads(program: StageProgram, name: str) -> frozenset[Slot]:
+    """The slots that passes after `name` read."""
+    after = {"F": ("B", "W", "BW"), "B": ("W",)}.get(name, ())
+    return frozenset(slot for later in after for slot in program.pieces[later].inputs)
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """What becomes of a tensor that arrives: the passes that read it, or a view of it; `escapes` if it is passed on."""
+
+    spec: TensorSpec
+    readers: frozenset[str]
+    escapes: bool
+
+
+def arrivals_of(program: StageProgram) -> dict[str, tuple[Arrival, ...]]:
+    """What arrives in `F` and in `B`, in the order in which it travels.
+
+    A graph may keep what arrived, or a view of it, for a later pass, or pass it on (a skip connection): its memory is
+    free only when the last of these has read it.
+    """
+    forward = tuple(_arrival(program, Slot("activation", name), spec) for name, spec in program.receives.items())
+    backward = tuple(_arrival(program, Slot("tangent", name), spec) for name, spec in program.gradients_in.items())
+    return {"F": forward, "B": backward}
+
+
+def _arrival(program: StageProgram, slot: Slot, spec: TensorSpec) -> Arrival:
+    aliases, escapes = {slot}, False
+    for name in READERS:
+        piece = program.pieces[name]
+        keys = {storage_key_of(node.meta["val"]) for node in _holders(piece) if node.meta["slot"] in aliases}
+        results = zip(piece.outputs, output_values(piece.module.graph), strict=True)
+        same = [result for result, node in results if storage_key_of(node.meta["val"]) in keys]
+        aliases |= {result for result in same if result.kind == "saved"}
+        escapes |= any(result.kind != "saved" for result in same)
+    readers = frozenset(name for name in READERS if aliases & set(program.pieces[name].inputs))
+    return Arrival(spec, readers, escapes)
+
+
+def _holders(piece: Piece) -> list[Any]:
+    nodes = piece.module.graph.find_nodes(op="placeholder")
+    return [node for node in nodes if isinstance(node.meta.get("val"), torch.Tensor)]

@@ -1,0 +1,166 @@
+"""Running one stage: its graphs over the registers of each microbatch, each value freed after the last pass that reads
+it."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from zbcompile.distributed.packing import laid_out
+from zbcompile.errors import PipelineError
+from zbcompile.model.seeds import generator_state
+from zbcompile.passes.graph.roles import Slot
+from zbcompile.passes.split.subgraphs import Piece
+from zbcompile.runtime.gradients import Gradients
+from zbcompile.runtime.stage_plan import Call, CompiledStage, Tensors
+
+Frame = list[torch.Tensor | None]
+
+
+@dataclass
+class StageRun:
+    """The mutable part of a stage during one step: `frames[microbatch]` holds what waits for B and W.
+
+    Its methods are called without gradient recording (`torch.no_grad`).
+    """
+
+    stage: CompiledStage
+    gradients: Gradients
+    inputs: list[dict[str, torch.Tensor]]
+    loss_factor: torch.Tensor
+    seeds: list[int]
+    frames: dict[int, Frame] = field(default_factory=dict)
+    losses: dict[int, torch.Tensor] = field(default_factory=dict)
+    accumulators: list[tuple[int, torch.Tensor]] = field(default_factory=list)
+
+    def forward(self, microbatch: int, arrived: Tensors) -> Tensors:
+        """F: `arrived` and the result are the boundary tensors in the order of the stage's `receives` and `sends`."""
+        call = self.stage.calls["F"]
+        return self.end_forward(microbatch, call.run(self.begin_forward(microbatch, arrived)))
+
+    def backward(self, microbatch: int, arrived: Tensors) -> Tensors:
+        """B: gradients of the stage's inputs from those of its outputs; what W needs stays behind."""
+        return self._backward("B", microbatch, arrived)
+
+    def full_backward(self, microbatch: int, arrived: Tensors) -> Tensors:
+        """BW: input gradients and weight gradients in one graph; nothing stays behind."""
+        return self._backward("BW", microbatch, arrived)
+
+    def weight(self, microbatch: int) -> None:
+        """W: the weight gradients that B left for later."""
+        call = self.stage.calls["W"]
+        self._end(call, microbatch, call.run(self._take(call, self.frames.pop(microbatch))))
+
+    def begin_forward(self, microbatch: int, arrived: Tensors) -> Tensors:
+        """The inputs of F, in the order of its graph."""
+        stage = self.stage
+        frame = self.frames[microbatch] = list(stage.template)
+        if stage.loss_factor is not None:
+            frame[stage.loss_factor] = self.loss_factor
+        inputs = self.inputs[microbatch]
+        for place, path in stage.inputs:
+            frame[place] = inputs[path]
+        self._position_generator(microbatch, arrived)
+        specs = stage.program.receives.values()
+        for place, value, spec in zip(stage.arrivals, arrived, specs, strict=True):
+            frame[place] = laid_out(value, spec)
+        arrived.clear()
+        return self._take(stage.calls["F"], frame)
+
+    def end_forward(self, microbatch: int, results: Sequence[torch.Tensor]) -> Tensors:
+        """Store the results of F; the tensors to pass on."""
+        stage, call = self.stage, self.stage.calls["F"]
+        frame = self.frames[microbatch]
+        for at, place in call.saves:
+            frame[place] = results[at]
+        if call.loss is not None:
+            self.losses[microbatch] = results[call.loss]
+        for at, name in call.mutations:
+            stage.resident[Slot("buffer", name)].copy_(results[at])
+        sends = [laid_out(results[at], spec) for at, spec in call.sends]
+        if stage.generator_leaves:
+            sends.append(generator_state(stage.device))
+        return sends
+
+    def begin_backward(self, name: str, microbatch: int, arrived: Tensors) -> Tensors:
+        """The inputs of B or BW, in the order of its graph."""
+        frame = self.frames[microbatch] if name == "B" else self.frames.pop(microbatch)
+        specs = self.stage.program.gradients_in.values()
+        for place, value, spec in zip(self.stage.tangents, arrived, specs, strict=True):
+            frame[place] = laid_out(value, spec)
+        arrived.clear()
+        return self._take(self.stage.calls[name], frame)
+
+    def end_backward(self, name: str, microbatch: int, results: Sequence[torch.Tensor]) -> Tensors:
+        """Store the results of B or BW; the tensors to pass on."""
+        call = self.stage.calls[name]
+        if call.saves:
+            frame = self.frames[microbatch]
+            for at, place in call.saves:
+                frame[place] = results[at]
+        self._end(call, microbatch, results)
+        return [laid_out(results[at], spec) for at, spec in call.sends]
+
+    def _backward(self, name: str, microbatch: int, arrived: Tensors) -> Tensors:
+        run = self.stage.calls[name].run
+        return self.end_backward(name, microbatch, run(self.begin_backward(name, microbatch, arrived)))
+
+    def _position_generator(self, microbatch: int, arrived: Tensors) -> None:
+        if self.stage.generator_arrives:
+            self.stage.relay.continue_from(arrived.pop(), self.seeds[microbatch])
+        elif self.stage.program.random or self.stage.generator_leaves:
+            torch.manual_seed(self.seeds[microbatch])
+
+    def _take(self, call: Call, frame: Frame) -> Tensors:
+        """The inputs of a piece. What no later pass reads leaves the frame, so that the graph frees it at its last
+        use."""
+        if call.accumulators:
+            self._add_accumulators(call, frame)
+        values = [frame[place] for place in call.takes]
+        for place in call.frees:
+            frame[place] = None
+        return values  # type: ignore[return-value]
+
+    def _add_accumulators(self, call: Call, frame: Frame) -> None:
+        """W and BW add into the same buffers, which exist from the first of them on."""
+        if not self.accumulators:
+            index = self.stage.index
+            self.accumulators += [(place, self.gradients.buffer(name, index)) for place, name in call.accumulators]
+        for place, buffer in self.accumulators:
+            frame[place] = buffer
+
+    def _end(self, call: Call, microbatch: int, results: Sequence[torch.Tensor]) -> None:
+        for at, name in call.gradients:
+            self.gradients.add(name, self.stage.index, microbatch, results[at])
+
+    def live_bytes(self) -> int:
+        """Bytes of the distinct storages that the frames hold, without parameters, inputs and the loss factor."""
+        held = (frame[place] for frame in self.frames.values() for place in self.stage.passing)
+        return _storage_bytes((value for value in held if value is not None), self._not_counted())
+
+    def _not_counted(self) -> set[int]:
+        whole = [*self.stage.resident.values(), self.loss_factor, *(t for mb in self.inputs for t in mb.values())]
+        return {t.untyped_storage().data_ptr() for t in whole}
+
+    def check_empty(self) -> None:
+        """After a step nothing may wait; anything that does is a fault of the schedule or of this runtime."""
+        if self.frames:
+            raise PipelineError(
+                f"stage {self.stage.index} ended the step with microbatches {sorted(self.frames)} still waiting for "
+                "their weight gradients; the schedule must give every F its B and W."
+            )
+
+
+def _storage_bytes(values: Iterable[torch.Tensor], without: set[int]) -> int:
+    storages = {v.untyped_storage().data_ptr(): v.untyped_storage().nbytes() for v in values}
+    return sum(size for key, size in storages.items() if key not in without)
+
+
+def run_forward_only(
+    piece: Piece, run: Callable[[list[Any]], Sequence[torch.Tensor]], values: Mapping[Slot, Any]
+) -> dict[Slot, torch.Tensor]:
+    """One forward without a backward to follow, by `run`."""
+    with torch.no_grad():
+        results = run([values[slot] for slot in piece.inputs])
+    return dict(zip(piece.outputs, results, strict=True))

@@ -1,0 +1,229 @@
+"""The collectives of the vocabulary passes: between the shards of one process, or over a process group of their own.
+
+CAST carries the last stage's output to all shards, STATS gathers what S made and, with one barrier, sums the parts of
+the input gradient on the rank of the last stage; with two barriers SUM does that after T. LOOKUP sums the looked up
+rows of a sharded embedding on the rank of the first stage, SPREAD carries their gradient to all shards. Every rank
+posts all of them in one order (`zbcompile.schedules.lowering.collectives`) and posting never waits.
+"""
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+
+from zbcompile.passes.graph.roles import TensorSpec
+from zbcompile.passes.vocabulary.shard_program import HIDDEN
+from zbcompile.runtime.vocabulary_shard_run import ShardRun
+from zbcompile.schedules.ir.actions import CAST, LOOKUP, SPREAD, STATS, SUM
+
+Job = Callable[[int], None]  # what a collective does for a microbatch
+
+
+class Roots(NamedTuple):
+    """The ranks of the first and of the last stage."""
+
+    first: int
+    last: int
+
+
+class Collectives(Protocol):
+    """`post` announces that a rank takes part, `wait` returns once it is complete. `gradient` is the sum on the rank of
+    the last stage; what LOOKUP and SPREAD bring is in the shards."""
+
+    @property
+    def roots(self) -> Roots: ...
+    def join(self, rank: int, shard: ShardRun) -> None: ...
+    def post(self, op: str, rank: int, microbatch: int) -> None: ...
+    def ready(self, op: str, microbatch: int) -> bool: ...
+    def wait(self, op: str, microbatch: int) -> None: ...
+    def gradient(self, microbatch: int) -> torch.Tensor: ...
+    def finish(self) -> None: ...
+
+
+@dataclass
+class SharedCollectives:
+    """All shards in one process: a collective happens when the last of them has posted it. Sums are in rank order."""
+
+    count: int
+    roots: Roots
+    barriers: int
+    shards: dict[int, ShardRun] = field(default_factory=dict)
+    posted: dict[tuple[str, int], set[int]] = field(default_factory=dict)
+    gradients: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def join(self, rank: int, shard: ShardRun) -> None:
+        self.shards[rank] = shard
+
+    def post(self, op: str, rank: int, microbatch: int) -> None:
+        present = self.posted.setdefault((op, microbatch), set())
+        present.add(rank)
+        if len(present) == self.count:
+            self._jobs[op](microbatch)
+
+    @property
+    def _jobs(self) -> Mapping[str, Job]:
+        found = {CAST: self._cast, STATS: self._stats, SUM: self._sum}
+        return found | {LOOKUP: self._lookup, SPREAD: self._spread}
+
+    def ready(self, op: str, microbatch: int) -> bool:
+        return len(self.posted.get((op, microbatch), ())) == self.count
+
+    def wait(self, op: str, microbatch: int) -> None:
+        pass
+
+    def gradient(self, microbatch: int) -> torch.Tensor:
+        return self.gradients.pop(microbatch)
+
+    def finish(self) -> None:
+        pass
+
+    def _cast(self, microbatch: int) -> None:
+        hidden = self.shards[self.roots.last].states[microbatch][HIDDEN]
+        for rank, shard in self.shards.items():
+            if rank != self.roots.last:
+                shard.receive(microbatch, hidden)
+
+    def _stats(self, microbatch: int) -> None:
+        gathered = torch.stack([self.shards[rank].statistics(microbatch) for rank in sorted(self.shards)])
+        parts = [self.shards[rank].combine(microbatch, gathered) for rank in sorted(self.shards)]
+        if self.barriers == 1:
+            self.gradients[microbatch] = _sum_in_order([part for part in parts if part is not None])
+
+    def _sum(self, microbatch: int) -> None:
+        self.gradients[microbatch] = _sum_in_order([self.shards[r].part(microbatch) for r in sorted(self.shards)])
+
+    def _lookup(self, microbatch: int) -> None:
+        rows = _sum_in_order([self.shards[rank].look_up(microbatch) for rank in sorted(self.shards)])
+        self.shards[self.roots.first].looked_up[microbatch] = rows
+
+    def _spread(self, microbatch: int) -> None:
+        gradient = self.shards[self.roots.first].spreads[microbatch]
+        for shard in self.shards.values():
+            shard.spreads[microbatch] = gradient
+
+
+def _sum_in_order(parts: list[torch.Tensor]) -> torch.Tensor:
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+@dataclass
+class GroupCollectives:
+    """This process is one rank of `group`. Collectives run in the order of their posts beside the passes: on a thread
+    of their own where the host carries them out (gloo), on `stream` on CUDA."""
+
+    group: dist.ProcessGroup
+    roots: Roots
+    device: torch.device
+    stream: torch.cuda.Stream | None = None
+    gradients: dict[int, torch.Tensor] = field(default_factory=dict)
+    complete: "dict[tuple[str, int], Future[None]]" = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "zbcompile-collectives") if self.stream is None else None
+        self._events: dict[tuple[str, int], torch.cuda.Event] = {}
+
+    def join(self, rank: int, shard: ShardRun) -> None:
+        self.shard = shard
+
+    def post(self, op: str, rank: int, microbatch: int) -> None:
+        job = {
+            CAST: self._cast,
+            STATS: self._stats,
+            SUM: self._sum,
+            LOOKUP: self._lookup,
+            SPREAD: self._spread,
+        }[op]
+        if self._thread is not None:
+            self.complete[op, microbatch] = self._thread.submit(torch.no_grad()(job), microbatch)
+        else:
+            self._on_stream(job, op, microbatch)
+
+    def _on_stream(self, job: Job, op: str, microbatch: int) -> None:
+        """Behind what the compute stream has been given so far; whoever waits makes the compute stream wait."""
+        assert self.stream is not None
+        for value in (*self.shard.states.get(microbatch, {}).values(), *self._of_input_layer):
+            value.record_stream(self.stream)  # else its memory could be used again while it is sent
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            job(microbatch)
+        event = self._events[op, microbatch] = torch.cuda.Event()
+        event.record(self.stream)
+
+    def ready(self, op: str, microbatch: int) -> bool:
+        return True
+
+    def wait(self, op: str, microbatch: int) -> None:
+        if self._thread is not None:
+            self.complete[op, microbatch].result()
+            return
+        stream = torch.cuda.current_stream(self.device)
+        stream.wait_event(self._events[op, microbatch])
+        for value in (*self.shard.states.get(microbatch, {}).values(), *self._of_input_layer):
+            value.record_stream(stream)
+
+    @property
+    def _of_input_layer(self) -> list[torch.Tensor]:
+        return [*self.shard.looked_up.values(), *self.shard.spreads.values()]
+
+    def gradient(self, microbatch: int) -> torch.Tensor:
+        found = self.gradients.pop(microbatch)
+        if self.stream is not None:
+            found.record_stream(torch.cuda.current_stream(self.device))
+        return found
+
+    def finish(self) -> None:
+        """Every collective has ended (on CUDA, for what the compute stream is given next); raises what failed."""
+        for each in self.complete.values():
+            each.result()
+        if self.stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self.stream)
+        if self._thread is not None:
+            self._thread.shutdown()
+
+    def _is(self, rank: int) -> bool:
+        return dist.get_rank(self.group) == rank
+
+    def _empty(self, spec: TensorSpec) -> torch.Tensor:
+        return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=self.device)
+
+    def _cast(self, microbatch: int) -> None:
+        if not self._is(self.roots.last):
+            self.shard.receive(microbatch, self._empty(self.shard.shard.program.hidden))
+        dist.broadcast(self.shard.states[microbatch][HIDDEN], group=self.group, group_src=self.roots.last)
+
+    def _lookup(self, microbatch: int) -> None:
+        """One shard has a token's row, the others zeros: a sum that loses nothing."""
+        part = self.shard.look_up(microbatch).contiguous()
+        dist.reduce(part, group=self.group, group_dst=self.roots.first)
+        if self._is(self.roots.first):
+            self.shard.looked_up[microbatch] = part
+
+    def _spread(self, microbatch: int) -> None:
+        lookup = self.shard.shard.program.lookup
+        assert lookup is not None
+        if not self._is(self.roots.first):
+            self.shard.spreads[microbatch] = self._empty(lookup.rows)
+        dist.broadcast(self.shard.spreads[microbatch], group=self.group, group_src=self.roots.first)
+
+    def _stats(self, microbatch: int) -> None:
+        own = self.shard.statistics(microbatch)
+        gathered = own.new_empty(dist.get_world_size(self.group), *own.shape)
+        dist.all_gather(list(gathered.unbind(0)), own, group=self.group)
+        part = self.shard.combine(microbatch, gathered)
+        if part is not None:
+            self._reduce(microbatch, part)
+
+    def _sum(self, microbatch: int) -> None:
+        self._reduce(microbatch, self.shard.part(microbatch))
+
+    def _reduce(self, microbatch: int, part: torch.Tensor) -> None:
+        part = part.contiguous()
+        dist.reduce(part, group=self.group, group_dst=self.roots.last)
+        if self._is(self.roots.last):
+            self.gradients[microbatch] = part

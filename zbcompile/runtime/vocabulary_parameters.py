@@ -1,0 +1,193 @@
+"""The parameters of the output layer, sharded by rows: what each rank trains, and what a step needs of it.
+
+A shard is a view of the model's own parameter. In one process all shards are there, so the model's parameter itself is
+what an optimizer sees; as one rank of a group it sees a parameter of its own that holds this rank's rows.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zbcompile.backends.compiled_passes import CompiledPasses
+from zbcompile.distributed.transport import Transport
+from zbcompile.model.materialize import Share
+from zbcompile.passes.graph.roles import Slot
+from zbcompile.passes.vocabulary.shard_program import VocabularyProgram, even_bounds
+from zbcompile.runtime.gradients import Gradients
+from zbcompile.runtime.vocabulary_collectives import Collectives, GroupCollectives, Roots, SharedCollectives
+from zbcompile.runtime.vocabulary_shard_run import CompiledShard, ShardRun, prepare_shard
+from zbcompile.runtime.vocabulary_transport import VocabularyTransport
+from zbcompile.torch_private import with_offset
+
+
+@dataclass
+class VocabularyShards:
+    """The shards that live in this process. `rank` is None where all do; `own` are the parameters of its rows.
+
+    `whole` are the model's own parameters. One that is on the meta device stays there, and only the rows get memory.
+    """
+
+    bounds: tuple[tuple[int, int], ...]
+    whole: Mapping[str, nn.Parameter]
+    rank: int | None
+    device: torch.device
+    own: dict[str, nn.Parameter] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.rank is not None:
+            self.own = {name: nn.Parameter(self._memory(self.rank, name)) for name in self.whole}
+
+    def _memory(self, rank: int, name: str) -> torch.Tensor:
+        low, high = self.bounds[rank]
+        whole = self.whole[name].detach()
+        return torch.empty_like(whole[low:high], device=self.device) if whole.is_meta else whole[low:high]
+
+    def rows(self, rank: int, name: str) -> torch.Tensor:
+        """The rows of a rank; in one process a view of the whole parameter."""
+        low, high = self.bounds[rank]
+        return self.own[name].detach() if rank == self.rank else self.whole[name].detach()[low:high]
+
+    def fill(self, share: Share) -> None:
+        """Give rows without values those of the whole parameter."""
+        for name, own in self.own.items():
+            if self.whole[name].is_meta:
+                share.fill_rows(name, self.whole[name], own.detach(), self.bounds[self.rank or 0][0])
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take this rank's rows out of the whole parameters in `state`, by name."""
+        low, high = self.bounds[self.rank or 0]
+        for name, own in self.own.items():
+            own.detach().copy_(state[name][low:high])
+
+    def accumulator(self, rank: int, gradients: Gradients, name: str) -> torch.Tensor:
+        """What T of a rank adds the gradient of its rows into."""
+        whole = gradients.buffer(name, stage=-1)
+        low, high = self.bounds[rank]
+        return whole if name in self.own else whole[low:high]
+
+    def gather(self, group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
+        """The whole parameters with the rows of all ranks: the model's own where these have memory."""
+        return {name: self._gathered(name, group) for name in self.own}
+
+    def _gathered(self, name: str, group: dist.ProcessGroup) -> torch.Tensor:
+        whole = self.whole[name].detach()
+        if whole.is_meta:
+            whole = torch.empty_like(whole, device=self.device)
+            low, high = self.bounds[self.rank or 0]
+            whole[low:high] = self.own[name].detach()
+        for rank, (low, high) in enumerate(self.bounds):
+            if high > low:
+                dist.broadcast(whole[low:high], group=group, group_src=rank)
+        return whole
+
+    def share_lookups(self, gradients: Gradients, tied: Mapping[str, int], group: dist.ProcessGroup) -> None:
+        """Add the gradient of a tied embedding, which the rank of its stage has, to the rows of every rank."""
+        for name, source in sorted(tied.items()):
+            own = gradients.buffer(name, stage=-1)
+            if self.rank == source:
+                found = gradients.lookups.pop(name)
+                for rank, (low, high) in enumerate(self.bounds):
+                    if rank != source and high > low:
+                        dist.send(found[low:high].contiguous(), group=group, group_dst=rank)
+                low, high = self.bounds[source]
+                own.add_(found[low:high])
+            elif own.numel():
+                rows = torch.empty_like(own)
+                dist.recv(rows, group=group, group_src=source)
+                own.add_(rows)
+
+    def sharded_state(
+        self, state: dict[str, Any], names: Mapping[str, str], group: dist.ProcessGroup
+    ) -> dict[str, Any]:
+        """`state` with this rank's rows as DTensors under the original names, as torch.distributed.checkpoint reads
+        them; `names` are the first names of tied parameters."""
+        firsts = {key: names.get(key, key) for key in state}
+        shown = {name: self.distributed(name, own.detach(), group) for name, own in self.own.items()}
+        return {key: shown.get(firsts[key], value) for key, value in state.items()}
+
+    def distributed(self, name: str, rows: torch.Tensor, group: dist.ProcessGroup) -> Any:
+        """This rank's `rows` of a parameter, or of something of its shape (a moment of Adam), as a DTensor.
+
+        The DTensor's own rule of sharding knows equal parts alone; of others it is told where they belong.
+        """
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.tensor import DTensor, Shard
+
+        whole = self.whole[name]
+        mesh = DeviceMesh.from_group(group, self.device.type)
+        local = rows
+        if self.bounds != even_bounds(whole.shape[0], len(self.bounds)):
+            low = self.bounds[self.rank or 0][0]
+            local = with_offset(rows, (low, *([0] * (whole.ndim - 1))))
+        return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
+
+
+@dataclass(frozen=True)
+class VocabularyExecutable:
+    """The shards of one program that run in this process. `group` is the collectives' own, None in one process, and
+    `stream` theirs on CUDA."""
+
+    program: VocabularyProgram
+    shards: Mapping[int, CompiledShard]
+    accumulators: Mapping[int, Callable[[Gradients, str], torch.Tensor]]
+    roots: Roots
+    device: torch.device
+    group: dist.ProcessGroup | None
+    rows: VocabularyShards
+    stream: torch.cuda.Stream | None
+
+    def begin_step(self, gradients: Gradients, tied: Mapping[str, int]) -> None:
+        """A rank that looks up a tied embedding needs all rows as the optimizers have left them."""
+        if self.group is not None and tied:
+            gradients.whole = {name: self.rows.whole[name] for name in tied}
+            self.rows.gather(self.group)
+
+    def end_step(self, gradients: Gradients, tied: Mapping[str, int]) -> None:
+        """Every rank gets the gradients of its rows of a tied embedding."""
+        if self.group is not None and tied:
+            self.rows.share_lookups(gradients, tied, self.group)
+
+    def collectives(self) -> Collectives:
+        """The collectives of one step."""
+        if self.group is None:
+            return SharedCollectives(len(self.shards), self.roots, self.program.barriers)
+        return GroupCollectives(self.group, self.roots, self.device, self.stream)
+
+    def begin(
+        self,
+        rank: int,
+        gradients: Gradients,
+        inputs: list[dict[str, torch.Tensor]],
+        factor: torch.Tensor,
+        messages: Transport,
+        collectives: Collectives,
+    ) -> VocabularyTransport:
+        """The shard of `rank` in a step, and its way to the others."""
+        run = ShardRun(self.shards[rank], partial(self.accumulators[rank], gradients), inputs, factor)
+        collectives.join(rank, run)
+        return VocabularyTransport(rank, messages, run, collectives)
+
+
+def make_executable_shards(
+    program: VocabularyProgram,
+    shards: VocabularyShards,
+    roots: Roots,
+    resident: Mapping[Slot, torch.Tensor],
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+    passes: CompiledPasses,
+) -> VocabularyExecutable:
+    """Bind the graphs of this process's shards, as `passes` has them, to their rows."""
+    ranks = range(len(shards.bounds)) if shards.rank is None else [shards.rank]
+    compiled = {}
+    for rank in ranks:
+        rows = {Slot("parameter", name): shards.rows(rank, name) for name in program.parameters}
+        compiled[rank] = prepare_shard(program, rank, {**resident, **rows}, passes.shard(rank))
+    accumulators = {rank: partial(shards.accumulator, rank) for rank in ranks}
+    stream = torch.cuda.Stream(device) if group is not None and device.type == "cuda" else None
+    return VocabularyExecutable(program, compiled, accumulators, roots, device, group, shards, stream)

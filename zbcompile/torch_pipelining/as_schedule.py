@@ -1,0 +1,112 @@
+"""A pipeline with the calls of a `torch.distributed.pipelining` schedule, so that a loop written for one fits."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zbcompile.errors import PipelineError
+from zbcompile.frontend.pipeline import Pipeline
+from zbcompile.runtime.engine import Distributed
+from zbcompile.torch_private import pytree
+
+
+class ScheduleLike:
+    """Made by `pipe.as_schedule()`. As with torch, the rank of the first stage passes the inputs, that of the last one
+    the target, and a rank that has neither calls `step()`.
+
+    What one rank passes and others do not is known to these from the first step, which sends it to all and compiles;
+    from then on its shapes are fixed, and nothing but boundary tensors travels. Differences from torch: gradients are
+    scaled by the pipeline's `loss_reduction` (torch's `scale_grads`), and `step` returns None, because a compiled step
+    keeps no outputs.
+
+    >>> schedule = pipe.as_schedule()                                                        # doctest: +SKIP
+    >>> schedule.step(inputs)                                # on the first rank             # doctest: +SKIP
+    >>> schedule.step(target=targets, losses=losses)         # on the last one               # doctest: +SKIP
+    """
+
+    def __init__(self, pipe: Pipeline) -> None:
+        self._pipe = pipe
+        self._known: tuple[Any, Any, Any] | None = None
+
+    def step(self, *args: Any, target: Any = None, losses: list[torch.Tensor] | None = None, **kwargs: Any) -> None:
+        """Forward and backward of one batch. `losses` becomes the list of the microbatches' losses on the last rank.
+
+        Raises PipelineError where a stage of this rank reads an input that only other ranks passed, and for shapes
+        other than those of the first step.
+        """
+        given = (args or None, kwargs or None, target)
+        if self._known is None:
+            self._known = self._shared(*given)
+            self._pipe.compile(*(self._known[0] or ()), target=self._known[2], **(self._known[1] or {}))
+        self._require_known_shapes(given)
+        self._require_what_is_read(given)
+        whole = [own if own is not None else known for own, known in zip(given, self._known, strict=True)]
+        found = self._pipe.step_losses(*(whole[0] or ()), target=whole[2], **(whole[1] or {}))
+        self._fill(losses, found)
+
+    def eval(self, *args: Any, target: Any = None, losses: list[torch.Tensor] | None = None, **kwargs: Any) -> Any:
+        """The model's output for one batch, on the last rank (None elsewhere), and with a target its losses."""
+        args, kwargs, target = self._shared(args or None, kwargs or None, target)
+        output = self._pipe.eval(*(args or ()), **(kwargs or {}))
+        if target is not None and self._pipe.options.loss is not None:
+            count = self._pipe.program.schedule.microbatches
+            parts = zip(output.chunk(count), target.chunk(count), strict=True)
+            self._fill(losses, [self._pipe.options.loss(part, goal) for part, goal in parts])
+        return output if self._is_last else None
+
+    @property
+    def _is_last(self) -> bool:
+        program = self._pipe.program
+        return bool(set(program.ranks_of(program.schedule.stages - 1)) & set(self._pipe.engine.local))
+
+    def _fill(self, losses: list[torch.Tensor] | None, found: list[torch.Tensor]) -> None:
+        if losses is not None and self._is_last:
+            losses[:] = found
+
+    def _shared(self, *given: Any) -> tuple[Any, Any, Any]:
+        """Inputs, keywords and target, each from the first rank that passed it."""
+        engine = self._pipe.engine
+        if not isinstance(engine, Distributed):
+            return given[0], given[1], given[2]
+        everyone: list[Any] = [None] * engine.ranks
+        dist.all_gather_object(everyone, given, group=engine.group)
+        args, kwargs, target = (
+            next((v for v in values if v is not None), None) for values in zip(*everyone, strict=True)
+        )
+        return args, kwargs, target
+
+    def _require_known_shapes(self, given: tuple[Any, Any, Any]) -> None:
+        for own, known in zip(given, self._known or (), strict=True):
+            if own is not None and _shapes(own) != _shapes(known):
+                raise PipelineError(
+                    f"the step received {_shapes(own)}, the first one {_shapes(known)}; ranks that pass no inputs "
+                    "cannot know of a new shape. Use pipe.step, which takes the whole batch on every rank, or make "
+                    "another pipe.as_schedule()."
+                )
+
+    def _require_what_is_read(self, given: tuple[Any, Any, Any]) -> None:
+        absent = [name for name, own in zip(("args", "kwargs", "target"), given, strict=True) if own is None]
+        for path, stage in _inputs_read(self._pipe).items():
+            if path.startswith(tuple(absent)):
+                raise PipelineError(
+                    f"stage {stage} on this rank reads {path}, which this rank did not pass. Pass it here as well."
+                )
+
+
+def _inputs_read(pipe: Pipeline) -> dict[str, int]:
+    """The input paths that ranks of this process read, each with the first stage that does; shards of the output layer
+    count as their ranks' first stages."""
+    program = pipe.program
+    found: dict[str, int] = {}
+    for rank in pipe.engine.local:
+        stages = program.stages_of(rank)
+        read = [(stage, piece) for stage in stages for piece in program.stages[stage].pieces.values()]
+        read += [(stages[0], piece) for piece in program.vocabulary.pieces[rank].values()] if program.vocabulary else []
+        for stage, piece in sorted(read, key=lambda each: each[0], reverse=True):
+            found |= {slot.name: stage for slot in piece.inputs if slot.kind == "input"}
+    return found
+
+
+def _shapes(value: Any) -> list[Any]:
+    return [list(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf for leaf in pytree.tree_leaves(value)]

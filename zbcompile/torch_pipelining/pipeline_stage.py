@@ -1,0 +1,209 @@
+"""The generated torch.distributed pipeline stage: torch's own schedules drive our graphs.
+
+torch's zero-bubble schedules refuse compiled modules; they accept this stage, because its chunks run compiled graphs
+without autograd. It keeps its own message buffers: the metadata interface of torch's stage changes with every version,
+the methods overridden here do not.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+
+from zbcompile.distributed.packing import as_contiguous, packed, packed_buffer
+from zbcompile.errors import PipelineError
+from zbcompile.model.batch import input_tensors
+from zbcompile.model.seeds import microbatch_seed, undisturbed
+from zbcompile.passes.graph.roles import Slot, TensorSpec
+from zbcompile.program.program import Program
+from zbcompile.runtime.gradients import Gradients
+from zbcompile.runtime.rank_plan import generator_spec
+from zbcompile.runtime.stage_plan import CompiledStage
+from zbcompile.runtime.stage_run import StageRun
+
+Tensors = list[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class StageContext:
+    """What a generated stage needs beside its own graphs."""
+
+    program: Program
+    group: dist.ProcessGroup
+    parameters: Mapping[str, nn.Parameter]
+    reduction: str
+    seed: int
+
+
+class CompiledPipelineStage(PipelineStage):
+    """One compiled stage behind torch's PipelineStage interface.
+
+    Run it with the schedule's `loss_fn` set to `stage.loss` and `scale_grads=False` (1/m is part of the graphs). Inputs
+    that later stages read must be keywords: torch hands positional arguments to the first stage only.
+
+    >>> Schedule1F1B(stage, n_microbatches=8, loss_fn=stage.loss, scale_grads=False).step(x, target=y)  # doctest: +SKIP
+    """
+
+    def __init__(self, stage: CompiledStage, context: StageContext) -> None:
+        count = context.program.schedule.stages
+        module = parameter_tree({name: context.parameters[name] for name in stage.program.parameters})
+        super().__init__(module, stage.index, count, stage.device, input_args=(), output_args=(), group=context.group)
+        self.stage_index_to_group_rank = {i: context.program.rank_of(i) for i in range(count)}
+        self._compiled = stage
+        self._context = context
+        self._steps = 0
+        self._run: StageRun | None = None
+        self._finished = 0
+        self._arrived: dict[tuple[str, int], Tensors] = {}
+        self._made: dict[tuple[str, int], Tensors] = {}
+
+    def clear_runtime_states(self) -> None:
+        """Called by torch's schedules when a step begins."""
+        super().clear_runtime_states()
+        if self._run is not None:
+            self._run.check_empty()
+            self._steps += 1
+        self._run = None
+        self._finished = 0
+
+    def _begin(self) -> StageRun:
+        context, count = self._context, int(self.chunks or self._context.program.schedule.microbatches)
+        one = torch.ones((), dtype=getattr(torch, context.program.loss_dtype), device=self.device)
+        factor = one / count if context.reduction == "mean" else one
+        seeds = [microbatch_seed(self._steps, i, context.seed) for i in range(count)]
+        gradients = Gradients(context.parameters, frozenset(), context.program.choices)
+        return StageRun(self._compiled, gradients, [{} for _ in range(count)], factor, seeds)
+
+    def forward_one_chunk(
+        self, fwd_chunk_id: int, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, *more: Any, **options: Any
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """F of one microbatch. The last stage waits for its target: there F runs inside `loss`."""
+        self._run = self._run or self._begin()
+        self._run.inputs[fwd_chunk_id].update(input_tensors(args if self.is_first else (), kwargs or {}, None))
+        if self.is_last:
+            output = torch.full((1,), fwd_chunk_id, device=self.device)
+            self.output_chunks.append(output)
+            return output
+        self._forward(fwd_chunk_id)
+        return tuple(self._made["F", fwd_chunk_id])
+
+    def loss(self, output: torch.Tensor, target: Any) -> torch.Tensor:
+        """The `loss_fn` for torch's schedules: runs the last stage's F of the microbatch that `output` stands for."""
+        if self._run is None:
+            raise PipelineError("loss was called outside a step of a torch schedule.")
+        microbatch = int(output)
+        wants_target = any(s.kind == "input" and s.name.startswith("target") for s in self._forward_inputs)
+        self._run.inputs[microbatch].update(input_tensors((), {}, target) if wants_target else {})
+        self._forward(microbatch)
+        return self._run.losses[microbatch]
+
+    @property
+    def _forward_inputs(self) -> tuple[Slot, ...]:
+        return self._compiled.program.pieces["F"].inputs
+
+    def _forward(self, microbatch: int) -> None:
+        run = self._run
+        assert run is not None
+        missing = [s.name for s in self._forward_inputs if s.kind == "input" and s.name not in run.inputs[microbatch]]
+        if missing:
+            raise PipelineError(
+                f"stage {self.stage_index} reads the input {missing[0]}, which did not reach it: torch's schedules "
+                "hand positional arguments to the first stage only. Pass it to schedule.step as a keyword on every "
+                "rank."
+            )
+        with undisturbed(self._compiled.device), torch.no_grad():
+            self._made["F", microbatch] = run.forward(microbatch, self._arrived.pop(("F", microbatch), []))
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, *more: Any, **options: Any
+    ) -> None:
+        """B, or with `full_backward` BW, of one microbatch."""
+        assert self._run is not None
+        backward = self._run.full_backward if full_backward else self._run.backward
+        with torch.no_grad():
+            self._made["B", bwd_chunk_id] = backward(bwd_chunk_id, self._arrived.pop(("B", bwd_chunk_id), []))
+        if full_backward:
+            self._finish_microbatch()
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *more: Any, **options: Any) -> None:
+        """W of one microbatch."""
+        assert self._run is not None
+        with torch.no_grad():
+            self._run.weight(bwd_chunk_id)
+        self._finish_microbatch()
+
+    def _finish_microbatch(self) -> None:
+        """torch's schedules do not say when a step ends: it does with the last microbatch's weight gradients."""
+        assert self._run is not None
+        self._finished += 1
+        if self._finished == len(self._run.seeds):
+            self._run.gradients.finish()
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Receives of the activations, into buffers made now."""
+        if self.is_first:
+            return []
+        specs = list(self._compiled.program.receives.values())
+        if self._compiled.generator_arrives:
+            specs.append(generator_spec(self._compiled))
+        return self._receives(("F", fwd_chunk_id), specs, self.stage_index - 1)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Receives of the gradients, into buffers made now."""
+        if self.is_last or not self.has_backward:
+            return []
+        specs = list(self._compiled.program.gradients_in.values())
+        return self._receives(("B", bwd_chunk_id), specs, self.stage_index + 1)
+
+    def _receives(self, key: tuple[str, int], specs: list[TensorSpec], source: int) -> list[dist.P2POp]:
+        buffers = [packed_buffer(spec, self.device) for spec in specs]
+        self._arrived[key] = buffers
+        return [self._operation(dist.irecv, buffer, source) for buffer in buffers]
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Sends of the activations."""
+        values = [] if self.is_last else self._made.pop(("F", fwd_chunk_id))
+        return [self._operation(dist.isend, value, self.stage_index + 1) for value in values]
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Sends of the input gradients."""
+        values = [] if self.is_first or not self.has_backward else self._made.pop(("B", bwd_chunk_id))
+        return [self._operation(dist.isend, value, self.stage_index - 1) for value in values]
+
+    def _operation(self, operation: Callable[..., Any], tensor: torch.Tensor, stage: int) -> dist.P2POp:
+        peer = self.stage_index_to_group_rank[stage]
+        return dist.P2POp(operation, as_contiguous(packed(tensor)), group=self.group, group_peer=peer)
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """Nothing to warm up: torch 2.11 would make a V's turning rank send to itself, which gloo cannot."""
+        return []
+
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        """Input gradients for a stage on the same rank."""
+        return tuple(self._made.pop(("B", mb_index)))
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        """Gradients from a stage on the same rank."""
+        self._arrived["B", mb_index] = list(next_stage_bwd_outputs)
+
+    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
+        """Activations from a stage on the same rank; torch hands over what `forward_one_chunk` returned."""
+        self._arrived["F", mb_index] = list(prev_stage_outputs)
+
+
+def parameter_tree(parameters: Mapping[str, nn.Parameter]) -> nn.Module:
+    """An otherwise empty module that holds `parameters` under their own dotted names."""
+    root = nn.Module()
+    for name, parameter in parameters.items():
+        *path, leaf = name.split(".")
+        module = root
+        for part in path:
+            if part not in dict(module.named_children()):
+                module.add_module(part, nn.Module())
+            module = module.get_submodule(part)
+        module.register_parameter(leaf, parameter)
+    return root
