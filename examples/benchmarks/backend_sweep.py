@@ -19,8 +19,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 import torch  # noqa: E402
 from tabulate import tabulate  # noqa: E402
 
-from tests.runtime.alone import MODELS, expected, run_alone  # noqa: E402
-from tests.runtime.training import worst_difference  # noqa: E402
+from tests.support.fresh_processes import MODELS, expected, run_alone  # noqa: E402
+from tests.support.training import worst_difference  # noqa: E402
 
 BOUND = {"fx": 0.0, "inductor": 2e-6}
 ROUNDING = 1e-5  # gradients below this share of the largest are zero but for rounding: ViT's key biases

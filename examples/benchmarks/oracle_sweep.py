@@ -1,4 +1,4 @@
-"""Every combination of the promise that `tests/runtime/test_oracle.py` samples pairwise, in a checkout:
+"""Every combination of the promise that `tests/zbcompile/runtime/test_oracle.py` samples pairwise, in a checkout:
 
     python examples/benchmarks/oracle_sweep.py [--schedules 1f1b zb-h1 zb-v] [--microbatches 1 2 5 8]
 
@@ -18,8 +18,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
 import torch  # noqa: E402
 
-from tests.runtime.pool import Pool, open_pool  # noqa: E402
-from tests.runtime.training import Case, assert_bitwise, join, pipelined, reference  # noqa: E402
+from tests.support.pool import Pool, open_pool  # noqa: E402
+from tests.support.training import Case, assert_bitwise, join, pipelined, reference  # noqa: E402
 
 PLACES = ((1, False), (2, False), (4, False), (2, True), (4, True))  # ranks, in processes of their own
 

@@ -31,7 +31,7 @@ from zbcompile.schedules import Schedule, build
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from gpt import GPT, next_byte_loss
-from tests.zoo import ZOO
+from tests.support.zoo import ZOO
 
 HEADERS = ("model", "places", "schedule", "ranks", "cut after", "by FLOPs", "measured", "of the best", "boundary bytes")
 PLANS = (("zb-h1", 2), ("zb-h1", 4), ("zb-v", 2), ("zb-v", 4))

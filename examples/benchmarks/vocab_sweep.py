@@ -1,4 +1,4 @@
-"""Every combination that `tests/runtime/test_vocabulary_models.py` samples, in processes over gloo, in a checkout:
+"""Every combination that `test_vocabulary_models.py` samples, in processes over gloo, in a checkout:
 
     python examples/benchmarks/vocab_sweep.py [--models llama gpt2] [--ranks 2 4]
 
@@ -18,8 +18,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
 import torch  # noqa: E402
 
-from tests.runtime.pool import Pool, open_pool  # noqa: E402
-from tests.runtime.vocabulary_models import (  # noqa: E402
+from tests.support.pool import Pool, open_pool  # noqa: E402
+from tests.support.vocabulary_models import (  # noqa: E402
     MODELS,
     SCHEDULES,
     ModelCase,

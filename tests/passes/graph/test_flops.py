@@ -1,0 +1,61 @@
+"""Operations counted from a graph's values, beside torch's own counter around a run of it."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import flop_registry, register_flop_formula
+
+from tests.support.training import ROWS, Case, pipeline_of, problem_of
+from zbcompile.passes.graph import flops
+from zbcompile.passes.graph.flops import count_flops, count_flops_by_run
+from zbcompile.passes.split.subgraphs import Piece
+from zbcompile.passes.torch_private import FakeTensorMode, make_fx
+
+MODELS = ("gpt-tied", "skips", "llama", "mixtral", "unet")
+MADE_OF_OTHERS = (torch.ops.aten.silu_backward.default,)  # to torch, so a graph with one is run
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_as_torchs_counter(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where, as for most graphs, there is no run."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    for piece in pieces_of(model):
+        expected = count_flops_by_run(piece.module, mode)
+        with monkeypatch.context() as patch:
+            if not any(node.target in MADE_OF_OTHERS for node in piece.module.graph.nodes):
+                patch.setattr(flops, "count_flops_by_run", no_run)
+            assert count_flops(piece.module, mode) == expected
+        assert sum(expected.values()) > 0
+
+
+def no_run(*_: object) -> None:
+    pytest.fail("the graph was run")
+
+
+def pieces_of(model: str) -> list[Piece]:
+    case = Case(model, "zb-h1", 2, 2)
+    batch = problem_of(model).batches(1, case.microbatches * ROWS)[0]
+    pipe = pipeline_of(case)
+    pipe.compile(*batch.args, **batch.kwargs, **({} if batch.target is None else {"target": batch.target}))
+    return [piece for stage in pipe.program.stages for piece in stage.pieces.values()]
+
+
+@torch.library.custom_op("costs::double", mutates_args=())
+def double(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@double.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def test_a_formula_registered_later_counts() -> None:
+    mode = FakeTensorMode()
+    with mode:
+        module = make_fx(double)(torch.ones(3))
+    operator = torch.ops.costs.double
+    register_flop_formula(operator)(lambda shape, out_shape=None: shape[0])
+    try:
+        assert sum(count_flops(module, mode).values()) == 3
+    finally:
+        del flop_registry[operator]

@@ -1,0 +1,94 @@
+"""The split decides by bytes, exactly, and never at the price of a bit; a first stage is balanced like a middle one."""
+
+from itertools import combinations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.split_bytes import CUTS, operands
+from benchmarks.stages import Stage, compile_stages
+from tests.support.middle_stage import ORDERS, compile_middle, eager_gradients, joint_of_middle, run_in_order
+from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.split.saved_bytes import crossing_of
+from zbcompile.passes.split.split import apply, choose, closure
+from zbcompile.passes.split.subgraphs import Assignment
+from zbcompile.passes.split.weight_cut import WeightCut, is_cheap
+
+D = 8
+
+
+class Layer(nn.Module):
+    """A norm that is written out, and a linear layer behind an activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(D))
+        self.linear = nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.scale * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+        return self.linear(F.gelu(y))
+
+
+def waiting(assignment: Assignment) -> int:
+    crossing = crossing_of(assignment)
+    return crossing.kept + crossing.residue
+
+
+class Gated(nn.Module):
+    """A linear layer behind a scaled activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(D))
+        self.linear = nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(F.gelu(self.scale * x))
+
+
+@pytest.mark.parametrize(("make", "recompute"), [(Layer, False), (Gated, True)])
+def test_no_other_choice_waits_for_less(make: type[nn.Module], recompute: bool) -> None:
+    """Against every choice of operations that change sides."""
+    plain = closure(joint_of_middle(make(), torch.randn(16, D)))
+    cheap = [n for n in plain.joint.module.graph.nodes if is_cheap(n)]
+    early = _subsets([n for n in cheap if n in plain.nodes["W"]])
+    again = _subsets([n for n in cheap if n not in plain.nodes["W"]] if recompute else [])
+    found = waiting(apply(plain, choose(plain, recompute)))
+    assert found == min(waiting(apply(plain, WeightCut(a, b))) for a in early for b in again)
+    assert found < waiting(plain)
+
+
+def _subsets(nodes: list[torch.fx.Node]) -> list[frozenset[torch.fx.Node]]:
+    return [frozenset(chosen) for size in range(len(nodes) + 1) for chosen in combinations(nodes, size)]
+
+
+def test_what_w_computes_again_has_the_same_bits_and_takes_less_memory() -> None:
+    torch.manual_seed(0)
+    layer, x = Layer(), torch.randn(16, D)
+    before = compile_middle(layer, x)
+    compiled = compile_middle(layer, x, Choices(exact=True, weight_recompute=True))
+    assert compiled.middle.crossing.kept < before.middle.crossing.kept
+    expected = eager_gradients(compiled)
+    for order, actions in ORDERS.items():
+        found = run_in_order(compiled, actions)
+        for name, gradient in expected.items():
+            assert gradient is not None
+            assert torch.equal(found[name], gradient), f"{name}, {order}"  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module", params=["gpt", "llama"])
+def stages(request: pytest.FixtureRequest) -> list[Stage]:
+    return compile_stages(request.param, 64, 64, 2, Choices(exact=True, balance=CUTS))
+
+
+def test_a_first_stage_is_balanced_like_a_middle_one(stages: list[Stage]) -> None:
+    first, middle, _ = (stage.program.flops for stage in stages)
+    assert [first[name] for name in ("F", "B", "W")] == [middle[name] for name in ("F", "B", "W")]
+
+
+def test_only_the_operands_of_products_wait_for_w(stages: list[Stage]) -> None:
+    for stage in stages:
+        assert stage.program.crossing.residue <= 1.01 * operands(stage.program.pieces["W"])

@@ -1,0 +1,76 @@
+"""The memory of a pass while it runs, predicted from its graph, against the storages that a real run keeps alive."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zbcompile.cli.target import load_example
+from zbcompile.compiler.compile_example import compile_example
+from zbcompile.compiler.measure_nodes import synthetic
+from zbcompile.passes.compile_options import Choices, Recompute
+from zbcompile.passes.graph.flops import tensors_of
+from zbcompile.passes.graph.roles import Slot
+from zbcompile.passes.split.subgraphs import LATER
+from zbcompile.passes.stage.peak_memory import LOSS, RESIDENT, transient_bytes
+from zbcompile.passes.stage.stage_program import StageProgram
+from zbcompile.passes.torch_private import boxed
+from zbcompile.schedules import build
+
+TARGETS = Path(__file__).parents[3] / "examples" / "targets.py"
+
+
+class Alive(TorchDispatchMode):
+    """Adds up, after every operation, the storages that are alive: those of `values`, and all made since."""
+
+    def __init__(self, values: list[torch.Tensor], uncounted: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.without = {t.untyped_storage()._cdata for t in uncounted}
+        self.seen: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.most = 0
+        self.look(values)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.look(tensors_of(result))
+        return result
+
+    def look(self, values: list[torch.Tensor]) -> None:
+        for value in values:
+            storage = value.untyped_storage()
+            if storage._cdata not in self.without:
+                self.seen[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self.seen = {key: found for key, found in self.seen.items() if not found[0].expired()}
+        self.most = max(self.most, sum(size for _, size in self.seen.values()))
+
+
+def measured(stage: StageProgram, name: str, frame: dict[Slot, torch.Tensor]) -> int:
+    """Run a pass as a step does, on the values in `frame`: the most bytes that it keeps alive."""
+    piece = stage.pieces[name]
+    for slot, node in zip(piece.inputs, piece.module.graph.find_nodes(op="placeholder"), strict=True):
+        if slot not in frame:
+            frame[slot] = synthetic(node.meta["val"])
+    later = {slot for each in LATER[name] for slot in stage.pieces[each].inputs}
+    stays = [slot for slot in piece.inputs if slot.kind in RESIDENT or slot == LOSS]
+    values = [frame[slot] for slot in piece.inputs]
+    for slot in set(piece.inputs) - later - set(stays):
+        del frame[slot]
+    with torch.no_grad(), Alive(values, [frame[slot] for slot in stays]) as alive:
+        results = boxed(piece.module)(values)
+    frame.update(zip(piece.outputs, results, strict=True))
+    return alive.most
+
+
+@pytest.mark.parametrize(("target", "recompute"), [("unet", "hints"), ("gpt", "full")])
+def test_what_is_predicted_is_alive(target: str, recompute: Recompute) -> None:
+    """F, B and W of every stage, but for what an operation allocates for itself: batch norm copies its statistics."""
+    example = load_example(f"{TARGETS}:{target}")
+    program = compile_example(example, build("zb-v", 1, 2), Choices(recompute=recompute)).program
+    for stage in program.stages:
+        frame: dict[Slot, torch.Tensor] = {}
+        for name in ("F", "B", "W"):
+            predicted, found = transient_bytes(stage, name), measured(stage, name, frame)
+            assert predicted <= found <= 1.005 * predicted, f"{name} of stage {stage.stage}"

@@ -1,0 +1,100 @@
+"""Vocabulary passes against the unsplit output layer in eager mode; what is recognised, what is refused."""
+
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.support.vocabulary_case import (
+    LOSSES,
+    WIDTH,
+    Loss,
+    Model,
+    eager,
+    far,
+    head_of,
+    hidden_of,
+    problem,
+    rows,
+    sharded,
+    shifted,
+    z_loss,
+)
+from zbcompile.passes.capture.canonical import canonicalise
+from zbcompile.passes.capture.export import capture
+from zbcompile.passes.vocabulary.logits import NotShardable
+from zbcompile.passes.vocabulary.output_layer import find_head
+
+ALL = tuple(product(range(1, 9), (1, 2), (False, True)))
+FEW = ((1, 1, False), (2, 1, False), (3, 2, False), (5, 1, True), (8, 2, True), (16, 1, False))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_loss_in_fp64(name: str) -> None:
+    """One to eight shards, uneven and (with 16) empty ones; both algorithms, kept and lean."""
+    model, x, labels = problem()
+    head, values = head_of(model, x, labels, LOSSES[name])
+    hidden = hidden_of(model, x)
+    expected = eager(model, hidden, labels, LOSSES[name])
+    for p, barriers, lean in ALL if name in ("mean", "soft cap and smoothing") else FEW:
+        assert not far(sharded(head, values, model, hidden, p, barriers, lean), expected, 1e-12), (p, barriers, lean)
+
+
+def test_deterministic() -> None:
+    model, x, labels = problem(torch.float32)
+    head, values = head_of(model, x, labels, LOSSES["soft cap and smoothing"])
+    one, other = (sharded(head, values, model, hidden_of(model, x), 5, 1, False).named() for _ in range(2))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+class Classifier(nn.Module):
+    """An MLP as wide as the vocabulary in front of the output layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow, self.head = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH), nn.Linear(WIDTH, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.narrow(F.gelu(self.wide(x))))
+
+
+def test_an_mlp_as_wide_as_the_vocabulary_is_not_taken() -> None:
+    head, _ = head_of(Classifier(), torch.randn(2, 5, WIDTH), torch.zeros(2, 5, dtype=torch.long), LOSSES["mean"])
+    assert head.weight == "head.weight"
+    assert str(head).startswith("head.weight [32, 8] + head.bias")
+
+
+REFUSED: dict[str, tuple[Loss, str]] = {
+    "no vocabulary": (lambda y, t: (y - 1).square().mean() + 0 * t.sum(), "all of them at once"),
+    "entropy": (lambda y, t: (F.softmax(y, -1) * F.log_softmax(y, -1)).sum(), "all of them at once"),
+    "two functions": (lambda y, t: shifted(torch.tanh(y), t) + z_loss(y, t), "before and after"),
+    "different tokens": (lambda y, t: shifted(y, t) + torch.logsumexp(y, -1).mean(), "different tokens"),
+    "different labels": (
+        lambda y, t: F.cross_entropy(rows(y), t.flatten()) + F.cross_entropy(rows(y), 0 * t.flatten()),
+        "different labels",
+    ),
+    "without labels": (lambda y, t: torch.logsumexp(y, -1).mean() + 0 * t.sum(), "no term of the loss has labels"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_sharded_says_why(name: str) -> None:
+    loss, reason = REFUSED[name]
+    with pytest.raises(NotShardable, match=reason):
+        head_of(Model(), torch.randn(2, 5, WIDTH), torch.zeros(2, 5, dtype=torch.long), loss)
+
+
+class Auxiliary(Model):
+    """Returns its own loss, with a term that is none of the logits'."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.body(x))
+        return F.cross_entropy(rows(self.head(hidden)), torch.zeros(10, dtype=torch.long)) + hidden.square().mean()
+
+
+def test_an_auxiliary_loss_is_refused() -> None:
+    canonical = canonicalise(capture(Auxiliary(), (torch.randn(2, 5, WIDTH),), {}))
+    with pytest.raises(NotShardable, match="an auxiliary loss"):
+        find_head(canonical)

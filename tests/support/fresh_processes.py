@@ -1,0 +1,102 @@
+"""Programs compiled here and run by fresh processes, at two and four ranks, that cannot import the models' source.
+
+Four processes run each program of four ranks together, and then in two pairs those of two ranks.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.support.training import Case, Trained, join, problem_of, reference
+from tests.zbcompile.distributed.test_nodes import free_port
+from zbcompile.compiler.compile_example import one_microbatch
+from zbcompile.compiler.pass_pipeline import compile_drawn, draw_step
+from zbcompile.model.example import Example
+from zbcompile.passes.compile_options import Choices
+from zbcompile.program.program import StepOptions
+from zbcompile.schedules import build
+
+ROOT = Path(__file__).parents[2]
+MODELS = ("gpt-tied", "llama", "vit", "unet")
+PLANS = {2: "zb-v", 4: "zb-h1"}  # ranks: schedule; both have four stages, so the same graphs
+MICROBATCHES = 4
+SCRIPT = """
+import sys
+sys.modules.update(dict.fromkeys(("transformers", "gpt", "tests", "examples")))  # now nobody can import these
+import torch, zbcompile
+from torch.distributed.device_mesh import init_device_mesh
+
+torch.set_num_threads(1)
+
+def run(model, ranks, mesh=None):
+    given = torch.load(f"{model}.pt")
+    pipe = zbcompile.load(f"{model} at {ranks}", given["state"], mesh=mesh, timeout=1800)
+    loss = pipe.step(*given["args"], **given["kwargs"])
+    found = {"loss": loss, "gradients": {name: p.grad for name, p in pipe.named_parameters()}}
+    pipe.close()
+    return found
+
+models = sys.argv[1:]
+found = {f"{model} at 4": run(model, 4) for model in models}
+rank = torch.distributed.get_rank()
+pair = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pair", "pp"))["pp"]
+half = (len(models) + 1) // 2
+found |= {f"{model} at 2": run(model, 2, pair) for model in (models[half:] if rank >= 2 else models[:half])}
+torch.save(found, f"found-{rank}.pt")
+torch.distributed.barrier()  # the store of the process group lives as long as its first rank
+torch.distributed.destroy_process_group()
+"""
+
+
+def run_alone(folder: Path, models: Sequence[str], backend: str = "fx") -> dict[tuple[str, int], Trained]:
+    """One step of every model at two and at four ranks, joined over the ranks, by model and ranks."""
+    for model in models:
+        _save(model, folder, backend)
+    (folder / "zbcompile").symlink_to(ROOT / "zbcompile")  # all of this repository that they can import
+    port = free_port()
+    processes = [_start(rank, port, folder, models) for rank in range(4)]
+    said = [process.communicate(timeout=300 if backend == "fx" else 3600)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0] * 4, "\n".join(said)
+    found = [torch.load(folder / f"found-{rank}.pt") for rank in range(4)]
+    return {(model, ranks): _joined(found, model, ranks) for model in models for ranks in PLANS}
+
+
+def expected(model: str, ranks: int) -> Trained:
+    return reference(Case(model, PLANS[ranks], ranks, MICROBATCHES, steps=1))
+
+
+def _save(model: str, folder: Path, backend: str) -> None:
+    """Compile a model for two and for four ranks; beside the programs its parameters and one batch."""
+    problem = problem_of(model)
+    (batch,) = problem.batches(1, 2 * MICROBATCHES)
+    part = next(batch.parts(MICROBATCHES))
+    made = problem.model()
+    microbatch = one_microbatch(Example(made, part.args, part.kwargs, problem.loss, part.target))
+    choices = Choices(exact=backend == "fx")
+    drawn = draw_step(made, microbatch, problem.loss, choices)
+    for ranks, name in PLANS.items():
+        schedule = build(name, ranks, MICROBATCHES)
+        program = compile_drawn(made, microbatch, drawn, schedule, choices, {})
+        replace(program, step=StepOptions(backend=backend)).save(folder / f"{model} at {ranks}")
+    target = {} if batch.target is None else {"target": batch.target}
+    given = {"state": made.state_dict(), "args": batch.args, "kwargs": {**batch.kwargs, **target}}
+    torch.save(given, folder / f"{model}.pt")
+
+
+def _start(rank: int, port: int, folder: Path, models: Sequence[str]) -> subprocess.Popen[str]:
+    place = {"RANK": str(rank), "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    environment = {**os.environ, **place, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", SCRIPT, *models]
+    return subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+def _joined(found: list[dict[str, Any]], model: str, ranks: int) -> Trained:
+    shares = [each[f"{model} at {ranks}"] for each in found if f"{model} at {ranks}" in each]
+    assert len(shares) == ranks
+    return join([Trained([share["loss"]], [share["gradients"]], {}) for share in shares])

@@ -1,0 +1,86 @@
+"""What `zbcompile.run` is given in the tests: batches in every form that it takes, and first weights."""
+
+import random
+from collections.abc import Iterator, Mapping
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.support.checkpointing import LENGTH, SIZE
+
+Batch = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def drawn() -> Batch:
+    """A batch from torch's and Python's generators."""
+    tokens = torch.randint(0, 256, (SIZE, LENGTH + 1))
+    tokens[0, 0] = random.randrange(256)
+    return (tokens[:, :-1].contiguous(),), {"target": tokens[:, 1:].contiguous()}
+
+
+def batches() -> Iterator[Batch]:
+    """Batches that depend on all that were drawn before."""
+    while True:
+        yield drawn()
+
+
+def batches_from(start: int) -> Iterator[Batch]:
+    """The same, by a function that need not draw again what was trained on: the generators are in the checkpoint."""
+    for _ in count(start):
+        yield drawn()
+
+
+def numbered(start: int, seed: int, replica: int, replicas: int) -> Iterator[Batch]:
+    """Each batch a function of its number over all replicas."""
+    for step in count(start):
+        generator = torch.Generator().manual_seed(1000 * seed + step * replicas + replica)
+        tokens = torch.randint(0, 256, (SIZE, LENGTH + 1), generator=generator)
+        yield (tokens[:, :-1].contiguous(),), {"target": tokens[:, 1:].contiguous()}
+
+
+class Loader:
+    """An iterable that knows its place."""
+
+    def __init__(self) -> None:
+        self.place = 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        for batch in numbered(self.place, 3, 0, 1):
+            self.place += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self.place = state["place"]
+
+
+def loader() -> Loader:
+    return Loader()
+
+
+def two() -> list[Batch]:
+    return [drawn(), drawn()]
+
+
+def bare() -> Iterator[Tensor]:
+    yield torch.zeros(SIZE, LENGTH)
+
+
+def init(name: str, tensor: Tensor) -> None:
+    if tensor.dim() > 1:
+        nn.init.normal_(tensor, std=0.1)
+    else:
+        nn.init.constant_(tensor, 1.0 if name.endswith("weight") else 0.0)
+
+
+def sgd(parameters: list[tuple[str, nn.Parameter]], lr: float) -> torch.optim.Optimizer:
+    """Matrices alone get momentum."""
+    groups = [
+        {"params": [p for _, p in parameters if p.dim() > 1], "momentum": 0.9},
+        {"params": [p for _, p in parameters if p.dim() <= 1]},
+    ]
+    return torch.optim.SGD(groups, lr=lr)

@@ -1,0 +1,231 @@
+"""Training a problem of the oracle, pipelined and in eager mode, so that the two can be compared bit by bit."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+import zbcompile
+from tests.support.oracle import PROBLEMS, Gradients, Problem, eager_step, optimizer_of
+from tests.support.zoo import ZOO
+from zbcompile.compiler.pass_pipeline import Drawn, compile_drawn, draw_step
+from zbcompile.program.program import Program
+from zbcompile.schedules import build, lower
+
+ROWS = 2  # samples in a microbatch
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training run. Where there is no process group, `ranks` of them run in this process."""
+
+    problem: str
+    schedule: str
+    ranks: int
+    microbatches: int
+    exact: bool = True
+    steps: int = 3
+
+    def __str__(self) -> str:
+        return f"{self.problem} {self.schedule} ranks={self.ranks} m={self.microbatches}"
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The loss and the gradients of every step, and the state dict after the last optimizer step."""
+
+    losses: list[Tensor]
+    gradients: list[Gradients]
+    state: dict[str, Tensor]
+
+
+def problem_of(name: str) -> Problem:
+    """One of the oracle's own problems, or a model of the zoo."""
+    return PROBLEMS[name] if name in PROBLEMS else ZOO[name]
+
+
+def pipelined(case: Case) -> Trained:
+    """Train this process's share."""
+    return train(pipeline_of(case), case)
+
+
+def train(pipe: zbcompile.Pipeline, case: Case) -> Trained:
+    """Train the share of this process in `pipe`, a pipeline for `case`."""
+    problem = problem_of(case.problem)
+    losses, gradients, optimizer = [], [], None
+    for batch in problem.batches(case.steps, case.microbatches * ROWS):
+        target = {} if batch.target is None else {"target": batch.target}
+        losses.append(pipe.step(*batch.args, **batch.kwargs, **target))
+        optimizer = optimizer or optimizer_of(pipe.parameters())
+        gradients.append(gradients_of(pipe))
+        optimizer.step()
+        optimizer.zero_grad()
+    return Trained(losses, gradients, dict(pipe.state_dict()))
+
+
+def quickly(case: Case) -> Trained:
+    """As `pipelined`, but a problem is captured once, and schedules with equal stages on equal ranks share one
+    compilation."""
+
+    def draw_once(*given: Any) -> Drawn:
+        if case.problem not in _DRAWN:
+            _DRAWN[case.problem] = draw_step(*given)
+        return _DRAWN[case.problem]
+
+    def compile_once(model: Any, microbatch: Any, drawn: Any, schedule: Any, *rest: Any) -> Program:
+        key = (case.problem, case.exact, schedule.placement)
+        if key not in _COMPILED:
+            _COMPILED[key] = compile_drawn(model, microbatch, drawn, schedule, *rest)
+        return replace(_COMPILED[key], lowered=lower(schedule))
+
+    with mock.patch.multiple("zbcompile.frontend.executables", draw_step=draw_once, compile_drawn=compile_once):
+        return pipelined(case)
+
+
+def compiled_for(case: Case) -> Program:
+    """The program that `quickly` has compiled for a case."""
+    return _COMPILED[case.problem, case.exact, build(case.schedule, case.ranks, case.microbatches).placement]
+
+
+_DRAWN: dict[str, Drawn] = {}
+_COMPILED: dict[Any, Program] = {}
+
+
+def pipeline_of(case: Case, **options: Any) -> zbcompile.Pipeline:
+    problem = problem_of(case.problem)
+    return zbcompile.pipeline(
+        problem.model(),
+        schedule=case.schedule,
+        microbatches=case.microbatches,
+        loss=problem.loss,
+        exact=case.exact,
+        ranks=None if dist.is_initialized() else case.ranks,
+        **options,
+    )
+
+
+def interpreted(graph: GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
+    """The smallest backend: the graph itself. To the pipeline it is opaque, so that a pair cannot be one graph."""
+    return graph
+
+
+def gradients_of(model: nn.Module | zbcompile.Pipeline) -> Gradients:
+    """A copy of every `.grad`, by name."""
+    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+
+
+@cache
+def eager(problem: str, microbatches: int, steps: int = 3) -> Trained:
+    """The same training by the oracle."""
+    chosen = problem_of(problem)
+    model = chosen.model()
+    optimizer = optimizer_of(model.parameters())
+    losses, gradients = [], []
+    for step, batch in enumerate(chosen.batches(steps, microbatches * ROWS)):
+        losses.append(eager_step(model, chosen.loss, batch, microbatches, step))
+        gradients.append(gradients_of(model))
+        optimizer.step()
+        optimizer.zero_grad()
+    return Trained(losses, gradients, dict(model.state_dict()))
+
+
+def reference(case: Case) -> Trained:
+    """The oracle's training for a case."""
+    return eager(case.problem, case.microbatches, case.steps)
+
+
+def join(shares: Sequence[Trained]) -> Trained:
+    """The ranks' shares as one; what several ranks hold must be the same on all of them."""
+    for share in shares:
+        assert_same_tensors(share.losses, shares[0].losses, "loss of step")
+    gradients = [_join([share.gradients[step] for share in shares]) for step in range(len(shares[0].gradients))]
+    return Trained(shares[0].losses, gradients, _join([share.state for share in shares]))
+
+
+def _join(shares: Sequence[Mapping[str, Tensor | None]]) -> dict[str, Tensor | None]:
+    whole: dict[str, Tensor | None] = {}
+    for share in shares:
+        both = share.keys() & whole.keys()
+        assert_same_tensors({k: share[k] for k in both}, {k: whole[k] for k in both}, "held twice:")
+        whole.update(share)
+    return whole
+
+
+def assert_bitwise(ours: Trained, theirs: Trained) -> None:
+    """Every loss, every gradient and every entry of the state dict is equal under `torch.equal`."""
+    assert_same_tensors(ours.losses, theirs.losses, "loss of step")
+    for step, (our, their) in enumerate(zip(ours.gradients, theirs.gradients, strict=True)):
+        assert_same_tensors(our, their, f"gradient in step {step} of")
+    assert_same_tensors(ours.state, theirs.state, "state dict:")
+
+
+def assert_same_tensors(
+    ours: Sequence[Tensor] | Mapping[str, Tensor | None],
+    theirs: Sequence[Tensor] | Mapping[str, Tensor | None],
+    what: str,
+) -> None:
+    """Equal keys, None where the other is None, and equal bits; the message says how many differ and by how much."""
+    our, their = _named(ours), _named(theirs)
+    assert our.keys() == their.keys(), f"{what} {sorted(our.keys() ^ their.keys())} on one side only"
+    wrong = [name for name in their if not _same(our[name], their[name])]
+    assert not wrong, f"{what} {len(wrong)} of {len(their)} differ: {[_difference(n, our[n], their[n]) for n in wrong]}"
+
+
+def _named(tensors: Sequence[Tensor] | Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+    return dict(tensors) if isinstance(tensors, Mapping) else {str(i): tensor for i, tensor in enumerate(tensors)}
+
+
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one.dtype == other.dtype and torch.equal(one, other)
+
+
+def _difference(name: str, one: Tensor | None, other: Tensor | None) -> str:
+    if one is None or other is None or one.shape != other.shape:
+        return f"{name}: {_kind(one)} against {_kind(other)}"
+    return f"{name}: off by {(one - other).abs().max().item():.2g} of {other.abs().max().item():.2g}"
+
+
+def _kind(tensor: Tensor | None) -> str:
+    return "None" if tensor is None else f"{tensor.dtype}{list(tensor.shape)}"
+
+
+def assert_close(ours: Trained, theirs: Trained, bound: float = 1e-6) -> None:
+    """The losses differ by at most `bound`, the gradients by at most `bound` of the largest entry of each."""
+    for our, their in zip(ours.losses, theirs.losses, strict=True):
+        torch.testing.assert_close(our, their, rtol=bound, atol=0)
+    worst, name = worst_difference(ours, theirs)
+    assert worst <= bound, f"{name} differs by {worst:.1e} of its largest entry"
+
+
+def worst_difference(ours: Trained, theirs: Trained, rounding: float = 0.0) -> tuple[float, str]:
+    """How far the gradient that differs most is from the other one, relative to its largest entry, and its name.
+
+    Gradients below `rounding` of the largest of all (a key's bias, or one before a norm, has one that is zero but for
+    rounding) count relative to that."""
+    return max(
+        (difference, name)
+        for our, their in zip(ours.gradients, theirs.gradients, strict=True)
+        for name, difference in _differences(our, their, rounding).items()
+    )
+
+
+def _differences(ours: Gradients, theirs: Gradients, rounding: float) -> dict[str, float]:
+    sizes = {name: 0.0 if each is None else float(each.abs().max()) for name, each in theirs.items()}
+    largest, found = max(sizes.values()), {}
+    for name, their in theirs.items():
+        our = ours[name]
+        if our is None or their is None:
+            assert our is their, f"{name}: {_kind(our)} against {_kind(their)}"
+            continue
+        scale = sizes[name] if sizes[name] >= rounding * largest else largest
+        difference = float((our - their).abs().max())
+        found[name] = difference and (difference / scale if scale else float("inf"))
+    return found

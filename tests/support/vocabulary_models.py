@@ -1,0 +1,105 @@
+"""One training step of transformers' models with sharded vocabularies, and of the same models unsplit."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import zbcompile
+from tests.support.oracle import Gradients, eager_step
+from tests.support.vocabulary_training import distance
+from tests.support.zoo import ZOO
+from zbcompile.compiler.pass_pipeline import Drawn, compile_drawn, draw_step
+from zbcompile.compiler.vocabulary_sharding import insert
+from zbcompile.program.program import Program
+from zbcompile.schedules import lower
+
+MODELS = ("llama", "gpt2", "gemma2", "bert")
+SCHEDULES = ("1f1b", "zb-h1", "zb-v", "dualpipe-v")
+MICROBATCHES = 8
+Step = tuple[Tensor, Gradients]
+
+
+@dataclass(frozen=True)
+class ModelCase:
+    """One step of a model of the zoo."""
+
+    model: str
+    schedule: str
+    ranks: int
+    barriers: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.model} {self.schedule} ranks={self.ranks} barriers={self.barriers}"
+
+
+def dtype_of(case: ModelCase) -> torch.dtype:
+    """Eager mode makes NaN of Gemma-2 in double precision."""
+    return torch.float32 if case.model == "gemma2" else torch.float64
+
+
+def one_step(case: ModelCase) -> Step:
+    """The loss, and this process's share of the gradients."""
+    problem = ZOO[case.model]
+    (batch,) = problem.batches(1, MICROBATCHES)
+    pipe = zbcompile.pipeline(
+        problem.model().to(dtype_of(case)),
+        schedule=case.schedule,
+        microbatches=MICROBATCHES,
+        ranks=None if dist.is_initialized() else case.ranks,
+        vocab=case.barriers,
+    )
+    loss = pipe.step(*batch.args, **batch.kwargs)
+    return loss, {name: p.grad for name, p in pipe.named_parameters()}
+
+
+def quick_step(case: ModelCase, drawn: dict[str, Drawn], compiled: dict[Any, Program]) -> Step:
+    """As `one_step` in one process, but what was captured and compiled before is used again."""
+
+    def draw_once(*given: Any) -> Drawn:
+        if case.model not in drawn:
+            drawn[case.model] = draw_step(*given)
+        return drawn[case.model]
+
+    def compile_once(model: Any, microbatch: Any, line: Drawn, schedule: Any, *rest: Any) -> Program:
+        key = (case.model, case.barriers, schedule.placement)
+        if key not in compiled:
+            compiled[key] = compile_drawn(model, microbatch, line, schedule, *rest)
+        found = compiled[key]
+        assert found.vocabulary is not None
+        return replace(found, lowered=lower(insert(schedule, found.vocabulary, found.stages)))
+
+    with mock.patch.multiple("zbcompile.frontend.executables", draw_step=draw_once, compile_drawn=compile_once):
+        return one_step(case)
+
+
+def unsplit(case: ModelCase) -> Step:
+    problem = ZOO[case.model]
+    model = problem.model().to(dtype_of(case))
+    (batch,) = problem.batches(1, MICROBATCHES)
+    loss = eager_step(model, None, batch, MICROBATCHES, 0)
+    return loss, {name: p.grad for name, p in model.named_parameters()}
+
+
+def join(shares: list[Step], like: Gradients) -> Step:
+    """The ranks' gradients as one: rows in rank order."""
+    joined: dict[str, Tensor | None] = {}
+    for name, gradient in like.items():
+        parts = [grads[name] for _, grads in shares if grads.get(name) is not None]
+        rows = gradient is not None and parts and parts[0].shape != gradient.shape  # type: ignore[union-attr]
+        joined[name] = torch.cat(parts) if rows else (parts[0] if parts else None)  # type: ignore[arg-type]
+    return shares[0][0], joined
+
+
+def assert_same(ours: Step, theirs: Step) -> None:
+    """Within 2e-6: these models compute their losses in fp32."""
+    assert distance(ours[0], theirs[0]) < 1e-6
+    for name, gradient in theirs[1].items():
+        found = ours[1][name]
+        assert (found is None) == (gradient is None), name
+        if gradient is not None and found is not None:
+            noise = gradient.abs().max() < 1e-12  # the gradient of a key's bias is zero but for rounding
+            assert noise or distance(found, gradient) < 2e-6, name

@@ -1,0 +1,108 @@
+"""What runs the graphs: functions from outside, and what is refused. For inductor see test_inductor.py."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+from torch._inductor import config
+from torch.fx import GraphModule
+
+import zbcompile
+from tests.support.training import Case, assert_bitwise, interpreted, pipeline_of, problem_of, reference, train
+from zbcompile.passes.torch_private import boxed
+
+CASE = Case("mlp", "zb-h1", 2, 4, steps=2)
+
+
+def boxed_backend(graph: GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
+    """One whose functions take a list."""
+    run = boxed(graph)
+
+    def call(values: list[Tensor]) -> Any:
+        result = run(values)
+        assert not values
+        return result
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
+@pytest.mark.parametrize("backend", [interpreted, boxed_backend])
+def test_a_function_as_backend(backend: Any) -> None:
+    assert_bitwise(train(pipeline_of(CASE, backend=backend), CASE), reference(CASE))
+
+
+def test_a_function_sees_each_distinct_graph_once() -> None:
+    seen: list[tuple[GraphModule, Sequence[Tensor]]] = []
+
+    def counting(graph: GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
+        seen.append((graph, inputs))
+        return graph
+
+    pipe = pipeline_of(CASE, backend=counting)
+    train(pipe, CASE)
+    (done,) = pipe.compilations
+    assert done.backend.endswith("counting")
+    assert done.compiled == done.distinct == len(seen) <= done.graphs
+    for graph, inputs in seen:
+        assert len(graph.graph.find_nodes(op="placeholder")) == len(inputs)
+        assert all(isinstance(value, Tensor) for value in inputs)
+
+
+def test_vocabulary_passes_go_through_the_backend() -> None:
+    titles: list[str] = []
+
+    def counting(graph: GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
+        titles.append(str(len(inputs)))
+        return graph
+
+    case = Case("gpt", "1f1b", 2, 2, exact=False, steps=1)
+    plain = train(pipeline_of(case, vocab=1), case)
+    pipe = pipeline_of(case, vocab=1, backend=counting)
+    assert_bitwise(train(pipe, case), plain)
+    assert len(titles) == pipe.compilations[0].distinct > 6  # S, STATS and T of two ranks beside the stages' passes
+
+
+@pytest.mark.parametrize(
+    ("backend", "message"),
+    [
+        ("triton", 'backend=\'triton\'; expected "fx", "inductor", or a function'),
+        (lambda graph, inputs: None, "returned a NoneType for F.; expected a function"),
+        (lambda graph, inputs: 1 / 0, "failed on F.: ZeroDivisionError"),
+        (lambda graph, inputs: lambda *values: values[0], "returned a Tensor; the graph returns"),
+    ],
+    ids=["name", "no function", "fails", "one tensor"],
+)
+def test_what_is_refused(backend: Any, message: str) -> None:
+    with pytest.raises((zbcompile.PipelineError, zbcompile.CompileError), match=message):
+        train(pipeline_of(CASE, backend=backend), CASE)
+
+
+def test_inductor_is_not_exact() -> None:
+    with pytest.raises(zbcompile.PipelineError, match="exact=True cannot have it"):
+        pipeline_of(CASE, backend="inductor")
+
+
+def test_inductor_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZBCOMPILE_CACHE", str(tmp_path))
+    with (
+        config.patch({"cpp.cxx": ("no-such-compiler",)}),
+        pytest.raises(zbcompile.PipelineError, match="needs a C\\+\\+ compiler"),
+    ):
+        zbcompile.pipeline(problem_of("mlp").model(), ranks=2, backend="inductor")
+
+
+def test_a_program_remembers_its_backend(tmp_path: Path) -> None:
+    """A function cannot be saved: it must be given again."""
+    case = Case("mlp", "zb-h1", 2, 4, steps=1)
+    pipe = pipeline_of(case, backend=interpreted)
+    train(pipe, case)
+    pipe.program.save(tmp_path / "program")
+    state = problem_of(case.problem).model().state_dict()
+    with pytest.raises(zbcompile.PipelineError, match="backend of its own, interpreted"):
+        zbcompile.load(tmp_path / "program", state)
+    for backend in (interpreted, "fx"):
+        loaded = zbcompile.load(tmp_path / "program", state, backend=backend)
+        assert_bitwise(train(loaded, case), reference(case))

@@ -1,0 +1,104 @@
+"""The shared folder of compiled things: made once, whole or not there, whatever is killed."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from zbcompile.backends.compile_cache import CompileCache, cache_folder
+from zbcompile.errors import PipelineError
+
+ROOT = Path(__file__).parents[3]
+# Makes the entries that are named, slowly, in two steps; prints which of them it made.
+MAKER = """
+import sys, time
+from pathlib import Path
+from zbcompile.backends.compile_cache import CompileCache
+
+folder, pause, first, *keys = sys.argv[1:]
+
+def make(entry):
+    (entry / "half").write_text("first")
+    print("making", entry.name, flush=True)
+    time.sleep(float(pause))
+    (entry / "whole").write_text("second")
+
+load = lambda key, entry: sorted(path.name for path in entry.iterdir())
+found = CompileCache(Path(folder)).obtain({key: make for key in keys}, load, int(first))
+print(*(f"{key}={how}" for key, (_, how) in found.items()), flush=True)
+"""
+
+
+def start(folder: Path, pause: float, first: int, *keys: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", MAKER, str(folder), str(pause), str(first), *keys]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+
+
+def lines(process: subprocess.Popen[str]) -> Iterator[str]:
+    assert process.stdout is not None
+    return iter(process.stdout.readline, "")
+
+
+def make(entry: Path) -> None:
+    (entry / "whole").write_text("here")
+
+
+def names(key: str, entry: Path) -> list[str]:
+    return sorted(path.name for path in entry.iterdir())
+
+
+def test_an_entry_is_made_once(tmp_path: Path) -> None:
+    cache = CompileCache(tmp_path / "new" / "folder")
+    assert cache.obtain({"a": make, "b": make}, names) == {"a": (["whole"], "compiled"), "b": (["whole"], "compiled")}
+    assert cache.obtain({"b": make}, names) == {"b": (["whole"], "loaded")}
+    assert cache.has("a")
+    assert not cache.has("c")
+
+
+def test_two_processes_share_the_work(tmp_path: Path) -> None:
+    """They begin with different entries, and each waits for what the other has begun."""
+    both = [start(tmp_path, 1.0, first, "a", "b") for first in (0, 1)]
+    said = [list(lines(process)) for process in both]
+    made = sorted(line.split()[1] for output in said for line in output if line.startswith("making"))
+    assert made == ["a.partial", "b.partial"]
+    assert all("half" not in output[-1] for output in said)
+
+
+def test_a_killed_maker_leaves_nothing_behind(tmp_path: Path) -> None:
+    process = start(tmp_path, 60, 0, "a")
+    assert next(lines(process)).startswith("making")
+    cache = CompileCache(tmp_path)
+    assert not cache.has("a")
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    before = time.monotonic()
+    assert cache.obtain({"a": make}, names) == {"a": (["whole"], "compiled")}
+    assert time.monotonic() - before < 5
+
+
+def test_what_fails_is_made_again(tmp_path: Path) -> None:
+    def fail(entry: Path) -> None:
+        (entry / "half").write_text("first")
+        raise ValueError("no")
+
+    cache = CompileCache(tmp_path)
+    with pytest.raises(ValueError, match="no"):
+        cache.obtain({"a": fail}, names)
+    assert cache.obtain({"a": make}, names) == {"a": (["whole"], "compiled")}
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PipelineError, match="ZBCOMPILE_CACHE"):
+        CompileCache(tmp_path / "file" / "cache").obtain({"a": make}, names)
+
+
+def test_where_the_folder_is(tmp_path: Path) -> None:
+    assert cache_folder({"ZBCOMPILE_CACHE": str(tmp_path)}) == tmp_path
+    assert cache_folder({"XDG_CACHE_HOME": "/somewhere"}) == Path("/somewhere/zbcompile")
+    assert cache_folder({}) == Path.home() / ".cache" / "zbcompile"

@@ -1,0 +1,238 @@
+"""backend="inductor": within its bound of eager, compiled once per distinct graph, in place, and from the cache."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import zbcompile
+from tests.support.oracle import Batch, eager_step
+from tests.support.pool import Pool
+from tests.support.training import (
+    Case,
+    Trained,
+    assert_bitwise,
+    assert_close,
+    gradients_of,
+    join,
+    pipeline_of,
+    problem_of,
+    reference,
+    train,
+)
+from zbcompile.backends.backend import Compilation
+from zbcompile.backends.compile_cache import CompileCache
+from zbcompile.backends.inductor import make_inductor
+from zbcompile.compile import main
+from zbcompile.passes.stage.anonymous_graph import bare
+from zbcompile.passes.torch_private import make_fx
+
+pytestmark = [
+    pytest.mark.beside_ranks,
+    pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler"),
+    pytest.mark.timeout(900),  # compilers take seconds per graph, and on a busy machine many
+]
+BOUND = 2e-6  # of the largest entry of each gradient, fp32: other orders of summation, vectorised functions
+# One step each: an optimizer such as Adam makes much of small differences, and the next step starts from them.
+CASE = Case("mlp", "zb-v", 2, 4, exact=False, steps=1)
+GLOO = [
+    Case(problem, name, 2, 4, exact=False, steps=1)
+    for problem, name in (("short-mlp", "zb-h1"), ("mlp", "zb-v"), ("mlp", "dualpipe-v"))
+]
+
+
+def pipe_of(case: Case, **options: Any) -> zbcompile.Pipeline:
+    """Two layers on each stage: then all cases have the same first, middle and last stage."""
+    layers = len(problem_of(case.problem).model().layers)  # type: ignore[arg-type]
+    return pipeline_of(case, balance=[f"layers.{i}" for i in range(2, layers, 2)], **options)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """One folder of compiled graphs for all tests of this file."""
+    folder = tmp_path_factory.mktemp("compiled")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ZBCOMPILE_CACHE", str(folder))
+        yield folder
+
+
+def entries(folder: Path) -> int:
+    """The graphs in a cache."""
+    return len(list(folder.glob("*/graph.pickle")))
+
+
+@pytest.fixture(scope="module")
+def first(cache: Path) -> tuple[Trained, Compilation]:
+    """The first training with these graphs, and what was compiled for it."""
+    before = entries(cache)
+    pipe = pipe_of(CASE, backend="inductor")
+    trained = train(pipe, CASE)
+    assert entries(cache) - before == pipe.compilations[0].compiled
+    return trained, pipe.compilations[0]
+
+
+def test_gradients_are_within_the_bound(first: tuple[Trained, Compilation]) -> None:
+    assert_close(first[0], reference(CASE), BOUND)
+
+
+def test_each_distinct_graph_is_compiled_once(first: tuple[Trained, Compilation], cache: Path) -> None:
+    """Stages with equal layers share their graphs; a second pipeline finds them all."""
+    done = first[1]
+    assert done.compiled == done.distinct < done.graphs
+    pipe = pipe_of(CASE, backend="inductor")
+    assert_bitwise(train(pipe, CASE), first[0])
+    again = pipe.compilations[0]
+    assert (again.compiled, again.loaded, again.distinct) == (0, done.distinct, done.distinct)
+
+
+class Words(nn.Module):
+    """What an MLP has not: an embedding, a norm, random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.layer, self.norm = nn.Embedding(16, 8), nn.Linear(8, 8), nn.LayerNorm(8)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = F.dropout(self.layer(self.token(tokens)), 0.2)
+        return F.dropout(self.norm(x), 0.2).square().mean()
+
+
+@pytest.mark.slow
+def test_embeddings_norms_and_dropout(cache: Path) -> None:
+    """Random numbers are eager's own; embeddings add their rows in place."""
+    torch.manual_seed(0)
+    ours, theirs, tokens = Words(), Words(), torch.randint(16, (4, 6))
+    theirs.load_state_dict(ours.state_dict())
+    pipe = zbcompile.pipeline(ours, schedule="1f1b", ranks=2, microbatches=2, backend="inductor")
+    losses = [pipe.step(tokens)], [eager_step(theirs, None, Batch((tokens,), {}), 2, 0)]
+    found, expected = (Trained(loss, [gradients_of(m)], {}) for loss, m in zip(losses, (ours, theirs), strict=True))
+    assert_close(found, expected, BOUND)
+
+
+def run_here(case: Case, folder: str) -> tuple[Trained, Compilation]:
+    """One rank's share of a training through the cache in `folder`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ZBCOMPILE_CACHE", folder)
+        pipe = pipe_of(case, backend="inductor")
+        return train(pipe, case), pipe.compilations[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", GLOO, ids=str)
+def test_zero_bubble_schedules_with_inductor_over_gloo(case: Case, cache: Path, pool: Pool) -> None:
+    """torch's own refuse compiled modules. The ranks share what there is to compile."""
+    before = entries(cache)
+    shares, done = zip(*pool.run(run_here, case, str(cache), ranks=2, timeout=800), strict=True)
+    assert_close(join(shares), reference(case), BOUND)
+    assert sum(each.compiled for each in done) == entries(cache) - before
+    assert all(each.compiled + each.loaded == each.distinct for each in done)
+
+
+def test_a_saved_program_is_compiled_through_the_cache(
+    first: tuple[Trained, Compilation], cache: Path, tmp_path: Path
+) -> None:
+    pipe = pipe_of(CASE, backend="inductor")
+    batch = problem_of(CASE.problem).batches(1, CASE.microbatches * 2)[0]
+    pipe.compile(*batch.args, target=batch.target).program.save(tmp_path / "program")
+    loaded = zbcompile.load(tmp_path / "program", problem_of(CASE.problem).model().state_dict())
+    assert_bitwise(train(loaded, CASE), first[0])
+    assert loaded.compilations[0].compiled == 0
+    plain = zbcompile.load(tmp_path / "program", problem_of(CASE.problem).model().state_dict(), backend="fx")
+    assert_close(train(plain, CASE), reference(CASE), BOUND)
+
+
+def test_an_exact_program_is_not_loaded_with_inductor(tmp_path: Path) -> None:
+    case = Case("mlp", "1f1b", 2, 2)
+    pipe = pipeline_of(case)
+    train(pipe, case)
+    pipe.program.save(tmp_path / "program")
+    with pytest.raises(zbcompile.PipelineError, match="exact=True cannot have it"):
+        zbcompile.load(tmp_path / "program", backend="inductor")
+
+
+def test_the_memory_that_waits_is_that_of_the_graphs(first: tuple[Trained, Compilation], cache: Path) -> None:
+    batch = problem_of(CASE.problem).batches(1, CASE.microbatches * 2)[0]
+
+    def peak(**options: Any) -> dict[int, int]:
+        pipe = pipe_of(CASE, **options)
+        pipe.record = True
+        pipe.step(*batch.args, target=batch.target)
+        assert pipe.last_step is not None
+        return dict(pipe.last_step.peak_activation_bytes)
+
+    assert peak(backend="inductor") == peak()
+
+
+def test_gradients_accumulate_in_place(first: tuple[Trained, Compilation], cache: Path) -> None:
+    model: nn.Module = problem_of(CASE.problem).model()
+    batch = problem_of(CASE.problem).batches(1, CASE.microbatches * 2)[0]
+    pipe = pipe_of(CASE, backend="inductor")
+    pipe.step(*batch.args, target=batch.target)
+    once = {name: (p.grad.data_ptr(), p.grad.clone()) for name, p in pipe.named_parameters() if p.grad is not None}
+    assert set(once) == {name for name, _ in model.named_parameters()}
+    pipe.step(*batch.args, target=batch.target)
+    for name, parameter in pipe.named_parameters():
+        assert parameter.grad is not None
+        assert parameter.grad.data_ptr() == once[name][0]
+        torch.testing.assert_close(parameter.grad, 2 * once[name][1], rtol=1e-5, atol=1e-7)
+
+
+def test_another_number_of_threads_is_other_code(first: tuple[Trained, Compilation], cache: Path) -> None:
+    """Compiled loops have it inside."""
+    inductor = make_inductor(torch.device("cpu"))
+    graph = bare(make_fx(lambda x: [x + 1])(torch.zeros(2)))
+    one = inductor.key(graph)
+    torch.set_num_threads(2)
+    try:
+        assert inductor.key(graph) != one
+    finally:
+        torch.set_num_threads(1)
+    assert inductor.key(graph) == one
+
+
+def test_half_an_entry_is_made_again(first: tuple[Trained, Compilation], cache: Path, tmp_path: Path) -> None:
+    """What a killed compilation leaves: a folder that was not renamed."""
+    pipe = pipe_of(CASE, backend="inductor")
+    train(pipe, CASE)
+    forward = pipe.program.stages[0].pieces["F"].module
+    key = make_inductor(torch.device("cpu")).key(bare(forward))
+    copy = CompileCache(tmp_path / "copy")
+    shutil.copytree(cache, copy.folder)
+    (copy.folder / key).rename(copy.folder / f"{key}.partial")
+    (copy.folder / f"{key}.partial" / "graph.pickle").write_bytes(b"")
+    assert not copy.has(key)
+    trained, done = run_here(CASE, str(copy.folder))
+    assert_bitwise(trained, first[0])
+    assert (done.compiled, done.loaded) == (1, done.distinct - 1)
+
+
+TARGET = """
+import zbcompile
+from tests.support.training import problem_of
+
+def target():
+    problem = problem_of("mlp")
+    batch = problem.batches(1, 2)[0]
+    return zbcompile.Example(problem.model(), batch.args, loss=problem.loss, target=batch.target)
+"""
+
+
+def test_the_command_fills_the_cache(
+    first: tuple[Trained, Compilation], cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Here it finds all of them there; the program that it writes asks for inductor."""
+    (tmp_path / "given.py").write_text(TARGET)
+    plan = ["--schedule", "zb-v", "--ranks", "2", "--microbatches", "4", "--backend", "inductor"]
+    plan += ["--balance", "layers.2,layers.4,layers.6"]
+    given = [f"{tmp_path / 'given.py'}:target", *plan, "--output", str(tmp_path / "program")]
+    assert main(given) == 0
+    assert f"{first[1].distinct} from the cache" in capsys.readouterr().err
+    loaded = zbcompile.load(tmp_path / "program", problem_of(CASE.problem).model().state_dict())
+    assert_bitwise(train(loaded, CASE), first[0])
+    assert main([*given, "--exact"]) == 2
+    assert "exact=True cannot have it" in capsys.readouterr().err

@@ -1,0 +1,164 @@
+"""`python -m zbcompile.run`: a program, a data function, and a command that goes on where it stopped."""
+
+import io
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import zbcompile
+from tests.support.checkpointing import MICROBATCHES, PROBLEM
+from tests.support.oracle import Batch
+from tests.support.pool import Pool
+from tests.support.run_data import numbered
+from tests.support.training import assert_same_tensors
+from zbcompile.cli.exit_status import FAILED
+from zbcompile.cli.train_job import Job, train
+from zbcompile.cli.train_optimizer import rate_factor
+from zbcompile.run import main
+
+DATA = "tests.support.run_data"
+Program = Callable[[str, int], Path]
+
+
+def command(program: Path, folder: Path, name: str, steps: int, data: str, *more: str) -> list[str]:
+    """The command of a run whose checkpoints and weights have a name of their own."""
+    return [
+        *(str(program), "--data", f"{DATA}:{data}", "--init", f"{DATA}:init", "--steps", str(steps), "--seed", "3"),
+        *("--lr", "0.01", "--checkpoint", str(folder / name), "--every", "2", "--resume"),
+        *("--export", str(folder / f"{name}.safetensors"), *more),
+    ]
+
+
+@pytest.mark.parametrize("data", ["batches", "batches_from", "loader"])
+def test_a_resumed_run_has_the_same_bits(data: str, small_program: Program, tmp_path: Path) -> None:
+    """Whatever way the data takes back to its place. Not every step has a checkpoint."""
+    program = small_program("zb-h1", 2)
+    assert main(command(program, tmp_path, "whole", 5, data)) == 0
+    assert main(command(program, tmp_path, "parts", 3, data)) == 0
+    assert main(command(program, tmp_path, "parts", 5, data)) == 0
+    assert (tmp_path / "whole.safetensors").read_bytes() == (tmp_path / "parts.safetensors").read_bytes()
+
+
+def test_options_of_a_run(small_program: Program, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An optimizer of the user's, a rate that changes, clipping; what is printed; a run that is over; then from its
+    weights and from its checkpoint another one starts."""
+    program = small_program("zb-h1", 2)
+    more = ("--optimizer", f"{DATA}:sgd", "--warmup", "1", "--decay", "cosine", "--clip", "0.1", "--log-every", "2")
+    assert main(command(program, tmp_path, "first", 4, "numbered", *more)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"step 0 of 4: the weights of {DATA}:init"
+    assert [line.split(",")[0].rpartition(" ")[0] for line in lines if "loss" in line] == [
+        "step 2 of 4: loss",
+        "step 4 of 4: loss",
+    ]
+    assert all(line.endswith("tokens/s") for line in lines if "loss" in line)
+    assert main(command(program, tmp_path, "first", 4, "numbered", *more)) == 0
+    assert "step 4 of 4: resumed from" in capsys.readouterr().out
+    for weights in ("first.safetensors", "first", "first/step-00000004"):
+        again = [str(program), "--data", f"{DATA}:numbered", "--weights", str(tmp_path / weights), "--steps", "1"]
+        assert main([*again, "--export", str(tmp_path / "last.safetensors"), "--optimizer", "sgd", "--lr", "0"]) == 0
+        assert_same_tensors(
+            load_file(tmp_path / "last.safetensors"), load_file(tmp_path / "first.safetensors"), "weight"
+        )
+
+
+def run_replicas(program: str, weights: str, folder: str) -> None:
+    job = Job(
+        *(Path(program), f"{DATA}:numbered", 2, "sgd", {"lr": 0.1}),
+        weights=Path(weights),
+        checkpoint=Path(folder, "checkpoints"),
+        export=Path(folder, "replicas.safetensors"),
+        seed=3,
+        replicas=2,
+    )
+    train(job)
+
+
+def test_two_replicas_of_two_ranks(small_program: Program, pool: Pool, tmp_path: Path) -> None:
+    """They train on the batches of both, concatenated."""
+    model = PROBLEM.model()
+    zbcompile.save_weights(tmp_path / "first.safetensors", model)
+    pool.run(run_replicas, str(small_program("zb-h1", 2)), str(tmp_path / "first.safetensors"), str(tmp_path), ranks=4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sources = [numbered(0, 3, replica, 2) for replica in range(2)]
+    for step in range(2):
+        parts = [next(source) for source in sources]
+        inputs, targets = (torch.cat(each) for each in zip(*((p[0][0], p[1]["target"]) for p in parts), strict=True))
+        eager_step_seeded(model, Batch((inputs,), {}, targets), step)
+        optimizer.step()
+        optimizer.zero_grad()
+    found = load_file(tmp_path / "replicas.safetensors")
+    for name, parameter in model.named_parameters():
+        assert (found[name] - parameter).abs().max() <= 2e-6 * parameter.abs().max(), name
+
+
+def eager_step_seeded(model: torch.nn.Module, batch: Batch, step: int) -> None:
+    """The oracle's step for the run's seed."""
+    count = 2 * MICROBATCHES
+    for i, part in enumerate(batch.parts(count)):
+        torch.manual_seed(zbcompile.microbatch_seed(step, i, 3))
+        assert PROBLEM.loss is not None
+        (PROBLEM.loss(model(*part.args), part.target) / count).backward()
+
+
+REFUSED = {
+    "no weights": (["--data", f"{DATA}:numbered"], "nothing gives the parameters their values"),
+    "no program": (["--data", f"{DATA}:numbered", "--init", f"{DATA}:init"], "has no manifest.json"),
+    "no data function": (["--data", f"{DATA}:nothing"], "has no nothing; it defines"),
+    "no iterable": (["--data", f"{DATA}:SIZE", "--init", f"{DATA}:init"], "gives a int; expected an iterable"),
+    "too few batches": (["--data", f"{DATA}:two", "--init", f"{DATA}:init"], "ended after 2 batches"),
+    "no batches": (["--data", f"{DATA}:bare", "--init", f"{DATA}:init"], "is a Tensor; expected (args, kwargs)"),
+    "no optimizer": (["--data", f"{DATA}:numbered", "--optimizer", "adamv"], "expected adamw, adam, sgd, or FILE"),
+    "no option": (["--data", f"{DATA}:numbered", "--option", "speed=1"], "unexpected keyword argument 'speed'"),
+    "no backend": (["--data", f"{DATA}:numbered", "--backend", "fxx"], "fxx"),
+    "no group": (["--data", f"{DATA}:numbered", "--replicas", "2"], "Start the command with torchrun"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_run_is_said_in_one_line(
+    case: str, small_program: Program, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments, message = REFUSED[case]
+    program = tmp_path if case == "no program" else small_program("zb-h1", 2)
+    assert main([str(program), "--steps", "3", *arguments]) == FAILED
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("zbcompile.run: ")
+    assert message in line
+
+
+def test_checkpoints_are_not_mixed(small_program: Program, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = command(small_program("zb-h1", 2), tmp_path, "run", 1, "numbered")
+    assert main(arguments) == 0
+    assert main([each for each in arguments if each != "--resume"]) == FAILED
+    assert "holds checkpoints up to step-00000001. Pass --resume" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*arguments[:7], "--resume"])
+    assert "--resume needs --checkpoint" in capsys.readouterr().err
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_gets_a_bar(small_program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    assert main(command(small_program("zb-h1", 2), tmp_path, "run", 2, "numbered")) == 0
+    last = terminal.getvalue().split("\r")[-1]
+    assert "2/2" in last
+    assert re.search(r"loss \d\.\d+, [\d,]+ tokens/s", last)
+
+
+def test_rates() -> None:
+    assert [rate_factor(step, 4) for step in range(4)] == [1.0] * 4
+    cosine = [rate_factor(step, 4, decay="cosine") for step in range(4)]
+    assert cosine[0] == 1.0
+    assert cosine[2] == pytest.approx(0.5)
+    assert cosine == sorted(cosine, reverse=True)

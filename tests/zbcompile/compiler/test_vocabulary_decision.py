@@ -1,0 +1,73 @@
+"""What is decided for a sharded output layer: whether it is sharded at all, and whether its logits wait."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zbcompile
+from gpt import GPT, next_byte_loss
+from tests.support.oracle import Batch, eager_step
+from tests.support.vocabulary_training import distance
+from zbcompile.compiler.vocabulary_decision import WORTH, choose_sharding, predict_steps
+from zbcompile.passes.capture.canonical import canonicalise
+from zbcompile.passes.capture.export import capture
+from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.errors import CompileError
+from zbcompile.schedules import build
+
+MICROBATCHES, LENGTH = 4, 16
+MANY = 8192
+
+
+def model_of(words: int, layers: int = 2) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = GPT(layers=layers, width=16, heads=2, length=LENGTH)
+        model.token, model.head = nn.Embedding(words, 16), nn.Linear(16, words, bias=False)
+    return model
+
+
+def batch_of(words: int, rows: int) -> Batch:
+    tokens = torch.randint(0, words, (rows, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+    return Batch((tokens[:, :-1].contiguous(),), {}, tokens[:, 1:].contiguous())
+
+
+def compiled(**options: Any) -> zbcompile.Pipeline:
+    given: dict[str, Any] = {"schedule": "1f1b", "microbatches": MICROBATCHES, "loss": next_byte_loss, "ranks": 2}
+    batch = batch_of(MANY, 4 * MICROBATCHES)
+    return zbcompile.pipeline(model_of(MANY), vocab=1, **given, **options).compile(*batch.args, target=batch.target)
+
+
+def test_logits_wait_unless_memory_forbids_it() -> None:
+    """Rows with gradient and moments take 2 MiB, logits that wait as much again."""
+    pipe = compiled(memory=3 << 20)
+    assert pipe.program.vocabulary is not None
+    assert not pipe.program.vocabulary.tiling.keep
+    batch = batch_of(MANY, 4 * MICROBATCHES)
+    loss, model = pipe.step(*batch.args, target=batch.target), model_of(MANY)
+    assert distance(loss, eager_step(model, next_byte_loss, batch, MICROBATCHES, 0)) < 1e-6
+    for name, parameter in pipe.named_parameters():
+        expected: Tensor | None = model.get_parameter(name).grad
+        assert expected is not None
+        assert parameter.grad is not None
+        assert distance(parameter.grad, expected) < 2e-6, name
+
+
+def test_what_does_not_fit_is_an_error() -> None:
+    with pytest.raises(CompileError, match=r"with its shard of the output layer a rank holds .* more than memory=1"):
+        compiled(memory=1 << 20)
+
+
+@pytest.mark.parametrize(("words", "layers", "shards"), [(2048, 2, True), (16, 4, False)])
+def test_auto_shards_where_that_makes_the_step_shorter(words: int, layers: int, shards: bool) -> None:
+    """An output layer of many layers' cost cannot be balanced by moving layers; of a small one too little is gained."""
+    batch, schedule = batch_of(words, 4), build("1f1b", 2, 8)
+    model = model_of(words, layers)
+    canonical = canonicalise(capture(model, batch.args, {}, batch.target, next_byte_loss))
+    asked = choose_sharding(canonical, schedule, Choices(vocab=1))
+    assert asked is not None
+    steps = predict_steps(asked, schedule, Choices())
+    assert (steps.sharded < WORTH * steps.redistributed) == shards
+    assert (choose_sharding(canonical, schedule, Choices(vocab="auto")) is not None) == shards

@@ -1,0 +1,139 @@
+"""Channels, GPUs and devices: what a pipeline needs of NCCL, as far as a machine without one can show it."""
+
+import os
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import zbcompile
+from tests.support.faulty import make, rows
+from tests.support.oracle import PROBLEMS
+from tests.support.pool import Pool
+from tests.support.training import Case, pipeline_of
+from zbcompile.distributed.channels import in_rounds
+from zbcompile.distributed.gpus import own_gpu, require_different
+from zbcompile.distributed.process_group import backend_of
+from zbcompile.env import ORDERED
+from zbcompile.errors import PipelineError
+from zbcompile.schedules import build, lower, names, smallest_microbatches
+from zbcompile.schedules.checking.communication_rules import channels_of
+from zbcompile.schedules.ir.actions import MESSAGES
+
+
+@pytest.mark.parametrize("name", names())
+def test_both_ends_of_a_channel_post_the_same_messages_in_the_same_order(name: str) -> None:
+    """What `check` proves, seen once more without it; and no other channels are opened."""
+    schedule = build(name, ranks=4, microbatches=smallest_microbatches(name, 4, at_least=8))
+    sent: dict[tuple[int, int], list[tuple[str, int, int]]] = {}
+    received: dict[tuple[int, int], list[tuple[str, int, int]]] = {}
+    for rank, program in enumerate(lower(schedule).programs):
+        for op, stage, microbatch in (step for step in program if step[0] in MESSAGES):
+            step = 1 if op[-1] == "F" else -1
+            if op.startswith("SEND"):
+                channel = rank, schedule.rank_of(stage + step, microbatch)
+                sent.setdefault(channel, []).append((op[-1], stage + step, microbatch))
+            else:
+                channel = schedule.rank_of(stage - step, microbatch), rank
+                received.setdefault(channel, []).append((op[-1], stage, microbatch))
+    assert sent == received
+    assert set(channels_of(schedule)) == set(sent)
+
+
+def test_channels_open_in_a_few_rounds() -> None:
+    """Every channel of a chain of ranks opens once both ends have opened those before it; here how many must wait for
+    each other in turn, with 2 and with 32 ranks."""
+
+    def rounds(ranks: int) -> int:
+        pairs = [(a, b) for a in range(ranks) for b in (a - 1, a + 1) if 0 <= b < ranks]
+        ready = dict.fromkeys(range(ranks), 0)
+        for source, destination in in_rounds(pairs):
+            ready[source] = ready[destination] = 1 + max(ready[source], ready[destination])
+        return max(ready.values())
+
+    assert rounds(2) == 2
+    assert rounds(32) == 4
+
+
+def eval_and_step_in_order(case: Case) -> bool:
+    """Evaluation and a step through ordered channels; both take the same ones."""
+    with mock.patch.dict(os.environ, {ORDERED.name: "1"}):
+        pipe = pipeline_of(case)
+    batch = PROBLEMS[case.problem].batches(1, 2 * case.microbatches)[0]
+    pipe.compile(*batch.args, target=batch.target)
+    before = pipe.eval(*batch.args)
+    pipe.step(*batch.args, target=batch.target)
+    after = pipe.eval(*batch.args)
+    pipe.close()
+    return torch.equal(before, after)
+
+
+def test_evaluation_uses_the_channels_of_the_step(pool: Pool) -> None:
+    assert pool.run(eval_and_step_in_order, Case("mlp", "zb-v", 2, 4)) == [True, True]
+
+
+class NoValues(TorchDispatchMode):
+    """Refuses to tell the host the value of a tensor: on CUDA that would wait for the device."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func is not torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def step_without_values(case: Case) -> bool:
+    pipe = pipeline_of(case)
+    batch = PROBLEMS[case.problem].batches(1, 2 * case.microbatches)[0]
+    zbcompile.GradScaler(pipe)
+    pipe.step(*batch.args, target=batch.target)
+    with NoValues():
+        loss = pipe.step(*batch.args, target=batch.target)
+        norm = pipe.clip_grad_norm_(1.0)
+    return bool(torch.isfinite(loss)) and bool(torch.isfinite(norm))
+
+
+def test_no_step_reads_a_value_of_a_tensor(pool: Pool) -> None:
+    """In one process and in two; loss and norm are tensors."""
+    case = Case("small-dropout", "zb-v", 2, 4, exact=False)
+    assert step_without_values(case)
+    assert pool.run(step_without_values, case) == [True, True]
+
+
+def test_every_local_rank_has_a_gpu() -> None:
+    assert own_gpu({"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}, count=4) == 3
+    assert own_gpu({"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}, count=1) == 0  # its own, as the launcher shows it
+    for local in ("0", "3"):  # every process says so, not only those without a GPU
+        with pytest.raises(PipelineError, match=rf"local rank {local} of 4 on this machine, which has 2 GPUs"):
+            own_gpu({"LOCAL_RANK": local, "LOCAL_WORLD_SIZE": "4"}, count=2)
+    require_different({0: "a", 1: "b"}, torch.device("cuda:0"))
+    with pytest.raises(PipelineError, match=r"ranks 0 and 2 use the same GPU \(a\)"):
+        require_different({0: "a", 1: "b", 2: "a"}, torch.device("cuda:0"))
+
+
+def other_backends(store: str) -> list[str]:
+    """What groups with other backends say, and whether one without a name trains and fails as gloo does."""
+    said = []
+    for device in ("cuda:0", "meta"):
+        with pytest.raises(PipelineError) as caught:
+            backend_of(dist.group.WORLD, torch.device(device))
+        said.append(str(caught.value))
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    dist.init_process_group(init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
+    pipe = make()
+    pipe.step(rows(), target=rows())
+    with pytest.raises(PipelineError) as caught:
+        pipe.step(rows(6 if rank else 8), target=rows(6 if rank else 8))
+    pipe.close()
+    return [*said, str(caught.value)]
+
+
+def test_the_backend_must_fit_the_device(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> None:
+    found = pool.run(other_backends, str(tmp_path_factory.mktemp("store") / "again"))
+    pool.group = None
+    for cuda, meta, fault in found:
+        assert "the model is on cuda:0, for which the process group has the backend gloo; expected nccl" in cuda
+        assert "the model is on meta" in meta
+        assert "a batch of 6 samples cannot be split" in fault

@@ -1,0 +1,83 @@
+"""Faults: whatever breaks on one rank, every rank ends soon, with one message, and nothing is corrupted."""
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import zbcompile
+from tests.support.faulty import INJECT, SCENARIOS, Order, Scenario, make, rows
+from tests.support.pool import DIED, Outcome, Pool
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=[f"{s.name} on rank {s.rank}" for s in SCENARIOS])
+def test_every_rank_ends_with_one_message(scenario: Scenario, pool: Pool) -> None:
+    outcomes = pool.outcomes(scenario.run, *scenario.args, ranks=scenario.ranks)
+    pool.group = None  # its connections are closed
+    for rank, outcome in enumerate(outcomes):
+        if scenario.silent and rank == scenario.rank:
+            assert outcome.error in (None, DIED)
+        else:
+            assert_ended(outcome, scenario)
+
+
+def assert_ended(outcome: Outcome, scenario: Scenario) -> None:
+    ended = outcome.value
+    assert ended is not None, outcome.trace or "the step succeeded"
+    assert re.search(scenario.says, ended.message), ended.message
+    assert ended.seconds < scenario.within
+    assert ended.gradients == 0
+    assert ended.untouched
+
+
+def broken_and_made_anew(store: str) -> tuple[str, Tensor, Tensor]:
+    """A step fails, the process group is torn down and made anew in the same processes, and a new pipeline trains."""
+    pipe = make()
+    first = pipe.step(rows(), target=rows())
+    INJECT.order, INJECT.calls = Order("raise", 1, "F", 0), 0
+    with pytest.raises(zbcompile.FaultError):
+        pipe.step(rows(), target=rows())
+    INJECT.order = Order()
+    with pytest.raises(zbcompile.PipelineError) as again:
+        pipe.step(rows(), target=rows())
+    pipe.close()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    return str(again.value), first, make().step(rows(), target=rows())
+
+
+def test_a_new_process_group_in_the_same_processes(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> None:
+    found = pool.run(broken_and_made_anew, str(tmp_path_factory.mktemp("store") / "again"))
+    pool.group = None
+    for message, first, second in found:
+        assert re.search(r"this pipeline has ended: rank 1 failed at F1.*Call pipe\.close\(\)", message)
+        assert torch.equal(first, second)
+
+
+def bad_batch_on_all_ranks() -> Tensor:
+    """An error that all ranks raise before anything is sent leaves the pipeline as it was."""
+    pipe = make()
+    pipe.step(rows(), target=rows())
+    for _ in range(2):
+        with pytest.raises(zbcompile.PipelineError, match="cannot be split"):
+            pipe.step(rows(6), target=rows(6))
+    return pipe.step(rows(), target=rows())
+
+
+def test_an_error_of_all_ranks_ends_nothing(pool: Pool) -> None:
+    first, second = pool.run(bad_batch_on_all_ranks)
+    assert torch.equal(first, second)
+
+
+def test_in_one_process_a_failure_names_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    pipe = make(ranks=2)
+    pipe.step(rows(), target=rows())
+    monkeypatch.setattr(INJECT, "order", Order("raise", 0, "F", 2))
+    monkeypatch.setattr(INJECT, "calls", 0)
+    with pytest.raises(zbcompile.FaultError, match=r"rank 0 failed at F0\.1 of step 1: ValueError: broken on order"):
+        pipe.step(rows(), target=rows())
+    assert all(parameter.grad is None for parameter in pipe.parameters())

@@ -1,0 +1,54 @@
+"""Two nodes: two torchrun agents on this machine, which find each other by torchrun's rendezvous."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+SCRIPT = """
+import torch
+import zbcompile
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+pipe = zbcompile.pipeline(model, schedule="1f1b", microbatches=2, loss=nn.functional.mse_loss, timeout=120)
+x = torch.linspace(-1, 1, 32).view(4, 8)
+losses = [float(pipe.step(x, target=x)) for _ in range(2)]
+assert losses[0] == losses[1]
+print("loss", losses[0])
+rank = torch.distributed.get_rank()
+pipe.step(x[: 4 - rank], target=x[: 4 - rank])  # rank 1 passes 3 rows: they cannot be split
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.mark.slow
+def test_two_agents_train_and_fail_together(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    place = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}", "--rdzv-id", "two"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", *place]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    agents = [
+        subprocess.Popen(
+            [*command, str(script)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for _ in range(2)
+    ]
+    said = sorted((agent.communicate(timeout=200)[0] for agent in agents), key=lambda text: "FaultError" in text)
+    assert all(agent.returncode for agent in agents)
+    losses = {line for text in said for line in text.splitlines() if line.startswith("loss")}
+    assert len(losses) == 1, "\n".join(said)
+    message = "a batch of 3 samples cannot be split into 2 equal microbatches"
+    assert f"PipelineError: {message}" in said[0]
+    assert f"FaultError: rank 1 failed at step 2: PipelineError: {message}" in said[1]

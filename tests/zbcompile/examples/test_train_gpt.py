@@ -1,0 +1,100 @@
+"""The main job, small: in one process, in several, and what it prints."""
+
+import contextlib
+import io
+import re
+
+import pytest
+import torch
+
+import stdlib_text
+import train_gpt
+from step_report import measured_costs, observed, report
+from tests.support.pool import Pool
+from zbcompile.profiling.recorded_timeline import Span
+from zbcompile.runtime.recorder import StepRecord
+from zbcompile.schedules import build
+
+SMALL = ["--layers", "3", "--width", "32", "--sequence-length", "16", "--batch", "8", "--steps", "12", "--verify"]
+
+
+def trained(*arguments: str) -> str:
+    """What the job prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        train_gpt.run(train_gpt.parse([*SMALL, *arguments]))
+    return printed.getvalue()
+
+
+def check_output(printed: str, schedule: str, ranks: int, source: str) -> None:
+    equal = re.search(r"loss bitwise equal; (\d+) of (\d+) gradients bitwise equal\n", printed)
+    assert equal, printed
+    assert equal[1] == equal[2], printed
+    losses = re.search(r"validation loss: ([\d.]+) before, ([\d.]+) after 12 steps", printed)
+    assert losses, printed
+    assert float(losses[2]) < float(losses[1])
+    assert f"{schedule}: ranks {ranks}," in printed
+    assert source in printed
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "more"),
+    [("zb-h1", 2, []), ("1f1b", 4, ["--dropout", "0.2", "--microbatches", "8"])],
+)
+def test_in_one_process(schedule: str, ranks: int, more: list[str]) -> None:
+    printed = trained("--schedule", schedule, "--ranks", str(ranks), *more)
+    check_output(printed, schedule, ranks, "one process ran all ranks in turn")
+
+
+def test_in_processes(pool: Pool) -> None:
+    printed = pool.run(trained, "--schedule", "zb-v", "--tied", "--dropout", "0.1", ranks=2)[0]
+    check_output(printed, "zb-v", 2, "each rank's own clock")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--width", "30"], "not divisible by --heads"),
+        (["--steps", "3"], "needs at least 12"),
+        (["--dropout", "1.5"], "expected a probability"),
+        (["--batch", "0"], "expected at least 1"),
+    ],
+)
+def test_wrong_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        train_gpt.parse(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_text_is_the_same_at_every_call_and_held_out() -> None:
+    text, again = stdlib_text.load(), stdlib_text.load()
+    assert torch.equal(text.train, again.train)
+    assert torch.equal(text.validation, again.validation)
+    assert 10 < len(text.train) / len(text.validation) < 30
+    inputs, targets = stdlib_text.random_batch(text.train, 3, 5, torch.Generator().manual_seed(0))
+    assert inputs.shape == targets.shape == (3, 5)
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+
+
+def record(in_process: bool) -> StepRecord:
+    """1F1B on two ranks with one microbatch: F takes 1 s, BW 2 s; the clock runs until 7 s."""
+    spans = {
+        0: [Span("F0.0", 0, 1), Span("SEND_F0.0", 1, 1.1), Span("BW0.0", 4, 6)],
+        1: [Span("RECV_F1.0", 0, 0.1), Span("F1.0", 1, 2), Span("BW1.0", 2, 4)],
+    }
+    held = {0: [1_000_000], 1: [2_000_000]}
+    return StepRecord(spans, held, {}, 7.0, 0.0, in_process, build("1f1b", ranks=2, microbatches=1), {})
+
+
+def test_costs_and_times_from_a_record() -> None:
+    costs = measured_costs([record(True)], stages=2)
+    assert (costs.forward, costs.backward, costs.weight) == ((1, 1), (2, 2), (0, 0))
+    times = observed([record(False)], ranks=2)
+    assert times.step == 7
+    assert times.bubble == pytest.approx((4 / 7, 4 / 7))
+
+
+@pytest.mark.parametrize(("in_process", "step"), [(True, "6000.0 ms"), (False, "7000.0 ms")])
+def test_report_replays_only_in_one_process(in_process: bool, step: str) -> None:
+    text = report(build("1f1b", ranks=2, microbatches=1), [record(in_process)], [record(in_process)])
+    row = text.splitlines()[4]
+    assert row.split() == [*f"1 6000.0 ms {step} 50.0%".split(), "50.0%" if in_process else "57.1%", "2.00", "MB"]

@@ -1,0 +1,323 @@
+"""Bad input: one clear error on every rank, in one process and in two, and nothing hangs."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import zbcompile
+from tests.support.oracle import MLP, WIDTH
+from tests.support.pool import Pool
+from tests.support.refused import CAPTURE, PARTITION, PIPELINE, ROWS, SCHEDULE, Refused, train
+from zbcompile.schedules import build
+
+# The batch
+
+
+def indivisible_batch() -> None:
+    train(MLP(), ROWS[:6])
+
+
+def batch_without_tensors() -> None:
+    zbcompile.pipeline(MLP(), schedule="1f1b", microbatches=2, ranks=2).step(3, flag=True)
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.layers(x).square().mean() + mask.mean()
+
+
+def masked(**options: Any) -> None:
+    zbcompile.pipeline(Masked(), schedule="1f1b", microbatches=4, ranks=2, **options).step(ROWS, mask=torch.ones(8, 8))
+
+
+def ambiguous_leaf() -> None:
+    masked()
+
+
+def split_of_unknown_input() -> None:
+    masked(split={"msak": True})
+
+
+def split_of_other_size() -> None:
+    pipe = zbcompile.pipeline(Masked(), schedule="1f1b", microbatches=4, ranks=2, split={"mask": True})
+    pipe.step(ROWS, mask=torch.ones(5))
+
+
+def input_that_requires_a_gradient() -> None:
+    train(MLP(), ROWS.clone().requires_grad_())
+
+
+def target_without_loss() -> None:
+    train(MLP(), loss=None)
+
+
+# The schedule
+
+
+def too_many_stages() -> None:
+    train(nn.Linear(WIDTH, WIDTH), schedule="zb-v")
+
+
+def schedule_for_other_ranks() -> None:
+    train(MLP(), schedule=build("1f1b", ranks=3, microbatches=4))
+
+
+def schedule_for_other_microbatches() -> None:
+    train(MLP(), schedule=build("1f1b", ranks=2, microbatches=8), microbatches=4)
+
+
+def unknown_schedule() -> None:
+    train(MLP(), schedule="1f2b")
+
+
+def inadmissible_microbatches() -> None:
+    train(MLP(), schedule="dualpipe-v", microbatches=2)
+
+
+def buffers_in_two_model_copies() -> None:
+    train(nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Linear(32, 32)), schedule="dualpipe")
+
+
+def schedule_of_wrong_type() -> None:
+    train(MLP(), schedule=7)
+
+
+def no_microbatches() -> None:
+    train(MLP(), microbatches=0)
+
+
+def unknown_reduction() -> None:
+    train(MLP(), loss_reduction="max")
+
+
+def ranks_that_are_not_there() -> None:
+    if dist.is_initialized():
+        train(MLP(), ranks=3)
+    else:
+        train(MLP(), ranks=0)
+
+
+# The loss
+
+
+def loss_not_scalar() -> None:
+    train(MLP(), loss=lambda output, target: (output - target).square())
+
+
+def loss_not_a_tensor() -> None:
+    train(MLP(), loss=lambda output, target: 1.0)
+
+
+def loss_of_integers() -> None:
+    train(MLP(), loss=lambda output, target: (output > target).sum())
+
+
+def loss_not_callable() -> None:
+    train(MLP(), loss="mse")
+
+
+def loss_with_parameters() -> None:
+    class Weighted(nn.Linear):
+        def forward(self, output: Tensor, target: Tensor) -> Tensor:  # type: ignore[override]
+            return F.mse_loss(super().forward(output), target)
+
+    train(MLP(), loss=Weighted(WIDTH, WIDTH))
+
+
+def no_loss_anywhere() -> None:
+    class Named(MLP):
+        def forward(self, x: Tensor) -> Any:
+            return {"output": super().forward(x)}
+
+    zbcompile.pipeline(Named(), schedule="1f1b", microbatches=4, ranks=2).step(ROWS)
+
+
+def output_is_no_loss() -> None:
+    zbcompile.pipeline(MLP(), schedule="1f1b", microbatches=4, ranks=2).step(ROWS)
+
+
+# What is not a model
+
+
+def not_a_module() -> None:
+    train([nn.Linear(WIDTH, WIDTH)])  # type: ignore[arg-type]
+
+
+def function_without_module() -> None:
+    zbcompile.pipeline(lambda: WIDTH, schedule="1f1b", microbatches=4, ranks=2)()
+
+
+# The order of calls
+
+
+def uncompiled(use: str) -> Any:
+    return getattr(zbcompile.pipeline(MLP(), schedule="1f1b", microbatches=4, ranks=2, loss=F.mse_loss), use)
+
+
+def parameters_before_compiling() -> None:
+    uncompiled("parameters")()
+
+
+def named_parameters_before_compiling() -> None:
+    uncompiled("named_parameters")()
+
+
+def state_dict_before_compiling() -> None:
+    uncompiled("state_dict")()
+
+
+def load_state_dict_before_compiling() -> None:
+    uncompiled("load_state_dict")({})
+
+
+def program_before_compiling() -> None:
+    uncompiled("program")
+
+
+def eval_before_compiling() -> None:
+    uncompiled("eval")(ROWS)
+
+
+def hook_after_compiling() -> None:
+    model = MLP()
+    pipe = zbcompile.pipeline(model, schedule="1f1b", microbatches=4, ranks=2, loss=F.mse_loss)
+    pipe.compile(ROWS, target=ROWS)
+    model.layers[3].register_forward_hook(lambda *_: None)
+    pipe.step(ROWS, target=ROWS)
+
+
+def replaced_parameter() -> None:
+    model = MLP()
+    pipe = zbcompile.pipeline(model, schedule="1f1b", microbatches=4, ranks=2, loss=F.mse_loss)
+    pipe.compile(ROWS, target=ROWS)
+    for layer in model.layers:
+        layer.weight = nn.Parameter(torch.zeros(WIDTH, WIDTH))  # type: ignore[assignment]
+    pipe.step(ROWS, target=ROWS)
+
+
+BAD = (
+    Refused(indivisible_batch, PIPELINE, r"batch of 6 samples .* 4 equal microbatches.*divisible by 4"),
+    Refused(batch_without_tensors, PIPELINE, r"no tensor with a batch dimension"),
+    Refused(ambiguous_leaf, PIPELINE, r"kwargs\['mask'\] has shape \[8, 8\].*split=\{"),
+    Refused(
+        split_of_unknown_input, PIPELINE, r"'msak', which no input has; the inputs are args\[0\], kwargs\['mask'\]"
+    ),
+    Refused(split_of_other_size, PIPELINE, r"kwargs\['mask'\] of shape \[5\], but the batch size is 8"),
+    Refused(input_that_requires_a_gradient, PIPELINE, r"args\[0\] requires a gradient.*detach"),
+    Refused(target_without_loss, PIPELINE, r"target=, but the pipeline has no loss="),
+    Refused(too_many_stages, PARTITION, r"at most 2 stages; the schedule needs 4"),
+    Refused(schedule_for_other_ranks, PIPELINE, r"for 3 ranks .* there are 2"),
+    Refused(schedule_for_other_microbatches, PIPELINE, r"microbatches=4, but the schedule 1f1b is for 8"),
+    Refused(unknown_schedule, SCHEDULE, r"'1f2b'; did you mean"),
+    Refused(inadmissible_microbatches, SCHEDULE, r"dualpipe-v: 2 microbatches on 2 ranks; .* nearest that work: 4"),
+    Refused(
+        buffers_in_two_model_copies, "CompileError", r"buffer 1.running_mean is changed .* two copies .* dualpipe-v"
+    ),
+    Refused(schedule_of_wrong_type, PIPELINE, r"schedule= is a int; expected a name"),
+    Refused(no_microbatches, PIPELINE, r"microbatches=0; expected a positive number"),
+    Refused(unknown_reduction, PIPELINE, r"loss_reduction='max'; expected"),
+    Refused(ranks_that_are_not_there, PIPELINE, r"ranks=[03]"),
+    Refused(loss_not_scalar, CAPTURE, r"loss has shape \(2, 32\); expected a scalar.*\.mean\(\)"),
+    Refused(loss_not_a_tensor, CAPTURE, r"loss is a float; expected a scalar tensor"),
+    Refused(loss_of_integers, CAPTURE, r"dtype torch.int64; expected a floating-point scalar"),
+    Refused(loss_not_callable, PIPELINE, r"loss= is a str; expected a function"),
+    Refused(loss_with_parameters, CAPTURE, r"Weighted has parameters of its own"),
+    Refused(no_loss_anywhere, CAPTURE, r"returned dict without a loss.*pass loss=fn"),
+    Refused(output_is_no_loss, CAPTURE, r"loss has shape \(2, 32\).*pass loss=fn"),
+    Refused(not_a_module, PIPELINE, r"nn.Module.*received list"),
+    Refused(function_without_module, PIPELINE, r"expected an nn.Module to pipeline, received int"),
+    Refused(parameters_before_compiling, PIPELINE, r"not compiled yet.*pipe\.compile"),
+    Refused(named_parameters_before_compiling, PIPELINE, r"not compiled yet"),
+    Refused(state_dict_before_compiling, PIPELINE, r"not compiled yet"),
+    Refused(load_state_dict_before_compiling, PIPELINE, r"not compiled yet"),
+    Refused(program_before_compiling, PIPELINE, r"not compiled yet"),
+    Refused(eval_before_compiling, PIPELINE, r"not compiled yet"),
+    Refused(hook_after_compiling, CAPTURE, r"layers\.3 .*forward_hooks.*Remove"),
+    Refused(replaced_parameter, PIPELINE, r"layers\.\d\.weight was replaced by another tensor.*in place"),
+)
+
+
+@pytest.mark.parametrize("refused", BAD, ids=str)
+def test_in_one_process(refused: Refused) -> None:
+    refused.here()
+
+
+@pytest.mark.parametrize("refused", BAD, ids=str)
+def test_on_every_rank(refused: Refused, pool: Pool) -> None:
+    refused.everywhere(pool)
+
+
+# Ranks that disagree
+
+
+def hook_on_rank_1() -> None:
+    model = MLP()
+    if dist.get_rank() == 1:
+        model.layers[2].register_forward_hook(lambda *_: None)
+    train(model)
+
+
+def test_failure_of_one_rank_reaches_all(pool: Pool) -> None:
+    first, second = pool.outcomes(hook_on_rank_1)
+    assert second.error == "CaptureError"
+    assert first.error == "PipelineError"
+    assert "failed on rank 1: CaptureError: module layers.2" in first.text
+
+
+class Narrow(nn.Module):
+    """An MLP whose hidden width shows in no input."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(WIDTH, hidden), nn.Tanh(), nn.Linear(hidden, WIDTH), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def other_on_rank_1(what: str) -> None:
+    other = dist.get_rank() == 1
+    hidden = 48 if what == "width" and other else 64
+    depth = 5 if what == "depth" and other else 6
+    model = MLP(depth) if what == "depth" else Narrow(hidden)
+    if what == "dtype" and other:
+        model = model.double()
+    x = ROWS.double() if what == "dtype" and other else ROWS
+    options: dict[str, Any] = {
+        "schedule": "gpipe" if what == "schedule" and other else "1f1b",
+        "microbatches": 2 if what == "microbatches" and other else 4,
+        "exact": what == "exact" and other,
+        "loss_reduction": "sum" if what == "loss_reduction" and other else "mean",
+        "seed": 5 if what == "seed" and other else 0,
+    }
+    train(model, x[:4] if what == "batch" and other else x, **options)
+
+
+DIFFERENCES = (
+    "width",
+    "depth",
+    "dtype",
+    "batch",
+    "schedule",
+    "microbatches",
+    "exact",
+    "loss_reduction",
+    "seed",
+)
+
+
+@pytest.mark.parametrize("what", DIFFERENCES)
+def test_ranks_that_compile_different_programs(what: str, pool: Pool) -> None:
+    """Everywhere the same sentence, which names what differs."""
+    first, second = pool.outcomes(other_on_rank_1, what)
+    assert first.error == second.error == "PipelineError", first.trace + second.trace
+    assert first.text == second.text
+    assert "the ranks compiled different programs" in first.text

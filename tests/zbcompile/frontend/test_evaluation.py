@@ -1,0 +1,211 @@
+"""Evaluation equals the model's own output in eval mode, on every rank."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import zbcompile
+from tests.support.oracle import PROBLEMS, WIDTH, WithLoss
+from tests.support.pool import Pool
+from tests.support.training import Case, assert_same_tensors, pipeline_of
+
+
+class Outputs(nn.Module):
+    """Dropout, and an output of several kinds of leaves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor, goal: Tensor | None = None) -> dict[str, Any]:
+        for layer in self.layers:
+            x = F.dropout(torch.tanh(layer(x)), 0.5, self.training)
+        rows = {"rows": x, "pair": (x.mean(1), x.amax(1)), "nothing": None, "name": 3}
+        return rows if goal is None else {**rows, "loss": F.mse_loss(x, goal)}
+
+
+def outputs() -> Outputs:
+    torch.manual_seed(0)
+    return Outputs()
+
+
+def rows(size: int) -> Tensor:
+    torch.manual_seed(size)
+    return torch.randn(size, WIDTH)
+
+
+def evaluated(sizes: tuple[int, ...], with_loss: bool) -> list[dict[str, Any]]:
+    pipe = zbcompile.pipeline(outputs(), schedule="zb-v", microbatches=4, ranks=2)
+    pipe.compile(rows(8), goal=rows(8))
+    return [pipe.eval(rows(size), **({"goal": rows(size)} if with_loss else {})) for size in sizes]
+
+
+def expected(size: int, with_loss: bool) -> dict[str, Any]:
+    model = outputs().eval()
+    with torch.no_grad():
+        return model(rows(size), *([rows(size)] if with_loss else []))
+
+
+def assert_same_output(ours: Any, theirs: Any) -> None:
+    """Equal structure and values; the last bit of a row may depend on how many rows its GEMM has."""
+    assert type(ours) is type(theirs)
+    if isinstance(theirs, dict):
+        assert ours.keys() == theirs.keys()
+        for key in theirs:
+            assert_same_output(ours[key], theirs[key])
+    elif isinstance(theirs, tuple):
+        for our, their in zip(ours, theirs, strict=True):
+            assert_same_output(our, their)
+    elif isinstance(theirs, Tensor):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+    else:
+        assert ours == theirs
+
+
+@pytest.mark.parametrize("with_loss", [False, True], ids=["rows", "loss"])
+def test_output_of_any_structure_for_any_batch_size(with_loss: bool, pool: Pool) -> None:
+    """Sizes: what the step takes, one that its microbatches do not divide, a prime, a single sample."""
+    sizes = (8, 6, 7, 1)
+    alone = evaluated(sizes, with_loss)
+    for ours, size in zip(alone, sizes, strict=True):
+        assert_same_output(ours, expected(size, with_loss))
+    for share in pool.run(evaluated, sizes, with_loss):
+        for ours, theirs in zip(share, alone, strict=True):
+            assert_same_output(ours, theirs)
+
+
+@pytest.mark.parametrize("problem", ["small-dropout", "small-tied"])
+def test_logits_after_a_step(problem: str) -> None:
+    """Without dropout, with the weights as the optimizer left them, in one chunk bit by bit."""
+    chosen = PROBLEMS[problem]
+    model, batch = chosen.model(), chosen.batches(1, 4)[0]
+    pipe = zbcompile.pipeline(model, schedule="zb-h1", microbatches=1, ranks=2, loss=chosen.loss)
+    pipe.step(*batch.args, target=batch.target)
+    torch.optim.SGD(pipe.parameters(), lr=0.1).step()
+    with torch.no_grad():
+        assert torch.equal(pipe.eval(*batch.args), model.eval()(*batch.args))
+
+
+@pytest.mark.parametrize("form", ["scalar", "mapping"])
+def test_scalar_loss_is_that_of_the_whole_batch(form: str) -> None:
+    model = WithLoss(form)
+    pipe = zbcompile.pipeline(model, schedule="1f1b", microbatches=4, ranks=2)
+    pipe.compile(rows(8), goal=rows(8))
+    ours, theirs = pipe.eval(rows(7), goal=rows(7)), model(rows(7), goal=rows(7))
+    if form == "mapping":
+        ours, theirs = ours["loss"], theirs["loss"]
+    assert torch.equal(ours, theirs)
+
+
+def test_modes_and_generator_are_left_alone() -> None:
+    pipe = pipeline_of(Case("small-dropout", "1f1b", 2, 2))
+    model = pipe._model
+    batch = PROBLEMS["small-dropout"].batches(1, 4)[0]
+    model.blocks[0].eval()  # type: ignore[index, union-attr, operator]
+    before = torch.get_rng_state()
+    pipe.compile(*batch.args, target=batch.target)
+    result = pipe.eval(*batch.args)
+    assert torch.equal(before, torch.get_rng_state())
+    assert model.training
+    assert not model.blocks[0].training  # type: ignore[index, union-attr]
+    assert not result.requires_grad
+
+
+def test_eval_leaves_gradients_alone() -> None:
+    pipe = pipeline_of(Case("mlp", "zb-v", 2, 4))
+    batch = PROBLEMS["mlp"].batches(1, 8)[0]
+    pipe.step(*batch.args, target=batch.target)
+    before = {name: p.grad.clone() for name, p in pipe.named_parameters() if p.grad is not None}
+    pipe.eval(*batch.args)
+    assert_same_tensors({name: p.grad for name, p in pipe.named_parameters()}, before, "gradient of")
+
+
+class EvalHead(nn.Module):
+    """A head that training never runs: no stage that trains it says where it lives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.body(x)
+        return x.square().mean() if self.training else self.head(x)
+
+
+def test_a_head_that_only_evaluation_uses() -> None:
+    """It lives on the last stage, after what it works on."""
+    model = EvalHead()
+    pipe = zbcompile.pipeline(model, schedule="1f1b", microbatches=4, ranks=2)
+    pipe.step(rows(8))
+    with torch.no_grad():
+        torch.testing.assert_close(pipe.eval(rows(8)), model.eval()(rows(8)))
+
+
+class OutOfOrder(EvalHead):
+    """Evaluation runs the layers backwards."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.training else self.body[0](self.body[1](x))
+
+
+def test_parameters_out_of_order_are_refused() -> None:
+    pipe = zbcompile.pipeline(OutOfOrder(), schedule="1f1b", microbatches=4, ranks=2)
+    pipe.step(rows(8))
+    with pytest.raises(zbcompile.PartitionError, match="in another order than the training graph"):
+        pipe.eval(rows(8))
+
+
+class Seen(nn.Module):
+    """Counts its calls in evaluation too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.layers(x) * self.calls
+
+
+def test_buffers_that_evaluation_changes_change_once() -> None:
+    model = Seen()
+    pipe = zbcompile.pipeline(model, schedule="1f1b", microbatches=4, ranks=2, loss=F.mse_loss)
+    pipe.step(rows(8), target=rows(8))
+    pipe.eval(rows(8))
+    assert model.calls == 5  # four microbatches, and one batch as a whole
+
+
+class Padded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 3)
+
+    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+        return self.encoder(x, src_key_padding_mask=padding)
+
+
+def test_attention_with_padding() -> None:
+    """Eager's fast path leaves zeros where there is padding; everywhere else the outputs agree."""
+    torch.manual_seed(0)
+    model, x = Padded(), torch.randn(4, 5, WIDTH)
+    padding = torch.arange(5).expand(4, 5) >= torch.tensor([[5], [3], [4], [2]])
+    pipe = zbcompile.pipeline(model, schedule="1f1b", microbatches=2, ranks=2, loss=F.mse_loss)
+    pipe.compile(x, padding, target=x)
+    with torch.no_grad():
+        expected = model.eval()(x, padding)
+    torch.testing.assert_close(pipe.eval(x, padding)[~padding], expected[~padding])
+
+
+def test_output_of_an_unknown_type_is_refused() -> None:
+    """A type that torch's pytrees do not know cannot be rebuilt: training works, evaluation says why it does not."""
+    pipe = zbcompile.pipeline(WithLoss("object"), schedule="1f1b", microbatches=4, ranks=2)
+    pipe.step(rows(8), goal=rows(8))
+    with pytest.raises(zbcompile.CompileError, match=SimpleNamespace.__name__):
+        pipe.eval(rows(8), goal=rows(8))

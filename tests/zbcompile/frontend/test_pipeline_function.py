@@ -1,0 +1,78 @@
+"""The front door: a call, a decorator on a class, a decorator on a function; when it compiles."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import zbcompile
+from tests.support.oracle import MLP, WIDTH
+
+X, GOAL = torch.linspace(-1, 1, 8 * WIDTH).view(8, WIDTH), torch.zeros(8, WIDTH)
+
+
+@zbcompile.pipeline(schedule="zbv", microbatches=4, ranks=2, loss=F.mse_loss)
+class Net(nn.Module):
+    """A net of some depth."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(depth)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+@zbcompile.pipeline(schedule="zbv", microbatches=4, ranks=2, loss=F.mse_loss)
+def make_net(depth: int = 6) -> nn.Module:
+    """A net made by a function."""
+    return MLP(depth)
+
+
+def test_decorated_class() -> None:
+    pipe = Net(depth=6)
+    assert isinstance(pipe, zbcompile.Pipeline)
+    assert pipe.step(X, target=GOAL).shape == ()
+    assert len(list(pipe.parameters())) == 12
+    assert (Net.__name__, Net.__doc__) == ("Net", "A net of some depth.")
+
+
+def test_decorated_function() -> None:
+    pipe = make_net(depth=5)
+    assert pipe.step(X, target=GOAL).shape == ()
+    assert len(list(pipe.parameters())) == 10
+    assert make_net.__name__ == "make_net"
+
+
+def test_every_call_of_a_decorated_function_is_a_pipeline_of_its_own() -> None:
+    one, other = make_net(), make_net()
+    one.compile(X, target=GOAL)
+    with pytest.raises(zbcompile.PipelineError, match="not compiled yet"):
+        other.parameters()
+
+
+def test_example_compiles_at_once() -> None:
+    pipe = zbcompile.pipeline(
+        MLP(), schedule="zbv", microbatches=4, ranks=2, loss=F.mse_loss, example=((X,), {"target": GOAL})
+    )
+    assert pipe.program.schedule.name == "zb-v"
+    assert {name for name, _ in pipe.named_parameters()} == {name for name, _ in MLP().named_parameters()}
+
+
+def test_compile_runs_nothing() -> None:
+    pipe = make_net().compile(X, target=GOAL)
+    assert pipe.step_index == 0
+    assert all(parameter.grad is None for parameter in pipe.parameters())
+
+
+@pytest.mark.parametrize("name", ["zbv", "ZB-V", "zb_v", "Zb V"])
+def test_any_spelling(name: str) -> None:
+    pipe = zbcompile.pipeline(MLP(), schedule=name, microbatches=4, ranks=2, loss=F.mse_loss).compile(X, target=GOAL)
+    assert pipe.program.schedule.name == "zb-v"
+
+
+def test_model_itself_is_trained() -> None:
+    """The pipeline holds the caller's own parameters: an optimizer over either moves both."""
+    model = MLP()
+    pipe = zbcompile.pipeline(model, schedule="1f1b", microbatches=4, ranks=2, loss=F.mse_loss).compile(X, target=GOAL)
+    assert [id(p) for p in pipe.parameters()] == [id(p) for p in model.parameters()]

@@ -1,0 +1,383 @@
+"""Models that cannot be a pipeline: said precisely, in one process and on every rank, and nothing hangs."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import zbcompile
+from tests.support.oracle import MLP, WIDTH
+from tests.support.pool import Pool
+from tests.support.refused import CAPTURE, PARTITION, PIPELINE, ROWS, Refused, train
+
+# Lost in silence, if it were not refused
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * 3
+
+
+def custom_function() -> None:
+    class Custom(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(Doubled.apply(super().forward(x)))  # type: ignore[arg-type]
+
+    train(Custom())
+
+
+DOUBLED = Doubled.apply  # as many models keep it: bound before any capture
+
+
+def custom_function_in_a_variable() -> None:
+    class Custom(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(DOUBLED(super().forward(x)))  # type: ignore[arg-type]
+
+    train(Custom())
+
+
+def loss_that_trains() -> None:
+    scale = nn.Parameter(torch.ones(WIDTH))
+    train(MLP(), loss=lambda output, target: F.mse_loss(output * scale, target))
+
+
+def compiled_model() -> None:
+    train(torch.compile(MLP()))  # type: ignore[arg-type]
+
+
+def compiled_in_place() -> None:
+    model = MLP()
+    model.compile()
+    train(model)
+
+
+def compiled_child() -> None:
+    model = MLP()
+    model.layers[3] = torch.compile(model.layers[3])  # type: ignore[assignment]
+    train(model)
+
+
+def sparse_embedding() -> None:
+    model = nn.Sequential(nn.Embedding(4, WIDTH, sparse=True), nn.Linear(WIDTH, WIDTH))
+    zbcompile.pipeline(model, schedule="1f1b", microbatches=4, ranks=2, loss=F.mse_loss).step(
+        torch.zeros(8, dtype=torch.int64), target=ROWS
+    )
+
+
+def shared_memory() -> None:
+    model = MLP()
+    model.layers[1].weight = nn.Parameter(model.layers[0].weight.detach())  # type: ignore[union-attr]
+    train(model)
+
+
+def all_frozen() -> None:
+    train(MLP().requires_grad_(False))
+
+
+def hook_for_all_modules() -> None:
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        train(MLP())
+    finally:
+        handle.remove()
+
+
+def hook_on_an_activation() -> None:
+    class Hooked(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.layers[0](x)
+            x.register_hook(lambda gradient: 2 * gradient)
+            return super().forward(x)
+
+    train(Hooked(2))
+
+
+def gradients_inside() -> None:
+    class TwiceDifferentiated(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            weight = self.layers[0].weight
+            (gradient,) = torch.autograd.grad(y.sum(), weight, create_graph=True)  # type: ignore[arg-type]
+            return y + gradient.square().sum()
+
+    train(TwiceDifferentiated(2))
+
+
+def freezes_while_it_runs() -> None:
+    class Freezing(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            self.layers[1].requires_grad_(False)
+            return super().forward(x)
+
+    train(Freezing(2))
+
+
+# What no graph can say
+
+
+def data_dependent_control_flow() -> None:
+    class Branching(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x if x.sum() > 0 else -x)
+
+    train(Branching())
+
+
+def shape_from_data() -> None:
+    class Picking(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x[x[:, 0] > 0])
+
+    train(Picking(2))
+
+
+def count_from_data() -> None:
+    class Averaging(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * x[x > 0].mean()
+
+    train(Averaging(2))
+
+
+def number_from_data() -> None:
+    class Reading(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * x.sum().item()
+
+    train(Reading(2))
+
+
+def lazy() -> None:
+    train(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LazyLinear(WIDTH)))
+
+
+def changes_its_input() -> None:
+    class Changing(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.mul_(2))
+
+    train(Changing(2), ROWS.clone())
+
+
+def changes_a_parameter() -> None:
+    class Clamping(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.layers[1].weight.clamp_(-0.3, 0.3)  # type: ignore[operator, union-attr]
+            return super().forward(x)
+
+    train(Clamping(2))
+
+
+def keeps_state() -> None:
+    class Keeping(MLP):
+        def __init__(self) -> None:
+            super().__init__(2)
+            self.state = torch.zeros(WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = super().forward(x) + self.state
+            self.state = x.detach().mean(0)
+            return x
+
+    train(Keeping())
+
+
+def grows_a_buffer() -> None:
+    class Growing(MLP):
+        def __init__(self) -> None:
+            super().__init__(2)
+            self.register_buffer("kept", torch.zeros(1, WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.kept = torch.cat([self.kept, x.detach()])
+            return super().forward(x)
+
+    train(Growing())
+
+
+# What has no gradient
+
+
+@torch.library.custom_op("zbcompile_tests::no_way_back", mutates_args=())
+def no_way_back(x: Tensor) -> Tensor:
+    return x * 2
+
+
+no_way_back.register_fake(torch.empty_like)
+
+
+def operation_without_a_derivative() -> None:
+    class OneWay(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(no_way_back(self.layers[0](x)))
+
+    train(OneWay(2))
+
+
+def output_without_a_gradient() -> None:
+    class Rounding(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).argmax(-1, keepdim=True).float() * x
+
+    train(Rounding(2))
+
+
+def detached_output() -> None:
+    class Detached(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).detach()
+
+    train(Detached(2))
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.cells = nn.Linear(WIDTH, WIDTH), nn.GRU(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.cells(self.enter(x))[0]
+
+
+def in_place_below_autograd() -> None:
+    train(Recurrent(), ROWS.unsqueeze(1), exact=True)
+
+
+# Batches and weights that do not fit
+
+
+def wrong_width() -> None:
+    train(MLP(2), ROWS[:, : WIDTH // 2])
+
+
+def wrong_dtype() -> None:
+    train(MLP(2), ROWS.double())
+
+
+def converted_after_compiling() -> None:
+    model = MLP(2)
+    pipe = train(model)
+    model.double()
+    pipe.step(ROWS, target=ROWS)
+
+
+def inference_mode() -> None:
+    pipe = train(MLP(2))
+    with torch.inference_mode():
+        pipe.step(ROWS, target=ROWS)
+
+
+class Unknown:
+    """A class that torch's pytrees do not know."""
+
+
+def evaluation_of_unknown_class() -> None:
+    class Wrapping(MLP):
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x) if self.training else Unknown()
+
+    train(Wrapping(2)).eval(ROWS)
+
+
+# Cuts and limits that cannot be
+
+
+def unknown_cut() -> None:
+    train(MLP(2), balance=["layers.7"])
+
+
+def narrow_boundary() -> None:
+    train(MLP(2), boundary_bytes=1)
+
+
+def little_memory() -> None:
+    train(MLP(2), memory=1)
+
+
+def little_to_keep() -> None:
+    train(MLP(2), recompute=1)
+
+
+REFUSED = (
+    Refused(custom_function, CAPTURE, r"custom autograd.Function .*Doubled.*custom_op"),
+    Refused(custom_function_in_a_variable, CAPTURE, r"custom autograd.Function .*Doubled.*custom_op"),
+    Refused(loss_that_trains, CAPTURE, r"reads scale, which requires a gradient"),
+    Refused(data_dependent_control_flow, CAPTURE, r"torch.export cannot capture Branching.*control flow"),
+    Refused(compiled_model, CAPTURE, r"already wrapped by torch.compile"),
+    Refused(compiled_in_place, CAPTURE, r"already wrapped by torch.compile"),
+    Refused(compiled_child, CAPTURE, r"layers\.3 .*already wrapped by torch.compile"),
+    Refused(sparse_embedding, CAPTURE, r"module 0 \(Embedding\) has sparse=True"),
+    Refused(shared_memory, CAPTURE, r"layers\.0\.weight and layers\.1\.weight .* same memory"),
+    Refused(all_frozen, CAPTURE, r"no parameter of MLP requires a gradient"),
+    Refused(hook_for_all_modules, CAPTURE, r"forward_hooks for all modules.*lost in silence"),
+    Refused(hook_on_an_activation, CAPTURE, r"register_hook on an activation \(.*x\.register_hook"),
+    Refused(gradients_inside, CAPTURE, r"computes gradients itself \(.*autograd\.grad"),
+    Refused(freezes_while_it_runs, CAPTURE, r"changes requires_grad of a parameter \(.*requires_grad_\(False\)"),
+    Refused(shape_from_data, CAPTURE, r"x\[x\[:, 0\] > 0\].*shape depends on the data.*mask"),
+    Refused(count_from_data, CAPTURE, r"index.*x\[x > 0\]\.mean\(\).*shape depends on the data.*mask"),
+    Refused(number_from_data, CAPTURE, r"x\.sum\(\)\.item\(\).*from the values of a tensor.*must stay a tensor"),
+    Refused(lazy, CAPTURE, r"module 1 \(LazyLinear\) is lazy"),
+    Refused(changes_its_input, CAPTURE, r"forward changes its input args_0 in place.*clone"),
+    Refused(changes_a_parameter, CAPTURE, r"changes parameter layers\.1\.weight in place.*between the steps"),
+    Refused(keeps_state, CAPTURE, r"replaces the tensor in the plain attribute state.*register_buffer"),
+    Refused(grows_a_buffer, CAPTURE, r"replaces buffer kept of Growing .*by torch\.float32 \[3, 32\]"),
+    Refused(operation_without_a_derivative, CAPTURE, r"no_way_back\.default has no derivative .*register_autograd"),
+    Refused(output_without_a_gradient, CAPTURE, r"loss has no gradient: no gradient passes through aten\.argmax"),
+    Refused(detached_output, CAPTURE, r"loss has no gradient: nothing in it depends on a parameter"),
+    Refused(in_place_below_autograd, CAPTURE, r"writes in place below autograd.*exact=False"),
+    Refused(wrong_width, CAPTURE, r"shapes that do not fit together\. Does the batch have the shapes"),
+    Refused(wrong_dtype, CAPTURE, r"takes float32 and float64 together \(layers\.0 .*convert the batch"),
+    Refused(converted_after_compiling, PIPELINE, r"was float32\[32, 32\] on cpu .* is float64.*new pipeline"),
+    Refused(inference_mode, PIPELINE, r"inside torch\.inference_mode"),
+    Refused(evaluation_of_unknown_class, CAPTURE, r"a class that torch\.export does not know.*register the class"),
+    Refused(unknown_cut, PARTITION, r"names 'layers\.7', which is no module"),
+    Refused(narrow_boundary, PARTITION, r"boundary_bytes=1 leaves 0 of the \d places"),
+    Refused(little_memory, PARTITION, r"memory=1 bytes per rank is too little"),
+    Refused(little_to_keep, "CompileError", r"stage \d has to keep at least [\d,]+ bytes per microbatch"),
+)
+
+
+@pytest.mark.parametrize("refused", REFUSED, ids=str)
+def test_in_one_process(refused: Refused) -> None:
+    refused.here()
+
+
+@pytest.mark.parametrize("refused", REFUSED, ids=str)
+def test_on_every_rank(refused: Refused, pool: Pool) -> None:
+    refused.everywhere(pool)
+
+
+# Hooks: a compiled stage would lose every one of them in silence
+
+
+HOOKS: dict[str, Callable[[nn.Linear], Any]] = {
+    "register_forward_pre_hook": lambda layer: layer.register_forward_pre_hook(lambda *_: None),
+    "register_forward_hook": lambda layer: layer.register_forward_hook(lambda *_: None),
+    "register_full_backward_pre_hook": lambda layer: layer.register_full_backward_pre_hook(lambda *_: None),
+    "register_full_backward_hook": lambda layer: layer.register_full_backward_hook(lambda *_: None),
+    "register_hook": lambda layer: layer.weight.register_hook(lambda _: None),
+    "register_post_accumulate_grad_hook": lambda layer: layer.weight.register_post_accumulate_grad_hook(lambda _: None),
+}
+
+
+def hooked(kind: str) -> None:
+    model = MLP()
+    HOOKS[kind](model.layers[2])  # type: ignore[arg-type]
+    train(model)
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+def test_hooks(kind: str, pool: Pool) -> None:
+    with pytest.raises(zbcompile.CaptureError, match=r"layers\.2.*hook.*[Rr]emove") as caught:
+        hooked(kind)
+    assert [(o.error, o.text) for o in pool.outcomes(hooked, kind)] == [("CaptureError", str(caught.value))] * 2

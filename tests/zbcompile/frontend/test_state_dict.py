@@ -1,0 +1,122 @@
+"""State dicts: eager's keys and tensors, this rank's share or all of it, strict when loaded."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zbcompile
+from tests.support.oracle import PROBLEMS
+from tests.support.pool import Pool
+from tests.support.training import Case, assert_same_tensors, pipeline_of
+
+CASE = Case("small-tied", "zb-v", 2, 2)
+
+
+def compiled(case: Case = CASE) -> zbcompile.Pipeline:
+    batch = PROBLEMS[case.problem].batches(1, 4)[0]
+    return pipeline_of(case).compile(*batch.args, target=batch.target)
+
+
+def trained_model(problem: str = CASE.problem) -> torch.nn.Module:
+    """A model whose weights differ from those that a new pipeline starts with."""
+    model = PROBLEMS[problem].model()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    return model
+
+
+def load_and_save(path: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Load a file into a pipeline; its own share and its full state dict."""
+    pipe = compiled()
+    pipe.load_state_dict(torch.load(path))
+    return dict(pipe.state_dict()), dict(pipe.state_dict(full=True))
+
+
+def test_eager_to_pipeline_and_back(tmp_path: Path, pool: Pool) -> None:
+    """`torch.save(model.state_dict())` loads into the pipeline, and the pipeline's full dict loads into eager."""
+    saved = trained_model().state_dict()
+    torch.save(saved, tmp_path / "eager.pt")
+    own, full = load_and_save(str(tmp_path / "eager.pt"))
+    assert_same_tensors(own, saved, "in one process:")
+    assert list(full) == list(saved)
+    for share, whole in pool.run(load_and_save, str(tmp_path / "eager.pt")):
+        assert list(whole) == list(saved)
+        assert_same_tensors(whole, saved, "full:")
+        assert share.keys() < saved.keys()
+        assert_same_tensors(share, {key: saved[key] for key in share}, "share:")
+    torch.save(full, tmp_path / "pipeline.pt")
+    model = PROBLEMS[CASE.problem].model()
+    model.load_state_dict(torch.load(tmp_path / "pipeline.pt"))
+    assert_same_tensors(model.state_dict(), saved, "back in eager:")
+
+
+def shares() -> tuple[set[str], set[str]]:
+    pipe = compiled()
+    return set(pipe.state_dict()), {name for name, _ in pipe.named_parameters()}
+
+
+def test_tied_parameters_stand_under_both_names_where_they_live(pool: Pool) -> None:
+    """The ranks' shares together are eager's keys; a tied weight is one parameter with two keys."""
+    found = pool.run(shares, ranks=2)
+    model = PROBLEMS[CASE.problem].model()
+    assert set().union(*(keys for keys, _ in found)) == set(model.state_dict())
+    assert set().union(*(names for _, names in found)) == {name for name, _ in model.named_parameters()}
+    for keys, names in found:
+        assert ("head.weight" in keys) == ("token.weight" in keys) == ("token.weight" in names)
+        assert "head.weight" not in names
+
+
+def load_damaged(damage: str) -> None:
+    """Only rank 1's copy of the dict is damaged where there are ranks: the error must still be on both."""
+    state = trained_model().state_dict()
+    if damage == "missing":
+        del state["norm.bias"]
+    elif damage == "unexpected":
+        state["extra.weight"] = torch.zeros(1)
+    else:
+        state["norm.bias"] = torch.zeros(7)
+    compiled().load_state_dict(state)
+
+
+MESSAGES = {
+    "missing": r"missing \['norm\.bias'\], unexpected nothing",
+    "unexpected": r"missing nothing, unexpected \['extra\.weight'\]",
+    "shape": r"norm\.bias has shape \[7\] in the state dict and \[32\] in the model",
+}
+
+
+@pytest.mark.parametrize("damage", MESSAGES)
+def test_loading_is_strict(damage: str) -> None:
+    pipe = compiled()
+    before = {name: value.clone() for name, value in pipe.state_dict().items()}
+    with pytest.raises(zbcompile.PipelineError, match=MESSAGES[damage]):
+        load_damaged(damage)
+    assert_same_tensors(dict(pipe.state_dict()), before, "after a refused load:")
+
+
+def test_loading_is_strict_on_every_rank(pool: Pool) -> None:
+    """A key that only one rank would use is missed by all."""
+    outcomes = pool.outcomes(load_damaged, "missing")
+    assert [outcome.error for outcome in outcomes] == ["PipelineError"] * 2
+    assert "norm.bias" in outcomes[0].text
+
+
+def step_with_parameters_of_others_gone() -> float:
+    """What this rank does not own plays no part: its values may be anything."""
+    pipe = compiled()
+    own = {name for name, _ in pipe.named_parameters()}
+    with torch.no_grad():
+        for name, parameter in pipe._model.named_parameters():
+            if name not in own:
+                parameter.fill_(float("nan"))
+    batch = PROBLEMS[CASE.problem].batches(1, 4)[0]
+    return float(pipe.step(*batch.args, target=batch.target))
+
+
+def test_a_rank_reads_only_its_own_parameters(pool: Pool) -> None:
+    losses = pool.run(step_with_parameters_of_others_gone)
+    assert losses[0] == losses[1] == step_with_parameters_of_others_gone()
+    assert not dist.is_initialized()

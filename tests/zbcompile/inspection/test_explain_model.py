@@ -1,0 +1,167 @@
+"""`zbcompile.explain`: what would be compiled, where it could be cut, and everything unsupported, without raising."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import zbcompile
+from gpt import GPT, next_byte_loss
+from tests.support.oracle import MLP, WIDTH
+
+ROWS = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH)
+TOKENS = torch.arange(32).view(2, 16)
+
+
+def explained(model: nn.Module, *args: Any, **options: Any) -> zbcompile.Explanation:
+    return zbcompile.explain(model, *(args or (ROWS,)), **{"loss": F.mse_loss, "target": ROWS} | options)
+
+
+def test_a_gpt(capsys: pytest.CaptureFixture[str]) -> None:
+    """What it prints is the explanation; places lie after operations of the model, in order, with their source."""
+    model = GPT(layers=3, width=32, heads=2, length=16, tied=True)
+    found = explained(model, TOKENS, loss=next_byte_loss, target=TOKENS)
+    assert capsys.readouterr().out == f"{found}\n"
+    assert found.supported
+    assert found.inputs == ("args[0] int64[2, 16]", "target int64[2, 16]")
+    assert "1 tied to another" in found.parameters
+    shares = [place.share for place in found.places]
+    assert shares == sorted(shares)
+    assert 0 < shares[0] < shares[-1] < 1
+    assert all(place.after for place in found.places)
+    assert any(re.search(r"blocks\.1.*gpt\.py:\d+", place.after) for place in found.places)
+    thinnest = min(place.bytes for place in found.places if place.share < 0.9)
+    assert thinnest == 2 * 16 * 32 * 4  # the residual stream: batch x sequence x width, float32
+
+
+def test_the_places_are_those_where_a_pipeline_can_be_cut() -> None:
+    model = MLP(4)
+    pipe = zbcompile.pipeline(model, schedule="1f1b", ranks=4, microbatches=1, loss=F.mse_loss)
+    program = pipe.compile(ROWS, target=ROWS).program
+    crossing = [slot for stage in program.stages[:-1] for slot in stage.sends]
+    assert {place.operation for place in explained(model).places} >= set(crossing)
+
+
+def test_an_explanation_changes_nothing() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.5))
+    before, state = torch.get_rng_state(), {k: v.clone() for k, v in model.state_dict().items()}
+    found = explained(model)
+    assert torch.equal(before, torch.get_rng_state())
+    assert all(torch.equal(state[k], v) for k, v in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert any("running_mean" in note and "dualpipe" in note for note in found.notes)
+
+
+@torch.library.custom_op("zbcompile_tests::one_way", mutates_args=())
+def one_way(x: Tensor) -> Tensor:
+    return x * 2
+
+
+one_way.register_fake(torch.empty_like)
+
+
+class Tripled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 3
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0]
+
+
+class Everything(MLP):
+    """Most of what is unsupported, in one forward."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+        self.calls = 0
+        self.embedding = nn.Embedding(4, WIDTH, sparse=True)
+        self.layers[0].register_forward_hook(lambda *_: None)
+        self.layers[1].weight.register_hook(lambda gradient: gradient)  # type: ignore[union-attr, operator]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        x = self.layers[0](x)
+        x.register_hook(lambda gradient: gradient)
+        self.layers[2].requires_grad_(False)
+        x = one_way(Tripled.apply(x))  # type: ignore[arg-type]
+        return x + self.embedding.weight.sum()
+
+
+EVERYTHING = (
+    r"module layers\.0 \(Linear\) has forward_hooks",
+    r"parameter layers\.1\.weight has backward_hooks",
+    r"module embedding \(Embedding\) has sparse=True",
+    r"register_hook on an activation \(.*test_explain\.py:\d+: x\.register_hook",
+    r"changes requires_grad of a parameter \(.*test_explain\.py:\d+",
+    r"custom autograd\.Function .*Tripled \(.*test_explain\.py:\d+",
+    r"one_way\.default has no derivative \(.*test_explain\.py:\d+",
+)
+
+
+def test_all_problems_are_found_at_once() -> None:
+    found = explained(Everything())
+    assert not found.supported
+    for message in EVERYTHING:
+        assert any(re.search(message, problem) for problem in found.problems), message
+    assert len(found.problems) == len(EVERYTHING)
+    assert any("attribute calls from 0 to 1" in note for note in found.notes)
+    assert found.places
+    with pytest.raises(zbcompile.CaptureError, match=r"2 more: zbcompile\.explain lists them"):
+        zbcompile.pipeline(Everything(), ranks=2, microbatches=2, loss=F.mse_loss).step(ROWS, target=ROWS)
+
+
+class Branching(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        return x if x.sum() > 0 else -x
+
+
+class Picking(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x[x[:, 0] > 0])
+
+
+class Rounding(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).argmax(-1, keepdim=True).float() * x
+
+
+class TwiceDifferentiated(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        (gradient,) = torch.autograd.grad(y.sum(), self.layers[0].weight, create_graph=True)  # type: ignore[arg-type]
+        return y + gradient.square().sum()
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (Branching, {}, r"test_explain\.py:\d+: return x if x\.sum\(\) > 0.*values of a tensor.*torch\.cond"),
+        (Picking, {}, r"shape depends on the data.*mask"),
+        (Rounding, {}, r"no gradient: no gradient passes through aten\.argmax\.default .*test_explain\.py:\d+"),
+        (TwiceDifferentiated, {}, r"computes gradients itself \(.*test_explain\.py:\d+"),
+        (MLP, {"loss": None}, r"the loss has shape \(2, 32\); expected a scalar.*pass loss=fn"),
+        (lambda: torch.compile(MLP()), {}, r"already wrapped by torch\.compile"),
+        (lambda: MLP().requires_grad_(False), {}, r"no parameter of MLP requires a gradient"),
+    ],
+)
+def test_problems(make: Callable[[], nn.Module], options: dict[str, Any], message: str) -> None:
+    found = explained(make(), **options)
+    assert any(re.search(message, problem, re.DOTALL) for problem in found.problems), str(found)
+
+
+class Recurrent(nn.GRU):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x)[0]
+
+
+def test_what_only_exact_refuses_is_a_note() -> None:
+    found = explained(nn.Sequential(nn.Linear(WIDTH, WIDTH), Recurrent(WIDTH, WIDTH)))
+    assert found.supported
+    assert any("exact=True is not possible" in note for note in found.notes)

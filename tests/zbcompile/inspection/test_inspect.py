@@ -1,0 +1,374 @@
+"""`python -m zbcompile.inspect`: what it prints for three models, and one clear line for whatever it cannot do."""
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zbcompile
+import zbcompile.compile
+from zbcompile.cli.target import load_example
+from zbcompile.inspect import main
+from zbcompile.inspection.report import WIDTH
+
+ROOT = Path(__file__).parents[3]
+TARGETS = "examples/targets.py"
+RECORD = "tests/golden/recorded_gpt.json"
+TINY = """
+import torch
+from torch import nn
+import zbcompile
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
+    def forward(self, x, scale=1.0):
+        return (self.layers(x) * scale).square().mean()
+
+class Branching(Net):
+    def forward(self, x):
+        return super().forward(x) if x.sum() > 0 else x.mean()
+
+def two(): return Net(), (torch.ones(2, 8),)
+def three(): return Net(), (torch.ones(2, 8),), {"scale": 2.0}
+def example():
+    print("building")
+    return zbcompile.Example(nn.Linear(8, 8), (torch.ones(2, 8),), loss=nn.MSELoss(), target=torch.ones(2, 8))
+def branching(): return Branching(), (torch.ones(2, 8),)
+def nothing(): return None
+def wide(): return Net(), (), {}, 1
+def listed(): return Net(), [torch.ones(2, 8)]
+def broken(): raise ValueError("no such checkpoint")
+def stray(): return zbcompile.Example(Net(), (torch.ones(2, 8),), target=torch.ones(2))
+"""
+
+needs_torch_2_13 = pytest.mark.skipif(
+    not torch.__version__.startswith("2.13"), reason="golden files show the graphs that torch 2.13 makes"
+)
+
+
+@pytest.fixture(autouse=True)
+def _at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paths are printed relative to the working directory."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.py"
+    path.write_text(TINY)
+    return path
+
+
+@pytest.fixture
+def inspect(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run the command in this process; returns what it prints."""
+
+    def run(*arguments: object) -> str:
+        status = main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        assert (status, captured.err) == (0, ""), captured.err
+        return captured.out
+
+    return run
+
+
+@pytest.fixture
+def refuse(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run the command, which must fail with one line; returns that line."""
+
+    def run(*arguments: object) -> str:
+        status = main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        assert (status, captured.out) == (2, "")
+        assert captured.err.count("\n") == 1, captured.err
+        return captured.err
+
+    return run
+
+
+@needs_torch_2_13
+@pytest.mark.parametrize(("model", "options"), [("gpt", []), ("llama", ["--quick"]), ("unet", [])])
+def test_summary(
+    model: str, options: list[str], inspect: Callable[..., str], golden: Callable[[str, str], None]
+) -> None:
+    text = inspect(f"{TARGETS}:{model}", *options)
+    assert max(map(len, text.splitlines())) <= WIDTH
+    golden(f"inspect_{model}.txt", text)
+
+
+@needs_torch_2_13
+@pytest.mark.parametrize("graph", ["0.F", "1.B", "1.W"])
+def test_graph(graph: str, inspect: Callable[..., str], golden: Callable[[str, str], None]) -> None:
+    text = inspect(f"{TARGETS}:gpt", "--graph", graph.lower())
+    assert max(map(len, text.splitlines())) <= WIDTH
+    golden(f"inspect_gpt_{graph}.py.txt", text)
+
+
+@needs_torch_2_13
+def test_comparison(inspect: Callable[..., str], golden: Callable[[str, str], None]) -> None:
+    text = inspect(f"{TARGETS}:gpt", "--compare", "1f1b,ZBH1,zb-v,v-min,dualpipe,zb-x")
+    assert max(map(len, text.splitlines())) <= WIDTH
+    golden("inspect_gpt_compare.txt", text)
+
+
+def test_causes(tiny: Path, inspect: Callable[..., str], golden: Callable[[str, str], None]) -> None:
+    """The longest idle intervals with what caused them, and the critical path; with equal times, so for any torch."""
+    plan = (f"{tiny}:two", "--ranks", 4, "--microbatches", 4, "--schedule", "1f1b", "--costs", "uniform")
+    texts = [inspect(*plan, "--explain-idle", 2), inspect(*plan, "--critical-path")]
+    assert max(len(line) for text in texts for line in text.splitlines()) <= WIDTH
+    golden("inspect_causes.txt", "\n".join(texts))
+
+
+@needs_torch_2_13
+def test_a_recorded_step(inspect: Callable[..., str], golden: Callable[[str, str], None]) -> None:
+    """A step of four processes (examples/record_step.py under torchrun), beside its prediction."""
+    text = inspect(f"{TARGETS}:gpt", "--measured", RECORD)
+    assert max(map(len, text.splitlines())) <= WIDTH
+    golden("inspect_measured.txt", text)
+
+
+@needs_torch_2_13
+def test_a_program_directory(
+    tmp_path: Path,
+    inspect: Callable[..., str],
+    golden: Callable[[str, str], None],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The same schedule as the recorded step's, whose waits are explained too."""
+    plan = ("--schedule", "zb-h1", "--ranks", 4, "--microbatches", 8)
+    assert zbcompile.compile.main([f"{TARGETS}:gpt", *map(str, plan), "--output", str(tmp_path / "program")]) == 0
+    capsys.readouterr()  # compile's own words
+    shown = inspect(tmp_path / "program")
+    assert max(map(len, shown.splitlines())) <= WIDTH
+    golden("inspect_program.txt", shown)
+    causes = inspect(tmp_path / "program", "--measured", RECORD, "--explain-idle", 2)
+    golden("inspect_measured_causes.txt", causes)
+    data = json.loads(inspect(tmp_path / "program", "--measured", RECORD, "--json"))
+    assert _fields(data) <= documented()
+    for ending in ("svg", "html", "json", "txt"):
+        picture = tmp_path / f"both.{ending}"
+        assert str(picture) in inspect(tmp_path / "program", "--measured", RECORD, "--timeline", picture)
+    assert (tmp_path / "both.svg").read_text().count("<svg") == 3
+    assert "overhead" in (tmp_path / "both.svg").read_text()
+
+
+def test_compared_schedules_are_drawn(tmp_path: Path, tiny: Path, inspect: Callable[..., str]) -> None:
+    picture = tmp_path / "compared.svg"
+    assert str(picture) in inspect(f"{tiny}:two", "--compare", "1f1b,zb-h1", "--timeline", picture)
+    assert picture.read_text().count("<svg") == 3
+
+
+def test_what_a_pass_changed(tiny: Path, inspect: Callable[..., str]) -> None:
+    """Accumulation turns the products of W into additions in place and touches nothing else."""
+    lines = inspect(f"{tiny}:two", "--diff", "split", "accumulate", "--stage", 1).splitlines()
+    assert lines[:2] == ["--- stage 1 after split", "+++ stage 1 after accumulate"]
+    removed, added = ([line for line in lines[2:] if line.startswith(sign)] for sign in "-+")
+    assert any("aten.mm.default" in line for line in removed)
+    assert any("aten.addmm_.default" in line for line in added)
+    same = inspect(f"{tiny}:two", "--diff", "joint", "joint")
+    assert "nothing changed from joint to joint" in same
+
+
+def test_a_graph_in_other_forms(tiny: Path, inspect: Callable[..., str]) -> None:
+    """JSON and DOT hold every operation, and whatever it reads is there."""
+    graph = json.loads(inspect(f"{tiny}:two", "--graph", "1.B", "--format", "json"))
+    names = [op["name"] for op in graph["operations"]]
+    known = {*names, *(value["node"] for value in graph["inputs"])}
+    assert (graph["schema"], graph["stage"], graph["name"]) == ("zbcompile.graphs/1", 1, "B")
+    assert all(op["line"] or op["made_by"] for op in graph["operations"])
+    assert {name for op in graph["operations"] for name in op["inputs"]} <= known
+    dot = inspect(f"{tiny}:two", "--graph", "1.B", "--format", "dot")
+    assert dot.count("{") == dot.count("}")
+    assert all(f'"{name}" [label=' in dot for name in names)
+
+
+def test_all_graphs_on_one_page(tmp_path: Path, tiny: Path, inspect: Callable[..., str]) -> None:
+    """Every operation of F, B and W stands on the page, every hop with its bytes; nothing is loaded from elsewhere."""
+    inspect(f"{tiny}:two", "--graphs", tmp_path, "--format", "html")
+    page = (tmp_path / "graphs.html").read_text()
+    assert page.count('class="hop"') == page.count('<section class="stage">') - 1 == 3
+    assert "http" not in page
+    for name in ("F", "B", "W"):
+        graph = json.loads(inspect(f"{tiny}:two", "--graph", f"2.{name}", "--format", "json"))
+        shown = page.split("<h2>stage 2 ")[1].split("<h2>")[0]
+        assert shown.count(f'class="op {name}"') == len(graph["operations"])
+
+
+def test_fake_tensors_show_the_same(inspect: Callable[..., str]) -> None:
+    assert inspect(f"{TARGETS}:llama", "--quick", "--fake") == inspect(f"{TARGETS}:llama", "--quick")
+
+
+def test_json_agrees_with_itself(inspect: Callable[..., str]) -> None:
+    data = json.loads(inspect(f"{TARGETS}:unet", "--json", "--quick", "--microbatches", 4, "--schedule", "zbh1"))
+    assert data["schema"] == "zbcompile.inspect/1"
+    assert (data["schedule"], data["ranks"], data["microbatches"], len(data["stages"])) == ("zb-h1", 2, 4, 2)
+    assert sum(stage["parameters"] for stage in data["stages"]) == data["parameters"]
+    assert [stage["ranks"] for stage in data["stages"]] == [[0], [1]]
+    assert data["stages"][0]["send_bytes"] == data["stages"][1]["receive_bytes"] > 0
+    assert data["stages"][0]["cut"]["file"] == TARGETS
+    assert data["stages"][1]["cut"] is None
+    assert data["dropped_outputs"] == ["image"]
+    for rank, stage in zip(data["per_rank"], data["stages"], strict=True):
+        assert rank["flops"] == 4 * sum(stage["flops"][op] for op in "FBW")
+        assert stage["flops"]["BW"] == stage["flops"]["B"] + stage["flops"]["W"]
+        assert rank["peak_bytes"] >= stage["kept"]
+    sends = [action for program in data["programs"] for action in program if action.startswith("SEND")]
+    assert data["prediction"]["messages"]["count"] == len(sends) == 8
+
+
+def _fields(data: Any) -> set[str]:
+    """The names of all objects' members, but for those that are data themselves: input paths."""
+    if isinstance(data, list):
+        return {name for item in data for name in _fields(item)}
+    if not isinstance(data, dict):
+        return set()
+    return {
+        *data,
+        *(
+            name
+            for key, value in data.items()
+            if key not in ("inputs", "flops", "idle", "running")
+            for name in _fields(value)
+        ),
+    }
+
+
+def documented() -> set[str]:
+    """The words that docs/inspect.md has as names of fields."""
+    return set(re.findall(r"[`\"](\w+)[`\"]", (ROOT / "docs" / "inspect.md").read_text()))
+
+
+def test_every_field_of_the_json_is_documented(tiny: Path, inspect: Callable[..., str]) -> None:
+    """Also what was tried, with a reason where that cannot be had: this model has no output layer."""
+    given = (f"{tiny}:two", "--schedule", "1f1b", "--json")
+    data = json.loads(inspect(*given))
+    assert _fields(data) <= documented()
+    options = {each["option"]: each for each in data["alternatives"]}
+    assert {"--microbatches 8", "--recompute full", "--schedule zb-h1"} <= set(options)
+    assert options["--recompute full"]["time_ratio"] > 1 > options["--recompute full"]["peak_ratio"]
+    assert [each["option"] for each in data["impossible"]] == ["--vocab 1"]
+    assert _fields(json.loads(inspect(*given, "--compare", "1f1b"))) <= documented()
+
+
+def test_uniform_costs_are_the_textbooks(tiny: Path, inspect: Callable[..., str]) -> None:
+    given = (f"{tiny}:two", "--schedule", "1f1b", "--ranks", 2, "--microbatches", 4, "--json", "--quick")
+    data = json.loads(inspect(*given, "--costs", "uniform"))
+    assert data["prediction"]["step"] == (4 + 2 - 1) * 3
+    costs = tiny.with_name("costs.json")
+    costs.write_text('{"forward": [2, 2], "backward": [2, 2], "weight": [2, 2]}')
+    assert json.loads(inspect(*given, "--costs", costs))["prediction"]["step"] == (4 + 2 - 1) * 6
+
+
+def test_all_graphs_are_written(tiny: Path, inspect: Callable[..., str]) -> None:
+    directory = tiny.with_name("graphs") / "deep"
+    files = inspect(f"{tiny}:two", "--schedule", "1f1b", "--graphs", directory).split()
+    assert sorted(files) == sorted(
+        f"{directory}/stage{stage}_{name}.py" for stage in (0, 1) for name in ("F", "B", "W", "BW")
+    )
+    for file in files:
+        ast.parse(Path(file).read_text())
+
+
+@pytest.mark.parametrize("ending", ["txt", "svg", "html", "json"])
+def test_a_timeline_is_written(tiny: Path, ending: str, inspect: Callable[..., str]) -> None:
+    file = tiny.with_name(f"step.{ending}")
+    assert inspect(f"{tiny}:two", "--schedule", "1f1b", "--timeline", file).strip() == str(file)
+    assert "F0.0" in file.read_text() or '"F"' in file.read_text()
+
+
+def test_a_schedule_from_a_file(tiny: Path, inspect: Callable[..., str]) -> None:
+    file = tiny.with_name("mine.csv")
+    zbcompile.schedules.save(zbcompile.schedules.build("zb-h1", ranks=3, microbatches=6), file)
+    data = json.loads(inspect(f"{tiny}:two", "--schedule", file, "--json", "--quick"))
+    assert (data["ranks"], data["microbatches"], len(data["stages"])) == (3, 6, 3)
+
+
+@pytest.mark.parametrize("name", ["two", "three", "example"])
+def test_what_a_target_may_return(name: str, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    example = load_example(f"{tiny}:{name}")
+    assert isinstance(example, zbcompile.Example)
+    monkeypatch.syspath_prepend(tiny.parent)
+    again: Any = load_example(f"tiny:{name}")
+    assert (again.kwargs, [a.shape for a in again.args]) == (example.kwargs, [a.shape for a in example.args])
+
+
+@pytest.mark.parametrize(
+    ("target", "says"),
+    [
+        ("nothing", "names no function; expected package.module:name or path/file.py:name"),
+        ("no.such.module:f", "No module named 'no'"),
+        ("no/such/file.py:f", "there is no file no/such/file.py"),
+        ("{tiny}:f", "has no f; it defines Net, Branching, two"),
+        ("{tiny}:torch", "is a module; expected a function without arguments"),
+        ("{tiny}:nothing", "returned a NoneType; expected (model, args)"),
+        ("{tiny}:wide", "returned a tuple of 4"),
+        ("{tiny}:listed", "args of an example is a list; expected a tuple"),
+        ("{tiny}:broken", "ValueError: no such checkpoint"),
+        ("{tiny}:stray", "target= but no loss="),
+        ("{tiny}:branching", "torch.export cannot capture Branching"),
+        (".", "is a directory"),
+    ],
+)
+def test_a_wrong_target_is_one_line(target: str, says: str, tiny: Path, refuse: Callable[..., str]) -> None:
+    assert says in refuse(target.format(tiny=tiny))
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "says"),
+    [
+        ("--stage", "1", "which stage --diff shows"),
+        ("--format", "dot", "is for --graph or --graphs"),
+        ("--graph", "7.B", "there is no stage 7: zb-v on 2 ranks has stages 0 to 3"),
+        ("--graph", "1.X", "expected STAGE.PASS such as 1.B"),
+        ("--graphs", "{tiny}/graphs", "Not a directory"),
+        ("--timeline", "{tiny}/step.svg", "Not a directory"),
+        ("--timeline", "step.png", "expected a file that ends in .txt"),
+        ("--schedule", "zb-x", "no schedule is called 'zb-x'"),
+        ("--schedule", "missing.csv", "missing.csv: No such file"),
+        ("--ranks", "64", "can be cut in"),
+        ("--microbatches", "0", "microbatches=0"),
+        ("--costs", "missing.json", "no such file"),
+        ("--measured", "missing.json", "missing.json: No such file"),
+        ("--measured", "{tiny}", "is no record of a step"),
+        ("--compare", "zb-x", "no schedule is called 'zb-x'"),
+    ],
+)
+def test_a_wrong_option_is_one_line(option: str, value: str, says: str, tiny: Path, refuse: Callable[..., str]) -> None:
+    assert says in refuse(f"{tiny}:two", option, value.format(tiny=tiny))
+
+
+def test_what_the_target_prints_is_no_part_of_the_report(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([f"{tiny}:example", "--ranks", "1", "--schedule", "1f1b", "--json", "--quick"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["model"] == "Linear"
+    assert captured.err == "building\n"
+
+
+def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["no.such.module:f", "--debug"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_the_command_itself_piped(tiny: Path) -> None:
+    command = [sys.executable, "-m", "zbcompile.inspect", f"{tiny}:two", "--schedule", "1f1b", "--quick"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\x1b" not in done.stdout
+    assert done.stdout.startswith("Net: 432 parameters")
+
+
+def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["--help"])
+    assert stopped.value.code == 0
+    assert "python -m zbcompile.inspect examples/targets.py:gpt --graph 1.B" in capsys.readouterr().out

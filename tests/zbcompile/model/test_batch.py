@@ -1,0 +1,196 @@
+"""How a batch becomes microbatches, and what happens when its shape changes."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import zbcompile
+from tests.support.oracle import MLP, WIDTH, Batch, eager_step, microbatch_loss
+from tests.support.pool import Pool
+from tests.support.training import Trained, assert_same_tensors, gradients_of, join
+
+
+class Conditioned(nn.Module):
+    """Takes a batch, a nested keyword, a table that belongs to all samples, and a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor, extra: dict[str, Tensor], *, table: Tensor, scale: float = 1.0) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) * scale + extra["shift"] @ table
+        return x
+
+
+def conditioned() -> Conditioned:
+    torch.manual_seed(0)
+    return Conditioned()
+
+
+def inputs(size: int, wide: int) -> tuple[Tensor, dict[str, Tensor], Tensor, Tensor]:
+    torch.manual_seed(1)
+    return (
+        torch.randn(size, WIDTH),
+        {"shift": torch.randn(size, wide)},
+        torch.randn(wide, WIDTH),
+        torch.randn(size, WIDTH),
+    )
+
+
+def by_hand(model: nn.Module, x: Tensor, extra: dict[str, Tensor], table: Tensor, goal: Tensor, count: int) -> Tensor:
+    """Eager accumulation with the table whole and everything else cut."""
+    total = torch.zeros(())
+    for part, shift, target in zip(x.chunk(count), extra["shift"].chunk(count), goal.chunk(count), strict=True):
+        loss = F.mse_loss(model(part, {"shift": shift}, table=table, scale=0.5), target) / count
+        loss.backward()
+        total = total + loss.detach()
+    return total
+
+
+@pytest.mark.parametrize(
+    ("wide", "split"), [(5, None), (8, {"table": False, "args[1]": True})], ids=["by size", "by split="]
+)
+def test_nested_keywords_replicated_tables_and_numbers(wide: int, split: dict[str, bool] | None) -> None:
+    """A leaf whose dimension 0 is not the batch is replicated; where it happens to be, `split=` says so."""
+    x, extra, table, goal = inputs(8, wide)
+    model, other = conditioned(), conditioned()
+    pipe = zbcompile.pipeline(model, schedule="zb-v", microbatches=4, ranks=2, loss=F.mse_loss, exact=True, split=split)
+    loss = pipe.step(x, extra, table=table, scale=0.5, target=goal)
+    assert torch.equal(loss, by_hand(other, x, extra, table, goal, 4))
+    assert_same_tensors(gradients_of(pipe), gradients_of(other), "gradient of")
+
+
+def test_numbers_specialise() -> None:
+    """Another value of an argument that is no tensor compiles again instead of using the old value."""
+    x, extra, table, goal = inputs(8, 5)
+    pipe = zbcompile.pipeline(conditioned(), schedule="1f1b", microbatches=4, ranks=2, loss=F.mse_loss)
+    losses = [float(pipe.step(x, extra, table=table, scale=s, target=goal)) for s in (0.5, 1.0, 0.5)]
+    assert losses[0] == losses[2] != losses[1]
+
+
+def rows(size: int) -> Batch:
+    torch.manual_seed(size)
+    return Batch((torch.randn(size, WIDTH),), {}, torch.randn(size, WIDTH))
+
+
+def mlp() -> MLP:
+    torch.manual_seed(0)
+    return MLP()
+
+
+def train_on_sizes(sizes: tuple[int, ...]) -> tuple[Trained, list[list[str]]]:
+    """A step per size; also which parameters this process holds after each."""
+    pipe = zbcompile.pipeline(mlp(), schedule="zb-v", microbatches=4, ranks=2, loss=F.mse_loss, exact=True)
+    losses, gradients, held = [], [], []
+    for size in sizes:
+        batch = rows(size)
+        losses.append(pipe.step(*batch.args, target=batch.target))
+        gradients.append(gradients_of(pipe))
+        held.append([name for name, _ in pipe.named_parameters()])
+        for parameter in pipe.parameters():
+            parameter.grad = None
+    return Trained(losses, gradients, {}), held
+
+
+def test_another_shape_compiles_again(pool: Pool, capsys: pytest.CaptureFixture[str]) -> None:
+    """With a notice, with eager's bits, and with every parameter on the rank where it was."""
+    sizes = (8, 12, 8, 4)
+    alone, _ = train_on_sizes(sizes)
+    notices = [line for line in capsys.readouterr().out.splitlines() if "compiling again" in line]
+    assert len(notices) == 2
+    assert "args[0][3, 32]" in notices[0]
+    model = mlp()
+    for step, size in enumerate(sizes):
+        model.zero_grad()
+        assert torch.equal(alone.losses[step], eager_step(model, F.mse_loss, rows(size), 4, step))
+        assert_same_tensors(alone.gradients[step], gradients_of(model), "gradient of")
+    shares = pool.run(train_on_sizes, sizes)
+    for _, held in shares:
+        assert all(names == held[0] for names in held)
+    joined = join([trained for trained, _ in shares])
+    for ours, theirs in zip(joined.gradients, alone.gradients, strict=True):
+        assert_same_tensors(ours, theirs, "gradient of")
+
+
+def test_microbatches_omitted(capsys: pytest.CaptureFixture[str]) -> None:
+    """The smallest admitted number from twice the stages on, said once."""
+    pipe = zbcompile.pipeline(mlp(), schedule="zb-v", ranks=2, loss=F.mse_loss)
+    batch = rows(16)
+    for _ in range(2):
+        pipe.step(*batch.args, target=batch.target)
+    assert pipe.program.schedule.microbatches == 8
+    assert capsys.readouterr().out.count("microbatches= not given; using 8") == 1
+
+
+def test_default_of_one_rank_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    pipe = zbcompile.pipeline(mlp(), schedule="1f1b", microbatches=2, loss=F.mse_loss)
+    assert pipe.compile(*rows(8).args, target=rows(8).target).program.schedule.ranks == 1
+    assert "running as one rank" in capsys.readouterr().out
+
+
+def test_schedule_object_and_csv_file(tmp_path: Any) -> None:
+    """A `Schedule` and a CSV file run like the name that they came from."""
+    schedule = zbcompile.schedules.build("zb-h1", ranks=2, microbatches=4)
+    path = tmp_path / "order.csv"
+    zbcompile.schedules.save(schedule, str(path))
+    batch = rows(8)
+    results = []
+    for given in ("ZB_H1", schedule, str(path)):
+        pipe = zbcompile.pipeline(mlp(), schedule=given, ranks=2, microbatches=4, loss=F.mse_loss, exact=True)
+        pipe.step(*batch.args, target=batch.target)
+        results.append(gradients_of(pipe))
+    for other in results[1:]:
+        assert_same_tensors(other, results[0], "gradient of")
+
+
+def test_module_in_eval_mode_trains_without_dropout() -> None:
+    """The mode of each module at the time of the step counts, as in eager mode."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH))
+    pipe = zbcompile.pipeline(model, schedule="1f1b", microbatches=2, ranks=2, loss=F.mse_loss, exact=True)
+    batch = rows(8)
+    dropped = pipe.step(*batch.args, target=batch.target)
+    model.eval()
+    whole = pipe.step(*batch.args, target=batch.target)
+    assert torch.equal(whole, eager_step(model, F.mse_loss, batch, 2, 1))
+    assert not torch.equal(whole, dropped)
+
+
+class PartlyUncast(MLP):
+    """Opts out of autocast for some of its layers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            x = self.layers[0](x.float())
+        return super().forward(x)
+
+
+def autocast_forward_only(model: nn.Module, batch: Batch, enabled: bool) -> Tensor:
+    """Eager accumulation as torch recommends: autocast around forward and loss, never around backward."""
+    total = torch.zeros(())
+    for part in batch.parts(4):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            loss = microbatch_loss(model, F.mse_loss, part) / 4
+        loss.backward()
+        total = total + loss.detach()
+    return total
+
+
+def test_autocast_is_that_of_each_step() -> None:
+    """A step inside autocast and one outside are compiled apart; both have eager's bits."""
+    torch.manual_seed(0)
+    model = PartlyUncast()
+    other = PartlyUncast()
+    other.load_state_dict(model.state_dict())
+    pipe = zbcompile.pipeline(model, schedule="zb-v", microbatches=4, ranks=2, loss=F.mse_loss, exact=True)
+    batch = rows(8)
+    for enabled in (False, True, False):
+        model.zero_grad()
+        other.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            loss = pipe.step(*batch.args, target=batch.target)
+        assert torch.equal(loss, autocast_forward_only(other, batch, enabled))
+        assert_same_tensors(gradients_of(pipe), gradients_of(other), "gradient of")

@@ -1,0 +1,289 @@
+"""Checkpoints: saved at any number of ranks, loaded at any other, with the bits of a training that never stopped."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+import zbcompile
+from tests.support.checkpointing import PROBLEM, State, begin, state_of, train_eager, train_pipe
+from tests.support.oracle import optimizer_of
+from tests.support.pool import Pool
+from tests.support.training import assert_same_tensors
+from zbcompile.persistence.checkpoint import PROCESS
+from zbcompile.persistence.checkpoint_directory import begin as begin_checkpoint
+from zbcompile.persistence.checkpoint_directory import checkpoints_in, publish
+from zbcompile.persistence.checkpoint_values import describe
+
+
+def uninterrupted(steps: int) -> State:
+    model = PROBLEM.model()
+    optimizer = optimizer_of(model.parameters())
+    train_eager(model, optimizer, 0, steps)
+    return state_of(model, optimizer)
+
+
+def assert_same_state(ours: State, theirs: State) -> None:
+    assert_same_tensors(ours.weights, theirs.weights, "weight")
+    assert_same_tensors(ours.moments, theirs.moments, "optimizer's")
+
+
+@pytest.mark.timeout(600)  # four processes take turns on a busy machine
+def test_other_ranks_another_schedule_and_one_process(
+    small_program: Callable[[str, int], Path], pool: Pool, tmp_path: Path
+) -> None:
+    """20 steps as zb-h1 on two ranks, 2 as zb-v on four, 2 in eager mode."""
+    two, four, folder = str(small_program("zb-h1", 2)), str(small_program("zb-v", 4)), str(tmp_path)
+    pool.run(train_pipe, two, folder, 20, ranks=2, timeout=240)
+    assert [path.name for path in checkpoints_in(folder)] == ["step-00000010", "step-00000020"]
+    pool.run(train_pipe, four, folder, 22, ranks=4, timeout=240)
+    model = PROBLEM.model()
+    optimizer = optimizer_of(model.parameters())
+    at = zbcompile.load_checkpoint(folder, model, optimizer)
+    train_eager(model, optimizer, at.step, 24)
+    assert at.step == 22
+    assert_same_state(state_of(model, optimizer), uninterrupted(24))
+
+
+def train_and_save(program: str, folder: str, steps: int) -> None:
+    train_pipe(program, folder, steps)
+
+
+def test_from_one_process_to_a_pipeline(small_program: Callable[[str, int], Path], tmp_path: Path) -> None:
+    """A plain model is saved after three steps; a pipeline trains on, and another one starts from its weights."""
+    model = PROBLEM.model()
+    optimizer = optimizer_of(model.parameters())
+    train_eager(model, optimizer, 0, 3)
+    zbcompile.save_checkpoint(tmp_path, model, optimizer, step=3)
+    train_pipe(str(small_program("zb-h1", 2)), str(tmp_path), 5)
+    theirs = uninterrupted(5)
+    pipe = zbcompile.load(small_program("zb-h1", 2), checkpoint=tmp_path)
+    assert pipe.step_index == 5
+    assert_same_tensors(pipe.state_dict(), theirs.weights, "weight")
+
+
+def test_torchs_own_functions_read_it(small_program: Callable[[str, int], Path], tmp_path: Path) -> None:
+    train_pipe(str(small_program("zb-h1", 2)), str(tmp_path), 2)
+    model = PROBLEM.model()
+    optimizer = optimizer_of(model.parameters())
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    weights, moments = get_state_dict(model, optimizer, options=options)
+    state = {"model": weights, "optimizer": moments}
+    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)  # a tied parameter is there under its first name alone
+    dcp.load(state, checkpoint_id=zbcompile.latest_checkpoint(tmp_path), planner=planner, no_dist=True)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments, options=options)
+    assert_same_state(state_of(model, optimizer), uninterrupted(2))
+
+
+def test_every_tensor_is_written_once(small_program: Callable[[str, int], Path], pool: Pool, tmp_path: Path) -> None:
+    """Under dualpipe-v both ranks hold all stages; the tied matrix is in two of them."""
+    pool.run(train_and_save, str(small_program("dualpipe-v", 2)), str(tmp_path), 1)
+    found = dcp.FileSystemReader(checkpoints_in(tmp_path)[0]).read_metadata()
+    tensors = {key: value for key, value in found.state_dict_metadata.items() if hasattr(value, "chunks")}
+    assert all(len(value.chunks) == 1 for value in tensors.values())
+    assert {key.removeprefix("model.") for key in tensors if key.startswith("model.")} == dict(
+        PROBLEM.model().named_parameters()
+    ).keys()
+    assert "model.head.weight" not in tensors
+
+
+class Normed(nn.Module):
+    """Buffers that change, one of which is a number; a parameter without gradient, one that is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(2))
+        self.unused = nn.Parameter(torch.ones(2))
+        self.frozen = nn.Parameter(torch.ones(4), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x) * self.frozen
+        return x
+
+
+def test_buffers_groups_and_what_is_extra(tmp_path: Path) -> None:
+    """All that belongs to a run comes back, also into a plain model: buffers, options per group, generators, extra."""
+    torch.manual_seed(0)
+    model, x = Normed(), torch.randn(8, 4)
+    pipe = zbcompile.pipeline(model, schedule="1f1b", ranks=2, microbatches=2, loss=nn.functional.mse_loss)
+    pipe.compile(x, target=x)
+
+    def optimizer_over(named: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
+        first = [p for name, p in named.items() if name.endswith("weight")]
+        rest = [p for name, p in named.items() if not name.endswith("weight")]
+        return torch.optim.SGD([{"params": first, "weight_decay": 0.5}, {"params": rest}], lr=0.1, momentum=0.9)
+
+    optimizer = optimizer_over(dict(pipe.named_parameters()))
+    pipe.step(x, target=x)
+    optimizer.step()
+    optimizer.param_groups[1]["lr"] = 0.05
+    zbcompile.save_checkpoint(tmp_path, pipe, optimizer, extra={"seen": [1, 2], "rate": torch.ones(2)})
+    drawn = torch.rand(3)
+    other = Normed()
+    others = optimizer_over(dict(other.named_parameters()))
+    at = zbcompile.load_checkpoint(tmp_path, other, others)
+    assert torch.equal(torch.rand(3), drawn)
+    assert (at.step, at.extra["seen"], at.extra["rate"].tolist()) == (1, [1, 2], [1.0, 1.0])
+    assert_same_state(state_of(other, others), state_of(model, optimizer))
+    assert [group["lr"] for group in others.param_groups] == [0.1, 0.05]
+    assert [group["weight_decay"] for group in others.param_groups] == [0.5, 0]
+
+
+def test_an_interrupted_save_leaves_the_one_before(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    first = zbcompile.save_checkpoint(tmp_path, model, step=1)
+    left = begin_checkpoint(tmp_path, 2)
+    (left / "__0_0.distcp").write_bytes(b"half")
+    assert zbcompile.latest_checkpoint(tmp_path) == first
+    assert zbcompile.load_checkpoint(tmp_path, nn.Linear(2, 2)).step == 1
+    zbcompile.save_checkpoint(tmp_path, model, step=3)
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["step-00000001", "step-00000003"]
+
+
+def test_old_ones_are_dropped_and_none_is_replaced(tmp_path: Path) -> None:
+    """The same step again is another directory, so that there is a complete one at every moment."""
+    for step in (1, 2, 2, 30, 4):
+        publish(begin_checkpoint(tmp_path, step), keep=2)
+    names = [path.name for path in checkpoints_in(tmp_path)]
+    assert names == ["step-00000002.1", "step-00000004", "step-00000030"]  # a later one is left alone
+    assert zbcompile.latest_checkpoint(tmp_path) == tmp_path / names[-1]
+
+
+def save_in(program: str, folder: str, elsewhere: str) -> None:
+    """Rank 1 works in another directory."""
+    before = os.getcwd()
+    pipe, optimizer = begin(program)
+    os.chdir(elsewhere if torch.distributed.get_rank() else folder)
+    try:
+        zbcompile.save_checkpoint("checkpoints", pipe, optimizer)
+    finally:
+        os.chdir(before)
+        pipe.close()
+
+
+def test_a_directory_that_is_not_shared_is_refused(
+    small_program: Callable[[str, int], Path], pool: Pool, tmp_path: Path
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    outcomes = pool.outcomes(save_in, str(small_program("zb-h1", 2)), str(tmp_path), str(tmp_path / "elsewhere"))
+    assert [outcome.error for outcome in outcomes] == ["PipelineError"] * 2
+    assert all("need a directory that all ranks share" in outcome.text for outcome in outcomes)
+
+
+def load_in(program: str, folder: str) -> None:
+    pipe, optimizer = begin(program)
+    try:
+        zbcompile.load_checkpoint(folder, pipe, optimizer)
+    finally:
+        pipe.close()
+
+
+def test_a_damaged_one_is_refused_on_every_rank(
+    small_program: Callable[[str, int], Path], pool: Pool, tmp_path: Path
+) -> None:
+    pool.run(train_and_save, str(small_program("zb-h1", 2)), str(tmp_path), 1)
+    for path in checkpoints_in(tmp_path)[0].glob("*_0.distcp"):
+        path.write_bytes(path.read_bytes()[:100])
+    outcomes = pool.outcomes(load_in, str(small_program("zb-h1", 2)), str(tmp_path))
+    assert [outcome.error for outcome in outcomes] == ["PipelineError"] * 2
+    assert all("cannot be read" in outcome.text for outcome in outcomes)
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(zbcompile.PipelineError, match="holds no complete checkpoint"):
+        zbcompile.load_checkpoint(tmp_path, model)
+    assert zbcompile.load_checkpoint(tmp_path, model, required=False).path is None
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(zbcompile.PipelineError, match="extra= holds something"):
+        zbcompile.save_checkpoint(tmp_path, model, extra=Path("x"))
+    zbcompile.save_checkpoint(tmp_path, model, optimizer)
+    with pytest.raises(zbcompile.PipelineError, match="saved with AdamW, and this is SGD"):
+        zbcompile.load_checkpoint(tmp_path, model, torch.optim.SGD(model.parameters()))
+    with pytest.raises(zbcompile.PipelineError, match=r"weight has shape \[2, 2\] in .* and \[2, 3\] in the model"):
+        zbcompile.load_checkpoint(tmp_path, nn.Linear(3, 2))
+    with pytest.raises(zbcompile.PipelineError, match=r"missing nothing, unexpected \['bias'\]"):
+        zbcompile.load_checkpoint(tmp_path, nn.Linear(2, 2, bias=False))
+    with pytest.raises(zbcompile.PipelineError, match="not one of this process's"):
+        zbcompile.save_checkpoint(tmp_path, nn.Linear(2, 2), optimizer)
+    with pytest.raises(zbcompile.PipelineError, match="no checkpoint can be written"):
+        zbcompile.save_checkpoint(checkpoints_in(tmp_path)[0] / PROCESS, model)
+    assert all(key.startswith(("model.", "optimizer.")) for key in describe(checkpoints_in(tmp_path)[0]))
+
+
+class Words(nn.Module):
+    """An output layer of five words, tied to the embedding: four ranks have 2, 2, 1 and 0 of its rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Embedding(5, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = self.token.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.token(tokens)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x)
+
+
+TOKENS = torch.arange(40).view(8, 5) % 5
+
+
+def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def save_sharded(directory: Path, ranks: int) -> str:
+    """The program with an output layer that is sharded over so many ranks."""
+    options = {"schedule": "1f1b", "microbatches": 4, "loss": loss_of, "vocab": 1, "ranks": ranks}
+    zbcompile.pipeline(Words(), **options).compile(TOKENS, target=TOKENS).program.save(directory)
+    return str(directory)
+
+
+def train_rows(program: str, folder: str, until: int) -> State:
+    """Train from the newest checkpoint on; the weights, and the moments of this rank."""
+    torch.manual_seed(0)
+    pipe = zbcompile.load(program, state_dict=Words().state_dict())
+    optimizer = optimizer_of(pipe.parameters())
+    at = zbcompile.load_checkpoint(folder, pipe, optimizer, required=False)
+    for _ in range(at.step, until):
+        pipe.step(TOKENS, target=TOKENS)
+        optimizer.step()
+        optimizer.zero_grad()
+    zbcompile.save_checkpoint(folder, pipe, optimizer)
+    zbcompile.save_weights(Path(folder, "weights"), pipe)
+    zbcompile.load_weights(Path(folder, "weights"), pipe)
+    names = {id(parameter): name for name, parameter in pipe.named_parameters()}
+    moments = {f"{names[id(p)]} {key}": value for p, kept in optimizer.state.items() for key, value in kept.items()}
+    weights = pipe.state_dict(full=True)
+    pipe.close()
+    return State(weights, moments)
+
+
+def test_rows_of_an_output_layer_are_put_together(pool: Pool, tmp_path: Path) -> None:
+    """Two ranks save, four go on (one of which has no rows), one process reads: rows in the order of the words."""
+    for ranks, until in ((2, 2), (4, 3)):
+        program = save_sharded(tmp_path / f"program-{ranks}", ranks)
+        check_rows(tmp_path, pool.run(train_rows, program, str(tmp_path), until, ranks=ranks))
+
+
+def check_rows(folder: Path, ranks: list[State]) -> None:
+    """A plain model reads what the ranks have."""
+    model, other = Words(), Words()
+    optimizer = optimizer_of(model.parameters())
+    zbcompile.load_checkpoint(folder, model, optimizer)
+    zbcompile.load_weights(folder / "weights", other)
+    found = state_of(model, optimizer)
+    assert_same_tensors(found.weights, ranks[0].weights, "weight")
+    assert_same_tensors(dict(other.state_dict()), ranks[0].weights, "weight in safetensors")
+    for key in ("exp_avg", "exp_avg_sq"):
+        rows = torch.cat([rank.moments[f"token.weight {key}"] for rank in ranks])
+        assert torch.equal(found.moments[f"token.weight.{key}"], rows)

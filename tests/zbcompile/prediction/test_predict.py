@@ -1,0 +1,58 @@
+"""What inspect predicts against what a step does."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zbcompile
+from zbcompile.cli.target import load_example
+from zbcompile.compiler.compile_example import compile_example
+from zbcompile.passes.compile_options import Choices
+from zbcompile.prediction.predict import basis_of, flop_costs, predict
+from zbcompile.schedules import build
+
+TARGETS = Path(__file__).parents[3] / "examples" / "targets.py"
+MICROBATCHES = 4
+
+
+def _repeated(value: Any) -> Any:
+    return torch.cat([value] * MICROBATCHES) if isinstance(value, torch.Tensor) else value
+
+
+def _recorded(name: str, schedule: str) -> zbcompile.Pipeline:
+    """A pipeline in this process after one recorded step."""
+    example = load_example(f"{TARGETS}:{name}")
+    options = {"schedule": schedule, "microbatches": MICROBATCHES, "ranks": 2, "loss": example.loss}
+    pipe = zbcompile.pipeline(example.model, **options)
+    pipe.record = True
+    kwargs = {key: _repeated(value) for key, value in example.kwargs.items()}
+    if example.loss is not None:
+        kwargs["target"] = _repeated(example.target)
+    pipe.step(*map(_repeated, example.args), **kwargs)
+    return pipe
+
+
+@pytest.mark.parametrize(("name", "schedule"), [("gpt", "zb-v"), ("gpt", "1f1b"), ("llama", "zb-h1"), ("unet", "zb-v")])
+def test_what_is_predicted_happens(name: str, schedule: str) -> None:
+    pipe = _recorded(name, schedule)
+    timeline = predict(pipe.program, flop_costs(pipe.program))
+    assert pipe.last_step is not None
+    for rank, spans in pipe.last_step.spans.items():
+        measured = [span.action for span in spans if not span.action.startswith(("SEND", "RECV"))]
+        assert [str(span.step) for span in timeline.spans_of(rank)] == measured
+    peaks = pipe.last_step.peak_activation_bytes
+    assert timeline.peak_memory == tuple(peaks[rank] for rank in range(2))  # to the byte
+
+
+@pytest.mark.parametrize("source", ["uniform", "flops"])
+def test_an_empty_pass_takes_no_time(source: str) -> None:
+    """The first stage is one layer, which has nothing to do in B; the second is frozen and has nothing to do in W."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+    model[1:].requires_grad_(False)
+    example = zbcompile.Example(model, (torch.ones(2, 8),), loss=torch.nn.MSELoss(), target=torch.ones(2, 8))
+    program = compile_example(example, build("zb-h1", 2, 4), Choices(balance=("1",))).program
+    costs = basis_of(program, source).costs
+    assert costs.backward[0] == costs.weight[1] == 0
+    assert min(*costs.forward, costs.backward[1], costs.weight[0]) > 0

@@ -1,0 +1,148 @@
+"""A recorded step: as a file, in the simulator's terms, and beside its prediction."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import zbcompile
+from tests.support.oracle import PROBLEMS
+from tests.support.training import Case, pipeline_of
+from zbcompile.inspection.step_comparison_report import format_step_comparison
+from zbcompile.prediction.predict import Basis, basis_of
+from zbcompile.prediction.step_comparison import compare_step
+from zbcompile.profiling.recorded_timeline import Span
+from zbcompile.profiling.step_record import read_record, record_to_text
+from zbcompile.runtime.recorder import StepRecord
+from zbcompile.schedules import Costs, build, chain, critical_path, simulate
+from zbcompile.schedules.simulation.critical_path import time_by_kind
+
+SCHEDULE = build("zb-h1", ranks=2, microbatches=2)
+MANIFEST = {"exact": False, "cuts": ["add_3"], "graphs": ["a"]}
+
+
+def simulated_record(costs: Costs, host: float = 0.0, late: float = 0.0) -> StepRecord:
+    """What the simulator says, as if it had been measured: `host` seconds pass before every pass that waits for
+    nothing, and rank 1's clock started `late`."""
+    timeline = simulate(SCHEDULE, costs)
+    spans: dict[int, list[Span]] = {0: [], 1: []}
+    for rank in (0, 1):
+        for index, span in enumerate(timeline.spans_of(rank)):
+            shift = late + host * index
+            spans[rank].append(Span(str(span.step), span.start + shift, span.end + shift))
+    return StepRecord(spans, {0: [10, 20], 1: [15]}, {0: 1, 1: 2}, 40.0, 5.0, False, SCHEDULE, MANIFEST)
+
+
+def test_what_was_simulated_is_found_again() -> None:
+    """Costs, timeline and causes come back from spans alone."""
+    costs = Costs((2, 3), (2, 2), (1, 1), comm=0.5)
+    record, timeline = simulated_record(costs, late=7.0), simulate(SCHEDULE, costs)
+    assert (record.costs.forward, record.costs.backward, record.costs.weight) == ((2, 3), (2, 2), (1, 1))
+    assert record.costs.comm == pytest.approx(0.5)
+    assert record.timeline.finish == pytest.approx(timeline.finish)
+    for rank in (0, 1):
+        expected = {cause: pytest.approx(time) for cause, time in timeline.idle_by_cause[rank].items()}
+        assert {c: t for c, t in record.idle[rank].items() if c != "overhead"} == expected
+
+
+def test_time_in_which_nothing_was_missing_is_overhead() -> None:
+    record = simulated_record(Costs((2, 2), (2, 2), (1, 1)), host=0.25)
+    whole = record.timeline.finish
+    for rank in (0, 1):
+        busy = sum(end - start for _, start, end in record.spans[rank])
+        assert sum(record.idle[rank].values()) == pytest.approx(whole - busy)
+    assert record.idle[0]["overhead"] == pytest.approx(0.25 * sum(_waits_for_nothing(record)))
+    path = critical_path(record.timeline)
+    assert sum(leg.end - leg.start + leg.travel + leg.overhead for leg in path) == pytest.approx(whole)
+    assert time_by_kind(path)["overhead"] > 0
+    gaps = [gap for gap in record.timeline.idle if gap.cause == "overhead"]
+    assert all(chain(record.timeline, gap) == () for gap in gaps)
+    assert "nothing was missing" in str(gaps[0])
+
+
+def _waits_for_nothing(record: StepRecord) -> list[bool]:
+    """Of rank 0's passes behind its first one, which are forwards, or weight gradients."""
+    return [span.action[0] in "FW" for span in record.spans[0][1:]]
+
+
+def test_the_difference_is_attributed_without_a_rest() -> None:
+    costs = Costs((2, 2), (2, 2), (1, 1), comm=0.1)
+    predicted = simulate(SCHEDULE, costs)
+    slower = simulated_record(Costs((3, 2), (2, 4), (1, 1), comm=0.7), host=0.125)
+    found = compare_step(slower, predicted, Basis(costs, "s", "by hand"), MANIFEST)
+    for rank in found.ranks:
+        parts = rank.compute + rank.communication + rank.imbalance + rank.overhead
+        assert parts == pytest.approx(found.difference)
+    assert found.ranks[0].compute == pytest.approx(2)  # two forwards, one second longer each
+    assert found.ranks[1].compute == pytest.approx(4)
+    assert found.ranks[0].overhead > 0
+    assert (found.ranks[0].measured_peak, found.ranks[1].measured_peak) == (20, 15)
+    assert {(p.stage, p.name): p.measured for p in found.passes}[1, "B"] == pytest.approx(4)
+    assert found.notes == ()
+    assert max(map(len, format_step_comparison(found, predicted, slower.timeline).splitlines())) <= 100
+
+
+def test_another_program_is_said_to_be_one() -> None:
+    record = simulated_record(Costs.uniform(2))
+    basis, predicted = Basis(Costs.uniform(2), "s", ""), simulate(SCHEDULE)
+    exact = compare_step(record, predicted, basis, {**MANIFEST, "exact": True})
+    assert exact.notes == ("recorded of another program: exact False there, True here",)
+    graphs = compare_step(record, predicted, basis, {**MANIFEST, "graphs": ["b"]})
+    assert graphs.notes == ("recorded of another program: its graphs are others",)
+    with pytest.raises(zbcompile.PipelineError, match="zb-h1 on 2 ranks with 2 microbatches; here it is 1f1b"):
+        compare_step(record, simulate(build("1f1b", 2, 2)), basis, MANIFEST)
+    with pytest.raises(zbcompile.PipelineError, match="--costs uniform has none"):
+        compare_step(record, predicted, replace(basis, unit="passes"), MANIFEST)
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda text: "F0.0", "is no record of a step"),
+        (lambda text: text.replace('"zbcompile step"', '"a novel"'), "is no record of a step"),
+        (lambda text: text.replace('"version": 1', '"version": 9', 1), "has format version 9"),
+        (lambda text: text.replace('["F1.1", ', '["F1.7", '), "the record has no F1.1 of rank 1"),
+        (lambda text: text.replace('"step_time"', '"time"'), "damaged or incomplete"),
+    ],
+)
+def test_a_file_that_is_no_record(damage: Callable[[str], str], says: str, tmp_path: Path) -> None:
+    file = tmp_path / "step.json"
+    file.write_text(damage(record_to_text(simulated_record(Costs.uniform(2)))))
+    with pytest.raises(zbcompile.PipelineError, match=says):
+        read_record(file)
+
+
+def test_a_record_of_one_process_is_a_file_and_a_set_of_costs(tmp_path: Path) -> None:
+    """Under 1F1B backward and weight gradients were measured together; their FLOPs divide them."""
+    pipe = pipeline_of(Case("mlp", "1f1b", 2, 4))
+    batch = PROBLEMS["mlp"].batches(1, 8)[0]
+    pipe.record = True
+    pipe.step(*batch.args, target=batch.target)
+    record, file = pipe.last_step, tmp_path / "step.json"
+    assert record is not None
+    record.save(file)
+    read = read_record(file)
+    assert (read.schedule, read.program) == (record.schedule, json.loads(json.dumps(record.program)))
+    assert read.held_bytes == record.held_bytes
+    for rank, spans in record.spans.items():
+        assert [s.action for s in read.spans[rank]] == [s.action for s in spans]
+        assert [s.start for s in read.spans[rank]] == pytest.approx([s.start for s in spans], abs=1e-9)
+    costs = basis_of(pipe.program, str(file)).costs
+    for stage in (0, 1):
+        assert costs.backward[stage] + costs.weight[stage] == pytest.approx(record.costs.backward[stage], abs=1e-8)
+        flops = pipe.program.stages[stage].flops
+        assert costs.weight[stage] * flops["B"] == pytest.approx(costs.backward[stage] * flops["W"])
+    assert costs.activation[0] == pipe.program.stages[0].crossing.kept
+
+
+def test_costs_measured_on_this_machine() -> None:
+    """Every pass is run; one without operations takes no time."""
+    pipe = pipeline_of(Case("mlp", "zb-h1", 2, 4))
+    batch = PROBLEMS["mlp"].batches(1, 8)[0]
+    pipe.compile(*batch.args, target=batch.target)
+    basis = basis_of(pipe.program, "measured")
+    assert basis.unit == "s"
+    assert min(*basis.costs.forward, *basis.costs.backward, *basis.costs.weight) > 0
+    assert max(basis.costs.forward) < 10

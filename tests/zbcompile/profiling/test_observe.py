@@ -1,0 +1,141 @@
+"""What a user can see of a running pipeline: labels in the profiler, records, traces, and the source of a NaN."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+import zbcompile
+from tests.support.oracle import PROBLEMS, WIDTH
+from tests.support.pool import Pool
+from tests.support.training import Case, pipeline_of
+from zbcompile.distributed.clocks import offset_to_first
+from zbcompile.profiling.step_record import read_record
+from zbcompile.runtime.recorder import StepRecord
+from zbcompile.schedules.ir.actions import flatten
+from zbcompile.schedules.ir.schedule import format_step
+
+CASE = Case("mlp", "zb-h1", 2, 4)
+
+
+def profiled() -> set[str]:
+    pipe = pipeline_of(CASE)
+    batch = PROBLEMS[CASE.problem].batches(1, 8)[0]
+    pipe.step(*batch.args, target=batch.target)
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        pipe.step(*batch.args, target=batch.target)
+    return {event.key for event in seen.key_averages() if event.key.startswith("PP:")}
+
+
+def test_profiler_labels_are_those_of_torch() -> None:
+    program = pipeline_of(CASE)._schedule
+    wanted = {f"PP:{format_step(step, 'torch')}" for order in program.orders for step in flatten(order)}
+    found = profiled()
+    assert wanted <= found
+    assert {"PP:0F3", "PP:1I2", "PP:0W0"} <= found
+    assert all("_" in label for label in found - wanted)  # sends and receives
+
+
+def observed(folder: str) -> tuple[StepRecord, float]:
+    pipe = pipeline_of(CASE)
+    batch = PROBLEMS[CASE.problem].batches(1, 8)[0]
+    pipe.step(*batch.args, target=batch.target)
+    with zbcompile.trace(pipe, f"{folder}/steps.json"):
+        for _ in range(2):
+            pipe.step(*batch.args, target=batch.target)
+    assert pipe.last_step is not None
+    assert not pipe.record
+    return pipe.last_step, offset_to_first(dist.group.WORLD, torch.device("cpu"))
+
+
+def test_record_and_trace_of_two_processes(pool: Pool, tmp_path: Path) -> None:
+    (first, _), (second, ahead) = pool.run(observed, str(tmp_path))
+    assert first == second
+    assert abs(ahead) < 0.01  # both processes read the clock of one machine
+    boundary = 2 * WIDTH * 4  # a microbatch of two rows of floats
+    assert first.bytes_sent == {0: 4 * boundary, 1: 4 * boundary}
+    for rank, causes in first.idle.items():
+        busy = sum(s.end - s.start for s in first.spans[rank] if not s.action.startswith(("SEND", "RECV")))
+        compute = [s for spans in first.spans.values() for s in spans if not s.action.startswith(("SEND", "RECV"))]
+        whole = max(s.end for s in compute) - min(s.start for s in compute)
+        assert sum(causes.values()) == pytest.approx(whole - busy, abs=1e-6)
+    assert first.idle[1]["warm-up"] > 0
+    first.save(tmp_path / "step.json")
+    assert read_record(tmp_path / "step.json").bytes_sent == first.bytes_sent
+    assert_ordered(first)
+    assert_trace(json.loads((tmp_path / "steps.json").read_text())["traceEvents"], first)
+
+
+def assert_ordered(record: StepRecord) -> None:
+    """On one clock no stage begins before what it needs has ended."""
+    ends = {s.action: s.end for spans in record.spans.values() for s in spans}
+    starts = {s.action: s.start for spans in record.spans.values() for s in spans}
+    for i in range(4):
+        assert starts[f"F1.{i}"] > ends[f"F0.{i}"] - 0.001
+        assert starts[f"B0.{i}"] > ends[f"B1.{i}"] - 0.001
+
+
+def assert_trace(events: list[dict[str, object]], record: StepRecord) -> None:
+    actions = [event for event in events if event["ph"] == "X"]
+    assert len(actions) == 2 * sum(map(len, record.spans.values()))
+    assert {event["tid"] for event in actions} == {0, 1}
+    assert [e["name"] for e in actions if e["tid"] == 1][-1] == record.spans[1][-1].action
+    assert all(isinstance(e["ts"], float) and e["ts"] >= 0 for e in actions)
+
+
+def test_trace_in_one_process(tmp_path: Path) -> None:
+    pipe = pipeline_of(CASE)
+    batch = PROBLEMS[CASE.problem].batches(1, 8)[0]
+    with zbcompile.trace(pipe, tmp_path / "steps.json"):
+        pipe.step(*batch.args, target=batch.target)
+    names = {event["name"] for event in json.loads((tmp_path / "steps.json").read_text())["traceEvents"]}
+    assert {"F0.0", "B1.3", "W0.3"} <= names
+
+
+class Masked(nn.Module):
+    """A mask of -inf, which is meant, and a division that goes wrong for a row of zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = x.abs().sum(1, keepdim=True)
+        for layer in self.layers:
+            x = layer(x)
+        x = F.softmax(x.masked_fill(x < 0, float("-inf")), 1)
+        return x / size
+
+
+def test_the_source_of_a_nan() -> None:
+    pipe = zbcompile.pipeline(Masked(), schedule="1f1b", microbatches=4, ranks=2, loss=F.mse_loss, debug_nan=True)
+    x = torch.linspace(0.1, 1, 8 * WIDTH).view(8, WIDTH)
+    pipe.step(x, target=x)
+    bad = x.clone()
+    bad[5] = 0
+    message = r"rank 1 failed at F1\.2 of step 1: FloatingPointError: a NaN first appears in F of stage 1, in aten.div"
+    with pytest.raises(zbcompile.FaultError, match=message) as caught:
+        pipe.step(bad, target=x)
+    assert "test_observe.py" in str(caught.value)
+    assert "return x / size" in str(caught.value)
+    message = r"rank 1 failed at F1\.2 of eval: FloatingPointError: a NaN first appears in F of stage 1, in aten.div"
+    with pytest.raises(zbcompile.FaultError, match=message):
+        pipe.eval(bad)
+
+
+def test_the_switch_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZBCOMPILE_DEBUG_NAN", "yes")
+    with pytest.raises(zbcompile.PipelineError, match="ZBCOMPILE_DEBUG_NAN='yes'; expected 0 or 1"):
+        pipeline_of(CASE)
+    monkeypatch.setenv("ZBCOMPILE_DEBUG_NAN", "1")
+    pipe = pipeline_of(Case("mlp", "1f1b", 2, 2))
+    nan = torch.full((4, WIDTH), torch.nan)
+    with pytest.raises(
+        zbcompile.FaultError, match=r"FloatingPointError: a NaN first appears in BW of stage 1, in aten\.mm"
+    ):
+        pipe.step(torch.ones(4, WIDTH) * 1e30, target=nan.nan_to_num(torch.inf))

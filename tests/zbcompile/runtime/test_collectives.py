@@ -1,0 +1,145 @@
+"""Collectives inside the graphs: experts that live on different ranks, two pipelines wide."""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import zbcompile
+from moe import Experts, MoE
+from tests.support.oracle import Gradients
+from tests.support.pool import Pool
+from tests.support.training import assert_same_tensors, gradients_of
+
+LAYERS, WIDTH, EXPERTS, MICROBATCHES, ROWS = 4, 8, 2, 4, 6
+
+
+class Seen(NamedTuple):
+    """What one rank saw of one step: which expert it has, the loss, gradients, its model's output, and the refusal."""
+
+    expert: int
+    loss: Tensor
+    gradients: Gradients
+    output: Tensor
+    refusal: str
+
+
+def model_of(expert: int, group: Any) -> MoE:
+    torch.manual_seed(expert)
+    return MoE(LAYERS, WIDTH, group)
+
+
+def batch_of(expert: int) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(10 + expert)
+    return torch.randn(2, MICROBATCHES * ROWS, WIDTH).unbind()
+
+
+def trained(schedule: str, folder: Path) -> Seen:
+    """One step of this rank's pipeline. The pipelines of both experts exchange tokens, rank by rank."""
+    shape = (EXPERTS, dist.get_world_size() // EXPERTS)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("ep", "pp"))
+    expert = mesh["ep"].get_local_rank()
+    inputs, targets = batch_of(expert)
+    model = model_of(expert, mesh["ep"].get_group())
+    options = {"schedule": schedule, "microbatches": MICROBATCHES, "loss": F.mse_loss, "exact": True}
+    pipe = zbcompile.pipeline(model, mesh=mesh["pp"], **options)
+    loss = pipe.step(inputs, target=targets)
+    gradients, output = gradients_of(pipe), pipe.eval(inputs)
+    with pytest.raises(zbcompile.PipelineError) as refused:
+        pipe.program.save(folder / "program")
+    pipe.close()
+    return Seen(expert, loss, gradients, output, str(refused.value))
+
+
+def everywhere(models: list[MoE], xs: list[Tensor]) -> list[Tensor]:
+    """What the ranks compute together, in one process: the exchange is an exchange of parts of tensors."""
+    for layer in range(LAYERS):
+        experts = [model.experts[layer] for model in models]
+        xs = [torch.tanh(model.mixers[layer](x)) for model, x in zip(models, xs, strict=True)]
+        sent = [each.choose(x) for each, x in zip(experts, xs, strict=True)]
+        made = [each.expert(x) for each, x in zip(experts, swapped([s[0] for s in sent]), strict=True)]
+        parts = zip(experts, xs, swapped(made), sent, strict=True)
+        xs = [each.combine(x, back, chosen, weights) for each, x, back, (_, chosen, weights) in parts]
+    return xs
+
+
+def swapped(tensors: list[Tensor]) -> list[Tensor]:
+    parts = [tensor.chunk(EXPERTS) for tensor in tensors]
+    return [torch.cat(received) for received in zip(*parts, strict=True)]
+
+
+def oracle() -> tuple[list[Tensor], list[MoE], list[Tensor]]:
+    """Losses, models with gradients and outputs of both pipelines, without pipelines and without collectives."""
+    group = SimpleNamespace(size=lambda: EXPERTS, group_name="")
+    models = [model_of(expert, group) for expert in range(EXPERTS)]
+    batches = [batch_of(expert) for expert in range(EXPERTS)]
+    parts = [[tensor.chunk(MICROBATCHES) for tensor in batch] for batch in batches]
+    totals, outputs = [torch.zeros(()) for _ in models], []
+    for i in range(MICROBATCHES):
+        results = everywhere(models, [inputs[i] for inputs, _ in parts])
+        losses = [F.mse_loss(y, targets[i]) / MICROBATCHES for y, (_, targets) in zip(results, parts, strict=True)]
+        torch.autograd.backward(losses)
+        totals = [total + loss.detach() for total, loss in zip(totals, losses, strict=True)]
+        outputs.append([result.detach() for result in results])
+    return totals, models, [torch.cat(each) for each in zip(*outputs, strict=True)]
+
+
+@pytest.mark.parametrize(("schedule", "ranks"), [("zb-h1", 2), ("dualpipe-v", 4)])
+def test_experts_on_other_ranks(schedule: str, ranks: int, pool: Pool, tmp_path: Path) -> None:
+    """The gradients are those of one process that has all experts; under dualpipe-v pairs interleave the exchanges.
+    The ranks of a pipeline agree on their programs although each has another group."""
+    losses, models, outputs = oracle()
+    for seen in pool.run(trained, schedule, tmp_path, ranks=ranks):
+        assert torch.equal(seen.loss, losses[seen.expert])
+        whole = gradients_of(models[seen.expert])
+        assert_same_tensors(seen.gradients, {name: whole[name] for name in seen.gradients}, "gradient of")
+        assert_same_tensors([seen.output], [outputs[seen.expert]], "output")
+        assert re.search(r"1 process group.*cannot be saved", seen.refusal)
+
+
+class Plain(nn.Module):
+    """Exchanges as torch.distributed's own calls do, which autograd does not see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        dist.all_reduce(y)
+        return y
+
+
+class Branching(nn.Module):
+    """Exchanges in a branch that some ranks may not take."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.experts = Experts(WIDTH, group)
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, lambda y: self.experts(y), lambda y: self.layer(y), (x,))
+
+
+def refusals() -> list[str]:
+    texts = []
+    for model in (Plain(), Branching(dist.group.WORLD)):
+        x = torch.randn(4, WIDTH)
+        with pytest.raises(zbcompile.CaptureError) as refused:
+            zbcompile.pipeline(model, schedule="1f1b", microbatches=2, loss=F.mse_loss).step(x, target=x)
+        texts.append(str(refused.value))
+    return texts
+
+
+def test_what_cannot_be_part_of_a_graph_is_refused(pool: Pool) -> None:
+    plain, branching = pool.run(refusals, ranks=1)[0]
+    assert "forward calls torch.distributed.all_reduce on an activation" in plain
+    assert "is inside a branch of the model" in branching

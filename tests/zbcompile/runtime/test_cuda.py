@@ -1,0 +1,129 @@
+"""On CUDA: the same gradients, and a host that never waits. Skipped, with the reason, where there are too few GPUs."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import zbcompile
+from tests.support.oracle import PROBLEMS, Batch, eager_step
+from tests.support.training import interpreted
+
+GPUS = torch.cuda.device_count()
+one_gpu = pytest.mark.skipif(GPUS < 1, reason="needs a GPU")
+two_gpus = pytest.mark.skipif(GPUS < 2, reason=f"NCCL connects GPUs: needs 2, found {GPUS}")
+
+# float32 GEMMs of another shape or order: 2^-23 per addition, some hundred of them. TF32 is off by default.
+BOUND = 1e-4
+
+
+@contextmanager
+def waiting_forbidden() -> Iterator[None]:
+    """Every operation that makes the host wait for the device raises."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def assert_steps_as_eager(
+    problem: str,
+    schedule: str,
+    ranks: int | None,
+    device: torch.device,
+    vocab: str | int = "off",
+    backend: Any = "fx",
+) -> None:
+    chosen, microbatches = PROBLEMS[problem], 8
+    batches = chosen.batches(3, 2 * microbatches)
+    model, twin = chosen.model().to(device), chosen.model().to(device)
+    options: dict[str, Any] = {"schedule": schedule, "microbatches": microbatches, "ranks": ranks}
+    exact = vocab == "off"
+    pipe = zbcompile.pipeline(model, loss=chosen.loss, exact=exact, vocab=vocab, backend=backend, **options)
+    for step, batch in enumerate(batches):
+        moved = on_device(batch, device)
+        with waiting_forbidden() if step else nullcontext():  # the first step compiles
+            loss = pipe.step(*moved.args, target=moved.target)
+        assert_near(loss, eager_step(twin, chosen.loss, moved, microbatches, step))
+    expected = dict(twin.named_parameters())
+    for name, parameter in pipe.named_parameters():
+        whole = expected[name].grad
+        assert whole is not None
+        split = parameter.shape != whole.shape  # rows of a sharded vocabulary
+        assert_near(parameter.grad, whole.chunk(dist.get_world_size())[dist.get_rank()] if split else whole)
+    pipe.close()
+
+
+def on_device(batch: Batch, device: torch.device) -> Batch:
+    assert batch.target is not None
+    return Batch(tuple(tensor.to(device) for tensor in batch.args), {}, batch.target.to(device))
+
+
+def assert_near(ours: Tensor | None, theirs: Tensor | None) -> None:
+    assert ours is not None
+    assert theirs is not None
+    assert ours.is_cuda
+    assert (ours - theirs).abs().max() <= BOUND * theirs.abs().max()
+
+
+@one_gpu
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "dualpipe-v"])
+def test_in_one_process(schedule: str) -> None:
+    assert_steps_as_eager("small-tied", schedule, 2, torch.device("cuda", 0))
+
+
+@one_gpu
+@pytest.mark.parametrize("vocab", [1, 2])
+def test_sharded_vocabulary_in_one_process(vocab: int) -> None:
+    assert_steps_as_eager("small-tied", "zb-v", 2, torch.device("cuda", 0), vocab)
+
+
+@one_gpu
+@pytest.mark.parametrize("schedule", ["dualpipe-v", "1f1b-overlap"])
+def test_halves_of_a_pair_on_two_streams(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a backend has compiled the passes. Small layers and several steps: freed memory is used again at once."""
+    monkeypatch.setenv("ZBCOMPILE_PAIR_STREAMS", "1")
+    for _ in range(5):
+        assert_steps_as_eager("small-tied", schedule, 2, torch.device("cuda", 0), backend=interpreted)
+
+
+def rank_of_two(rank: int, store: str, bound: bool, schedule: str, vocab: str | int = "off") -> None:
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    chosen = device if bound else None
+    dist.init_process_group("nccl", init_method=store, rank=rank, world_size=2, device_id=chosen)
+    assert_steps_as_eager("small-dropout" if vocab == "off" else "small-tied", schedule, None, device, vocab)
+    dist.destroy_process_group()
+
+
+@two_gpus
+@pytest.mark.parametrize("bound", [False, True], ids=["lazy", "bound to a device"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved-zb", "zb-v", "dualpipe-v", "dualpipe"])
+def test_two_processes_over_nccl(schedule: str, bound: bool, tmp_path: Path) -> None:
+    """Also in a group that is bound to its device, whose pairs share one communicator."""
+    torch.multiprocessing.spawn(rank_of_two, (f"file://{tmp_path}/store", bound, schedule), nprocs=2)
+
+
+@two_gpus
+@pytest.mark.parametrize("vocab", [1, 2])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "dualpipe-v"])
+def test_sharded_vocabulary_over_nccl(schedule: str, vocab: int, tmp_path: Path) -> None:
+    """Its collectives have a group and a stream of their own."""
+    torch.multiprocessing.spawn(rank_of_two, (f"file://{tmp_path}/store", False, schedule, vocab), nprocs=2)
+
+
+def two_on_one_gpu(rank: int, store: str) -> None:
+    dist.init_process_group("nccl", init_method=store, rank=rank, world_size=2)
+    with pytest.raises(zbcompile.PipelineError, match="ranks 0 and 1 use the same GPU"):
+        zbcompile.pipeline(PROBLEMS["mlp"].model().to("cuda:0"), schedule="1f1b", microbatches=2)
+
+
+@one_gpu
+def test_two_ranks_on_one_gpu_are_refused(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(two_on_one_gpu, (f"file://{tmp_path}/store",), nprocs=2)

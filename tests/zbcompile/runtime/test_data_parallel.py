@@ -1,0 +1,155 @@
+"""Two replicas of a pipeline train as one process does on the concatenated batch."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import zbcompile
+from tests.support.oracle import MLP, PROBLEMS, WIDTH
+from tests.support.pool import Pool
+from tests.support.replicated import Gradients as Found
+from tests.support.replicated import (
+    in_one_process,
+    mesh_of_replicas,
+    replicated,
+    replicated_in_half_precision,
+    summed_in_single_precision,
+)
+from tests.support.training import Case, pipeline_of
+from zbcompile.runtime.data_parallel import Replicas
+from zbcompile.runtime.gradients import Gradients
+from zbcompile.schedules.ir.actions import flatten
+
+# Sums of the same numbers in another order: replicas add up their own microbatches first. Each addition rounds by at
+# most 2^-24 of the sum so far; 24 of them stay below this, relative to the largest entry.
+BOUND = 24 * 2.0**-24
+
+
+def assert_near(ours: Found, theirs: Found) -> None:
+    for name, gradient in ours.items():
+        other = theirs[name]
+        assert gradient is not None
+        assert other is not None
+        assert (gradient - other).abs().max() <= BOUND * other.abs().max(), name
+
+
+@pytest.mark.parametrize(
+    ("problem", "schedule", "reduction", "unsynchronised"),
+    [
+        ("gpt-tied", "zb-h1", "mean", 0),
+        ("gpt-dropout", "zb-h1", "mean", 1),
+        ("mlp", "zb-h1", "sum", 2),
+        ("small-tied", "dualpipe", "mean", 1),
+    ],
+)
+def test_gradients_are_those_of_the_concatenated_batch(
+    problem: str, schedule: str, reduction: str, unsynchronised: int, pool: Pool
+) -> None:
+    runs = pool.run(replicated, problem, schedule, reduction, unsynchronised, ranks=4)
+    expected = in_one_process(problem, reduction, unsynchronised + 2)
+    names: set[str] = set()
+    for rank, run in enumerate(runs):
+        assert torch.allclose(torch.stack(run.losses), torch.stack(expected.losses), rtol=BOUND, atol=0)
+        assert_near(run.gradients, expected.gradients)
+        assert torch.allclose(run.norm, expected.norm, rtol=BOUND)
+        assert_near(run.clipped, expected.clipped)
+        twin = runs[(rank + 2) % 4]
+        assert all(torch.equal(run.gradients[name], twin.gradients[name]) for name in run.gradients)
+        names |= run.gradients.keys()
+    assert names == expected.gradients.keys()
+
+
+def test_half_precision_is_rounded_after_the_sum_over_replicas(pool: Pool) -> None:
+    """Sums are float32 until the end, so they differ from one float32 sum by the order of additions alone: about 1e-7,
+    which turns the rounding to bfloat16 (8 bits) for one entry in some thousand, by one step."""
+    expected = summed_in_single_precision()
+    for found in pool.run(replicated_in_half_precision, ranks=4):
+        for name, gradient in found.items():
+            assert gradient is not None
+            assert gradient.dtype == torch.bfloat16
+            assert torch.allclose(gradient, expected[name], rtol=2.0**-7, atol=0), name
+            assert (gradient != expected[name]).float().mean() <= 0.01, name
+
+
+def clipped(case: Case) -> tuple[Tensor, Tensor]:
+    """The norm by the pipeline, and by torch over the gradients of all parameters."""
+    pipe = pipeline_of(case)
+    batch = PROBLEMS[case.problem].batches(1, 2 * case.microbatches)[0]
+    pipe.step(*batch.args, target=batch.target)
+    norm = pipe.clip_grad_norm_(0.1)
+    return norm, nn.utils.get_total_norm([p.grad for p in pipe.parameters() if p.grad is not None])
+
+
+def test_clipping_counts_tied_parameters_once(pool: Pool) -> None:
+    """Bit for bit torch's norm of the whole model's gradients, in one process and in two."""
+    case = Case("small-tied", "1f1b", 2, 4)
+    norm, after = clipped(case)
+    model = PROBLEMS[case.problem].model()
+    batch = PROBLEMS[case.problem].batches(1, 2 * case.microbatches)[0]
+    for part in batch.parts(case.microbatches):
+        (PROBLEMS[case.problem].loss(model(*part.args), part.target) / case.microbatches).backward()  # type: ignore[misc]
+    assert torch.equal(norm, nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+    assert after == pytest.approx(0.1, rel=1e-5)
+    for other, _ in pool.run(clipped, case):
+        assert torch.equal(other, norm)
+
+
+def scaled(infinite_on: int | None, replicas: bool = False) -> tuple[bool, float, bool]:
+    """Whether the optimizer stepped, the scale after it, and whether unscaled gradients are those without a scaler."""
+    torch.manual_seed(0)
+    options = {"schedule": "zb-h1", "microbatches": 4, "loss": nn.functional.mse_loss, "exact": True}
+    pipe = zbcompile.pipeline(MLP(), mesh=mesh_of_replicas() if replicas else None, **options)
+    x = torch.linspace(-1, 1, 8 * WIDTH).view(8, WIDTH)
+    plain_loss = pipe.step(x, target=x)
+    plain = [parameter.grad for parameter in pipe.parameters()]
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    optimizer.zero_grad()
+    scaler = zbcompile.GradScaler(pipe, init_scale=1024.0)
+    loss = pipe.step(x, target=x)
+    parameters = list(pipe.parameters())
+    if infinite_on == dist.get_rank():
+        parameters[0].grad[0] = torch.inf  # type: ignore[index]
+    before = [parameter.detach().clone() for parameter in parameters]
+    scaler.unscale_(optimizer)
+    same = torch.equal(loss, plain_loss) and all(map(torch.equal, plain, [p.grad for p in parameters]))  # type: ignore
+    scaler.step(optimizer)
+    scaler.update()
+    return not all(map(torch.equal, before, parameters)), scaler.get_scale(), same
+
+
+def test_a_scaler_skips_the_step_on_all_ranks_or_none(pool: Pool) -> None:
+    """The scale is a power of two: scaling and unscaling change no bit."""
+    assert pool.run(scaled, None) == [(True, 1024.0, True)] * 2
+    first, second = pool.run(scaled, 1)
+    assert first == (False, 512.0, True)
+    assert second[:2] == (False, 512.0)
+    for outcome in pool.run(scaled, 3, True, ranks=4):
+        assert outcome[:2] == (False, 512.0)
+
+
+def mesh_with_a_third_dimension() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "pp"))
+    zbcompile.pipeline(MLP(), schedule="1f1b", microbatches=4, mesh=mesh)
+
+
+def test_other_dimensions_are_refused(pool: Pool) -> None:
+    for outcome in pool.outcomes(mesh_with_a_third_dimension, ranks=4):
+        assert 'a pipeline knows the dimensions "pp" and "dp"' in outcome.text
+
+
+def test_a_reduction_begins_after_the_last_weight_gradient_of_its_stage() -> None:
+    """Not at the end of the step: on each rank of ZB-V the first of the two stages is reduced while passes remain."""
+    pipe = pipeline_of(Case("mlp", "zb-v", 2, 4))
+    batch = PROBLEMS["mlp"].batches(1, 8)[0]
+    program = pipe.compile(*batch.args, target=batch.target).program
+    for rank in range(2):
+        gradients = Gradients({}, program.shared, program.choices)
+        hooks = Replicas(count=2).begin(program, rank, gradients).hooks
+        order = flatten(program.schedule.orders[rank])
+        assert sorted(a.stage for a in hooks) == sorted(program.stages_of(rank))
+        for action in hooks:
+            after = order[order.index(action) + 1 :]
+            assert not any(a.stage == action.stage and a.op != "F" for a in after)
+        assert min(order.index(action) for action in hooks) < len(order) - 1

@@ -1,0 +1,174 @@
+"""What may cross from stage to stage, one small model per kind of edge, cut where the kind shows; and random models cut
+at random. Loss and gradients are eager's, bit by bit."""
+
+import copy
+import random
+from collections.abc import Sequence
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import zbcompile
+from tests.support.oracle import Batch, eager_step
+from tests.support.random_models import WIDTH as RANDOM_WIDTH
+from tests.support.random_models import RandomModel
+from tests.support.training import assert_same_tensors, gradients_of
+from zbcompile.compiler.pass_pipeline import draw_step
+from zbcompile.model.batch import flatten_batch
+
+WIDTH, ROWS, MICROBATCHES = 8, 8, 4
+
+
+class Cut(nn.Module):
+    """Layers a, b, c and d: a cut named after one of them comes before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+
+class ManyUses(Cut):
+    """A skip over every stage that each stage uses twice: the gradient is a sum of eight, last use first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        skip = y = torch.tanh(self.a(x))
+        for layer in (self.b, self.c, self.d):
+            y = torch.tanh(layer(y)) * skip + torch.sin(skip)
+        return y * torch.cos(skip) + skip
+
+
+class Inputs(Cut):
+    """Inputs, integer ones too, that later stages use: nothing crosses for them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        largest = F.one_hot(x.argmax(1), WIDTH)
+        y = torch.tanh(self.b(torch.tanh(self.a(x)) * x))
+        return self.d(torch.tanh(self.c(y) - x)) * largest
+
+
+class Integers(Cut):
+    """An integer and a boolean activation, and one that needs no gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.a(x))
+        chosen, positive, shape = y.argmax(1, keepdim=True), y > 0, y.detach().exp()
+        y = torch.tanh(self.b(y)).gather(1, chosen.expand(-1, WIDTH))
+        y = torch.where(positive, torch.tanh(self.c(y)), y)
+        return self.d(y * shape) + chosen
+
+
+class NoParameters(Cut):
+    """The second and third stage have one operation each, no parameter, and a value that they only pass on."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, z = torch.tanh(self.a(x)), torch.sigmoid(self.b(x))
+        y = y.sin()
+        y = y.exp()
+        return self.d(torch.tanh(self.c(y) * z))
+
+
+class Views(Cut):
+    """What crosses is a view of what arrived, a part of it, or both halves of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.a(x))
+        turned, left, right = y.view(-1, 2, 4).transpose(1, 2), y[:, :4], y[:, 4:]
+        y = torch.tanh(self.b(y))
+        y = torch.tanh(self.c(y + turned.reshape(-1, WIDTH)))
+        return self.d(y * torch.cat([right.exp(), left.sigmoid()], 1))
+
+
+class Shapes(Cut):
+    """A scalar, an expanded value and one without elements."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.a(x))
+        scalar, wide, nothing = y.mean(), y.sum(1, keepdim=True).expand(-1, WIDTH), y[:, :0]
+        y = torch.tanh(self.b(y)) * scalar
+        y = torch.tanh(self.c(y)) + wide.exp()
+        return torch.cat([self.d(y), nothing.exp()], 1) * scalar.cos()
+
+
+class OneGradientForTwo(Cut):
+    """The two sides of a sum have one gradient, which both of two activations get."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.a(x))
+        z = torch.sigmoid(self.b(x))
+        return self.d(torch.tanh(self.c(y + z)))
+
+
+class Ends(Cut):
+    """The loss function sees a value of the first stage and the output twice."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        first = torch.tanh(self.a(x))
+        y = self.d(torch.tanh(self.c(torch.tanh(self.b(first)))))
+        return y, first, y
+
+
+def _loss(output: Tensor | tuple[Tensor, ...], target: Tensor) -> Tensor:
+    if isinstance(output, Tensor):
+        return F.mse_loss(output, target)
+    return sum((F.mse_loss(value, target) * (i + 1) for i, value in enumerate(output)), start=torch.zeros(()))
+
+
+BEFORE_LAYERS = ("b", "c", "d")
+EDGES: dict[type[Cut], tuple[str, int, Sequence[str]]] = {  # schedule, ranks, cuts
+    ManyUses: ("zb-v", 2, BEFORE_LAYERS),
+    Inputs: ("zb-h1", 4, BEFORE_LAYERS),
+    Integers: ("zb-v", 2, BEFORE_LAYERS),
+    NoParameters: ("zb-h1", 4, ("sigmoid", "sin", "exp")),
+    Views: ("zb-v", 2, BEFORE_LAYERS),
+    Shapes: ("1f1b", 4, BEFORE_LAYERS),
+    OneGradientForTwo: ("zb-h1", 4, ("sigmoid", "c", "d")),
+    Ends: ("zb-v", 2, BEFORE_LAYERS),
+}
+
+
+def assert_as_eager(model: nn.Module, schedule: str, ranks: int, cuts: Sequence[str], width: int) -> None:
+    """One step of `model` with the named cuts has the loss, the gradients and the buffers of eager."""
+    torch.manual_seed(0)
+    eager = copy.deepcopy(model)
+    x, target = torch.randn(ROWS, width), torch.randn(ROWS, width)
+    pipe = zbcompile.pipeline(
+        model, schedule=schedule, ranks=ranks, microbatches=MICROBATCHES, loss=_loss, exact=True, balance=tuple(cuts)
+    )
+    loss = pipe.step(x, target=target)
+    assert torch.equal(loss, eager_step(eager, _loss, Batch((x,), {}, target), MICROBATCHES, 0))
+    assert_same_tensors(gradients_of(model), gradients_of(eager), "gradient of")
+    assert_same_tensors(dict(model.named_buffers()), dict(eager.named_buffers()), "buffer")
+
+
+@pytest.mark.parametrize("make", EDGES)
+def test_edge(make: type[Cut]) -> None:
+    torch.manual_seed(0)
+    schedule, ranks, cuts = EDGES[make]
+    assert_as_eager(make(), schedule, ranks, cuts, WIDTH)
+
+
+RANDOM = (  # seed, schedule, ranks, stages
+    (0, "zb-h1", 2, 2),
+    (1, "zb-v", 2, 4),
+    (2, "1f1b", 3, 3),
+    (3, "interleaved-1f1b", 2, 4),
+    (4, "zb-v", 3, 6),
+    (5, "1f1b", 2, 2),
+    (6, "zb-h1", 2, 2),
+    (7, "zb-v", 2, 4),
+)
+
+
+@pytest.mark.parametrize(("seed", "schedule", "ranks", "stages"), RANDOM)
+def test_random_model_cut_at_random(seed: int, schedule: str, ranks: int, stages: int) -> None:
+    """A failure names the seed: `RandomModel(seed).recipe` says what the model does."""
+    choose, model = random.Random(seed), RandomModel(seed)
+    rows = torch.randn(ROWS, RANDOM_WIDTH)
+    microbatch = flatten_batch((rows,), {}, rows, None).microbatch(0, MICROBATCHES)
+    drawn = draw_step(model, microbatch, _loss)
+    places = [node.name for node, allowed in zip(drawn.line.nodes, drawn.line.allowed, strict=True) if allowed]
+    with mock.patch("zbcompile.frontend.executables.draw_step", return_value=drawn):  # once is enough
+        assert_as_eager(model, schedule, ranks, choose.sample(places, stages - 1), RANDOM_WIDTH)

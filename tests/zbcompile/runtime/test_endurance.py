@@ -1,0 +1,104 @@
+"""Nothing grows: receive buffers with the microbatches, what is unsent within a step, or anything over many steps."""
+
+import gc
+import os
+import threading
+import tracemalloc
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.support.oracle import PROBLEMS
+from tests.support.pool import Pool
+from tests.support.training import Case, pipeline_of
+from zbcompile.distributed.transport import PointToPoint, Tensors
+from zbcompile.runtime.engine import Distributed
+from zbcompile.runtime.rank_plan import Message, plan_rank
+from zbcompile.schedules import build, lower
+
+
+def compiled(case: Case):
+    pipe = pipeline_of(case)
+    batch = PROBLEMS[case.problem].batches(1, 2 * case.microbatches)[0]
+    pipe.compile(*batch.args, target=batch.target)
+    return pipe, batch
+
+
+def test_receive_buffers_do_not_grow_with_microbatches() -> None:
+    """1F1B holds as many activations as there are ranks below; one more is under way, and one gradient."""
+    pipe, _ = compiled(Case("mlp", "1f1b", 4, 4))
+    program = pipe.program
+    stages = pipe._compiled.first().stages
+    for name in ("1f1b", "zb-h1", "gpipe"):
+        counts = []
+        for microbatches in (8, 16):
+            lowered = lower(build(name, 4, microbatches))
+            plans = [plan_rank(replace(program, lowered=lowered), rank, stages) for rank in range(4)]
+            counts.append([sum(plan.buffers.values()) for plan in plans])
+        few, many = counts
+        if name == "gpipe":  # keeps what arrives of every microbatch
+            assert all(b - a == 8 for a, b in zip(few[1:], many[1:], strict=True))
+        else:
+            assert few == many
+            assert max(many) <= 4 + 2
+
+
+class Counted(PointToPoint):
+    """The messages of the runtime, counting how many sends it holds at once."""
+
+    most = 0
+
+    def send(self, message: Message, tensors: Tensors, peer: int) -> None:
+        super().send(message, tensors, peer)
+        Counted.most = max(Counted.most, len(self.sends))
+
+
+def most_sends(case: Case) -> int:
+    original = Distributed._transport
+    Distributed._transport = lambda self, executable: Counted(**vars(original(self, executable)))  # type: ignore[method-assign]
+    try:
+        pipe, batch = compiled(case)
+        Counted.most = 0
+        pipe.step(*batch.args, target=batch.target)
+        return Counted.most
+    finally:
+        Distributed._transport = original  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_sent_memory_is_released_within_the_step(schedule: str, pool: Pool) -> None:
+    few, many = (max(pool.run(most_sends, Case("mlp", schedule, 2, m))) for m in (8, 16))
+    assert few == many <= 4
+
+
+def grown(case: Case, steps: int) -> dict[str, int]:
+    """What there is more of after `steps` steps."""
+    pipe, batch = compiled(case)
+    for _ in range(20):
+        pipe.step(*batch.args, target=batch.target)
+    tracemalloc.start()
+    before = census()
+    for _ in range(steps):
+        pipe.step(*batch.args, target=batch.target)
+    after = census()
+    tracemalloc.stop()
+    return {name: after[name] - before[name] for name in after}
+
+
+def census() -> dict[str, int]:
+    gc.collect()
+    return {
+        "tensors": sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects()),
+        "python threads": threading.active_count(),
+        "threads": len(os.listdir("/proc/self/task")),
+        "file descriptors": len(os.listdir("/proc/self/fd")),  # sockets among them
+        "bytes": tracemalloc.get_traced_memory()[0],
+    }
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts threads and files in /proc")
+def test_200_steps_leave_nothing_behind(pool: Pool) -> None:
+    for found in pool.run(grown, Case("mlp", "zb-v", 2, 4), 200):
+        assert found.pop("bytes") < 20_000, found  # tracemalloc's own books, and caches that fill once
+        assert not any(found.values()), found

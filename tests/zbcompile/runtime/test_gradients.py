@@ -1,0 +1,127 @@
+"""Where gradients end up: None where eager leaves None, added to what is there, inside tied and frozen parameters."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import zbcompile
+from tests.support.oracle import MLP, PROBLEMS, Batch, eager_step
+from tests.support.pool import Pool
+from tests.support.training import Case, assert_same_tensors, gradients_of, join, pipeline_of, pipelined, reference
+
+MICROBATCHES = 4
+
+
+def batch_of(problem: str, size: int = 8) -> Batch:
+    return PROBLEMS[problem].batches(1, size)[0]
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_none_where_eager_has_none(exact: bool, pool: Pool) -> None:
+    """Frozen, unused and observed parameters: a zero instead of None would be decayed by AdamW."""
+    case = Case("frozen", "zb-h1", 2, MICROBATCHES, exact=exact, steps=1)
+    theirs = reference(case).gradients[0]
+    expected = {name for name, gradient in theirs.items() if gradient is None}
+    assert expected == {f"{n}.{p}" for n in ("layers.1", "unused", "observed") for p in ("weight", "bias")}
+    for ours in (pipelined(case), join(pool.run(pipelined, case))):
+        assert {name for name, gradient in ours.gradients[0].items() if gradient is None} == expected
+
+
+@pytest.mark.parametrize("problem", ["gpt-tied", "mlp"])
+def test_accumulate_into_what_is_there(problem: str) -> None:
+    """Two steps without zeroing in between, as eager adds them."""
+    chosen, batch = PROBLEMS[problem], batch_of(problem)
+    pipe = pipeline_of(Case(problem, "zb-v", 2, MICROBATCHES))
+    model = chosen.model()
+    for step in range(2):
+        pipe.step(*batch.args, target=batch.target)
+        eager_step(model, chosen.loss, batch, MICROBATCHES, step)
+    assert_same_tensors(gradients_of(pipe), gradients_of(model), "gradient of")
+
+
+def test_gradients_that_were_there_before_the_first_step() -> None:
+    chosen, batch = PROBLEMS["mlp"], batch_of("mlp")
+    model, other = chosen.model(), chosen.model()
+    for parameter in (*model.parameters(), *other.parameters()):
+        parameter.grad = torch.full_like(parameter, 0.25)
+    pipe = zbcompile.pipeline(model, schedule="zb-h1", microbatches=MICROBATCHES, ranks=2, loss=chosen.loss, exact=True)
+    pipe.step(*batch.args, target=batch.target)
+    eager_step(other, chosen.loss, batch, MICROBATCHES, 0)
+    assert_same_tensors(gradients_of(pipe), gradients_of(other), "gradient of")
+
+
+def freeze_between_steps() -> None:
+    """Freezing layers after compiling, then thawing them, does what it does in eager mode."""
+    chosen, batch = PROBLEMS["mlp"], batch_of("mlp")
+    model, other = chosen.model(), chosen.model()
+    pipe = zbcompile.pipeline(model, schedule="zb-v", microbatches=MICROBATCHES, loss=chosen.loss, exact=True, ranks=2)
+    for step, frozen in enumerate((False, True, False)):
+        for m in (model, other):
+            assert isinstance(m, MLP)
+            m.layers[2].requires_grad_(not frozen)
+            m.zero_grad()
+        pipe.step(*batch.args, target=batch.target)
+        eager_step(other, chosen.loss, batch, MICROBATCHES, step)
+        theirs = gradients_of(other)
+        ours = gradients_of(pipe)
+        assert_same_tensors(ours, {name: theirs[name] for name in ours}, "gradient of")
+
+
+def test_freeze_between_steps(pool: Pool) -> None:
+    freeze_between_steps()
+    pool.run(freeze_between_steps)
+
+
+def test_sum_instead_of_mean() -> None:
+    """`loss_reduction="sum"`: neither the loss nor the gradients carry 1/m."""
+    batch = batch_of("mlp")
+    model, other = PROBLEMS["mlp"].model(), PROBLEMS["mlp"].model()
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(output, target, reduction="sum") / 8
+
+    pipe = zbcompile.pipeline(
+        model, schedule="zb-h1", microbatches=MICROBATCHES, ranks=2, loss=loss, loss_reduction="sum", exact=True
+    )
+    total = pipe.step(*batch.args, target=batch.target)
+    expected = torch.zeros(())
+    for part in batch.parts(MICROBATCHES):
+        one = loss(other(*part.args), part.target)  # type: ignore[arg-type]
+        one.backward()
+        expected = expected + one.detach()
+    assert torch.equal(total, expected)
+    assert_same_tensors(gradients_of(pipe), gradients_of(other), "gradient of")
+
+
+def test_loss_is_detached_and_on_every_rank(pool: Pool) -> None:
+    losses = [trained.losses[0] for trained in pool.run(pipelined, Case("mlp", "zb-v", 4, 8, steps=1), ranks=4)]
+    assert all(torch.equal(loss, losses[0]) and not loss.requires_grad and loss.shape == () for loss in losses)
+
+
+class Buffered(nn.Module):
+    """Batch norm changes buffers in forward, microbatch by microbatch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Linear(32, 32), nn.BatchNorm1d(32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def buffers_after_training() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model = Buffered()
+    batch = batch_of("mlp")
+    pipe = zbcompile.pipeline(model, schedule="1f1b", microbatches=MICROBATCHES, loss=F.mse_loss, exact=True, ranks=2)
+    pipe.step(*batch.args, target=batch.target)
+    return {name: value.clone() for name, value in pipe.state_dict(full=True).items()}
+
+
+def test_buffers_that_forward_changes(pool: Pool) -> None:
+    torch.manual_seed(0)
+    other = Buffered()
+    eager_step(other, F.mse_loss, batch_of("mlp"), MICROBATCHES, 0)
+    for ours in (buffers_after_training(), *pool.run(buffers_after_training)):
+        assert_same_tensors(ours, other.state_dict(), "state dict:")

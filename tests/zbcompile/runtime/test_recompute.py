@@ -1,0 +1,123 @@
+"""Recomputing changes what waits between F and B, and never a bit of a gradient."""
+
+import copy
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx import Node
+from torch.utils.checkpoint import checkpoint
+
+import zbcompile
+from tests.support.oracle import PROBLEMS
+from tests.support.training import Case, Trained, assert_same_tensors, gradients_of, reference
+from zbcompile.passes.compile_options import Recompute
+from zbcompile.prediction.predict import flop_costs, predict
+
+MICROBATCHES = 4
+
+
+@cache
+def train(problem: str, policy: Recompute) -> tuple[Trained, zbcompile.Pipeline]:
+    """One recorded step in this process."""
+    chosen = PROBLEMS[problem]
+    options = {"schedule": "zb-h1", "ranks": 2, "microbatches": MICROBATCHES, "exact": True, "recompute": policy}
+    pipe = zbcompile.pipeline(chosen.model(), loss=chosen.loss, **options)
+    pipe.record = True
+    (batch,) = chosen.batches(1, MICROBATCHES * 2)
+    loss = pipe.step(*batch.args, target=batch.target)
+    return Trained([loss], [gradients_of(pipe)], {}), pipe
+
+
+@pytest.mark.parametrize(
+    ("problem", "policy"),
+    [
+        ("small-dropout", "none"),
+        ("small-dropout", "selective"),
+        ("small-dropout", "full"),
+        ("small-dropout", 30_000),
+        ("small-tied", "full"),
+        ("skips", "full"),
+    ],
+)
+def test_gradients_keep_their_bits(problem: str, policy: Recompute) -> None:
+    """Dropout too: its masks are kept, not drawn again."""
+    ours, _ = train(problem, policy)
+    theirs = reference(Case(problem, "zb-h1", 2, MICROBATCHES, steps=1))
+    assert_same_tensors(ours.losses, theirs.losses, "loss of step")
+    assert_same_tensors(ours.gradients[0], theirs.gradients[0], "gradient of")
+
+
+@pytest.mark.parametrize("policy", ["selective", "full", 30_000])
+def test_memory_is_as_predicted(policy: Recompute) -> None:
+    """To the byte, and what waits for W is what it is without recomputing."""
+    _, without = train("small-dropout", "none")
+    _, pipe = train("small-dropout", policy)
+    assert pipe.last_step is not None
+    peaks = pipe.last_step.peak_activation_bytes
+    assert predict(pipe.program, flop_costs(pipe.program)).peak_memory == tuple(peaks[rank] for rank in range(2))
+    for before, after in zip(without.program.stages, pipe.program.stages, strict=True):
+        assert after.recomputed is not None
+        assert after.crossing.residue == before.crossing.residue
+        assert (before.crossing.kept, after.crossing.kept) == (
+            after.recomputed.kept_before,
+            after.recomputed.kept_after,
+        )
+        assert after.crossing.kept <= (policy if isinstance(policy, int) else before.crossing.kept)
+        assert after.flops["B"] == before.flops["B"] + after.recomputed.flops
+        assert [after.flops[name] for name in "FW"] == [before.flops[name] for name in "FW"]
+
+
+class Checkpointed(nn.Module):
+    """Three of its four blocks in regions of torch.utils.checkpoint, with dropout inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.2), nn.Linear(64, 16)) for _ in range(4)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        for block in self.blocks[1:]:
+            x = x + checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+def test_checkpoint_regions_are_hints() -> None:
+    """By default what the model checkpoints is made again and nothing else; "none" keeps it all. Equal to eager."""
+    torch.manual_seed(0)
+    model, x = Checkpointed(), torch.randn(MICROBATCHES * 2, 16)
+    kept = {}
+    for policy in ("none", "hints"):
+        ours = copy.deepcopy(model)
+        options = {"schedule": "zb-h1", "ranks": 2, "microbatches": MICROBATCHES, "exact": True}
+        pipe = zbcompile.pipeline(ours, loss=F.mse_loss, recompute=policy, **options)
+        pipe.step(x, target=-x)
+        kept[policy] = sum(stage.crossing.kept for stage in pipe.program.stages)
+    again = [node for stage in pipe.program.stages for node in stage.pieces["B"].module.graph.nodes if _again(node)]
+    assert sum("gelu" in str(node.target) for node in again) == 3
+    assert kept["hints"] < kept["none"]
+    for i, part in enumerate(x.chunk(MICROBATCHES)):
+        torch.manual_seed(zbcompile.microbatch_seed(0, i))
+        (F.mse_loss(model(part), -part) / MICROBATCHES).backward()
+    assert_same_tensors(gradients_of(ours), gradients_of(model), "gradient of")
+
+
+def _again(node: Node) -> bool:
+    return node.op == "call_function" and "recomputed" in node.meta
+
+
+@pytest.mark.parametrize("policy", ["all", -1, True, 1.5])
+def test_a_wrong_policy_is_refused(policy: Any) -> None:
+    with pytest.raises(zbcompile.PipelineError, match=r"recompute=.*expected .*a number of bytes"):
+        zbcompile.pipeline(nn.Linear(2, 2), ranks=1, recompute=policy)
+
+
+def test_a_budget_that_cannot_be_met_names_the_smallest() -> None:
+    least = train("small-dropout", "full")[1].program.stages[1].crossing.kept
+    with pytest.raises(zbcompile.CompileError, match=rf"stage 1 has to keep at least {least:,} bytes per microbatch"):
+        train("small-dropout", least - 1)

@@ -1,0 +1,94 @@
+"""The record of a step: every action of every rank once, in order, with times that fit, on every rank."""
+
+import pytest
+
+import zbcompile
+from tests.support.oracle import PROBLEMS, WIDTH
+from tests.support.pool import Pool
+from tests.support.training import Case, pipeline_of
+from zbcompile.runtime.recorder import StepRecord
+from zbcompile.schedules.ir.actions import flatten
+from zbcompile.schedules.ir.schedule import Lowered
+
+
+def recorded(case: Case) -> tuple[StepRecord | None, StepRecord | None, Lowered]:
+    """The records of a step that was not and of one that was recorded."""
+    pipe = pipeline_of(case)
+    batch = PROBLEMS[case.problem].batches(1, 2 * case.microbatches)[0]
+    pipe.step(*batch.args, target=batch.target)
+    before = pipe.last_step
+    pipe.record = True
+    pipe.step(*batch.args, target=batch.target)
+    return before, pipe.last_step, pipe.program.lowered
+
+
+def assert_complete(record: StepRecord | None, lowered: Lowered) -> None:
+    assert record is not None
+    assert set(record.spans) == set(range(lowered.schedule.ranks))
+    for rank, spans in record.spans.items():
+        assert [span.action for span in spans] == [str(action) for action in flatten(lowered.programs[rank])]
+        times = [time for span in spans for time in (span.start, span.end)]
+        assert times == sorted(times)
+        assert times[0] >= 0
+        assert record.peak_activation_bytes[rank] > 0
+
+
+CASE = Case("mlp", "zb-v", 2, 4)
+
+
+def test_in_one_process() -> None:
+    before, record, lowered = recorded(CASE)
+    assert before is None
+    assert_complete(record, lowered)
+    assert record is not None
+    assert record.in_process
+    assert max(span.end for spans in record.spans.values() for span in spans) <= record.step_time
+
+
+def test_on_every_rank(pool: Pool) -> None:
+    found = pool.run(recorded, CASE)
+    for before, record, lowered in found:
+        assert before is None
+        assert_complete(record, lowered)
+    assert found[0][1].spans == found[1][1].spans
+    assert not found[0][1].in_process
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_peak_memory_is_the_same_in_processes(schedule: str, pool: Pool) -> None:
+    """Counted by storage, so the number does not depend on time."""
+    case = Case("mlp", schedule, 2, 6)
+    record = recorded(case)[1]
+    assert record is not None
+    for _, other, _ in pool.run(recorded, case):
+        assert other.peak_activation_bytes == record.peak_activation_bytes
+
+
+def test_more_in_flight_needs_more_memory() -> None:
+    """GPipe keeps all microbatches of stage 0, 1F1B two of them on two ranks."""
+    peaks = {}
+    for schedule in ("gpipe", "1f1b"):
+        record = recorded(Case("mlp", schedule, 2, 8))[1]
+        assert record is not None
+        peaks[schedule] = record.peak_activation_bytes[0]
+    assert peaks["gpipe"] >= 3.5 * peaks["1f1b"]
+
+
+def test_what_pairs_send_is_counted() -> None:
+    """A pair's forward is sent in the middle of the pair."""
+    record, lowered = recorded(Case("mlp", "dualpipe-v", 2, 8))[1:]
+    assert record is not None
+    boundary = 2 * WIDTH * 4  # a microbatch of two rows of floats
+    for rank, program in enumerate(lowered.programs):
+        sends = [str(step) for step in program if step[0] in ("SEND_F", "SEND_B")]
+        assert record.bytes_sent[rank] == len(sends) * boundary
+        assert {span.action for span in record.spans[rank]} == set(map(str, flatten(program)))
+        assert set(sends) <= {span.action for span in record.spans[rank]}
+
+
+def test_step_index_counts_steps() -> None:
+    pipe: zbcompile.Pipeline = pipeline_of(Case("mlp", "1f1b", 2, 2))
+    batch = PROBLEMS["mlp"].batches(1, 4)[0]
+    for expected in (0, 1, 2):
+        assert pipe.step_index == expected
+        pipe.step(*batch.args, target=batch.target)

@@ -1,0 +1,230 @@
+"""Every schedule executes, with eager's bits in the order in which it declares to accumulate weight gradients.
+
+Every schedule with every number of ranks that it admits among 1, 2 and 4 in one process, pairwise in several processes,
+and with both models: a GPT with tied embeddings, and a net with skip connections.
+"""
+
+import os
+import random
+import time
+from dataclasses import dataclass
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.oracle import PROBLEMS, eager_step_in_order
+from tests.support.ordered import InOrder, in_turn
+from tests.support.pool import Pool
+from tests.support.training import (
+    ROWS,
+    Case,
+    Trained,
+    assert_bitwise,
+    assert_same_tensors,
+    gradients_of,
+    join,
+    pipeline_of,
+    pipelined,
+    quickly,
+    reference,
+    train,
+)
+from zbcompile.distributed.channels import Ordered
+from zbcompile.distributed.transport import PointToPoint, Tensors
+from zbcompile.env import ORDERED
+from zbcompile.runtime.engine import Distributed
+from zbcompile.runtime.rank_plan import Message
+from zbcompile.schedules import Pair, ScheduleError, build, names, smallest_microbatches
+
+LAZY = "zb-h1-lazy"
+REGULAR = ("1f1b", "zb-v", "dualpipe-v")  # over messages these run on 2 and on 4 ranks, the others on one of the two
+MODELS = ("small-tied", "skips")
+
+
+def admitted(name: str, ranks: int) -> bool:
+    """Whether the schedule exists for so many ranks, with stages enough for both models."""
+    try:
+        schedule = build(name, ranks, smallest_microbatches(name, ranks, at_least=2 * ranks))
+    except ScheduleError:
+        return False
+    return schedule.stages <= 8
+
+
+def case_of(name: str, ranks: int, model: int) -> Case:
+    count = smallest_microbatches(name, ranks, at_least=2 * ranks)
+    problem = MODELS[model % 2]
+    stages = build(name, ranks, count).stages
+    return Case("gpt-tied" if problem == "small-tied" and stages > 4 else problem, name, ranks, count, steps=1)
+
+
+IN_PROCESS = [
+    case_of(name, ranks, i + j)
+    for i, name in enumerate(names())
+    for j, ranks in enumerate((1, 2, 4))
+    if admitted(name, ranks)
+]
+IN_PROCESSES = [
+    case_of(name, ranks, i // 2 + j)
+    for i, name in enumerate(names())
+    for j, ranks in enumerate((2, 4))
+    if admitted(name, ranks) and (i % 2 == j or name in REGULAR)
+]
+DELAYED = [
+    case for case in IN_PROCESSES if case.schedule in ("1f1b", "zb-v", "dualpipe-v", "dualpipe", "interleaved-zb")
+]
+
+
+def assert_declared(ours: Trained, case: Case) -> None:
+    """Eager's bits; for the lazy schedule in its own order of weight gradients."""
+    if case.schedule == LAZY and case.ranks > 1:
+        assert_same_tensors(ours.losses, reference(case).losses, "loss of step")
+        assert_same_tensors(ours.gradients[0], folded(case).gradients[0], "gradient of")
+    else:
+        assert_bitwise(ours, reference(case))
+
+
+@pytest.mark.parametrize("case", IN_PROCESS, ids=str)
+def test_in_one_process(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages are paired by their order on each channel alone, as NCCL pairs them."""
+    schedule = build(case.schedule, case.ranks, case.microbatches)
+    monkeypatch.setattr("zbcompile.runtime.engine.Mailboxes", partial(InOrder, rank_of=schedule.rank_of))
+    assert_declared(quickly(case), case)
+
+
+@pytest.mark.parametrize("case", IN_PROCESSES, ids=str)
+def test_in_processes(case: Case, pool: Pool) -> None:
+    """The order that runs in one process runs over messages, with the same bits."""
+    assert_declared(join(pool.run(quickly, case, ranks=case.ranks)), case)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "microbatches"),
+    [("zb-v", 3, 6), ("zb-h2", 5, 9), ("dualpipe", 6, 12), ("zb-h1", 7, 7), ("1f1b", 8, 8)],
+)
+def test_more_ranks_in_one_process(name: str, ranks: int, microbatches: int) -> None:
+    case = Case("mlp", name, ranks, microbatches, steps=1)
+    assert_bitwise(quickly(case), reference(case))
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "chunks"),
+    [("interleaved-1f1b", 2, 3), ("interleaved-zb", 2, 4), ("interleaved-1f1b-overlap", 1, 5)],
+)
+def test_any_number_of_chunks(name: str, ranks: int, chunks: int) -> None:
+    case = Case("mlp", name, ranks, 4, steps=1)
+    assert_bitwise(train(pipeline_of(case, chunks=chunks), case), reference(case))
+
+
+@pytest.mark.parametrize("name", ["zb-v", "dualpipe"])
+def test_dropout_is_that_of_a_seeded_eager_run(name: str, pool: Pool) -> None:
+    """Bitwise: the generator's state travels with the activations, whatever the order of the actions."""
+    case = Case("small-dropout", name, 2, 4, steps=2)
+    assert_bitwise(pipelined(case), reference(case))
+    assert_bitwise(join(pool.run(pipelined, case, ranks=case.ranks)), reference(case))
+
+
+def folded(case: Case) -> Trained:
+    """Eager's per-microbatch gradients added in the schedule's own order of each stage, tied ones in their own."""
+    program = program_of(case)
+    problem = PROBLEMS[case.problem]
+    model, batch = problem.model(), problem.batches(1, case.microbatches * ROWS)[0]
+    orders = {
+        name: range(case.microbatches)
+        if name in program.shared
+        else program.schedule.weight_order(program.homes[name][0])
+        for name, _ in model.named_parameters()
+    }
+    loss = eager_step_in_order(model, problem.loss, batch, 0, orders)
+    return Trained([loss], [gradients_of(model)], {})
+
+
+def program_of(case: Case):
+    pipe = pipeline_of(case)
+    batch = PROBLEMS[case.problem].batches(1, case.microbatches * ROWS)[0]
+    return pipe.compile(*batch.args, target=batch.target).program
+
+
+def test_only_the_lazy_schedule_declares_another_order() -> None:
+    """The others accumulate in microbatch order on every stage, so they equal eager accumulation itself."""
+    for name in names():
+        schedule = build(name, 2, smallest_microbatches(name, 2, at_least=6))
+        orders = {schedule.weight_order(stage) for stage in range(schedule.stages)}
+        assert (orders == {tuple(range(schedule.microbatches))}) == (name != LAZY), name
+
+
+@dataclass
+class Late(PointToPoint):
+    """Real messages, each sent a little late; ranks with odd numbers are slow. Where the channels are ordered, each is
+    a stream, as with NCCL."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.channels, Ordered):
+            self.channels = in_turn(self.channels)
+
+    def send(self, message: Message, tensors: Tensors, peer: int) -> None:
+        time.sleep(random.random() ** 4 * 0.01)
+        super().send(message, tensors, peer)
+
+    def wait(self, message: Message) -> None:
+        time.sleep(random.random() ** 4 * 0.01 * (1 + dist.get_rank() % 2))
+        super().wait(message)
+
+
+def delayed(case: Case, ordered: bool) -> Trained:
+    original = Distributed._transport
+    Distributed._transport = lambda self, executable: Late(**vars(original(self, executable)))  # type: ignore[method-assign]
+    try:
+        with mock.patch.dict(os.environ, {ORDERED.name: str(int(ordered))}):
+            return quickly(case)
+    finally:
+        Distributed._transport = original  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("ordered", [False, True], ids=["by tag", "in order"])
+@pytest.mark.parametrize("case", DELAYED, ids=str)
+def test_late_messages_and_slow_ranks_change_no_bit(case: Case, ordered: bool, pool: Pool) -> None:
+    """Also where messages have no tags, and a channel ends one operation before it begins the next."""
+    assert_declared(join(pool.run(delayed, case, ordered, ranks=case.ranks)), case)
+
+
+@pytest.mark.parametrize(
+    "case", [Case("gpt-dropout", "zb-v", 2, 4, exact=False), Case("mlp", "dualpipe", 4, 8, exact=False)], ids=str
+)
+def test_default_accumulation_is_the_same_over_messages(case: Case, pool: Pool) -> None:
+    """The same bits in one process and in several; the caller's own generator is left as it was."""
+    assert_bitwise(join(pool.run(pipelined, case, ranks=case.ranks)), pipelined(case))
+
+
+def generator_before_and_after(case: Case) -> bool:
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    pipelined(case)
+    return torch.equal(before, torch.get_rng_state())
+
+
+def test_callers_generator_is_left_alone(pool: Pool) -> None:
+    case = Case("small-dropout", "zb-h1", 2, 2, steps=1)
+    assert generator_before_and_after(case)
+    assert pool.run(generator_before_and_after, case) == [True, True]
+
+
+@pytest.mark.parametrize("name", ["dualpipe-v", "1f1b-overlap", "dualpipe"])
+def test_pairs_run_as_one_graph(name: str) -> None:
+    """Each kind of pair is one merged graph, called once per pair; recorded spans still name both halves."""
+    case = Case("mlp", name, 2, 8, steps=1)
+    pipe = pipeline_of(case)
+    batch = PROBLEMS["mlp"].batches(1, case.microbatches * ROWS)[0]
+    pipe.compile(*batch.args, target=batch.target)
+    pairs = [step for order in pipe.program.schedule.orders for step in order if isinstance(step, Pair)]
+    calls: list[str] = []
+    for plan in pipe._compiled.first().plans:
+        for kind, run in plan.merged.items():
+            plan.merged[kind] = lambda values, run=run: (calls.append(name), run(values))[1]  # type: ignore[index]
+    pipe.record = True
+    pipe.step(*batch.args, target=batch.target)
+    assert len(calls) == len(pairs) > 0
+    spans = {span.action for spans in pipe.last_step.spans.values() for span in spans}
+    assert {str(action) for pair in pairs for action in pair} <= spans

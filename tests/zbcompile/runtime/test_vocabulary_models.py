@@ -1,0 +1,52 @@
+"""transformers' models with their vocabularies sharded: gradients of the unsplit model, in one process and over gloo.
+
+Llama untied, GPT-2 and BERT (masked LM) tied, Gemma-2 tied with a soft cap. Every model meets every schedule, two and
+four ranks; `examples/benchmarks/vocab_sweep.py` runs all of them in processes.
+"""
+
+from typing import Any
+
+import pytest
+
+from tests.support.pool import Pool
+from tests.support.vocabulary_models import (
+    MODELS,
+    SCHEDULES,
+    ModelCase,
+    assert_same,
+    join,
+    one_step,
+    quick_step,
+    unsplit,
+)
+from zbcompile.compiler.pass_pipeline import Drawn
+from zbcompile.program.program import Program
+
+Done = tuple[dict[str, Drawn], dict[Any, Program], dict[str, Any]]
+RANKS = {"llama": (4, 2), "gpt2": (2, 4), "gemma2": (4, 2), "bert": (4, 2)}  # of linear schedules, of V's
+CASES = [
+    ModelCase(model, schedule, RANKS[model]["v" in schedule], barriers)
+    for model, barriers in zip(MODELS, (1, 2, 1, 1), strict=True)
+    for schedule in SCHEDULES
+]
+IN_PROCESSES = (ModelCase("gpt2", "zb-v", 2), ModelCase("llama", "zb-h1", 4))
+
+
+@pytest.fixture(scope="module")
+def done() -> Done:
+    """What was captured, compiled and trained unsplit."""
+    return {}, {}, {}
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_in_one_process(case: ModelCase, done: Done) -> None:
+    drawn, compiled, expected = done
+    if case.model not in expected:
+        expected[case.model] = unsplit(case)
+    assert_same(quick_step(case, drawn, compiled), expected[case.model])
+
+
+@pytest.mark.parametrize("case", IN_PROCESSES, ids=str)
+def test_in_processes(case: ModelCase, pool: Pool) -> None:
+    expected = unsplit(case)
+    assert_same(join(pool.run(one_step, case, ranks=case.ranks), expected[1]), expected)

@@ -1,0 +1,111 @@
+"""Models that people train, pipelined, against eager gradient accumulation: two steps with AdamW between them; losses,
+every gradient, and the state dict with all buffers bit by bit.
+
+Each model runs under two schedules here, all of (schedule, ranks) occur; for every combination run
+`examples/benchmarks/oracle_sweep.py --problems llama bert ...`.
+"""
+
+import pytest
+import torch
+
+import zbcompile
+from tests.support.pool import Pool
+from tests.support.training import (
+    Case,
+    assert_bitwise,
+    assert_close,
+    compiled_for,
+    join,
+    pipeline_of,
+    pipelined,
+    quickly,
+    reference,
+)
+from tests.support.zoo import ZOO
+from zbcompile.passes.graph.source_location import origin_of
+from zbcompile.program.program import Program
+
+CASES = (
+    Case("llama", "zb-v", 2, 4, steps=2),
+    Case("llama", "zb-h1", 4, 4, steps=2),
+    Case("llama-unpadded", "zb-v", 2, 4, steps=2),
+    Case("gpt2", "zb-h1", 3, 4, steps=2),
+    Case("gpt2", "1f1b", 4, 4, steps=2),
+    Case("bert", "zb-v", 3, 4, steps=2),
+    Case("bert", "1f1b", 2, 4, steps=2),
+    Case("vit", "zb-v", 4, 4, steps=2),
+    Case("vit", "zb-h1", 2, 4, steps=2),
+    Case("t5", "1f1b", 4, 4, steps=2),
+    Case("t5", "zb-h1", 2, 4, steps=2),
+    Case("whisper", "zb-v", 2, 4, steps=2),
+    Case("whisper", "1f1b", 3, 4, steps=2),
+    Case("mixtral", "zb-h1", 3, 4, steps=2),
+    Case("qwen-moe", "zb-v", 2, 4, steps=2),
+    Case("gemma2", "1f1b", 3, 4, steps=2),
+    Case("mamba", "zb-h1", 4, 4, steps=2),
+    Case("resnet", "zb-v", 3, 4, steps=2),
+    Case("resnet", "zb-h1", 2, 4, steps=2),
+    Case("unet", "zb-v", 4, 4, steps=2),
+    Case("unet", "1f1b", 3, 4, steps=2),
+    Case("custom-op", "zb-h1", 4, 4, steps=2),
+    Case("custom-op", "zb-v", 3, 4, steps=2),
+)
+PROCESSES = (
+    Case("gpt2", "zb-h1", 2, 4, steps=2),
+    Case("unet", "zb-v", 2, 4, steps=2),
+    Case("resnet", "1f1b", 2, 4, steps=2),
+)
+
+
+def test_every_pair_of_schedule_and_ranks_occurs() -> None:
+    assert len({(case.schedule, case.ranks) for case in CASES}) == 9
+
+
+# One worker runs all cases of a model, which it captures once.
+OF_ONE_MODEL = [pytest.param(case, id=str(case), marks=pytest.mark.xdist_group(case.problem)) for case in CASES]
+
+
+@pytest.mark.parametrize("case", OF_ONE_MODEL)
+def test_in_one_process(case: Case) -> None:
+    """Every operation of the graphs that ran says which line of the model, or which pass of the compiler, made it."""
+    assert_bitwise(quickly(case), reference(case))
+    assert operations_from_nowhere(compiled_for(case)) == []
+
+
+def operations_from_nowhere(program: Program) -> list[str]:
+    """What `python -m zbcompile.inspect --graph` could name no origin of."""
+    pieces = [piece for stage in program.stages for piece in stage.pieces.values()]
+    calls = [(piece.name, node) for piece in pieces for node in piece.module.graph.nodes if node.op == "call_function"]
+    return [f"{name}: {node.name}" for name, node in calls if not (origin_of(node) or node.meta.get("pass"))]
+
+
+@pytest.mark.parametrize("case", PROCESSES, ids=str)
+def test_in_processes(case: Case, pool: Pool) -> None:
+    assert_bitwise(join(pool.run(pipelined, case, ranks=case.ranks)), reference(case))
+
+
+def test_lstm_is_close_without_onednn() -> None:
+    """Eager's cells work in place on slices, whose kernels differ from those of the copies that a split graph needs."""
+    case = Case("lstm", "zb-v", 2, 4, exact=False, steps=1)
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert_close(pipelined(case), reference(case))
+
+
+def test_eval_returns_the_models_own_output() -> None:
+    """transformers' output object, its loss on the whole batch; a cache in it is refused with the remedy."""
+    case = Case("gpt2", "1f1b", 2, 4)
+    problem, pipe = ZOO["gpt2"], pipeline_of(case)
+    batch = problem.batches(1, 8)[0]
+    pipe.compile(**batch.kwargs)
+    with pytest.raises(zbcompile.CompileError, match="use_cache=False"):
+        pipe.eval(**batch.kwargs)
+    ours = pipe.eval(**batch.kwargs, use_cache=False)
+    with torch.no_grad():
+        theirs = problem.model().eval()(**batch.kwargs, use_cache=False)
+    assert type(ours) is type(theirs)
+    assert torch.equal(ours.loss, theirs.loss)
+    assert torch.equal(ours.logits, theirs.logits)
+
+
+def test_the_zoo_is_tested() -> None:
+    assert {case.problem for case in CASES} | {"lstm"} == set(ZOO)

@@ -1,0 +1,110 @@
+"""The generated stages under torch's own schedules: torch orders the actions, our graphs compute, eager's bits."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.pipelining import schedules as torch_schedules
+
+import zbcompile
+from tests.support.oracle import PROBLEMS, WIDTH
+from tests.support.pool import Pool
+from tests.support.training import Case, Trained, assert_same_tensors, gradients_of, join, pipeline_of, reference
+
+STEPS = 2
+
+
+@dataclass(frozen=True)
+class TorchCase:
+    """One of torch's schedule classes, and the name of ours with the same placement."""
+
+    theirs: str
+    ours: str
+    problem: str = "mlp"
+
+    @property
+    def case(self) -> Case:
+        return Case(self.problem, self.ours, ranks=2, microbatches=8, steps=STEPS)
+
+
+CASES = [
+    TorchCase("ScheduleGPipe", "gpipe"),
+    TorchCase("Schedule1F1B", "1f1b"),
+    TorchCase("Schedule1F1B", "1f1b", "gpt-dropout"),
+    TorchCase("ScheduleInterleaved1F1B", "interleaved-1f1b"),
+    TorchCase("ScheduleInterleavedZeroBubble", "interleaved-zb"),
+    TorchCase("ScheduleInterleavedZeroBubble", "interleaved-zb", "small-dropout"),
+    TorchCase("ScheduleZBVZeroBubble", "zb-v"),
+    TorchCase("ScheduleZBVZeroBubble", "zb-v", "small-dropout"),
+    TorchCase("ScheduleDualPipeV", "dualpipe-v"),
+]
+
+
+def schedule_of(given: TorchCase, pipe: zbcompile.Pipeline) -> Any:
+    """torch's schedule over this rank's generated stages. The last stage, where there is one here, has the loss."""
+    stages = pipe.stages()
+    kind = getattr(torch_schedules, given.theirs)
+    single = issubclass(kind, torch_schedules.PipelineScheduleSingle)
+    loss = next((stage for stage in stages if stage.is_last), stages[0]).loss
+    microbatches = pipe.program.schedule.microbatches
+    return kind(stages[0] if single else stages, microbatches, loss_fn=loss, scale_grads=False)
+
+
+def driven_by_torch(given: TorchCase) -> Trained:
+    case = given.case
+    pipe = pipeline_of(case)
+    batches = PROBLEMS[case.problem].batches(STEPS, 2 * case.microbatches)
+    pipe.compile(*batches[0].args, target=batches[0].target)
+    schedule = schedule_of(given, pipe)
+    gradients, optimizer = [], torch.optim.AdamW(pipe.parameters(), lr=1e-2, weight_decay=0.1)
+    for batch in batches:
+        schedule.step(*batch.args, target=batch.target, losses=[])
+        gradients.append(gradients_of(pipe))
+        optimizer.step()
+        optimizer.zero_grad()
+    return Trained([], gradients, dict(pipe.state_dict()))
+
+
+@pytest.mark.parametrize("given", CASES, ids=lambda given: f"{given.theirs} {given.problem}")
+def test_gradients_are_eagers(given: TorchCase, pool: Pool) -> None:
+    ours, theirs = join(pool.run(driven_by_torch, given)), reference(given.case)
+    for step in range(STEPS):
+        assert_same_tensors(ours.gradients[step], theirs.gradients[step], f"gradient in step {step} of")
+    assert_same_tensors(ours.state, theirs.state, "state dict:")
+
+
+def losses_on_last_rank() -> list[torch.Tensor]:
+    given = TorchCase("Schedule1F1B", "1f1b")
+    pipe = pipeline_of(given.case)
+    batch = PROBLEMS["mlp"].batches(1, 16)[0]
+    pipe.compile(*batch.args, target=batch.target)
+    losses: list[torch.Tensor] = []
+    schedule_of(given, pipe).step(*batch.args, target=batch.target, losses=losses)
+    return losses
+
+
+def test_losses_are_those_of_the_microbatches(pool: Pool) -> None:
+    first, last = pool.run(losses_on_last_rank)
+    model, batch = PROBLEMS["mlp"].model(), PROBLEMS["mlp"].batches(1, 16)[0]
+    theirs = [torch.nn.functional.mse_loss(model(*part.args), part.target) for part in batch.parts(8)]  # type: ignore[arg-type]
+    assert not first
+    assert_same_tensors(last, theirs, "loss of microbatch")
+
+
+def stages_of_tied() -> None:
+    batch = PROBLEMS["small-tied"].batches(1, 4)[0]
+    pipeline_of(Case("small-tied", "1f1b", 2, 2)).compile(*batch.args, target=batch.target).stages()
+
+
+def test_parameters_on_several_stages_are_refused(pool: Pool) -> None:
+    """torch's schedules have no place to sum their gradients."""
+    for outcome in pool.outcomes(stages_of_tied):
+        assert outcome.error == "PipelineError", outcome.trace
+        assert "token.weight trains on several stages" in outcome.text
+
+
+def test_one_process_has_no_stages() -> None:
+    pipe = pipeline_of(Case("mlp", "1f1b", 2, 2)).compile(torch.zeros(4, WIDTH), target=torch.zeros(4, WIDTH))
+    with pytest.raises(zbcompile.PipelineError, match="torchrun"):
+        pipe.stages()
