@@ -23,9 +23,10 @@ from torch.distributed.pipelining._backward import stage_backward_input
 from tqdm import tqdm
 
 from zbcompile.passes.compile_options import Choices
-from zbcompile.passes.graph.flops import count_flops, storage_bytes, storage_key_of, tensors_of
+from zbcompile.passes.graph.flops import count_flops
+from zbcompile.passes.graph.storage import storage_bytes, tensors_of
 from zbcompile.passes.split.subgraphs import Piece
-from zbcompile.passes.torch_private import FakeTensorMode
+from zbcompile.passes.torch_private import FakeTensorMode, storage_key
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.stages import LAYERS, Stage, compile_stages
@@ -58,7 +59,7 @@ def torch_keeps(stage: Stage) -> int | None:
         given = None if stage.comes_back is None else [stage.comes_back]
         _, groups = stage_backward_input([output], given, [arrived], iter(stage.parameters.values()))
     gradients = [g for group in groups for grads in group["grads"] for g in grads if g is not None]
-    free = {storage_key_of(t) for t in (*stage.parameters.values(), *stage.inputs.values())}
+    free = {storage_key(t) for t in (*stage.parameters.values(), *stage.inputs.values())}
     return storage_bytes([*(value.tensor for value in held), *gradients], free)
 
 
@@ -69,7 +70,7 @@ def operands(piece: Piece) -> int:
     holders = piece.module.graph.find_nodes(op="placeholder")
     there = [node.meta["val"] for node in holders if node.meta["slot"].kind in ("parameter", "input", "constant")]
     read = [t for node in products for argument in node.all_input_nodes for t in tensors_of(argument.meta["val"])]
-    return storage_bytes(read, {storage_key_of(t) for t in there})
+    return storage_bytes(read, {storage_key(t) for t in there})
 
 
 def compare(kind: str, shape: tuple[int, int, int]) -> Iterable[dict[str, object]]:

@@ -4,7 +4,6 @@ Every later pass reads `node.meta["val"]` (a fake tensor), `node.meta["different
 placeholders) and `node.meta["recompute"]` (in checkpoint regions), all set here.
 """
 
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,16 +16,16 @@ from zbcompile.passes.capture.export import Captured
 from zbcompile.passes.capture.export_errors import operation_failure
 from zbcompile.passes.capture.mutations import make_copies_differentiable, separate_changing_buffers
 from zbcompile.passes.errors import CaptureError
+from zbcompile.passes.graph.fx import is_random, like, output_values, source_line
 from zbcompile.passes.graph.process_groups import name_groups
 from zbcompile.passes.graph.roles import Slot
+from zbcompile.passes.graph.storage import tensors_of
 from zbcompile.passes.torch_private import (
     ASSERTIONS,
     AUTOCAST,
     RECOMPUTE,
     FakeTensorMode,
     LazyGraphModule,
-    OpOverload,
-    arguments_of,
 )
 
 aten = torch.ops.aten
@@ -47,12 +46,6 @@ class Canonical:
     @property
     def outputs(self) -> list[tuple[Slot, Any]]:
         return list(zip(self.captured.outputs, output_values(self.graph), strict=True))
-
-
-def output_values(graph: Graph) -> list[Any]:
-    """What a graph returns, as a flat list of nodes (or constants)."""
-    (values,) = graph.output_node().args
-    return list(values) if isinstance(values, tuple | list) else [values]
 
 
 def canonicalise(captured: Captured) -> Canonical:
@@ -158,23 +151,6 @@ _NO_OPS: dict[Any, Callable[[Node], bool]] = {
 }
 
 
-def is_random(node: Node) -> bool:
-    """Whether a node draws random numbers. Such a node moves the generator: never dropped, copied or reordered."""
-    if not isinstance(node.target, OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
-        return False
-    return _argument(node, "dropout_p", 1.0) != 0.0  # attention without dropout carries the tag but draws nothing
-
-
-def _argument(node: Node, name: str, missing: Any) -> Any:
-    """The value of the named argument of an operator call, its default included; `missing` if there is none so
-    named."""
-    for index, argument in enumerate(arguments_of(node.target)):  # type: ignore[arg-type]
-        if argument.name == name:
-            given = node.args[index] if index < len(node.args) else argument.default_value
-            return node.kwargs.get(name, given)
-    return missing
-
-
 def drop_dead_code(graph: Graph) -> None:
     """Remove what no output needs; eager draws random numbers even for unused values, so those stay."""
     graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output") or is_random(node))
@@ -192,16 +168,6 @@ def _refuse_sparse_gradients(graph: Graph) -> None:
             )
 
 
-def source_line(node: Node) -> str:
-    """The line of the user's model that made `node`, or the compiler pass that did."""
-    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip()]
-    files = [i for i, line in enumerate(lines) if line.startswith("File ")]
-    if not files:
-        return f"made by {node.meta.get('pass', 'zbcompile')}"
-    code = lines[files[-1] + 1] if files[-1] + 1 < len(lines) else ""
-    return f"{lines[files[-1]]}: {code}"
-
-
 class _Values(Interpreter):
     """Runs the graph on fake tensors with autograd on, noting each value and whether a gradient reaches it."""
 
@@ -210,14 +176,9 @@ class _Values(Interpreter):
             value = super().run_node(n)
         except Exception as error:  # torch.export lets pass what only the data can tell
             raise CaptureError(operation_failure(n, error)) from error
-        n.meta["differentiable"] = any(t.requires_grad for t in _tensors(value))
+        n.meta["differentiable"] = any(t.requires_grad for t in tensors_of(value))
         n.meta["val"] = torch.fx.node.map_aggregate(value, _detached)  # type: ignore[arg-type]
         return value
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    values = value if isinstance(value, tuple | list) else [value]
-    return [v for v in values if isinstance(v, torch.Tensor)]
 
 
 def _detached(value: Any) -> Any:
@@ -237,10 +198,5 @@ def _fake_input(node: Node, captured: Captured) -> Any:
     slot, old = node.meta["slot"], node.meta["val"]
     if not isinstance(old, torch.Tensor):
         return old
-    new = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device=old.device)
     trained = slot.kind == "parameter" and slot.name in captured.trainable
-    return new.requires_grad_(trained or slot.kind == "activation")
-
-
-def is_getitem(node: Node) -> bool:
-    return node.target is operator.getitem
+    return like(old).requires_grad_(trained or slot.kind == "activation")

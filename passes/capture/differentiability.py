@@ -6,9 +6,10 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_aggregate, map_arg
 
-from zbcompile.passes.capture.canonical import Canonical, is_getitem
-from zbcompile.passes.graph.flops import tensors_of
+from zbcompile.passes.capture.canonical import Canonical
+from zbcompile.passes.graph.fx import is_getitem, like
 from zbcompile.passes.graph.source_location import origin_of
+from zbcompile.passes.graph.storage import tensors_of
 from zbcompile.passes.torch_private import HigherOrderOperator, OpOverload, single_threaded_backward
 
 aten = torch.ops.aten
@@ -101,7 +102,7 @@ def _failure(canonical: Canonical, node: Node) -> str:
 def _leaf(value: Any, argument: Node, leaves: list[torch.Tensor]) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    new = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    new = like(value)
     differentiable = bool(argument.meta["differentiable"]) and (value.is_floating_point() or value.is_complex())
     leaves.append(new.requires_grad_(differentiable))
     return new

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
+from zbcompile.passes.graph.fx import like
 from zbcompile.passes.torch_private import FakeTensorMode, tensor_tables
 
 
@@ -44,5 +45,5 @@ def _fake(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> t
 
 def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """An unfilled tensor or parameter on `device`, otherwise like `tensor`."""
-    new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    new = like(tensor, device)
     return nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new

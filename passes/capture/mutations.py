@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from zbcompile.passes.graph.flops import is_view
 from zbcompile.passes.graph.roles import Slot
+from zbcompile.passes.graph.storage import is_view
 
 aten = torch.ops.aten
 

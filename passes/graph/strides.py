@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
+from zbcompile.passes.graph.fx import like
+
 Layout = tuple[tuple[int, ...], tuple[int, ...]]
 
 
@@ -39,7 +41,7 @@ def boundary_like(value: torch.Tensor, exact: bool) -> torch.Tensor:
     keep = is_dense(value) or (exact and not _overlaps(value))
     with value.fake_mode:  # type: ignore[attr-defined]
         if keep:
-            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+            return like(value)
         return torch.empty(value.shape, dtype=value.dtype, device=value.device)
 
 

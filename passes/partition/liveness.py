@@ -5,10 +5,12 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from zbcompile.passes.capture.canonical import Canonical, is_getitem, is_random
-from zbcompile.passes.graph.flops import count_flops, is_view, storage_bytes, tensors_of
+from zbcompile.passes.capture.canonical import Canonical
+from zbcompile.passes.graph.flops import count_flops
+from zbcompile.passes.graph.fx import is_getitem, is_random
 from zbcompile.passes.graph.process_groups import is_collective, is_under_way
 from zbcompile.passes.graph.roles import Slot
+from zbcompile.passes.graph.storage import is_view, storage_bytes, tensors_of
 
 
 @dataclass(frozen=True)

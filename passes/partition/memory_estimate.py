@@ -15,9 +15,10 @@ import torch
 from torch.fx import Interpreter, Node
 
 from zbcompile.passes.capture.canonical import Canonical
-from zbcompile.passes.graph.flops import storage_key_of
+from zbcompile.passes.graph.fx import like
 from zbcompile.passes.partition.balance import Spans
 from zbcompile.passes.partition.liveness import Line, held_behind
+from zbcompile.passes.torch_private import storage_key
 
 
 class DistinctBytes:
@@ -118,11 +119,11 @@ def _kept(canonical: Canonical, line: Line) -> list[tuple[int, Hashable, int]]:
     with canonical.mode, torch.enable_grad():
         inputs = [_leaf(node, canonical) for node in canonical.graph.find_nodes(op="placeholder")]
         runner.run(*inputs)
-    whole = {storage_key_of(value) for value in inputs if isinstance(value, torch.Tensor)}
+    whole = {storage_key(value) for value in inputs if isinstance(value, torch.Tensor)}
     found: list[tuple[int, Hashable, int]] = []
     for position, node in enumerate(line.nodes):
         for tensor in runner.kept[node]:
-            key = storage_key_of(tensor)
+            key = storage_key(tensor)
             if key not in whole:
                 found.append((position, key, tensor.untyped_storage().nbytes()))
     return found
@@ -132,5 +133,4 @@ def _leaf(node: Node, canonical: Canonical) -> Any:
     slot, value = node.meta["slot"], node.meta["val"]
     if not isinstance(value, torch.Tensor):
         return value
-    new = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-    return new.requires_grad_(slot.kind == "parameter" and slot.name in canonical.captured.trainable)
+    return like(value).requires_grad_(slot.kind == "parameter" and slot.name in canonical.captured.trainable)

@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from torch.fx import Node
 
 from zbcompile.passes.errors import PartitionError
-from zbcompile.passes.graph.flops import is_view
+from zbcompile.passes.graph.storage import is_view
 from zbcompile.passes.partition.liveness import Line
 
 

@@ -2,15 +2,33 @@
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from zbcompile.passes.graph.flops import Machine, bytes_moved, machine_for, tensors_of
+from zbcompile.passes.graph.storage import bytes_moved, tensors_of
 from zbcompile.passes.partition.liveness import Line, held_behind
 
 BACKWARD = 2  # a backward costs about twice its forward: one product for the input's gradient, one for the weight's
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Nominal speeds that turn operations and bytes into one number. Only their ratio moves a cut."""
+
+    flops_per_second: float
+    bytes_per_second: float
+
+
+# One CPU core with AVX2 in fp32; one data-centre GPU in bf16.
+CPU = Machine(5e10, 1e10)
+GPU = Machine(4e14, 3e12)
+
+
+def machine_for(device: str) -> Machine:
+    return CPU if device == "cpu" else GPU
 
 
 def loads_of(line: Line, basis: str, seconds: Mapping[str, float]) -> tuple[list[float], str]:

@@ -7,8 +7,9 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from zbcompile.passes.capture.autocast import autocast_key
-from zbcompile.passes.capture.canonical import Canonical, is_getitem, is_random
+from zbcompile.passes.capture.canonical import Canonical
 from zbcompile.passes.errors import PartitionError
+from zbcompile.passes.graph.fx import is_getitem, is_random
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.graph.strides import boundary_like
 from zbcompile.passes.partition.liveness import Line, held_behind, replicable

@@ -7,12 +7,14 @@ from functools import cached_property
 import torch
 from torch.fx import Node
 
-from zbcompile.passes.capture.canonical import is_getitem
-from zbcompile.passes.graph.flops import bytes_moved, is_view, machine_for, storage_bytes, storage_key_of, tensors_of
+from zbcompile.passes.graph.fx import is_getitem
+from zbcompile.passes.graph.storage import bytes_moved, is_view, storage_bytes, tensors_of
+from zbcompile.passes.partition.node_costs import machine_for
 from zbcompile.passes.recompute.budget import Values
 from zbcompile.passes.recompute.rematerialize import can_remake, reads
 from zbcompile.passes.split.joint_graph import Joint
 from zbcompile.passes.split.split import forward_nodes, needed_nodes
+from zbcompile.passes.torch_private import storage_key
 
 _ATTOSECONDS = 10**18
 
@@ -67,7 +69,7 @@ class Forward:
         read = self.wanted.union(*(node.all_input_nodes for node in self.ahead))
         waiting = [t for node in read & (self.made | self.arriving) for t in tensors_of(node.meta["val"])]
         resident = [node for _, node in self.joint.inputs if node not in self.arriving]
-        return storage_bytes(waiting, {storage_key_of(t) for n in resident for t in tensors_of(n.meta["val"])})
+        return storage_bytes(waiting, {storage_key(t) for n in resident for t in tensors_of(n.meta["val"])})
 
 
 def has_hints(forward: Forward) -> bool:

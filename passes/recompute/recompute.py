@@ -14,7 +14,8 @@ from torch.fx import Graph, Node
 
 from zbcompile.passes.compile_options import Recompute
 from zbcompile.passes.errors import CompileError
-from zbcompile.passes.graph.flops import count_flops, is_view
+from zbcompile.passes.graph.flops import count_flops
+from zbcompile.passes.graph.storage import is_view
 from zbcompile.passes.recompute.budget import Saving, Values, fit, smallest
 from zbcompile.passes.recompute.candidates import Forward, has_hints, list_values
 from zbcompile.passes.recompute.rematerialize import remake

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch.fx import Graph, Node
 
-from zbcompile.passes.capture.canonical import is_getitem, is_random
+from zbcompile.passes.graph.fx import is_getitem, is_random
 from zbcompile.passes.torch_private import OpOverload, is_in_place
 
 aten = torch.ops.aten

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from zbcompile.passes.graph.flops import storage_key_of
 from zbcompile.passes.serialization.arguments import device_from_data, named
-from zbcompile.passes.torch_private import FakeTensorMode, fake_of
+from zbcompile.passes.torch_private import FakeTensorMode, fake_of, storage_key
 
 
 @dataclass
@@ -32,7 +31,7 @@ class ValueWriter:
         return [dtype, value.device.type, shape, stride, self._number(value), int(value.storage_offset())]
 
     def _number(self, value: torch.Tensor) -> int:
-        key = storage_key_of(value)
+        key = storage_key(value)
         if key not in self.numbers:
             self.numbers[key] = len(self.numbers)
             self.bytes.append(int(value.untyped_storage().nbytes()))

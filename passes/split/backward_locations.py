@@ -14,7 +14,7 @@ from torch.autograd.graph import Node as GradFn
 from torch.fx import Interpreter, Node
 from torch.fx.traceback import get_current_meta
 
-from zbcompile.passes.graph.flops import tensors_of
+from zbcompile.passes.graph.storage import tensors_of
 
 _DESCRIPTION = ("stack_trace", "nn_module_stack")
 _MARK = "zbcompile.source"

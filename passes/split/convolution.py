@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from zbcompile.passes.capture.canonical import is_getitem
+from zbcompile.passes.graph.fx import is_getitem
 
 aten = torch.ops.aten
 _MASK = 10  # position of output_mask: (gradient of input, of weight, of bias)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from zbcompile.passes.graph.flops import is_view
+from zbcompile.passes.graph.storage import is_view
 from zbcompile.passes.torch_private import is_in_place
 
 aten = torch.ops.aten

@@ -13,8 +13,8 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 from torch.fx.traceback import preserve_node_meta
 
-from zbcompile.passes.capture.canonical import output_values
 from zbcompile.passes.errors import CaptureError
+from zbcompile.passes.graph.fx import like, output_values
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.graph.strides import boundary_like
 from zbcompile.passes.partition.shared_parameters import SEPARATE_USES, is_use
@@ -67,7 +67,7 @@ def trace_joint(
     slots = [*stage.inputs, *(Slot("tangent", name) for name in tangents)]
     with mode:
         primals = [_leaf(node, trainable) for node in holders]
-        arriving = [_fresh(value) for value in tangents.values()]
+        arriving = [like(value) for value in tangents.values()]
     run = _Run(stage, len(primals), tuple(tangents))
     with mode, single_threaded_backward(), preserve_node_meta():
         module = make_fx(run)(*primals, *arriving)
@@ -224,11 +224,7 @@ def _leaf(node: Node, trainable: frozenset[str]) -> Any:
         if slot.kind == "parameter"
         else slot.kind == "activation" and node.meta["differentiable"]
     )
-    return _fresh(value).requires_grad_(wants)
-
-
-def _fresh(value: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    return like(value).requires_grad_(wants)
 
 
 def tangents_of(stage: Stage, gradients: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:

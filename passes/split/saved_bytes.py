@@ -5,10 +5,11 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from zbcompile.passes.graph.flops import storage_bytes, storage_key_of, tensors_of
 from zbcompile.passes.graph.roles import Slot
+from zbcompile.passes.graph.storage import storage_bytes, tensors_of
 from zbcompile.passes.split.joint_graph import Joint
 from zbcompile.passes.split.subgraphs import Assignment
+from zbcompile.passes.torch_private import storage_key
 
 RESIDENT = ("parameter", "buffer", "constant", "input")
 
@@ -32,7 +33,7 @@ def resident_storages(joint: Joint) -> set[int]:
     """Storages that exist whatever the passes keep. A buffer that F changes is none: what F saw of it is a copy."""
     changed = {slot.name for slot in joint.stage.outputs if slot.kind == "mutation"}
     nodes = [node for slot, node in joint.inputs if _is_resident(slot) and not _is_buffer_in(slot, changed)]
-    return {storage_key_of(t) for node in nodes for t in tensors_of(node.meta["val"])}
+    return {storage_key(t) for node in nodes for t in tensors_of(node.meta["val"])}
 
 
 def _is_resident(slot: Slot) -> bool:
@@ -89,7 +90,7 @@ class Storages:
 
 def keys_of(node: Node) -> set[int]:
     """The storages of a node's value."""
-    return {storage_key_of(t) for t in tensors_of(node.meta.get("val"))}
+    return {storage_key(t) for t in tensors_of(node.meta.get("val"))}
 
 
 def read_by(node: Node) -> set[int]:
@@ -108,7 +109,7 @@ def find_storages(joint: Joint) -> Storages:
             continue
         new = keys_of(node) - set(maker)
         maker |= dict.fromkeys(new, node)
-        sizes |= {storage_key_of(t): t.untyped_storage().nbytes() for t in tensors_of(node.meta.get("val"))}
+        sizes |= {storage_key(t): t.untyped_storage().nbytes() for t in tensors_of(node.meta.get("val"))}
         if node.op == "call_function" and keys_of(node) and not new:
             views.add(node)
         elif node.op == "call_function":

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from zbcompile.passes.graph.flops import is_view
+from zbcompile.passes.graph.storage import is_view
 from zbcompile.passes.split.joint_graph import Joint
 from zbcompile.passes.torch_private import LazyGraphModule
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from zbcompile.passes.capture.canonical import is_getitem, is_random
+from zbcompile.passes.graph.fx import is_getitem, is_random
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.split.convolution import cut_convolutions, merge_convolutions
 from zbcompile.passes.split.joint_graph import Joint

@@ -7,10 +7,10 @@ from functools import cached_property
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from zbcompile.passes.graph.flops import storage_key_of, tensors_of
 from zbcompile.passes.graph.roles import Slot
+from zbcompile.passes.graph.storage import tensors_of
 from zbcompile.passes.split.joint_graph import Joint
-from zbcompile.passes.torch_private import LazyGraphModule
+from zbcompile.passes.torch_private import LazyGraphModule, storage_key
 
 LATER = {"F": ("B", "W"), "B": ("W",), "W": (), "BW": ()}
 
@@ -57,14 +57,14 @@ class Assignment:
 
     def copied(self, node: Node) -> bool:
         """Whether F must keep a copy: a later microbatch overwrites the buffer whose memory this is."""
-        return any(storage_key_of(t) in self.overwritten for t in tensors_of(node.meta.get("val")))
+        return any(storage_key(t) in self.overwritten for t in tensors_of(node.meta.get("val")))
 
     @cached_property
     def overwritten(self) -> frozenset[int]:
         """The storages of buffers that F changes."""
         names = {slot.name for slot in self.joint.stage.outputs if slot.kind == "mutation"}
         holders = [node for slot, node in self.joint.inputs if slot.kind == "buffer" and slot.name in names]
-        return frozenset(storage_key_of(t) for node in holders for t in tensors_of(node.meta["val"]))
+        return frozenset(storage_key(t) for node in holders for t in tensors_of(node.meta["val"]))
 
 
 # Which pieces return an output of the joint graph; F returns all others. No piece returns a virtual gradient.
@@ -77,7 +77,7 @@ def share_views(assignment: Assignment) -> Assignment:
     arriving: dict[int, list[Node]] = {}
     for node in assignment.arriving("W"):
         for tensor in tensors_of(node.meta.get("val")):
-            arriving.setdefault(storage_key_of(tensor), []).append(node)
+            arriving.setdefault(storage_key(tensor), []).append(node)
     taken = {view for key, nodes in arriving.items() if len(nodes) > 1 for view in _views_to_take(nodes, key)}
     nodes = {name: own | taken if name in ("W", "BW") else own for name, own in assignment.nodes.items()}
     return replace(assignment, nodes=nodes)
@@ -93,7 +93,7 @@ def _views_to_take(nodes: list[Node], key: int) -> set[Node]:
 def _views_behind(node: Node, key: int) -> list[Node]:
     """A node and the values that it is a view of, the nearest first."""
     chain = [node]
-    while behind := [a for a in chain[-1].all_input_nodes if key in map(storage_key_of, tensors_of(a.meta.get("val")))]:
+    while behind := [a for a in chain[-1].all_input_nodes if key in map(storage_key, tensors_of(a.meta.get("val")))]:
         chain.append(behind[0])
     return chain
 

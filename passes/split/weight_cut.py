@@ -19,8 +19,8 @@ import networkx
 import torch
 from torch.fx import Node
 
-from zbcompile.passes.capture.canonical import is_random
-from zbcompile.passes.graph.flops import bytes_moved
+from zbcompile.passes.graph.fx import is_random
+from zbcompile.passes.graph.storage import bytes_moved
 from zbcompile.passes.split.joint_graph import Joint
 from zbcompile.passes.split.saved_bytes import Storages, find_storages, keys_of, read_by
 from zbcompile.passes.torch_private import MEMORY_BOUND, OpOverload

@@ -11,12 +11,11 @@ from dataclasses import replace
 import torch
 from torch.fx import Graph, Node
 
-from zbcompile.passes.capture.canonical import output_values
-from zbcompile.passes.graph.flops import storage_key_of
+from zbcompile.passes.graph.fx import output_values
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.split.subgraphs import Piece
 from zbcompile.passes.stage.fused_accumulation import Adder, Place
-from zbcompile.passes.torch_private import LazyGraphModule, is_in_place
+from zbcompile.passes.torch_private import LazyGraphModule, is_in_place, storage_key
 
 aten = torch.ops.aten
 
@@ -43,11 +42,11 @@ def own_gradients(piece: Piece) -> Piece:
     value.
     """
     graph, outputs = _copy(piece)
-    foreign = {storage_key_of(n.meta["val"]) for n in graph.find_nodes(op="placeholder") if _is_tensor(n)}
+    foreign = {storage_key(n.meta["val"]) for n in graph.find_nodes(op="placeholder") if _is_tensor(n)}
     kept: list[tuple[Slot, Node]] = []
     for slot, node in outputs:
         node = _without_transposes(node) if slot.kind == "gradient" else node
-        key = storage_key_of(node.meta["val"])
+        key = storage_key(node.meta["val"])
         if slot.kind == "gradient" and key in foreign:
             with graph.inserting_before(graph.output_node()):
                 clone = graph.call_function(aten.clone.default, (node,))

@@ -15,7 +15,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from zbcompile.passes.capture.canonical import output_values
+from zbcompile.passes.graph.fx import like, output_values
 from zbcompile.passes.stage.deduplicate import NodeNumber
 from zbcompile.passes.torch_private import FakeTensorMode
 
@@ -81,7 +81,7 @@ class _Held:
 def _fresh(values: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Fake tensors of the same form, all of one mode: a code generator refuses a mixture."""
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        return tuple(torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in values)
+        return tuple(like(value) for value in values)
 
 
 def _described(node: Node, numbers: Mapping[Node, str], module: GraphModule) -> str:

@@ -13,9 +13,9 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from zbcompile.passes.capture.canonical import output_values
-from zbcompile.passes.graph.flops import tensors_of
+from zbcompile.passes.graph.fx import output_values
 from zbcompile.passes.graph.roles import Kind, Slot
+from zbcompile.passes.graph.storage import tensors_of
 from zbcompile.passes.partition.stage_graphs import Stage
 from zbcompile.passes.split.joint_graph import tangents_of
 from zbcompile.passes.split.subgraphs import Piece

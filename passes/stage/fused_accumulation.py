@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch.fx import Graph, Node
 
-from zbcompile.passes.capture.canonical import output_values
+from zbcompile.passes.graph.fx import like, output_values
 from zbcompile.passes.torch_private import UNSAFE_VIEW, FakeTensorMode
 
 aten = torch.ops.aten
@@ -133,13 +133,9 @@ def _value(argument: Any) -> Any:
 def _on_fakes(target: Any, *arguments: Any) -> torch.Tensor:
     """The metadata of an operation's result. Values may be from different fake tensor modes, so they are made anew."""
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        fresh = [_fresh(a) if isinstance(a, torch.Tensor) else a for a in arguments]
+        fresh = [like(a) if isinstance(a, torch.Tensor) else a for a in arguments]
         result: torch.Tensor = target(*fresh)
     return result
-
-
-def _fresh(value: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
 def _is_sum(node: Node) -> bool:

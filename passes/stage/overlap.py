@@ -13,9 +13,9 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
 
-from zbcompile.passes.capture.canonical import output_values
-from zbcompile.passes.graph.flops import bytes_moved
+from zbcompile.passes.graph.fx import output_values
 from zbcompile.passes.graph.process_groups import is_collective, is_wait
+from zbcompile.passes.graph.storage import bytes_moved
 from zbcompile.passes.split.subgraphs import Piece
 from zbcompile.passes.torch_private import LazyGraphModule, OpOverload
 

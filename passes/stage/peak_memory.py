@@ -5,12 +5,12 @@ from collections.abc import Iterator, Set
 import torch
 from torch.fx import Node
 
-from zbcompile.passes.capture.canonical import output_values
-from zbcompile.passes.graph.flops import storage_key_of, tensors_of
+from zbcompile.passes.graph.fx import output_values
 from zbcompile.passes.graph.roles import Slot
+from zbcompile.passes.graph.storage import tensors_of
 from zbcompile.passes.split.subgraphs import LATER, Piece
 from zbcompile.passes.stage.stage_program import StageProgram
-from zbcompile.passes.torch_private import is_in_place
+from zbcompile.passes.torch_private import is_in_place, storage_key
 
 RESIDENT = ("parameter", "buffer", "constant", "input", "accumulator")  # there before and after, whatever runs
 LOSS = Slot("tangent", "loss")
@@ -65,7 +65,7 @@ class _Walk:
 def _storages(node: Node) -> list[tuple[int, int]]:
     """The storages behind a node's value: key and bytes."""
     found: list[torch.Tensor] = tensors_of(node.meta.get("val"))
-    return [(storage_key_of(t), t.untyped_storage().nbytes()) for t in found]
+    return [(storage_key(t), t.untyped_storage().nbytes()) for t in found]
 
 
 def _touched(node: Node) -> set[int]:

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from zbcompile.passes.capture.canonical import is_getitem, output_values
 from zbcompile.passes.errors import CompileError
-from zbcompile.passes.graph.flops import is_view, tensors_of
+from zbcompile.passes.graph.fx import is_getitem, output_values
 from zbcompile.passes.graph.source_location import origin_of
+from zbcompile.passes.graph.storage import is_view, tensors_of
 from zbcompile.passes.split.subgraphs import Piece
 from zbcompile.passes.torch_private import FakeTensor, HigherOrderOperator, OpOverload, is_in_place
 

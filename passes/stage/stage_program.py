@@ -6,9 +6,9 @@ from functools import partial
 
 import torch
 
-from zbcompile.passes.capture.canonical import output_values
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.graph.flops import count_flops
+from zbcompile.passes.graph.fx import output_values
 from zbcompile.passes.graph.process_groups import with_groups
 from zbcompile.passes.graph.roles import Slot, TensorSpec
 from zbcompile.passes.graph.strides import boundary_like

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Node
 
-from zbcompile.passes.capture.canonical import Canonical, is_random
+from zbcompile.passes.capture.canonical import Canonical
+from zbcompile.passes.graph.fx import is_random
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.vocabulary.loss import Values, data_of, evaluate
 from zbcompile.passes.vocabulary.output_layer import VocabularyHead

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from zbcompile.passes.capture.canonical import source_line
 from zbcompile.passes.errors import CompileError
+from zbcompile.passes.graph.fx import source_line
 from zbcompile.passes.torch_private import LOG_SOFTMAX, TO_COPY, UNSAFE_VIEW
 
 aten = torch.ops.aten

@@ -17,7 +17,8 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from zbcompile.passes.capture.canonical import Canonical, source_line
+from zbcompile.passes.capture.canonical import Canonical
+from zbcompile.passes.graph.fx import source_line
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.vocabulary.logits import Exit, NotShardable
 

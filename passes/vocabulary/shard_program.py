@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 from zbcompile.passes.capture.canonical import Canonical
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.graph.flops import count_flops
+from zbcompile.passes.graph.fx import like
 from zbcompile.passes.graph.roles import Slot, TensorSpec
 from zbcompile.passes.split.subgraphs import Piece
 from zbcompile.passes.stage.accumulate import accumulate_in_place
@@ -200,9 +201,7 @@ class _Tracer:
 
     def _likes(self, slots: Sequence[Slot]) -> dict[Slot, torch.Tensor]:
         values = {slot: self.holders[slot] for slot in slots}
-        return {
-            slot: torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for slot, v in values.items()
-        }
+        return {slot: like(value) for slot, value in values.items()}
 
     def _rows(self, slot: Slot) -> torch.Tensor:
         whole = self.holders[slot]
@@ -223,7 +222,7 @@ class _Tracer:
         table, value = Slot("parameter", lookup.weight), lookup.node.meta["val"]
         with self.mode:
             rows, data = self._rows(table), self._likes(lookup.data)
-            gradient = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+            gradient = like(value)
         return {
             "LOOKUP": self._trace(
                 "LOOKUP",

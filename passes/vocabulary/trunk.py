@@ -9,6 +9,7 @@ import torch
 from torch.fx import Graph, Node
 
 from zbcompile.passes.capture.canonical import Canonical, drop_dead_code, infer_values
+from zbcompile.passes.graph.fx import like
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.torch_private import FakeTensorMode, LazyGraphModule, make_fx
 from zbcompile.passes.vocabulary.embedding import VocabularyLookup
@@ -61,8 +62,7 @@ def _inlined(graph: Graph, function: Callable[[torch.Tensor], torch.Tensor], arg
     """Append the operations of `function` of one tensor to `graph`."""
     value = argument.meta["val"]
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        like = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-        traced = make_fx(lambda value: function(value))(like)  # a bound method counts one argument too many
+        traced = make_fx(lambda value: function(value))(like(value))  # a bound method counts one argument too many
     (holder,) = traced.graph.find_nodes(op="placeholder")
     copies = {holder: argument}
     for node in traced.graph.nodes:

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from zbcompile.passes.capture.canonical import is_getitem
-from zbcompile.passes.graph.flops import is_view, tensors_of
+from zbcompile.passes.graph.fx import is_getitem
 from zbcompile.passes.graph.process_groups import is_collective
+from zbcompile.passes.graph.storage import is_view, tensors_of
 from zbcompile.passes.partition.liveness import Line
 from zbcompile.passes.partition.node_costs import kernel_key
 from zbcompile.runtime.engine import Distributed, Engine

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from zbcompile.passes.capture.canonical import output_values
+from zbcompile.passes.graph.fx import output_values
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.partition.stage_graphs import Stage
 from zbcompile.passes.split.joint_graph import Joint

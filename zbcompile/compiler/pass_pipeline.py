@@ -13,13 +13,14 @@ from zbcompile.compiler.vocabulary_decision import choose_sharding
 from zbcompile.compiler.vocabulary_sharding import Sharding, shard
 from zbcompile.model.batch import Microbatch
 from zbcompile.model.model_info import facts_of
-from zbcompile.passes.capture.canonical import Canonical, canonicalise, output_values
+from zbcompile.passes.capture.canonical import Canonical, canonicalise
 from zbcompile.passes.capture.differentiability import backward_failure, loss_problems, mixed_dtypes
 from zbcompile.passes.capture.export import Captured, capture, capture_inference
 from zbcompile.passes.capture.training_step import LossFunction
 from zbcompile.passes.capture.unsupported import raise_first
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import CaptureError, CompileError
+from zbcompile.passes.graph.fx import output_values
 from zbcompile.passes.graph.process_groups import with_groups
 from zbcompile.passes.partition.liveness import Line, draw_line
 from zbcompile.passes.partition.shared_parameters import (

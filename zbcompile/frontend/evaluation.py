@@ -14,7 +14,7 @@ from zbcompile.distributed.packing import laid_out
 from zbcompile.distributed.transport import Mailboxes, PointToPoint, ReceiveBuffers, Transport
 from zbcompile.model.batch import Batch
 from zbcompile.model.seeds import undisturbed
-from zbcompile.passes.capture.canonical import output_values
+from zbcompile.passes.graph.fx import output_values
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.stage.stage_program import inference_piece, tensor_spec
 from zbcompile.passes.torch_private import boxed

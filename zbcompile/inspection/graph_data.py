@@ -5,9 +5,9 @@ from typing import Any
 
 from torch.fx import Node
 
-from zbcompile.passes.capture.canonical import is_getitem, output_values
-from zbcompile.passes.graph.flops import is_view
+from zbcompile.passes.graph.fx import is_getitem, output_values
 from zbcompile.passes.graph.source_location import origin_of
+from zbcompile.passes.graph.storage import is_view
 from zbcompile.passes.split.subgraphs import Piece
 from zbcompile.passes.stage.print_python import describe_value
 from zbcompile.passes.torch_private import is_in_place

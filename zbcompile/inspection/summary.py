@@ -5,8 +5,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from zbcompile.compiler.compile_example import Inspected
-from zbcompile.passes.capture.canonical import output_values
 from zbcompile.passes.compile_options import Recompute
+from zbcompile.passes.graph.fx import output_values
 from zbcompile.passes.graph.source_location import Origin, origin_of, shown_path
 from zbcompile.passes.split.joint_graph import Recomputed
 from zbcompile.passes.split.split import Improvement

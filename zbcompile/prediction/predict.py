@@ -6,7 +6,7 @@ from pathlib import Path
 
 from zbcompile.compiler.vocabulary_sharding import with_shard_times
 from zbcompile.errors import PipelineError
-from zbcompile.passes.graph.flops import machine_for
+from zbcompile.passes.partition.node_costs import machine_for
 from zbcompile.passes.stage.peak_memory import transient_bytes
 from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.prediction.measure_passes import measure_passes

@@ -12,12 +12,11 @@ import torch
 
 from zbcompile.backends.backend import Run
 from zbcompile.model.seeds import Relay
-from zbcompile.passes.capture.canonical import output_values
-from zbcompile.passes.graph.flops import storage_key_of
+from zbcompile.passes.graph.fx import output_values
 from zbcompile.passes.graph.roles import Slot, TensorSpec
 from zbcompile.passes.split.subgraphs import Piece
 from zbcompile.passes.stage.stage_program import StageProgram
-from zbcompile.passes.torch_private import boxed
+from zbcompile.passes.torch_private import boxed, storage_key
 
 RESIDENT = ("parameter", "buffer", "constant")
 LOSS_FACTOR = Slot("tangent", "loss")
@@ -171,9 +170,9 @@ def _arrival(program: StageProgram, slot: Slot, spec: TensorSpec) -> Arrival:
     aliases, escapes = {slot}, False
     for name in READERS:
         piece = program.pieces[name]
-        keys = {storage_key_of(node.meta["val"]) for node in _holders(piece) if node.meta["slot"] in aliases}
+        keys = {storage_key(node.meta["val"]) for node in _holders(piece) if node.meta["slot"] in aliases}
         results = zip(piece.outputs, output_values(piece.module.graph), strict=True)
-        same = [result for result, node in results if storage_key_of(node.meta["val"]) in keys]
+        same = [result for result, node in results if storage_key(node.meta["val"]) in keys]
         aliases |= {result for result in same if result.kind == "saved"}
         escapes |= any(result.kind != "saved" for result in same)
     readers = frozenset(name for name in READERS if aliases & set(program.pieces[name].inputs))

@@ -20,9 +20,9 @@ from zbcompile.compiler.compile_example import one_microbatch
 from zbcompile.compiler.cut_planning import plan_cuts
 from zbcompile.compiler.measure_nodes import measure_line
 from zbcompile.compiler.pass_pipeline import Drawn, draw_step
-from zbcompile.passes.capture.canonical import is_getitem
 from zbcompile.passes.compile_options import Choices
-from zbcompile.passes.graph.flops import is_view
+from zbcompile.passes.graph.fx import is_getitem
+from zbcompile.passes.graph.storage import is_view
 from zbcompile.passes.partition.balance import Row, heaviest_piece
 from zbcompile.passes.partition.memory_estimate import DistinctBytes, Residency
 from zbcompile.passes.partition.named_cuts import module_paths

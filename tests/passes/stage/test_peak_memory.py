@@ -12,8 +12,8 @@ from zbcompile.cli.target import load_example
 from zbcompile.compiler.compile_example import compile_example
 from zbcompile.compiler.measure_nodes import synthetic
 from zbcompile.passes.compile_options import Choices, Recompute
-from zbcompile.passes.graph.flops import tensors_of
 from zbcompile.passes.graph.roles import Slot
+from zbcompile.passes.graph.storage import tensors_of
 from zbcompile.passes.split.subgraphs import LATER
 from zbcompile.passes.stage.peak_memory import LOSS, RESIDENT, transient_bytes
 from zbcompile.passes.stage.stage_program import StageProgram

@@ -13,9 +13,9 @@ from torch.fx import Graph, GraphModule
 
 from zbcompile.cli.target import load_example
 from zbcompile.compiler.compile_example import Inspected, compile_example
-from zbcompile.passes.capture.canonical import is_getitem
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import CompileError
+from zbcompile.passes.graph.fx import is_getitem
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.graph.source_location import origin_of
 from zbcompile.passes.split.subgraphs import Piece

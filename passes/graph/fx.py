@@ -1,0 +1,68 @@
+"""Questions about the nodes of an FX graph that every pass asks."""
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from zbcompile.passes.torch_private import OpOverload, arguments_of
+
+
+def output_values(graph: Graph) -> list[Any]:
+    """What a graph returns, as a flat list of nodes (or constants)."""
+    (values,) = graph.output_node().args
+    return list(values) if isinstance(values, tuple | list) else [values]
+
+
+def is_getitem(node: Node) -> bool:
+    """Whether a node takes one value out of a tuple."""
+    return node.target is operator.getitem
+
+
+def is_random(node: Node) -> bool:
+    """Whether a node draws random numbers. Such a node moves the generator: never dropped, copied or reordered."""
+    if not isinstance(node.target, OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return False
+    return argument(node, "dropout_p", 1.0) != 0.0  # attention without dropout carries the tag but draws nothing
+
+
+def argument(node: Node, name: str, missing: Any) -> Any:
+    """The value of the named argument of an operator call, its default included; `missing` if the operator has none of
+    that name."""
+    for index, declared in enumerate(arguments_of(node.target)):  # type: ignore[arg-type]
+        if declared.name == name:
+            given = node.args[index] if index < len(node.args) else declared.default_value
+            return node.kwargs.get(name, given)
+    return missing
+
+
+def operations_behind(nodes: Iterable[Node]) -> set[Node]:
+    """The operations among `nodes` and all operations that they depend on."""
+    found: set[Node] = set()
+    queue = list(nodes)
+    while queue:
+        node = queue.pop()
+        if node.op == "call_function" and node not in found:
+            found.add(node)
+            queue.extend(node.all_input_nodes)
+    return found
+
+
+def source_line(node: Node) -> str:
+    """The line of the user's model that made `node`, or the compiler pass that did."""
+    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip()]
+    files = [i for i, line in enumerate(lines) if line.startswith("File ")]
+    if not files:
+        return f"made by {node.meta.get('pass', 'zbcompile')}"
+    code = lines[files[-1] + 1] if files[-1] + 1 < len(lines) else ""
+    return f"{lines[files[-1]]}: {code}"
+
+
+def like(value: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+    """An uninitialised tensor with the shape, strides and dtype of `value`, on its device unless another is given.
+
+    Inside a fake tensor mode it is a fake of that mode, whichever mode `value` comes from.
+    """
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device or value.device)
