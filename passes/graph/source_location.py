@@ -2,18 +2,22 @@
 
 import os
 import re
+import sys
 import traceback
 from dataclasses import dataclass
+from types import ModuleType
 from typing import cast
 
 import torch
 from torch.fx import Node
 
-import zbcompile
 
-_TORCH = os.path.dirname(os.path.realpath(torch.__file__)) + os.sep
-_OWN = tuple(os.path.dirname(os.path.realpath(file)) + os.sep for file in (__file__, zbcompile.__file__))
-_PYTHON = os.path.dirname(os.path.realpath(os.__file__)) + os.sep
+def _folder(module: ModuleType) -> str:
+    return os.path.dirname(os.path.realpath(str(module.__file__))) + os.sep
+
+
+_TORCH, _PYTHON = _folder(torch), _folder(os)
+_OWN = tuple(_folder(sys.modules[name]) for name in ("zbcompile", "zbcompile.passes"))  # the packages around this file
 _FRAME = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+)')
 
 
