@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from zbcompile.distributed.channels import Link, Ordered
+from zbcompile.distributed.messages import Buffer, Message
 from zbcompile.distributed.transport import Mailboxes, Tensors
-from zbcompile.runtime.rank_plan import Buffer, Message
 
 Channel = tuple[int, int]  # source rank, destination rank
 

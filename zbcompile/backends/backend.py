@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch.fx import GraphModule
 
 from zbcompile.backends.compile_cache import How
+from zbcompile.backends.types import GraphCompiler, Run
 from zbcompile.errors import PipelineError
 from zbcompile.passes.errors import CompileError
 from zbcompile.passes.split.subgraphs import Piece
@@ -19,9 +19,7 @@ from zbcompile.passes.stage.anonymous_graph import BareGraph, bare
 from zbcompile.passes.torch_private import boxed
 from zbcompile.torch_private import takes_a_list
 
-Run = Callable[[list[Any]], Sequence[torch.Tensor]]
 Key = TypeVar("Key")
-GraphCompiler = Callable[[GraphModule, Sequence[torch.Tensor]], Callable[..., Any]]
 NAMES = ("fx", "inductor")
 
 

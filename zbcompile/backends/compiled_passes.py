@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 import torch
 
-from zbcompile.backends.backend import Backend, Compilation, Run
+from zbcompile.backends.backend import Backend, Compilation
 from zbcompile.backends.cuda_graphs import record
+from zbcompile.backends.types import Run
 from zbcompile.passes.split.subgraphs import Piece
 from zbcompile.program.program import Program
 from zbcompile.schedules.ir.actions import flatten

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from zbcompile.backends.backend import Run
+from zbcompile.backends.types import Run
 from zbcompile.errors import PipelineError
 from zbcompile.passes.split.subgraphs import Piece
 

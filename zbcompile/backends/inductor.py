@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from zbcompile.backends.backend import Run
 from zbcompile.backends.compile_cache import CompileCache, How, cache_folder
+from zbcompile.backends.types import Run
 from zbcompile.errors import PipelineError
 from zbcompile.passes.errors import CompileError
 from zbcompile.passes.stage.anonymous_graph import BareGraph

@@ -91,9 +91,9 @@ def _mesh(job: Job) -> Any:
 
 
 def _train(job: Job, pipe: LoadedPipeline, source: Any) -> None:
-    with pipe.engine.watch.region("making the optimizer"):
+    with pipe.ranks.watch.region("making the optimizer"):
         optimizer = together(
-            pipe.engine,
+            pipe.ranks,
             "making the optimizer",
             lambda: make_optimizer(job.optimizer, pipe.named_parameters(), job.options),
         )
@@ -102,8 +102,8 @@ def _train(job: Job, pipe: LoadedPipeline, source: Any) -> None:
     set_options(optimizer, asked)
     progress = Progress(at.step, job.steps, job.log_every, pipe.is_first)
     progress.say(f"step {at.step} of {job.steps}: {_origin(job, at)}")
-    with pipe.engine.watch.region(f"opening {job.data}"):
-        data = together(pipe.engine, f"opening {job.data}", lambda: _data(job, pipe, source, at))
+    with pipe.ranks.watch.region(f"opening {job.data}"):
+        data = together(pipe.ranks, f"opening {job.data}", lambda: _data(job, pipe, source, at))
     try:
         _steps(job, pipe, optimizer, data, progress)
     finally:
@@ -115,8 +115,8 @@ def _train(job: Job, pipe: LoadedPipeline, source: Any) -> None:
 
 def _first_state(job: Job, pipe: LoadedPipeline, optimizer: Optimizer) -> Checkpoint:
     """Fill the parameters: from the newest checkpoint when resuming, else from what the command names."""
-    with pipe.engine.watch.region("looking for checkpoints"):
-        existing = gathered(pipe.engine, job.checkpoint and latest_checkpoint(job.checkpoint))[0]
+    with pipe.ranks.watch.region("looking for checkpoints"):
+        existing = gathered(pipe.ranks, job.checkpoint and latest_checkpoint(job.checkpoint))[0]
     if existing is not None and not job.resume:
         raise PipelineError(
             f"{job.checkpoint} holds checkpoints up to {existing.name}. Pass --resume to go on from there, or name "
@@ -150,7 +150,7 @@ def _origin(job: Job, at: Checkpoint) -> str:
 def _data(job: Job, pipe: LoadedPipeline, source: Any, at: Checkpoint) -> Data:
     """The data from step `at.step` on. Where batches are drawn again to be skipped, so are their random numbers; else
     the generators go on where they were."""
-    seed, replicas = pipe.options.seed, pipe.engine.replicas
+    seed, replicas = pipe.options.seed, pipe.ranks.replicas
     seed_everything(seed)
     state = at.extra["data"] if at.extra else None
     data = Data(source, job.data, Start(at.step, seed, replicas.rank, replicas.count, state))
@@ -162,7 +162,7 @@ def _data(job: Job, pipe: LoadedPipeline, source: Any, at: Checkpoint) -> Data:
 def _steps(job: Job, pipe: LoadedPipeline, optimizer: Optimizer, data: Data, progress: Progress) -> None:
     rates = [group["lr"] for group in optimizer.param_groups]
     for step in range(pipe.step_index, job.steps):
-        with pipe.engine.watch.region(f"batch {step}"):
+        with pipe.ranks.watch.region(f"batch {step}"):
             batch = on_device(next(data), pipe.device)
         factor = rate_factor(step, job.steps, job.warmup, job.decay)
         set_options(optimizer, [{"lr": rate * factor} for rate in rates])

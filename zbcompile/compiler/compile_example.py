@@ -19,8 +19,8 @@ from zbcompile.model.model_info import module_of
 from zbcompile.passes.capture.export import input_paths
 from zbcompile.passes.capture.training_step import loss_in
 from zbcompile.passes.compile_options import Choices
-from zbcompile.persistence.load import read_manifest, read_program
 from zbcompile.program.program import Program
+from zbcompile.program.read import read_manifest, read_program
 from zbcompile.schedules.ir.schedule import Schedule
 from zbcompile.torch_private import pytree
 

@@ -4,13 +4,12 @@ Equal operations on tensors of equal form are measured once: the layers of a tra
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from operator import attrgetter
-from statistics import mean, median
+from statistics import mean
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.fx import Node
 from torch.fx.node import map_arg
 
@@ -19,7 +18,6 @@ from zbcompile.passes.graph.process_groups import is_collective
 from zbcompile.passes.graph.storage import is_view, tensors_of
 from zbcompile.passes.partition.liveness import Line
 from zbcompile.passes.partition.node_costs import kernel_key
-from zbcompile.runtime.engine import Distributed, Engine
 
 WARM_UP = 2
 RUNS = (5, 25)  # at least, at most
@@ -37,17 +35,6 @@ def measure_line(line: Line) -> dict[str, float]:
             if not (is_getitem(node) or is_view(node) or is_collective(node)) and kernel_key(node) not in found:
                 found[kernel_key(node)] = mean_run_seconds(_run_of(node))
     return found
-
-
-def agreed(engine: Engine, seconds: Mapping[str, float]) -> dict[str, float]:
-    """The median over all ranks, which then cut alike."""
-    if not isinstance(engine, Distributed):
-        return dict(seconds)
-    reports: list[Mapping[str, float]] = [{}] * dist.get_world_size(engine.everyone)
-    with engine.watch.position.waiting("the comparison of measured times"):
-        dist.all_gather_object(reports, dict(seconds), group=engine.everyone)
-    keys = dict.fromkeys(key for report in reports for key in report)
-    return {key: median(report[key] for report in reports if key in report) for key in keys}
 
 
 def _run_of(node: Node) -> Callable[[], None]:

@@ -37,6 +37,7 @@ from zbcompile.passes.stage.deduplicate import StageCompiler, compile_distinct
 from zbcompile.passes.stage.stage_program import StageProgram, finish_stage, tensor_spec
 from zbcompile.passes.vocabulary.shard_program import VocabularyProgram
 from zbcompile.program.program import Program, call_of
+from zbcompile.program.save import save_here
 from zbcompile.schedules.ir.schedule import Schedule
 from zbcompile.schedules.lowering.lower import lower
 
@@ -137,6 +138,7 @@ def compile_drawn(
         vocabulary=vocabulary,
         call=call_of(microbatch),
         groups=canonical.captured.groups,
+        writer=save_here,
     )
 
 

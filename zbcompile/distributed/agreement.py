@@ -2,46 +2,38 @@
 start."""
 
 from collections.abc import Callable, Mapping
+from statistics import median
 from typing import Any, TypeVar
 
-import torch.distributed as dist
-
+from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
-from zbcompile.runtime.engine import Distributed, Engine
 
 Result = TypeVar("Result")
 
 
-def together(engine: Engine, what: str, make: Callable[[], Result]) -> Result:
+def together(ranks: Ranks, what: str, make: Callable[[], Result]) -> Result:
     """Run `make` on every rank; when it fails on any, every rank raises: its own error, or one that names the rank."""
-    if not isinstance(engine, Distributed):
-        return make()
     result, error = None, None
     try:
         result = make()
     except Exception as caught:
         error = caught
-    reports: list[str | None] = [None] * dist.get_world_size(engine.everyone)
     report = None if error is None else f"{type(error).__name__}: {error}"
-    with engine.watch.position.waiting("the agreement"):
-        dist.all_gather_object(reports, report, group=engine.everyone)
+    with ranks.watch.position.waiting("the agreement"):
+        reports = ranks.gather(report)
     if error is not None:
-        raise engine.watch.known_to_all(error)
-    failed = [(rank, text) for rank, text in zip(engine.watch.board.members, reports, strict=True) if text]
+        raise ranks.watch.known_to_all(error)
+    failed = [(rank, text) for rank, text in zip(ranks.members, reports, strict=True) if text]
     if failed:
         text = f"{what} failed on rank {failed[0][0]}: {failed[0][1]}"
-        raise engine.watch.known_to_all(PipelineError(text))
+        raise ranks.watch.known_to_all(PipelineError(text))
     return result  # type: ignore[return-value]
 
 
-def gathered(engine: Engine, value: Result) -> list[Result]:
+def gathered(ranks: Ranks, value: Result) -> list[Result]:
     """The value of every rank, on every rank."""
-    if not isinstance(engine, Distributed):
-        return [value]
-    values = [value] * dist.get_world_size(engine.everyone)
-    with engine.watch.position.waiting("the exchange"):
-        dist.all_gather_object(values, value, group=engine.everyone)
-    return values
+    with ranks.watch.position.waiting("the exchange"):
+        return ranks.gather(value)
 
 
 COMPILED = "compiled different programs"
@@ -49,21 +41,26 @@ BUILD = "Every rank must build the same model, use the same versions and pass th
 
 
 def require_equal_programs(
-    engine: Engine, manifest: Mapping[str, object], what: str = COMPILED, remedy: str = BUILD
+    ranks: Ranks, manifest: Mapping[str, object], what: str = COMPILED, remedy: str = BUILD
 ) -> None:
     """Raise on every rank when the manifests differ, naming what differs and where: the ranks did `what`."""
-    if not isinstance(engine, Distributed):
-        return
-    manifests: list[Mapping[str, object]] = [{}] * dist.get_world_size(engine.everyone)
-    with engine.watch.position.waiting("the comparison of programs"):
-        dist.all_gather_object(manifests, dict(manifest), group=engine.everyone)
-    members = engine.watch.board.members
-    for rank, other in zip(members, manifests, strict=True):
+    with ranks.watch.position.waiting("the comparison of programs"):
+        manifests = ranks.gather(dict(manifest))
+    for rank, other in zip(ranks.members, manifests, strict=True):
         for key, value in manifests[0].items():
             if other[key] != value:
                 where, here, there = first_difference(key, value, other[key])
-                text = f"the ranks {what}: {where} is {here} on rank {members[0]} and {there} on rank {rank}. {remedy}"
-                raise engine.watch.known_to_all(PipelineError(text))
+                first = ranks.members[0]
+                text = f"the ranks {what}: {where} is {here} on rank {first} and {there} on rank {rank}. {remedy}"
+                raise ranks.watch.known_to_all(PipelineError(text))
+
+
+def agreed_seconds(ranks: Ranks, seconds: Mapping[str, float]) -> dict[str, float]:
+    """The median of measured times over all ranks, which then cut alike."""
+    with ranks.watch.position.waiting("the comparison of measured times"):
+        reports = ranks.gather(dict(seconds))
+    keys = dict.fromkeys(key for report in reports for key in report)
+    return {key: median(report[key] for report in reports if key in report) for key in keys}
 
 
 def first_difference(name: str, one: Any, other: Any) -> tuple[str, Any, Any]:

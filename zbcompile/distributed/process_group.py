@@ -14,32 +14,32 @@ from zbcompile.distributed.device_progress import progress_of
 from zbcompile.distributed.fault_store import Board
 from zbcompile.distributed.faults import Position
 from zbcompile.distributed.gpus import require_own_gpus, take_gpu
+from zbcompile.distributed.ranks import GroupRanks, LocalRanks, Ranks
+from zbcompile.distributed.replicas import Replicas
 from zbcompile.distributed.watchdog import Watch
 from zbcompile.env import ORDERED
 from zbcompile.errors import PipelineError
 from zbcompile.passes.capture.meta_device import is_on_meta
-from zbcompile.runtime.data_parallel import Replicas
-from zbcompile.runtime.engine import Distributed, Engine, InProcess
 from zbcompile.torch_private import is_bound
 
 FindDevice = Callable[[], torch.device]
 
 
-def make_engine(find_device: FindDevice, ranks: int | None, mesh: Any, timeout: float) -> Engine:
-    """The engine for this process: distributed when a mesh, a process group or torchrun gives ranks, else
-    in-process. `find_device` is asked once this process has its GPU. `timeout`: see `zbcompile.pipeline`."""
+def find_ranks(find_device: FindDevice, ranks: int | None, mesh: Any, timeout: float) -> Ranks:
+    """The ranks of this process: one of a group if a mesh, a process group or torchrun gives ranks, else all of them.
+    `find_device` is asked once this process has its GPU. `timeout`: see `zbcompile.pipeline`."""
     if mesh is not None:
-        return _distributed(find_device, _sides(mesh), ranks, timeout)
+        return _group_ranks(find_device, _sides(mesh), ranks, timeout)
     if not is_alone(mesh):
         if not dist.is_initialized():
             start_group(find_device, timeout)
-        return _distributed(find_device, Sides(dist.group.WORLD, dist.group.WORLD, Replicas()), ranks, timeout)
+        return _group_ranks(find_device, Sides(dist.group.WORLD, dist.group.WORLD, Replicas()), ranks, timeout)
     if ranks is None:
         print("zbcompile: neither torchrun nor ranks= gives a number of ranks; running as one rank in this process.")
     count = 1 if ranks is None else ranks
     if count < 1:
         raise PipelineError(f"ranks={count}; expected a positive number of ranks.")
-    return InProcess(count, find_device())
+    return LocalRanks(count, find_device())
 
 
 def is_alone(mesh: Any = None) -> bool:
@@ -139,7 +139,7 @@ class Sides:
     replicas: Replicas
 
 
-def _distributed(find_device: FindDevice, sides: Sides, ranks: int | None, timeout: float) -> Distributed:
+def _group_ranks(find_device: FindDevice, sides: Sides, ranks: int | None, timeout: float) -> GroupRanks:
     group, everyone = sides.group, sides.everyone
     size = dist.get_world_size(group)
     if ranks is not None and ranks != size:
@@ -154,4 +154,4 @@ def _distributed(find_device: FindDevice, sides: Sides, ranks: int | None, timeo
     groups = {group, everyone} | ({sides.replicas.group} if sides.replicas.group else set())
     watch = Watch(Position(own), board, tuple(groups), timeout, backend, progress_of(device))
     ordered = backend == "nccl" or ORDERED.read()
-    return Distributed(group, everyone, dist.get_rank(group), size, device, backend, watch, sides.replicas, ordered)
+    return GroupRanks(group, everyone, dist.get_rank(group), size, device, backend, watch, sides.replicas, ordered)

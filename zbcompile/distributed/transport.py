@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 from zbcompile.distributed.channels import Channels
+from zbcompile.distributed.messages import Buffer, Message
 from zbcompile.distributed.packing import as_contiguous, packed, packed_buffer
 from zbcompile.errors import PipelineError
-from zbcompile.runtime.rank_plan import Buffer, Message
 
 Tensors = list[torch.Tensor]
 

@@ -5,13 +5,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from zbcompile.backends.backend import Run
+from zbcompile.backends.types import Run
 from zbcompile.compiler.pass_pipeline import Inference, compile_inference
+from zbcompile.distributed.messages import Buffer, Message
 from zbcompile.distributed.packing import laid_out
-from zbcompile.distributed.transport import Mailboxes, PointToPoint, ReceiveBuffers, Transport
+from zbcompile.distributed.ranks import Ranks
+from zbcompile.distributed.transport import ReceiveBuffers, Transport
 from zbcompile.model.batch import Batch
 from zbcompile.model.seeds import undisturbed
 from zbcompile.passes.graph.fx import output_values
@@ -19,9 +20,7 @@ from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.stage.stage_program import inference_piece, tensor_spec
 from zbcompile.passes.torch_private import boxed
 from zbcompile.program.program import Program
-from zbcompile.runtime.engine import Distributed, Engine
 from zbcompile.runtime.nan_check import Checked
-from zbcompile.runtime.rank_plan import Buffer, Message
 from zbcompile.runtime.stage_run import run_forward_only
 from zbcompile.schedules.ir.actions import Action
 from zbcompile.torch_private import pytree
@@ -85,39 +84,33 @@ def _rest(inference: Inference) -> dict[str, tuple[int, ...]]:
 
 
 def evaluate(
-    plan: EvaluationPlan, batch: Batch, program: Program, engine: Engine, resident: Mapping[Slot, torch.Tensor]
+    plan: EvaluationPlan, batch: Batch, program: Program, ranks: Ranks, resident: Mapping[Slot, torch.Tensor]
 ) -> Any:
     """Run the plan; every rank returns the model's output for the whole batch."""
     inputs = [batch.microbatch(i, plan.count).tensors for i in range(plan.count)]
     made: dict[str, list[torch.Tensor]] = {}
-    transport = _transport(engine, program, plan.count)
-    with undisturbed(engine.device):
-        for stage, microbatch in _order(program, engine, plan.count):
-            _forward(plan, program, engine, transport, resident, inputs, made, stage, microbatch)
-    with engine.watch.position.waiting("the last sends"):
+    transport = ranks.transport(program.schedule, plan.count, ReceiveBuffers(ranks.device))
+    with undisturbed(ranks.device):
+        for stage, microbatch in _order(program, ranks, plan.count):
+            _forward(plan, program, ranks, transport, resident, inputs, made, stage, microbatch)
+    with ranks.watch.position.waiting("the last sends"):
         transport.finish()
     leaves = {name: torch.cat(parts) if plan.count > 1 else parts[0] for name, parts in made.items()}
-    with engine.watch.position.waiting("the exchange of outputs"):
-        return _rebuild(plan, _everywhere(plan, program, engine, leaves))
+    with ranks.watch.position.waiting("the exchange of outputs"):
+        return _rebuild(plan, _everywhere(plan, program, ranks, leaves))
 
 
-def _order(program: Program, engine: Engine, count: int) -> list[tuple[int, int]]:
+def _order(program: Program, ranks: Ranks, count: int) -> list[tuple[int, int]]:
     """Stage by stage: a rank's first chunk for all microbatches, then its next. In one process, all stages in turn."""
-    local = set(engine.local)
+    local = set(ranks.local)
     stages = [stage for stage in range(program.schedule.stages) if program.rank_of(stage) in local]
     return [(stage, microbatch) for stage in stages for microbatch in range(count)]
-
-
-def _transport(engine: Engine, program: Program, count: int) -> Transport:
-    if not isinstance(engine, Distributed):
-        return Mailboxes()
-    return PointToPoint(engine.channels(program.schedule, count), ReceiveBuffers(engine.device))
 
 
 def _forward(
     plan: EvaluationPlan,
     program: Program,
-    engine: Engine,
+    ranks: Ranks,
     transport: Transport,
     resident: Mapping[Slot, torch.Tensor],
     inputs: list[dict[str, torch.Tensor]],
@@ -129,15 +122,15 @@ def _forward(
     values: dict[Slot, Any] = {**resident, **{Slot("input", p): t for p, t in inputs[microbatch].items()}}
     arriving = [slot for slot in graph.inputs if slot.kind == "activation"]
     message = Message("F", stage, microbatch)
-    if stage and program.rank_of(stage - 1) not in engine.local:
+    if stage and program.rank_of(stage - 1) not in ranks.local:
         nodes = [n for n in graph.module.graph.find_nodes(op="placeholder") if _arrives(n)]
         fresh = [Buffer(tensor_spec(n.meta["val"]), -1) for n in nodes]
         transport.post(message, fresh, program.rank_of(stage - 1))
     if stage:
-        with engine.watch.position.waiting(f"F{stage}.{microbatch}"):
+        with ranks.watch.position.waiting(f"F{stage}.{microbatch}"):
             transport.wait(message)
         values.update(zip(arriving, transport.take(message), strict=True))
-    _locate(engine, program, stage, microbatch)
+    _locate(ranks, program, stage, microbatch)
     results = run_forward_only(inference_piece(graph), plan.run(stage), values)
     for slot, value in results.items():
         if slot.kind == "output":
@@ -145,14 +138,14 @@ def _forward(
         elif slot.kind == "mutation":
             resident[Slot("buffer", slot.name)].copy_(value)
     if stage + 1 < program.schedule.stages:
-        _pass_on(plan, program, engine, transport, results, stage, microbatch)
+        _pass_on(plan, program, ranks, transport, results, stage, microbatch)
 
 
-def _locate(engine: Engine, program: Program, stage: int, microbatch: int) -> None:
+def _locate(ranks: Ranks, program: Program, stage: int, microbatch: int) -> None:
     """Say where this process is, for whoever asks after a failure."""
-    position = engine.watch.position
+    position = ranks.watch.position
     position.action = Action("F", stage, microbatch)
-    if not isinstance(engine, Distributed):
+    if ranks.rank is None:
         position.rank = program.rank_of(stage)
 
 
@@ -163,7 +156,7 @@ def _arrives(node: torch.fx.Node) -> bool:
 def _pass_on(
     plan: EvaluationPlan,
     program: Program,
-    engine: Engine,
+    ranks: Ranks,
     transport: Transport,
     results: Mapping[Slot, torch.Tensor],
     stage: int,
@@ -173,24 +166,24 @@ def _pass_on(
     holders = [n for n in following.module.graph.find_nodes(op="placeholder") if _arrives(n)]
     values = [laid_out(results[n.meta["slot"]], tensor_spec(n.meta["val"])) for n in holders]
     message, peer = Message("F", stage + 1, microbatch), program.rank_of(stage + 1)
-    if peer in engine.local:
+    if peer in ranks.local:
         transport.deliver(message, values)
     else:
         transport.send(message, values, peer)
 
 
 def _everywhere(
-    plan: EvaluationPlan, program: Program, engine: Engine, leaves: dict[str, torch.Tensor]
+    plan: EvaluationPlan, program: Program, ranks: Ranks, leaves: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    if not isinstance(engine, Distributed):
+    if ranks.group is None:
         return leaves
     shared = {}
     for name, fake in sorted(_values(plan.inference).items()):
         owner = program.rank_of(plan.inference.output_stage[name])
         shape = (fake.shape[0] * plan.count, *fake.shape[1:]) if plan.count > 1 else tuple(fake.shape)
         own = leaves.get(name)
-        value = own.contiguous() if own is not None else torch.empty(shape, dtype=fake.dtype, device=engine.device)
-        dist.broadcast(value, group=engine.group, group_src=owner)
+        value = own.contiguous() if own is not None else torch.empty(shape, dtype=fake.dtype, device=ranks.device)
+        ranks.broadcast(value, owner)
         shared[name] = value
     return shared
 

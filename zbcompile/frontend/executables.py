@@ -5,6 +5,7 @@ The first one decides where every parameter lives; later ones keep to that.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -13,9 +14,10 @@ from torch import nn
 from zbcompile.backends.backend import Compilation, backend_name, make_backend
 from zbcompile.backends.compiled_passes import CompiledPasses, compile_passes
 from zbcompile.backends.cuda_graphs import check_cuda_graphs
-from zbcompile.compiler.measure_nodes import agreed, measure_line
+from zbcompile.compiler.measure_nodes import measure_line
 from zbcompile.compiler.pass_pipeline import Drawn, compile_drawn, draw_step
-from zbcompile.distributed.agreement import require_equal_programs, together
+from zbcompile.distributed.agreement import agreed_seconds, require_equal_programs, together
+from zbcompile.distributed.ranks import Ranks
 from zbcompile.env import DEBUG_NAN
 from zbcompile.frontend.options import Options
 from zbcompile.frontend.state_dict import own_state
@@ -28,7 +30,8 @@ from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.stage.stage_program import bind_groups
 from zbcompile.passes.torch_private import global_hooks
 from zbcompile.program.program import Program, StepOptions
-from zbcompile.runtime.engine import Distributed, Engine, Executable, is_first, make_executable
+from zbcompile.program.save import save_program
+from zbcompile.runtime.engine import Executable, make_executable
 from zbcompile.runtime.nan_check import inspected
 from zbcompile.runtime.stage_plan import prepare_stage
 from zbcompile.runtime.vocabulary_collectives import Roots
@@ -43,14 +46,14 @@ class Executables:
     what the backend did for each program. `parameters` are those that the next step trains, by name: the model's, of a
     sharded output layer this rank's rows."""
 
-    def __init__(self, model: nn.Module, options: Options, engine: Engine, schedule: Schedule) -> None:
+    def __init__(self, model: nn.Module, options: Options, ranks: Ranks, schedule: Schedule) -> None:
         self.program: Program | None = None
-        self.share = Share(model, engine.device, options.init, options.seed)
+        self.share = Share(model, ranks.device, options.init, options.seed)
         self.shards: VocabularyShards | None = None
-        self._model, self._options, self._engine, self._schedule = model, options, engine, schedule
+        self._model, self._options, self._ranks, self._schedule = model, options, ranks, schedule
         self.debug_nan = options.debug_nan or DEBUG_NAN.read()
-        self._backend = make_backend("fx" if self.debug_nan else options.backend, engine.device)
-        check_cuda_graphs(options.cuda_graphs, engine.device)
+        self._backend = make_backend("fx" if self.debug_nan else options.backend, ranks.device)
+        check_cuda_graphs(options.cuda_graphs, ranks.device)
         self.compilations: list[Compilation] = []
         self.parameters: dict[str, nn.Parameter] = {}
         self._kept: Recent[Any, Executable] = Recent(options.max_shapes)
@@ -68,7 +71,7 @@ class Executables:
     def adopt(self, program: Program) -> Executable:
         """Run `program`, which was compiled elsewhere."""
         self.program = program
-        together(self._engine, "filling the model", lambda: self._make_real(program))
+        together(self._ranks, "filling the model", lambda: self._make_real(program))
         executable = self._prepare(program)
         self._kept.add((), executable)
         return executable
@@ -84,14 +87,14 @@ class Executables:
     def _state(self, microbatch: Microbatch) -> tuple[Any, ...]:
         """As long as this stays, there is nothing to look at again."""
         hooks = bool(global_hooks())
-        return microbatch.signature, autocast_on(self._engine.device), hooks, fingerprint(self._model)
+        return microbatch.signature, autocast_on(self._ranks.device), hooks, fingerprint(self._model)
 
     def _look_up(self, microbatch: Microbatch) -> Executable:
-        key = (microbatch.signature, self._modes(), autocast_on(self._engine.device))
+        key = (microbatch.signature, self._modes(), autocast_on(self._ranks.device))
         if key not in self._kept:
-            with self._engine.watch.position.turn_to(f"compiling for microbatches of {microbatch.summary()}"):
+            with self._ranks.watch.position.turn_to(f"compiling for microbatches of {microbatch.summary()}"):
                 dropped = self._kept.add(key, self._compile(microbatch))
-            if dropped and is_first(self._engine):
+            if dropped and self._ranks.is_first:
                 print(f"zbcompile: dropped the program not used for longest; max_shapes={self._options.max_shapes}.")
         require_same_tensors(self._model, self._bound)
         raise_first(hook_problems(self._model))
@@ -100,7 +103,7 @@ class Executables:
     def is_own(self, name: str) -> bool:
         """Whether a parameter or buffer lives in this process."""
         assert self.program is not None
-        return bool(set(self.program.holders(name)) & set(self._engine.local))
+        return bool(set(self.program.holders(name)) & set(self._ranks.local))
 
     def _modes(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
         """What a captured graph depends on beside its inputs: train or eval of each module, frozen parameters."""
@@ -108,7 +111,7 @@ class Executables:
         return training, tuple(parameter.requires_grad for parameter in self._model.parameters())
 
     def _compile(self, microbatch: Microbatch) -> Executable:
-        if self.program is not None and is_first(self._engine):
+        if self.program is not None and self._ranks.is_first:
             print(
                 f"zbcompile: compiling again for microbatches of {microbatch.summary()} (program "
                 f"{len(self._kept) + 1}; max_shapes={self._options.max_shapes} are kept)."
@@ -116,37 +119,37 @@ class Executables:
         program = self._make_program(microbatch)
         options = {"loss_reduction": self._options.loss_reduction, "seed": self._options.seed}
         options["backend"] = backend_name(self._options.backend)
-        require_equal_programs(self._engine, {**program.manifest, **options})
+        require_equal_programs(self._ranks, {**program.manifest, **options})
         if self.program is None:
             self.program = program
-            together(self._engine, "filling the model", lambda: self._make_real(program))
+            together(self._ranks, "filling the model", lambda: self._make_real(program))
             self._copy_first_replica(program)
         return self._prepare(program)
 
     def _copy_first_replica(self, program: Program) -> None:
         """Replicas begin with the same parameters and buffers, as under DistributedDataParallel."""
-        with self._engine.watch.position.waiting("the first replica's parameters"):
-            share = own_state(self._model, self._engine, program.holders)
+        with self._ranks.watch.position.waiting("the first replica's parameters"):
+            share = own_state(self._model, self._ranks, program.holders)
             tensors = {**share, **(self.shards.own if self.shards else {})}.values()
             real = [value for value in tensors if isinstance(value, torch.Tensor) and not value.is_meta]
-            self._engine.replicas.broadcast(real)
+            self._ranks.replicas.broadcast(real)
 
     def _make_real(self, program: Program) -> None:
         """Give this process's share of the model memory and values: of a sharded output layer its rows alone."""
-        rank = self._engine.rank if isinstance(self._engine, Distributed) else None
+        rank = self._ranks.rank
         sharded = () if program.vocabulary is None else program.vocabulary.parameters
         in_rows = set(sharded) - set(program.tied) if rank is not None else set()
         self.share.make_real(lambda name: self.is_own(name) and name not in in_rows)
         if program.vocabulary is not None:
             whole = dict(self._model.named_parameters())
-            bounds, device = program.vocabulary.bounds, self._engine.device
+            bounds, device = program.vocabulary.bounds, self._ranks.device
             self.shards = VocabularyShards(bounds, {name: whole[name] for name in sharded}, rank, device)
             self.shards.fill(self.share)
 
     def _make_program(self, microbatch: Microbatch) -> Program:
-        model, options, schedule, engine = self._model, self._options, self._schedule, self._engine
+        model, options, schedule, ranks = self._model, self._options, self._schedule, self._ranks
         given = model, microbatch, options.loss, self._choices(), schedule
-        drawn = together(engine, "capturing", lambda: draw_step(*given))
+        drawn = together(ranks, "capturing", lambda: draw_step(*given))
         seconds = self._measured(drawn)
 
         def compile_() -> Program:
@@ -155,8 +158,9 @@ class Executables:
         step = StepOptions(
             options.loss_reduction, options.seed, options.split, backend_name(options.backend), options.cuda_graphs
         )
-        program = replace(together(engine, "compiling", compile_), step=step, engine=engine)
-        if is_first(engine) and self.program is None and program.cuts.overweight:
+        program = replace(together(ranks, "compiling", compile_), step=step)
+        program = replace(program, writer=partial(save_program, ranks=ranks))
+        if ranks.is_first and self.program is None and program.cuts.overweight:
             print(f"zbcompile: {program.cuts.overweight}")
         return program
 
@@ -171,36 +175,33 @@ class Executables:
         """The times by which the model is cut, the same on all ranks."""
         if self._options.choices.balance != "measured" or self.program is not None:
             return {}
-        return agreed(self._engine, together(self._engine, "measuring", lambda: measure_line(drawn.line)))
+        return agreed_seconds(self._ranks, together(self._ranks, "measuring", lambda: measure_line(drawn.line)))
 
     def _prepare(self, program: Program) -> Executable:
         resident = resident_tensors(self._model, program.model.constants)
         self._bound = {slot: (t, kind_of(t)) for slot, t in resident.items() if slot.kind != "constant"}
         self.parameters = {**dict(self._model.named_parameters()), **(self.shards.own if self.shards else {})}
-        own = sorted({stage for rank in self._engine.local for stage in program.stages_of(rank)})
-        device, until = self._engine.device, program.random_until
+        own = sorted({stage for rank in self._ranks.local for stage in program.stages_of(rank)})
+        device, until = self._ranks.device, program.random_until
         bound = replace(program, stages=tuple(bind_groups(each, program.groups) for each in program.stages))
         passes = self._compile_passes(bound)
         stages = {i: prepare_stage(bound.stages[i], resident, device, until, passes.stage(i)) for i in own}
-        if isinstance(self._engine, Distributed):
-            self._engine.watch_over(program.groups)
+        self._ranks.watch_over(program.groups)
         if self.debug_nan:
             stages = {i: inspected(stage) for i, stage in stages.items()}
         vocabulary = self._prepare_vocabulary(program, resident, passes)
-        return make_executable(program, stages, self._engine.local, device, vocabulary)
+        return make_executable(program, stages, self._ranks.local, device, vocabulary)
 
     def _compile_passes(self, program: Program) -> CompiledPasses:
-        engine, backend = self._engine, self._backend
+        ranks, backend = self._ranks, self._backend
         graphs = self._options.cuda_graphs and not self.debug_nan
 
         def compile_() -> CompiledPasses:
-            return compile_passes(program, engine.local, backend, graphs)
+            return compile_passes(program, ranks.local, backend, graphs)
 
-        passes = (
-            compile_() if backend.compiler is None else together(engine, f"compiling with {backend.name}", compile_)
-        )
+        passes = compile_() if backend.compiler is None else together(ranks, f"compiling with {backend.name}", compile_)
         self.compilations.append(passes.compilation)
-        if passes.compilation.compiled and is_first(engine):
+        if passes.compilation.compiled and ranks.is_first:
             print(f"zbcompile: {passes.compilation}.")
         return passes
 
@@ -210,10 +211,9 @@ class Executables:
         """The shards of the output layer; shapes that are compiled later find the same rows."""
         if program.vocabulary is None or self.shards is None:
             return None
-        engine = self._engine
-        group = engine.collective_group() if isinstance(engine, Distributed) else None
+        group, device = self._ranks.collective_group(), self._ranks.device
         roots = Roots(program.rank_of(0), program.rank_of(program.schedule.stages - 1))
-        return make_executable_shards(program.vocabulary, self.shards, roots, resident, engine.device, group, passes)
+        return make_executable_shards(program.vocabulary, self.shards, roots, resident, device, group, passes)
 
 
 def autocast_on(device: torch.device) -> tuple[bool, torch.dtype]:

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from zbcompile.backends.backend import GraphCompiler, check_backend
+from zbcompile.backends.backend import check_backend
+from zbcompile.backends.types import GraphCompiler
 from zbcompile.errors import PipelineError
 from zbcompile.model.materialize import Init
 from zbcompile.passes.capture.training_step import LossFunction

@@ -6,11 +6,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from zbcompile.backends.backend import Compilation
-from zbcompile.distributed.agreement import together
+from zbcompile.distributed.agreement import gathered, together
+from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.frontend.evaluation import EvaluationPlan, evaluate, plan_evaluation
 from zbcompile.frontend.executables import Executables, Recent, autocast_on
@@ -19,13 +19,14 @@ from zbcompile.frontend.options import Options, resolve_schedule
 from zbcompile.frontend.state_dict import full_state, load_state, own_state, owned_parameters
 from zbcompile.model.batch import Batch, flatten_batch, refuse_input_gradients, require_divisible
 from zbcompile.model.resident_tensors import resident_tensors
+from zbcompile.passes.capture.training_step import LossFunction
 from zbcompile.passes.graph.roles import Slot
+from zbcompile.profiling.step_record import StepRecord
 from zbcompile.program.program import Program
-from zbcompile.runtime.engine import Distributed, Engine, Executable, StepInput, is_first
-from zbcompile.runtime.recorder import StepRecord
+from zbcompile.runtime.engine import Engine, Executable, StepInput
 from zbcompile.runtime.shared_gradients import total_loss
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # torch's pipelining takes a second to import
     from zbcompile.torch_pipelining.as_schedule import ScheduleLike
     from zbcompile.torch_pipelining.pipeline_stage import CompiledPipelineStage
 
@@ -44,12 +45,13 @@ class Pipeline:
         self.scaler: torch.amp.GradScaler | None = None
         self._model = model
         self._engine = engine
-        self._watch = self._engine.watch
+        self._ranks = engine.ranks
+        self._watch = self._ranks.watch
         self._ended = weakref.finalize(self, self._watch.close)
         self._records: list[StepRecord] | None = None
         with self._watch.region("making the pipeline"):
-            self._schedule = resolve_schedule(options, self._engine.ranks, self.is_first)
-            self._compiled = Executables(model, options, engine, self._schedule)
+            self._schedule = resolve_schedule(options, self._ranks.count, self.is_first)
+            self._compiled = Executables(model, options, self._ranks, self._schedule)
         self._evaluations: Recent[Any, EvaluationPlan] = Recent(options.max_shapes)
 
     @property
@@ -63,14 +65,19 @@ class Pipeline:
         return self._compiled.program
 
     @property
+    def loss(self) -> LossFunction | None:
+        """The loss function that the pipeline was made with."""
+        return self.options.loss
+
+    @property
     def device(self) -> torch.device:
         """Where this process's share of the model is."""
-        return self._engine.device
+        return self._ranks.device
 
     @property
     def is_first(self) -> bool:
         """Whether this process has the first rank of all: the one that speaks and writes for all."""
-        return is_first(self._engine)
+        return self._ranks.is_first
 
     @property
     def last_step(self) -> StepRecord | None:
@@ -137,7 +144,7 @@ class Pipeline:
         except BaseException:
             for parameter in (*self._model.parameters(), *self._compiled.parameters.values()):
                 parameter.grad = None
-            self._engine.replicas.forget()
+            self._ranks.replicas.forget()
             for executable in self._compiled:
                 executable.buffers.made.clear()  # a message may still arrive in them
             raise
@@ -150,20 +157,20 @@ class Pipeline:
     def _evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         batch = flatten_batch(args, kwargs, None, self.options.split)
         program = self._program_for_eval(args, kwargs)
-        key = (batch.rows(0, batch.size).signature, autocast_on(self._engine.device))
+        key = (batch.rows(0, batch.size).signature, autocast_on(self._ranks.device))
 
         def plan() -> EvaluationPlan:
             return plan_evaluation(self._model, batch, program, self._compiled.debug_nan)
 
         if key not in self._evaluations:
             with self._watch.position.turn_to(f"compiling eval for {batch.microbatch(0, 1).summary()}"):
-                self._evaluations.add(key, together(self._engine, "compiling eval", plan))
+                self._evaluations.add(key, together(self._ranks, "compiling eval", plan))
         self._compiled.share.require_filled()
         chosen = self._evaluations[key]
         resident = resident_tensors(self._model, chosen.inference.captured.constants)
         resident |= {Slot("parameter", name): whole for name, whole in self._gather_rows().items()}
         with self._as_captured():
-            return evaluate(chosen, batch, program, self._engine, resident)
+            return evaluate(chosen, batch, program, self._ranks, resident)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -171,7 +178,7 @@ class Pipeline:
 
         Inside, `.grad` holds this replica's part. Without data parallelism it changes nothing.
         """
-        replicas = self._engine.replicas
+        replicas = self._ranks.replicas
         before, replicas.synchronise = replicas.synchronise, False
         try:
             yield
@@ -187,7 +194,7 @@ class Pipeline:
         with self._watch.region("clip_grad_norm_"):
             split = frozenset(self._compiled.shards.own) if self._compiled.shards else frozenset()
             norm = total_norm(
-                *(names, split, self._compiled.parameters, self._engine, self.program.holders),
+                *(names, split, self._compiled.parameters, self._ranks, self.program.holders),
                 *(norm_type, error_if_nonfinite),
             )
         nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, norm)
@@ -205,19 +212,14 @@ class Pipeline:
 
     def from_replicas(self, value: Any) -> list[Any]:
         """What the first rank of every replica passes as `value`, on every rank; every rank must call it."""
-        if not isinstance(self._engine, Distributed):
-            return [value]
-        own = (value,) if self._engine.rank == 0 else ()
-        parts: list[tuple[Any, ...]] = [()] * dist.get_world_size(self._engine.everyone)
-        with self._watch.region("from_replicas"), self._watch.position.waiting("the exchange"):
-            dist.all_gather_object(parts, own, group=self._engine.everyone)
-        return [found for part in parts for found in part]
+        own = (value,) if 0 in self._ranks.local else ()
+        with self._watch.region("from_replicas"):
+            return [found for part in gathered(self._ranks, own) for found in part]
 
     def largest(self, value: torch.Tensor) -> torch.Tensor:
         """The largest of all ranks' and replicas' values, on each of them."""
-        if isinstance(self._engine, Distributed):
-            with self._watch.region("largest"), self._watch.position.waiting("the exchange"):
-                dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self._engine.everyone)
+        with self._watch.region("largest"), self._watch.position.waiting("the exchange"):
+            self._ranks.largest(value)
         return value
 
     def stages(self) -> "list[CompiledPipelineStage]":
@@ -228,8 +230,8 @@ class Pipeline:
         """
         from zbcompile.torch_pipelining.pipeline_stage import CompiledPipelineStage, StageContext
 
-        program, engine = self.program, self._engine
-        if not isinstance(engine, Distributed):
+        program, group = self.program, self._ranks.group
+        if group is None:
             raise PipelineError("stages() needs a process group: start the script with torchrun.")
         if program.vocabulary is not None:
             raise PipelineError('torch\'s schedules know no vocabulary passes. Use pipe.step, or vocab="off".')
@@ -240,7 +242,7 @@ class Pipeline:
             )
         stages = self._compiled.first().stages
         parameters = self._compiled.parameters
-        context = StageContext(program, engine.group, parameters, self.options.loss_reduction, self.options.seed)
+        context = StageContext(program, group, parameters, self.options.loss_reduction, self.options.seed)
         return [CompiledPipelineStage(stage, context) for stage in stages.values()]
 
     def as_schedule(self) -> "ScheduleLike":
@@ -251,9 +253,9 @@ class Pipeline:
         return ScheduleLike(self)
 
     @property
-    def engine(self) -> Engine:
-        """What runs the steps: `engine.local` are the ranks in this process, `engine.ranks` how many there are."""
-        return self._engine
+    def ranks(self) -> Ranks:
+        """The ranks of this pipeline: `ranks.local` are those in this process, `ranks.count` how many there are."""
+        return self._ranks
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """This process's parameters, for an optimizer. Tied parameters appear once."""
@@ -263,7 +265,7 @@ class Pipeline:
         """This process's parameters under the model's own names."""
         self.program  # noqa: B018  raises before compiling
         found = self._compiled.parameters
-        return iter([(n, found[n]) for n, _ in owned_parameters(self._model, self._engine, self.program.holders)])
+        return iter([(n, found[n]) for n, _ in owned_parameters(self._model, self._ranks, self.program.holders)])
 
     def state_dict(self, full: bool = False) -> dict[str, Any]:
         """Eager's state dict: this process's share, or with `full=True` all of it, on every rank.
@@ -274,12 +276,12 @@ class Pipeline:
         if not full:
             return self._own_state()
         with self._watch.region("state_dict"):
-            return full_state(self._model, self._engine, self.program.holders, self._gather_rows())
+            return full_state(self._model, self._ranks, self.program.holders, self._gather_rows())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load this process's share of a full state dict; strict over the whole model."""
         self.program  # noqa: B018  raises before compiling
-        load_state(self._model, self._engine, self.program.holders, state)
+        load_state(self._model, self._ranks, self.program.holders, state)
         if self._compiled.shards is not None:
             self._compiled.shards.load(state)
         self._compiled.share.filled(state)
@@ -296,7 +298,7 @@ class Pipeline:
         After this, and `torch.distributed.destroy_process_group()`, a new process group and a new pipeline can be made
         in the same process. A pipeline that is garbage collected closes itself.
         """
-        self._engine.disconnect()
+        self._ranks.disconnect()
         self._ended()
 
     def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Batch:
@@ -320,17 +322,19 @@ class Pipeline:
 
     def _as_captured(self) -> torch.autocast:
         """The casts are in the graphs: autocast around a running graph would cast what the model left uncast."""
-        return torch.autocast(self._engine.device.type, enabled=False)
+        return torch.autocast(self._ranks.device.type, enabled=False)
 
     def _gather_rows(self) -> dict[str, torch.Tensor]:
         """A sharded output layer whole: in the model's own parameters, where these have memory."""
-        if self._compiled.shards is None or not isinstance(self._engine, Distributed):
+        group = self._ranks.collective_group() if self._compiled.shards is not None else None
+        if self._compiled.shards is None or group is None:
             return {}
         with self._watch.position.waiting("the rows of the output layer"):
-            return self._compiled.shards.gather(self._engine.collective_group())
+            return self._compiled.shards.gather(group)
 
     def _own_state(self) -> dict[str, Any]:
-        state = own_state(self._model, self._engine, self.program.holders)
-        if self._compiled.shards is None or not isinstance(self._engine, Distributed):
+        state = own_state(self._model, self._ranks, self.program.holders)
+        group = self._ranks.group
+        if self._compiled.shards is None or group is None:
             return state
-        return self._compiled.shards.sharded_state(state, self.program.model.names, self._engine.group)
+        return self._compiled.shards.sharded_state(state, self.program.model.names, group)

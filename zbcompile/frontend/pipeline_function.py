@@ -8,14 +8,15 @@ from typing import Any, overload
 import torch
 from torch import nn
 
-from zbcompile.backends.backend import GraphCompiler
-from zbcompile.distributed.process_group import device_of, make_engine
+from zbcompile.backends.types import GraphCompiler
+from zbcompile.distributed.process_group import device_of, find_ranks
 from zbcompile.errors import PipelineError
 from zbcompile.frontend.options import Options
 from zbcompile.frontend.pipeline import Pipeline
 from zbcompile.model.materialize import Init
 from zbcompile.passes.capture.training_step import LossFunction
 from zbcompile.passes.compile_options import Choices, Recompute, Vocab, VocabLogits
+from zbcompile.runtime.make_engine import make_engine
 from zbcompile.schedules.ir.schedule import Schedule
 
 
@@ -147,8 +148,8 @@ def pipeline(  # type: ignore[misc]  # the overloads differ in `model` alone and
     def build(module: Any) -> Pipeline:
         if not isinstance(module, nn.Module):
             raise PipelineError(f"expected an nn.Module to pipeline, received {type(module).__name__}.")
-        engine = make_engine(lambda: device_of(module), ranks, mesh, timeout)
-        pipe = Pipeline(module, options, engine)
+        found = find_ranks(lambda: device_of(module), ranks, mesh, timeout)
+        pipe = Pipeline(module, options, make_engine(found))
         if example is not None:
             args, kwargs = example
             pipe.compile(*args, **kwargs)

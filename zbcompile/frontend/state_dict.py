@@ -4,36 +4,35 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.passes.capture.export import first_names
-from zbcompile.runtime.engine import Distributed, Engine
 
 Owner = Callable[[str], tuple[int, ...]]
 
 
-def owned_parameters(model: nn.Module, engine: Engine, owners: Owner) -> Iterator[tuple[str, nn.Parameter]]:
+def owned_parameters(model: nn.Module, ranks: Ranks, owners: Owner) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters of this process's ranks in eager's order, tied ones once under their first name."""
     for name, parameter in model.named_parameters():
-        if set(owners(name)) & set(engine.local):
+        if set(owners(name)) & set(ranks.local):
             yield name, parameter
 
 
-def own_state(model: nn.Module, engine: Engine, owners: Owner) -> dict[str, Any]:
+def own_state(model: nn.Module, ranks: Ranks, owners: Owner) -> dict[str, Any]:
     """The part of eager's state dict whose tensors live on this process's ranks, tied parameters under every name."""
     names = first_names(model)
     full = model.state_dict()
-    return {key: value for key, value in full.items() if set(owners(names.get(key, key))) & set(engine.local)}
+    return {key: value for key, value in full.items() if set(owners(names.get(key, key))) & set(ranks.local)}
 
 
 def full_state(
-    model: nn.Module, engine: Engine, owners: Owner, known: Mapping[str, torch.Tensor] | None = None
+    model: nn.Module, ranks: Ranks, owners: Owner, known: Mapping[str, torch.Tensor] | None = None
 ) -> dict[str, Any]:
     """Eager's whole state dict, on every rank: each tensor comes from a rank that owns it, or is `known` to all by its
     first name."""
-    if not isinstance(engine, Distributed):
+    if ranks.group is None:
         return dict(model.state_dict())
     names, gathered = first_names(model), {}
     for key, value in model.state_dict().items():
@@ -41,24 +40,22 @@ def full_state(
             gathered[key] = known[names.get(key, key)].clone()
             continue
         owner = owners(names.get(key, key))[0]
-        with engine.watch.position.waiting(key):
-            gathered[key] = _broadcast(value, owner, engine)
+        with ranks.watch.position.waiting(key):
+            gathered[key] = _broadcast(value, owner, ranks)
     return gathered
 
 
-def _broadcast(value: Any, owner: int, engine: Distributed) -> Any:
+def _broadcast(value: Any, owner: int, ranks: Ranks) -> Any:
     if not isinstance(value, torch.Tensor):
-        box = [value]
-        dist.broadcast_object_list(box, group=engine.group, group_src=owner)
-        return box[0]
-    whole = torch.empty(value.shape, dtype=value.dtype, device=engine.device)
+        return ranks.gather_here(value)[owner]
+    whole = torch.empty(value.shape, dtype=value.dtype, device=ranks.device)
     if not value.is_meta:  # what other ranks own stays there
         whole.copy_(value.detach())
-    dist.broadcast(whole, group=engine.group, group_src=owner)
+    ranks.broadcast(whole, owner)
     return whole
 
 
-def load_state(model: nn.Module, engine: Engine, owners: Owner, state: Mapping[str, Any]) -> None:
+def load_state(model: nn.Module, ranks: Ranks, owners: Owner, state: Mapping[str, Any]) -> None:
     """Copy this process's share of a full state dict into the model, in place.
 
     Strict: raises PipelineError, before anything is copied, for keys that eager's state dict lacks or has in addition,
@@ -69,7 +66,7 @@ def load_state(model: nn.Module, engine: Engine, owners: Owner, state: Mapping[s
     names = first_names(model)
     with torch.no_grad():
         for key, value in target.items():
-            if isinstance(value, torch.Tensor) and set(owners(names.get(key, key))) & set(engine.local):
+            if isinstance(value, torch.Tensor) and set(owners(names.get(key, key))) & set(ranks.local):
                 value.copy_(state[key])
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from zbcompile.frontend.pipeline import Pipeline
-from zbcompile.runtime.recorder import StepRecord
+from zbcompile.profiling.step_record import StepRecord
 
 Event = dict[str, Any]
 

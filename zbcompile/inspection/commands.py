@@ -27,10 +27,9 @@ from zbcompile.inspection.units import for_trace, in_units
 from zbcompile.prediction.predict import Basis, left_on_last
 from zbcompile.prediction.recompile_trials import Impossible, run_trials
 from zbcompile.prediction.step_comparison import compare_step, measured_timeline, require_same_schedule
-from zbcompile.profiling.step_record import read_record
+from zbcompile.profiling.step_record import StepRecord, read_record
 from zbcompile.program.manifest import SavedProgram
 from zbcompile.program.rank_files import MANIFEST
-from zbcompile.runtime.recorder import StepRecord
 from zbcompile.schedules import Costs, simulate
 from zbcompile.schedules.simulation.timeline import Timeline
 from zbcompile.schedules.visualization.write import write_comparison, write_picture

@@ -14,15 +14,15 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from zbcompile.atomic_files import write_whole
 from zbcompile.distributed.agreement import gathered, together
 from zbcompile.errors import PipelineError
 from zbcompile.frontend.pipeline import Pipeline
 from zbcompile.model.random_state import random_state, restore_random_state
-from zbcompile.persistence.checkpoint_directory import INDEX, begin, find_checkpoint, publish, write_whole
+from zbcompile.persistence.checkpoint_directory import INDEX, begin, find_checkpoint, publish
 from zbcompile.persistence.checkpoint_values import describe, read_values, write_values
 from zbcompile.persistence.local_tensors import Holding, holding_of
 from zbcompile.persistence.optimizer_state import load_optimizer, optimizer_values
-from zbcompile.runtime.engine import Engine
 from zbcompile.version import __version__
 
 FORMAT, VERSION = "zbcompile checkpoint", 1
@@ -70,22 +70,22 @@ def save_checkpoint(
     PosixPath('checkpoints/step-00000020')
     """
     holding, folder = holding_of(source), Path(folder)
-    engine, first = holding.engine, _is_first(holding.engine)
+    ranks, first = holding.ranks, holding.ranks.is_first
     if keep is not None and keep < 1:
         raise PipelineError(f"keep={keep}; expected at least 1, or None to keep all checkpoints.")
     count = step if step is not None else source.step_index if isinstance(source, Pipeline) else 0
     what = f"saving a checkpoint in {folder}"
-    with engine.watch.region(what):
-        process = together(engine, what, lambda: _process_state(extra, engine.device))
+    with ranks.watch.region(what):
+        process = together(ranks, what, lambda: _process_state(extra, ranks.device))
         values = _values(holding, optimizer)
-        partial = gathered(engine, together(engine, what, lambda: begin(folder, count) if first else None))[0]
+        partial = gathered(ranks, together(ranks, what, lambda: begin(folder, count) if first else None))[0]
         assert partial is not None
-        together(engine, what, lambda: _require_shared(partial))
-        if engine.replicas.rank == 0:
-            write_values(engine, partial, values)
+        together(ranks, what, lambda: _require_shared(partial))
+        if ranks.replicas.rank == 0:
+            write_values(ranks, partial, values)
         index = _index(holding, optimizer, count)
-        finished = together(engine, what, lambda: _finish(partial, index, process, keep) if first else None)
-        final = gathered(engine, finished)[0]
+        finished = together(ranks, what, lambda: _finish(partial, index, process, keep) if first else None)
+        final = gathered(ranks, finished)[0]
         assert final is not None
         return final
 
@@ -115,23 +115,19 @@ def load_checkpoint(
     >>> for step in range(at.step, steps): ...                                              # doctest: +SKIP
     """
     holding = holding_of(source)
-    engine = holding.engine
-    with engine.watch.region(f"loading a checkpoint from {path}"):
-        found = gathered(engine, find_checkpoint(path))[0]
+    ranks = holding.ranks
+    with ranks.watch.region(f"loading a checkpoint from {path}"):
+        found = gathered(ranks, find_checkpoint(path))[0]
         if found is None and not required:
             return Checkpoint(step=0)
         if found is None:
-            raise engine.watch.known_to_all(
+            raise ranks.watch.known_to_all(
                 PipelineError(f"{path} holds no complete checkpoint. Save one with zbcompile.save_checkpoint.")
             )
-        at = together(engine, f"loading {found}", lambda: _load(found, holding, optimizer, random))
+        at = together(ranks, f"loading {found}", lambda: _load(found, holding, optimizer, random))
     if isinstance(source, Pipeline):
         source.resume(at.step, (*holding.tensors, *_aliases(holding)))
     return at
-
-
-def _is_first(engine: Engine) -> bool:
-    return 0 in engine.local and engine.replicas.rank == 0
 
 
 def _require_shared(partial: Path) -> None:
@@ -144,14 +140,14 @@ def _require_shared(partial: Path) -> None:
 
 def _values(holding: Holding, optimizer: Optimizer | None) -> dict[str, Values]:
     """What this process writes. The first rank writes for all what is no tensor."""
-    engine = holding.engine
+    ranks = holding.ranks
     model = {name: tensor for name, tensor in holding.tensors.items() if holding.writes(name)}
-    found = together(engine, "saving the optimizer", lambda: optimizer_values(optimizer, holding) if optimizer else {})
+    found = together(ranks, "saving the optimizer", lambda: optimizer_values(optimizer, holding) if optimizer else {})
     own = {key: value for key, value in found.items() if holding.writes(_name_in(key, holding))}
     plain = {key: value for key, value in own.items() if not isinstance(value, torch.Tensor)}
     tensors = {key: value for key, value in own.items() if key not in plain}
-    everywhere = {key: value for part in gathered(engine, plain) for key, value in part.items()}
-    return {"model": model, "optimizer": tensors | (everywhere if _is_first(engine) else {})}
+    everywhere = {key: value for part in gathered(ranks, plain) for key, value in part.items()}
+    return {"model": model, "optimizer": tensors | (everywhere if ranks.is_first else {})}
 
 
 def _name_in(key: str, holding: Holding) -> str:
@@ -163,14 +159,14 @@ def _name_in(key: str, holding: Holding) -> str:
 
 
 def _index(holding: Holding, optimizer: Optimizer | None, step: int) -> Values:
-    kinds = gathered(holding.engine, type(optimizer).__name__ if optimizer else None)  # none where nothing is trained
+    kinds = gathered(holding.ranks, type(optimizer).__name__ if optimizer else None)  # none where nothing is trained
     return {
         "format": FORMAT,
         "version": VERSION,
         "zbcompile": __version__,
         "torch": torch.__version__,
         "step": step,
-        "ranks": holding.engine.ranks,
+        "ranks": holding.ranks.count,
         "optimizer": next(filter(None, kinds), None),
         "tied": _aliases(holding),
     }
@@ -222,7 +218,7 @@ def _load(path: Path, holding: Holding, optimizer: Optimizer | None, random: boo
         kept = {key.removeprefix("optimizer."): each for key, each in saved.items() if key.startswith("optimizer.")}
         load_optimizer(optimizer, holding, kept, lambda wanted: read_values(path, wanted, "optimizer"))
     if random:
-        restore_random_state(process["random"], holding.engine.device)
+        restore_random_state(process["random"], holding.ranks.device)
     return Checkpoint(index["step"], process["extra"], path, process["random"])
 
 

@@ -6,12 +6,12 @@
 A file system with atomic renames is all that this needs.
 """
 
-import os
 import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from zbcompile.atomic_files import sync_directory
 from zbcompile.errors import PipelineError
 
 INDEX = "checkpoint.json"
@@ -88,22 +88,3 @@ def _drop(checkpoints: Sequence[Path]) -> None:
         hidden = path.with_name(f".{path.name}{DROPPED}")
         path.rename(hidden)
         shutil.rmtree(hidden)
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file that appears under its name only once all of it is on the disk."""
-    partial = path.with_name(f".{path.name}{PARTIAL}")
-    with partial.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
-
-
-def sync_directory(path: Path) -> None:
-    """Have the names in a directory on the disk too."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
-from zbcompile.runtime.engine import Distributed, Engine
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint import CheckpointException
@@ -20,19 +20,18 @@ if TYPE_CHECKING:
 Values = dict[str, Any]
 
 
-def write_values(engine: Engine, directory: Path, values: Mapping[str, Mapping[str, Any]]) -> None:
+def write_values(ranks: Ranks, directory: Path, values: Mapping[str, Mapping[str, Any]]) -> None:
     """Write the values of all ranks of a pipeline, by section and key; every rank must call it. What is no tensor comes
     from the first rank."""
     import torch.distributed.checkpoint as dcp
 
     given = {section: dict(each) for section, each in values.items() if each}
-    group = engine.group if isinstance(engine, Distributed) else None
     writer = dcp.FileSystemWriter(directory, sync_files=True)
     try:
-        with _quiet(), engine.watch.position.waiting("the writing of all ranks"):
-            dcp.save(given, storage_writer=writer, process_group=group, no_dist=group is None)
+        with _quiet(), ranks.watch.position.waiting("the writing of all ranks"):
+            dcp.save(given, storage_writer=writer, process_group=ranks.group, no_dist=ranks.group is None)
     except dcp.CheckpointException as error:  # no Exception; raised on every rank
-        raise engine.watch.known_to_all(PipelineError(f"writing to {directory} failed: {_first(error)}")) from None
+        raise ranks.watch.known_to_all(PipelineError(f"writing to {directory} failed: {_first(error)}")) from None
 
 
 def _first(error: "CheckpointException") -> str:

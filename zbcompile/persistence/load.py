@@ -1,45 +1,30 @@
 """Loading a saved program: every rank reads and checks its own part, and nothing in the files is executed."""
 
-import hashlib
-import json
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from zbcompile.backends.backend import NAMES, GraphCompiler
+from zbcompile.backends.backend import NAMES
+from zbcompile.backends.types import GraphCompiler
 from zbcompile.distributed.agreement import require_equal_programs, together
-from zbcompile.distributed.process_group import is_alone, make_engine, own_device
+from zbcompile.distributed.process_group import find_ranks, is_alone, own_device
+from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.frontend.options import Options
 from zbcompile.frontend.pipeline import Pipeline
 from zbcompile.model.batch import Batch, flatten_batch, refuse_input_gradients, require_divisible
 from zbcompile.model.materialize import Init
-from zbcompile.model.model_info import has_values, module_of, on_meta
-from zbcompile.passes.errors import CompileError
+from zbcompile.model.model_info import has_values, module_of
 from zbcompile.persistence.checkpoint import load_checkpoint
-from zbcompile.program.manifest import AGAIN, SavedProgram, digest_of, manifest_from_text, program_from_manifest
+from zbcompile.program.manifest import AGAIN, SavedProgram, digest_of
 from zbcompile.program.program import Program, call_of
-from zbcompile.program.rank_files import (
-    MANIFEST,
-    SCHEDULE,
-    VOCABULARY,
-    RankPart,
-    graph_file,
-    graph_files,
-    index_file,
-    part_from_files,
-    tensor_file,
-)
+from zbcompile.program.read import read_manifest, read_program
 from zbcompile.runtime.engine import Engine, Executable
-from zbcompile.schedules import ScheduleError
-from zbcompile.schedules.ir.files import from_json
-from zbcompile.schedules.ir.schedule import Lowered
+from zbcompile.runtime.make_engine import make_engine
 
 SAME = "Every rank must load the same directory, with the same torch and number of threads (OMP_NUM_THREADS)."
-MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError, SyntaxError, ScheduleError)
 
 
 def load(
@@ -88,21 +73,21 @@ def load(
     found = _attempt(folder)
     if ranks is None and found and is_alone(mesh):
         ranks = found["ranks"]
-    engine = make_engine(lambda: device_for(folder), ranks, mesh, timeout)
-    with engine.watch.region(f"loading {folder}"):
-        program = together(engine, f"loading {folder}", lambda: _read_for(folder, engine, operators, init))
+    here = find_ranks(lambda: device_for(folder), ranks, mesh, timeout)
+    with here.watch.region(f"loading {folder}"):
+        program = together(here, f"loading {folder}", lambda: _read_for(folder, here, operators, init))
         same = {
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
             "digest": digest_of(program.written or {}),
         }
-        require_equal_programs(engine, same, "loaded different programs", SAME)
+        require_equal_programs(here, same, "loaded different programs", SAME)
     given = {"seed": seed, "backend": backend, "cuda_graphs": cuda_graphs}
-    pipe = LoadedPipeline(program, _options(program, init, timeout, debug_nan, given), engine)
-    with engine.watch.region(f"filling {folder}"):
+    pipe = LoadedPipeline(program, _options(program, init, timeout, debug_nan, given), make_engine(here))
+    with here.watch.region(f"filling {folder}"):
         pipe.adopt(program)
         if state_dict is not None:
-            together(engine, "loading the state dict", lambda: pipe.load_state_dict(state_dict))
+            together(here, "loading the state dict", lambda: pipe.load_state_dict(state_dict))
     if checkpoint is not None:
         load_checkpoint(checkpoint, pipe, random=False)
     return pipe
@@ -149,30 +134,19 @@ def _options(
     )
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a program directory. Raises PipelineError where there is none, or not a good one."""
-    path = folder / MANIFEST
-    if not path.is_file():
-        raise PipelineError(
-            f"{folder} has no {MANIFEST}: it is no program, or saving it was interrupted. {AGAIN}: "
-            "pipe.program.save(directory)."
-        )
-    return manifest_from_text(path.read_text(encoding="utf-8", errors="replace"), str(path))
-
-
-def _read_for(folder: Path, engine: Engine, operators: Collection[str], init: Init | None) -> SavedProgram:
+def _read_for(folder: Path, ranks: Ranks, operators: Collection[str], init: Init | None) -> SavedProgram:
     """This process's part of the program, which must be one for its device and number of ranks."""
     data = read_manifest(folder)
-    if data["ranks"] != engine.ranks:
+    if data["ranks"] != ranks.count:
         raise PipelineError(
-            f"{folder} was compiled for {data['ranks']} ranks, but there are {engine.ranks}. Start {data['ranks']} "
-            f"processes, or compile it again for {engine.ranks}."
+            f"{folder} was compiled for {data['ranks']} ranks, but there are {ranks.count}. Start {data['ranks']} "
+            f"processes, or compile it again for {ranks.count}."
         )
-    if data["device"] != engine.device.type:
+    if data["device"] != ranks.device.type:
         raise PipelineError(
-            f"{folder} was compiled for {data['device']}, but this process's device is {engine.device}. {AGAIN} there."
+            f"{folder} was compiled for {data['device']}, but this process's device is {ranks.device}. {AGAIN} there."
         )
-    program = read_program(folder, data, engine.local, engine.device, operators)
+    program = read_program(folder, data, ranks.local, ranks.device, operators)
     unfilled = [name for name, tensor in program.model.unsaved.items() if not has_values(tensor)]
     if unfilled and init is None:
         raise PipelineError(
@@ -181,87 +155,6 @@ def _read_for(folder: Path, engine: Engine, operators: Collection[str], init: In
             "model on a real device."
         )
     return program
-
-
-def read_program(
-    folder: Path, manifest: dict[str, Any], own: Sequence[int], device: torch.device, operators: Collection[str] = ()
-) -> SavedProgram:
-    """The program with the graphs of the ranks `own`, its tensors on `device`. Raises as `load` does."""
-    reader = _Reader(folder, manifest["files"])
-    return reader.sound(lambda: _assemble(manifest, reader, own, device, operators))
-
-
-def _assemble(
-    data: dict[str, Any], reader: "_Reader", own: Sequence[int], device: torch.device, operators: Collection[str]
-) -> SavedProgram:
-    lowered = from_json(reader.bytes(SCHEDULE).decode()).program
-    if not isinstance(lowered, Lowered):
-        raise ValueError(f"{SCHEDULE} has no communication")
-    program = program_from_manifest(data, lowered, device)
-    for rank in own:
-        files = graph_files(program, rank)
-        graphs = {stem: reader.json(graph_file(rank, stem)) for stem in files}
-        content = reader.bytes(tensor_file(rank))
-        part = part_from_files(reader.json(index_file(rank)), graphs, files, content, device, operators)
-        program = _with_part(program, rank, part)
-    return program
-
-
-def _with_part(program: SavedProgram, rank: int, part: RankPart) -> SavedProgram:
-    """`program` with the graphs and tensors of `rank`."""
-    stages = list(program.stages)
-    for stem, stage in graph_files(program, rank).items():
-        if stem != VOCABULARY:
-            stages[stage] = replace(stages[stage], pieces=part.pieces[stem])
-    vocabulary = program.vocabulary
-    if vocabulary is not None:
-        shards = list(vocabulary.pieces)
-        shards[rank] = part.pieces[VOCABULARY]
-        vocabulary = replace(vocabulary, pieces=tuple(shards))
-    held = program.model
-    constants, unsaved = {**held.constants, **part.named("constant")}, {**held.unsaved, **part.named("buffer")}
-    unsaved |= {member.name: on_meta(member) for member in held.members if member.name in part.unfilled}
-    model = replace(held, constants=constants, unsaved=unsaved)
-    return replace(program, stages=tuple(stages), vocabulary=vocabulary, model=model)
-
-
-class _Reader:
-    """Reads files of a program directory and compares each with its hash."""
-
-    def __init__(self, folder: Path, hashes: Mapping[str, str]) -> None:
-        self.folder = folder
-        self.hashes = hashes
-
-    def bytes(self, name: str) -> bytes:
-        """The content of a file. Raises PipelineError where it is missing or not what was written."""
-        path = self.folder / name
-        try:
-            content = path.read_bytes()
-        except OSError as error:
-            raise PipelineError(
-                f"{path} cannot be read ({error.strerror}); the program is incomplete. Copy all of the directory, or "
-                "save it again."
-            ) from None
-        if hashlib.sha256(content).hexdigest() != self.hashes[name]:
-            raise PipelineError(
-                f"{path} is not what was saved: its hash differs from the manifest's (truncated, edited, or of another "
-                "program). Copy the directory again, or save it again."
-            )
-        return content
-
-    def json(self, name: str) -> Any:
-        return json.loads(self.bytes(name))
-
-    def sound(self, make: Callable[[], SavedProgram]) -> SavedProgram:
-        """Run `make`; what it cannot make sense of is reported as a damaged directory."""
-        try:
-            return make()
-        except (PipelineError, CompileError):
-            raise
-        except MALFORMED as error:
-            raise PipelineError(
-                f"{self.folder} holds what no release writes ({type(error).__name__}: {error}). {AGAIN}."
-            ) from error
 
 
 class LoadedPipeline(Pipeline):

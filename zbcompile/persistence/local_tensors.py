@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from zbcompile.distributed.ranks import LocalRanks, Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.frontend.pipeline import Pipeline
 from zbcompile.model.model_info import ModelFacts, facts_of
-from zbcompile.runtime.engine import Engine, InProcess
 from zbcompile.torch_private import offset_of, with_offset, without_offset
 
 
@@ -28,7 +28,7 @@ class Holding:
     tensors: Mapping[str, torch.Tensor]
     parameters: Mapping[str, nn.Parameter]
     writes: Callable[[str], bool]
-    engine: Engine
+    ranks: Ranks
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -58,19 +58,19 @@ def holding_of(source: Pipeline | nn.Module) -> Holding:
     facts = facts_of(source, {})
     device = next((tensor.device for tensor in source.parameters()), torch.device("cpu"))
     tensors = _once(source.state_dict(), facts)
-    return Holding(facts, tensors, dict(source.named_parameters()), lambda _: True, InProcess(1, device))
+    return Holding(facts, tensors, dict(source.named_parameters()), lambda _: True, LocalRanks(1, device))
 
 
 def _of_pipeline(pipe: Pipeline) -> Holding:
-    facts, engine, program = pipe.program.model, pipe.engine, pipe.program
+    facts, ranks, program = pipe.program.model, pipe.ranks, pipe.program
     tensors = _once(pipe.state_dict(), facts)
     rows = {name for name, tensor in tensors.items() if is_sharded(tensor)}
 
     def writes(name: str) -> bool:
-        owns = program.holders(facts.names.get(name, name))[0] in engine.local
-        return engine.replicas.rank == 0 and (name in rows or owns)
+        owns = program.holders(facts.names.get(name, name))[0] in ranks.local
+        return ranks.replicas.rank == 0 and (name in rows or owns)
 
-    return Holding(facts, tensors, dict(pipe.named_parameters()), writes, engine)
+    return Holding(facts, tensors, dict(pipe.named_parameters()), writes, ranks)
 
 
 def _once(state: Mapping[str, Any], facts: ModelFacts) -> dict[str, torch.Tensor]:

@@ -12,10 +12,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import nn
 
+from zbcompile.atomic_files import write_whole
 from zbcompile.distributed.agreement import gathered, together
 from zbcompile.errors import PipelineError
 from zbcompile.frontend.pipeline import Pipeline
-from zbcompile.persistence.checkpoint_directory import write_whole
 from zbcompile.persistence.local_tensors import Holding, holding_of, is_sharded, local_part
 from zbcompile.torch_private import offset_of
 
@@ -35,7 +35,7 @@ def save_weights(path: str | Path, source: Pipeline | nn.Module) -> None:
     """
     holding, target = holding_of(source), Path(path)
     what = f"writing {target}"
-    with holding.engine.watch.region(what):
+    with holding.ranks.watch.region(what):
         tensors = _whole_tensors(holding)
         if target.suffix == ".safetensors":
             _write_single(target, holding, tensors, what)
@@ -48,9 +48,9 @@ def _whole_tensors(holding: Holding) -> dict[str, torch.Tensor]:
     found = {}
     for name, tensor in sorted(holding.tensors.items()):
         if is_sharded(tensor):
-            with holding.engine.watch.position.waiting(name):
-                parts = gathered(holding.engine, local_part(tensor).cpu())
-            if 0 in holding.engine.local and holding.writes(name):
+            with holding.ranks.watch.position.waiting(name):
+                parts = gathered(holding.ranks, local_part(tensor).cpu())
+            if 0 in holding.ranks.local and holding.writes(name):
                 found[name] = torch.cat(parts)
         elif holding.writes(name):
             found[name] = tensor.detach().cpu().contiguous()
@@ -58,27 +58,27 @@ def _whole_tensors(holding: Holding) -> dict[str, torch.Tensor]:
 
 
 def _write_single(target: Path, holding: Holding, tensors: Mapping[str, torch.Tensor], what: str) -> None:
-    parts = gathered(holding.engine, dict(tensors))
+    parts = gathered(holding.ranks, dict(tensors))
     everything = {name: tensor for part in parts for name, tensor in part.items()}
-    leads = 0 in holding.engine.local and holding.engine.replicas.rank == 0
-    together(holding.engine, what, lambda: _write(target, everything) if leads else None)
+    leads = holding.ranks.is_first
+    together(holding.ranks, what, lambda: _write(target, everything) if leads else None)
 
 
 def _write_parts(target: Path, holding: Holding, tensors: Mapping[str, torch.Tensor], what: str) -> None:
-    engine = holding.engine
-    own = engine.local[0]
-    name = f"model-{own + 1:05d}-of-{engine.ranks // len(engine.local):05d}.safetensors"
-    leads = own == 0 and engine.replicas.rank == 0
+    ranks = holding.ranks
+    own = ranks.local[0]
+    name = f"model-{own + 1:05d}-of-{ranks.count // len(ranks.local):05d}.safetensors"
+    leads = own == 0 and ranks.replicas.rank == 0
     if leads:
         (target / INDEX).unlink(missing_ok=True)  # without it, what follows is not yet a whole
-    together(engine, what, lambda: _write(target / name, tensors) if tensors else None)
-    listed = gathered(engine, {key: (name, tensor.nbytes) for key, tensor in tensors.items()})
+    together(ranks, what, lambda: _write(target / name, tensors) if tensors else None)
+    listed = gathered(ranks, {key: (name, tensor.nbytes) for key, tensor in tensors.items()})
     found = {key: each for part in listed for key, each in part.items()}
     index = {
         "metadata": {"total_size": sum(size for _, size in found.values())},
         "weight_map": {key: file for key, (file, _) in sorted(found.items())},
     }
-    together(engine, what, lambda: write_whole(target / INDEX, json.dumps(index, indent=2).encode()) if leads else None)
+    together(ranks, what, lambda: write_whole(target / INDEX, json.dumps(index, indent=2).encode()) if leads else None)
 
 
 def _write(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -100,8 +100,8 @@ def load_weights(path: str | Path, source: Pipeline | nn.Module) -> None:
     """
     holding = holding_of(source)
     what = f"loading {path}"
-    with holding.engine.watch.region(what):
-        together(holding.engine, what, lambda: _load(Path(path), holding))
+    with holding.ranks.watch.region(what):
+        together(holding.ranks, what, lambda: _load(Path(path), holding))
     if isinstance(source, Pipeline):
         source.resume(source.step_index, holding.model.names)
 

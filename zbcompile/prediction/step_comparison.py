@@ -7,7 +7,7 @@ from typing import Any
 from zbcompile.errors import PipelineError
 from zbcompile.prediction.predict import Basis
 from zbcompile.profiling.recorded_timeline import mean_seconds, recorded_timeline
-from zbcompile.runtime.recorder import StepRecord
+from zbcompile.profiling.step_record import StepRecord
 from zbcompile.schedules import Costs, Schedule, simulate
 from zbcompile.schedules.simulation.timeline import Timeline
 

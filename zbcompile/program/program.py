@@ -1,15 +1,15 @@
 """The program: everything that the compiler decided, for all ranks, printable and hashable."""
 
 import hashlib
-import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from zbcompile.errors import PipelineError
 from zbcompile.model.batch import Microbatch
 from zbcompile.model.model_info import ModelFacts
 from zbcompile.passes.compile_options import Choices
@@ -18,9 +18,6 @@ from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.passes.vocabulary.shard_program import VocabularyProgram
 from zbcompile.schedules.ir.schedule import Lowered, Schedule
 from zbcompile.version import __version__
-
-if TYPE_CHECKING:
-    from zbcompile.runtime.engine import Engine
 
 
 @dataclass(frozen=True)
@@ -40,8 +37,8 @@ class Program:
 
     `stages[i]` is the program of stage i, `lowered.programs[rank]` the actions of a rank with their communication,
     `homes` the stages that use each parameter and buffer (tied ones under their first name), `cuts` where the model
-    was cut, `model` what is known of the model, `call` what a microbatch looks like (see `call_of`), `engine` what runs
-    the ranks (None where nothing does), `vocabulary` the output layer where that is sharded over all ranks. `groups`
+    was cut, `model` what is known of the model, `call` what a microbatch looks like (see `call_of`), `writer` what
+    saves it, `vocabulary` the output layer where that is sharded over all ranks. `groups`
     are this process's names of the process groups that the graphs call `group0`, `group1`, and so on.
     """
 
@@ -58,7 +55,7 @@ class Program:
     call: tuple[str, ...] = ()
     step: StepOptions = StepOptions()
     groups: tuple[str, ...] = field(default=(), compare=False)
-    engine: "Engine | None" = field(default=None, repr=False, compare=False)
+    writer: Callable[["Program", Path], None] | None = field(default=None, repr=False, compare=False)
 
     @property
     def schedule(self) -> Schedule:
@@ -123,9 +120,9 @@ class Program:
         Raises PipelineError, on every rank, where it cannot be written; CompileError for an operation that a program
         cannot hold.
         """
-        from zbcompile.program.save import save_program
-
-        save_program(self, Path(directory))
+        if self.writer is None:
+            raise PipelineError("this program was loaded from a directory, which holds it already; copy that.")
+        self.writer(self, Path(directory))
 
     @cached_property
     def manifest(self) -> dict[str, Any]:
@@ -157,11 +154,6 @@ class Program:
             return []
         graphs = [_digest(each[name].module.code) for each in found.pieces for name in sorted(each)]
         return [found.weight, found.barriers, list(map(list, found.bounds)), graphs]
-
-    @property
-    def hash(self) -> str:
-        """Equal on all ranks of one run, or the run must not start."""
-        return _digest(json.dumps(self.manifest, sort_keys=True))
 
 
 def call_of(microbatch: Microbatch) -> tuple[str, ...]:

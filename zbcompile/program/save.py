@@ -5,43 +5,42 @@ A directory without a manifest is no program, so one that was left half written 
 
 import hashlib
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
+import torch
+
+from zbcompile.atomic_files import sync_directory, write_whole
 from zbcompile.distributed.agreement import gathered, together
+from zbcompile.distributed.ranks import LocalRanks, Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.model.model_info import has_values
-from zbcompile.persistence.checkpoint_directory import sync_directory, write_whole
-from zbcompile.program.manifest import SavedProgram, manifest_to_text
+from zbcompile.program.manifest import manifest_to_text
 from zbcompile.program.program import Program
 from zbcompile.program.rank_files import MANIFEST, SCHEDULE, files_of, operators_of
 from zbcompile.schedules.ir.files import to_json
 
-Result = TypeVar("Result")
 Hashes = dict[str, str]
 
 
-def save_program(program: Program, directory: Path) -> None:
-    """Write `program` to `directory`; see `Program.save`."""
-    engine = program.engine
-    ranks = range(program.schedule.ranks) if engine is None else engine.local
-    replica = 0 if engine is None else engine.replicas.rank
-
-    def agreed(make: Callable[[], Result]) -> Result:
-        return make() if engine is None else together(engine, f"saving {directory}", make)
+def save_program(program: Program, directory: Path, ranks: Ranks) -> None:
+    """Write `program` to `directory`, each process the parts of its own `ranks`; see `Program.save`."""
+    what = f"saving {directory}"
 
     def write() -> Hashes:
         hashes: Hashes = {}
-        for rank in ranks if replica == 0 else ():
+        for rank in ranks.local if ranks.replicas.rank == 0 else ():
             hashes |= _write(directory, files_of(program, rank))
         return hashes
 
-    leads = replica == 0 and 0 in ranks
-    agreed(lambda: _prepare(program, directory, leads))
-    own = agreed(write)
-    hashes = {name: each for part in (gathered(engine, own) if engine else [own]) for name, each in part.items()}
-    agreed(lambda: _finish(program, directory, hashes) if leads else None)
+    together(ranks, what, lambda: _prepare(program, directory, ranks.is_first))
+    parts = gathered(ranks, together(ranks, what, write))
+    hashes = {name: each for part in parts for name, each in part.items()}
+    together(ranks, what, lambda: _finish(program, directory, hashes) if ranks.is_first else None)
+
+
+def save_here(program: Program, directory: Path) -> None:
+    """Write all ranks of `program` from this process."""
+    save_program(program, directory, LocalRanks(program.schedule.ranks, torch.device("cpu")))
 
 
 def _prepare(program: Program, directory: Path, leads: bool) -> None:
@@ -75,8 +74,6 @@ def _refuse(program: Program) -> None:
             f"the model's graphs communicate through {len(program.groups)} process group(s), whose names are those of "
             "this run; a program that holds them cannot be saved. Compile the model where it runs."
         )
-    if isinstance(program, SavedProgram):
-        raise PipelineError("this program was loaded from a directory, which holds it already; copy that.")
     empty = [name for name, tensor in program.model.constants.items() if not has_values(tensor)]
     if empty:
         raise PipelineError(

@@ -6,8 +6,9 @@ from functools import partial
 from typing import Any, Protocol
 
 from zbcompile.distributed.faults import Position
+from zbcompile.distributed.messages import Message
 from zbcompile.distributed.transport import Transport
-from zbcompile.runtime.rank_plan import Instruction, Message, RankPlan
+from zbcompile.runtime.rank_plan import Instruction, RankPlan
 from zbcompile.runtime.stage_plan import Tensors
 from zbcompile.runtime.stage_run import StageRun
 from zbcompile.runtime.vocabulary_transport import VocabularyTransport

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zbcompile.distributed.transport import as_contiguous
+from zbcompile.distributed.packing import as_contiguous
+from zbcompile.distributed.replicas import Replicas
 from zbcompile.program.program import Program
 from zbcompile.runtime.gradients import Gradients
 from zbcompile.schedules.ir.actions import BW, Action, B, W, flatten
@@ -21,44 +22,18 @@ from zbcompile.schedules.ir.actions import BW, Action, B, W, flatten
 BUCKET_BYTES = 25 << 20  # small gradients travel together up to this size, as in DistributedDataParallel
 
 
-@dataclass
-class Replicas:
-    """The ranks that hold the same stages, one per replica of the pipeline; this process is number `rank` of `count`.
-
-    `synchronise` is False inside `no_sync`. `partial` says that `.grad` holds this replica's part of the sum: after a
-    step without synchronisation. Otherwise all replicas hold the whole sum, and all but the first clear it before they
-    add to it, so that the next reduction counts it once.
-    """
-
-    group: dist.ProcessGroup | None = None
-    rank: int = 0
-    count: int = 1
-    synchronise: bool = True
-    partial: bool = False
-
-    def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Give all replicas the values of the first."""
-        if self.count > 1:
-            for tensor in tensors:
-                flat = as_contiguous(tensor.detach())
-                dist.broadcast(flat, group=self.group, group_src=0)
-
-    def forget(self) -> None:
-        """The gradients of a failed step are gone."""
-        self.partial = False
-
-    def begin(self, program: Program, rank: int, gradients: Gradients) -> "Reduction":
-        """The reductions of one step on pipeline rank `rank`."""
-        stages = {stage: program.stages[stage].trained for stage in program.stages_of(rank)}
-        sharded = frozenset(() if program.vocabulary is None else program.vocabulary.parameters)
-        late = program.shared | sharded  # complete at the end of the step only
-        names = {stage: [name for name in found if name not in late] for stage, found in stages.items()}
-        shared = sorted(sharded | program.shared & {name for found in stages.values() for name in found})
-        if self.count > 1 and self.rank and not self.partial:
-            _clear(gradients.parameters[name] for found in (*names.values(), shared) for name in found)
-        reduces = self.count > 1 and self.synchronise
-        hooks = _last_backwards(program, rank) if reduces else {}
-        return Reduction(self, gradients, names, shared, {a: s for s, a in hooks.items()}, reduces)
+def start_reduction(replicas: Replicas, program: Program, rank: int, gradients: Gradients) -> "Reduction":
+    """The reductions of one step on pipeline rank `rank`."""
+    stages = {stage: program.stages[stage].trained for stage in program.stages_of(rank)}
+    sharded = frozenset(() if program.vocabulary is None else program.vocabulary.parameters)
+    late = program.shared | sharded  # complete at the end of the step only
+    names = {stage: [name for name in found if name not in late] for stage, found in stages.items()}
+    shared = sorted(sharded | program.shared & {name for found in stages.values() for name in found})
+    if replicas.count > 1 and replicas.rank and not replicas.partial:
+        _clear(gradients.parameters[name] for found in (*names.values(), shared) for name in found)
+    reduces = replicas.count > 1 and replicas.synchronise
+    hooks = _last_backwards(program, rank) if reduces else {}
+    return Reduction(replicas, gradients, names, shared, {a: s for s, a in hooks.items()}, reduces)
 
 
 def _clear(parameters: Iterable[nn.Parameter]) -> None:

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from zbcompile.backends.backend import Run
 from zbcompile.backends.cuda_graphs import Recorded
+from zbcompile.backends.types import Run
 from zbcompile.env import PAIR_STREAMS
 from zbcompile.passes.stage.overlap import merge
 from zbcompile.passes.torch_private import boxed

@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 import torch
 
-from zbcompile.backends.backend import Run
+from zbcompile.backends.types import Run
+from zbcompile.distributed.messages import HIDDEN_MESSAGE, ROWS_MESSAGE, Buffer, Message
 from zbcompile.passes.graph.roles import TensorSpec
 from zbcompile.program.program import Program
 from zbcompile.runtime.overlapped_pairs import Kind, make_pairs
@@ -24,24 +25,6 @@ from zbcompile.schedules.ir.actions import CAST, LOOKUP, STATS, SUM, Action, F, 
 
 SENDS, RECEIVES = ("SEND_F", "SEND_B"), ("RECV_F", "RECV_B")
 PASSES = ("F", "B", "W", "BW")
-HIDDEN_MESSAGE = "HIDDEN"  # the last stage's output, on its way to the vocabulary shards
-ROWS_MESSAGE = "ROWS"  # the gradient of what these have looked up for the first stage
-
-
-class Message(NamedTuple):
-    """What travels: the `F` or `B` values that arrive at `stage` for `microbatch`, or a collective of the vocabulary
-    passes."""
-
-    kind: str
-    stage: int
-    microbatch: int
-
-
-class Buffer(NamedTuple):
-    """A receive buffer: the `number`-th of its shape. Number -1 is a fresh one: what arrives is passed on to others."""
-
-    spec: TensorSpec
-    number: int
 
 
 class Instruction(NamedTuple):

@@ -2,22 +2,19 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch.profiler import record_function
 
 from zbcompile.distributed.clocks import Clock, HostClock
-from zbcompile.profiling.recorded_timeline import Span, recorded_costs, recorded_timeline
+from zbcompile.profiling.recorded_timeline import Span
+from zbcompile.profiling.step_record import StepRecord
 from zbcompile.program.program import Program
 from zbcompile.runtime.action_loop import Observer, RankRun
 from zbcompile.runtime.rank_plan import made_by
 from zbcompile.schedules.ir.actions import SEND_B, SEND_F, Action
-from zbcompile.schedules.ir.costs import Costs
-from zbcompile.schedules.ir.schedule import TORCH_LETTERS, Schedule, format_step
-from zbcompile.schedules.simulation.timeline import Timeline
+from zbcompile.schedules.ir.schedule import TORCH_LETTERS, format_step
 
 
 class Timed(NamedTuple):
@@ -26,71 +23,6 @@ class Timed(NamedTuple):
     action: Action
     start: float
     end: float
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """What `pipe.last_step` holds after a recorded step, the same on every rank.
-
-    `spans[rank]` are the actions in the order in which they ran, in seconds since `started`, which is on the clock of
-    the first rank, as are all times. `held_bytes[rank]` is what waited for B and W after each of them, counted by
-    storage, `peak_activation_bytes[rank]` its largest value; `bytes_sent[rank]` what the rank's sends carried.
-    `step_time` is the seconds from the first rank's begin to the last one's end. `schedule` is what was run, `program`
-    the manifest of the program that it was compiled to.
-    """
-
-    spans: dict[int, list[Span]]
-    held_bytes: dict[int, list[int]]
-    bytes_sent: dict[int, int]
-    step_time: float
-    started: float
-    in_process: bool
-    schedule: Schedule = field(repr=False)
-    program: Mapping[str, Any] = field(repr=False)
-
-    @property
-    def peak_activation_bytes(self) -> dict[int, int]:
-        return {rank: max(held) for rank, held in self.held_bytes.items()}
-
-    @cached_property
-    def costs(self) -> Costs:
-        """The mean seconds of every pass, and the delay of a message (`zbcompile.profiling.recorded_timeline`)."""
-        return recorded_costs(self.schedule, self.spans)
-
-    @property
-    def costs_of_passes(self) -> Costs:
-        """The same with messages that take no time."""
-        return replace(self.costs, comm=0)
-
-    @cached_property
-    def timeline(self) -> Timeline:
-        """The passes as they ran, in the simulator's terms: pictures, idle intervals, the critical path."""
-        return recorded_timeline(self.schedule, self.spans, self.costs)
-
-    @cached_property
-    def idle(self) -> dict[int, dict[str, float]]:
-        """The seconds without a pass of each rank by cause, from the first start to the last end of all ranks.
-
-        `zbcompile.schedules.simulation.idle_causes` defines the causes. Empty in one process, where ranks take turns.
-        """
-        return (
-            {}
-            if self.in_process
-            else {
-                rank: {str(cause): seconds for cause, seconds in idle.items()}
-                for rank, idle in enumerate(self.timeline.idle_by_cause)
-            }
-        )
-
-    def save(self, path: str | Path) -> None:
-        """Write the record to a file that `python -m zbcompile.inspect TARGET --measured FILE` reads; it is the same on
-        every rank, so the first one is enough.
-
-        >>> pipe.last_step.save("step.json")                      # doctest: +SKIP
-        """
-        from zbcompile.profiling.step_record import record_to_text
-
-        Path(path).write_text(record_to_text(self), encoding="utf-8")
 
 
 @dataclass

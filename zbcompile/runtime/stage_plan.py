@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from zbcompile.backends.backend import Run
+from zbcompile.backends.types import Run
 from zbcompile.model.seeds import Relay
 from zbcompile.passes.graph.fx import output_values
 from zbcompile.passes.graph.roles import Slot, TensorSpec

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from zbcompile.backends.backend import Run
+from zbcompile.backends.types import Run
 from zbcompile.errors import PipelineError
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.torch_private import boxed

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from zbcompile.distributed.messages import HIDDEN_MESSAGE, ROWS_MESSAGE, Buffer, Message
 from zbcompile.distributed.transport import Tensors, Transport
-from zbcompile.runtime.rank_plan import HIDDEN_MESSAGE, ROWS_MESSAGE, Buffer, Message
 from zbcompile.runtime.vocabulary_collectives import Collectives
 from zbcompile.runtime.vocabulary_shard_run import ShardRun
 from zbcompile.schedules.ir.actions import COLLECTIVES, LOOKUP, SPREAD

@@ -1,14 +1,28 @@
 """A pipeline with the calls of a `torch.distributed.pipelining` schedule, so that a loop written for one fits."""
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 
+from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
-from zbcompile.frontend.pipeline import Pipeline
-from zbcompile.runtime.engine import Distributed
+from zbcompile.passes.capture.training_step import LossFunction
+from zbcompile.program.program import Program
 from zbcompile.torch_private import pytree
+
+
+class Steps(Protocol):
+    """The part of a pipeline that a schedule needs."""
+
+    @property
+    def program(self) -> Program: ...
+    @property
+    def ranks(self) -> Ranks: ...
+    @property
+    def loss(self) -> LossFunction | None: ...
+    def compile(self, *args: Any, target: Any = None, **kwargs: Any) -> Any: ...
+    def step_losses(self, *args: Any, target: Any = None, **kwargs: Any) -> list[torch.Tensor]: ...
+    def eval(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
 class ScheduleLike:
@@ -25,7 +39,7 @@ class ScheduleLike:
     >>> schedule.step(target=targets, losses=losses)         # on the last one               # doctest: +SKIP
     """
 
-    def __init__(self, pipe: Pipeline) -> None:
+    def __init__(self, pipe: Steps) -> None:
         self._pipe = pipe
         self._known: tuple[Any, Any, Any] | None = None
 
@@ -49,16 +63,16 @@ class ScheduleLike:
         """The model's output for one batch, on the last rank (None elsewhere), and with a target its losses."""
         args, kwargs, target = self._shared(args or None, kwargs or None, target)
         output = self._pipe.eval(*(args or ()), **(kwargs or {}))
-        if target is not None and self._pipe.options.loss is not None:
+        if target is not None and self._pipe.loss is not None:
             count = self._pipe.program.schedule.microbatches
             parts = zip(output.chunk(count), target.chunk(count), strict=True)
-            self._fill(losses, [self._pipe.options.loss(part, goal) for part, goal in parts])
+            self._fill(losses, [self._pipe.loss(part, goal) for part, goal in parts])
         return output if self._is_last else None
 
     @property
     def _is_last(self) -> bool:
         program = self._pipe.program
-        return bool(set(program.ranks_of(program.schedule.stages - 1)) & set(self._pipe.engine.local))
+        return bool(set(program.ranks_of(program.schedule.stages - 1)) & set(self._pipe.ranks.local))
 
     def _fill(self, losses: list[torch.Tensor] | None, found: list[torch.Tensor]) -> None:
         if losses is not None and self._is_last:
@@ -66,11 +80,7 @@ class ScheduleLike:
 
     def _shared(self, *given: Any) -> tuple[Any, Any, Any]:
         """Inputs, keywords and target, each from the first rank that passed it."""
-        engine = self._pipe.engine
-        if not isinstance(engine, Distributed):
-            return given[0], given[1], given[2]
-        everyone: list[Any] = [None] * engine.ranks
-        dist.all_gather_object(everyone, given, group=engine.group)
+        everyone = self._pipe.ranks.gather_here(given)
         args, kwargs, target = (
             next((v for v in values if v is not None), None) for values in zip(*everyone, strict=True)
         )
@@ -94,12 +104,12 @@ class ScheduleLike:
                 )
 
 
-def _inputs_read(pipe: Pipeline) -> dict[str, int]:
+def _inputs_read(pipe: Steps) -> dict[str, int]:
     """The input paths that ranks of this process read, each with the first stage that does; shards of the output layer
     count as their ranks' first stages."""
     program = pipe.program
     found: dict[str, int] = {}
-    for rank in pipe.engine.local:
+    for rank in pipe.ranks.local:
         stages = program.stages_of(rank)
         read = [(stage, piece) for stage in stages for piece in program.stages[stage].pieces.values()]
         read += [(stages[0], piece) for piece in program.vocabulary.pieces[rank].values()] if program.vocabulary else []

@@ -12,9 +12,10 @@ import torch
 from tests.support.oracle import PROBLEMS
 from tests.support.pool import Pool
 from tests.support.training import Case, pipeline_of
+from zbcompile.distributed.messages import Message
+from zbcompile.distributed.ranks import GroupRanks
 from zbcompile.distributed.transport import PointToPoint, Tensors
-from zbcompile.runtime.engine import Distributed
-from zbcompile.runtime.rank_plan import Message, plan_rank
+from zbcompile.runtime.rank_plan import plan_rank
 from zbcompile.schedules import build, lower
 
 
@@ -55,15 +56,15 @@ class Counted(PointToPoint):
 
 
 def most_sends(case: Case) -> int:
-    original = Distributed._transport
-    Distributed._transport = lambda self, executable: Counted(**vars(original(self, executable)))  # type: ignore[method-assign]
+    original = GroupRanks.transport
+    GroupRanks.transport = lambda self, *given: Counted(**vars(original(self, *given)))  # type: ignore[method-assign]
     try:
         pipe, batch = compiled(case)
         Counted.most = 0
         pipe.step(*batch.args, target=batch.target)
         return Counted.most
     finally:
-        Distributed._transport = original  # type: ignore[method-assign]
+        GroupRanks.transport = original  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])

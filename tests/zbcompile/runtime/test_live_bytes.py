@@ -20,8 +20,9 @@ from zbcompile.model.seeds import undisturbed
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.program.program import Program
 from zbcompile.runtime.action_loop import RankRun
-from zbcompile.runtime.engine import interleave, make_executable
+from zbcompile.runtime.engine import make_executable
 from zbcompile.runtime.gradients import Gradients
+from zbcompile.runtime.in_process import interleave
 from zbcompile.runtime.stage_plan import prepare_stage
 from zbcompile.runtime.stage_run import StageRun
 from zbcompile.schedules.ir.actions import Action

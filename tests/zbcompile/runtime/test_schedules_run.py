@@ -33,10 +33,10 @@ from tests.support.training import (
     train,
 )
 from zbcompile.distributed.channels import Ordered
+from zbcompile.distributed.messages import Message
+from zbcompile.distributed.ranks import GroupRanks
 from zbcompile.distributed.transport import PointToPoint, Tensors
 from zbcompile.env import ORDERED
-from zbcompile.runtime.engine import Distributed
-from zbcompile.runtime.rank_plan import Message
 from zbcompile.schedules import Pair, ScheduleError, build, names, smallest_microbatches
 
 LAZY = "zb-h1-lazy"
@@ -90,7 +90,7 @@ def assert_declared(ours: Trained, case: Case) -> None:
 def test_in_one_process(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Messages are paired by their order on each channel alone, as NCCL pairs them."""
     schedule = build(case.schedule, case.ranks, case.microbatches)
-    monkeypatch.setattr("zbcompile.runtime.engine.Mailboxes", partial(InOrder, rank_of=schedule.rank_of))
+    monkeypatch.setattr("zbcompile.distributed.ranks.Mailboxes", partial(InOrder, rank_of=schedule.rank_of))
     assert_declared(quickly(case), case)
 
 
@@ -174,13 +174,13 @@ class Late(PointToPoint):
 
 
 def delayed(case: Case, ordered: bool) -> Trained:
-    original = Distributed._transport
-    Distributed._transport = lambda self, executable: Late(**vars(original(self, executable)))  # type: ignore[method-assign]
+    original = GroupRanks.transport
+    GroupRanks.transport = lambda self, *given: Late(**vars(original(self, *given)))  # type: ignore[method-assign]
     try:
         with mock.patch.dict(os.environ, {ORDERED.name: str(int(ordered))}):
             return quickly(case)
     finally:
-        Distributed._transport = original  # type: ignore[method-assign]
+        GroupRanks.transport = original  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("ordered", [False, True], ids=["by tag", "in order"])

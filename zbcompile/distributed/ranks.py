@@ -1,0 +1,219 @@
+"""Ranks: which ranks of a pipeline this process plays, and what it tells the other processes outside of a step."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from zbcompile.distributed.channels import Channels, Ordered, Tagged, open_channels
+from zbcompile.distributed.faults import Position
+from zbcompile.distributed.replicas import Replicas
+from zbcompile.distributed.transport import Mailboxes, PointToPoint, ReceiveBuffers, Transport
+from zbcompile.distributed.watchdog import Alone, Watch
+from zbcompile.errors import PipelineError
+from zbcompile.schedules.checking.communication_rules import channels_of
+from zbcompile.schedules.ir.schedule import Schedule
+from zbcompile.torch_private import group_called, is_bound
+
+Value = TypeVar("Value")
+
+
+class Ranks(Protocol):
+    """The ranks of a pipeline as one process sees them.
+
+    `local` are those that this process plays, of `count` in all; `rank` is the only one, None if it plays all of them.
+    `group` is the pipeline's process group, None without one. `watch` guards what ranks do together, and names in its
+    errors the processes by `members`. Every process must make each of the calls below, in one common order.
+    """
+
+    @property
+    def local(self) -> tuple[int, ...]: ...
+    @property
+    def count(self) -> int: ...
+    @property
+    def rank(self) -> int | None: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def group(self) -> dist.ProcessGroup | None: ...
+    @property
+    def watch(self) -> Alone | Watch: ...
+    @property
+    def replicas(self) -> Replicas: ...
+    @property
+    def members(self) -> Sequence[int]: ...
+    @property
+    def is_first(self) -> bool:
+        """Whether this process has the first rank of all: the one that speaks and writes for all."""
+        ...
+
+    def gather(self, value: Value) -> list[Value]:
+        """The value of every process, those of other replicas included, in the order of `members`."""
+        ...
+
+    def gather_here(self, value: Value) -> list[Value]:
+        """The value of every process of this replica."""
+        ...
+
+    def broadcast(self, tensor: torch.Tensor, rank: int) -> None:
+        """Overwrite `tensor` with the one of pipeline rank `rank`."""
+        ...
+
+    def add_up(self, tensor: torch.Tensor) -> None:
+        """Overwrite `tensor` with its sum over the processes of this replica."""
+        ...
+
+    def largest(self, tensor: torch.Tensor) -> None:
+        """Overwrite `tensor` with its elementwise maximum over the processes of all replicas."""
+        ...
+
+    def transport(self, schedule: Schedule, microbatches: int, buffers: ReceiveBuffers) -> Transport:
+        """What carries the messages of one pass over `microbatches` microbatches."""
+        ...
+
+    def collective_group(self) -> dist.ProcessGroup | None:
+        """The process group of the vocabulary's collectives, made at the first call; None in one process."""
+        ...
+
+    def watch_over(self, names: Iterable[str]) -> None:
+        """Process groups that the graphs communicate through: they end with this pipeline when one of its ranks
+        fails, so that their other ranks do not wait for it."""
+        ...
+
+    def disconnect(self) -> None:
+        """Release per-rank resources (channels)."""
+        ...
+
+
+@dataclass
+class LocalRanks:
+    """All ranks are in this process."""
+
+    count: int
+    device: torch.device
+    watch: Alone = field(default_factory=lambda: Alone(Position()))
+    replicas: Replicas = field(default_factory=Replicas)
+    rank: None = None
+    group: None = None
+    members: Sequence[int] = (0,)
+    is_first: bool = True
+
+    @property
+    def local(self) -> tuple[int, ...]:
+        return tuple(range(self.count))
+
+    def gather(self, value: Value) -> list[Value]:
+        return [value]
+
+    def gather_here(self, value: Value) -> list[Value]:
+        return [value]
+
+    def broadcast(self, tensor: torch.Tensor, rank: int) -> None:
+        pass
+
+    def add_up(self, tensor: torch.Tensor) -> None:
+        pass
+
+    def largest(self, tensor: torch.Tensor) -> None:
+        pass
+
+    def transport(self, schedule: Schedule, microbatches: int, buffers: ReceiveBuffers) -> Transport:
+        return Mailboxes()
+
+    def collective_group(self) -> None:
+        return None
+
+    def watch_over(self, names: Iterable[str]) -> None:
+        pass
+
+    def disconnect(self) -> None:
+        pass
+
+
+@dataclass
+class GroupRanks:
+    """This process is one rank of a process group: `group` holds the ranks of its pipeline, `everyone` those of all
+    replicas."""
+
+    group: dist.ProcessGroup
+    everyone: dist.ProcessGroup
+    rank: int
+    count: int
+    device: torch.device
+    backend: str
+    watch: Watch
+    replicas: Replicas
+    ordered: bool  # messages are told apart by their order alone, as NCCL does
+    collectives: dist.ProcessGroup | None = None
+    opened: Ordered | None = None
+
+    @property
+    def local(self) -> tuple[int, ...]:
+        return (self.rank,)
+
+    @property
+    def members(self) -> Sequence[int]:
+        return self.watch.board.members
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0 and self.replicas.rank == 0
+
+    def gather(self, value: Value) -> list[Value]:
+        return _gather(value, self.everyone)
+
+    def gather_here(self, value: Value) -> list[Value]:
+        return _gather(value, self.group)
+
+    def broadcast(self, tensor: torch.Tensor, rank: int) -> None:
+        dist.broadcast(tensor, group=self.group, group_src=rank)
+
+    def add_up(self, tensor: torch.Tensor) -> None:
+        dist.all_reduce(tensor, group=self.group)
+
+    def largest(self, tensor: torch.Tensor) -> None:
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.everyone)
+
+    def transport(self, schedule: Schedule, microbatches: int, buffers: ReceiveBuffers) -> Transport:
+        return PointToPoint(self.channels(schedule, microbatches), buffers)
+
+    def channels(self, schedule: Schedule, microbatches: int) -> Channels:
+        """What carries messages between the ranks of a schedule, by the numbers of `microbatches`; the first call opens
+        the rank-local channels."""
+        if not self.ordered:
+            return Tagged(self.group, microbatches)
+        if self.opened is None:
+            store, pairs = self.watch.board.private_store(self.group), channels_of(schedule)
+            with self.watch.position.waiting("the opening of the channels"):
+                self.opened = open_channels(self.backend, pairs, self.rank, store, self.device, self.watch.timeout)
+            self.watch.groups = (*self.watch.groups, *self.opened.links)
+        return self.opened
+
+    def collective_group(self) -> dist.ProcessGroup:
+        if self.collectives is None:
+            if self.replicas.count > 1 and is_bound(dist.group.WORLD):
+                raise PipelineError(
+                    "vocab= beside replicas needs a process group that is not bound to a device, since only all ranks "
+                    "together can make new groups of one that is. Call init_process_group without device_id=."
+                )
+            members = dist.get_process_group_ranks(self.group)
+            self.collectives = dist.new_group(members, use_local_synchronization=True)
+            self.watch.groups = (*self.watch.groups, self.collectives)
+        return self.collectives
+
+    def watch_over(self, names: Iterable[str]) -> None:
+        self.watch.inner = tuple({*self.watch.inner, *map(group_called, names)})
+
+    def disconnect(self) -> None:
+        """Close the channels; all ranks call it, as NCCL ends a communicator from both its ends."""
+        if self.opened is not None and self.watch.fault is None:
+            self.opened.close(self.backend)
+        self.opened = None
+
+
+def _gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    values = [value] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values

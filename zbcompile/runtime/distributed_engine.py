@@ -1,0 +1,94 @@
+"""This process as one rank of a process group."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zbcompile.distributed.clocks import clock_of, offset_to_first
+from zbcompile.distributed.ranks import GroupRanks
+from zbcompile.errors import PipelineError
+from zbcompile.model.seeds import undisturbed
+from zbcompile.passes.graph.roles import Slot
+from zbcompile.profiling.step_record import StepRecord
+from zbcompile.runtime.action_loop import RankRun
+from zbcompile.runtime.data_parallel import Reduction, start_reduction
+from zbcompile.runtime.engine import Executable, StepInput, StepRuns, losses_of
+from zbcompile.runtime.gradients import Gradients
+from zbcompile.runtime.recorder import Recorder, make_record
+from zbcompile.runtime.shared_gradients import share_losses, sum_shared
+from zbcompile.runtime.stage_plan import CompiledStage
+
+
+@dataclass
+class DistributedEngine:
+    """Runs this rank's part of every step. `ahead` is by how many seconds this host's clock is ahead of the first
+    rank's, once a step has been recorded."""
+
+    ranks: GroupRanks
+    last_step: StepRecord | None = None
+    ahead: float | None = None
+
+    def step(
+        self, executable: Executable, given: StepInput, parameters: Mapping[str, nn.Parameter]
+    ) -> list[torch.Tensor]:
+        program, ranks = executable.program, self.ranks
+        gradients = Gradients(parameters, program.shared, program.choices)
+        transport = ranks.transport(program.schedule, program.schedule.microbatches, executable.buffers)
+        recorder = self._start_recording(executable) if given.record else None
+        if executable.vocabulary is not None:
+            with ranks.watch.position.waiting("the rows of a tied embedding"):
+                executable.vocabulary.begin_step(gradients, program.tied)
+        run = StepRuns(executable, given, ranks, transport, recorder).run_of(executable.plans[0], gradients)
+        reduction = start_reduction(ranks.replicas, program, ranks.rank, gradients)
+        run.after = reduction.hooks
+        self._run(run)
+        losses = losses_of(run)
+        self._complete(executable, gradients, reduction)
+        with ranks.watch.position.waiting("the end"):
+            self.last_step = self._gather(recorder) if recorder else None
+            losses = {ranks.replicas.rank * program.schedule.microbatches + i: loss for i, loss in losses.items()}
+            return share_losses(program, losses, ranks.replicas.count, ranks.device, ranks.everyone)
+
+    def _run(self, run: RankRun) -> None:
+        with undisturbed(self.ranks.device), torch.no_grad():
+            for action in run.run():
+                raise PipelineError(f"rank {self.ranks.rank} cannot run {action}: its input was never requested")
+        with self.ranks.watch.position.waiting("the last sends"):
+            run.transport.finish()
+
+    def _complete(self, executable: Executable, gradients: Gradients, reduction: Reduction) -> None:
+        """Sum what several ranks and replicas hold."""
+        program, ranks = executable.program, self.ranks
+        with ranks.watch.position.waiting("the sum of tied gradients"):
+            sum_shared(program, gradients, ranks.rank, ranks.group)
+        if executable.vocabulary is not None:
+            with ranks.watch.position.waiting("the gradients of a tied embedding"):
+                executable.vocabulary.end_step(gradients, program.tied)
+        with ranks.watch.position.waiting("the sum over replicas"):
+            reduction.finish()
+            gradients.finish()
+            ranks.replicas.broadcast(_changed_buffers(executable.stages))
+
+    def _start_recording(self, executable: Executable) -> Recorder:
+        """All ranks begin together, on clocks that have been compared."""
+        with self.ranks.watch.position.waiting("the common start"):
+            if self.ahead is None:
+                self.ahead = offset_to_first(self.ranks.everyone, self.ranks.device)
+            dist.barrier(self.ranks.group)
+        return Recorder(executable.program, clock_of(self.ranks.device))
+
+    def _gather(self, recorder: Recorder) -> StepRecord:
+        """Every rank learns what every rank of its pipeline has seen."""
+        parts = self.ranks.gather_here(recorder.seen().shifted(self.ahead or 0.0))
+        return make_record(recorder.program, parts, in_process=False)
+
+
+def _changed_buffers(stages: Mapping[int, CompiledStage]) -> Iterator[torch.Tensor]:
+    """What forwards write: replicas go on with the first one's, as under DistributedDataParallel."""
+    for stage in stages.values():
+        for slot in stage.program.pieces["F"].outputs:
+            if slot.kind == "mutation":
+                yield stage.resident[Slot("buffer", slot.name)]

@@ -1,0 +1,65 @@
+"""All ranks in this process, in a deterministic interleaving: each rank runs until its input is missing."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from zbcompile.distributed.clocks import clock_of
+from zbcompile.distributed.ranks import LocalRanks
+from zbcompile.errors import PipelineError
+from zbcompile.model.seeds import undisturbed
+from zbcompile.profiling.step_record import StepRecord
+from zbcompile.runtime.action_loop import RankRun
+from zbcompile.runtime.engine import Executable, StepInput, StepRuns, losses_of
+from zbcompile.runtime.gradients import Gradients
+from zbcompile.runtime.recorder import Recorder, make_record
+from zbcompile.runtime.shared_gradients import sum_shared_in_process
+from zbcompile.schedules.ir.actions import Action
+
+
+@dataclass
+class InProcess:
+    """Runs the steps of all ranks."""
+
+    ranks: LocalRanks
+    last_step: StepRecord | None = None
+
+    def step(
+        self, executable: Executable, given: StepInput, parameters: Mapping[str, nn.Parameter]
+    ) -> list[torch.Tensor]:
+        program, device = executable.program, self.ranks.device
+        recorder = Recorder(program, clock_of(device)) if given.record else None
+        gradients = [Gradients(parameters, program.shared, program.choices) for _ in self.ranks.local]
+        mailboxes = self.ranks.transport(program.schedule, program.schedule.microbatches, executable.buffers)
+        begin = StepRuns(executable, given, self.ranks, mailboxes, recorder)
+        runs = [begin.run_of(plan, own) for plan, own in zip(executable.plans, gradients, strict=True)]
+        with undisturbed(device), torch.no_grad():
+            interleave(runs)
+        for run in runs:
+            run.transport.finish()
+        losses = {i: loss for run in runs for i, loss in losses_of(run).items()}
+        sum_shared_in_process(program, gradients)
+        for own in gradients:
+            own.finish()
+        self.last_step = make_record(program, [recorder.seen()], in_process=True) if recorder else None
+        return [losses[i].detach() for i in range(program.schedule.microbatches)]
+
+
+def interleave(ranks: Sequence[RankRun]) -> None:
+    """Run the ranks in turn, each until it must wait, until all are done."""
+    running = {rank.rank: rank.run() for rank in ranks}
+    before: dict[int, Action] = {}
+    while running:
+        turns = {rank: _turn(ranks[rank], program) for rank, program in running.items()}
+        waiting = {rank: action for rank, action in turns.items() if action is not None}
+        if waiting and waiting == before:
+            stuck = ", ".join(f"rank {rank} at {action}" for rank, action in waiting.items())
+            raise PipelineError(f"no rank can go on: {stuck}; the schedule's order is not executable")
+        before, running = waiting, {rank: running[rank] for rank in waiting}
+
+
+def _turn(rank: RankRun, program: Iterator[Action]) -> Action | None:
+    rank.position.rank = rank.rank
+    return next(program, None)
