@@ -1,0 +1,128 @@
+"""The rooms: where modules may stand, what they may be called, and in which one direction they import each other.
+
+Type-only and lazy imports count: an arrow that a reader has to follow is an arrow.
+"""
+
+import ast
+from collections import Counter
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = {"zbcompile": "zbcompile", "passes": "zbcompile.passes", "schedules": "zbcompile.schedules"}
+
+# Each room imports from those before it, never from those after it.
+ORDER = {
+    "schedules": (
+        *("errors", "ir", "execution", "generators", "lowering", "checking"),
+        *("simulation", "visualization", "__init__", "__main__"),
+    ),
+    "passes": (
+        *("__init__", "errors", "compile_options", "torch_private", "graph", "capture", "partition", "split"),
+        *("recompute", "stage", "vocabulary", "serialization"),
+    ),
+    "zbcompile": (
+        *("version", "__init__", "errors", "env", "json_text", "atomic_files", "torch_private"),
+        *("profiling", "model", "distributed", "program", "backends", "compiler", "runtime"),
+        *("prediction", "torch_pipelining", "frontend", "persistence", "cli", "inspection"),
+        *("compile", "run", "inspect"),
+    ),
+}
+OTHERS = {"schedules": set(), "passes": set(), "zbcompile": {"passes", "schedules"}}  # which folders each may import
+MANY = {"__init__", "__main__", "errors", "torch_private"}  # names that several rooms have
+
+
+def modules() -> dict[str, tuple[str, Path]]:
+    """Dotted name -> (top-level folder, file)."""
+    found: dict[str, tuple[str, Path]] = {}
+    for top, package in PACKAGE.items():
+        for file in (ROOT / top).rglob("*.py"):
+            parts = file.relative_to(ROOT / top).with_suffix("").parts
+            if not (top == "zbcompile" and parts[0] in ("passes", "schedules")):
+                found[".".join((package, *parts)).removesuffix(".__init__")] = top, file
+    return found
+
+
+MODULES = modules()
+
+
+def imports(name: str) -> Iterator[str]:
+    """The modules that a module names in an import anywhere; public names count as the modules that define them."""
+    tree = ast.parse(MODULES[name][1].read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in MODULES)
+        elif isinstance(node, ast.ImportFrom) and node.module in MODULES:
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                yield whole if whole in MODULES else HOME.get(whole, node.module)
+
+
+def public_names() -> dict[str, str]:
+    """`package.name` -> the module that defines it, for the lazy names of the packages' `__init__` files."""
+    found: dict[str, str] = {}
+    for package in PACKAGE.values():
+        for node in ast.walk(ast.parse(MODULES[package][1].read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module in MODULES:
+                found |= {f"{package}.{alias.name}": node.module for alias in node.names}
+    return found
+
+
+HOME = public_names()
+ARROWS = {name: set(imports(name)) - {name} for name in MODULES if MODULES[name][1].name != "__init__.py"}
+
+
+def room(name: str) -> str:
+    """The sub-package, or the module if it stands at the top of its folder."""
+    top = MODULES[name][0]
+    rest = name.removeprefix(PACKAGE[top]).removeprefix(".")
+    return rest.partition(".")[0] or "__init__"
+
+
+def test_every_room_has_its_place() -> None:
+    for top, order in ORDER.items():
+        assert {room(name) for name in MODULES if MODULES[name][0] == top} == set(order), top
+
+
+def test_no_import_circle() -> None:
+    try:
+        tuple(TopologicalSorter(ARROWS).static_order())
+    except CycleError as error:
+        pytest.fail(f"modules import each other in a circle: {' <- '.join(error.args[1])}", pytrace=False)
+
+
+def test_rooms_import_in_one_direction() -> None:
+    upwards = []
+    for name, targets in ARROWS.items():
+        top = MODULES[name][0]
+        for target in sorted(targets):
+            other = MODULES[target][0]
+            if other != top:
+                allowed = other in OTHERS[top] or target == "zbcompile.version"
+            else:
+                allowed = ORDER[top].index(room(target)) <= ORDER[top].index(room(name))
+            if not allowed:
+                upwards.append(f"{name} imports {target}")
+    assert not upwards, "\n".join(upwards)
+
+
+def test_no_two_modules_have_one_name() -> None:
+    counts = Counter(file.stem for _, file in MODULES.values())
+    assert {stem for stem, count in counts.items() if count > 1} <= MANY
+
+
+def test_no_module_has_the_name_of_a_public_function() -> None:
+    """A module `zbcompile.schedules.check` would hide the function of that name once it is imported."""
+    for package in PACKAGE.values():
+        public = {name.rpartition(".")[2] for name in HOME if name.rpartition(".")[0] == package}
+        beside = {name.rpartition(".")[2] for name in MODULES if name.rpartition(".")[0] == package}
+        assert not public & beside - {"passes", "schedules"}
+
+
+def test_rooms_are_not_halls() -> None:
+    """More than about two dozen modules side by side hide what a reader looks for."""
+    crowd = Counter(file.parent for _, file in MODULES.values())
+    assert max(crowd.values()) <= 24, crowd.most_common(3)
