@@ -38,7 +38,7 @@ class CompileRequest(Plan):
     output: Path
     weights: Path | None
     seed: int
-    split: Sequence[tuple[str, bool]]
+    split: Sequence[tuple[str, bool | int]]
     backend: str
 
 
@@ -88,11 +88,11 @@ def run(request: CompileRequest) -> None:
     print(request.output)
 
 
-def _split(text: str) -> tuple[str, bool]:
+def _split(text: str) -> tuple[str, bool | int]:
     name, _, answer = text.rpartition("=")
-    if not name or answer not in ("yes", "no"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not of the form INPUT=yes or INPUT=no")
-    return name, answer == "yes"
+    if not name or not (answer in ("yes", "no") or answer.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form INPUT=yes, INPUT=no or INPUT=DIMENSION")
+    return name, int(answer) if answer.isdecimal() else answer == "yes"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -109,11 +109,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--split",
-        metavar="INPUT=yes|no",
+        metavar="INPUT=yes|no|DIM",
         type=_split,
         action="append",
         default=[],
-        help="whether an input (kwargs['mask'], or mask) is split into microbatches, where the default rule is wrong",
+        help="whether an input (kwargs['mask'], or mask) is split into microbatches, or along which dimension",
     )
     parser.add_argument("--seed", type=int, default=0, help="enters zbcompile.microbatch_seed (default: 0)")
     parser.add_argument(

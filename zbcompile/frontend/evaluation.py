@@ -51,9 +51,9 @@ def plan_evaluation(model: nn.Module, batch: Batch, program: Program, inspect: b
     computed on the whole batch, so that it is what the model itself returns. So is a forward that changes buffers,
     which a batch changes once.
     """
-    whole = compile_inference(model, batch.microbatch(0, 1), program)
+    whole = compile_inference(model, batch.whole, program)
     wanted = program.schedule.microbatches
-    count = max(n for n in range(1, wanted + 1) if batch.size % n == 0)
+    count = max(n for n in range(1, wanted + 1) if batch.divides_into(n))
     if count == 1 or not _has_rows(whole, batch.size) or _changes_buffers(whole):
         return EvaluationPlan(whole, 1, inspect)
     chunk = compile_inference(model, batch.microbatch(0, count), program)

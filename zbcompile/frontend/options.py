@@ -1,6 +1,5 @@
 """What a user may ask of a pipeline, checked before anything is compiled."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +8,7 @@ import torch
 from zbcompile.backends.backend import check_backend
 from zbcompile.backends.types import GraphCompiler
 from zbcompile.errors import PipelineError
+from zbcompile.model.batch_split import Split
 from zbcompile.model.materialize import Init
 from zbcompile.passes.capture.training_step import LossFunction
 from zbcompile.passes.compile_options import BALANCES, RECOMPUTE_POLICIES, VOCAB_LOGITS, VOCABS, Choices
@@ -26,7 +26,7 @@ class Options:
     loss: LossFunction | None
     loss_reduction: str
     choices: Choices
-    split: Mapping[str, bool] | None
+    split: Split | None
     chunks: int | None
     seed: int
     timeout: float = 300.0

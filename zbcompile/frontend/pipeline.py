@@ -155,15 +155,15 @@ class Pipeline:
             return self._evaluate(args, kwargs)
 
     def _evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        batch = flatten_batch(args, kwargs, None, self.options.split)
+        batch = flatten_batch(args, kwargs, None, self.options.split, partial=True)
         program = self._program_for_eval(args, kwargs)
-        key = (batch.rows(0, batch.size).signature, autocast_on(self._ranks.device))
+        key = (batch.whole.signature, autocast_on(self._ranks.device))
 
         def plan() -> EvaluationPlan:
             return plan_evaluation(self._model, batch, program, self._compiled.debug_nan)
 
         if key not in self._evaluations:
-            with self._watch.position.turn_to(f"compiling eval for {batch.microbatch(0, 1).summary()}"):
+            with self._watch.position.turn_to(f"compiling eval for {batch.whole.summary()}"):
                 self._evaluations.add(key, together(self._ranks, "compiling eval", plan))
         self._compiled.share.require_filled()
         chosen = self._evaluations[key]

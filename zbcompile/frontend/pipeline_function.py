@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 import torch
@@ -13,6 +13,7 @@ from zbcompile.distributed.process_group import device_of, find_ranks
 from zbcompile.errors import PipelineError
 from zbcompile.frontend.options import Options
 from zbcompile.frontend.pipeline import Pipeline
+from zbcompile.model.batch_split import Split
 from zbcompile.model.materialize import Init
 from zbcompile.passes.capture.training_step import LossFunction
 from zbcompile.passes.compile_options import Choices, Recompute, Vocab, VocabLogits
@@ -46,7 +47,7 @@ def pipeline(  # type: ignore[misc]  # the overloads differ in `model` alone and
     accumulate_dtype: torch.dtype | None = None,
     vocab: Vocab = "off",
     vocab_logits: VocabLogits = "auto",
-    split: Mapping[str, bool] | None = None,
+    split: Split | None = None,
     chunks: int | None = None,
     example: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
     mesh: Any = None,
@@ -94,7 +95,9 @@ def pipeline(  # type: ignore[misc]  # the overloads differ in `model` alone and
         vocab_logits: whether the logits of a shard wait for its weight gradient ("keep") or are made again ("remake":
             a third more FLOPs of the output layer, and nothing of the size of the vocabulary waits); "auto": kept while
             those of a microbatch take at most 256 MiB and `memory` allows it.
-        split: which inputs are split into microbatches, by path or keyword name, where the default rule is wrong.
+        split: how inputs are split into microbatches, by path or keyword name: False (whole in every microbatch), True
+            (along dimension 0) or the dimension, each by its own length. Tensors that are not named agree about
+            dimension 0, the batch; those without dimensions or with one row go whole into every microbatch.
         chunks: stages per rank, for the interleaved schedules.
         example: `(args, kwargs)` of one batch (`target` among the keywords); compiles at once.
         mesh: a DeviceMesh with a "pp" dimension and, for data parallelism, a "dp" dimension: every replica of the

@@ -1,12 +1,12 @@
-"""How a batch becomes microbatches: which leaves are split along dimension 0 and which every microbatch sees whole."""
+"""A batch as a flat list of leaves, and its microbatches."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from zbcompile.errors import PipelineError
+from zbcompile.model.batch_split import Cut, Split, choose_cuts
 from zbcompile.torch_private import pytree
 
 _TOP = ("args", "kwargs", "target")
@@ -14,23 +14,40 @@ _TOP = ("args", "kwargs", "target")
 
 @dataclass(frozen=True)
 class Batch:
-    """The flattened inputs of one step. `paths[i]` names `leaves[i]`; `is_split[i]` says whether it is divided."""
+    """The flattened inputs of one step, of `size` samples. `paths[i]` names `leaves[i]`, `cuts[i]` is the dimension to
+    cut it along (None: every microbatch takes it whole)."""
 
     leaves: tuple[Any, ...]
     paths: tuple[str, ...]
-    is_split: tuple[bool, ...]
+    cuts: tuple[Cut, ...]
     structure: Any
     size: int
 
+    @property
+    def whole(self) -> "Microbatch":
+        """The batch as one microbatch."""
+        return Microbatch(self.leaves, self.paths, self.structure)
+
+    @property
+    def lengths(self) -> dict[str, int]:
+        """How long each leaf that is cut is, by its path."""
+        cut = zip(self.paths, self.leaves, self.cuts, strict=True)
+        return {path: leaf.shape[dim] for path, leaf, dim in cut if dim is not None}
+
+    def divides_into(self, count: int) -> bool:
+        """Whether `count` equal microbatches can be made."""
+        return all(length % count == 0 for length in self.lengths.values())
+
     def microbatch(self, index: int, count: int) -> "Microbatch":
         """Microbatch `index` of `count` equal ones."""
-        width = self.size // count
-        return self.rows(index * width, (index + 1) * width)
+        pairs = zip(self.leaves, self.cuts, strict=True)
+        leaves = tuple(leaf if dim is None else _part(leaf, dim, index, count) for leaf, dim in pairs)
+        return Microbatch(leaves, self.paths, self.structure)
 
-    def rows(self, start: int, stop: int) -> "Microbatch":
-        """The rows from `start` up to `stop` of every leaf that is split, the others whole."""
-        leaves = [leaf[start:stop] if cut else leaf for leaf, cut in zip(self.leaves, self.is_split, strict=True)]
-        return Microbatch(tuple(leaves), self.paths, self.structure)
+
+def _part(leaf: torch.Tensor, dim: int, index: int, count: int) -> torch.Tensor:
+    width = leaf.shape[dim] // count
+    return leaf.narrow(dim, index * width, width)
 
 
 @dataclass(frozen=True)
@@ -68,22 +85,17 @@ def _describe(leaf: Any) -> Any:
 
 
 def flatten_batch(
-    args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, split: Mapping[str, bool] | None
+    args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, split: Split | None, partial: bool = False
 ) -> Batch:
-    """Flatten a step's inputs and decide which leaves are split.
+    """Flatten a step's inputs and decide how each leaf is cut; see `choose_cuts`, which also says what it raises.
 
-    The first tensor with dimensions gives the batch size; every tensor whose dimension 0 has that size is split.
-    `split` overrides by path (`args[0]`, `kwargs['mask']`, `target`) or by the bare name of a keyword (`mask`).
-    Raises PipelineError for a batch without tensors, an ambiguous leaf and an override that matches nothing.
+    `partial`: some inputs of a step may be missing, as labels are in an evaluation.
     """
     pairs, structure = pytree.tree_flatten_with_path((args, kwargs, target))
     paths = tuple(_path(path) for path, _ in pairs)
     leaves = tuple(leaf for _, leaf in pairs)
-    chosen = _overrides(paths, split or {})
-    first = _first_batched(paths, leaves, chosen)
-    size = leaves[first].shape[0]
-    is_split = tuple(_decide(paths[i], leaves[i], size, chosen, i == first) for i in range(len(leaves)))
-    return Batch(leaves, paths, is_split, structure, size)
+    cuts, size = choose_cuts(paths, leaves, split or {}, partial)
+    return Batch(leaves, paths, cuts, structure, size)
 
 
 def input_tensors(args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> dict[str, torch.Tensor]:
@@ -94,47 +106,6 @@ def input_tensors(args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) ->
 
 def _path(path: Any) -> str:
     return _TOP[path[0].idx] + pytree.keystr(path[1:])
-
-
-def _overrides(paths: tuple[str, ...], split: Mapping[str, bool]) -> dict[str, bool]:
-    chosen: dict[str, bool] = {}
-    for name, value in split.items():
-        matches = [p for p in paths if p == name or p == f"kwargs['{name}']" or p.startswith((f"{name}[", f"{name}."))]
-        if not matches:
-            raise PipelineError(f"split= names {name!r}, which no input has; the inputs are {', '.join(paths)}.")
-        chosen.update(dict.fromkeys(matches, value))
-    return chosen
-
-
-def _first_batched(paths: tuple[str, ...], leaves: tuple[Any, ...], chosen: Mapping[str, bool]) -> int:
-    for i, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
-        if isinstance(leaf, torch.Tensor) and leaf.ndim and chosen.get(path, True):
-            return i
-    raise PipelineError("the batch has no tensor with a batch dimension; nothing can be split into microbatches.")
-
-
-def _decide(path: str, leaf: Any, size: int, chosen: Mapping[str, bool], defines_size: bool) -> bool:
-    if not isinstance(leaf, torch.Tensor) or leaf.ndim == 0:
-        if chosen.get(path):
-            raise PipelineError(f"split= asks to split {path}, which is not a tensor with a batch dimension.")
-        return False
-    if path in chosen:
-        return _checked(path, leaf, size) if chosen[path] else False
-    if leaf.shape[0] != size:
-        return False
-    square = leaf.ndim >= 2 and leaf.shape[1] == size
-    if square and not defines_size and not path.startswith("target"):
-        raise PipelineError(
-            f"{path} has shape {list(leaf.shape)} and the batch size is {size}: it may be one row per sample or one "
-            f"table for all. Say which: split={{{path!r}: True}} or split={{{path!r}: False}}."
-        )
-    return True
-
-
-def _checked(path: str, leaf: torch.Tensor, size: int) -> bool:
-    if leaf.shape[0] != size:
-        raise PipelineError(f"split= asks to split {path} of shape {list(leaf.shape)}, but the batch size is {size}.")
-    return True
 
 
 def refuse_input_gradients(batch: Batch) -> None:
@@ -149,9 +120,12 @@ def refuse_input_gradients(batch: Batch) -> None:
 
 def require_divisible(batch: Batch, microbatches: int) -> None:
     """Raise PipelineError when the batch cannot be cut into equal microbatches."""
-    if batch.size % microbatches:
-        near = [n for n in range(1, batch.size + 1) if batch.size % n == 0]
-        raise PipelineError(
-            f"a batch of {batch.size} samples cannot be split into {microbatches} equal microbatches. Pass a batch "
-            f"size divisible by {microbatches}, or choose microbatches= among {near}."
-        )
+    if batch.divides_into(microbatches):
+        return
+    near = [n for n in range(1, batch.size + 1) if batch.divides_into(n)]
+    lengths = [f"{path} has {n}" for path, n in batch.lengths.items() if n != batch.size]
+    beside = f" ({', '.join(lengths)})" if lengths else ""
+    raise PipelineError(
+        f"a batch of {batch.size} samples{beside} cannot be split into {microbatches} equal microbatches. Pass a batch "
+        f"size divisible by {microbatches}, or choose microbatches= among {near}."
+    )

@@ -11,6 +11,7 @@ import torch
 
 from zbcompile.errors import PipelineError
 from zbcompile.model.batch import Microbatch
+from zbcompile.model.batch_split import Split
 from zbcompile.model.model_info import ModelFacts
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.partition.search import Cuts
@@ -26,7 +27,7 @@ class StepOptions:
 
     loss_reduction: str = "mean"
     seed: int = 0
-    split: Mapping[str, bool] | None = None
+    split: Split | None = None
     backend: str = "fx"
     cuda_graphs: bool = False
 

@@ -46,9 +46,36 @@ def split_of_unknown_input() -> None:
     masked(split={"msak": True})
 
 
-def split_of_other_size() -> None:
+def split_of_a_missing_dimension() -> None:
+    masked(split={"mask": 2})
+
+
+def split_that_does_not_divide() -> None:
     pipe = zbcompile.pipeline(Masked(), schedule="1f1b", microbatches=4, ranks=2, split={"mask": True})
-    pipe.step(ROWS, mask=torch.ones(5))
+    pipe.step(ROWS, mask=torch.ones(6))
+
+
+class Scaled(MLP):
+    def forward(self, scale: Tensor, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x) * scale.sum()
+
+
+def first_tensor_is_no_batch() -> None:
+    pipe = zbcompile.pipeline(Scaled(), schedule="1f1b", microbatches=2, ranks=2, loss=F.mse_loss)
+    pipe.step(torch.ones(2), ROWS, target=ROWS)
+
+
+def target_of_other_length() -> None:
+    pipe = zbcompile.pipeline(MLP(), schedule="1f1b", microbatches=4, ranks=2, loss=F.mse_loss)
+    pipe.step(ROWS, target=ROWS[:7])
+
+
+def empty_batch() -> None:
+    train(MLP(), ROWS[:0])
+
+
+def empty_evaluation() -> None:
+    train(MLP()).eval(ROWS[:0])
 
 
 def input_that_requires_a_gradient() -> None:
@@ -210,7 +237,12 @@ BAD = (
     Refused(
         split_of_unknown_input, PIPELINE, r"'msak', which no input has; the inputs are args\[0\], kwargs\['mask'\]"
     ),
-    Refused(split_of_other_size, PIPELINE, r"kwargs\['mask'\] of shape \[5\], but the batch size is 8"),
+    Refused(split_of_a_missing_dimension, PIPELINE, r"cut dimension 2 of kwargs\['mask'\], which has shape \[8, 8\]"),
+    Refused(split_that_does_not_divide, PIPELINE, r"batch of 8 samples \(kwargs\['mask'\] has 6\).*among \[1, 2\]"),
+    Refused(first_tensor_is_no_batch, PIPELINE, r"args\[0\] has 2 rows, the batch 8 \(args\[1\], target\).*split={"),
+    Refused(target_of_other_length, PIPELINE, r"target has 7 rows, the batch 8 \(args\[0\]\).*split={'target': False}"),
+    Refused(empty_batch, PIPELINE, r"the batch is empty: args\[0\], target"),
+    Refused(empty_evaluation, PIPELINE, r"the batch is empty: args\[0\]"),
     Refused(input_that_requires_a_gradient, PIPELINE, r"args\[0\] requires a gradient.*detach"),
     Refused(target_without_loss, PIPELINE, r"target=, but the pipeline has no loss="),
     Refused(too_many_stages, PARTITION, r"at most 2 stages; the schedule needs 4"),

@@ -52,10 +52,10 @@ def by_hand(model: nn.Module, x: Tensor, extra: dict[str, Tensor], table: Tensor
 
 
 @pytest.mark.parametrize(
-    ("wide", "split"), [(5, None), (8, {"table": False, "args[1]": True})], ids=["by size", "by split="]
+    ("wide", "split"), [(1, {}), (5, {"table": False}), (8, {"table": False, "args[1]": True})], ids=str
 )
-def test_nested_keywords_replicated_tables_and_numbers(wide: int, split: dict[str, bool] | None) -> None:
-    """A leaf whose dimension 0 is not the batch is replicated; where it happens to be, `split=` says so."""
+def test_nested_keywords_replicated_tables_and_numbers(wide: int, split: dict[str, bool]) -> None:
+    """A table of one row is replicated, another one if `split=` says so, also if it is as long as the batch."""
     x, extra, table, goal = inputs(8, wide)
     model, other = conditioned(), conditioned()
     pipe = zbcompile.pipeline(model, schedule="zb-v", microbatches=4, ranks=2, loss=F.mse_loss, exact=True, split=split)
@@ -66,7 +66,7 @@ def test_nested_keywords_replicated_tables_and_numbers(wide: int, split: dict[st
 
 def test_numbers_specialise() -> None:
     """Another value of an argument that is no tensor compiles again instead of using the old value."""
-    x, extra, table, goal = inputs(8, 5)
+    x, extra, table, goal = inputs(8, 1)
     pipe = zbcompile.pipeline(conditioned(), schedule="1f1b", microbatches=4, ranks=2, loss=F.mse_loss)
     losses = [float(pipe.step(x, extra, table=table, scale=s, target=goal)) for s in (0.5, 1.0, 0.5)]
     assert losses[0] == losses[2] != losses[1]
