@@ -79,14 +79,6 @@ class Storages:
     bytes: Mapping[int, int]
     views: frozenset[Node]
 
-    def of(self, node: Node) -> set[int]:
-        """The storages of a node's value."""
-        return keys_of(node)
-
-    def made_by(self, node: Node) -> list[int]:
-        """The storages that a node makes."""
-        return [key for key in sorted(keys_of(node)) if self.maker[key] is node]
-
 
 def keys_of(node: Node) -> set[int]:
     """The storages of a node's value."""
@@ -107,7 +99,7 @@ def find_storages(joint: Joint) -> Storages:
     for node in joint.module.graph.nodes:
         if node.op == "output":
             continue
-        new = keys_of(node) - set(maker)
+        new = {key for key in keys_of(node) if key not in maker}
         maker |= dict.fromkeys(new, node)
         sizes |= {storage_key(t): t.untyped_storage().nbytes() for t in tensors_of(node.meta.get("val"))}
         if node.op == "call_function" and keys_of(node) and not new:

@@ -15,17 +15,17 @@ from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from typing import Any
 
-import networkx
 import torch
 from torch.fx import Node
 
 from zbcompile.passes.graph.fx import is_random
+from zbcompile.passes.graph.min_cut import SINK, SOURCE, Network
 from zbcompile.passes.graph.storage import bytes_moved
 from zbcompile.passes.split.joint_graph import Joint
 from zbcompile.passes.split.saved_bytes import Storages, find_storages, keys_of, read_by
 from zbcompile.passes.torch_private import MEMORY_BOUND, OpOverload
 
-BEFORE, IN_W = "before W", "in W"
+IN_W, BEFORE = SOURCE, SINK
 
 
 @dataclass(frozen=True)
@@ -49,15 +49,16 @@ def is_cheap(node: Node) -> bool:
 
 def cut_weight(joint: Joint, before: Set[Node], backward: Set[Node], weight: Set[Node], recompute: bool) -> WeightCut:
     """The cheapest sides, given F's nodes (`before`), what B must compute and what is left for W."""
-    network = _Network(joint, before, backward, weight, recompute)
+    network = _WeightNetwork(joint, before, backward, weight, recompute)
     in_w = network.solve()
     return WeightCut(frozenset(network.movable - in_w), frozenset(network.repeatable & in_w))
 
 
-class _Network:
+class _WeightNetwork:
     """The network whose minimum cut is wanted.
 
-    An edge without a capacity says: if its tail is before W, so is its head.
+    An edge without a capacity says: if its tail is in W, so is its head. One with a capacity costs that much if its
+    tail is in W and its head is not.
     """
 
     def __init__(
@@ -74,24 +75,22 @@ class _Network:
         self.repeatable = {node for node in candidates if is_cheap(node)}
         self.work = {node: bytes_moved(node) + 1 for node in self.movable | self.repeatable}
         self.scale = 1 + sum(self.work.values())
-        self.graph = networkx.DiGraph()
-        self.graph.add_nodes_from([BEFORE, IN_W])
+        self.network = Network()
 
     def solve(self) -> set[Node]:
-        """The operations on W's side of a minimum cut."""
+        """The operations on W's side of a minimum cut, the smallest such side."""
         self._add_operations()
         for key in self.storages.maker:
             self._add_storage(key)
-        _, (_, in_w) = networkx.minimum_cut(self.graph, BEFORE, IN_W)
-        return {node for node in in_w if isinstance(node, Node)}
+        return {node for node in self.network.source_side() if isinstance(node, Node)}
 
     def _add_operations(self) -> None:
         for node in self.later - self.movable:
-            self._edge(node, IN_W)
+            self.network.connect(IN_W, node)
         for node in self.movable:
-            self._edge(node, IN_W, self.work[node])
+            self.network.connect(IN_W, node, self.work[node])
         for node in self.repeatable:
-            self._edge(BEFORE, node, self.work[node])
+            self.network.connect(node, BEFORE, self.work[node])
 
     def _add_storage(self, key: int) -> None:
         maker, readers = self.storages.maker[key], self.storages.readers.get(key, ())
@@ -99,14 +98,14 @@ class _Network:
         wanted: list[Any] = [*readers, *([IN_W] if key in self.gradients else [])]
         if maker in self.later:
             for node in readers:
-                self._edge(node, maker)
+                self.network.connect(maker, node)
         size = self.storages.bytes[key] * self.scale
         if not size or not wanted:
             return
         start = maker if maker in self.later or maker in self.repeatable else BEFORE
-        self._edge(start, ("waits", key), size + self._price_between_f_and_b(key, maker, readers, size))
+        self.network.connect(("waits", key), start, size + self._price_between_f_and_b(key, maker, readers, size))
         for node in wanted:
-            self._edge(("waits", key), node)
+            self.network.connect(node, ("waits", key))
 
     def _price_between_f_and_b(self, key: int, maker: Node, readers: Iterable[Node], size: int) -> int:
         """What a storage costs between F and B if it is made before W and read in W.
@@ -121,15 +120,9 @@ class _Network:
             return size
         if maker in self.repeatable:
             for node in (maker, *own):
-                self._edge(node, ("kept", key))
-            self._edge(("kept", key), IN_W, size)
+                self.network.connect(("kept", key), node)
+            self.network.connect(IN_W, ("kept", key), size)
         return 0
-
-    def _edge(self, tail: Any, head: Any, capacity: int | None = None) -> None:
-        if capacity is None:
-            self.graph.add_edge(tail, head)
-        else:
-            self.graph.add_edge(tail, head, capacity=capacity)
 
 
 def _read_outside_w(joint: Joint, backward: Set[Node]) -> set[int]:

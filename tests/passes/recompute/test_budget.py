@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import pytest
 from torch.fx import Graph, Node
 
-from zbcompile.passes.graph.min_cut import SINK, SOURCE, Network
 from zbcompile.passes.recompute.budget import Values, fit, quickest, smallest
 
 
@@ -65,20 +64,3 @@ def test_no_choice_is_better(seed: int) -> None:
         assert bounded is not None
         assert bounded.least_time <= best <= bounded.saving.time
     assert fit(values, small.bytes - 1) is None
-
-
-def test_a_network_that_cannot_be_cut() -> None:
-    network = Network()
-    network.connect(SOURCE, "a")
-    network.connect("a", SINK)
-    with pytest.raises(ValueError, match="cannot be cut"):
-        network.source_side()
-
-
-def test_long_chains_need_no_recursion() -> None:
-    network = Network()
-    network.connect(SOURCE, 0, 5)
-    for i in range(5000):
-        network.connect(i, i + 1, 7 if i != 3000 else 2)
-    network.connect(5000, SINK, 5)
-    assert network.source_side() == {SOURCE, *range(3001)}
