@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from zbcompile.cli.quiet import logging_disabled
 from zbcompile.cli.target import load_example
 from zbcompile.compiler.compile_example import Inspected, compile_example
 from zbcompile.compiler.pass_pipeline import Observer
@@ -169,9 +170,6 @@ def quiet(plan: Plan) -> Iterator[None]:
     if plan.debug:
         yield
         return
-    logging.disable(logging.WARNING)
-    try:
-        with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
-            yield
-    finally:
-        logging.disable(logging.NOTSET)
+    streams = contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO())
+    with logging_disabled(logging.WARNING), streams[0], streams[1]:
+        yield

@@ -12,9 +12,11 @@ import torch
 from torch import nn
 from torch.fx import Node
 
+from zbcompile.cli.quiet import logging_disabled
 from zbcompile.compiler.compile_example import names_of_output
 from zbcompile.inspection.explanation import Explanation, Place, counted
 from zbcompile.model.batch import input_tensors
+from zbcompile.model.module_state import modules_restored
 from zbcompile.passes.capture.canonical import Canonical, canonicalise
 from zbcompile.passes.capture.differentiability import (
     backward_failure,
@@ -65,7 +67,7 @@ class _Examination:
 
     def explanation(self) -> Explanation:
         self.problems += training_problems(self.model, self.loss)
-        with _quiet():
+        with _quiet(), modules_restored(self.model):
             captured = self._capture()
             if captured is not None:
                 self._examine(captured)
@@ -220,10 +222,6 @@ def _as_tree(output: Any) -> Any:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """torch prints and warns while it fails; what matters of it stands in the explanation."""
-    logging.disable(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(logging.NOTSET)
+    with logging_disabled(logging.CRITICAL), warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")
+        yield

@@ -1,5 +1,6 @@
 """`zbcompile.explain`: what would be compiled, where it could be cut, and everything unsupported, without raising."""
 
+import logging
 import re
 from collections.abc import Callable
 from typing import Any
@@ -44,6 +45,46 @@ def test_the_places_are_those_where_a_pipeline_can_be_cut() -> None:
     program = pipe.compile(ROWS, target=ROWS).program
     crossing = [slot for stage in program.stages[:-1] for slot in stage.sends]
     assert {place.operation for place in explained(model).places} >= set(crossing)
+
+
+class Changing(MLP):
+    """Changes itself when it first runs, as transformers' models do."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+        self.calls, self.history = 0, ["built"]
+        self.counts = {"calls": 0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "hooked"):
+            self.hooked = self.layers[0].register_forward_hook(lambda *_: None)
+            self.layers[1].register_forward_pre_hook(lambda *_: None)
+        self.calls += 1
+        self.counts["calls"] += 1
+        self.history.append("called")
+        self.layers[2].requires_grad_(False)
+        return super().forward(x)
+
+
+def test_an_explanation_leaves_the_model_as_it_was() -> None:
+    model = Changing()
+    before = {name: repr(vars(module)) for name, module in model.named_modules()}
+    explained(model)
+    assert {name: repr(vars(module)) for name, module in model.named_modules()} == before
+    model(ROWS)
+    assert model.calls == 1
+    assert model.layers[0]._forward_hooks
+
+
+@pytest.mark.parametrize("level", [logging.NOTSET, logging.INFO, logging.CRITICAL + 1])
+def test_an_explanation_leaves_logging_as_it_was(level: int) -> None:
+    before = logging.root.manager.disable
+    try:
+        logging.disable(level)
+        explained(nn.Linear(WIDTH, WIDTH))
+        assert logging.root.manager.disable == level
+    finally:
+        logging.disable(before)
 
 
 def test_an_explanation_changes_nothing() -> None:

@@ -1,0 +1,16 @@
+"""Silence while torch works."""
+
+import contextlib
+import logging
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def logging_disabled(level: int) -> Iterator[None]:
+    """As `logging.disable(level)`, and afterwards as the caller had it."""
+    before = logging.root.manager.disable
+    logging.disable(max(level, before))
+    try:
+        yield
+    finally:
+        logging.disable(before)
