@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from zbcompile.passes.torch_private import storage_key
+from zbcompile.passes.torch_private import is_in_place, storage_key
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
@@ -20,15 +20,20 @@ def storage_bytes(values: Iterable[torch.Tensor], without: Set[int] = frozenset(
     return sum(size for key, size in storages.items() if key not in without)
 
 
+def storages_read(node: Node) -> dict[int, torch.Tensor]:
+    """The storages that a node reads, each with a tensor in it."""
+    return {storage_key(t): t for argument in node.all_input_nodes for t in tensors_of(argument.meta.get("val"))}
+
+
 def bytes_moved(node: Node) -> int:
-    """Bytes read and written; 0 for a node whose result shares its input's storage (a view)."""
-    reads = {storage_key(t): t for arg in node.all_input_nodes for t in tensors_of(arg.meta.get("val"))}
-    writes = {storage_key(t): t for t in tensors_of(node.meta.get("val"))}
-    if not writes or set(writes) & set(reads):
-        return 0
-    return sum(t.untyped_storage().nbytes() for t in (*reads.values(), *writes.values()))
+    """Bytes read and written: none by a view; what works in place reads and writes the tensor that it changes."""
+    written = tensors_of(node.meta.get("val"))
+    return 0 if not written or is_view(node) else storage_bytes(storages_read(node).values()) + storage_bytes(written)
 
 
 def is_view(node: Node) -> bool:
-    """Whether a node's result shares its input's storage."""
-    return node.op == "call_function" and bool(tensors_of(node.meta.get("val"))) and bytes_moved(node) == 0
+    """Whether a node's result is memory of its input that it leaves as it is."""
+    if node.op != "call_function" or is_in_place(node.target):
+        return False
+    reads = storages_read(node)
+    return any(storage_key(t) in reads for t in tensors_of(node.meta.get("val")))

@@ -1,5 +1,6 @@
 """Merged graphs: both halves' values, each half in its own order, collectives of one behind the other's computation."""
 
+import pytest
 import torch
 import torch.distributed._functional_collectives
 from torch.fx import Graph, GraphModule, Node
@@ -8,23 +9,24 @@ from zbcompile.passes.graph.process_groups import is_wait
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.split.subgraphs import Piece
 from zbcompile.passes.stage.overlap import interleave, merge
+from zbcompile.passes.torch_private import OpOverload, is_in_place
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
 
-def chain(name: str, exchanges: int, work: int) -> Piece:
+def chain(name: str, exchanges: int, work: int, operation: OpOverload = aten.sin.default) -> Piece:
     """`work` operations, then a collective and its wait, again and again; as many operations at the end."""
     graph = Graph()
     value = first = graph.placeholder(name)
     for exchange in range(exchanges + 1):
         for _ in range(work):
-            value = graph.call_function(aten.sin.default, (value,))
+            value = graph.call_function(operation, (value,))
         if exchange < exchanges:
             sent = graph.call_function(c10d.all_to_all_single.default, (value, [1], [1], "group"))
             value = graph.call_function(c10d.wait_tensor.default, (sent,))
     graph.output([value])
     for node in graph.nodes:
-        node.meta["val"] = torch.empty(4, device="meta")
+        node.meta["val"] = node.args[0].meta["val"] if is_in_place(node.target) else torch.empty(4, device="meta")
     first.meta["slot"] = Slot("input", name)
     return Piece(name, GraphModule({}, graph), (Slot("input", name),), (Slot("output", name),))
 
@@ -52,9 +54,10 @@ def test_every_collective_has_work_of_the_other_half_behind_it() -> None:
     assert min(between(order, second)) >= 1
 
 
-def test_work_is_kept_for_the_waits_to_come() -> None:
+@pytest.mark.parametrize("operation", [aten.sin.default, aten.sin_.default])
+def test_work_is_kept_for_the_waits_to_come(operation: OpOverload) -> None:
     """One half with three collectives, the other with computation alone: a third of it for each."""
-    first, second = operations(chain("F", 3, 1)), operations(chain("BW", 0, 9))
+    first, second = operations(chain("F", 3, 1)), operations(chain("BW", 0, 9, operation))
     assert between(interleave(first, second), first) == [3, 3, 3]
 
 
