@@ -1,0 +1,78 @@
+"""Every file, module and public name that README.md and docs/ mention exists."""
+
+import re
+from functools import reduce
+from pathlib import Path
+
+import pytest
+
+import zbcompile
+from zbcompile import schedules
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+FOLDERS = ("schedules", "passes", "zbcompile")
+
+PATH = re.compile(r"(?<![\w/.-])(?:schedules|passes|zbcompile|tests|examples|docs)/[\w/.-]*\w(?:/(?!\w))?")
+FILE = re.compile(r"`(\w+\.py)`")
+LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
+MODULE = re.compile(r"-m ((?:zbcompile|tests)(?:\.\w+)*)")
+NAME = re.compile(r"(?<![\w./@-])zbcompile((?:\.[A-Za-z_]\w*)+)")
+OF_SCHEDULES = re.compile(r"(?<![\w./])schedules\.([A-Za-z_]\w*)(?=\()")
+
+
+@pytest.fixture(params=DOCUMENTS, ids=lambda path: path.name)
+def document(request: pytest.FixtureRequest) -> Path:
+    path: Path = request.param
+    return path
+
+
+def test_paths_exist(document: Path) -> None:
+    text = document.read_text(encoding="utf-8")
+    missing = {path for path in PATH.findall(text) if not (ROOT / path).exists()}
+    known = {file.name for folder in (*FOLDERS, "tests", "examples") for file in (ROOT / folder).rglob("*.py")}
+    missing |= set(FILE.findall(text)) - known
+    assert not missing
+
+
+def test_links_lead_somewhere(document: Path) -> None:
+    links = LINK.findall(document.read_text(encoding="utf-8"))
+    assert not {link for link in links if not (document.parent / link).exists()}
+
+
+def test_modules_exist(document: Path) -> None:
+    modules = {name.replace(".", "/") for name in MODULE.findall(document.read_text(encoding="utf-8"))}
+    assert not {name for name in modules if not _runs(name)}
+
+
+def _runs(name: str) -> bool:
+    return (ROOT / f"{name}.py").is_file() or (ROOT / name / "__main__.py").is_file()
+
+
+def test_names_exist(document: Path) -> None:
+    text = document.read_text(encoding="utf-8")
+    names = {name[1:] for name in NAME.findall(text)} | {f"schedules.{name}" for name in OF_SCHEDULES.findall(text)}
+    assert not {name for name in names if not _exists(name)}
+
+
+def _exists(name: str) -> bool:
+    """Whether `zbcompile.NAME` is public, or a module. Nothing that needs torch is imported."""
+    if name.startswith("schedules."):
+        try:
+            return reduce(getattr, name.split(".")[1:], schedules) is not None
+        except AttributeError:
+            return False
+    file = ROOT / "zbcompile" / name.replace(".", "/")
+    return name.split(".")[0] in dir(zbcompile) or file.with_suffix(".py").is_file()
+
+
+def test_every_room_is_described() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rooms = {f"{top}/{file.parent.name}/" for top in FOLDERS for file in (ROOT / top).glob("*/__init__.py")}
+    rooms -= {"zbcompile/passes/", "zbcompile/schedules/"}  # links to the folders beside it
+    assert not {room for room in rooms if f"`{room}`" not in text}
+
+
+def test_every_page_is_linked() -> None:
+    linked = set(LINK.findall((ROOT / "README.md").read_text(encoding="utf-8")))
+    assert {f"docs/{page.name}" for page in DOCUMENTS[1:]} <= linked
