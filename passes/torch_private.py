@@ -4,6 +4,7 @@ Supporting a newer torch starts here: run the test suite, and mend what moved in
 """
 
 import contextlib
+import functools
 import itertools
 import re
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
+from torch._C import DispatchKey  # 2.11-2.13: which of an operator's kernels is meant
 from torch._ops import HigherOrderOperator as HigherOrderOperator  # 2.11-2.13: the class of torch.ops.higher_order.*
 from torch._ops import OpOverload as OpOverload  # 2.11-2.13: the class of torch.ops.aten.*.*
 from torch._subclasses import functional_tensor  # 2.11-2.13: what AOTAutograd functionalises with
@@ -215,6 +217,37 @@ def replaced(owner: type | ModuleType, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, original)
+
+
+@functools.cache
+def _rewritten() -> tuple[OpOverload, ...]:
+    """The operators that torch rewrites in Python while it traces with autograd. Batch norms need it: theirs calls the
+    same kernel and says what it writes, which the schema does not."""
+    packets = [getattr(aten, name) for name in dir(aten)]
+    overloads = [getattr(p, name) for p in packets if hasattr(p, "overloads") for name in p.overloads()]
+    needed = (aten.native_batch_norm.default, aten.cudnn_batch_norm.default)
+    return tuple(op for op in overloads if DispatchKey.Autograd in op.py_kernels and op not in needed)
+
+
+@contextlib.contextmanager
+def eagers_kernels() -> Iterator[None]:
+    """Inside, torch.export traces what eager runs.
+
+    For some operators (dropout, softshrink, upsampling) torch keeps a second implementation in Python, which tracing
+    alone uses (2.11-2.13: `OpOverload.py_impl`). It is equal in mathematics and not in bits: the gradient of a dropout,
+    for one, is scaled by another rounding of 1 / (1 - p).
+    """
+    kept = [(operator, dict(operator.py_kernels)) for operator in _rewritten()]
+    try:
+        for operator, _ in kept:
+            for key in (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd):
+                operator.py_kernels.pop(key, None)
+            operator._dispatch_cache.clear()
+        yield
+    finally:
+        for operator, kernels in kept:
+            operator.py_kernels.update(kernels)
+            operator._dispatch_cache.clear()
 
 
 def fake_of(value: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> torch.Tensor:

@@ -9,6 +9,7 @@ from collections.abc import Hashable, Iterator
 import torch
 from torch.fx import GraphModule, Node
 
+from zbcompile.passes.graph.fx import written_as
 from zbcompile.passes.torch_private import AUTOCAST
 
 
@@ -43,5 +44,5 @@ def autocast_key(node: Node) -> Hashable | None:
 
 def is_autocasts(node: Node) -> bool:
     """Whether autocast made a cast node, rather than the model: then it stems from an operation that is no cast."""
-    sources = [str(source.target) for source in node.meta.get("from_node") or ()]
-    return bool(sources) and not sources[-1].startswith(("aten.to.", "aten._to_copy", "aten.type_as"))
+    written = written_as(node)
+    return bool(written) and not written.startswith(("aten.to.", "aten._to_copy", "aten.type_as"))

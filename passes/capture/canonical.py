@@ -14,7 +14,11 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from zbcompile.passes.capture.autocast import is_autocasts
 from zbcompile.passes.capture.export import Captured
 from zbcompile.passes.capture.export_errors import operation_failure
-from zbcompile.passes.capture.mutations import make_copies_differentiable, separate_changing_buffers
+from zbcompile.passes.capture.mutations import (
+    draw_in_memory_order,
+    make_copies_differentiable,
+    separate_changing_buffers,
+)
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.graph.fx import is_random, like, output_values, source_line
 from zbcompile.passes.graph.process_groups import name_groups
@@ -56,6 +60,7 @@ def canonicalise(captured: Captured) -> Canonical:
     drop_checks(module.graph)
     make_copies_differentiable(module.graph)
     separate_changing_buffers(module.graph, captured.outputs)
+    draw_in_memory_order(module.graph)
     drop_no_ops(module.graph)
     drop_dead_code(module.graph)
     inputs = tuple(slot for slot in slots if slot is not None)

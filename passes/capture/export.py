@@ -24,7 +24,7 @@ from zbcompile.passes.capture.training_step import Inference, LossFunction, Trai
 from zbcompile.passes.capture.unsupported import problems_of, raise_first, training_problems
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.graph.roles import Kind, Slot
-from zbcompile.passes.torch_private import numbered_checkpoints, pytree
+from zbcompile.passes.torch_private import eagers_kernels, numbered_checkpoints, pytree
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,11 @@ def _export(
 
 
 def _exported(wrapper: "TrainingStep | Inference", watch: Watch, example: Any) -> torch.export.ExportedProgram:
+    with eagers_kernels():
+        return _decomposed(wrapper, watch, example)
+
+
+def _decomposed(wrapper: "TrainingStep | Inference", watch: Watch, example: Any) -> torch.export.ExportedProgram:
     with _diagnosed(wrapper.model, watch):
         program = _exported_on_eagers_path(wrapper, watch, example)
     number_autocast_regions(program.graph_module, _device_of(example).type)

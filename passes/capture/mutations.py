@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from zbcompile.passes.graph.fx import written_as
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.graph.storage import is_view
 
@@ -47,6 +48,24 @@ def separate_changing_buffers(graph: Graph, outputs: tuple[Slot, ...]) -> None:
         if isinstance(value, Node) and value.op == "placeholder":
             with graph.inserting_before(graph.output_node()):
                 graph.output_node().replace_input_with(value, _clone(graph, value, value))
+
+
+def draw_in_memory_order(graph: Graph) -> None:
+    """`bernoulli_`, with which a dropout draws its mask, goes through memory; `aten.bernoulli.p`, which it becomes,
+    goes row by row and makes a contiguous tensor. Of a transposed tensor those are other elements, so such a mask is
+    drawn as it lies in memory and transposed afterwards."""
+    for node in graph.find_nodes(op="call_function", target=aten.bernoulli.p):
+        fresh = node.args[0]
+        value = fresh.meta["val"]
+        if value.is_contiguous() or written_as(node).startswith("aten.bernoulli.p"):
+            continue
+        order = sorted(range(value.ndim), key=lambda dimension: -value.stride(dimension))
+        back = [order.index(dimension) for dimension in range(value.ndim)]
+        with graph.inserting_before(node):
+            packed = _call(graph, node, aten.permute.default, (fresh, order), value.permute(order))
+            drawn = _call(graph, node, aten.bernoulli.p, (packed, *node.args[1:]), packed.meta["val"])
+            node.replace_all_uses_with(_call(graph, node, aten.permute.default, (drawn, back), value))
+        graph.erase_node(node)
 
 
 def _holders(graph: Graph, buffer: str) -> list[Node]:

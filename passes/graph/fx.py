@@ -60,6 +60,12 @@ def source_line(node: Node) -> str:
     return f"{lines[files[-1]]}: {code}"
 
 
+def written_as(node: Node) -> str:
+    """The operation of the model that became `node` when the graph was made functional; empty if it is not known."""
+    sources = node.meta.get("from_node") or ()
+    return str(sources[-1].target) if sources else ""
+
+
 def like(value: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
     """An uninitialised tensor with the shape, strides and dtype of `value`, on its device unless another is given.
 
