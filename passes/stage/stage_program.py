@@ -23,13 +23,13 @@ from zbcompile.passes.torch_private import FakeTensorMode
 
 @dataclass(frozen=True)
 class StageProgram:
-    """One compiled stage. `pieces` has F, B, W and BW; boundary tensors are listed in the order in which they travel.
+    """One compiled stage. `pieces` has F, B, W and BW, or F alone if the stage only runs forward.
 
-    `receives` and `sends` are the activations that arrive and leave in F; `gradients_in` and `gradients_out` the
-    gradients that arrive and leave in B, by the name of their activation. `flops` is per pass and microbatch, a
-    multiply-add is two. `original` is the stage that was compiled: another one where its graphs are used, renamed.
-    `recomputed` says what B makes again, None if nothing; `improvements` what the split did beyond the dependency
-    closure.
+    Boundary tensors are listed in the order in which they travel: `receives` and `sends` are the activations that
+    arrive and leave in F; `gradients_in` and `gradients_out` the gradients that arrive and leave in B, by the name of
+    their activation. `flops` is per pass and microbatch, a multiply-add is two. `original` is the stage that was
+    compiled: another one where its graphs are used, renamed. `recomputed` says what B recomputes, None if nothing;
+    `improvements` what the split did beyond the dependency closure.
     """
 
     stage: int
@@ -115,9 +115,32 @@ def bind_groups(program: StageProgram, names: Sequence[str]) -> StageProgram:
     return replace(program, pieces=pieces)
 
 
-def inference_piece(stage: Stage) -> Piece:
-    """The forward of a stage alone."""
-    return Piece("F", stage.module, stage.inputs, stage.outputs)
+def forward_programs(stages: Sequence[Stage]) -> tuple[StageProgram, ...]:
+    """Stages that run forward alone: nothing is kept, and no gradient travels."""
+    received = [_received(stage, {}) for stage in stages]
+    sent = [*received[1:], {}]
+    return tuple(map(_forward_program, stages, received, sent))
+
+
+def _forward_program(stage: Stage, receives: Mapping[str, TensorSpec], sends: Mapping[str, TensorSpec]) -> StageProgram:
+    piece = Piece("F", stage.module, stage.inputs, stage.outputs)
+    counts = count_flops(stage.module, FakeTensorMode(allow_non_fake_inputs=True))
+    return StageProgram(
+        stage=stage.index,
+        original=stage.index,
+        pieces={"F": piece},
+        receives=receives,
+        sends=sends,
+        gradients_in={},
+        gradients_out={},
+        parameters=stage.named("parameter"),
+        buffers=stage.named("buffer"),
+        trained=(),
+        random=False,  # an evaluation draws from the generator as it stands
+        crossing=Crossing(0, 0, 0, 0, 0),
+        improvements=(),
+        flops={"F": sum(counts.values())},
+    )
 
 
 def _received(stage: Stage, gradients: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:

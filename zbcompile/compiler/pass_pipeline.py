@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,13 +15,12 @@ from zbcompile.model.batch import Microbatch
 from zbcompile.model.model_info import facts_of
 from zbcompile.passes.capture.canonical import Canonical, canonicalise
 from zbcompile.passes.capture.differentiability import backward_failure, loss_problems, mixed_dtypes
-from zbcompile.passes.capture.export import Captured, capture, capture_inference
+from zbcompile.passes.capture.export import Captured, capture
 from zbcompile.passes.capture.training_step import LossFunction
 from zbcompile.passes.capture.unsupported import raise_first
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import CaptureError, CompileError
 from zbcompile.passes.graph.fx import output_values
-from zbcompile.passes.graph.process_groups import with_groups
 from zbcompile.passes.partition.liveness import Line, draw_line
 from zbcompile.passes.partition.shared_parameters import (
     refuse_mutation_of_copies,
@@ -214,26 +213,3 @@ def _relative(name: str, homes: Mapping[str, tuple[int, ...]], last: int) -> tup
         if near:
             return (max(near),)
     return (last,)
-
-
-@dataclass(frozen=True)
-class Inference:
-    """The forward-only program of a pipeline: one forward graph per stage."""
-
-    captured: Captured
-    stages: tuple[Stage, ...]
-    output_stage: Mapping[str, int]
-
-
-def compile_inference(model: nn.Module, microbatch: Microbatch, like: Program) -> Inference:
-    """Capture `model` in eval mode and cut it so that each parameter is used on the stage where it trains."""
-    args, kwargs, _ = microbatch.example
-    captured = capture_inference(model, args, kwargs)
-    canonical = canonicalise(captured)
-    line = draw_line(canonical)
-    assigned = assign_by_parameters(canonical, line, like.homes)
-    stages = cut(canonical, line, assigned, like.schedule.stages)
-    makers = {slot.name: stage.index for stage in stages for slot in stage.outputs if slot.kind == "output"}
-    groups = canonical.captured.groups
-    bound = tuple(replace(stage, module=with_groups(stage.module, groups)) for stage in stages)
-    return Inference(captured, bound, makers)

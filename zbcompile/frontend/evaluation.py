@@ -1,51 +1,48 @@
-"""Evaluation: the model's own output from forward passes alone, on every rank."""
+"""Evaluation: the model's own output from forward passes alone, on every rank.
+
+An evaluation is a forward-only program: the same actions, messages and buffers as in a step carry it out.
+"""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from zbcompile.backends.types import Run
-from zbcompile.compiler.pass_pipeline import Inference, compile_inference
-from zbcompile.distributed.messages import Buffer, Message
-from zbcompile.distributed.packing import laid_out
+from zbcompile.compiler.inference import Inference, compile_inference, forward_program
 from zbcompile.distributed.ranks import Ranks
-from zbcompile.distributed.transport import ReceiveBuffers, Transport
 from zbcompile.model.batch import Batch
-from zbcompile.model.seeds import undisturbed
-from zbcompile.passes.graph.fx import output_values
 from zbcompile.passes.graph.roles import Slot
-from zbcompile.passes.stage.stage_program import inference_piece, tensor_spec
-from zbcompile.passes.torch_private import boxed
 from zbcompile.program.program import Program
-from zbcompile.runtime.nan_check import Checked
-from zbcompile.runtime.stage_run import run_forward_only
-from zbcompile.schedules.ir.actions import Action
+from zbcompile.runtime.engine import Engine, Executable, StepInput, StepRuns, make_executable
+from zbcompile.runtime.gradients import Gradients
+from zbcompile.runtime.nan_check import inspected
+from zbcompile.runtime.stage_plan import prepare_stage, rebind
+from zbcompile.schedules.ir.schedule import Schedule
 from zbcompile.torch_private import pytree
 
+Resident = Mapping[Slot, torch.Tensor]
 
-@dataclass(frozen=True)
-class EvaluationPlan:
-    """How one shape of batch is evaluated: as `count` equal chunks, each through `inference`, under inspection if
-    `inspect`. `runs` are the stages that ran here, ready to run again."""
+
+@dataclass
+class Evaluation:
+    """How one shape of batch is evaluated: as `count` equal chunks, each through `inference`."""
 
     inference: Inference
     count: int
-    inspect: bool
-    runs: dict[int, Run] = field(default_factory=dict)
+    executable: Executable | None = None
 
-    def run(self, stage: int) -> Run:
-        """The forward of a stage, as a function of one list."""
-        if stage not in self.runs:
-            piece = inference_piece(self.inference.stages[stage])
-            self.runs[stage] = Checked(stage, piece) if self.inspect else boxed(piece.module).forward
-        return self.runs[stage]
+    def bind(self, program: Program, ranks: Ranks, resident: Resident, debug_nan: bool) -> Executable:
+        """What this process runs, beside the training program `program`, on the tensors that are `resident` now."""
+        if self.executable is None:
+            self.executable = _prepare(self, program, ranks, resident, debug_nan)
+        stages = {i: rebind(stage, resident) for i, stage in self.executable.stages.items()}
+        return replace(self.executable, stages=stages)
 
 
-def plan_evaluation(model: nn.Module, batch: Batch, program: Program, inspect: bool) -> EvaluationPlan:
-    """Compile the forward for this batch; `inspect` as `debug_nan` of `zbcompile.pipeline`.
+def plan_evaluation(model: nn.Module, batch: Batch, program: Program) -> Evaluation:
+    """Compile the forward for this batch.
 
     It runs in microbatches when every output has one row per sample; an output of another kind (a loss, say) is
     computed on the whole batch, so that it is what the model itself returns. So is a forward that changes buffers,
@@ -54,142 +51,70 @@ def plan_evaluation(model: nn.Module, batch: Batch, program: Program, inspect: b
     whole = compile_inference(model, batch.whole, program)
     wanted = program.schedule.microbatches
     count = max(n for n in range(1, wanted + 1) if batch.divides_into(n))
-    if count == 1 or not _has_rows(whole, batch.size) or _changes_buffers(whole):
-        return EvaluationPlan(whole, 1, inspect)
+    if count == 1 or not _has_rows(whole, batch.size) or whole.changes_buffers:
+        return Evaluation(whole, 1)
     chunk = compile_inference(model, batch.microbatch(0, count), program)
     fits = _has_rows(chunk, batch.size // count) and _rest(chunk) == _rest(whole)
-    return EvaluationPlan(chunk, count, inspect) if fits else EvaluationPlan(whole, 1, inspect)
-
-
-def _values(inference: Inference) -> dict[str, torch.Tensor]:
-    """The fake tensor of every output leaf, by its index."""
-    found: dict[str, torch.Tensor] = {}
-    for stage in inference.stages:
-        for slot, node in zip(stage.outputs, output_values(stage.module.graph), strict=True):
-            if slot.kind == "output":
-                found[slot.name] = node.meta["val"]
-    return found
-
-
-def _changes_buffers(inference: Inference) -> bool:
-    return any(slot.kind == "mutation" for slot in inference.captured.outputs)
+    return Evaluation(chunk, count) if fits else Evaluation(whole, 1)
 
 
 def _has_rows(inference: Inference, size: int) -> bool:
-    return all(value.ndim > 0 and value.shape[0] == size for value in _values(inference).values())
+    return all(value.ndim > 0 and value.shape[0] == size for _, value in inference.outputs.values())
 
 
 def _rest(inference: Inference) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(value.shape[1:]) for name, value in _values(inference).items()}
+    return {name: tuple(value.shape[1:]) for name, (_, value) in inference.outputs.items()}
 
 
-def evaluate(
-    plan: EvaluationPlan, batch: Batch, program: Program, ranks: Ranks, resident: Mapping[Slot, torch.Tensor]
-) -> Any:
-    """Run the plan; every rank returns the model's output for the whole batch."""
-    inputs = [batch.microbatch(i, plan.count).tensors for i in range(plan.count)]
-    made: dict[str, list[torch.Tensor]] = {}
-    transport = ranks.transport(program.schedule, plan.count, ReceiveBuffers(ranks.device))
-    with undisturbed(ranks.device):
-        for stage, microbatch in _order(program, ranks, plan.count):
-            _forward(plan, program, ranks, transport, resident, inputs, made, stage, microbatch)
-    with ranks.watch.position.waiting("the last sends"):
-        transport.finish()
-    leaves = {name: torch.cat(parts) if plan.count > 1 else parts[0] for name, parts in made.items()}
-    with ranks.watch.position.waiting("the exchange of outputs"):
-        return _rebuild(plan, _everywhere(plan, program, ranks, leaves))
+def _prepare(chosen: Evaluation, program: Program, ranks: Ranks, resident: Resident, debug_nan: bool) -> Executable:
+    forward = forward_program(chosen.inference, program, chosen.count)
+    own = sorted({stage for rank in ranks.local for stage in forward.stages_of(rank)})
+    stages = {i: prepare_stage(forward.stages[i], resident, ranks.device, random_until=-1) for i in own}
+    if debug_nan:
+        stages = {i: inspected(stage) for i, stage in stages.items()}
+    return make_executable(forward, stages, ranks.local, ranks.device)
 
 
-def _order(program: Program, ranks: Ranks, count: int) -> list[tuple[int, int]]:
-    """Stage by stage: a rank's first chunk for all microbatches, then its next. In one process, all stages in turn."""
-    local = set(ranks.local)
-    stages = [stage for stage in range(program.schedule.stages) if program.rank_of(stage) in local]
-    return [(stage, microbatch) for stage in stages for microbatch in range(count)]
+def evaluate(chosen: Evaluation, executable: Executable, batch: Batch, engine: Engine, channels: Schedule) -> Any:
+    """Run an evaluation; every rank returns the model's output for the whole batch. `channels` is the schedule of the
+    training step: channels that are opened now must serve it, too."""
+    leaves = _run(executable, batch, engine, channels)
+    with engine.ranks.watch.position.waiting("the exchange of outputs"):
+        return _rebuild(chosen, _everywhere(chosen, executable.program, engine.ranks, leaves))
 
 
-def _forward(
-    plan: EvaluationPlan,
-    program: Program,
-    ranks: Ranks,
-    transport: Transport,
-    resident: Mapping[Slot, torch.Tensor],
-    inputs: list[dict[str, torch.Tensor]],
-    made: dict[str, list[torch.Tensor]],
-    stage: int,
-    microbatch: int,
-) -> None:
-    graph = plan.inference.stages[stage]
-    values: dict[Slot, Any] = {**resident, **{Slot("input", p): t for p, t in inputs[microbatch].items()}}
-    arriving = [slot for slot in graph.inputs if slot.kind == "activation"]
-    message = Message("F", stage, microbatch)
-    if stage and program.rank_of(stage - 1) not in ranks.local:
-        nodes = [n for n in graph.module.graph.find_nodes(op="placeholder") if _arrives(n)]
-        fresh = [Buffer(tensor_spec(n.meta["val"]), -1) for n in nodes]
-        transport.post(message, fresh, program.rank_of(stage - 1))
-    if stage:
-        with ranks.watch.position.waiting(f"F{stage}.{microbatch}"):
-            transport.wait(message)
-        values.update(zip(arriving, transport.take(message), strict=True))
-    _locate(ranks, program, stage, microbatch)
-    results = run_forward_only(inference_piece(graph), plan.run(stage), values)
-    for slot, value in results.items():
-        if slot.kind == "output":
-            made.setdefault(slot.name, []).append(value)
-        elif slot.kind == "mutation":
-            resident[Slot("buffer", slot.name)].copy_(value)
-    if stage + 1 < program.schedule.stages:
-        _pass_on(plan, program, ranks, transport, results, stage, microbatch)
-
-
-def _locate(ranks: Ranks, program: Program, stage: int, microbatch: int) -> None:
-    """Say where this process is, for whoever asks after a failure."""
-    position = ranks.watch.position
-    position.action = Action("F", stage, microbatch)
-    if ranks.rank is None:
-        position.rank = program.rank_of(stage)
-
-
-def _arrives(node: torch.fx.Node) -> bool:
-    return node.meta["slot"].kind == "activation"
-
-
-def _pass_on(
-    plan: EvaluationPlan,
-    program: Program,
-    ranks: Ranks,
-    transport: Transport,
-    results: Mapping[Slot, torch.Tensor],
-    stage: int,
-    microbatch: int,
-) -> None:
-    following = plan.inference.stages[stage + 1]
-    holders = [n for n in following.module.graph.find_nodes(op="placeholder") if _arrives(n)]
-    values = [laid_out(results[n.meta["slot"]], tensor_spec(n.meta["val"])) for n in holders]
-    message, peer = Message("F", stage + 1, microbatch), program.rank_of(stage + 1)
-    if peer in ranks.local:
-        transport.deliver(message, values)
-    else:
-        transport.send(message, values, peer)
+def _run(executable: Executable, batch: Batch, engine: Engine, channels: Schedule) -> dict[str, torch.Tensor]:
+    """The leaves of the output that this process's stages make, for the whole batch."""
+    ranks, count = engine.ranks, executable.program.schedule.microbatches
+    inputs = [batch.microbatch(i, count).tensors for i in range(count)]
+    given = StepInput(inputs, index=0, seed=0, reduction="sum", record=False)
+    transport = ranks.transport(channels, count, executable.buffers)
+    begin = StepRuns(executable, given, ranks, transport, recorder=None)
+    runs = [begin.run_of(plan, Gradients({}, frozenset(), executable.program.choices)) for plan in executable.plans]
+    engine.carry_out(runs)
+    made = {name: parts for run in runs for stage in run.runs.values() for name, parts in stage.outputs.items()}
+    return {
+        name: torch.cat([parts[i] for i in range(count)]) if count > 1 else parts[0] for name, parts in made.items()
+    }
 
 
 def _everywhere(
-    plan: EvaluationPlan, program: Program, ranks: Ranks, leaves: dict[str, torch.Tensor]
+    chosen: Evaluation, program: Program, ranks: Ranks, leaves: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     if ranks.group is None:
         return leaves
     shared = {}
-    for name, fake in sorted(_values(plan.inference).items()):
-        owner = program.rank_of(plan.inference.output_stage[name])
-        shape = (fake.shape[0] * plan.count, *fake.shape[1:]) if plan.count > 1 else tuple(fake.shape)
+    for name, (stage, fake) in sorted(chosen.inference.outputs.items()):
+        shape = (fake.shape[0] * chosen.count, *fake.shape[1:]) if chosen.count > 1 else tuple(fake.shape)
         own = leaves.get(name)
         value = own.contiguous() if own is not None else torch.empty(shape, dtype=fake.dtype, device=ranks.device)
-        ranks.broadcast(value, owner)
+        ranks.broadcast(value, program.rank_of(stage))
         shared[name] = value
     return shared
 
 
-def _rebuild(plan: EvaluationPlan, leaves: Mapping[str, torch.Tensor]) -> Any:
-    captured = plan.inference.captured
+def _rebuild(chosen: Evaluation, leaves: Mapping[str, torch.Tensor]) -> Any:
+    captured = chosen.inference.captured
     constant = captured.constant_leaves
     names = [slot.name for slot in captured.outputs if slot.kind == "output"]
     return pytree.tree_unflatten([leaves.get(n, constant.get(n)) for n in names], captured.structure)

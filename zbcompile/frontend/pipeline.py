@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +13,7 @@ from zbcompile.backends.backend import Compilation
 from zbcompile.distributed.agreement import gathered, together
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
-from zbcompile.frontend.evaluation import EvaluationPlan, evaluate, plan_evaluation
+from zbcompile.frontend.evaluation import Evaluation, evaluate, plan_evaluation
 from zbcompile.frontend.executables import Executables, Recent, autocast_on
 from zbcompile.frontend.grad_clip import total_norm
 from zbcompile.frontend.options import Options, resolve_schedule
@@ -52,7 +53,7 @@ class Pipeline:
         with self._watch.region("making the pipeline"):
             self._schedule = resolve_schedule(options, self._ranks.count, self.is_first)
             self._compiled = Executables(model, options, self._ranks, self._schedule)
-        self._evaluations: Recent[Any, EvaluationPlan] = Recent(options.max_shapes)
+        self._evaluations: Recent[Any, Evaluation] = Recent(options.max_shapes)
 
     @property
     def program(self) -> Program:
@@ -159,18 +160,17 @@ class Pipeline:
         program = self._program_for_eval(args, kwargs)
         key = (batch.whole.signature, autocast_on(self._ranks.device))
 
-        def plan() -> EvaluationPlan:
-            return plan_evaluation(self._model, batch, program, self._compiled.debug_nan)
-
         if key not in self._evaluations:
             with self._watch.position.turn_to(f"compiling eval for {batch.whole.summary()}"):
+                plan = partial(plan_evaluation, self._model, batch, program)
                 self._evaluations.add(key, together(self._ranks, "compiling eval", plan))
         self._compiled.share.require_filled()
         chosen = self._evaluations[key]
         resident = resident_tensors(self._model, chosen.inference.captured.constants)
         resident |= {Slot("parameter", name): whole for name, whole in self._gather_rows().items()}
+        executable = chosen.bind(program, self._ranks, resident, self._compiled.debug_nan)
         with self._as_captured():
-            return evaluate(chosen, batch, program, self._ranks, resident)
+            return evaluate(chosen, executable, batch, self._engine, self._schedule)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

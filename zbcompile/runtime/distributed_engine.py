@@ -1,6 +1,6 @@
 """This process as one rank of a process group."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,7 +44,7 @@ class DistributedEngine:
         run = StepRuns(executable, given, ranks, transport, recorder).run_of(executable.plans[0], gradients)
         reduction = start_reduction(ranks.replicas, program, ranks.rank, gradients)
         run.after = reduction.hooks
-        self._run(run)
+        self.carry_out([run])
         losses = losses_of(run)
         self._complete(executable, gradients, reduction)
         with ranks.watch.position.waiting("the end"):
@@ -52,7 +52,8 @@ class DistributedEngine:
             losses = {ranks.replicas.rank * program.schedule.microbatches + i: loss for i, loss in losses.items()}
             return share_losses(program, losses, ranks.replicas.count, ranks.device, ranks.everyone)
 
-    def _run(self, run: RankRun) -> None:
+    def carry_out(self, runs: Sequence[RankRun]) -> None:
+        (run,) = runs
         with undisturbed(self.ranks.device), torch.no_grad():
             for action in run.run():
                 raise PipelineError(f"rank {self.ranks.rank} cannot run {action}: its input was never requested")

@@ -68,6 +68,10 @@ class Engine(Protocol):
     @property
     def last_step(self) -> StepRecord | None: ...
 
+    def carry_out(self, runs: Sequence[RankRun]) -> None:
+        """Run the programs of this process's ranks to their ends. Leaves the caller's random state as it was."""
+        ...
+
     def step(
         self, executable: Executable, given: StepInput, parameters: Mapping[str, nn.Parameter]
     ) -> list[torch.Tensor]:

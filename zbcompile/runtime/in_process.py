@@ -26,19 +26,22 @@ class InProcess:
     ranks: LocalRanks
     last_step: StepRecord | None = None
 
+    def carry_out(self, runs: Sequence[RankRun]) -> None:
+        with undisturbed(self.ranks.device), torch.no_grad():
+            interleave(runs)
+        for run in runs:
+            run.transport.finish()
+
     def step(
         self, executable: Executable, given: StepInput, parameters: Mapping[str, nn.Parameter]
     ) -> list[torch.Tensor]:
-        program, device = executable.program, self.ranks.device
-        recorder = Recorder(program, clock_of(device)) if given.record else None
+        program = executable.program
+        recorder = Recorder(program, clock_of(self.ranks.device)) if given.record else None
         gradients = [Gradients(parameters, program.shared, program.choices) for _ in self.ranks.local]
         mailboxes = self.ranks.transport(program.schedule, program.schedule.microbatches, executable.buffers)
         begin = StepRuns(executable, given, self.ranks, mailboxes, recorder)
         runs = [begin.run_of(plan, own) for plan, own in zip(executable.plans, gradients, strict=True)]
-        with undisturbed(device), torch.no_grad():
-            interleave(runs)
-        for run in runs:
-            run.transport.finish()
+        self.carry_out(runs)
         losses = {i: loss for run in runs for i, loss in losses_of(run).items()}
         sum_shared_in_process(program, gradients)
         for own in gradients:

@@ -5,7 +5,7 @@ later pass reads, and stores what it keeps. All that could be decided beforehand
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,7 +29,8 @@ class Call:
     """One piece as a call: which registers it takes, which of them it frees, and where its results go.
 
     `run` takes a list, which it empties. `saves` are (result, register), `sends` (result, spec) in the order in which
-    boundary tensors travel, `gradients` (result, parameter), `mutations` (result, buffer); `loss` is a result or None.
+    boundary tensors travel, `gradients` (result, parameter), `mutations` (result, buffer), `outputs`
+    (result, leaf of the model's output); `loss` is a result or None.
     """
 
     run: Run
@@ -40,6 +41,7 @@ class Call:
     sends: tuple[tuple[int, TensorSpec], ...]
     gradients: tuple[tuple[int, str], ...]
     mutations: tuple[tuple[int, str], ...]
+    outputs: tuple[tuple[int, str], ...]
     loss: int | None
 
 
@@ -73,6 +75,11 @@ class CompiledStage:
     def index(self) -> int:
         return self.program.stage
 
+    @property
+    def forward_only(self) -> bool:
+        """Whether no pass follows F."""
+        return len(self.calls) == 1
+
 
 def prepare_stage(
     program: StageProgram,
@@ -90,7 +97,7 @@ def prepare_stage(
         program=program,
         device=device,
         resident=resident,
-        template=tuple(resident[slot] if slot.kind in RESIDENT else None for slot in registers),
+        template=_template(registers, resident),
         calls={name: _call(program, name, code[name], registers) for name in program.pieces},
         inputs=tuple((place, slot.name) for slot, place in registers.items() if slot.kind == "input"),
         arrivals=tuple(registers[Slot("activation", name)] for name in program.receives),
@@ -102,6 +109,15 @@ def prepare_stage(
         relay=Relay(device),
         mergeable=runs is None,
     )
+
+
+def rebind(stage: CompiledStage, resident: Mapping[Slot, torch.Tensor]) -> CompiledStage:
+    """`stage` on other resident tensors."""
+    return replace(stage, resident=resident, template=_template(_registers(stage.program), resident))
+
+
+def _template(registers: Mapping[Slot, int], resident: Mapping[Slot, torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
+    return tuple(resident[slot] if slot.kind in RESIDENT else None for slot in registers)
 
 
 def _registers(program: StageProgram) -> dict[Slot, int]:
@@ -131,6 +147,7 @@ def _call(program: StageProgram, name: str, run: Run, registers: Mapping[Slot, i
         sends=tuple((places[Slot(kind, name)], spec) for name, spec in specs.items()),  # type: ignore[arg-type]
         gradients=_named(piece, "gradient"),
         mutations=_named(piece, "mutation"),
+        outputs=_named(piece, "output"),
         loss=next((place for slot, place in places.items() if slot.kind == "loss"), None),
     )
 
@@ -143,7 +160,7 @@ def _named(piece: Piece, kind: str) -> tuple[tuple[int, str], ...]:
 def later_reads(program: StageProgram, name: str) -> frozenset[Slot]:
     """The slots that passes after `name` read."""
     after = {"F": ("B", "W", "BW"), "B": ("W",)}.get(name, ())
-    return frozenset(slot for later in after for slot in program.pieces[later].inputs)
+    return frozenset(slot for later in after if later in program.pieces for slot in program.pieces[later].inputs)
 
 
 @dataclass(frozen=True)
@@ -168,15 +185,19 @@ def arrivals_of(program: StageProgram) -> dict[str, tuple[Arrival, ...]]:
 
 def _arrival(program: StageProgram, slot: Slot, spec: TensorSpec) -> Arrival:
     aliases, escapes = {slot}, False
-    for name in READERS:
-        piece = program.pieces[name]
+    for piece in map(program.pieces.__getitem__, _passes_of(program)):
         keys = {storage_key(node.meta["val"]) for node in _holders(piece) if node.meta["slot"] in aliases}
         results = zip(piece.outputs, output_values(piece.module.graph), strict=True)
         same = [result for result, node in results if storage_key(node.meta["val"]) in keys]
         aliases |= {result for result in same if result.kind == "saved"}
         escapes |= any(result.kind != "saved" for result in same)
-    readers = frozenset(name for name in READERS if aliases & set(program.pieces[name].inputs))
+    readers = frozenset(name for name in _passes_of(program) if aliases & set(program.pieces[name].inputs))
     return Arrival(spec, readers, escapes)
+
+
+def _passes_of(program: StageProgram) -> list[str]:
+    """The passes of a stage, in the order in which a microbatch goes through them."""
+    return [name for name in READERS if name in program.pieces]
 
 
 def _holders(piece: Piece) -> list[Any]:

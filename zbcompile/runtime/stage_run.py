@@ -1,9 +1,8 @@
 """Running one stage: its graphs over the registers of each microbatch, each value freed after the last pass that reads
 it."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -11,7 +10,6 @@ from zbcompile.distributed.packing import laid_out
 from zbcompile.errors import PipelineError
 from zbcompile.model.seeds import generator_state
 from zbcompile.passes.graph.roles import Slot
-from zbcompile.passes.split.subgraphs import Piece
 from zbcompile.runtime.gradients import Gradients
 from zbcompile.runtime.stage_plan import Call, CompiledStage, Tensors
 
@@ -20,7 +18,8 @@ Frame = list[torch.Tensor | None]
 
 @dataclass
 class StageRun:
-    """The mutable part of a stage during one step: `frames[microbatch]` holds what waits for B and W.
+    """The mutable part of a stage during one step: `frames[microbatch]` holds what waits for B and W, `outputs[leaf]`
+    the parts of the model's output that this stage makes, by microbatch.
 
     Its methods are called without gradient recording (`torch.no_grad`).
     """
@@ -32,6 +31,7 @@ class StageRun:
     seeds: list[int]
     frames: dict[int, Frame] = field(default_factory=dict)
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
+    outputs: dict[str, dict[int, torch.Tensor]] = field(default_factory=dict)
     accumulators: list[tuple[int, torch.Tensor]] = field(default_factory=list)
 
     def forward(self, microbatch: int, arrived: Tensors) -> Tensors:
@@ -76,11 +76,15 @@ class StageRun:
             frame[place] = results[at]
         if call.loss is not None:
             self.losses[microbatch] = results[call.loss]
+        for at, name in call.outputs:
+            self.outputs.setdefault(name, {})[microbatch] = results[at]
         for at, name in call.mutations:
             stage.resident[Slot("buffer", name)].copy_(results[at])
         sends = [laid_out(results[at], spec) for at, spec in call.sends]
         if stage.generator_leaves:
             sends.append(generator_state(stage.device))
+        if stage.forward_only:
+            del self.frames[microbatch]
         return sends
 
     def begin_backward(self, name: str, microbatch: int, arrived: Tensors) -> Tensors:
@@ -155,12 +159,3 @@ class StageRun:
 def _storage_bytes(values: Iterable[torch.Tensor], without: set[int]) -> int:
     storages = {v.untyped_storage().data_ptr(): v.untyped_storage().nbytes() for v in values}
     return sum(size for key, size in storages.items() if key not in without)
-
-
-def run_forward_only(
-    piece: Piece, run: Callable[[list[Any]], Sequence[torch.Tensor]], values: Mapping[Slot, Any]
-) -> dict[Slot, torch.Tensor]:
-    """One forward without a backward to follow, by `run`."""
-    with torch.no_grad():
-        results = run([values[slot] for slot in piece.inputs])
-    return dict(zip(piece.outputs, results, strict=True))
