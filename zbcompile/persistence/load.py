@@ -1,6 +1,7 @@
 """Loading a saved program: every rank reads and checks its own part, and nothing in the files is executed."""
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from zbcompile.model.batch import Batch, flatten_batch, refuse_input_gradients, 
 from zbcompile.model.materialize import Init
 from zbcompile.model.model_info import has_values, module_of
 from zbcompile.persistence.checkpoint import load_checkpoint
-from zbcompile.program.manifest import AGAIN, SavedProgram, digest_of
+from zbcompile.program.manifest import AGAIN, SavedProgram
 from zbcompile.program.program import Program, call_of
 from zbcompile.program.read import read_manifest, read_program
 from zbcompile.runtime.engine import Engine, Executable
@@ -70,16 +71,16 @@ def load(
     if state_dict is not None and checkpoint is not None:
         raise PipelineError("load received state_dict= and checkpoint=; both give the model its values. Pass one.")
     folder = Path(directory)
-    found = _attempt(folder)
-    if ranks is None and found and is_alone(mesh):
-        ranks = found["ranks"]
-    here = find_ranks(lambda: device_for(folder), ranks, mesh, timeout)
+    found = _manifest_of(folder)
+    if ranks is None and found.data and is_alone(mesh):
+        ranks = found.data["ranks"]
+    here = find_ranks(lambda: found.device, ranks, mesh, timeout)
     with here.watch.region(f"loading {folder}"):
-        program = together(here, f"loading {folder}", lambda: _read_for(folder, here, operators, init))
+        program = together(here, f"loading {folder}", lambda: _read_for(folder, found, here, operators, init))
         same = {
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
-            "digest": digest_of(program.written or {}),
+            "digest": program.digest,
         }
         require_equal_programs(here, same, "loaded different programs", SAME)
     given = {"seed": seed, "backend": backend, "cuda_graphs": cuda_graphs}
@@ -93,18 +94,34 @@ def load(
     return pipe
 
 
-def _attempt(folder: Path) -> dict[str, Any] | None:
-    """The manifest, if there is a good one: what is wrong with it is said when all ranks can hear it."""
+@dataclass(frozen=True)
+class _Manifest:
+    """The manifest of a directory, read once; what is wrong with it is said when all ranks can hear it."""
+
+    data: dict[str, Any] | None
+    problem: Exception | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """This process's device of the kind that the program was compiled for."""
+        return own_device(self.data["device"] if self.data else "cpu")
+
+    def require(self) -> dict[str, Any]:
+        if self.data is None:
+            raise self.problem or AssertionError
+        return self.data
+
+
+def _manifest_of(folder: Path) -> _Manifest:
     try:
-        return read_manifest(folder)
-    except (PipelineError, OSError):
-        return None
+        return _Manifest(read_manifest(folder))
+    except (PipelineError, OSError) as error:
+        return _Manifest(None, error)
 
 
 def device_for(folder: Path) -> torch.device:
     """This process's device of the kind that a program was compiled for."""
-    found = _attempt(folder)
-    return own_device(found["device"] if found else "cpu")
+    return _manifest_of(folder).device
 
 
 def _options(
@@ -134,9 +151,11 @@ def _options(
     )
 
 
-def _read_for(folder: Path, ranks: Ranks, operators: Collection[str], init: Init | None) -> SavedProgram:
+def _read_for(
+    folder: Path, manifest: _Manifest, ranks: Ranks, operators: Collection[str], init: Init | None
+) -> SavedProgram:
     """This process's part of the program, which must be one for its device and number of ranks."""
-    data = read_manifest(folder)
+    data = manifest.require()
     if data["ranks"] != ranks.count:
         raise PipelineError(
             f"{folder} was compiled for {data['ranks']} ranks, but there are {ranks.count}. Start {data['ranks']} "

@@ -18,7 +18,8 @@ from tests.support.replicated import (
     summed_in_single_precision,
 )
 from tests.support.training import Case, pipeline_of
-from zbcompile.runtime.data_parallel import Replicas
+from zbcompile.distributed.replicas import Replicas
+from zbcompile.runtime.data_parallel import start_reduction
 from zbcompile.runtime.gradients import Gradients
 from zbcompile.schedules.ir.actions import flatten
 
@@ -146,7 +147,7 @@ def test_a_reduction_begins_after_the_last_weight_gradient_of_its_stage() -> Non
     program = pipe.compile(*batch.args, target=batch.target).program
     for rank in range(2):
         gradients = Gradients({}, program.shared, program.choices)
-        hooks = Replicas(count=2).begin(program, rank, gradients).hooks
+        hooks = start_reduction(Replicas(count=2), program, rank, gradients).hooks
         order = flatten(program.schedule.orders[rank])
         assert sorted(a.stage for a in hooks) == sorted(program.stages_of(rank))
         for action in hooks:
