@@ -44,7 +44,7 @@ def count_flops(module: GraphModule, mode: FakeTensorMode) -> dict[Node, int]:
     """
     calls = [node for node in module.graph.nodes if node.op == "call_function"]
     if all(map(_is_elementary, calls)):
-        formulas = _counter().flop_registry  # with those that somebody has registered for operators of his own
+        formulas = _counter().flop_registry  # with those registered for custom operators
         return {node: _flops_of(node, formulas) for node in calls}
     return count_flops_by_run(module, mode)
 

@@ -196,7 +196,7 @@ class _Vee:
         return self.row.may_hold(rank, [(stage, self.edges[a], self.edges[b]) for stage, (a, b) in chunks])
 
     def _sticks(self, edge: int) -> bool:
-        """Whether what lies before `edge` may be too heavy for a rank that has taken a chunk already."""
+        """Whether the part just before `edge` is heavier than what `limit` leaves beside `chunk`."""
         return edge > 0 and self.at[edge] - self.at[edge - 1] > self.limit - self.chunk
 
     def _worth_keeping(self, found: dict[tuple[int, int], _Outer]) -> list[_Outer]:

@@ -36,7 +36,7 @@ def replace_writes_into_fresh(module: GraphModule) -> None:
 
 
 def _is_fresh(written: Any, replaced: set[Node]) -> bool:
-    """Contiguous, because a copy of another layout may run through another kernel; a tensor of its own."""
+    """Contiguous, because a copy of another layout may run through another kernel; aliases nothing."""
     made_here = isinstance(written, Node) and written.op == "call_function" and len(written.users) == 1
     if not made_here or not isinstance(written.meta.get("val"), torch.Tensor):
         return False

@@ -158,7 +158,7 @@ class _Run:
 
 
 class _UseInterpreter(MarkingInterpreter):
-    """Gives every use of a parameter that is marked so a tensor of its own, to have its own gradient."""
+    """Makes every marked use of a parameter a separate tensor, so that each use has its own gradient."""
 
     def __init__(self, module: GraphModule, garbage_collect_values: bool) -> None:
         super().__init__(module, garbage_collect_values)
@@ -189,7 +189,7 @@ class _UseInterpreter(MarkingInterpreter):
 def first_activations(stage: Stage) -> list[Node]:
     """The values in which a stage's parameters first meet its data: an embedding's output, that of a first layer.
 
-    Their gradients stand in for input gradients, see `zbcompile.passes.split.split`. A value that depends on
+    Their gradients are proxies for input gradients, see `zbcompile.passes.split.split`. A value that depends on
     differentiable data is none of them, nor is one that depends on parameters and constants
     alone (a normalised weight).
     """

@@ -84,9 +84,11 @@ def closure(joint: Joint) -> Assignment:
     forward = forward_nodes(joint)
     everything = needed_nodes(joint, lambda slot: slot.kind in ("gradient", "input_gradient"))
     early = needed_nodes(joint, lambda slot: slot.kind == "input_gradient")
-    standing_in = needed_nodes(joint, lambda slot: slot.kind == "virtual_gradient")
-    early |= _ancestors(node for node in standing_in if not is_cheap(node) and node not in forward)
-    early |= _ancestors(node for node in everything if "recomputed" in node.meta)  # by the pass of that name: all in B
+    proxies = needed_nodes(joint, lambda slot: slot.kind == "virtual_gradient")
+    early |= _ancestors(node for node in proxies if not is_cheap(node) and node not in forward)
+    early |= _ancestors(
+        node for node in everything if "recomputed" in node.meta
+    )  # nodes inserted by recompute always belong to B
     backward = _close(early - forward, joint) & everything
     return _assign(joint, forward, backward, everything - forward - backward)
 

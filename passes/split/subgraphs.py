@@ -56,7 +56,7 @@ class Assignment:
         return [n for n in order if n in read and (n in made or (name == "F" and self.copied(n)))]
 
     def copied(self, node: Node) -> bool:
-        """Whether F must keep a copy: a later microbatch overwrites the buffer whose memory this is."""
+        """Whether F must save a copy: the buffer aliased here is overwritten by a later microbatch."""
         return any(storage_key(t) in self.overwritten for t in tensors_of(node.meta.get("val")))
 
     @cached_property

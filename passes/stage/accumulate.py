@@ -36,7 +36,7 @@ def accumulate_in_place(piece: Piece, buffers: Mapping[str, torch.Tensor]) -> Pi
 
 
 def own_gradients(piece: Piece) -> Piece:
-    """Make every gradient output a tensor of its own, so that it may become `.grad` without a copy at run time.
+    """Ensure no gradient output aliases another tensor, so that it may become `.grad` without a copy at run time.
 
     Two parameters can share one gradient (the biases on both sides of an addition), and a gradient can be a saved
     value.

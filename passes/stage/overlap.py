@@ -31,17 +31,17 @@ class Merged:
 
 
 def hand_over(take: Callable[..., None], values: Sequence[Any]) -> None:
-    """In a merged graph: the forward is done."""
+    """Graph op: hand over the forward's results."""
     take(list(values))
 
 
 def ask(give: Callable[[], list[Any]]) -> list[Any]:
-    """In a merged graph: the backward begins."""
+    """Graph op: fetch the backward's inputs (may block on the receive)."""
     return give()
 
 
 def pick(values: list[Any], index: int) -> Any:
-    """In a merged graph: one input of the backward, which only its users hold from now on."""
+    """Graph op: one input of the backward, freed after its last user."""
     value, values[index] = values[index], None
     return value
 
@@ -140,7 +140,7 @@ def _work(node: Node) -> int:
 
 
 def _before_a_wait(half: Sequence[Node]) -> float:
-    """The work of a half up to its first wait; without one there is no end to it."""
+    """The work of a half up to its first wait; infinite if there is no wait."""
     place = next((i for i, node in enumerate(half) if is_wait(node)), None)
     return float("inf") if place is None else sum(map(_work, half[:place]))
 

@@ -26,7 +26,7 @@ def exit_status(command: str, run: Callable[[], None], debug: bool) -> int:
 
 
 def _fail(command: str, error: Exception, debug: bool) -> int:
-    """What no one foresaw says so."""
+    """Unexpected exceptions are labelled as such."""
     if debug:
         traceback.print_exc()
     first = next(iter(str(error).splitlines()), "")

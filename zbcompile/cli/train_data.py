@@ -54,7 +54,7 @@ class Data:
         return batch
 
     def state(self) -> Any:
-        """What the source says of its place, where it says so itself."""
+        """The data source's `state_dict()`, or None if it is not stateful."""
         return None if self._state is None else self._state()
 
     def _begin(self) -> Iterator[Any]:

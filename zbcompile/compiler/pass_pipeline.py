@@ -87,7 +87,7 @@ def _drawn(captured: Captured, whole: Canonical, schedule: Schedule | None, choi
 
 
 def without_autocast(microbatch: Microbatch) -> torch.autocast:
-    """Capture has put the casts into the graph; the passes, which trace it again, must not cast once more."""
+    """Capture has put the casts into the graph; the passes, which trace it again, must not autocast again."""
     return torch.autocast(next(iter(microbatch.tensors.values())).device.type, enabled=False)
 
 

@@ -91,7 +91,8 @@ def open_channels(
     """Open this rank's channels; all ranks must call it, with the same `pairs`. `store` is theirs alone.
 
     Opening one waits for the other end (a NCCL communicator is made by its first operation), so all ranks go through
-    theirs in one common order: the least one that is not open yet has both its ends there.
+    theirs in one common order: both ends of the lowest-numbered unopened channel are waiting on it, so this cannot
+    deadlock.
     """
     outward: dict[int, Link] = {}
     inward: dict[int, Link] = {}

@@ -1,4 +1,4 @@
-"""How far the device is: on CUDA the host runs ahead of it, so a call that has returned may not have happened yet."""
+"""How far the device is: on CUDA a call may return before the device has executed it."""
 
 from typing import Protocol
 

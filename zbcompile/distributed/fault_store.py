@@ -1,4 +1,4 @@
-"""The notice board: what the ranks of a pipeline tell each other beside their messages, through the group's store.
+"""Out-of-band rank status and faults, kept in the process group's store.
 
 It works when messages do not: a rank that failed, or one whose peer is gone, can still write to it and read from it.
 """
@@ -14,7 +14,7 @@ from zbcompile.errors import PipelineError
 
 
 class _Closed:
-    """In place of a store that was let go of; the watchdog may do that while another thread still explains a fault."""
+    """Stand-in for a closed store: the watchdog may close it while another thread still explains a fault."""
 
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError("the store of the process group is closed")

@@ -125,7 +125,7 @@ def find_stray(own: int, statuses: Mapping[int, Status]) -> Fault | None:
 
 
 def find_late(own: int, statuses: Mapping[int, Status], seconds: float, on_device: bool = False) -> Fault:
-    """Whom a rank that waited too long was waiting for: one that never came, one that is busy, or nobody. Where its
+    """Identify which rank a timed-out rank was waiting for: one that never came, one that is busy, or none. Where its
     device waits and not its host, hosts that are as far say nothing."""
     here = statuses[own]
     waited = f"rank {own} waited {seconds:g} s for it at {here.where}"

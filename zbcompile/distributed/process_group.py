@@ -1,6 +1,7 @@
 """Where the ranks come from: a mesh, a process group, torchrun's environment, or this process alone."""
 
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -77,11 +78,13 @@ def start_group(find_device: FindDevice, timeout: float) -> None:
     if torch.cuda.is_available():
         take_gpu()
     cuda = find_device().type == "cuda"
+    began = time.monotonic()
     try:
         dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=2 * timeout if cuda else timeout))
     except RuntimeError as error:
         raise PipelineError(
-            f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} found no process group within {timeout:g} s: "
+            f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} found no process group after "
+            f"{time.monotonic() - began:.0f} s (timeout={timeout:g}): "
             f"{error}. Start all processes, with the same MASTER_ADDR and MASTER_PORT, or give them more timeout=."
         ) from error
 

@@ -85,7 +85,7 @@ class Executables:
         return self._last
 
     def _state(self, microbatch: Microbatch) -> tuple[Any, ...]:
-        """As long as this stays, there is nothing to look at again."""
+        """Cache key: if unchanged since the last step, reuse the last executable."""
         hooks = bool(global_hooks())
         return microbatch.signature, autocast_on(self._ranks.device), hooks, fingerprint(self._model)
 
@@ -95,7 +95,7 @@ class Executables:
             with self._ranks.watch.position.turn_to(f"compiling for microbatches of {microbatch.summary()}"):
                 dropped = self._kept.add(key, self._compile(microbatch))
             if dropped and self._ranks.is_first:
-                print(f"zbcompile: dropped the program not used for longest; max_shapes={self._options.max_shapes}.")
+                print(f"zbcompile: evicted the least recently used program; max_shapes={self._options.max_shapes}.")
         require_same_tensors(self._model, self._bound)
         raise_first(hook_problems(self._model))
         return self._kept[key]
@@ -165,7 +165,7 @@ class Executables:
         return program
 
     def _choices(self) -> Choices:
-        """Further shapes shard their output layer if the first did: its rows have their ranks."""
+        """Later shapes reuse the first shape's sharding decision, because row ownership is already fixed."""
         choices = self._options.choices
         if self.program is None or choices.vocab != "auto":
             return choices
@@ -226,7 +226,7 @@ Value = TypeVar("Value")
 
 
 class Recent(Generic[Key, Value]):
-    """At most `limit` entries. A new one beyond that drops the one that was not used for longest, never the first."""
+    """At most `limit` entries. Adding one more evicts the least recently used entry, but never the first."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit

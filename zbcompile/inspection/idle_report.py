@@ -16,7 +16,7 @@ LONGEST = 5
 def format_idle_intervals(timeline: Timeline, rank: int, unit: str) -> str:
     """The longest idle intervals of `rank`, each with the chain of actions on other ranks that it waited for.
 
-    `unit` is that of the timeline ("s" or "passes"). Raises PipelineError for a rank that there is not.
+    `unit` is that of the timeline ("s" or "passes"). Raises PipelineError if the rank does not exist.
     """
     require_rank(timeline.schedule, rank)
     gaps = sorted((gap for gap in timeline.idle if gap.rank == rank), key=lambda gap: gap.start - gap.end)
@@ -31,7 +31,7 @@ def format_idle_intervals(timeline: Timeline, rank: int, unit: str) -> str:
 
 
 def require_rank(schedule: Schedule, rank: int) -> None:
-    """Raise PipelineError for a rank that there is not."""
+    """Raise PipelineError if the rank does not exist."""
     if not 0 <= rank < schedule.ranks:
         raise PipelineError(f"there is no rank {rank}: {schedule.name} has ranks 0 to {schedule.ranks - 1}.")
 

@@ -74,7 +74,7 @@ def refuse_files(request: Request) -> None:
 
 
 def refuse_places(request: Request, schedule: Schedule, graph: tuple[int, str] | None) -> None:
-    """Raise PipelineError for a stage or rank that `schedule` has not."""
+    """Raise PipelineError if `schedule` does not have the stage or rank."""
     stage = request.stage if graph is None else graph[0]
     if stage is not None:
         require_stage(schedule, stage)
@@ -83,7 +83,7 @@ def refuse_places(request: Request, schedule: Schedule, graph: tuple[int, str] |
 
 
 def require_stage(schedule: Schedule, stage: int) -> None:
-    """Raise PipelineError for a stage that there is not."""
+    """Raise PipelineError if the stage does not exist."""
     if not 0 <= stage < schedule.stages:
         raise PipelineError(
             f"there is no stage {stage}: {schedule.name} on {schedule.ranks} ranks has stages 0 to "

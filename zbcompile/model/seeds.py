@@ -30,7 +30,7 @@ def microbatch_seed(step: int, microbatch: int, seed: int = 0) -> int:
 
 @contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
-    """Give the caller's generators back as they were: a step must not move them."""
+    """Run without advancing the caller's generators."""
     devices = [device.index or 0] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         yield

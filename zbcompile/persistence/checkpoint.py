@@ -139,7 +139,7 @@ def _require_shared(partial: Path) -> None:
 
 
 def _values(holding: Holding, optimizer: Optimizer | None) -> dict[str, Values]:
-    """What this process writes. The first rank writes for all what is no tensor."""
+    """What this process writes. Non-tensor values are written by rank 0 only."""
     ranks = holding.ranks
     model = {name: tensor for name, tensor in holding.tensors.items() if holding.writes(name)}
     found = together(ranks, "saving the optimizer", lambda: optimizer_values(optimizer, holding) if optimizer else {})

@@ -16,7 +16,7 @@ from zbcompile.errors import PipelineError
 from zbcompile.persistence.local_tensors import Holding, is_sharded, like_rows, local_part
 
 Values = dict[str, Any]
-MEMBERS = ("params", "param_names")  # of a group: who is in it
+MEMBERS = ("params", "param_names")  # the keys of a parameter group that list its members
 
 
 def optimizer_values(optimizer: Optimizer, holding: Holding) -> Values:

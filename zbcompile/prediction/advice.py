@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from zbcompile.schedules import Costs, Schedule, ScheduleError, build, names, simulate
 from zbcompile.schedules.simulation.timeline import Timeline
 
-WORTH = 0.01  # an alternative is worth a line if the step gets so much shorter
+WORTH = 0.01  # minimum relative speed-up to be listed
 LEANER = 0.1  # or the fullest rank so much emptier
 LITTLE = 0.02  # idle time below which nothing is to be said of it
 

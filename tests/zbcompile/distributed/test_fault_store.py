@@ -1,4 +1,4 @@
-"""The notice board after its store was let go of."""
+"""The out-of-band store of faults after it was closed."""
 
 from types import SimpleNamespace
 from typing import Any

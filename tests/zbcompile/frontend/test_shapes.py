@@ -38,7 +38,7 @@ def made() -> Sequences:
 
 
 def test_a_bounded_number_of_programs(capsys: pytest.CaptureFixture[str]) -> None:
-    """The one not used for longest goes, but never the first, and comes back when it is asked for; nothing else of it
+    """The least recently used one is evicted, but never the first, and comes back when it is asked for; nothing else of it
     stays in memory. Gradients are eager's throughout."""
     model, eager = made(), made()
     pipe = zbcompile.pipeline(
@@ -60,7 +60,7 @@ def test_a_bounded_number_of_programs(capsys: pytest.CaptureFixture[str]) -> Non
     assert held[0][0]() is pipe.program
     out = capsys.readouterr().out
     assert out.count("compiling again for microbatches of args[0][2, 3, 32]") == 2
-    assert out.count("dropped the program not used for longest; max_shapes=2") == 2
+    assert out.count("evicted the least recently used program; max_shapes=2") == 2
 
 
 def test_evaluations_are_bounded_too() -> None:
