@@ -112,8 +112,8 @@ def pipeline(  # type: ignore[misc]  # the overloads differ in `model` alone and
             first compilation each rank makes its own share real and nothing else. Without it `load_state_dict` fills
             the share before the first step.
         debug_nan: stop at the first operation of a step or of `eval` that makes a NaN or an infinity, and name its
-            stage, pass, microbatch and line (slow; the graphs run as they are, whatever the backend).
-            ZBCOMPILE_DEBUG_NAN=1 does the same.
+            stage, pass, microbatch and line, or the input, parameter or buffer that holds a NaN (slow; the graphs run
+            as they are, whatever the backend). ZBCOMPILE_DEBUG_NAN=1 does the same.
         backend: what runs the graphs (docs/backends.md). "fx": each operation as it is; "inductor": compiled by torch's
             inductor, once per distinct graph and machine, gradients equal within 2e-6 of the largest entry (fp32); or a
             function `backend(graph_module, example_inputs)` that returns what is called in place of the graph.

@@ -15,7 +15,8 @@ from zbcompile.runtime.stage_plan import CompiledStage, Tensors
 
 
 def inspected(stage: CompiledStage) -> CompiledStage:
-    """`stage` with every pass checked: FloatingPointError at the first operation that makes what its inputs lack."""
+    """`stage` with every pass checked: FloatingPointError at the first operation that makes what its inputs lack, and
+    before any if there is a NaN in the batch, a parameter or a buffer."""
     pieces = stage.program.pieces
     calls = {name: replace(call, run=Checked(stage.index, pieces[name])) for name, call in stage.calls.items()}
     return replace(stage, calls=calls, mergeable=False)
@@ -34,6 +35,9 @@ class Checked:
         return _Inspector(self.stage, self.piece).run(*given)  # type: ignore[no-any-return]
 
 
+ROOTS = ("input", "parameter", "buffer")  # a NaN in anything else that a pass reads was made by a pass
+
+
 class _Inspector(Interpreter):
     """Infinities are often meant (a mask of -inf): one is reported where all that an operation reads is finite, a NaN
     where nothing that it reads is one."""
@@ -42,11 +46,14 @@ class _Inspector(Interpreter):
         super().__init__(piece.module)
         self.extra_traceback = False  # the message says where
         self._place = f"{piece.name} of stage {stage}"
+        self._slots = dict(zip(piece.module.graph.find_nodes(op="placeholder"), piece.inputs, strict=True))
 
     def run_node(self, n: Node) -> Any:
         read = _kinds(map_arg((n.args, n.kwargs), lambda node: self.env[node]))
         result = super().run_node(n)
         made = _kinds(result)
+        if n in self._slots and self._slots[n].kind in ROOTS and "nan" in made:
+            raise FloatingPointError(f"{self._place} receives a NaN in {self._slots[n].kind} {self._slots[n].name}")
         if n.op == "call_function" and ("nan" in made - read or ("inf" in made and not read)):
             raise FloatingPointError(self._message(n, "a NaN" if "nan" in made else "an infinity"))
         return result

@@ -127,6 +127,28 @@ def test_the_source_of_a_nan() -> None:
         pipe.eval(bad)
 
 
+def test_a_nan_that_was_there_before() -> None:
+    """In the batch or in a parameter no operation makes it."""
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+    pipe = zbcompile.pipeline(model, schedule="1f1b", microbatches=4, ranks=2, loss=F.mse_loss, debug_nan=True)
+    x = torch.ones(8, WIDTH)
+    pipe.step(x, target=x)
+    bad = x.clone()
+    bad[4, 3] = torch.nan
+    for call, action in (
+        (lambda: pipe.step(bad, target=x), r"F0\.2 of step 1"),
+        (lambda: pipe.eval(bad), r"F0\.2 of eval"),
+    ):
+        with pytest.raises(zbcompile.FaultError, match=rf"{action}: .*F of stage 0 receives a NaN in input args\[0\]"):
+            call()
+    with pytest.raises(zbcompile.FaultError, match=r"F of stage 1 receives a NaN in input target"):
+        pipe.step(x, target=bad)
+    with torch.no_grad():
+        model[3].bias[0] = torch.nan  # type: ignore[index]
+    with pytest.raises(zbcompile.FaultError, match=r"F of stage 1 receives a NaN in parameter 3\.bias"):
+        pipe.step(x, target=x)
+
+
 def test_the_switch_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZBCOMPILE_DEBUG_NAN", "yes")
     with pytest.raises(zbcompile.PipelineError, match="ZBCOMPILE_DEBUG_NAN='yes'; expected 0 or 1"):
