@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from zbcompile.passes.capture.python_effects import numbers_drawn_outside_torch, output_of_forward
 from zbcompile.passes.graph.source_location import calling_line
 from zbcompile.passes.torch_private import (
     FUNCTIONAL_COLLECTIVES_MODULE,
@@ -49,7 +50,8 @@ class Watch:
         """Around the model's forward inside an export."""
         buffers, attributes = _buffers(model), _attributes(model)
         parameters = {id(parameter) for parameter in model.parameters()}
-        with _Calls(self, parameters):
+        python = numbers_drawn_outside_torch(model, self.problem), output_of_forward(self.warning)
+        with _Calls(self, parameters), python[0], python[1]:
             yield
             self._put_back(buffers)
         self._compare(attributes, _attributes(model))
@@ -141,6 +143,11 @@ class _Calls(TorchFunctionMode):
                 "settled before the step."
             )
         result = func(*args, **(kwargs or {}))
+        if func is torch.Tensor.item and not isinstance(result, int | float):  # known only when a step runs
+            self.watch.warning(
+                f"forward reads a number out of a tensor ({calling_line()}); a compiled step runs no Python, so what "
+                "it does with the number happens once, at capture."
+            )
         if not self.watch.shape_from_data and _has_unknown_shape(result):
             self.watch.shape_from_data = calling_line()
         return result

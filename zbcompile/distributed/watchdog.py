@@ -1,8 +1,8 @@
 """The watch over the calls in which ranks depend on each other: when one rank fails, all of them end.
 
 A rank that fails posts its fault in the store. A thread of every rank writes a heartbeat there twice a second and,
-while its rank waits, looks for a posted fault; it then cuts the connections of the process group, which makes the wait raise.
-A normal step pays for two attribute writes per action, five if the action waits for a message, and for nothing on the
+while its rank waits, looks for a posted fault; it then cuts the connections of the process group, which
+makes the wait raise. A normal step pays for two attribute writes per action, five if the action waits for a message, and for nothing on the
 network.
 """
 

@@ -1,0 +1,79 @@
+"""What forward does in Python: numbers drawn outside torch are refused by line, output is mentioned once."""
+
+import random
+import warnings
+from collections.abc import Callable
+from random import uniform
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zbcompile
+from tests.support.refused import ROWS, train
+
+WIDTH = ROWS.shape[1]
+
+
+class Net(nn.Module):
+    """Two layers, and something else in between."""
+
+    def __init__(self, effect: Callable[["Net"], float]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.effect = effect
+        self.own = random.Random(1)
+        self.noise = np.random.default_rng(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        return self.last(x) * (1.0 + self.effect(self))
+
+
+DRAWS = {
+    "random": (lambda net: random.random(), r"Python's random module \(.*test_python_effects.*random\.random\(\)"),
+    "by another name": (lambda net: uniform(0, 1), r"Python's random module;"),
+    "numpy": (lambda net: float(np.random.rand()), r"numpy\.random \(.*np\.random\.rand\(\)"),
+    "an instance": (lambda net: net.own.random(), r"the generator own;"),
+    "a generator of numpy": (lambda net: float(net.noise.random()), r"the generator noise;"),
+}
+
+
+@pytest.mark.parametrize("how", DRAWS)
+def test_numbers_from_elsewhere_are_refused(how: str) -> None:
+    """They would be the same in every step: four steps gave one loss where eager's gave four."""
+    effect, message = DRAWS[how]
+    with pytest.raises(zbcompile.CaptureError, match=f"(?s)draws from {message}.*torch.rand"):
+        train(Net(effect))
+
+
+def test_output_is_mentioned_with_its_line(capsys: pytest.CaptureFixture[str]) -> None:
+    def effect(net: Net) -> float:
+        print("forward runs")
+        return 0.0
+
+    with pytest.warns(UserWarning, match=r"forward prints \(.*print\(.*happens once, at capture"):
+        pipe = train(Net(effect))
+    capsys.readouterr()
+    pipe.step(ROWS, target=ROWS)
+    assert "forward runs" not in capsys.readouterr().out
+
+
+def test_a_number_that_is_read_for_logging_is_mentioned() -> None:
+    class Logging(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            self.last_mean = y.detach().mean().item()
+            return y
+
+    with pytest.warns(UserWarning, match=r"reads a number out of a tensor \(.*item\(\)"):
+        train(Logging(lambda net: 0.0))
+
+
+def test_what_draws_nothing_is_left_alone() -> None:
+    before = random.getstate()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        train(Net(lambda net: 0.0))
+    assert random.getstate() == before
