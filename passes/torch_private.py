@@ -48,9 +48,6 @@ MEMORY_BOUND = {
     *(aten._fused_rms_norm_backward, aten.batch_norm_backward, aten.cudnn_batch_norm_backward),
 }
 
-# 2.11-2.13: the view of a matrix product that matmul makes; joint graphs call it by this name.
-UNSAFE_VIEW = aten._unsafe_view.default
-
 # 2.11-2.13: what reshape, casts and log_softmax become in some graphs; no public operator has these names.
 UNSAFE_VIEW, TO_COPY, LOG_SOFTMAX = aten._unsafe_view.default, aten._to_copy.default, aten._log_softmax.default
 

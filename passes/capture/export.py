@@ -24,6 +24,7 @@ from zbcompile.passes.capture.training_step import Inference, LossFunction, Trai
 from zbcompile.passes.capture.unsupported import problems_of, raise_first, training_problems
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.graph.roles import Kind, Slot
+from zbcompile.passes.graph.strides import copy_with_strides
 from zbcompile.passes.torch_private import eagers_kernels, numbered_checkpoints, pytree
 
 
@@ -105,7 +106,8 @@ def capture_inference(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
 def _export(
     wrapper: "TrainingStep | Inference", watch: Watch, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
 ) -> Captured:
-    example = pytree.tree_map_only(torch.Tensor, _stand_in, (args, kwargs, target))
+    # Copies: torch.export merges inputs that are the same object, without a word.
+    example = pytree.tree_map_only(torch.Tensor, copy_with_strides, (args, kwargs, target))
     with as_if_on(wrapper.model, _device_of(example)) as adapted:
         example = pytree.tree_map_only(torch.Tensor, adapted, example)
         program = _exported(wrapper, watch, example)
@@ -188,18 +190,6 @@ def _without_fast_path() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(before)
 
 
-def _stand_in(leaf: torch.Tensor) -> torch.Tensor:
-    """A tensor of its own for every leaf: torch.export merges inputs that are the same object, without a word.
-
-    It has the strides of `leaf`, gaps and overlaps included: the graph is run on such tensors.
-    """
-    if leaf.numel() == 0:
-        return leaf.detach().clone()
-    reach = 1 + sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True))
-    memory = leaf.detach().as_strided((reach,), (1,)).clone()
-    return memory.as_strided(leaf.shape, leaf.stride(), 0)
-
-
 def _keep_source_lines(module: GraphModule) -> None:
     """Regions (no_grad, autocast) that run node by node, instead of as generated code, keep their source lines."""
     for child in module.modules():
@@ -272,15 +262,17 @@ def first_names(model: nn.Module) -> dict[str, str]:
     return {name: first.setdefault(id(tensor), name) for name, tensor in named}
 
 
-def input_paths(example: Any) -> list[str]:
-    """The path of every leaf of `(args, kwargs, target)`: args[0], kwargs['mask'], target."""
-    leaves, _ = pytree.tree_flatten_with_path(example)
+def flatten_inputs(example: Any) -> tuple[tuple[str, ...], tuple[Any, ...], Any]:
+    """The path of every leaf of `(args, kwargs, target)` - args[0], kwargs['mask'], target - the leaves, and the
+    structure that they were in."""
+    pairs, structure = pytree.tree_flatten_with_path(example)
     top = ("args", "kwargs", "target")
-    return [top[path[0].idx] + pytree.keystr(path[1:]) for path, _ in leaves]  # type: ignore[attr-defined]
+    paths = tuple(top[path[0].idx] + pytree.keystr(path[1:]) for path, _ in pairs)  # type: ignore[attr-defined]
+    return paths, tuple(leaf for _, leaf in pairs), structure
 
 
 def _input_slots(program: torch.export.ExportedProgram, names: Mapping[str, str], example: Any) -> tuple[Slot, ...]:
-    paths = iter(input_paths(example))
+    paths = iter(flatten_inputs(example)[0])
     return tuple(_input_slot(spec, names, paths) for spec in program.graph_signature.input_specs)
 
 

@@ -45,5 +45,5 @@ def _fake(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> t
 
 def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """An unfilled tensor or parameter on `device`, otherwise like `tensor`."""
-    new = like(tensor, device)
+    new = like(tensor, device=device)
     return nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new

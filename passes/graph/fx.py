@@ -1,11 +1,12 @@
 """Questions about the nodes of an FX graph that every pass asks."""
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
 from zbcompile.passes.torch_private import OpOverload, arguments_of
 
@@ -25,10 +26,10 @@ def is_random(node: Node) -> bool:
     """Whether a node draws random numbers. Such a node moves the generator: never dropped, copied or reordered."""
     if not isinstance(node.target, OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
         return False
-    return argument(node, "dropout_p", 1.0) != 0.0  # attention without dropout carries the tag but draws nothing
+    return argument_of(node, "dropout_p", 1.0) != 0.0  # attention without dropout carries the tag but draws nothing
 
 
-def argument(node: Node, name: str, missing: Any) -> Any:
+def argument_of(node: Node, name: str, missing: Any) -> Any:
     """The value of the named argument of an operator call, its default included; `missing` if the operator has none of
     that name."""
     for index, declared in enumerate(arguments_of(node.target)):  # type: ignore[arg-type]
@@ -50,6 +51,25 @@ def operations_behind(nodes: Iterable[Node]) -> set[Node]:
     return found
 
 
+class NodeNumber(str):
+    """A node in a printed argument list, which a string there can never equal."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def node_numbers(graph: Graph) -> dict[Node, NodeNumber]:
+    """Names for nodes that are equal for graphs that differ in names alone: numbers in order of appearance."""
+    return {node: NodeNumber(f"%{i}") for i, node in enumerate(graph.nodes)}
+
+
+def call_text(node: Node, numbers: Mapping[Node, NodeNumber]) -> str:
+    """An operation with its arguments, the nodes among them by number."""
+    return f"{node.target} {map_arg((node.args, node.kwargs), numbers.__getitem__)!r}"  # type: ignore[arg-type]
+
+
 def source_line(node: Node) -> str:
     """The line of the user's model that made `node`, or the compiler pass that did."""
     lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip()]
@@ -66,9 +86,10 @@ def written_as(node: Node) -> str:
     return str(sources[-1].target) if sources else ""
 
 
-def like(value: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
-    """An uninitialised tensor with the shape, strides and dtype of `value`, on its device unless another is given.
+def like(value: torch.Tensor, *, dtype: torch.dtype | None = None, device: torch.device | None = None) -> torch.Tensor:
+    """An uninitialised tensor with the shape and strides of `value`, and its dtype and device unless others are given.
 
     Inside a fake tensor mode it is a fake of that mode, whichever mode `value` comes from.
     """
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device or value.device)
+    kind, place = dtype or value.dtype, device or value.device
+    return torch.empty_strided(value.shape, value.stride(), dtype=kind, device=place)

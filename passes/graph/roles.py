@@ -1,6 +1,9 @@
 """What a graph's inputs and outputs mean. Passes and runtime find values by slot, never by position."""
 
+import math
 from typing import Literal, NamedTuple
+
+import torch
 
 Kind = Literal[
     "parameter",  # name: the model's FQN (the first one, where parameters are tied)
@@ -31,7 +34,7 @@ class Slot(NamedTuple):
 
     def called(self, name: str) -> "Slot":
         """The same slot under another name."""
-        return Slot(self.kind, name, *self[2:])
+        return self._replace(name=name)
 
     @property
     def identifier(self) -> str:
@@ -50,9 +53,4 @@ class TensorSpec(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        import torch
-
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count * getattr(torch, self.dtype).itemsize
+        return math.prod(self.shape) * int(getattr(torch, self.dtype).itemsize)

@@ -33,6 +33,18 @@ def packed_layout(shape: Sequence[int], strides: Sequence[int]) -> Layout:
     return once, tuple(packed)
 
 
+def copy_with_strides(value: torch.Tensor) -> torch.Tensor:
+    """A copy with the same strides, whatever they are: broadcast and with gaps too; without history.
+
+    >>> copy_with_strides(torch.arange(3.0).expand(2, 3)).stride()
+    (0, 1)
+    """
+    if value.numel() == 0:
+        return like(value)
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    return value.detach().as_strided((reach,), (1,)).clone().as_strided(value.shape, value.stride(), 0)
+
+
 def boundary_like(value: torch.Tensor, exact: bool) -> torch.Tensor:
     """The fake tensor with which a stage receives `value`: of its strides if they are dense or `exact` asks for them.
 

@@ -6,12 +6,12 @@ is no input gradient; the gradient of the first activation made from them stands
 first stage balance like those of a middle stage.
 """
 
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 
 from torch.fx import Node
 
-from zbcompile.passes.graph.fx import is_getitem, is_random
+from zbcompile.passes.graph.fx import is_getitem, is_random, operations_behind
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.split.convolution import cut_convolutions, merge_convolutions
 from zbcompile.passes.split.joint_graph import Joint
@@ -85,10 +85,9 @@ def closure(joint: Joint) -> Assignment:
     everything = needed_nodes(joint, lambda slot: slot.kind in ("gradient", "input_gradient"))
     early = needed_nodes(joint, lambda slot: slot.kind == "input_gradient")
     proxies = needed_nodes(joint, lambda slot: slot.kind == "virtual_gradient")
-    early |= _ancestors(node for node in proxies if not is_cheap(node) and node not in forward)
-    early |= _ancestors(
-        node for node in everything if "recomputed" in node.meta
-    )  # nodes inserted by recompute always belong to B
+    early |= operations_behind(node for node in proxies if not is_cheap(node) and node not in forward)
+    inserted = [node for node in everything if "recomputed" in node.meta]  # by the recompute pass: all of it in B
+    early |= operations_behind(inserted)
     backward = _close(early - forward, joint) & everything
     return _assign(joint, forward, backward, everything - forward - backward)
 
@@ -111,7 +110,7 @@ def choose(plain: Assignment, recompute: bool) -> WeightCut:
 def apply(plain: Assignment, moved: WeightCut) -> Assignment:
     """`plain` with the operations of `moved` on their new sides."""
     joint, nodes = plain.joint, plain.nodes
-    backward = nodes["B"] | _close(_ancestors(moved.early) & nodes["W"], joint)
+    backward = nodes["B"] | _close(operations_behind(moved.early) & nodes["W"], joint)
     own = nodes["W"] - backward
     return _assign(joint, nodes["F"], backward, own | _repeated(joint, own, moved.again))
 
@@ -132,24 +131,12 @@ def _repeated(joint: Joint, own: Set[Node], again: Set[Node]) -> set[Node]:
 
 def needed_nodes(joint: Joint, wanted: Callable[[Slot], bool]) -> set[Node]:
     """The dependency closure of the chosen outputs, placeholders excluded."""
-    return _ancestors(node for slot, node in joint.outputs if wanted(slot))
+    return operations_behind(node for slot, node in joint.outputs if wanted(slot))
 
 
 def _random_nodes(joint: Joint) -> set[Node]:
     """Eager draws these numbers whether or not they are used, and only in the forward."""
-    return _ancestors(node for node in joint.module.graph.nodes if is_random(node))
-
-
-def _ancestors(nodes: Iterable[Node]) -> set[Node]:
-    """`nodes` and all operations that they depend on."""
-    found: set[Node] = set()
-    queue = list(nodes)
-    while queue:
-        node = queue.pop()
-        if node.op == "call_function" and node not in found:
-            found.add(node)
-            queue.extend(node.all_input_nodes)
-    return found
+    return operations_behind(node for node in joint.module.graph.nodes if is_random(node))
 
 
 def _close(nodes: Set[Node], joint: Joint) -> set[Node]:

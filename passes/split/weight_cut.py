@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from zbcompile.passes.graph.fx import is_random
+from zbcompile.passes.graph.fx import is_random, operations_behind
 from zbcompile.passes.graph.min_cut import SINK, SOURCE, Network
 from zbcompile.passes.graph.storage import bytes_moved
 from zbcompile.passes.split.joint_graph import Joint
@@ -71,7 +71,7 @@ class _WeightNetwork:
         self.gradients = {key for slot, node in joint.outputs if slot.kind == "gradient" for key in keys_of(node)}
         self.later = set(weight) - self.storages.views
         self.movable = {node for node in self.later if is_cheap(node)}
-        candidates = (_ancestors(weight) & (forward | backward)) - self.storages.views if recompute else set()
+        candidates = (operations_behind(weight) & (forward | backward)) - self.storages.views if recompute else set()
         self.repeatable = {node for node in candidates if is_cheap(node)}
         self.work = {node: bytes_moved(node) + 1 for node in self.movable | self.repeatable}
         self.scale = 1 + sum(self.work.values())
@@ -129,14 +129,3 @@ def _read_outside_w(joint: Joint, backward: Set[Node]) -> set[int]:
     """The storages that B needs in any case."""
     leaving = {key for slot, node in joint.outputs if slot.kind == "input_gradient" for key in keys_of(node)}
     return leaving.union(*(read_by(node) for node in backward))
-
-
-def _ancestors(nodes: Iterable[Node]) -> set[Node]:
-    found: set[Node] = set()
-    queue = list(nodes)
-    while queue:
-        for argument in queue.pop().all_input_nodes:
-            if argument not in found:
-                found.add(argument)
-                queue.append(argument)
-    return found

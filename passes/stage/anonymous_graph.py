@@ -13,10 +13,8 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.node import map_arg
 
-from zbcompile.passes.graph.fx import like, output_values
-from zbcompile.passes.stage.deduplicate import NodeNumber
+from zbcompile.passes.graph.fx import NodeNumber, call_text, like, node_numbers, output_values
 from zbcompile.passes.torch_private import FakeTensorMode
 
 
@@ -57,12 +55,8 @@ def bare(module: GraphModule) -> BareGraph:
 
 def text_of(module: GraphModule) -> str:
     """Every operation with its arguments, nodes numbered in order of appearance, and what comes in."""
-    numbers: dict[Node, str] = {}
-    lines = []
-    for node in module.graph.nodes:
-        numbers[node] = f"%{len(numbers)}"
-        lines.append(f"{numbers[node]} {node.op} {_described(node, numbers, module)}")
-    return "\n".join(lines)
+    numbers = node_numbers(module.graph)
+    return "\n".join(f"{number} {node.op} {_described(node, numbers, module)}" for node, number in numbers.items())
 
 
 class _Held:
@@ -84,14 +78,13 @@ def _fresh(values: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         return tuple(like(value) for value in values)
 
 
-def _described(node: Node, numbers: Mapping[Node, str], module: GraphModule) -> str:
+def _described(node: Node, numbers: Mapping[Node, NodeNumber], module: GraphModule) -> str:
     if node.op == "placeholder":
         value = node.meta.get("val")  # a branch's inputs have the form of the operands that it is called with
         return f"{value.dtype} {value.device} {tuple(value.shape)} {value.stride()}" if value is not None else ""
     if node.op == "get_attr":
         return _held_text(attrgetter(str(node.target))(module))
-    arguments = map_arg((node.args, node.kwargs), lambda argument: NodeNumber(numbers[argument]))  # type: ignore[arg-type, return-value]
-    return f"{node.target} {arguments!r}"
+    return call_text(node, numbers)
 
 
 def _held_text(value: Any) -> str:

@@ -11,9 +11,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.node import map_arg
 
-from zbcompile.passes.graph.fx import output_values
+from zbcompile.passes.graph.fx import NodeNumber, call_text, node_numbers, output_values
 from zbcompile.passes.graph.roles import Kind, Slot
 from zbcompile.passes.graph.storage import tensors_of
 from zbcompile.passes.partition.stage_graphs import Stage
@@ -78,12 +77,11 @@ def same_work(stage: Stage, trainable: frozenset[str], tangents: Tangents) -> st
     It has every operation with its arguments, the shapes, strides, dtypes and devices of all values, what is trained,
     and the strides with which gradients arrive. Names are replaced by numbers in order of appearance.
     """
-    numbers: dict[Node, str] = {}
+    numbers = node_numbers(stage.module.graph)
     regions = _numbered(node.meta.get(_REGION) for node in stage.module.graph.nodes)
     names = {key: str(i) for key, i in _numbered(_keys(stage, tangents)).items()}
     lines = []
     for node in stage.module.graph.nodes:
-        numbers[node] = f"%{len(numbers)}"
         region = str(regions[node.meta.get(_REGION)])
         lines.append(f"{region} {_describe(node, numbers, names, trainable, stage.module)}")
     results = [numbers[node] if isinstance(node, Node) else repr(node) for node in output_values(stage.module.graph)]
@@ -98,7 +96,11 @@ def _numbered(values: Iterable[Any]) -> dict[Any, int]:
 
 
 def _describe(
-    node: Node, numbers: Mapping[Node, str], names: Mapping[Any, str], trainable: frozenset[str], module: GraphModule
+    node: Node,
+    numbers: Mapping[Node, NodeNumber],
+    names: Mapping[Any, str],
+    trainable: frozenset[str],
+    module: GraphModule,
 ) -> str:
     steering = {key: value for key, value in node.meta.items() if key not in _NOT_WORK}
     what = [numbers[node], node.op, _spec(node.meta.get("val")), repr(sorted(steering.items()))]
@@ -107,17 +109,7 @@ def _describe(
         return " ".join([*what, _anonymous(slot, names), str(slot.kind == "parameter" and slot.name in trainable)])
     if node.op == "get_attr":  # a branch or a constant of the graph: the same only if it is the same object
         return " ".join([*what, str(id(attrgetter(str(node.target))(module)))])
-    arguments = map_arg((node.args, node.kwargs), lambda argument: NodeNumber(numbers[argument]))  # type: ignore[arg-type, return-value]
-    return " ".join([*what, str(node.target), repr(arguments)])
-
-
-class NodeNumber(str):
-    """A node in a printed argument list, which a string there can never equal."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return str(self)
+    return " ".join([*what, call_text(node, numbers)])
 
 
 def _spec(value: Any) -> str:

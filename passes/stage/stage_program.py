@@ -8,7 +8,7 @@ import torch
 
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.graph.flops import count_flops
-from zbcompile.passes.graph.fx import output_values
+from zbcompile.passes.graph.fx import like, output_values
 from zbcompile.passes.graph.process_groups import with_groups
 from zbcompile.passes.graph.roles import Slot, TensorSpec
 from zbcompile.passes.graph.strides import boundary_like
@@ -99,12 +99,7 @@ def _buffers(split: Split, choices: Choices) -> dict[str, torch.Tensor]:
     """A fake tensor of the gradient buffer of each parameter."""
     parameters = {s.name: n.meta["val"] for s, n in split.joint.inputs if s.kind == "parameter"}
     with FakeTensorMode(allow_non_fake_inputs=True):
-        return {
-            name: torch.empty_strided(
-                like.shape, like.stride(), dtype=choices.dtype_of_sum(like.dtype), device=like.device
-            )
-            for name, like in parameters.items()
-        }
+        return {name: like(value, dtype=choices.dtype_of_sum(value.dtype)) for name, value in parameters.items()}
 
 
 def bind_groups(program: StageProgram, names: Sequence[str]) -> StageProgram:

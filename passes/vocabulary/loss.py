@@ -18,7 +18,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from zbcompile.passes.capture.canonical import Canonical
-from zbcompile.passes.graph.fx import source_line
+from zbcompile.passes.graph.fx import argument_of, source_line
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.vocabulary.logits import Exit, NotShardable
 
@@ -107,22 +107,16 @@ def _labels(node: Node) -> Node | None:
     return labels
 
 
-def _argument(node: Node, index: int, missing: Any) -> Any:
-    return node.args[index] if len(node.args) > index else missing
-
-
 def _totals(node: Node) -> bool:
     """Whether an exit needs the sum over the vocabulary."""
     if node.target is aten.cross_entropy_loss.default:
-        return bool(_argument(node, 5, 0.0) != 0.0)
+        return bool(argument_of(node, "label_smoothing", 0.0) != 0.0)
     return node.target in (aten.sum.dim_IntList, aten.mean.dim)
 
 
 def _class_weights(node: Node) -> Node | None:
-    if node.target in (aten.sum.dim_IntList, aten.mean.dim):
-        return None
-    weights = _argument(node, 2, None)
-    return weights if isinstance(weights, Node) else None
+    weights: Node | None = argument_of(node, "weight", None)
+    return weights
 
 
 def _tail(output: Node, exits: frozenset[Node]) -> list[Node]:
@@ -208,9 +202,10 @@ def _leave(loss: RowLoss, leaving: Exit, given: Statistics, values: Values) -> t
 
 def _cross_entropy(loss: RowLoss, node: Node, given: Statistics, values: Values) -> torch.Tensor:
     """F.cross_entropy and F.nll_loss (torch/aten/native/LossNLL.cpp), rows that are ignored exactly 0."""
-    weights = None if _argument(node, 2, None) is None else evaluate(node.args[2], values, {})  # type: ignore[arg-type]
-    reduction, ignore = _argument(node, 3, MEAN), _argument(node, 4, -100)
-    smoothing = _argument(node, 5, 0.0)
+    class_weights = argument_of(node, "weight", None)
+    weights = None if class_weights is None else evaluate(class_weights, values, {})
+    reduction, ignore = argument_of(node, "reduction", MEAN), argument_of(node, "ignore_index", -100)
+    smoothing = argument_of(node, "label_smoothing", 0.0)
     labels = loss.label_of(values)
     valid = labels != ignore
     ones = torch.ones_like(given.log_z)

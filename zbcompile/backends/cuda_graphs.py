@@ -14,6 +14,7 @@ import torch
 
 from zbcompile.backends.types import Run
 from zbcompile.errors import PipelineError
+from zbcompile.passes.graph.strides import copy_with_strides
 from zbcompile.passes.split.subgraphs import Piece
 
 STAYING = ("parameter", "buffer", "constant", "accumulator")
@@ -34,7 +35,7 @@ class Recording:
             buffer.copy_(values[place])
         values.clear()
         self.graph.replay()
-        return [copy_of(result) for result in self.results]
+        return [copy_with_strides(result) for result in self.results]
 
 
 @dataclass
@@ -63,7 +64,7 @@ class Recorded:
         return self.recordings[addresses].replay(values)
 
     def _record(self, values: list[torch.Tensor]) -> Recording:
-        buffers = {i: copy_of(value) for i, value in enumerate(values) if i not in self.staying}
+        buffers = {i: copy_with_strides(value) for i, value in enumerate(values) if i not in self.staying}
         inputs = [buffers.get(i, value) for i, value in enumerate(values)]
         device = inputs[0].device
         before = torch.cuda.get_rng_state(device)
@@ -86,7 +87,7 @@ class Recorded:
         aside.wait_stream(current)
         with torch.cuda.stream(aside):
             for _ in range(WARM_UP):
-                self.run([copy_of(value) if i in self.written else value for i, value in enumerate(inputs)])
+                self.run([copy_with_strides(value) if i in self.written else value for i, value in enumerate(inputs)])
         current.wait_stream(aside)
 
     def _say_that_it_moved(self) -> None:
@@ -104,18 +105,6 @@ def record(title: str, run: Run, piece: Piece, pool: Any) -> Run:
     kinds = [slot.kind for slot in piece.inputs]
     staying = tuple(i for i, kind in enumerate(kinds) if kind in STAYING)
     return Recorded(title, run, staying, frozenset(i for i in staying if kinds[i] == "accumulator"), pool)
-
-
-def copy_of(value: torch.Tensor) -> torch.Tensor:
-    """A copy with the same strides, whatever they are: broadcast and with gaps too.
-
-    >>> copy_of(torch.arange(3.0).expand(2, 3)).stride()
-    (0, 1)
-    """
-    if value.numel() == 0:
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-    reach = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
-    return value.as_strided((reach,), (1,)).clone().as_strided(value.shape, value.stride())
 
 
 def check_cuda_graphs(wanted: bool, device: torch.device) -> None:

@@ -16,13 +16,12 @@ from zbcompile.errors import PipelineError
 from zbcompile.model.batch import Microbatch
 from zbcompile.model.example import Example
 from zbcompile.model.model_info import module_of
-from zbcompile.passes.capture.export import input_paths
+from zbcompile.passes.capture.export import flatten_inputs
 from zbcompile.passes.capture.training_step import loss_in
 from zbcompile.passes.compile_options import Choices
 from zbcompile.program.program import Program
 from zbcompile.program.read import read_manifest, read_program
 from zbcompile.schedules.ir.schedule import Schedule
-from zbcompile.torch_private import pytree
 
 _NOT_THE_MODELS = (DeprecationWarning, FutureWarning, PendingDeprecationWarning)
 
@@ -81,8 +80,8 @@ def read_saved(folder: Path) -> Inspected:
 def one_microbatch(example: Example) -> Microbatch:
     """The inputs of an example as the compiler takes them."""
     whole = (example.args, dict(example.kwargs), example.target)
-    leaves, structure = pytree.tree_flatten(whole)
-    return Microbatch(tuple(leaves), tuple(input_paths(whole)), structure)
+    paths, leaves, structure = flatten_inputs(whole)
+    return Microbatch(leaves, paths, structure)
 
 
 def _loss_and_names(dropped: list[str]) -> Callable[[Any, Any], torch.Tensor]:

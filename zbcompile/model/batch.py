@@ -7,9 +7,8 @@ import torch
 
 from zbcompile.errors import PipelineError
 from zbcompile.model.batch_split import Cut, Split, choose_cuts
+from zbcompile.passes.capture.export import flatten_inputs
 from zbcompile.torch_private import pytree
-
-_TOP = ("args", "kwargs", "target")
 
 
 @dataclass(frozen=True)
@@ -91,21 +90,15 @@ def flatten_batch(
 
     `partial`: some inputs of a step may be missing, as labels are in an evaluation.
     """
-    pairs, structure = pytree.tree_flatten_with_path((args, kwargs, target))
-    paths = tuple(_path(path) for path, _ in pairs)
-    leaves = tuple(leaf for _, leaf in pairs)
+    paths, leaves, structure = flatten_inputs((args, kwargs, target))
     cuts, size = choose_cuts(paths, leaves, split or {}, partial)
     return Batch(leaves, paths, cuts, structure, size)
 
 
 def input_tensors(args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> dict[str, torch.Tensor]:
     """The tensors of one microbatch by path."""
-    pairs, _ = pytree.tree_flatten_with_path((args, kwargs, target))
-    return {_path(path): leaf for path, leaf in pairs if isinstance(leaf, torch.Tensor)}
-
-
-def _path(path: Any) -> str:
-    return _TOP[path[0].idx] + pytree.keystr(path[1:])
+    paths, leaves, _ = flatten_inputs((args, kwargs, target))
+    return {path: leaf for path, leaf in zip(paths, leaves, strict=True) if isinstance(leaf, torch.Tensor)}
 
 
 def refuse_input_gradients(batch: Batch) -> None:

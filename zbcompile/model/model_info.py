@@ -84,7 +84,7 @@ def module_of(facts: ModelFacts) -> nn.Module:
             continue
         tensor = made.setdefault(member.first, facts.unsaved.get(member.name, on_meta(member)))
         path, _, name = member.name.rpartition(".")
-        module = _submodule(root, path)
+        module = submodule(root, path)
         if isinstance(tensor, nn.Parameter):
             module.register_parameter(name, tensor)
         else:
@@ -99,8 +99,8 @@ def on_meta(member: Member) -> torch.Tensor:
     return nn.Parameter(tensor, requires_grad=member.trainable) if member.kind == "parameter" else tensor
 
 
-def _submodule(root: nn.Module, path: str) -> nn.Module:
-    """The module at `path`, made where it is not there yet."""
+def submodule(root: nn.Module, path: str) -> nn.Module:
+    """The module at `path`, created if it is not there yet."""
     module = root
     for name in filter(None, path.split(".")):
         if name not in dict(module.named_children()):

@@ -17,6 +17,7 @@ from torch.distributed.pipelining import PipelineStage
 from zbcompile.distributed.packing import as_contiguous, packed, packed_buffer
 from zbcompile.errors import PipelineError
 from zbcompile.model.batch import input_tensors
+from zbcompile.model.model_info import submodule
 from zbcompile.model.seeds import microbatch_seed, undisturbed
 from zbcompile.passes.graph.roles import Slot, TensorSpec
 from zbcompile.program.program import Program
@@ -199,11 +200,6 @@ def parameter_tree(parameters: Mapping[str, nn.Parameter]) -> nn.Module:
     """An otherwise empty module that holds `parameters` under their own dotted names."""
     root = nn.Module()
     for name, parameter in parameters.items():
-        *path, leaf = name.split(".")
-        module = root
-        for part in path:
-            if part not in dict(module.named_children()):
-                module.add_module(part, nn.Module())
-            module = module.get_submodule(part)
-        module.register_parameter(leaf, parameter)
+        path, _, leaf = name.rpartition(".")
+        submodule(root, path).register_parameter(leaf, parameter)
     return root

@@ -7,7 +7,6 @@ from torch import Tensor, nn
 import zbcompile
 from tests.support.oracle import Batch
 from tests.support.training import problem_of
-from zbcompile.backends.cuda_graphs import copy_of
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 MICROBATCHES, STEPS = 4, 3
@@ -16,25 +15,6 @@ MICROBATCHES, STEPS = 4, 3
 def test_refused_without_a_gpu() -> None:
     with pytest.raises(zbcompile.PipelineError, match="cuda_graphs=True records passes on a GPU"):
         zbcompile.pipeline(problem_of("mlp").model(), ranks=2, cuda_graphs=True)
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        torch.arange(24.0).view(2, 3, 4),
-        torch.arange(24.0).view(2, 3, 4).permute(2, 0, 1),
-        torch.arange(24.0).view(4, 6)[1:, ::2],
-        torch.arange(3.0).expand(2, 3),
-        torch.tensor(1.5),
-        torch.empty(0, 3),
-    ],
-    ids=["dense", "permuted", "gaps", "broadcast", "scalar", "empty"],
-)
-def test_copies_keep_their_strides(value: Tensor) -> None:
-    copy = copy_of(value)
-    assert torch.equal(copy, value)
-    assert copy.stride() == value.stride()
-    assert copy.data_ptr() != value.data_ptr() or value.numel() == 0
 
 
 def trained(problem: str, **options: object) -> tuple[list[Tensor], dict[str, Tensor]]:
