@@ -17,6 +17,7 @@ from zbcompile.backends.cuda_graphs import check_cuda_graphs
 from zbcompile.compiler.measure_nodes import measure_line
 from zbcompile.compiler.pass_pipeline import Drawn, compile_drawn, draw_step
 from zbcompile.distributed.agreement import agreed_seconds, require_equal_programs, together
+from zbcompile.distributed.equal_tensors import require_equal_tensors
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.env import DEBUG_NAN
 from zbcompile.frontend.options import Options
@@ -60,6 +61,7 @@ class Executables:
         self._bound: dict[Slot, tuple[torch.Tensor, str]] = {}
         self._last: Executable
         self._last_state: tuple[Any, ...] | None = None
+        self._compared = False
 
     def __iter__(self) -> Iterator[Executable]:
         return iter(self._kept)
@@ -104,6 +106,24 @@ class Executables:
         """Whether a parameter or buffer lives in this process."""
         assert self.program is not None
         return bool(set(self.program.holders(name)) & set(self._ranks.local))
+
+    def require_equal_shares(self) -> None:
+        """Raise PipelineError, on every rank, if ranks start with different values of what they share: parameters and
+        buffers of several stages or model copies, with replicas all of them. Compares once."""
+        program, replicas = self.program, self._ranks.replicas
+        if self._compared or self._ranks.group is None or program is None:
+            return
+        rows = self.shards.own if self.shards else {}
+        held = {slot.name: tensor for slot, (tensor, _) in self._bound.items() if slot.name not in rows}
+        shared = {name: t for name, t in held.items() if self.is_own(name) and self._is_shared(name)}
+        if replicas.count > 1:
+            shared |= {f"{name} (the rows of pipeline rank {self._ranks.rank})": t for name, t in rows.items()}
+        require_equal_tensors(self._ranks, shared)
+        self._compared = True
+
+    def _is_shared(self, name: str) -> bool:
+        assert self.program is not None
+        return self._ranks.replicas.count > 1 or len(self.program.holders(name)) > 1
 
     def _modes(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
         """What a captured graph depends on beside its inputs: train or eval of each module, frozen parameters."""

@@ -118,6 +118,7 @@ class Pipeline:
             batch = self._split(args, kwargs, target)
             executable = self._program_for(batch)
             self._compiled.share.require_filled()
+            self._compiled.require_equal_shares()
             given = self._step_input(batch, executable.program)
             with self._as_captured(), self._void_if_it_fails():
                 losses = self._engine.step(executable, given, self._compiled.parameters)
