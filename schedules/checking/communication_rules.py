@@ -7,34 +7,32 @@ from typing import NamedTuple, cast
 
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.execution.deadlock import culprit_error, require_finished
-from zbcompile.schedules.execution.event_loop import Run, has_pairs, run
+from zbcompile.schedules.execution.event_loop import Outcome, has_pairs, run
 from zbcompile.schedules.ir.actions import (
-    BW,
     COMMUNICATION,
+    COMPUTE,
     MESSAGES,
-    RECV_B,
-    RECV_F,
-    SEND_B,
-    SEND_F,
+    RECEIVES,
+    SENDS,
     Action,
-    B,
-    F,
     Step,
     flatten,
 )
 from zbcompile.schedules.ir.costs import Costs
+from zbcompile.schedules.ir.dependencies import RECEIVE_OF, SEND_OF, source, target
+from zbcompile.schedules.ir.kinds import KINDS
 from zbcompile.schedules.ir.schedule import Lowered, Schedule
 from zbcompile.schedules.lowering.collectives import check_collectives
 
 Channel = tuple[int, int]  # source rank, destination rank
-Message = int  # ((receiving stage) * 2 + (0 forward, 1 backward)) * microbatches + microbatch
+MessageNo = int  # ((receiving stage) * 2 + (0 forward, 1 backward)) * microbatches + microbatch
 
 
 class Route(NamedTuple):
     """Where messages of one kind and stage travel, and the message of microbatch 0."""
 
     channel: Channel
-    first: Message
+    first: MessageNo
 
 
 Routes = dict[tuple[str, int], Route]
@@ -54,8 +52,8 @@ def check_communication(lowered: Lowered) -> tuple[int, ...]:
     schedule = lowered.schedule
     if len(lowered.programs) != schedule.ranks:
         raise ScheduleError(f"{schedule.name}: {len(lowered.programs)} programs for {schedule.ranks} ranks")
-    sent: dict[Channel, list[Message]] = defaultdict(list)
-    received: dict[Channel, list[Message]] = defaultdict(list)
+    sent: dict[Channel, list[MessageNo]] = defaultdict(list)
+    received: dict[Channel, list[MessageNo]] = defaultdict(list)
     routes = [_routes(schedule, rank) for rank in range(schedule.ranks)]
     for rank in range(schedule.ranks):
         _check_computation(lowered, rank)
@@ -74,15 +72,19 @@ def check_communication(lowered: Lowered) -> tuple[int, ...]:
 def _routes(schedule: Schedule, rank: int) -> Routes:
     """Every kind of message that `rank` sends or receives, by (op, stage)."""
     routes: Routes = {}
-    placement, count = schedule.placement, schedule.microbatches
-    for stage in placement.stages_of(rank):
-        copy = int(placement.rank(stage) != rank)
-        for other, outward, inward in ((stage + 1, SEND_F, RECV_B), (stage - 1, SEND_B, RECV_F)):
-            if 0 <= other < schedule.stages and placement.rank(other, copy) != rank:
-                peer = placement.rank(other, copy)
-                routes[outward, stage] = Route((rank, peer), (2 * other + (outward == SEND_B)) * count)
-                routes[inward, stage] = Route((peer, rank), (2 * stage + (inward == RECV_B)) * count)
+    for stage in schedule.placement.stages_of(rank):
+        for op in SEND_OF:
+            there, here = target(op, stage, schedule.stages), source(op, stage, schedule.stages)
+            if there is not None and (peer := schedule.placement.rank_beside(rank, stage, there)) != rank:
+                routes[SEND_OF[op], stage] = Route((rank, peer), _first(schedule, op, there))
+            if here is not None and (peer := schedule.placement.rank_beside(rank, stage, here)) != rank:
+                routes[RECEIVE_OF[op], stage] = Route((peer, rank), _first(schedule, op, stage))
     return routes
+
+
+def _first(schedule: Schedule, op: str, stage: int) -> MessageNo:
+    """The message for microbatch 0 that brings the result of `op` to `stage`."""
+    return (len(SEND_OF) * stage + [*SEND_OF].index(op)) * schedule.microbatches
 
 
 def _check_computation(lowered: Lowered, rank: int) -> None:
@@ -104,8 +106,8 @@ def _collect_messages(
     lowered: Lowered,
     rank: int,
     routes: Routes,
-    sent: Mapping[Channel, list[Message]],
-    received: Mapping[Channel, list[Message]],
+    sent: Mapping[Channel, list[MessageNo]],
+    received: Mapping[Channel, list[MessageNo]],
 ) -> None:
     """Append this rank's sends and receives to their channels."""
     count = lowered.schedule.microbatches
@@ -125,23 +127,17 @@ def _collect_messages(
         lane.append(first + microbatch)
 
 
-def _expected(schedule: Schedule, routes: Sequence[Routes]) -> dict[Channel, list[Message]]:
+def _expected(schedule: Schedule, routes: Sequence[Routes]) -> dict[Channel, list[MessageNo]]:
     """The messages of every channel in any order."""
-    expected: dict[Channel, list[Message]] = defaultdict(list)
+    expected: dict[Channel, list[MessageNo]] = defaultdict(list)
     for rank in range(schedule.ranks):
         for (op, stage), route in routes[rank].items():
-            if op in (SEND_F, SEND_B):
-                expected[route.channel] += [route.first + m for m in _microbatches_of(schedule, rank, stage)]
+            if op in SENDS:
+                expected[route.channel] += [route.first + m for m in schedule.microbatches_of(stage, rank)]
     return expected
 
 
-def _microbatches_of(schedule: Schedule, rank: int, stage: int) -> Sequence[int]:
-    """Those that run through `stage` on this rank: all, or those of one model copy."""
-    every = range(schedule.microbatches)
-    return every if schedule.placement.kind != "dual" else [m for m in every if schedule.rank_of(stage, m) == rank]
-
-
-def _check_sends(lowered: Lowered, channel: Channel, sent: Sequence[Message], expected: Sequence[Message]) -> None:
+def _check_sends(lowered: Lowered, channel: Channel, sent: Sequence[MessageNo], expected: Sequence[MessageNo]) -> None:
     """Every message once."""
     if len(sent) == len(expected) and set(sent) == set(expected):
         return
@@ -150,7 +146,7 @@ def _check_sends(lowered: Lowered, channel: Channel, sent: Sequence[Message], ex
     missing = sorted(set(expected) - set(sent))
     if missing:
         raise ScheduleError(f"{name}: {_send_of(lowered, missing[0])} is missing in the program of rank {source}")
-    seen: set[Message] = set()
+    seen: set[MessageNo] = set()
     for message in sent:
         if message in seen or message not in expected:
             send = _send_of(lowered, message)
@@ -160,7 +156,9 @@ def _check_sends(lowered: Lowered, channel: Channel, sent: Sequence[Message], ex
         seen.add(message)
 
 
-def _check_receives(lowered: Lowered, channel: Channel, sent: Sequence[Message], received: Sequence[Message]) -> None:
+def _check_receives(
+    lowered: Lowered, channel: Channel, sent: Sequence[MessageNo], received: Sequence[MessageNo]
+) -> None:
     """Posted in the order of the sends: a channel is one ordered stream, so a message that overtakes lands wrongly."""
     if sent == received:
         return
@@ -177,13 +175,13 @@ def _check_receives(lowered: Lowered, channel: Channel, sent: Sequence[Message],
     raise culprit_error(text, lowered.programs, destination, _last_index(lowered.programs[destination], posted))
 
 
-def _check_sends_follow(lowered: Lowered, rank: int, routes: Routes, outcome: Run) -> None:
+def _check_sends_follow(lowered: Lowered, rank: int, routes: Routes, outcome: Outcome) -> None:
     """No send before the pass that makes what it sends. Passes took positive time, so the times of the run show it."""
     events, happened, count = outcome.events, outcome.happened, lowered.schedule.microbatches
     for op, stage in routes:
-        if op not in (SEND_F, SEND_B):
+        if op not in SENDS:
             continue
-        made, sent = events.first(F if op == SEND_F else B, stage), events.first(op, stage)
+        made, sent = events.first(KINDS[op].takes, stage), events.first(op, stage)
         pairs = zip(happened[made : made + count], happened[sent : sent + count], strict=True)
         early = [m for m, (a, b) in enumerate(pairs) if b < a and lowered.schedule.rank_of(stage, m) == rank]
         if early:
@@ -196,23 +194,26 @@ def _receive_buffers(lowered: Lowered, rank: int, routes: Routes) -> int:
     """The most receives that are posted and whose consumer has not run yet."""
     change: dict[tuple[str, int], int] = {}
     for op, stage in routes:
-        if op in (RECV_F, RECV_B):
+        if op in RECEIVES:
             change[op, stage] = 1
-            change |= {(consumer, stage): -1 for consumer in ((F,) if op == RECV_F else (B, BW))}
+            change |= {(user, stage): -1 for user in COMPUTE if KINDS[user].event == KINDS[op].takes}
     program = lowered.programs[rank]
     actions = cast(Sequence[Action], flatten(program) if has_pairs(program) else program)
     return max(accumulate(change.get((op, stage), 0) for op, stage, _ in actions), default=0)
 
 
-def _receive_of(lowered: Lowered, message: Message) -> Action:
+def _receive_of(lowered: Lowered, message: MessageNo) -> Action:
     kind, microbatch = divmod(message, lowered.schedule.microbatches)
-    return Action(RECV_B if kind % 2 else RECV_F, kind // 2, microbatch)
+    stage, index = divmod(kind, len(SEND_OF))
+    return Action([*RECEIVE_OF.values()][index], stage, microbatch)
 
 
-def _send_of(lowered: Lowered, message: Message) -> Action:
+def _send_of(lowered: Lowered, message: MessageNo) -> Action:
     """The send that the receive of `message` waits for."""
-    receive, target, microbatch = _receive_of(lowered, message)
-    return Action(SEND_F, target - 1, microbatch) if receive == RECV_F else Action(SEND_B, target + 1, microbatch)
+    receive, stage, microbatch = _receive_of(lowered, message)
+    sender = source(receive, stage, lowered.schedule.stages)
+    assert sender is not None
+    return Action(SEND_OF[KINDS[receive].takes], sender, microbatch)
 
 
 def _last_index(program: Sequence[Step], action: Action) -> int:

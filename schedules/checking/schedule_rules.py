@@ -2,20 +2,21 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 from zbcompile.schedules.checking.communication_rules import check_communication
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.execution.deadlock import culprit_error, require_finished
 from zbcompile.schedules.execution.event_loop import has_pairs, require_fit, run, without_collector
 from zbcompile.schedules.execution.memory import first_beyond, peak_memory
-from zbcompile.schedules.ir.actions import BW, COMMUNICATION, COMPUTE, Action, B, F, Pair, S, Step, T, W, flatten
+from zbcompile.schedules.ir.actions import BW, COMMUNICATION, COMPUTE, Action, B, F, Pair, Step, W, flatten
 from zbcompile.schedules.ir.costs import Costs
+from zbcompile.schedules.ir.kinds import KINDS, with_scope
 from zbcompile.schedules.ir.schedule import Lowered, Schedule
 
-ABSENT, FORWARD, HALF, DONE = range(4)  # how far a microbatch is on a stage
-TRANSITIONS = {F: (ABSENT, FORWARD), B: (FORWARD, HALF), BW: (FORWARD, DONE), W: (HALF, DONE)}
-VOCABULARY = frozenset((S, T))
+Done = int  # a bit for each operation that a microbatch has run on a stage
+BITS: Mapping[str, Done] = {op: 1 << place for place, op in enumerate(KINDS)}
+ONCE = with_scope("stage")
 OWN_WEIGHT_ORDER = frozenset(("zb-h1-lazy",))  # declares another order of accumulation than that of the microbatches
 WeightOrder = Literal["microbatch", "any"]
 
@@ -54,10 +55,10 @@ def check(
     costs = costs or Costs.uniform(schedule.stages)
     require_fit(schedule, costs)
     _check_copies(schedule)
-    check_vocabulary(schedule)
     for rank, order in enumerate(schedule.orders):
         _check_pairs(schedule, rank, order)
         finished = _check_actions(schedule, rank, order)
+        _check_once(schedule, rank, order)
         _check_sequences(schedule, rank, order, finished, weight_order)
     buffers = None
     if isinstance(program, Lowered):
@@ -84,51 +85,88 @@ def _check_pairs(schedule: Schedule, rank: int, order: Sequence[Step]) -> None:
 
 
 def _check_actions(schedule: Schedule, rank: int, order: Sequence[Step]) -> Mapping[int, Sequence[int]]:
-    """Completeness, placement, and F before B before W on every stage.
+    """Completeness, placement, and every pass after those that it needs of its stage (F before B before W).
 
     Returns, for every stage of the rank, its microbatches in the order in which they were finished.
     """
-    progress = _progress(schedule, rank)
+    progress, rules, last = _progress(schedule, rank), _rules(schedule), BITS[W]
     finished: dict[int, list[int]] = {stage: [] for stage in progress}
     index, action = 0, None
     try:
-        for index, action in _numbered(order):  # noqa: B007 the error below uses them
+        for index, action in _numbered(schedule, order):  # noqa: B007 the error below uses them
             op, stage, microbatch = action
-            expected, reached = TRANSITIONS[op]
+            looked_at, expected, does = rules[op]
             states = progress[stage]
-            if states[microbatch] != expected:
+            state = states[microbatch]
+            if state & looked_at != expected:
                 raise KeyError
-            states[microbatch] = reached
-            if reached == DONE:
+            states[microbatch] = state | does
+            if does & last:
                 finished[stage].append(microbatch)
     except (KeyError, TypeError, ValueError):
         raise _wrong_action(schedule, rank, index, action, progress) from None
     for stage, states in progress.items():
+        whole = _whole(schedule, stage)
         for microbatch, state in states.items():
-            if state != DONE:
-                missing = {ABSENT: "F", FORWARD: "B or BW", HALF: "W"}[state]
-                what = f"rank {rank} never runs {missing} of stage {stage}, microbatch {microbatch}"
+            if state != whole:
+                missing = next(op for op in KINDS if whole & ~state & BITS[op])
+                names = " or ".join(op for op in KINDS if op in COMPUTE and KINDS[op].event == missing)
+                what = f"rank {rank} never runs {names} of stage {stage}, microbatch {microbatch}"
                 raise culprit_error(f"{schedule.name}: {what}", schedule.orders, rank, len(order) - 1)
     return finished
 
 
-def _progress(schedule: Schedule, rank: int) -> dict[int, dict[int, int]]:
+def _bits(ops: Iterable[str]) -> Done:
+    return sum(BITS[op] for op in set(ops))
+
+
+def _rules(schedule: Schedule) -> dict[str, tuple[Done, Done, Done]]:
+    """By operation: what to look at, what of that must have been done, and what the operation does."""
+    ops = schedule.ops & COMPUTE - ONCE
+    return {op: (_bits((*k.after, *k.does)), _bits(k.after), _bits(k.does)) for op in ops for k in (KINDS[op],)}
+
+
+def _whole(schedule: Schedule, stage: int) -> Done:
+    """What every microbatch runs on a stage: F, B and W, what else this schedule has, and a shard's passes if it has
+    the shard."""
+    ops = {F, B, W} | {op for op in schedule.ops & COMPUTE if KINDS[op].scope == "microbatch"}
+    shard = with_scope("shard") if stage in schedule.shards else ()
+    return _bits(done for op in (*ops, *shard) for done in KINDS[op].does)
+
+
+def _progress(schedule: Schedule, rank: int) -> dict[int, dict[int, Done]]:
     """Of every stage of `rank`, every microbatch that runs through it there."""
-    every = range(schedule.microbatches)
-    if schedule.placement.kind != "dual":
-        return {stage: dict.fromkeys(every, ABSENT) for stage in schedule.placement.stages_of(rank)}
-    return {
-        stage: {m: ABSENT for m in every if schedule.rank_of(stage, m) == rank}
-        for stage in schedule.placement.stages_of(rank)
-    }
+    stages = schedule.placement.stages_of(rank)
+    return {stage: dict.fromkeys(schedule.microbatches_of(stage, rank), 0) for stage in stages}
 
 
-def _numbered(order: Sequence[Step]) -> Iterable[tuple[int, Any]]:
-    """The actions other than vocabulary passes, with the index of their step."""
-    if not has_pairs(order) and not any(step[0] in VOCABULARY for step in order):
+def _numbered(schedule: Schedule, order: Sequence[Step]) -> Iterable[tuple[int, Any]]:
+    """The actions that every microbatch has, with the index of their step."""
+    if not has_pairs(order) and not schedule.ops & ONCE:
         return enumerate(order)
     opened = ((index, action) for index, step in enumerate(order) for action in flatten((step,)))
-    return ((index, action) for index, action in opened if action[0] not in VOCABULARY)
+    return ((index, action) for index, action in opened if action[0] not in ONCE)
+
+
+def _check_once(schedule: Schedule, rank: int, order: Sequence[Step]) -> None:
+    """What a stage runs once is there on every stage if it is on any, behind all that it needs."""
+    for op in schedule.ops & ONCE:
+        for stage in schedule.placement.stages_of(rank):
+            places = [index for index, step in enumerate(order) if step == (op, stage, 0)]
+            needed = [i for i, s in enumerate(order) for a in flatten((s,)) if _counts(a, KINDS[op].after, stage)]
+            if len(places) != 1 or places[0] < max(needed, default=0):
+                what = "comes before what it needs" if len(places) == 1 else f"comes {len(places)} times"
+                text = f"{schedule.name}: rank {rank}: {Action(op, stage, 0)} {what}; expected once, after all"
+                text = f"{text} {', '.join(KINDS[op].after)} of its stage"
+                raise culprit_error(text, schedule.orders, rank, places[-1] if places else len(order) - 1)
+        for index, step in enumerate(order):
+            if step[0] == op and (step[1] not in schedule.placement.stages_of(rank) or step[2] != 0):
+                text = f"{schedule.name}: rank {rank}: {step} is not of this rank, or not written with microbatch 0"
+                raise culprit_error(text, schedule.orders, rank, index)
+
+
+def _counts(action: Action, ops: Sequence[str], stage: int) -> bool:
+    return action.stage == stage and bool({*ops} & {*KINDS[action.op].does})
 
 
 def _wrong_action(
@@ -157,13 +195,13 @@ def _why_wrong(
         return f"{name} names microbatch {microbatch}; this schedule has 0 to {schedule.microbatches - 1}"
     if microbatch not in progress.get(stage, {}):
         return f"{name} is on rank {rank}; its place is rank {schedule.rank_of(stage, microbatch)}"
-    state = progress[stage][microbatch]
-    done = {F: state >= FORWARD, B: state >= HALF, BW: state == DONE, W: state == DONE}[op]
-    if done:
+    kind, done = KINDS[op], {other for other in KINDS if progress[stage][microbatch] & BITS[other]}
+    if done.issuperset(kind.does):
         return f"{name} comes a second time (or after a BW that does the same)"
-    if op == BW and state == HALF:
+    if done & {*kind.does}:
         return f"{name} after B{stage}.{microbatch}; a backward is either split (B, W) or fused (BW)"
-    return f"{name} comes before {'B' if op == W else 'F'}{stage}.{microbatch}"
+    missing = next(other for other in kind.after if other not in done)
+    return f"{name} comes before {missing}{stage}.{microbatch}"
 
 
 def _check_sequences(
@@ -207,27 +245,3 @@ def _check_memory(schedule: Schedule, costs: Costs, limit: float | None) -> tupl
             message = f"{schedule.name}: rank {rank} needs {peak} of memory, the limit is {limit}; it is exceeded here"
             raise culprit_error(message, schedule.orders, rank, index)
     return peaks
-
-
-def check_vocabulary(schedule: Schedule) -> None:
-    """Raise `ScheduleError` unless every shard runs S and then T once for every microbatch.
-
-    A shard is named by a stage of the rank that holds it.
-    """
-    progress: dict[int, dict[int, str]] = {}
-    for rank, order in enumerate(schedule.orders):
-        for index, step in enumerate(order):
-            if step[0] != S and step[0] != T:
-                continue
-            op, stage, microbatch = cast(Action, step)
-            before = progress.setdefault(stage, {}).get(microbatch)
-            owned = stage in schedule.placement.stages_of(rank)
-            if not owned or microbatch not in range(schedule.microbatches) or before != {S: None, T: S}[op]:
-                reason = "expected once, S before T, on a rank that has this stage, for an existing microbatch"
-                raise culprit_error(f"{schedule.name}: rank {rank}: {step}: {reason}", schedule.orders, rank, index)
-            progress[stage][microbatch] = op
-    for shard, states in progress.items():
-        for microbatch in range(schedule.microbatches):
-            if states.get(microbatch) != T:
-                missing = Action(S if microbatch not in states else T, shard, microbatch)
-                raise ScheduleError(f"{schedule.name}: {missing} is missing: every shard runs every microbatch")

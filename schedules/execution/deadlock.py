@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 
 from zbcompile.schedules.errors import ScheduleError
-from zbcompile.schedules.execution.event_loop import Run, parts
-from zbcompile.schedules.ir.actions import COLLECTIVES, RECV_B, RECV_F, SEND_B, SEND_F, Action, B, Step
+from zbcompile.schedules.execution.event_loop import Outcome, parts
+from zbcompile.schedules.ir.actions import COLLECTIVES, RECEIVES, SENDS, Action, B, Step
 from zbcompile.schedules.ir.schedule import Lowered, Schedule
 
 
-def require_finished(program: Schedule | Lowered, outcome: Run) -> None:
+def require_finished(program: Schedule | Lowered, outcome: Outcome) -> None:
     """Raise `ScheduleError` with the circle of waits, or the action that is missing, unless every rank has finished."""
     if not outcome.blocked:
         return
@@ -22,7 +22,9 @@ def require_finished(program: Schedule | Lowered, outcome: Run) -> None:
         owner = schedule.rank_of(wanted.stage, wanted.microbatch)
         lines.append(f"  rank {rank} stops at {step} and waits for rank {owner} to {_deed(wanted)}")
         rank = owner
-    if rank in seen:
+    if seen == [rank]:
+        what = f"rank {rank} runs {orders[rank][len(outcome.end[rank])]} before what it needs of its own"
+    elif rank in seen:
         what = "deadlock: these ranks wait for each other"
     else:
         what = f"the orders do not run to their end: rank {rank} is done and never makes what is waited for"
@@ -31,9 +33,9 @@ def require_finished(program: Schedule | Lowered, outcome: Run) -> None:
 
 
 def _deed(action: Action) -> str:
-    if action.op in (RECV_F, RECV_B, *COLLECTIVES):
+    if action.op in RECEIVES | COLLECTIVES:
         return f"post {action}"
-    if action.op in (SEND_F, SEND_B):
+    if action.op in SENDS:
         return f"reach {action}"
     return f"run {action}" if action.op != B else f"run B or BW of stage {action.stage}, microbatch {action.microbatch}"
 

@@ -14,32 +14,19 @@ from functools import wraps
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from zbcompile.schedules.errors import ScheduleError
-from zbcompile.schedules.ir.actions import (
-    BW,
-    CAST,
-    LOOKUP,
-    RECV_B,
-    RECV_F,
-    SEND_B,
-    SEND_F,
-    SPREAD,
-    STATS,
-    SUM,
-    Action,
-    B,
-    F,
-    Pair,
-    S,
-    Step,
-    T,
-    W,
-)
+from zbcompile.schedules.ir.actions import COLLECTIVES, COMPUTE, MESSAGES, Action, F, Pair, Step
 from zbcompile.schedules.ir.costs import Costs
+from zbcompile.schedules.ir.dependencies import RECEIVE_OF, SEND_OF, awaited, needs, target
+from zbcompile.schedules.ir.kinds import KINDS, with_scope
 from zbcompile.schedules.ir.schedule import Lowered, Schedule
 
-BANDS = (F, B, RECV_F, RECV_B, SEND_F, SEND_B, S, T, CAST, STATS, SUM, LOOKUP, SPREAD)
-COMPUTE_BANDS, MESSAGE_BANDS = 2, 6
-
+# What others wait for, and so has events: nothing waits for W unless a kind in the table does.
+WAITED_FOR = tuple(
+    op
+    for op, kind in KINDS.items()
+    if kind.role != "compute"
+    or (kind.event == op and (kind.along or any(op in (*other.after, other.takes) for other in KINDS.values())))
+)
 
 # What an operation on one stage does: it waits for event `need` + microbatch and `delay` more, takes `time` (`None`:
 # part of a step that is timed elsewhere), makes event `make` + microbatch. A plain tuple unpacks ten times faster than
@@ -49,30 +36,33 @@ Rows = dict[Any, dict[int, Row]]  # by operation (or by a part of a pair), then 
 Triple = tuple[Any, int, int]  # an action, or a part of a pair: key of rows, stage, microbatch
 
 
+ONCE = with_scope("stage")
+
+
 class Events(NamedTuple):
     """Numbers of events. The first `microbatches` of them have always happened, the last ones say nothing."""
 
     stages: int
     microbatches: int
-    bands: int
+    bands: tuple[str, ...]
 
     def first(self, op: str, stage: int) -> int:
         """The event of `op` on `stage` for microbatch 0; B and BW are the same event: the input gradient exists."""
-        return (1 + BANDS.index(B if op == BW else op) * self.stages + stage) * self.microbatches
+        return (1 + self.bands.index(KINDS[op].event) * self.stages + stage) * self.microbatches
 
     def action(self, event: int) -> Action:
         """What makes `event`, with B for BW."""
         row, microbatch = divmod(event, self.microbatches)
         band, stage = divmod(row - 1, self.stages)
-        return Action(BANDS[band], stage, microbatch)
+        return Action(self.bands[band], stage, microbatch)
 
     @property
     def nothing(self) -> int:
-        return (1 + self.bands * self.stages) * self.microbatches
+        return (1 + len(self.bands) * self.stages) * self.microbatches
 
 
-class Run(NamedTuple):
-    """What happened: `begin[rank]` and `end[rank]` of every step that was run, and who stopped.
+class Outcome(NamedTuple):
+    """What happened in a run: `begin[rank]` and `end[rank]` of every step that was run, and who stopped.
 
     `happened[event]` is a time or `None`; `blocked[rank]` is the event that a rank still waits for.
     """
@@ -87,6 +77,19 @@ class Run(NamedTuple):
 def parts(program: Schedule | Lowered) -> tuple[Schedule, tuple[tuple[Step, ...], ...]]:
     """The schedule, and what its ranks run."""
     return (program.schedule, program.programs) if isinstance(program, Lowered) else (program, program.orders)
+
+
+def operations(program: Schedule | Lowered) -> frozenset[str]:
+    """The letters of the actions that a program may have."""
+    schedule, _ = parts(program)
+    communication = MESSAGES | (COLLECTIVES if schedule.shards else frozenset())
+    return schedule.ops & KINDS.keys() | (communication if isinstance(program, Lowered) else frozenset())
+
+
+def bands_of(schedule: Schedule, ops: frozenset[str]) -> tuple[str, ...]:
+    """What has events when these operations run."""
+    known = WAITED_FOR if schedule.shards else [op for op in WAITED_FOR if KINDS[op].scope != "shard"]
+    return tuple(op for op in known if op in ops or op in COMPUTE)
 
 
 def has_pairs(order: Sequence[Step]) -> bool:
@@ -108,27 +111,28 @@ def require_fit(program: Schedule | Lowered, costs: Costs) -> None:
         raise ScheduleError(f"costs of {costs.stages} stages for {schedule.stages} stages of {schedule.name}; {hint}")
 
 
-def run(program: Schedule | Lowered, costs: Costs) -> Run:
+def run(program: Schedule | Lowered, costs: Costs) -> Outcome:
     """Run every rank until it is done or waits for what nobody makes any more.
 
     A schedule is run with messages buffered without limit, a lowered program with sends that wait for their receive.
     """
     require_fit(program, costs)
     schedule, orders = parts(program)
-    shards = schedule.shards
-    bands = len(BANDS) if shards else MESSAGE_BANDS if isinstance(program, Lowered) else COMPUTE_BANDS
-    events = Events(schedule.stages, schedule.microbatches, bands)
+    lowered, ops = isinstance(program, Lowered), operations(program)
+    events = Events(schedule.stages, schedule.microbatches, bands_of(schedule, ops))
     happened: list[Any] = [None] * (events.nothing + events.microbatches)
     happened[: events.microbatches] = [0] * events.microbatches
     begin: list[list[Any]] = [[] for _ in orders]
     end: list[list[Any]] = [[] for _ in orders]
     waiting: dict[int, list[int]] = {}
     ready = deque(reversed(range(schedule.ranks)))  # first come, first served: fewest changes from rank to rank
+    times = {op: costs.times(op) for op in ops & COMPUTE}
+    make_rows = _RowsOf(schedule, costs, times, events, lowered, ops)
     routines = []
     for rank, order in enumerate(orders):
-        rows = _rows(schedule, costs, events, rank, isinstance(program, Lowered))
-        awaits = awaited(schedule, isinstance(program, Lowered)) if shards else {}
-        triples = _triples(order, rows, costs, events, shards, awaits) if shards or has_pairs(order) else order
+        awaits = make_rows.awaits(rank)
+        rows = make_rows.of_rank(rank, awaits)
+        triples = _triples(order, rows, costs, awaits) if awaits or has_pairs(order) else order
         routines.append(_rank(rank, triples, rows, begin[rank], end[rank], happened, waiting, ready))
     while ready:
         rank = ready.popleft()
@@ -136,7 +140,7 @@ def run(program: Schedule | Lowered, costs: Costs) -> Run:
             waiting.setdefault(need, []).append(rank)
             break
     blocked = {rank: need for need, ranks in waiting.items() for rank in ranks}
-    return Run(begin, end, happened, blocked, events)
+    return Outcome(begin, end, happened, blocked, events)
 
 
 def _rank(
@@ -173,33 +177,22 @@ def _rank(
         raise ScheduleError(f"rank {rank}, step {len(begin)}: not this rank's to run; `check` shows what") from None
 
 
-def awaited(schedule: Schedule, lowered: bool) -> dict[tuple[str, int], str]:
-    """What of EVERY shard an operation on a stage waits for: the operation that makes it, or in a lowered program its
-    collective, which is complete when every shard has posted it."""
-    reduced = {1: (S, STATS), 2: (T, SUM)}[schedule.barriers][lowered]
-    found = {(op, schedule.stages - 1): reduced for op in (B, BW)}
-    found |= {(T, shard): STATS if lowered else S for shard in schedule.shards}
-    if lowered:
-        found |= {(S, shard): CAST for shard in schedule.shards}
-    return found | {(F, 0): LOOKUP} if lowered and schedule.lookups else found
+Awaits = Mapping[tuple[str, int], Sequence[tuple[str, int, int | None]]]
 
 
-def _triples(
-    order: Sequence[Step], rows: Rows, costs: Costs, events: Events, shards: Sequence[int], awaits: Mapping[Any, str]
-) -> Iterator[Triple]:
+def _triples(order: Sequence[Step], rows: Rows, costs: Costs, awaits: Awaits) -> Iterator[Triple]:
     """An order with everything opened that waits for more than one event; adds what that needs to `rows`."""
     for step in order:
         for op, stage, microbatch in step if isinstance(step, Pair) else (step,):
-            if (op, stage) in awaits:
-                for shard in shards:
-                    yield ("after", awaits[op, stage]), shard, microbatch
+            for other, at, which in awaits.get((op, stage), ()):
+                yield ("after", other), at, microbatch if which is None else which
         if isinstance(step, Pair):
-            yield from _pair_triples(step, rows, costs, events)
+            yield from _pair_triples(step, rows, costs)
         else:
             yield step
 
 
-def _pair_triples(pair: Pair, rows: Rows, costs: Costs, events: Events) -> Iterator[Triple]:
+def _pair_triples(pair: Pair, rows: Rows, costs: Costs) -> Iterator[Triple]:
     """Both halves begin when both may and end together: wait for the forward's input, run both, note the forward."""
     (_, f_stage, f_microbatch), (b_op, b_stage, b_microbatch) = pair
     both = (f_stage, b_op)
@@ -211,72 +204,76 @@ def _pair_triples(pair: Pair, rows: Rows, costs: Costs, events: Events) -> Itera
     yield "did F", f_stage, f_microbatch
 
 
-def _rows(schedule: Schedule, costs: Costs, events: Events, rank: int, lowered: bool) -> Rows:
-    """What each operation waits for, takes and makes on this rank, for each of its stages."""
-    rows: Rows = {op: {} for op in (*BANDS, BW, W, "may F", "did F")}
-    nothing = events.nothing
-    for stage in schedule.placement.stages_of(rank):
-        for op in (F, B, BW):
-            rows[op][stage] = _dependent_row(schedule, costs, events, rank, op, stage, lowered)
-        rows[W][stage] = (events.first(B, stage), 0, costs.weight[stage], nothing)
-        need, delay, _, _ = rows[F][stage]
-        rows["may F"][stage] = (need, delay, None, nothing)
-        rows["did F"][stage] = (0, 0, None, events.first(F, stage))
-        if lowered:
-            _add_message_rows(rows, events, stage)
-        if events.bands == len(BANDS):
-            _add_vocabulary_rows(rows, schedule, costs, events, rank, stage, lowered)
-    if events.bands == len(BANDS):
-        for op in (S, T, CAST, STATS, SUM, LOOKUP):
-            delay = costs.cast_time if op in (CAST, LOOKUP) else costs.stats_time
-            rows["after", op] = {s: (events.first(op, s), delay, None, nothing) for s in range(events.stages)}
-    return rows
+class _RowsOf(NamedTuple):
+    """What each operation waits for, takes and makes, as the table of kinds and the placement say."""
 
+    schedule: Schedule
+    costs: Costs
+    times: Mapping[str, Sequence[float]]
+    events: Events
+    lowered: bool
+    ops: frozenset[str]
 
-def _add_vocabulary_rows(
-    rows: Rows, schedule: Schedule, costs: Costs, events: Events, rank: int, stage: int, lowered: bool
-) -> None:
-    """S waits for the last stage's output, T for S; a collective is posted after what it carries."""
-    output = events.first(F, events.stages - 1)
-    made_here = rank in {schedule.rank_of(events.stages - 1, m) for m in (0, events.microbatches - 1)}
-    arrives = (0, 0) if lowered else (output, costs.cast_time)
-    rows[S][stage] = (*arrives, costs.vocab_s[stage], events.first(S, stage))
-    rows[T][stage] = (events.first(S, stage), 0, costs.vocab_t[stage], events.first(T, stage))
-    rows[CAST][stage] = (output if made_here else 0, 0, 0, events.first(CAST, stage))
-    rows[STATS][stage] = (events.first(S, stage), 0, 0, events.first(STATS, stage))
-    rows[SUM][stage] = (events.first(T, stage), 0, 0, events.first(SUM, stage))
-    rows[LOOKUP][stage] = (0, 0, 0, events.first(LOOKUP, stage))
-    first_here = rank in {schedule.rank_of(0, m) for m in (0, events.microbatches - 1)}
-    rows[SPREAD][stage] = (events.first(B, 0) if first_here else 0, 0, 0, events.first(SPREAD, stage))
+    def of_rank(self, rank: int, awaits: Awaits) -> Rows:
+        """For each operation of the program, on each stage of a rank."""
+        stages = self.schedule.placement.stages_of(rank)
+        rows: Rows = {op: {stage: self._row(rank, op, stage) for stage in stages} for op in self.ops}
+        if F in self.ops:
+            entrances = {stage: row[:2] for stage, row in rows[F].items()}
+            rows["may F"] = {stage: (*entrance, None, self.events.nothing) for stage, entrance in entrances.items()}
+            rows["did F"] = {stage: (0, 0, None, self.events.first(F, stage)) for stage in stages}
+        for op in {op for each in awaits.values() for op, _, _ in each}:
+            delay = self.costs.delay(op) if KINDS[op].delay else 0
+            every = range(self.events.stages)
+            rows["after", op] = {s: (self.events.first(op, s), delay, None, self.events.nothing) for s in every}
+        return rows
 
+    def awaits(self, rank: int) -> Awaits:
+        """What an operation on a stage waits for beside its row: one result of every shard (the microbatch is None:
+        its own), or those of all microbatches."""
+        found: dict[tuple[str, int], list[tuple[str, int, int | None]]] = {}
+        stages = self.schedule.placement.stages_of(rank)
+        if self.schedule.shards:
+            for (op, stage), other in awaited(self.schedule, self.lowered).items():
+                if stage in stages:
+                    found[op, stage] = [(other, shard, None) for shard in self.schedule.shards]
+        for op in self.ops & ONCE:
+            for stage in stages:
+                mine = self.schedule.microbatches_of(stage, rank)
+                found[op, stage] = [(other, stage, m) for other in KINDS[op].after for m in mine]
+        return found
 
-def _dependent_row(
-    schedule: Schedule, costs: Costs, events: Events, rank: int, op: str, stage: int, lowered: bool
-) -> Row:
-    """F waits for the stage before, B and BW for the stage behind: through a message where that is another rank."""
-    neighbour = stage - 1 if op == F else stage + 1
-    time, make = costs.time(op, stage), events.first(op, stage)
-    if neighbour < 0:
-        return (0, 0, time, make)
-    if neighbour == schedule.stages:
-        return (events.first(F, stage), 0, time, make)
-    copy = int(schedule.placement.rank(stage) != rank)
-    source = schedule.placement.rank(neighbour, copy)
-    if source == rank:
-        return (events.first(op, neighbour), 0, time, make)
-    message = SEND_F if op == F else SEND_B
-    need = events.first(message if lowered else op, neighbour)
-    return (need, costs.hop(min(stage, neighbour), source, rank), time, make)
+    def _row(self, rank: int, op: str, stage: int) -> Row:
+        kind, events = KINDS[op], self.events
+        make = events.first(op, stage) if kind.event in events.bands else events.nothing
+        if kind.role == "compute":
+            return (*self._entrance(rank, op, stage), self.times[op][stage], make)
+        if kind.role == "send":  # it waits until the other side has posted its receive
+            there = target(op, stage, events.stages)
+            return (0 if there is None else events.first(RECEIVE_OF[kind.takes], there), 0, 0, make)
+        made = needs(op, stage, events.stages) if kind.role == "collective" else ()
+        here = [each for each in made if self._runs_on(rank, each.stage)]
+        return (events.first(*here[0]) if here else 0, 0, 0, make)
 
+    def _entrance(self, rank: int, op: str, stage: int) -> tuple[int, float]:
+        """The event that a pass waits for, and how long that takes to arrive: a message from another rank."""
+        kind = KINDS[op]
+        if kind.scope == "stage" or (kind.made_at and self.lowered):
+            return (0, 0)  # `awaits` has all of it
+        needed = needs(op, stage, self.events.stages)
+        if not needed:
+            return (0, 0)
+        other, at = needed[-1]
+        if kind.made_at:
+            return (self.events.first(other, at), self.costs.delay(other))
+        there = self.schedule.placement.rank_beside(rank, stage, at)
+        if there == rank:
+            return (self.events.first(other, at), 0)
+        need = self.events.first(SEND_OF[other] if self.lowered else other, at)
+        return (need, self.costs.hop(min(stage, at), there, rank))
 
-def _add_message_rows(rows: Rows, events: Events, stage: int) -> None:
-    """A receive is posted and goes on; a send waits until the other side has posted (rendezvous)."""
-    rows[RECV_F][stage] = (0, 0, 0, events.first(RECV_F, stage))
-    rows[RECV_B][stage] = (0, 0, 0, events.first(RECV_B, stage))
-    if stage + 1 < events.stages:
-        rows[SEND_F][stage] = (events.first(RECV_F, stage + 1), 0, 0, events.first(SEND_F, stage))
-    if stage > 0:
-        rows[SEND_B][stage] = (events.first(RECV_B, stage - 1), 0, 0, events.first(SEND_B, stage))
+    def _runs_on(self, rank: int, stage: int) -> bool:
+        return rank in {self.schedule.rank_of(stage, m) for m in (0, self.events.microbatches - 1)}
 
 
 P = ParamSpec("P")

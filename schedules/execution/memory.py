@@ -1,15 +1,13 @@
-"""How much a rank holds: F adds `activation`, B leaves `residue` of it, W frees that; BW frees all.
-
-A vocabulary shard holds `vocab_state` from S to T.
-"""
+"""How much a rank holds, from what each kind adds and frees: F adds `activation`, B leaves `residue`, W frees it."""
 
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import cast
 
 from zbcompile.schedules.execution.event_loop import has_pairs
-from zbcompile.schedules.ir.actions import BW, COMPUTE, Action, B, F, S, Step, T, W, flatten
+from zbcompile.schedules.ir.actions import COMPUTE, Action, F, Step, W, flatten
 from zbcompile.schedules.ir.costs import Costs
+from zbcompile.schedules.ir.kinds import KINDS
 from zbcompile.schedules.ir.schedule import Schedule
 
 
@@ -23,14 +21,7 @@ def peak_memory(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
 
 def deltas(order: Sequence[Step], costs: Costs) -> list[float]:
     """The change of memory with each action of one rank, pairs opened forward first."""
-    kept = [a - r for a, r in zip(costs.activation, costs.residue, strict=True)]
-    change: dict[str, list[float]] = {op: [0] * costs.stages for op in COMPUTE}
-    change[F] = list(costs.activation)
-    change[B] = [-amount for amount in kept]
-    change[W] = [-amount for amount in costs.residue]
-    change[BW] = [-amount for amount in costs.activation]
-    change[S] = list(costs.vocab_state)
-    change[T] = [-amount for amount in costs.vocab_state]
+    change = {op: costs.added(op) for op in COMPUTE}
     actions = cast(Sequence[Action], flatten(tuple(order)) if has_pairs(order) else order)
     return [change[op][stage] for op, stage, _ in actions]
 
@@ -54,7 +45,7 @@ def most_waiting(schedule: Schedule, rank: int) -> tuple[dict[int, int], ...]:
     held = dict.fromkeys(schedule.placement.stages_of(rank), 0)
     moments = {tuple(held.values())}
     for op, stage, _ in flatten(schedule.orders[rank]):
-        held[stage] += {F: 1, W: -1, BW: -1}.get(op, 0)
+        held[stage] += (op == F) - (W in KINDS[op].does)
         moments.add(tuple(held.values()))
     fullest = [
         m for m in moments if not any(o != m and all(a <= b for a, b in zip(m, o, strict=True)) for o in moments)

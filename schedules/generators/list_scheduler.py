@@ -8,14 +8,16 @@ import heapq
 import math
 from collections.abc import Callable
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from zbcompile.schedules.execution.event_loop import run
 from zbcompile.schedules.generators.task import Orders, Task
-from zbcompile.schedules.ir.actions import Action, B, F, W, flatten
+from zbcompile.schedules.ir.actions import Action, B, F, Step, W, flatten
+from zbcompile.schedules.ir.dependencies import users
+from zbcompile.schedules.ir.placement import Placement
 
 
-class Link(NamedTuple):
+class Dependent(NamedTuple):
     """An operation that waits for another one, and how long the message to its rank takes."""
 
     op: str
@@ -35,9 +37,8 @@ class Floor:
         self.started = {(op, stage): 0 for op in (F, B, W) for stage in range(placement.stages)}
         self.memory: list[float] = [0] * placement.ranks
         self._times = {op: costs.times(op) for op in (F, B, W)}
-        freed = [left - whole for left, whole in zip(costs.residue, costs.activation, strict=True)]
-        self._memory = {F: costs.activation, B: tuple(freed), W: tuple(-left for left in costs.residue)}
-        self._links = {(op, stage): self._links_from(op, stage) for op, stage in self.started}
+        self._memory = {op: costs.added(op) for op in (F, B, W)}
+        self._dependents = {(op, stage): self._dependents_of(op, stage) for op, stage in self.started}
 
     def is_ready(self, action: Action) -> bool:
         """Whether `action` could begin now."""
@@ -62,45 +63,49 @@ class Floor:
         self.started[op, stage] += 1
         self.memory[rank] += self._memory[op][stage]
         arrivals = []
-        for link in self._links[op, stage]:
-            ready_at = end + link.delay
-            self.ready_at[Action(link.op, link.stage, microbatch)] = ready_at
-            if link.rank != rank:
-                arrivals.append((ready_at, link.rank))
+        for dependent in self._dependents[op, stage]:
+            ready_at = end + dependent.delay
+            self.ready_at[Action(dependent.op, dependent.stage, microbatch)] = ready_at
+            if dependent.rank != rank:
+                arrivals.append((ready_at, dependent.rank))
         return end, arrivals
 
-    def _links_from(self, op: str, stage: int) -> list[Link]:
+    def _dependents_of(self, op: str, stage: int) -> list[Dependent]:
         """What waits for `op` on `stage`."""
-        here = self.placement.rank(stage)
-        if op == F and stage + 1 < self.placement.stages:
-            there = self.placement.rank(stage + 1)
-            return [Link(F, stage + 1, there, self.costs.hop(stage, here, there))]
-        if op == F:
-            return [Link(B, stage, here, 0)]
-        links = [Link(W, stage, here, 0)] if op == B else []
-        if op == B and stage > 0:
-            there = self.placement.rank(stage - 1)
-            links.append(Link(B, stage - 1, there, self.costs.hop(stage - 1, here, there)))
-        return links
+        here, rank = self.placement.rank(stage), self.placement.rank
+        found = users(op, stage, self.placement.stages)
+        return [Dependent(*use, rank(use.stage), self._hop(stage, use.stage, here)) for use in found]
+
+    def _hop(self, stage: int, other: int, here: int) -> float:
+        return self.costs.hop(min(stage, other), here, self.placement.rank(other))
 
 
-Choice = Callable[[Floor, int], Action | None]
+class State(Protocol):
+    """What `dispatch` runs: a clock, and what happens when a rank starts a step."""
+
+    now: float
+    placement: Placement
+
+    def start(self, rank: int, step: Any) -> tuple[float, list[tuple[float, int]]]: ...
 
 
-def dispatch(floor: Floor, choose: Choice) -> Orders:
-    """Let every free rank start what `choose(floor, rank)` returns; None waits until something else becomes ready."""
-    orders: list[list[Action]] = [[] for _ in range(floor.placement.ranks)]
+AnyState = TypeVar("AnyState", bound=State)
+
+
+def dispatch(state: AnyState, choose: Callable[[AnyState, int], Step | None]) -> Orders:
+    """Let every free rank start what `choose(state, rank)` returns; None waits until something else becomes ready."""
+    orders: list[list[Step]] = [[] for _ in range(state.placement.ranks)]
     free_at: list[float] = [0] * len(orders)
     wakes = [(0.0, rank) for rank in range(len(orders))]
     while wakes:
-        floor.now, rank = heapq.heappop(wakes)
-        action = choose(floor, rank) if free_at[rank] <= floor.now else None
-        if action is None:
+        state.now, rank = heapq.heappop(wakes)
+        step = choose(state, rank) if free_at[rank] <= state.now else None
+        if step is None:
             continue
-        orders[rank].append(action)
-        free_at[rank], arrivals = floor.start(rank, action)
+        orders[rank].append(step)
+        free_at[rank], ready = state.start(rank, step)
         heapq.heappush(wakes, (free_at[rank], rank))
-        for time, there in arrivals:
+        for time, there in ready:
             if time >= free_at[there]:  # else it chooses again anyway when it is free
                 heapq.heappush(wakes, (time, there))
     return tuple(map(tuple, orders))

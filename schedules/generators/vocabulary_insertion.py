@@ -5,15 +5,16 @@ ahead of the backwards per barrier. S and T then take their places by the clock:
 shards wait for the slowest; T in what time is left, at the latest after the next S.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.execution.event_loop import run
 from zbcompile.schedules.execution.memory import peak_memory
+from zbcompile.schedules.generators.list_scheduler import dispatch
 from zbcompile.schedules.generators.task import Orders
 from zbcompile.schedules.generators.v_half_v_min import BLOCKS, repeated_with_barriers
-from zbcompile.schedules.generators.vocabulary_list_scheduler import Choice, VocabularyClock, dispatch_with_vocabulary
+from zbcompile.schedules.generators.vocabulary_list_scheduler import VocabularyClock
 from zbcompile.schedules.ir.actions import BW, Action, B, F, Pair, S, Step, T, W, flatten
 from zbcompile.schedules.ir.costs import Costs
 from zbcompile.schedules.ir.schedule import Schedule
@@ -126,7 +127,7 @@ def _inserted(schedule: Schedule, orders: Orders, costs: Costs, barriers: int) -
                 return head
         return _ready(clock, T, rank)
 
-    found = dispatch_with_vocabulary(clock, choose)
+    found = dispatch(clock, choose)
     return found if _complete(schedule, found) else None
 
 
@@ -151,11 +152,11 @@ def _vocabulary_pass(clock: VocabularyClock, rank: int) -> Action | None:
 def _greedy(schedule: Schedule, costs: Costs, barriers: int, limits: Sequence[float]) -> Orders | None:
     """Every rank runs the best that is ready: S, B, late forwards, early ones inside the memory limit, T, W."""
     clock = VocabularyClock(schedule.placement, schedule.microbatches, costs, barriers)
-    found = dispatch_with_vocabulary(clock, _preferences(limits))
+    found = dispatch(clock, _preferences(limits))
     return found if _complete(schedule, found) else None
 
 
-def _preferences(limits: Sequence[float]) -> Choice:
+def _preferences(limits: Sequence[float]) -> Callable[[VocabularyClock, int], Step | None]:
     def choose(clock: VocabularyClock, rank: int) -> Step | None:
         urgent = _vocabulary_pass(clock, rank)
         if urgent is not None:

@@ -5,13 +5,12 @@ after the forward of the last stage, T after S of every shard, the backward of t
 (two) of every shard.
 """
 
-import heapq
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-from zbcompile.schedules.generators.task import Orders
 from zbcompile.schedules.ir.actions import BW, Action, B, F, Pair, S, Step, T, W, flatten
 from zbcompile.schedules.ir.costs import Costs
+from zbcompile.schedules.ir.dependencies import users
 from zbcompile.schedules.ir.placement import Placement
 
 
@@ -27,6 +26,10 @@ class VocabularyClock:
         self.started = {(op, stage): 0 for op in (F, B, W, S, T) for stage in range(placement.stages)}
         self.memory: list[float] = [0] * placement.ranks
         self.states = [0] * placement.ranks
+        self._memory = {op: costs.added(op) for op in (F, B, W, BW)}
+        self._users = {(op, s): [*users(op, s, placement.stages)] for op in (F, B) for s in range(placement.stages)}
+        self._users |= {(BW, s): [u for u in self._users[B, s] if u.op == B] for s in range(placement.stages)}
+        del self._users[F, self.last]
         self._missing = {(op, m): placement.ranks for op in (S, T) for m in range(microbatches)}
         self._latest = {(op, m): 0.0 for op in (S, T) for m in range(microbatches)}
 
@@ -53,23 +56,18 @@ class VocabularyClock:
         return self.costs.time(step.op, step.stage)
 
     def _hold(self, rank: int, action: Action) -> None:
-        activation, residue = self.costs.activation[action.stage], self.costs.residue[action.stage]
-        self.memory[rank] += {F: activation, B: residue - activation, W: -residue, BW: -activation}.get(action.op, 0)
-        self.states[rank] += {S: 1, T: -1}.get(action.op, 0)
+        if action.op in self._memory:
+            self.memory[rank] += self._memory[action.op][action.stage]
+        self.states[rank] += (action.op == S) - (action.op == T)
 
     def _finish(self, rank: int, action: Action, end: float) -> Iterator[tuple[float, int]]:
         op, stage, microbatch = action
-        if op == F and stage == self.last:
-            yield from self._shards(S, microbatch, end + self.costs.cast_time)
-        elif op == F:
-            yield self._hop(Action(F, stage + 1, microbatch), stage, rank, end)
-        elif op in (S, T):
+        if op in (S, T):
             yield from self._shard_done(op, microbatch, end)
-        elif op in (B, BW):
-            if op == B:
-                self.ready_at[Action(W, stage, microbatch)] = end
-            if stage:
-                yield self._hop(Action(B, stage - 1, microbatch), stage - 1, rank, end)
+        elif op == F and stage == self.last:  # its backward waits for the shards
+            yield from self._shards(S, microbatch, end + self.costs.delay(F))
+        for other, at in self._users.get((op, stage), ()):
+            yield self._hop(Action(other, at, microbatch), min(stage, at), rank, end)
 
     def _hop(self, action: Action, stage: int, rank: int, end: float) -> tuple[float, int]:
         there = self.placement.rank(action.stage)
@@ -87,34 +85,12 @@ class VocabularyClock:
         self._latest[key] = max(self._latest[key], end)
         if self._missing[key]:
             return
-        time = self._latest[key] + self.costs.stats_time
+        time = self._latest[key] + self.costs.delay(op)
         if op == S:
             yield from self._shards(T, microbatch, time)
         if op == (S, T)[self.barriers - 1]:
             self.ready_at[Action(B, self.last, microbatch)] = time
             yield time, self.placement.rank(self.last)
-
-
-Choice = Callable[[VocabularyClock, int], Step | None]
-
-
-def dispatch_with_vocabulary(clock: VocabularyClock, choose: Choice) -> Orders:
-    """Let every free rank start what `choose(clock, rank)` returns; None waits until something becomes ready."""
-    orders: list[list[Step]] = [[] for _ in clock.shard_of]
-    free_at: list[float] = [0] * len(orders)
-    wakes: list[tuple[float, int]] = [(0.0, rank) for rank in range(len(orders))]
-    while wakes:
-        clock.now, rank = heapq.heappop(wakes)
-        step = choose(clock, rank) if free_at[rank] <= clock.now else None
-        if step is None:
-            continue
-        orders[rank].append(step)
-        free_at[rank], ready = clock.start(rank, step)
-        heapq.heappush(wakes, (free_at[rank], rank))
-        for time, there in ready:
-            if time >= free_at[there]:  # else it chooses again anyway when it is free
-                heapq.heappush(wakes, (time, there))
-    return tuple(map(tuple, orders))
 
 
 def _half(action: Action) -> Action:

@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, NamedTuple
 
 from zbcompile.schedules.errors import ScheduleError
-from zbcompile.schedules.ir.actions import BW, COMPUTE, B, F, S, T, W
+from zbcompile.schedules.ir.actions import BW, COMPUTE
+from zbcompile.schedules.ir.kinds import KINDS
 
 PER_STAGE = (
     "forward",
@@ -170,11 +171,24 @@ class Costs:
 
     def times(self, op: str) -> tuple[float, ...]:
         """Time of the compute operation `op` on every stage."""
-        if op == BW:
-            return tuple(b + w for b, w in zip(self.backward, self.weight, strict=True))
         if op not in COMPUTE:
             raise ScheduleError(f"costs: {op!r} has no time of its own; expected one of {', '.join(sorted(COMPUTE))}")
-        return {F: self.forward, B: self.backward, W: self.weight, S: self.vocab_s, T: self.vocab_t}[op]
+        return self._sum(KINDS[op].time)
+
+    def delay(self, op: str) -> float:
+        """From the end of the pass or collective `op` until every vocabulary shard has its result."""
+        time: float = getattr(self, KINDS[op].delay)
+        return time
+
+    def added(self, op: str) -> tuple[float, ...]:
+        """What the compute operation `op` adds to the memory of its rank (below 0: frees), on every stage."""
+        kind = KINDS[op]
+        return tuple(a - f for a, f in zip(self._sum(kind.adds), self._sum(kind.frees), strict=True))
+
+    def _sum(self, names: Sequence[str]) -> tuple[float, ...]:
+        """Per stage the sum of the fields called `names`, 0 without any."""
+        columns = [getattr(self, name) for name in names]
+        return tuple(map(sum, zip(*columns, strict=True))) if names else (0,) * self.stages
 
     def time(self, op: str, stage: int) -> float:
         """Time of the compute operation `op` on `stage`."""

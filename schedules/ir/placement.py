@@ -43,6 +43,10 @@ class Placement:
             return stage if stage < self.ranks else 2 * self.ranks - 1 - stage
         return stage % self.ranks
 
+    def rank_beside(self, rank: int, stage: int, other: int) -> int:
+        """The rank of stage `other` for the microbatches that run through `stage` on `rank`."""
+        return self.rank(other, copy=int(self.rank(stage) != rank))
+
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages of `rank` in ascending order."""
         return self._stages_of[rank]

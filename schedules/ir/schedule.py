@@ -7,11 +7,14 @@ or `0F3`, `0I3`, `0B3` (stage, operation, microbatch; torch's I is our B, its B 
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import zip_longest
+from operator import itemgetter
 from typing import Literal
 
 from zbcompile.schedules.errors import ScheduleError
-from zbcompile.schedules.ir.actions import BW, COMMUNICATION, COMPUTE, Action, B, Pair, S, Step, W, flatten
+from zbcompile.schedules.ir.actions import BW, COMMUNICATION, Action, Pair, S, Step, W, flatten
+from zbcompile.schedules.ir.kinds import KINDS
 from zbcompile.schedules.ir.placement import Placement
 
 
@@ -50,9 +53,25 @@ class Schedule:
     def rank_of(self, stage: int, microbatch: int) -> int:
         return self.placement.rank(stage, self.copy_of(microbatch))
 
-    @property
+    def microbatches_of(self, stage: int, rank: int) -> Sequence[int]:
+        """Those that run through `stage` on `rank`: all, or those of one model copy."""
+        every = range(self.microbatches)
+        return every if self.placement.kind != "dual" else [m for m in every if self.rank_of(stage, m) == rank]
+
+    @cached_property
+    def ops(self) -> frozenset[str]:
+        """The letters of all its actions, those in pairs included."""
+        found: set[str] = set()
+        for order in self.orders:
+            heads = set(map(itemgetter(0), order))  # of a pair: its forward
+            found |= heads if heads <= KINDS.keys() else {action.op for action in flatten(order)}
+        return frozenset(found)
+
+    @cached_property
     def shards(self) -> tuple[int, ...]:
         """The vocabulary shards, each named by a stage of its rank, in order of their ranks; none without S."""
+        if S not in self.ops:
+            return ()
         found = ({step.stage for step in order if step[0] == S and isinstance(step, Action)} for order in self.orders)
         return tuple(stage for stages in found for stage in sorted(stages))
 
@@ -82,7 +101,7 @@ class Lowered:
 
 Letters = Literal["papers", "torch"]
 
-TORCH_LETTERS = {"F": "F", B: "I", W: W, BW: "B"} | {op: op for op in COMMUNICATION}
+TORCH_LETTERS = {op: kind.torch for op, kind in KINDS.items() if kind.torch}
 _FROM_TORCH = {theirs: ours for ours, theirs in TORCH_LETTERS.items()}
 _PAPERS = re.compile(r"([A-Z]+(?:_[FB])?)(\d+)\.(\d+)")
 _TORCH = re.compile(r"(\d+)([A-Z]+(?:_[FB])?)(\d+)")
@@ -131,7 +150,7 @@ def _parse_action(text: str) -> Action:
         op = _FROM_TORCH.get(letter, "")
     else:
         op, stage, microbatch = "", "0", "0"
-    if op not in COMPUTE | COMMUNICATION:
+    if op not in KINDS:
         raise ScheduleError(f"{text!r} is no action; expected one like F0.3, BW0.3, SEND_F0.3 or torch's 0F3, 0I3, 0B3")
     return Action(op, int(stage), int(microbatch))
 

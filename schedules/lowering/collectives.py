@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.execution.deadlock import culprit_error
-from zbcompile.schedules.execution.event_loop import Run
+from zbcompile.schedules.execution.event_loop import Outcome
 from zbcompile.schedules.ir.actions import (
     CAST,
     COLLECTIVES,
@@ -26,13 +26,11 @@ from zbcompile.schedules.ir.actions import (
     STATS,
     SUM,
     Action,
-    B,
     F,
-    S,
     Step,
-    T,
     flatten,
 )
+from zbcompile.schedules.ir.dependencies import needs
 from zbcompile.schedules.ir.schedule import Lowered, Schedule
 
 LOOKUPS_AHEAD = 2
@@ -53,17 +51,17 @@ def collectives_of(schedule: Schedule) -> tuple[str, ...]:
     return (LOOKUP, *passes, SPREAD) if schedule.lookups else passes
 
 
-def global_order(schedule: Schedule, outcome: Run) -> list[Collective]:
+def global_order(schedule: Schedule, outcome: Outcome) -> list[Collective]:
     """Every collective of a step in the order of the times at which they can begin."""
     events, shards = outcome.events, schedule.shards
-    made = {CAST: [events.first(F, schedule.stages - 1)], SPREAD: [events.first(B, 0)]}
-    made |= {op: [events.first(by, shard) for shard in shards] for op, by in ((STATS, S), (SUM, T))}
-    fed = [Action(op, 0, m) for op in collectives_of(schedule) if op in made for m in range(schedule.microbatches)]
-    found = [Collective(max(outcome.happened[event + m] for event in made[op]), m, op) for op, _, m in fed]
+    fed = {op: {need for s in shards for need in needs(op, s, schedule.stages)} for op in collectives_of(schedule)}
+    made = {op: [events.first(*need) for need in found] for op, found in fed.items() if found}
+    times = ((op, m, max(outcome.happened[e + m] for e in made[op])) for op in made for m in range(events.microbatches))
+    found = [Collective(time, m, op) for op, m, time in times]
     return sorted([*found, *(_lookups(schedule, outcome) if schedule.lookups else ())])
 
 
-def _lookups(schedule: Schedule, outcome: Run) -> list[Collective]:
+def _lookups(schedule: Schedule, outcome: Outcome) -> list[Collective]:
     """Every LOOKUP with the time of the forward before the one before its own."""
     first = [a.microbatch for a in flatten(schedule.orders[schedule.rank_of(0, 0)]) if a.op == F and a.stage == 0]
     ends = [outcome.happened[outcome.events.first(F, 0) + m] for m in first]
@@ -71,7 +69,7 @@ def _lookups(schedule: Schedule, outcome: Run) -> list[Collective]:
     return [Collective(time, m, LOOKUP) for time, m in zip(times, first, strict=False)]
 
 
-def post_collectives(schedule: Schedule, outcome: Run, posts: Sequence[Posts]) -> None:
+def post_collectives(schedule: Schedule, outcome: Outcome, posts: Sequence[Posts]) -> None:
     """Enter every collective into the `posts` of every shard's rank, behind the receives that are there already."""
     shard_of = {schedule.rank_of(shard, 0): shard for shard in schedule.shards}
     for time, microbatch, op in global_order(schedule, outcome):

@@ -21,22 +21,11 @@ from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 from zbcompile.schedules.execution.deadlock import require_finished
-from zbcompile.schedules.execution.event_loop import Run, has_pairs, run, without_collector
-from zbcompile.schedules.ir.actions import (
-    BW,
-    COMPUTE,
-    RECV_B,
-    RECV_F,
-    SEND_B,
-    SEND_F,
-    Action,
-    B,
-    F,
-    Pair,
-    Step,
-    flatten,
-)
+from zbcompile.schedules.execution.event_loop import Outcome, has_pairs, run, without_collector
+from zbcompile.schedules.ir.actions import COMPUTE, Action, Pair, Step, flatten
 from zbcompile.schedules.ir.costs import Costs
+from zbcompile.schedules.ir.dependencies import RECEIVE_OF, SEND_OF, target
+from zbcompile.schedules.ir.kinds import KINDS
 from zbcompile.schedules.ir.schedule import Lowered, Schedule
 from zbcompile.schedules.lowering.collectives import Posts, post_collectives
 
@@ -77,7 +66,7 @@ def lower(schedule: Schedule, costs: Costs | None = None) -> Lowered:
 
 def _positive(costs: Costs) -> Costs:
     """The costs with every pass that takes no time made very short: the proof above needs positive times."""
-    times = {op: getattr(costs, op) for op in ("forward", "backward", "weight", "vocab_s", "vocab_t")}
+    times = {name: getattr(costs, name) for op in COMPUTE for name in KINDS[op].time}
     tiny = min((t for values in times.values() for t in values if t > 0), default=1) / 1024
     pairs = tuple(pair._replace(time=pair.time or tiny) for pair in costs.pairs)
     positive: dict[str, Any] = {op: tuple(t or tiny for t in values) for op, values in times.items()}
@@ -85,7 +74,7 @@ def _positive(costs: Costs) -> Costs:
 
 
 def _post_receives(
-    order: Sequence[Step], begins: Sequence[float], peers: Peers, outcome: Run, posts: Sequence[Posts]
+    order: Sequence[Step], begins: Sequence[float], peers: Peers, outcome: Outcome, posts: Sequence[Posts]
 ) -> None:
     """Enter the receives of everything that one rank sends into the `posts` of the receiving ranks."""
     reached = dict.fromkeys((peer.rank for stages in peers.values() for peer in stages.values()), 0)
@@ -116,25 +105,22 @@ def _peers(schedule: Schedule, rank: int, microbatches: Sequence[int]) -> Peers:
     """By operation and stage; nothing is sent within a rank."""
     peers: Peers = {op: {} for op in COMPUTE}
     for stage in schedule.placement.stages_of(rank):
-        copy = int(schedule.placement.rank(stage) != rank)
-        forward = _peer(schedule, rank, copy, stage, stage + 1, (SEND_F, RECV_F), microbatches)
-        backward = _peer(schedule, rank, copy, stage, stage - 1, (SEND_B, RECV_B), microbatches)
-        if forward:
-            peers[F][stage] = forward
-        if backward:
-            peers[B][stage] = peers[BW][stage] = backward
+        made: dict[str, Peer | None] = {}
+        for op in schedule.ops & COMPUTE:
+            event = KINDS[op].event  # B and BW send the same
+            peer = made[event] = made[event] if event in made else _peer(schedule, rank, event, stage, microbatches)
+            if peer is not None:
+                peers[op][stage] = peer
     return peers
 
 
-def _peer(
-    schedule: Schedule, rank: int, copy: int, stage: int, target: int, ops: tuple[str, str], microbatches: Sequence[int]
-) -> Peer | None:
-    if not 0 <= target < schedule.stages or schedule.placement.rank(target, copy) == rank:
+def _peer(schedule: Schedule, rank: int, op: str, stage: int, microbatches: Sequence[int]) -> Peer | None:
+    there = target(op, stage, schedule.stages)
+    if there is None or (peer := schedule.placement.rank_beside(rank, stage, there)) == rank:
         return None
-    send, receive = ops
-    sends = [Action(send, stage, m) for m in microbatches]
-    receives = [Action(receive, target, m) for m in microbatches]
-    return Peer(schedule.placement.rank(target, copy), sends, receives)
+    sends = [Action(SEND_OF[op], stage, m) for m in microbatches]
+    receives = [Action(RECEIVE_OF[op], there, m) for m in microbatches]
+    return Peer(peer, sends, receives)
 
 
 def _interleave(order: Sequence[Step], peers: Peers, posts: Posts) -> tuple[Step, ...]:

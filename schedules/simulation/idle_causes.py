@@ -3,27 +3,11 @@
 from collections.abc import Iterator
 from typing import Literal, NamedTuple, get_args
 
-from zbcompile.schedules.execution.event_loop import Run, awaited, parts
-from zbcompile.schedules.ir.actions import (
-    BW,
-    CAST,
-    LOOKUP,
-    RECV_B,
-    RECV_F,
-    SEND_B,
-    SEND_F,
-    STATS,
-    SUM,
-    Action,
-    B,
-    F,
-    S,
-    Step,
-    T,
-    W,
-    flatten,
-)
+from zbcompile.schedules.execution.event_loop import Outcome, parts
+from zbcompile.schedules.ir.actions import SENDS, Action, B, F, Step, flatten
 from zbcompile.schedules.ir.costs import Costs
+from zbcompile.schedules.ir.dependencies import RECEIVE_OF, SEND_OF, awaited, needs, target
+from zbcompile.schedules.ir.kinds import KINDS
 from zbcompile.schedules.ir.schedule import Lowered, Schedule
 
 Cause = Literal["warm-up", "wait", "imbalance", "communication", "cool-down", "overhead"]
@@ -87,14 +71,14 @@ def idle_intervals(waits: "Waits") -> tuple[Idle, ...]:
 class Waits:
     """Follows waits back through a finished run."""
 
-    def __init__(self, program: Schedule | Lowered, costs: Costs, outcome: Run) -> None:
+    def __init__(self, program: Schedule | Lowered, costs: Costs, outcome: Outcome) -> None:
         self.schedule, self.orders = parts(program)
         self.lowered = isinstance(program, Lowered)
         self.costs, self.run = costs, outcome
         self.finish = max(end[-1] for end in outcome.end if end)
         self.busy = [sum(end) - sum(begin) for begin, end in zip(outcome.begin, outcome.end, strict=True)]
-        self.place = {  # B stands for BW too
-            (B if action.op == BW else action.op, action.stage, action.microbatch): (rank, index)
+        self.position = {  # B stands for BW too
+            (KINDS[action.op].event, action.stage, action.microbatch): (rank, index)
             for rank, order in enumerate(self.orders)
             for index, step in enumerate(order)
             for action in flatten((step,))
@@ -105,7 +89,7 @@ class Waits:
     def of_rank(self, rank: int) -> Iterator[Idle]:
         order, begin, end = self.orders[rank], self.run.begin[rank], self.run.end[rank]
         ops = [{action.op for action in flatten((step,))} for step in order]
-        first_backward = next((i for i, kinds in enumerate(ops) if kinds & {B, BW}), len(order))
+        first_backward = next((i for i, kinds in enumerate(ops) if B in {KINDS[op].event for op in kinds}), len(order))
         last_forward = max((i for i, kinds in enumerate(ops) if F in kinds), default=-1)
         for index, (previous, start) in enumerate(zip([0, *end[:-1]], begin, strict=True)):
             if start > previous:
@@ -122,7 +106,7 @@ class Waits:
         if needed is None:
             yield Idle(rank, gap.start, gap.end, "overhead", step, None, None)
             return
-        made = gap.start if step[0] in (SEND_F, SEND_B) else min(max(needed.made, gap.start), gap.end)
+        made = gap.start if step[0] in SENDS else min(max(needed.made, gap.start), gap.end)
         if made > gap.start:
             cause = phase or ("imbalance" if self._has_more_work(self._root(needed), rank) else "wait")
             yield Idle(rank, gap.start, made, cause, step, needed.action, needed.rank)
@@ -149,44 +133,39 @@ class Waits:
     def _inputs(self, rank: int, action: Action) -> Iterator[Input]:
         """Everything that must have been made, here or on another rank, before `action` may begin."""
         op, stage, microbatch = action
-        last = self.schedule.stages - 1
+        kind = KINDS[op]
         if (op, stage) in self.awaits:
             by = self.awaits[op, stage]
-            delay = self.costs.cast_time if by in (CAST, LOOKUP) else self.costs.stats_time
-            yield from (self._made(Action(by, shard, microbatch), delay) for shard in self.shards)
-        if op == F and stage > 0:
-            yield self._neighbour(rank, stage, Action(F, stage - 1, microbatch))
-        elif op in (B, BW) and stage < last:
-            yield self._neighbour(rank, stage, Action(B, stage + 1, microbatch))
-        elif op in (B, BW):
-            yield self._made(Action(F, stage, microbatch), 0)
-        elif op == W:
-            yield self._made(Action(B, stage, microbatch), 0)
-        elif op == S:
-            yield self._made(Action(F, last, microbatch), self.costs.cast_time)
-        elif op in (STATS, SUM):
-            yield self._made(Action(S if op == STATS else T, stage, microbatch), 0)
-        elif op == SEND_F:
-            yield self._made(Action(RECV_F, stage + 1, microbatch), 0)
-        elif op == SEND_B:
-            yield self._made(Action(RECV_B, stage - 1, microbatch), 0)
+            yield from (self._made(Action(by, shard, microbatch), self.costs.delay(by)) for shard in self.shards)
+        if kind.role == "send" and (there := target(op, stage, self.schedule.stages)) is not None:
+            yield self._made(Action(RECEIVE_OF[kind.takes], there, microbatch), 0)
+        if kind.role not in ("compute", "collective"):
+            return
+        for need in needs(op, stage, self.schedule.stages):
+            for which in self.schedule.microbatches_of(stage, rank) if kind.scope == "stage" else (microbatch,):
+                made = Action(*need, which)
+                if kind.role == "compute" and not kind.made_at:
+                    yield self._input(rank, stage, made)
+                elif kind.role == "compute":
+                    yield self._made(made, self.costs.delay(need.op))
+                elif self.position[made][0] == rank:
+                    yield self._made(made, 0)
 
-    def _neighbour(self, rank: int, stage: int, action: Action) -> Input:
-        """What the neighbouring stage made, or its message where that is on another rank of a lowered program."""
-        source, _ = self.place[action]
+    def _input(self, rank: int, stage: int, action: Action) -> Input:
+        """What another pass made, or its message if that is on another rank of a lowered program."""
+        source, _ = self.position[action]
         if source == rank:
             return self._made(action, 0)
         delay = self.costs.hop(min(stage, action.stage), source, rank)
-        if self.lowered:
-            action = action._replace(op=SEND_F if action.op == F else SEND_B)
-        return self._made(action, delay)
+        return self._made(action._replace(op=SEND_OF[action.op]) if self.lowered else action, delay)
 
     def _made(self, action: Action, delay: float) -> Input:
-        source, index = self.place[action]
+        source, index = self.position[action]
         made = self.run.end[source][index]
         return Input(self._as_run(action, source, index), source, index, made, made + delay)
 
     def _as_run(self, action: Action, rank: int, index: int) -> Action:
         """B or BW, whichever it was."""
         step = self.orders[rank][index]
-        return next((a for a in flatten((step,)) if a == action._replace(op=BW)), action) if action.op == B else action
+        same = (a for a in flatten((step,)) if (KINDS[a.op].event, *a[1:]) == action)
+        return next(same, action)

@@ -5,7 +5,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-from zbcompile.schedules.execution.event_loop import Run, parts
+from zbcompile.schedules.execution.event_loop import Outcome, parts
 from zbcompile.schedules.execution.memory import deltas
 from zbcompile.schedules.ir.actions import COMMUNICATION, Step, flatten
 from zbcompile.schedules.ir.costs import Costs
@@ -38,7 +38,7 @@ class Timeline:
 
     program: Schedule | Lowered
     costs: Costs
-    run: Run
+    run: Outcome
     peak_memory: tuple[float, ...]
 
     @property

@@ -11,27 +11,12 @@ from math import floor, log10
 from statistics import median
 from xml.sax.saxutils import escape
 
-from zbcompile.schedules.ir.actions import BW, Action, B, F, S, T, W, flatten
+from zbcompile.schedules.ir.actions import COMPUTE, Action, flatten
+from zbcompile.schedules.ir.kinds import KINDS
 from zbcompile.schedules.simulation.timeline import Span, Timeline
 from zbcompile.schedules.visualization.text import format_amount, summary
 
-COLOURS = {F: "#56b4e9", B: "#e69f00", W: "#2bb58c", BW: "#e2722b", S: "#d98cb8", T: "#f0e442"}
-HATCHES = {  # strokes in a tile of 6 x 6
-    F: "",
-    B: "M-1,1 l2,-2 M0,6 l6,-6 M5,7 l2,-2",
-    W: "M3,3 h.01",
-    BW: "M0,0 l6,6 M0,6 l6,-6",
-    S: "M0,3 h6",
-    T: "M3,0 v6",
-}
-MEANINGS = {
-    F: "forward",
-    B: "input gradient",
-    W: "weight gradient",
-    BW: "fused backward",
-    S: "vocabulary S",
-    T: "vocabulary T",
-}
+COLOURS = {op: kind.look.colour for op, kind in KINDS.items() if op in COMPUTE}
 IDLE_COLOURS = {
     "warm-up": "#ececec",
     "cool-down": "#dcdcdc",
@@ -207,7 +192,7 @@ class _Drawing:
 
     def legend(self) -> Iterator[str]:
         ops = {action.op for span in self.timeline.spans for action in flatten((span.step,))}
-        entries = [(f"url(#{op})", f"{op} {MEANINGS[op]}") for op in MEANINGS if op in ops]
+        entries = [(f"url(#{op})", f"{op} {kind.meaning}") for op, kind in KINDS.items() if op in ops]
         causes = {gap.cause for gap in self.timeline.idle}
         entries += [(colour, f"idle: {cause}") for cause, colour in IDLE_COLOURS.items() if cause in causes]
         x = 8.0
@@ -230,10 +215,8 @@ def _patterns() -> Iterator[str]:
     """A hatched tile for every operation, and a pale one."""
     yield "<defs>"
     for op, colour in COLOURS.items():
-        width = 'stroke-width="2" stroke-linecap="round"' if op == W else 'stroke-width=".8"'
-        strokes = (
-            f'<path d="{HATCHES[op]}" stroke="#000" stroke-opacity=".45" fill="none" {width}/>' if HATCHES[op] else ""
-        )
+        _, path, pen = KINDS[op].look
+        strokes = f'<path d="{path}" stroke="#000" stroke-opacity=".45" fill="none" {pen}/>' if path else ""
         for name, fill in ((op, colour), (f"pale-{op}", _pale(colour))):
             tile = f'<rect width="6" height="6" fill="{fill}"/>{strokes}'
             yield f'<pattern id="{name}" width="6" height="6" patternUnits="userSpaceOnUse">{tile}</pattern>'

@@ -6,7 +6,7 @@ from statistics import mean, median
 from typing import Any, NamedTuple
 
 from zbcompile.errors import PipelineError
-from zbcompile.schedules.execution.event_loop import COMPUTE_BANDS, Events, Run
+from zbcompile.schedules.execution.event_loop import Events, Outcome
 from zbcompile.schedules.execution.memory import peak_memory
 from zbcompile.schedules.ir.actions import COMPUTE, Action, Step, flatten
 from zbcompile.schedules.ir.costs import Costs
@@ -63,8 +63,8 @@ def recorded_timeline(schedule: Schedule, spans: Spans, costs: Costs) -> Timelin
         raise PipelineError(f"the record has {len(times)} ranks, its schedule {schedule.name} {schedule.ranks}.")
     zero = min((start for rank in times for start, _ in rank), default=0.0)
     begin, end = ([[pair[at] - zero for pair in rank] for rank in times] for at in (0, 1))
-    events = Events(schedule.stages, schedule.microbatches, COMPUTE_BANDS)
-    return Timeline(schedule, costs, Run(begin, end, [], {}, events), peak_memory(schedule, costs))
+    events = Events(schedule.stages, schedule.microbatches, ())
+    return Timeline(schedule, costs, Outcome(begin, end, [], {}, events), peak_memory(schedule, costs))
 
 
 def _named(spans: Spans) -> list[tuple[int, dict[str, Span]]]:

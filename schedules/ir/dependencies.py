@@ -1,0 +1,83 @@
+"""What waits for what: the one place that knows that F goes down the pipeline, B back up, and what W, S and T wait for.
+
+Everything is derived from the table of kinds (`zbcompile.schedules.ir.kinds`).
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from zbcompile.schedules.ir.actions import BW, CAST, LOOKUP, STATS, SUM, B, F, S, T, W
+from zbcompile.schedules.ir.kinds import KINDS
+from zbcompile.schedules.ir.schedule import Schedule
+
+# What travels between stages, by operation: a message is named by the operation whose result it carries.
+TRAVELS = {op: KINDS[kind.takes or op].along for op, kind in KINDS.items() if not kind.made_at}
+SEND_OF = {kind.takes: op for op, kind in KINDS.items() if kind.role == "send"}
+RECEIVE_OF = {kind.takes: op for op, kind in KINDS.items() if kind.role == "receive"}
+
+
+def source(op: str, stage: int, stages: int) -> int | None:
+    """The stage whose result `op` on `stage` needs, or receives; None at the start of its way and for what stays.
+
+    >>> source("F", 2, 4), source("BW", 2, 4), source("RECV_B", 2, 4), source("F", 0, 4), source("W", 2, 4)
+    (1, 3, 3, None, None)
+    """
+    return _beside(stage, -TRAVELS.get(op, 0), stages)
+
+
+def target(op: str, stage: int, stages: int) -> int | None:
+    """The stage that needs what `op` on `stage` makes, or sends; None at the end of its way and for what stays.
+
+    >>> target("F", 2, 4), target("BW", 2, 4), target("SEND_B", 2, 4), target("F", 3, 4)
+    (3, 1, 1, None)
+    """
+    return _beside(stage, TRAVELS.get(op, 0), stages)
+
+
+def _beside(stage: int, step: int, stages: int) -> int | None:
+    return stage + step if step and 0 <= stage + step < stages else None
+
+
+class Need(NamedTuple):
+    """The result of an operation on a stage, for the same microbatch."""
+
+    op: str
+    stage: int
+
+
+def needs(op: str, stage: int, stages: int) -> tuple[Need, ...]:
+    """What a compute action or a collective waits for, apart from what every vocabulary shard must have done.
+
+    >>> needs("F", 0, 4), needs("B", 3, 4), needs("B", 2, 4)
+    ((), (Need(op='F', stage=3),), (Need(op='B', stage=3),))
+    >>> needs("W", 1, 4), needs("S", 1, 4)
+    ((Need(op='B', stage=1),), (Need(op='F', stage=3),))
+    """
+    kind = KINDS[op]
+    if kind.made_at:
+        return (Need(kind.takes, {"first": 0, "last": stages - 1, "own": stage}[kind.made_at]),)
+    before = source(op, stage, stages)
+    return tuple(Need(other, stage) for other in kind.after) if before is None else (Need(kind.event, before),)
+
+
+def users(op: str, stage: int, stages: int) -> Iterator[Need]:
+    """The split passes that wait for `op` on `stage`: the inverse of `needs`.
+
+    >>> list(users("F", 3, 4)), [tuple(each) for each in users("B", 2, 4)]
+    ([Need(op='B', stage=3)], [('B', 1), ('W', 2)])
+    """
+    for other in (F, B, W):
+        for at in (stage - 1, stage, stage + 1):
+            if 0 <= at < stages and (op, stage) in needs(other, at, stages):
+                yield Need(other, at)
+
+
+def awaited(schedule: Schedule, lowered: bool) -> dict[tuple[str, int], str]:
+    """What of EVERY shard an operation on a stage waits for: the operation that makes it, or in a lowered program its
+    collective, which is complete when every shard has posted it."""
+    reduced = {1: (S, STATS), 2: (T, SUM)}[schedule.barriers][lowered]
+    found = {(op, schedule.stages - 1): reduced for op in (B, BW)}
+    found |= {(T, shard): STATS if lowered else S for shard in schedule.shards}
+    if lowered:
+        found |= {(S, shard): CAST for shard in schedule.shards}
+    return found | {(F, 0): LOOKUP} if lowered and schedule.lookups else found

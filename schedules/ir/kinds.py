@@ -1,0 +1,166 @@
+"""Every kind of action, in one table that text, checks, simulation, memory, lowering and pictures read.
+
+A new kind is one entry in `KINDS`; to run it, `zbcompile.runtime.action_loop` needs a handler for it. Kinds that one
+stage runs once per step (an optimizer step, a reduction) are written with microbatch 0.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+Role = Literal["compute", "send", "receive", "collective"]
+Scope = Literal["microbatch", "shard", "stage"]
+Where = Literal["", "first", "last", "own"]
+
+
+class Look(NamedTuple):
+    """How it is drawn: a colour, and strokes in a tile of 6 x 6 (SVG path data) of a certain `pen`."""
+
+    colour: str = "#bbbbbb"
+    strokes: str = "M0,0 h6"
+    pen: str = 'stroke-width=".8"'
+
+
+PLAIN = Look()
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What there is to know of the actions written with the letters `op`.
+
+    * `torch`: the letters that torch writes ("": it has none).
+    * `scope`: a stage runs it for every "microbatch", a vocabulary "shard" for every microbatch, a "stage" once.
+    * `does`: the operations whose work it does; others wait for the first of them.
+    * `after`: operations that must have run before on its stage, for its microbatch (of scope "stage": for all).
+    * `along`: 1 if results go down the pipeline, from stage to stage + 1, -1 if they go up, 0 if they stay. It needs
+      the result of the stage before it on this way; only at the start of the way does it wait for `after` itself.
+    * `takes`: the operation whose result it takes from elsewhere: a message or collective carries it. Unless along the
+      pipeline, `made_at` says where it is made: on the "first" or "last" stage, or on its "own".
+    * `time`: the `Costs` per stage that add up to its time; `delay`: the `Costs` time until all shards have its result.
+    * `adds`, `frees`: the `Costs` per stage that it adds to the memory of its rank, and frees.
+    """
+
+    op: str
+    meaning: str
+    role: Role = "compute"
+    torch: str = ""
+    scope: Scope = "microbatch"
+    does: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+    along: int = 0
+    takes: str = ""
+    made_at: Where = ""
+    time: tuple[str, ...] = ()
+    delay: str = ""
+    adds: tuple[str, ...] = ()
+    frees: tuple[str, ...] = ()
+    look: Look = PLAIN
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "does", self.does or (self.op,))
+
+    @property
+    def event(self) -> str:
+        """What has happened when it has run, by the operation that others wait for: B for BW."""
+        return self.does[0]
+
+
+def _message(direction: str, op: str) -> Kind:
+    role: Role = "send" if direction == "SEND" else "receive"
+    return Kind(f"{direction}_{op}", f"{role} {op}", role, torch=f"{direction}_{op}", takes=op)
+
+
+def _collective(op: str, meaning: str, delay: str, takes: str = "", made_at: Where = "") -> Kind:
+    return Kind(op, meaning, "collective", torch=op, scope="shard", takes=takes, made_at=made_at, delay=delay)
+
+
+KINDS: Mapping[str, Kind] = {
+    kind.op: kind
+    for kind in (
+        Kind(
+            "F",
+            "forward",
+            torch="F",
+            along=1,
+            time=("forward",),
+            delay="cast_time",
+            adds=("activation",),
+            look=Look("#56b4e9", ""),
+        ),
+        Kind(
+            "B",
+            "input gradient",
+            torch="I",
+            after=("F",),
+            along=-1,
+            time=("backward",),
+            adds=("residue",),
+            frees=("activation",),
+            look=Look("#e69f00", "M-1,1 l2,-2 M0,6 l6,-6 M5,7 l2,-2"),
+        ),
+        Kind(
+            "W",
+            "weight gradient",
+            torch="W",
+            after=("B",),
+            time=("weight",),
+            frees=("residue",),
+            look=Look("#2bb58c", "M3,3 h.01", 'stroke-width="2" stroke-linecap="round"'),
+        ),
+        Kind(
+            "BW",
+            "fused backward",
+            torch="B",
+            does=("B", "W"),
+            after=("F",),
+            along=-1,
+            time=("backward", "weight"),
+            frees=("activation",),
+            look=Look("#e2722b", "M0,0 l6,6 M0,6 l6,-6"),
+        ),
+        Kind(
+            "S",
+            "vocabulary S",
+            scope="shard",
+            takes="F",
+            made_at="last",
+            time=("vocab_s",),
+            delay="stats_time",
+            adds=("vocab_state",),
+            look=Look("#d98cb8", "M0,3 h6"),
+        ),
+        Kind(
+            "T",
+            "vocabulary T",
+            scope="shard",
+            after=("S",),
+            time=("vocab_t",),
+            delay="stats_time",
+            frees=("vocab_state",),
+            look=Look("#f0e442", "M3,0 v6"),
+        ),
+        _message("RECV", "F"),
+        _message("RECV", "B"),
+        _message("SEND", "F"),
+        _message("SEND", "B"),
+        _collective("CAST", "output to all shards", "cast_time", "F", "last"),
+        _collective("STATS", "statistics of S", "stats_time", "S", "own"),
+        _collective("SUM", "input gradient of T", "stats_time", "T", "own"),
+        _collective("LOOKUP", "rows of the embedding", "cast_time"),
+        _collective("SPREAD", "their gradient", "cast_time", "B", "first"),
+    )
+}
+
+
+def with_role(*roles: Role) -> frozenset[str]:
+    """The operations that have one of these roles.
+
+    >>> sorted(with_role("send", "receive"))
+    ['RECV_B', 'RECV_F', 'SEND_B', 'SEND_F']
+    """
+    return frozenset(op for op, kind in KINDS.items() if kind.role in roles)
+
+
+def with_scope(scope: Scope) -> frozenset[str]:
+    """The compute operations of one scope."""
+    return frozenset(op for op, kind in KINDS.items() if (kind.role, kind.scope) == ("compute", scope))
