@@ -38,6 +38,15 @@ def _beside(stage: int, step: int, stages: int) -> int | None:
     return stage + step if step and 0 <= stage + step < stages else None
 
 
+def travels_as(op: str) -> str:
+    """The operation that names what `op` needs from, makes for or carries to another stage.
+
+    >>> travels_as("BW"), travels_as("SEND_B"), travels_as("F")
+    ('B', 'B', 'F')
+    """
+    return KINDS[op].takes or KINDS[op].event
+
+
 class Need(NamedTuple):
     """The result of an operation on a stage, for the same microbatch."""
 

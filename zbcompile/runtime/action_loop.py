@@ -12,7 +12,7 @@ from zbcompile.runtime.rank_plan import Instruction, RankPlan
 from zbcompile.runtime.stage_plan import Tensors
 from zbcompile.runtime.stage_run import StageRun
 from zbcompile.runtime.vocabulary_transport import VocabularyTransport
-from zbcompile.schedules.ir.actions import Action
+from zbcompile.schedules.ir.actions import COLLECTIVES, RECEIVES, SENDS, Action
 
 
 class Observer(Protocol):
@@ -144,15 +144,9 @@ HANDLERS: Mapping[str, Callable[..., None]] = {
     "B": RankRun._backward,
     "W": RankRun._weight,
     "BW": RankRun._full_backward,
-    "SEND_F": RankRun._send,
-    "SEND_B": RankRun._send,
-    "RECV_F": RankRun._receive,
-    "RECV_B": RankRun._receive,
     "S": RankRun._scan,
     "T": RankRun._update,
-    "CAST": RankRun._announce,
-    "STATS": RankRun._announce,
-    "SUM": RankRun._announce,
-    "LOOKUP": RankRun._announce,
-    "SPREAD": RankRun._announce,
+    **dict.fromkeys(SENDS, RankRun._send),
+    **dict.fromkeys(RECEIVES, RankRun._receive),
+    **dict.fromkeys(COLLECTIVES, RankRun._announce),
 }

@@ -21,9 +21,10 @@ from zbcompile.passes.graph.roles import TensorSpec
 from zbcompile.program.program import Program
 from zbcompile.runtime.overlapped_pairs import Kind, make_pairs
 from zbcompile.runtime.stage_plan import Arrival, CompiledStage, arrivals_of
-from zbcompile.schedules.ir.actions import CAST, LOOKUP, STATS, SUM, Action, F, Pair, S, Step, T
+from zbcompile.schedules.ir.actions import COMPUTE, MESSAGES, RECEIVES, SENDS, Action, B, F, Pair, Step
+from zbcompile.schedules.ir.dependencies import RECEIVE_OF, SEND_OF, awaited, source, target, travels_as
+from zbcompile.schedules.ir.kinds import KINDS
 
-SENDS, RECEIVES = ("SEND_F", "SEND_B"), ("RECV_F", "RECV_B")
 PASSES = ("F", "B", "W", "BW")
 
 
@@ -69,20 +70,23 @@ def plan_rank(program: Program, rank: int, stages: Mapping[int, CompiledStage]) 
     steps = [step if isinstance(step, Pair) else (step,) for step in program.lowered.programs[rank]]
     buffers = _assign_buffers(program, rank, stages)
     completes = _completions(program, rank, buffers)
+    collectives = awaited(program.schedule, lowered=True) if program.vocabulary is not None else {}
 
     def instruction(action: Action) -> Instruction:
         needs, makes = needed_by(program, action), made_by(program, action)
-        if program.vocabulary is not None and action.op not in (*SENDS, *RECEIVES):
-            needs, makes = needs or _awaited(program, action), makes or _handed_over(program, action)
+        if program.vocabulary is not None and action.op not in MESSAGES:
+            if (collective := collectives.get(action[:2])) is not None:
+                needs = Message(collective, action.stage, action.microbatch)
+            makes = makes or _handed_over(program, action)
             if makes is not None and makes.kind in (HIDDEN_MESSAGE, ROWS_MESSAGE):
                 return Instruction(action, needs, makes, local=True, completes=completes.get(action, ()))
         if action.op in RECEIVES and needs is not None:
-            source = program.rank_of(_source(needs), action.microbatch)
-            return Instruction(action, carries=needs, peer=source, buffers=buffers[action])
-        target = program.rank_of(makes.stage, action.microbatch) if makes else -1
+            peer = program.rank_of(_source(program, needs), action.microbatch)
+            return Instruction(action, carries=needs, peer=peer, buffers=buffers[action])
+        peer = program.rank_of(makes.stage, action.microbatch) if makes else -1
         if action.op in SENDS:
-            return Instruction(action, carries=makes, peer=target)
-        return Instruction(action, needs, makes, target == rank, peer=target, completes=completes.get(action, ()))
+            return Instruction(action, carries=makes, peer=peer)
+        return Instruction(action, needs, makes, peer == rank, peer=peer, completes=completes.get(action, ()))
 
     pairs = make_pairs(steps, stages)
     return RankPlan(rank, tuple(tuple(map(instruction, step)) for step in _send_within_pairs(steps)), pairs)
@@ -91,10 +95,10 @@ def plan_rank(program: Program, rank: int, stages: Mapping[int, CompiledStage]) 
 def _send_within_pairs(steps: Sequence[Sequence[Action]]) -> list[tuple[Action, ...]]:
     """What the forward of a pair made is sent in the middle of the pair: its SEND becomes the pair's third part."""
     placed = {action for step in steps for action in step}
-    early = {Action("SEND_F", *step[0][1:]) for step in steps if len(step) == 2} & placed
+    early = {Action(SEND_OF[F], *step[0][1:]) for step in steps if len(step) == 2} & placed
     result = []
     for step in steps:
-        send = Action("SEND_F", *step[0][1:])
+        send = Action(SEND_OF[F], *step[0][1:])
         if step[0] not in early:
             result.append((*step, send) if len(step) == 2 and send in early else tuple(step))
     return result
@@ -103,21 +107,8 @@ def _send_within_pairs(steps: Sequence[Sequence[Action]]) -> list[tuple[Action, 
 def needed_by(program: Program, action: Action) -> Message | None:
     """What must arrive before a compute action runs, or what a RECV posts."""
     op, stage, microbatch = action
-    if op in ("F", "RECV_F") and stage > 0:
-        return Message("F", stage, microbatch)
-    if op in ("B", "BW", "RECV_B") and stage < program.schedule.stages - 1:
-        return Message("B", stage, microbatch)
-    return None
-
-
-def _awaited(program: Program, action: Action) -> Message | None:
-    """The collective that a pass waits for."""
-    op, stage, microbatch = action
-    if op in ("B", "BW") and stage == program.schedule.stages - 1:
-        return Message((STATS, SUM)[program.schedule.barriers - 1], stage, microbatch)
-    if op == F and stage == 0 and program.schedule.lookups:
-        return Message(LOOKUP, stage, microbatch)
-    return Message({S: CAST, T: STATS}[op], stage, microbatch) if op in (S, T) else None
+    needs = source(op, stage, program.schedule.stages) is not None
+    return Message(travels_as(op), stage, microbatch) if needs else None
 
 
 def _handed_over(program: Program, action: Action) -> Message | None:
@@ -125,7 +116,7 @@ def _handed_over(program: Program, action: Action) -> Message | None:
     op, stage, microbatch = action
     if op == F and stage == program.schedule.stages - 1:
         return Message(HIDDEN_MESSAGE, stage, microbatch)
-    if op in ("B", "BW") and stage == 0 and program.schedule.lookups:
+    if KINDS[op].event == B and stage == 0 and program.schedule.lookups:
         return Message(ROWS_MESSAGE, stage, microbatch)
     return None
 
@@ -133,15 +124,15 @@ def _handed_over(program: Program, action: Action) -> Message | None:
 def made_by(program: Program, action: Action) -> Message | None:
     """What a compute action makes for another stage, or what a SEND sends."""
     op, stage, microbatch = action
-    if op in ("F", "SEND_F") and stage < program.schedule.stages - 1:
-        return Message("F", stage + 1, microbatch)
-    if op in ("B", "BW", "SEND_B") and stage > 0:
-        return Message("B", stage - 1, microbatch)
-    return None
+    there = target(op, stage, program.schedule.stages)
+    return None if there is None else Message(travels_as(op), there, microbatch)
 
 
-def _source(message: Message) -> int:
-    return message.stage - 1 if message.kind == "F" else message.stage + 1
+def _source(program: Program, message: Message) -> int:
+    """The stage that sends a message."""
+    found = source(message.kind, message.stage, program.schedule.stages)
+    assert found is not None
+    return found
 
 
 def _flat(steps: Sequence[Step]) -> list[Action]:
@@ -160,7 +151,7 @@ def _assign_buffers(
     for action in _flat(program.lowered.programs[rank]):
         waiting = live[action.stage, action.microbatch]
         if action.op in RECEIVES:
-            found = arrivals[action.stage][action.op[-1]]
+            found = arrivals[action.stage][travels_as(action.op)]
             assigned[action] = tuple(_take_buffer(arrival, free, made) for arrival in found)
             waiting += [(b, a.readers) for b, a in zip(assigned[action], found, strict=True) if b.number >= 0]
         elif action.op in PASSES:
@@ -215,11 +206,12 @@ def _completions(
             assert message is not None
             peer = program.rank_of(message.stage, message.microbatch)
             open_sends[peer].append((_used(_positions(program, peer, peers), message), message))
-        elif buffers.get(Action("RECV_" + action.op[0], action.stage, action.microbatch)):
+        elif buffers.get(Action(RECEIVE_OF.get(KINDS[action.op].event, ""), action.stage, action.microbatch)):
             needs = needed_by(program, action)
             assert needs is not None
-            peer = program.rank_of(_source(needs), needs.microbatch)
-            sent = Action("SEND_" + needs.kind, _source(needs), needs.microbatch)
+            sender = _source(program, needs)
+            peer = program.rank_of(sender, needs.microbatch)
+            sent = Action(SEND_OF[needs.kind], sender, needs.microbatch)
             at = _positions(program, peer, peers).get(sent, -1)
             completes[action] = tuple(message for used, message in open_sends[peer] if used < at)
             open_sends[peer] = [send for send in open_sends[peer] if send[0] >= at]
@@ -235,5 +227,5 @@ def _positions(program: Program, peer: int, known: dict[int, Mapping[Action, int
 
 def _used(positions: Mapping[Action, int], message: Message) -> int:
     kind, stage, microbatch = message
-    users = (Action(op, stage, microbatch) for op in (("F",) if kind == "F" else ("B", "BW")))
+    users = (Action(op, stage, microbatch) for op in COMPUTE if KINDS[op].event == kind)
     return next(positions[user] for user in users if user in positions)
