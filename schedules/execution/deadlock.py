@@ -22,7 +22,7 @@ def require_finished(program: Schedule | Lowered, outcome: Outcome) -> None:
         owner = schedule.rank_of(wanted.stage, wanted.microbatch)
         lines.append(f"  rank {rank} stops at {step} and waits for rank {owner} to {_deed(wanted)}")
         rank = owner
-    if seen == [rank]:
+    if rank == seen[-1]:
         what = f"rank {rank} runs {orders[rank][len(outcome.end[rank])]} before what it needs of its own"
     elif rank in seen:
         what = "deadlock: these ranks wait for each other"

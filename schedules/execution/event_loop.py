@@ -17,7 +17,7 @@ from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.ir.actions import COLLECTIVES, COMPUTE, MESSAGES, Action, F, Pair, Step
 from zbcompile.schedules.ir.costs import Costs
 from zbcompile.schedules.ir.dependencies import RECEIVE_OF, SEND_OF, awaited, needs, target
-from zbcompile.schedules.ir.kinds import KINDS, with_scope
+from zbcompile.schedules.ir.kinds import KINDS
 from zbcompile.schedules.ir.schedule import Lowered, Schedule
 
 # What others wait for, and so has events: nothing waits for W unless a kind in the table does.
@@ -34,9 +34,6 @@ WAITED_FOR = tuple(
 Row = tuple[int, float, float | None, int]  # need, delay, time, make
 Rows = dict[Any, dict[int, Row]]  # by operation (or by a part of a pair), then by stage
 Triple = tuple[Any, int, int]  # an action, or a part of a pair: key of rows, stage, microbatch
-
-
-ONCE = with_scope("stage")
 
 
 class Events(NamedTuple):
@@ -127,12 +124,17 @@ def run(program: Schedule | Lowered, costs: Costs) -> Outcome:
     waiting: dict[int, list[int]] = {}
     ready = deque(reversed(range(schedule.ranks)))  # first come, first served: fewest changes from rank to rank
     times = {op: costs.times(op) for op in ops & COMPUTE}
-    make_rows = _RowsOf(schedule, costs, times, events, lowered, ops)
+    make_rows = _RowsOf(
+        schedule, costs, times, events, lowered, ops, awaited(schedule, lowered) if schedule.shards else {}
+    )
     routines = []
     for rank, order in enumerate(orders):
-        awaits = make_rows.awaits(rank)
-        rows = make_rows.of_rank(rank, awaits)
-        triples = _triples(order, rows, costs, awaits) if awaits or has_pairs(order) else order
+        rows = make_rows.of_rank(rank)
+        triples = (
+            _triples(order, rows, costs, schedule.shards, make_rows.awaits)
+            if schedule.shards or has_pairs(order)
+            else order
+        )
         routines.append(_rank(rank, triples, rows, begin[rank], end[rank], happened, waiting, ready))
     while ready:
         rank = ready.popleft()
@@ -177,15 +179,18 @@ def _rank(
         raise ScheduleError(f"rank {rank}, step {len(begin)}: not this rank's to run; `check` shows what") from None
 
 
-Awaits = Mapping[tuple[str, int], Sequence[tuple[str, int, int | None]]]
+Awaits = Mapping[tuple[str, int], str]  # what of every shard an operation on a stage waits for
 
 
-def _triples(order: Sequence[Step], rows: Rows, costs: Costs, awaits: Awaits) -> Iterator[Triple]:
+def _triples(
+    order: Sequence[Step], rows: Rows, costs: Costs, shards: Sequence[int], awaits: Awaits
+) -> Iterator[Triple]:
     """An order with everything opened that waits for more than one event; adds what that needs to `rows`."""
     for step in order:
         for op, stage, microbatch in step if isinstance(step, Pair) else (step,):
-            for other, at, which in awaits.get((op, stage), ()):
-                yield ("after", other), at, microbatch if which is None else which
+            if (op, stage) in awaits:
+                for shard in shards:
+                    yield ("after", awaits[op, stage]), shard, microbatch
         if isinstance(step, Pair):
             yield from _pair_triples(step, rows, costs)
         else:
@@ -213,8 +218,9 @@ class _RowsOf(NamedTuple):
     events: Events
     lowered: bool
     ops: frozenset[str]
+    awaits: Awaits
 
-    def of_rank(self, rank: int, awaits: Awaits) -> Rows:
+    def of_rank(self, rank: int) -> Rows:
         """For each operation of the program, on each stage of a rank."""
         stages = self.schedule.placement.stages_of(rank)
         rows: Rows = {op: {stage: self._row(rank, op, stage) for stage in stages} for op in self.ops}
@@ -222,26 +228,10 @@ class _RowsOf(NamedTuple):
             entrances = {stage: row[:2] for stage, row in rows[F].items()}
             rows["may F"] = {stage: (*entrance, None, self.events.nothing) for stage, entrance in entrances.items()}
             rows["did F"] = {stage: (0, 0, None, self.events.first(F, stage)) for stage in stages}
-        for op in {op for each in awaits.values() for op, _, _ in each}:
-            delay = self.costs.delay(op) if KINDS[op].delay else 0
-            every = range(self.events.stages)
+        for op in set(self.awaits.values()):
+            delay, every = self.costs.delay(op), range(self.events.stages)
             rows["after", op] = {s: (self.events.first(op, s), delay, None, self.events.nothing) for s in every}
         return rows
-
-    def awaits(self, rank: int) -> Awaits:
-        """What an operation on a stage waits for beside its row: one result of every shard (the microbatch is None:
-        its own), or those of all microbatches."""
-        found: dict[tuple[str, int], list[tuple[str, int, int | None]]] = {}
-        stages = self.schedule.placement.stages_of(rank)
-        if self.schedule.shards:
-            for (op, stage), other in awaited(self.schedule, self.lowered).items():
-                if stage in stages:
-                    found[op, stage] = [(other, shard, None) for shard in self.schedule.shards]
-        for op in self.ops & ONCE:
-            for stage in stages:
-                mine = self.schedule.microbatches_of(stage, rank)
-                found[op, stage] = [(other, stage, m) for other in KINDS[op].after for m in mine]
-        return found
 
     def _row(self, rank: int, op: str, stage: int) -> Row:
         kind, events = KINDS[op], self.events
@@ -258,11 +248,9 @@ class _RowsOf(NamedTuple):
     def _entrance(self, rank: int, op: str, stage: int) -> tuple[int, float]:
         """The event that a pass waits for, and how long that takes to arrive: a message from another rank."""
         kind = KINDS[op]
-        if kind.scope == "stage" or (kind.made_at and self.lowered):
-            return (0, 0)  # `awaits` has all of it
         needed = needs(op, stage, self.events.stages)
-        if not needed:
-            return (0, 0)
+        if not needed or kind.scope == "stage" or (kind.made_at and self.lowered):
+            return (0, 0)  # nothing, or what `check` has seen before it on its rank, or a collective (`awaits`)
         other, at = needed[-1]
         if kind.made_at:
             return (self.events.first(other, at), self.costs.delay(other))

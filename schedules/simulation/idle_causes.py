@@ -139,17 +139,15 @@ class Waits:
             yield from (self._made(Action(by, shard, microbatch), self.costs.delay(by)) for shard in self.shards)
         if kind.role == "send" and (there := target(op, stage, self.schedule.stages)) is not None:
             yield self._made(Action(RECEIVE_OF[kind.takes], there, microbatch), 0)
-        if kind.role not in ("compute", "collective"):
+        if kind.role not in ("compute", "collective") or kind.scope == "stage":
             return
-        for need in needs(op, stage, self.schedule.stages):
-            for which in self.schedule.microbatches_of(stage, rank) if kind.scope == "stage" else (microbatch,):
-                made = Action(*need, which)
-                if kind.role == "compute" and not kind.made_at:
-                    yield self._input(rank, stage, made)
-                elif kind.role == "compute":
-                    yield self._made(made, self.costs.delay(need.op))
-                elif self.position[made][0] == rank:
-                    yield self._made(made, 0)
+        for made in (Action(*need, microbatch) for need in needs(op, stage, self.schedule.stages)):
+            if kind.role == "compute" and not kind.made_at:
+                yield self._input(rank, stage, made)
+            elif kind.role == "compute":
+                yield self._made(made, self.costs.delay(made.op))
+            elif self.position[made][0] == rank:
+                yield self._made(made, 0)
 
     def _input(self, rank: int, stage: int, action: Action) -> Input:
         """What another pass made, or its message if that is on another rank of a lowered program."""

@@ -9,6 +9,7 @@ from zbcompile.schedules.execution.event_loop import Outcome, parts
 from zbcompile.schedules.execution.memory import deltas
 from zbcompile.schedules.ir.actions import COMMUNICATION, Step, flatten
 from zbcompile.schedules.ir.costs import Costs
+from zbcompile.schedules.ir.kinds import KINDS
 from zbcompile.schedules.ir.schedule import Lowered, Schedule
 from zbcompile.schedules.simulation.idle_causes import CAUSES, Cause, Idle, Waits, idle_intervals
 
@@ -57,7 +58,9 @@ class Timeline:
 
     @cached_property
     def optimizer(self) -> tuple[float, ...]:
-        """The time of every rank's optimizer step."""
+        """The time of every rank's optimizer step behind its last pass; none if actions of the orders take it."""
+        if any("optimizer" in KINDS[op].time for op in self.schedule.ops):
+            return (0,) * self.schedule.ranks
         placement = self.schedule.placement
         return tuple(sum(self.costs.optimizer[s] for s in placement.stages_of(r)) for r in range(placement.ranks))
 
