@@ -125,8 +125,8 @@ class StepRuns:
         program, given = self.executable.program, self.given
         one = torch.ones((), dtype=getattr(torch, program.loss_dtype), device=self.executable.buffers.device)
         count = program.schedule.microbatches * self.ranks.replicas.count
-        factor = one / count if given.reduction == "mean" else one
-        return given.scale(factor) if given.scale else factor
+        scaled = given.scale(one).to(one.dtype) if given.scale else one  # a GradScaler answers in float32
+        return scaled / count if given.reduction == "mean" else scaled
 
 
 def losses_of(run: RankRun) -> dict[int, torch.Tensor]:
