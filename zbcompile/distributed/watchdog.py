@@ -1,9 +1,9 @@
 """The watch over the calls in which ranks depend on each other: when one rank fails, all of them end.
 
 A rank that fails posts its fault in the store. A thread of every rank writes a heartbeat there twice a second and,
-while its rank waits, looks for a posted fault; it then cuts the connections of the process group, which
-makes the wait raise. A normal step pays for two attribute writes per action, five if the action waits for a message, and for nothing on the
-network.
+while its rank waits, looks for a posted fault; it then cuts the connections of the process group, which makes the wait
+raise. A normal step pays for two attribute writes per action, five if the action waits for a message, and for nothing
+on the network.
 """
 
 import contextlib
@@ -23,7 +23,6 @@ from zbcompile.distributed.channels import Link
 from zbcompile.distributed.device_progress import Progress
 from zbcompile.distributed.fault_store import Board
 from zbcompile.distributed.faults import Fault, Position, Status, find_dead, find_late, find_stray
-from zbcompile.distributed.turns import Turns
 from zbcompile.errors import PipelineError
 from zbcompile.schedules.ir.actions import Action
 
@@ -40,19 +39,17 @@ class Alone:
     """All ranks are in this process: nothing can be lost; a failure names its rank and action."""
 
     position: Position
-    turns: Turns = field(default_factory=lambda: Turns(wait=True))
 
     @contextlib.contextmanager
     def region(self, doing: str) -> Iterator[None]:
-        with self.turns.take(doing):
-            self.position.enter(doing)
-            try:
-                yield
-            except Exception as error:
-                if isinstance(error, PipelineError) or not isinstance(self.position.action, Action):
-                    raise
-                raise own_fault(self.position, error).error() from error
-            self.position.leave()
+        self.position.enter(doing)
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, PipelineError) or not isinstance(self.position.action, Action):
+                raise
+            raise own_fault(self.position, error).error() from error
+        self.position.leave()
 
     def known_to_all(self, error: Exception) -> Exception:
         return error
@@ -82,7 +79,6 @@ class Watch:
     known: Exception | None = None
     inner: tuple[dist.ProcessGroup, ...] = ()
     stopped: threading.Event = field(default_factory=threading.Event)
-    turns: Turns = field(default_factory=lambda: Turns(wait=False))
 
     def __post_init__(self) -> None:
         self._seen, self._since, self._keeper = self._place(), time.monotonic(), self.position.status()
@@ -93,17 +89,16 @@ class Watch:
     def region(self, doing: str) -> Iterator[None]:
         """Around a call that all ranks make. Whatever ends it on one rank ends it on all."""
         self._require_open()
-        with self.turns.take(doing):
-            self.position.enter(doing)
-            try:
-                yield
-            except BaseException as error:
-                told = self._explain(error)
-                if told is error:
-                    raise
-                raise told from error
-            self.position.leave()
-            self.progress.mark()
+        self.position.enter(doing)
+        try:
+            yield
+        except BaseException as error:
+            told = self._explain(error)
+            if told is error:
+                raise
+            raise told from error
+        self.position.leave()
+        self.progress.mark()
 
     def known_to_all(self, error: Exception) -> Exception:
         """`error` is about to be raised, and every other rank raises one for the same reason."""
