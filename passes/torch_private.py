@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch._C import DispatchKey  # 2.11-2.13: which of an operator's kernels is meant
+from torch._export import utils as _export_utils  # 2.11-2.13: see `quick_decompositions`
 from torch._ops import HigherOrderOperator as HigherOrderOperator  # 2.11-2.13: the class of torch.ops.higher_order.*
 from torch._ops import OpOverload as OpOverload  # 2.11-2.13: the class of torch.ops.aten.*.*
 from torch._subclasses import functional_tensor  # 2.11-2.13: what AOTAutograd functionalises with
@@ -245,6 +246,26 @@ def eagers_kernels() -> Iterator[None]:
         for operator, kernels in kept:
             operator.py_kernels.update(kernels)
             operator._dispatch_cache.clear()
+
+
+class _Unevaluated:
+    """Stands in for `Callable` in annotations that are evaluated over and over."""
+
+    def __class_getitem__(cls, _: Any) -> type:
+        return cls
+
+
+@contextlib.contextmanager
+def quick_decompositions() -> Iterator[None]:
+    """Around `run_decompositions`, without what torch 2.11-2.13 does too often there: it lists the composite operators
+    once per operator library, and evaluates the annotations of `py_impl` eleven thousand times. Of the capture of a
+    small model this is half."""
+    list_operators = functools.cache(_export_utils._materialize_cpp_cia_ops)
+    with (
+        replaced(_export_utils, "_materialize_cpp_cia_ops", list_operators),
+        replaced(torch._ops, "Callable", _Unevaluated),
+    ):
+        yield
 
 
 def fake_of(value: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> torch.Tensor:

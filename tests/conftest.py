@@ -1,6 +1,8 @@
 """What all tests share: golden files (output that a person would look at, compared as text), and one torch thread."""
 
 import difflib
+import gc
+import importlib
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +26,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.add_marker(pytest.mark.xdist_group("ranks" if with_ranks else item.path.name))
 
 
+def pytest_collection_finish() -> None:
+    """What is imported by now stays to the end: a garbage collection need not walk through it again and again."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> Iterator[None]:
     """Sums and norms change their bits with the number of threads. Tests that do without torch go on doing so."""
@@ -35,6 +43,16 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _shared_captures() -> Iterator[None]:
+    """See `tests/support/shared_captures.py`. Tests that do without torch go on doing so."""
+    if "torch" not in sys.modules:
+        yield
+        return
+    with importlib.import_module("tests.support.shared_captures").shared_captures():
+        yield
 
 
 @pytest.fixture

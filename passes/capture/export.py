@@ -25,7 +25,7 @@ from zbcompile.passes.capture.unsupported import problems_of, raise_first, train
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.graph.roles import Kind, Slot
 from zbcompile.passes.graph.strides import copy_with_strides
-from zbcompile.passes.torch_private import eagers_kernels, numbered_checkpoints, pytree
+from zbcompile.passes.torch_private import eagers_kernels, numbered_checkpoints, pytree, quick_decompositions
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def _decomposed(wrapper: "TrainingStep | Inference", watch: Watch, example: Any)
     number_autocast_regions(program.graph_module, _device_of(example).type)
     _detach_no_grad_regions(program.graph_module)
     _keep_source_lines(program.graph_module)
-    with _without_torchs_warnings():
+    with _without_torchs_warnings(), quick_decompositions():
         return program.run_decompositions({})
 
 
@@ -202,11 +202,13 @@ def _detach_no_grad_regions(module: GraphModule) -> None:
     for child in module.children():
         if isinstance(child, GraphModule):
             _detach_no_grad_regions(child)
-    for node in list(module.graph.nodes):
-        if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled and node.args[0] is False:
+    regions = module.graph.find_nodes(op="call_function", target=torch.ops.higher_order.wrap_with_set_grad_enabled)
+    for node in regions:
+        if node.args[0] is False:
             for result in [user for user in node.users if user.target.__name__ == "getitem"] or [node]:
                 _detach_after(module.graph, result)
-    module.recompile()
+    if regions:
+        module.recompile()
 
 
 def _detach_after(graph: torch.fx.Graph, node: torch.fx.Node) -> None:

@@ -32,7 +32,8 @@ def replace_writes_into_fresh(module: GraphModule) -> None:
             if ordinary is not None:
                 node.target = ordinary
                 replaced.add(node)
-    module.recompile()
+    if replaced:
+        module.recompile()
 
 
 def _is_fresh(written: Any, replaced: set[Node]) -> bool:

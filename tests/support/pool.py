@@ -7,6 +7,7 @@ as WORLD, as under torchrun. A task is a function of a module, found by its impo
 
 import contextlib
 import faulthandler
+import gc
 import importlib
 import multiprocessing
 import os
@@ -179,9 +180,11 @@ def serve(pipe: Connection, stacks: str) -> None:
         torch = importlib.import_module("torch")
         torch.set_num_threads(1)  # sums and norms change their bits with the number of threads
         importlib.import_module("zbcompile").pipeline  # noqa: B018  imports the runtime
+        gc.freeze()  # what is imported stays: no collection need walk through it
+        shared = importlib.import_module("tests.support.shared_captures").shared_captures()
         pipe.send_bytes(READY)
         group = ""
-        with contextlib.suppress(EOFError):
+        with shared, contextlib.suppress(EOFError):
             while True:
                 task: Task = pickle.loads(pipe.recv_bytes())
                 outcome = _attempt(task, group)

@@ -1,0 +1,153 @@
+"""What was captured before in this process is not captured again: half of a test's time is torch.export.
+
+Two models are the same where all that a capture reads of them is: their attributes, hooks and code, the kinds of their
+tensors and which of these are one, the loss, the microbatch, torch's switches. That is compared as pickled bytes; what
+does not pickle (a lambda as loss, a class made inside a test) is captured each time, as is what warns. Passes change
+none of their inputs, so that one capture serves many compilations. Tests of the capture itself do not come here.
+"""
+
+import contextlib
+import io
+import marshal
+import pickle
+import sys
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+from zbcompile.compiler.pass_pipeline import Drawn, compile_drawn
+from zbcompile.passes.capture.canonical import canonicalise
+from zbcompile.passes.capture.export import capture, capture_inference
+from zbcompile.passes.partition.liveness import draw_line
+from zbcompile.passes.torch_private import global_hooks, is_compiled, tensor_hooks
+from zbcompile.program.program import Program
+
+MOST = 64  # of those used last
+PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
+
+
+class _Sketch(pickle.Pickler):
+    """Pickles an object with the kinds of its tensors in place of their values, and the code of its modules."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.numbers: dict[int, int] = {}
+
+    def persistent_id(self, found: Any) -> Any:
+        if isinstance(found, torch.Tensor):
+            return self._tensor(found)
+        if isinstance(found, nn.Module) and is_compiled(found):
+            raise pickle.PicklingError("a compiled module")
+        return None
+
+    def reducer_override(self, found: Any) -> Any:
+        if not isinstance(found, nn.Module):
+            return NotImplemented
+        return _named, (type(found), marshal.dumps(type(found).forward.__code__)), found.__dict__
+
+    def _tensor(self, tensor: torch.Tensor) -> Any:
+        if type(tensor) not in PLAIN or tensor_hooks(tensor):
+            raise pickle.PicklingError("a tensor of its own kind")
+        number = self.numbers.setdefault(id(tensor), len(self.numbers))
+        kind = type(tensor), tensor.shape, tensor.dtype, tensor.device.type, tensor.requires_grad
+        return number, *map(str, (*kind, tensor.stride(), tensor.storage_offset()))
+
+
+def _named(*_: Any) -> Any:
+    raise NotImplementedError("a sketch is compared, never read")
+
+
+def sketch(*given: Any) -> bytes | None:
+    """Equal for what would be captured alike; None where that cannot be told."""
+    switches = (
+        *(torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
+        *(torch.get_default_dtype(), torch.get_num_threads(), torch.backends.mkldnn.enabled),
+        *(torch.are_deterministic_algorithms_enabled(), torch.backends.mha.get_fastpath_enabled()),
+        *(torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled()),
+    )
+    file = io.BytesIO()
+    try:
+        _Sketch(file).dump((switches, given))
+    except Exception:  # whatever an object raises that does not let itself be pickled
+        return None
+    return None if global_hooks() else file.getvalue()
+
+
+class Recent(OrderedDict[Any, Any]):
+    """A table of the `MOST` results used last."""
+
+    def get_or_make(self, key: Any, make: Callable[[], Any]) -> Any:
+        if key not in self:
+            self[key] = make()
+        self.move_to_end(key)
+        while len(self) > MOST:
+            self.popitem(last=False)
+        return self[key]
+
+
+def _once(capture: Callable[..., Any]) -> Callable[..., Any]:
+    found = Recent()
+
+    def captured(*given: Any) -> Any:
+        key = sketch(*given)
+        if key is None:
+            return capture(*given)
+        if key in found:
+            return found.get_or_make(key, lambda: None)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            made = capture(*given)
+        for warning in seen:
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+        return made if seen else found.get_or_make(key, lambda: made)
+
+    return captured
+
+
+def _once_per_object(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    found = Recent()  # with the objects, so that no other one gets their ids
+    return lambda given: found.get_or_make(id(given), lambda: (given, function(given)))[1]
+
+
+def _once_per_plan(compile_: Callable[..., Program]) -> Callable[..., Program]:
+    """As `compile_drawn`, for a line that was drawn before, the same schedule and the same choices."""
+    found = Recent()
+
+    def compiled(model: Any, microbatch: Any, drawn: Drawn, *plan: Any, **more: Any) -> Program:
+        schedule, choices, seconds, *rest = plan
+        if any(rest) or more.get("observe") or drawn.sharding or drawn.canonical.captured.groups:
+            return compile_(model, microbatch, drawn, *plan, **more)
+        key = id(drawn.line), schedule, repr(choices), tuple(seconds.items())
+        made = found.get_or_make(key, lambda: (drawn.line, compile_(model, microbatch, drawn, *plan)))
+        return replace(made[1])
+
+    return compiled
+
+
+@contextlib.contextmanager
+def shared_captures() -> Iterator[None]:
+    """What the compiler captures inside, and compiles from it, is shared."""
+    shared = {
+        capture: _once(capture),
+        capture_inference: _once(capture_inference),
+        canonicalise: _once_per_object(canonicalise),
+        draw_line: _once_per_object(draw_line),
+        compile_drawn: _once_per_plan(compile_drawn),
+    }
+    with contextlib.ExitStack() as stack:
+        for module, name, function in _imported(shared):
+            stack.enter_context(mock.patch.object(module, name, shared[function]))
+        yield
+
+
+def _imported(functions: Collection[Any]) -> list[tuple[Any, str, Any]]:
+    """Where modules of the package import these functions; not where they are defined."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("zbcompile.")]
+    homes = [(module, f.__name__, f) for module in modules for f in functions if f.__module__ != module.__name__]
+    return [(module, name, f) for module, name, f in homes if vars(module).get(name) is f]
