@@ -138,10 +138,10 @@ EVERYTHING = (
     r"module layers\.0 \(Linear\) has forward_hooks",
     r"parameter layers\.1\.weight has backward_hooks",
     r"module embedding \(Embedding\) has sparse=True",
-    r"register_hook on an activation \(.*test_explain\.py:\d+: x\.register_hook",
-    r"changes requires_grad of a parameter \(.*test_explain\.py:\d+",
-    r"custom autograd\.Function .*Tripled \(.*test_explain\.py:\d+",
-    r"one_way\.default has no derivative \(.*test_explain\.py:\d+",
+    r"register_hook on an activation \(.*test_explain_model\.py:\d+: x\.register_hook",
+    r"changes requires_grad of a parameter \(.*test_explain_model\.py:\d+",
+    r"custom autograd\.Function .*Tripled \(.*test_explain_model\.py:\d+",
+    r"one_way\.default has no derivative \(.*test_explain_model\.py:\d+",
 )
 
 
@@ -183,10 +183,10 @@ class TwiceDifferentiated(MLP):
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
-        (Branching, {}, r"test_explain\.py:\d+: return x if x\.sum\(\) > 0.*values of a tensor.*torch\.cond"),
+        (Branching, {}, r"test_explain_model\.py:\d+: return x if x\.sum\(\) > 0.*values of a tensor.*torch\.cond"),
         (Picking, {}, r"shape depends on the data.*mask"),
-        (Rounding, {}, r"no gradient: no gradient passes through aten\.argmax\.default .*test_explain\.py:\d+"),
-        (TwiceDifferentiated, {}, r"computes gradients itself \(.*test_explain\.py:\d+"),
+        (Rounding, {}, r"no gradient: no gradient passes through aten\.argmax\.default .*test_explain_model\.py:\d+"),
+        (TwiceDifferentiated, {}, r"computes gradients itself \(.*test_explain_model\.py:\d+"),
         (MLP, {"loss": None}, r"the loss has shape \(2, 32\); expected a scalar.*pass loss=fn"),
         (lambda: torch.compile(MLP()), {}, r"already wrapped by torch\.compile"),
         (lambda: MLP().requires_grad_(False), {}, r"no parameter of MLP requires a gradient"),
