@@ -102,17 +102,24 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return wrapped or getattr(module, "_compiled_call_impl", None) is not None
 
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 
 
-def module_hooks(module: torch.nn.Module) -> list[str]:
-    """The kinds of hook registered on `module` itself (2.11-2.13: torch offers no public way to ask)."""
-    return [kind.strip("_") for kind in _HOOKS if getattr(module, kind, None)]
+def forward_hooks(module: torch.nn.Module) -> tuple[int, ...]:
+    """Which hooks run in the forward of `module`, by identity (2.11-2.13: torch offers no public way to ask)."""
+    return tuple(id(hook) for kind in _FORWARD_HOOKS for hook in getattr(module, kind, {}).values())
+
+
+def backward_hooks(module: torch.nn.Module) -> list[str]:
+    """The kinds of backward hook registered on `module` itself (2.11-2.13: torch offers no public way to ask)."""
+    return [kind.strip("_") for kind in _BACKWARD_HOOKS if getattr(module, kind, None)]
 
 
 def global_hooks() -> list[str]:
     """The kinds of hook registered for all modules (2.11-2.13: torch offers no public way to ask)."""
-    return [kind.strip("_") for kind in _HOOKS if getattr(torch.nn.modules.module, f"_global{kind}", None)]
+    kinds = (*_FORWARD_HOOKS, *_BACKWARD_HOOKS)
+    return [kind.strip("_") for kind in kinds if getattr(torch.nn.modules.module, f"_global{kind}", None)]
 
 
 def tensor_hooks(tensor: torch.Tensor) -> list[str]:

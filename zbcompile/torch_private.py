@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree  # 2.11-2.13: torch.export's own pytree; torch.utils.pytree is newer
 
-from zbcompile.passes.torch_private import is_in_place, make_fx, module_hooks, tensor_hooks
+from zbcompile.passes.torch_private import backward_hooks, forward_hooks, is_in_place, make_fx, tensor_hooks
 
 pytree = pytree
 
@@ -35,7 +35,7 @@ def fingerprint(model: torch.nn.Module) -> list[Any]:
     modules, seen = [model], {id(model)}
     while modules:
         module = modules.pop()
-        found += (id(module), module.training, bool(module_hooks(module)))
+        found += (id(module), module.training, forward_hooks(module), bool(backward_hooks(module)))
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None:
                 found += (id(tensor), tensor.requires_grad, tensor.dtype, tensor.shape, tensor.device)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from zbcompile.passes.errors import CaptureError
-from zbcompile.passes.torch_private import global_hooks, is_compiled, module_hooks, storage_key, tensor_hooks
+from zbcompile.passes.torch_private import backward_hooks, global_hooks, is_compiled, storage_key, tensor_hooks
 
 
 def raise_first(problems: Iterable[str]) -> None:
@@ -42,14 +42,15 @@ def problems_of(model: nn.Module) -> Iterator[str]:
 
 
 def hook_problems(model: nn.Module) -> Iterator[str]:
-    """Hooks on modules and parameters; cheap enough to ask before every step."""
+    """Hooks that a compiled stage would lose; cheap enough to ask before every step. Forward hooks of a module run in
+    its forward, and are captured with it."""
     if global_hooks():
         yield (
             f"{', '.join(global_hooks())} for all modules are registered; a compiled stage never calls a module, so "
-            "they would be lost in silence. Remove them before step()."
+            "they would be lost in silence. Register forward hooks on the modules themselves, and remove these."
         )
     for name, module in model.named_modules():
-        yield from _module_hooks(name, module)
+        yield from _backward_hooks(name, module)
     for name, parameter in model.named_parameters():
         yield from _tensor_hooks(name, parameter)
 
@@ -93,12 +94,13 @@ def _lazy(name: str, module: nn.Module) -> Iterator[str]:
         )
 
 
-def _module_hooks(name: str, module: nn.Module) -> Iterator[str]:
-    hooks = module_hooks(module)
+def _backward_hooks(name: str, module: nn.Module) -> Iterator[str]:
+    hooks = backward_hooks(module)
     if hooks:
         yield (
-            f"{_where(name, module)} has {', '.join(hooks)}; a compiled stage never calls the module, so a hook "
-            "would be lost in silence. Remove the hook before compiling, or move what it does into forward."
+            f"{_where(name, module)} has {', '.join(hooks)}; gradients of a compiled stage do not pass through "
+            "autograd, so a hook would be lost in silence. Remove the hook before compiling, or write what it does as "
+            "a torch.library.custom_op with register_autograd."
         )
 
 

@@ -29,7 +29,7 @@ from zbcompile.passes.capture.unsupported import hook_problems, raise_first
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.stage.stage_program import bind_groups
-from zbcompile.passes.torch_private import global_hooks
+from zbcompile.passes.torch_private import forward_hooks, global_hooks
 from zbcompile.program.program import Program, StepOptions
 from zbcompile.program.save import save_program
 from zbcompile.runtime.engine import Executable, make_executable
@@ -92,10 +92,12 @@ class Executables:
         return microbatch.signature, autocast_on(self._ranks.device), hooks, fingerprint(self._model)
 
     def _look_up(self, microbatch: Microbatch) -> Executable:
-        key = (microbatch.signature, self._modes(), autocast_on(self._ranks.device))
+        key = self._key(microbatch)
         if key not in self._kept:
             with self._ranks.watch.position.turn_to(f"compiling for microbatches of {microbatch.summary()}"):
-                dropped = self._kept.add(key, self._compile(microbatch))
+                executable = self._compile(microbatch)
+            key = self._key(microbatch)  # forward may have installed hooks, as transformers' do when they first run
+            dropped = self._kept.add(key, executable)
             if dropped and self._ranks.is_first:
                 print(f"zbcompile: evicted the least recently used program; max_shapes={self._options.max_shapes}.")
         require_same_tensors(self._model, self._bound)
@@ -125,10 +127,12 @@ class Executables:
         assert self.program is not None
         return self._ranks.replicas.count > 1 or len(self.program.holders(name)) > 1
 
-    def _modes(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
-        """What a captured graph depends on beside its inputs: train or eval of each module, frozen parameters."""
-        training = tuple(module.training for module in self._model.modules())
-        return training, tuple(parameter.requires_grad for parameter in self._model.parameters())
+    def _key(self, microbatch: Microbatch) -> tuple[Any, ...]:
+        """What a captured graph depends on: shapes, autocast, train or eval and forward hooks of each module, frozen
+        parameters."""
+        modules = tuple((module.training, forward_hooks(module)) for module in self._model.modules())
+        trains = tuple(parameter.requires_grad for parameter in self._model.parameters())
+        return microbatch.signature, modules, trains, autocast_on(self._ranks.device)
 
     def _compile(self, microbatch: Microbatch) -> Executable:
         if self.program is not None and self._ranks.is_first:

@@ -217,7 +217,7 @@ def hook_after_compiling() -> None:
     model = MLP()
     pipe = zbcompile.pipeline(model, schedule="1f1b", microbatches=4, ranks=2, loss=F.mse_loss)
     pipe.compile(ROWS, target=ROWS)
-    model.layers[3].register_forward_hook(lambda *_: None)
+    model.layers[3].register_full_backward_hook(lambda *_: None)
     pipe.step(ROWS, target=ROWS)
 
 
@@ -272,7 +272,7 @@ BAD = (
     Refused(load_state_dict_before_compiling, PIPELINE, r"not compiled yet"),
     Refused(program_before_compiling, PIPELINE, r"not compiled yet"),
     Refused(eval_before_compiling, PIPELINE, r"not compiled yet"),
-    Refused(hook_after_compiling, CAPTURE, r"layers\.3 .*forward_hooks.*Remove"),
+    Refused(hook_after_compiling, CAPTURE, r"layers\.3 .*backward_hooks.*Remove"),
     Refused(replaced_parameter, PIPELINE, r"layers\.\d\.weight was replaced by another tensor.*in place"),
 )
 
@@ -293,7 +293,7 @@ def test_on_every_rank(refused: Refused, pool: Pool) -> None:
 def hook_on_rank_1() -> None:
     model = MLP()
     if dist.get_rank() == 1:
-        model.layers[2].register_forward_hook(lambda *_: None)
+        model.layers[2].register_full_backward_hook(lambda *_: None)
     train(model)
 
 

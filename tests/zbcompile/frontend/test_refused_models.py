@@ -357,12 +357,10 @@ def test_on_every_rank(refused: Refused, pool: Pool) -> None:
     refused.everywhere(pool)
 
 
-# Hooks: a compiled stage would lose every one of them in silence
+# Hooks on gradients: a compiled stage would lose every one of them in silence
 
 
 HOOKS: dict[str, Callable[[nn.Linear], Any]] = {
-    "register_forward_pre_hook": lambda layer: layer.register_forward_pre_hook(lambda *_: None),
-    "register_forward_hook": lambda layer: layer.register_forward_hook(lambda *_: None),
     "register_full_backward_pre_hook": lambda layer: layer.register_full_backward_pre_hook(lambda *_: None),
     "register_full_backward_hook": lambda layer: layer.register_full_backward_hook(lambda *_: None),
     "register_hook": lambda layer: layer.weight.register_hook(lambda _: None),

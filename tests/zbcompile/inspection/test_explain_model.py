@@ -122,7 +122,7 @@ class Everything(MLP):
         super().__init__(3)
         self.calls = 0
         self.embedding = nn.Embedding(4, WIDTH, sparse=True)
-        self.layers[0].register_forward_hook(lambda *_: None)
+        self.layers[0].register_full_backward_hook(lambda *_: None)
         self.layers[1].weight.register_hook(lambda gradient: gradient)  # type: ignore[union-attr, operator]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ class Everything(MLP):
 
 
 EVERYTHING = (
-    r"module layers\.0 \(Linear\) has forward_hooks",
+    r"module layers\.0 \(Linear\) has backward_hooks",
     r"parameter layers\.1\.weight has backward_hooks",
     r"module embedding \(Embedding\) has sparse=True",
     r"register_hook on an activation \(.*test_explain_model\.py:\d+: x\.register_hook",

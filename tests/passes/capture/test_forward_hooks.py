@@ -1,0 +1,101 @@
+"""Forward hooks and pre-hooks are Python that runs in forward: captured as eager runs them, bit for bit."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zbcompile
+from tests.support.oracle import MLP, Batch, eager_step
+from tests.support.refused import ROWS
+
+
+def scale_output(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output * 1.5
+
+
+def shift_input(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (args[0] + 0.25,)
+
+
+def look(module: nn.Module, args: Any, output: Tensor) -> None:
+    """Keeps what it sees, as hooks that collect hidden states do."""
+    vars(module).setdefault("seen", []).append(output.shape)
+
+
+def with_keywords(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor:
+    return torch.tanh(output) + len(kwargs)
+
+
+HOOKS: dict[str, Callable[[nn.Module], Any]] = {
+    "output": lambda model: model.layers[2].register_forward_hook(scale_output),
+    "input": lambda model: model.layers[3].register_forward_pre_hook(shift_input),
+    "looks": lambda model: model.layers[1].register_forward_hook(look),
+    "keywords": lambda model: model.layers[2].register_forward_hook(with_keywords, with_kwargs=True),
+    "always": lambda model: model.layers[2].register_forward_hook(scale_output, always_call=True),
+    "the model itself": lambda model: model.register_forward_hook(scale_output),
+    "two in order": lambda model: [
+        model.layers[2].register_forward_hook(scale_output),
+        model.layers[2].register_forward_hook(with_keywords, with_kwargs=True, prepend=True),
+    ],
+    "trains activations": lambda model: model.layers[0].register_forward_hook(
+        lambda module, args, output: output.requires_grad_(True)
+    ),
+}
+
+
+def made(kind: type[MLP] = MLP) -> MLP:
+    torch.manual_seed(0)
+    return kind()
+
+
+def pipeline_of(model: nn.Module, schedule: str) -> zbcompile.Pipeline:
+    options: dict[str, Any] = {"microbatches": 4, "ranks": 2, "loss": nn.functional.mse_loss, "exact": True}
+    return zbcompile.pipeline(model, schedule=schedule, **options)  # type: ignore[no-any-return]
+
+
+def assert_eagers_gradients(pipe: zbcompile.Pipeline, hooked: Callable[[nn.Module], Any]) -> None:
+    eager = made()
+    hooked(eager)
+    eager_step(eager, nn.functional.mse_loss, Batch((ROWS,), {}, ROWS), 4, 0)
+    for parameter in pipe.compile(ROWS, target=ROWS).parameters():
+        parameter.grad = None
+    pipe.step(ROWS, target=ROWS)
+    for name, parameter in pipe.named_parameters():
+        assert torch.equal(parameter.grad, eager.get_parameter(name).grad), name
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+def test_as_eager_runs_them(kind: str) -> None:
+    model = made()
+    HOOKS[kind](model)
+    assert_eagers_gradients(pipeline_of(model, "zb-v"), HOOKS[kind])
+
+
+def test_a_hook_that_comes_or_goes_compiles_again(capsys: pytest.CaptureFixture[str]) -> None:
+    model = made()
+    pipe = pipeline_of(model, "zb-h1")
+    assert_eagers_gradients(pipe, lambda model: None)
+    handle = HOOKS["output"](model)
+    assert_eagers_gradients(pipe, HOOKS["output"])
+    handle.remove()
+    assert_eagers_gradients(pipe, lambda model: None)
+    assert capsys.readouterr().out.count("compiling again") == 1  # the first program is still there
+
+
+class Lazily(MLP):
+    """Installs a hook when it first runs, as transformers' models do to collect outputs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "installed"):
+            self.installed = self.layers[2].register_forward_hook(scale_output)
+        return super().forward(x)
+
+
+def test_a_hook_that_forward_installs_is_captured_once(capsys: pytest.CaptureFixture[str]) -> None:
+    pipe = pipeline_of(made(Lazily), "zb-h1")
+    for _ in range(2):
+        assert_eagers_gradients(pipe, HOOKS["output"])
+    assert "compiling again" not in capsys.readouterr().out
