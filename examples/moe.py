@@ -1,4 +1,4 @@
-"""A model whose experts live on different ranks: a token is computed by the experts that choose it, wherever they are.
+"""A model whose experts are on different ranks: a token is computed by the experts that choose it, wherever they are.
 
 Each expert chooses the tokens that score highest for it, always equally many (Zhou et al. 2022, arXiv:2202.09368), so
 shapes are static and the exchange is an all-to-all of equal parts. It goes through the functional collectives of
@@ -29,7 +29,7 @@ class Experts(nn.Module):
         return self.combine(x, made, chosen, weights)
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The tokens that go to each expert, [experts * capacity, width], which they are and what they count."""
+        """The tokens that go to each expert, [experts * capacity, width], with their indices and weights."""
         scores = self.route(x).softmax(dim=-1)
         weights, chosen = scores.t().topk(x.shape[0] // self.count)
         return x[chosen.flatten()], chosen.flatten(), weights.flatten()
@@ -43,12 +43,12 @@ class Experts(nn.Module):
         return self.down(F.gelu(self.up(tokens)))
 
     def combine(self, x: Tensor, made: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """`x` plus what the experts made of it."""
+        """`x` plus the experts' results."""
         return x.index_add(0, chosen, made * weights.unsqueeze(1))
 
 
 class MoE(nn.Module):
-    """Layers of experts, with something to do in between."""
+    """Layers of experts, with dense computation in between."""
 
     def __init__(self, layers: int, width: int, group: dist.ProcessGroup) -> None:
         super().__init__()

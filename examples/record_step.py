@@ -1,4 +1,4 @@
-"""Record one step of a model: what `python -m zbcompile.inspect TARGET --measured FILE` sets beside the prediction.
+"""Record one step of a model, for `python -m zbcompile.inspect TARGET --measured FILE` to compare with the prediction.
 
     torchrun --standalone --nproc-per-node 4 examples/record_step.py examples/targets.py:gpt step.json
     python examples/record_step.py examples/targets.py:gpt step.json --ranks 2

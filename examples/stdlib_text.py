@@ -1,4 +1,4 @@
-"""Real text that every machine has: the source of the Python standard library that runs the script."""
+"""Real text that every machine has: the source of the running Python's standard library."""
 
 import sysconfig
 from collections.abc import Iterator

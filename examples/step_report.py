@@ -1,4 +1,4 @@
-"""What a schedule promised and what it kept: predicted and measured step time and bubble of every rank."""
+"""Predicted and measured step time and bubble of every rank."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -15,7 +15,7 @@ COMPUTE = ("F", "B", "W", "BW")
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of a step, and of each rank the share of it without computation."""
+    """Seconds of a step, and for each rank the share of it without computation."""
 
     step: float
     bubble: tuple[float, ...]
@@ -39,20 +39,20 @@ def measured_costs(records: Iterable[StepRecord], stages: int) -> Costs:
 
 
 def simulated(schedule: Schedule, costs: Costs) -> Times:
-    """The step as the simulator sees it, every rank with a processor of its own."""
+    """The step as the simulator sees it: every rank has its own processor."""
     timeline = simulate(schedule, costs)
     return Times(timeline.makespan, tuple(1 - busy / timeline.makespan for busy in timeline.busy))
 
 
 def observed(records: Sequence[StepRecord], ranks: int) -> Times:
-    """What the ranks' own clocks saw: the median step, and of it the share without computation."""
+    """What the ranks' clocks measured: the median step, and the share of it without computation."""
     step = median(record.step_time for record in records)
     busy = [median(_busy(record, rank) for record in records) for rank in range(ranks)]
     return Times(step, tuple(1 - seconds / step for seconds in busy))
 
 
 def report(schedule: Schedule, early: Sequence[StepRecord], late: Sequence[StepRecord]) -> str:
-    """The table, with lines that say where its numbers are from: predicted from early steps, measured in late ones."""
+    """The table, with lines that say where its numbers come from: predicted from early steps, measured in late ones."""
     predicted = simulated(schedule, measured_costs(early, schedule.stages))
     if late[0].in_process:
         measured = simulated(schedule, measured_costs(late, schedule.stages))
@@ -81,7 +81,7 @@ def report(schedule: Schedule, early: Sequence[StepRecord], late: Sequence[StepR
 
 
 def in_milliseconds(costs: Costs) -> Costs:
-    """The same costs with times that read well."""
+    """The same costs, with times in milliseconds."""
 
     def scaled(times: Sequence[float]) -> tuple[float, ...]:
         return tuple(1e3 * time for time in times)

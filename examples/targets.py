@@ -1,4 +1,4 @@
-"""Models to look at: `python -m zbcompile.inspect examples/targets.py:gpt` (or :llama, :unet; :llama_70b --fake)."""
+"""Models to inspect: `python -m zbcompile.inspect examples/targets.py:gpt` (or :llama, :unet; :llama_70b --fake)."""
 
 from typing import Any
 
@@ -54,7 +54,7 @@ def llama_70b() -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
 
 
 class UNet(nn.Module):
-    """Two levels down and up again; what each level passes to its opposite skips the stages between."""
+    """Two levels down and two up; each level's skip connection bypasses the stages between."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
@@ -75,6 +75,6 @@ class UNet(nn.Module):
 
 
 def unet() -> tuple[nn.Module, tuple[Any, ...]]:
-    """A small U-Net with skip connections and batch norm: its loss is one entry of what it returns."""
+    """A small U-Net with skip connections and batch norm; the loss is one entry of its output."""
     clean = torch.randn(2, 3, 16, 16)
     return UNet(), (clean + 0.1 * torch.randn_like(clean), clean)

@@ -2,7 +2,7 @@
 
     python -m zbcompile.run program --data examples/text_batches.py:batches --init examples/text_batches.py:init ...
 
-The program is one of `examples/targets.py:gpt` with 4 microbatches.
+The program is compiled from `examples/targets.py:gpt` with 4 microbatches.
 """
 
 from collections.abc import Iterator

@@ -3,7 +3,7 @@
     python examples/train_gpt.py                                                        all ranks in this process
     torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --schedule zb-h1     one process per rank
 
-It ends with what the schedule promised and what it kept: step time, bubble and activation memory of every rank.
+At the end it prints step time, bubble and activation memory of every rank, predicted and measured.
 """
 
 import argparse
@@ -157,7 +157,7 @@ def _same(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def _on_all_ranks(equal: Mapping[str, bool]) -> dict[str, bool]:
-    """The verdicts of all ranks; a parameter that several ranks hold must be equal on each of them."""
+    """The results of all ranks; a parameter that several ranks hold must be equal on each of them."""
     if not dist.is_initialized():
         return dict(equal)
     parts: list[Mapping[str, bool]] = [{}] * dist.get_world_size()

@@ -2,9 +2,9 @@
 
     python examples/benchmarks/backend_sweep.py [--backend inductor] [--models llama vit]
 
-A GPT with tied embeddings, and transformers' Llama and ViT and a U-Net, tiny, are compiled here and run by fresh
-processes, at two ranks under zb-v and at four under zb-h1: one step each. Printed is the gradient that differs most,
-relative to its largest entry. Bound: 2e-6; of fx, with `exact=True`, 0. inductor compiles for half an hour.
+A GPT with tied embeddings, transformers' Llama and ViT, and a U-Net, all tiny, are compiled here and run by fresh
+processes, at two ranks under zb-v and at four under zb-h1: one step each. Prints the largest difference of a gradient,
+relative to its largest entry. Bound: 2e-6; for fx, with `exact=True`, 0. inductor compiles for half an hour.
 """
 
 import argparse

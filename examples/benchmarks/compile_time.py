@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python examples/benchmarks/compile_time.py
 
-A GPT of width 256, zb-h1. The last two columns compile the stages once more, each for itself, and give the ratio.
+A GPT of width 256, zb-h1. The last two columns compile every stage separately, and give the ratio.
 """
 
 import argparse

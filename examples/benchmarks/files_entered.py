@@ -2,7 +2,7 @@
 
     python examples/benchmarks/files_entered.py [--list]
 
-Every hop between files is one that a reader of the code has to follow.
+A reader of the code has to follow every hop between files.
 """
 
 import argparse

@@ -5,10 +5,11 @@
 
 The first takes steps of the same training as vs_torch.py in interleaved rounds, one thread per rank, and prints medians
 over the rounds of seconds per step, of each contender's seconds relative to the fx backend under the same schedule, and
-relative to torch's Schedule1F1B over modules made by torch.compile. torch's zero-bubble schedules refuse such modules.
+relative to torch's Schedule1F1B over modules compiled by torch.compile, which torch's zero-bubble schedules refuse.
 
-The second compiles a GPT for as many stages as ranks (zb-h1) with an empty cache, then starts the first, a middle and
-the last rank in fresh processes from the saved program: seconds from the directory to calls, imports not counted.
+The second compiles a GPT into as many stages as ranks (zb-h1) with an empty cache, then starts the first, a middle and
+the last rank in fresh processes from the saved program: seconds from the directory until graphs can be called, imports
+not counted.
 """
 
 import argparse

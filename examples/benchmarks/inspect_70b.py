@@ -1,7 +1,7 @@
 """Is a 70B Llama on 8 ranks x 2 chunks described in two minutes and 4 GB, without a GPU and without weights?
 
 python examples/benchmarks/inspect_70b.py
-python examples/benchmarks/inspect_70b.py --thorough         with everything that has to be compiled again
+python examples/benchmarks/inspect_70b.py --thorough         with the alternatives that must be compiled
 """
 
 import resource

@@ -5,9 +5,9 @@
 
 The stages are tiny, so a step is almost all overhead; the time inside the graphs is subtracted. Steps with few and
 with many microbatches are compared: the difference is what one more action costs (sends and receives are actions too),
-the rest is what a whole step costs beside its actions (looking at the batch and the model, sharing the loss). Over
-messages a bare exchange through torch.distributed is measured beside it (two ranks that answer each other with tensors
-as large as ours, nothing else), and what remains of ours without that. Time is that of the calling thread.
+the rest is what a step costs beside its actions (checking the batch and the model, sharing the loss). Over messages, a
+bare exchange through torch.distributed is measured as well (two ranks that send each other tensors as large as ours,
+nothing else), and our cost without it. Time is CPU time of the calling thread.
 Target: below 40 microseconds per action.
 """
 
@@ -109,7 +109,7 @@ class Contender:
 
 
 class Bare:
-    """What one end of a message costs between two neighbours that answer each other, without anything of ours."""
+    """What one end of a message costs between two neighbours that use torch.distributed alone."""
 
     COUNT = 32
 
@@ -142,7 +142,7 @@ class Bare:
 
 
 def row(schedule: str, ranks: int | None, microbatches: int, rounds: int) -> list[Any]:
-    """The costs of a schedule as the table shows them. All take turns, so that drift of the machine meets all alike."""
+    """The costs of a schedule as the table shows them. All take turns, because the machine drifts."""
     few, many = (Contender(schedule, ranks, count) for count in (microbatches, 3 * microbatches))
     bare = Bare() if ranks is None else None
     for _ in range(rounds + 3):

@@ -5,11 +5,11 @@
 
 Ranks of neighbouring pipelines exchange activations by an all-to-all in the forward of every layer, and so gradients in
 its backward, as layers of experts do (examples/moe.py). Processes, messages, functional collectives, compiled stages
-and the action loop are real. Two things are of known length, so that the result does not depend on the machine: the
-computation, which SLEEPS as in promise.py, and the all-to-all, which is complete no sooner than some milliseconds after
-it was started. A third step with exchanges that take no such time shows what there was to hide.
-Printed: milliseconds of the three steps (medians; from the first start on any rank to the last end), and how much of
-what exchanges cost with opened pairs is gone with merged ones. What no pair contains cannot be hidden: the ends of a
+and the action loop are real. Two durations are fixed, so that the result does not depend on the machine: the
+computation SLEEPS as in promise.py, and an all-to-all completes no sooner than some milliseconds after its start. A
+third step, whose exchanges have no such minimum, shows how much there was to hide.
+Prints milliseconds of the three steps (medians; from the first start on any rank to the last end), and how much of the
+cost of exchanges with opened pairs disappears with merged ones. What is in no pair cannot be hidden: the ends of a
 schedule, where a rank has only forwards or only backwards to run.
 """
 
@@ -42,7 +42,7 @@ SHARE = 0.125  # of promise.py's times, for one layer
 
 
 class Until(dist.Work):
-    """A collective that is complete when it is, but not before a moment."""
+    """A collective that completes no earlier than a given moment."""
 
     def __init__(self, work: dist.Work, moment: float) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ def with_known_length(inner: dist.ProcessGroup) -> KnownLength:
 
 
 class Exchanging(nn.Module):
-    """Layers that compute and exchange. What enters depends on parameters, as an embedding's output does."""
+    """Layers that compute and exchange. The input depends on parameters, as an embedding's output does."""
 
     def __init__(self, layers: int, group: dist.ProcessGroup) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
-"""How evenly models of many kinds are cut: the table of docs/partitioning.md.
+"""How evenly different models are cut: the table of docs/partitioning.md.
 
     OMP_NUM_THREADS=1 python examples/benchmarks/partition_table.py
 
-Imbalance is the heaviest rank over the mean rank: by FLOPs and bytes (what was balanced), and for the same cuts by
-measured times. "of the best" is what was minimised over the least that any cuts of the graph reach.
+Imbalance is the heaviest rank's load divided by the mean rank's: by FLOPs and bytes (what was balanced), and for the
+same cuts by measured times. "of the best" is the minimised load divided by the least that any cuts of the graph reach.
 """
 
 import argparse

@@ -3,9 +3,8 @@
     python -m zbcompile.compile examples/benchmarks/program_load.py:gpt --schedule zb-h1 --ranks 8 --output program
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 8 examples/benchmarks/program_load.py program
 
-Each rank reads and checks its part, builds its graphs, makes its parameters and plans its step; imports and the start
-of the process group are not counted. CPU seconds, since 8 processes share what cores there are; `slowest` is by the
-clock.
+Each rank reads and verifies its part, builds its graphs, allocates its parameters and plans its step; imports and the
+start of the process group are not counted. CPU seconds, because 8 processes share the cores; `slowest` is wall time.
 """
 
 import sys

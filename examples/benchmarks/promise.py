@@ -3,16 +3,16 @@
     python examples/benchmarks/promise.py                      # 2, 4 and 8 processes
     torchrun --standalone --nproc-per-node 4 examples/benchmarks/promise.py
 
-Processes, gloo messages, compiled stages and the action loop are real; only the computation is not: the operations of
-this model SLEEP, as long as the forward, the input gradient and the weight gradient of a rank take in the profile of
+Processes, gloo messages, compiled stages and the action loop are real. Only the computation is not: the operations of
+this model SLEEP as long as the forward, the input gradient and the weight gradient of a rank take in the profile of
 the zero bubble paper's 1.5B model (Qi et al., arXiv 2401.10241, table 9), times four, so that eight ranks fit on two
-cores. What starting an operation and waking up add to a sleep belongs to no runtime: it is measured before, on all
-ranks at once, and every sleep is that much shorter. A step is measured from its first start on any rank to its last
-return. Two ratios: to a simulation in which messages take no time, and to one in which they take what a bare message
-between two of the processes was measured to take. Target: <= 1.03; below 1 under dualpipe-v, whose pairs hand over
-the forward's result before their backward begins, where the simulation has both at the end of the pair. A process that
-still wakes up late counts as late, so nothing else may run meanwhile; all schedules take turns, so that what disturbs
-the machine for a while meets all of them. About 11 minutes.
+cores. The time to start an operation and to wake up from a sleep is no runtime's fault: it is measured beforehand, on
+all ranks at once, and every sleep is shortened by it. A step is measured from its first start on any rank to its last
+return. Two ratios: to a simulation in which messages take no time, and to one in which they take as long as a measured
+bare message between two of the processes. Target: <= 1.03; below 1 under dualpipe-v, whose pairs hand over the
+forward's result before their backward begins, while the simulation has both at the end of the pair. A process that
+still wakes up late counts as late, so nothing else may run meanwhile; all schedules take turns, so that a disturbance
+of the machine affects all of them. About 11 minutes.
 """
 
 import argparse
@@ -81,7 +81,7 @@ for name in ("forward", "input_gradient", "weight_gradient"):  # what the compil
 
 
 class Sleeper(nn.Module):
-    """One layer per stage. What enters depends on parameters, so that the first stage has an input gradient too."""
+    """One layer per stage. The input depends on parameters, so that the first stage has an input gradient too."""
 
     def __init__(self, stages: int, ranks: int) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ Step = Callable[[], object]
 
 
 def prepared(schedule: str, microbatches: int) -> Step:
-    """What takes one step."""
+    """A function that takes one step."""
     ranks = dist.get_world_size()
     stages = build(schedule, ranks, microbatches).stages
     x = torch.ones(microbatches, WIDTH)
@@ -123,7 +123,7 @@ def measured(step: Step) -> float:
 
 
 def lateness(calls: int = 40) -> float:
-    """Seconds that operations of this model take longer than their sleeps; the median over all ranks."""
+    """By how many seconds operations of this model exceed their sleeps; the median over all ranks."""
     x, found = torch.ones(1, WIDTH), []
     for _ in range(calls):
         begin = time.perf_counter()
@@ -147,7 +147,7 @@ def hop(trips: int = 50) -> float:
 
 
 def promised(schedule: str, microbatches: int, comm: float) -> float:
-    """Seconds that the simulator predicts, with an optimizer barrier, where a message takes `comm` seconds."""
+    """Seconds that the simulator predicts, with an optimizer barrier, if a message takes `comm` seconds."""
     ranks = dist.get_world_size()
     order = build(schedule, ranks, microbatches)
     share = ranks / order.stages

@@ -1,9 +1,9 @@
-"""Memory and time of recomputing, predicted and measured: one GPT, no recomputing and four budgets.
+"""Memory and time of recompute, predicted and measured: one GPT, no recompute and four budgets.
 
-Each line is the same pipelined step. Memory is the most that waits for B and W on any rank; predicted and measured must
-be equal to the byte. Under 1f1b all of it waits for the backward; under zero-bubble schedules most of it may wait for
-W, which recomputing does not touch (--schedule zb-h1). Time is in CPU seconds of the whole step relative to that
-without recomputing, the median over interleaved rounds; FLOPs are the ratio that is predicted.
+Each line is the same pipelined step. Memory is the peak of what waits for B and W on any rank; predicted and measured
+must be equal to the byte. Under 1f1b all of it waits for the backward; under zero-bubble schedules most of it may wait
+for W, which recompute does not reduce (--schedule zb-h1). Time is CPU seconds of the whole step relative to that
+without recompute, the median over interleaved rounds; FLOPs are the predicted ratio.
 
     python examples/benchmarks/recompute.py --layers 4 --width 256 --rounds 9
 """

@@ -5,8 +5,8 @@
 `operands`: input and output gradient of every product with a parameter, by storage: what any W must have. `kept`: what
 waits between B and W in our split, `closure` in the split by dependency alone, `torch` what eager's autograd graph and
 the output gradients hold after stage_backward_input of torch.distributed.pipelining. F..B: what waits between F and B,
-without and with weight_recompute=True, and what then waits for W. Nothing is counted that is there anyway: parameters,
-tokens.
+without and with weight_recompute=True, and what then waits for W. Parameters and tokens are not counted: they are
+there anyway.
 """
 
 import argparse
@@ -36,7 +36,7 @@ CUTS = tuple(f"blocks.{i}" for i in (LAYERS, 2 * LAYERS))
 
 
 class Held:
-    """A tensor that autograd holds; gone when autograd lets go."""
+    """A tensor that autograd holds; freed when autograd releases it."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor

@@ -2,10 +2,10 @@
 
     python examples/benchmarks/split_tax.py
 
-One process, one thread. Rounds of all contestants take turns, and the median of the rounds' ratios counts: a shared
-machine drifts. Contestants: F + B + W and F + BW of the compiled stage, weight gradients added inside the GEMM; torch's
-own split (stage_backward_input, then stage_backward_weight, of torch.distributed.pipelining); with --inductor F + B + W
-compiled by backend="inductor". Torch does not split a first stage: there the whole backward is its W.
+One process, one thread. All contestants take turns in rounds, and the median of the rounds' ratios counts, because a
+shared machine drifts. Contestants: F + B + W and F + BW of the compiled stage, weight gradients added inside the GEMM;
+torch's own split (stage_backward_input, then stage_backward_weight, of torch.distributed.pipelining); with --inductor
+also F + B + W compiled by backend="inductor". torch does not split a first stage: its whole backward is W.
 """
 
 import argparse
@@ -77,7 +77,7 @@ def compiled_step(stage: Stage, prepared: CompiledStage, split: bool) -> Step:
 
 
 def prepare(stage: Stage, backend: Backend | None = None) -> CompiledStage:
-    """The stage bound to its parameters, its graphs as they are or compiled by `backend`."""
+    """The stage bound to its parameters, its graphs run by `backend`."""
     resident = {Slot("parameter", name): parameter for name, parameter in stage.parameters.items()}
     runs = backend.compile(stage.program.pieces)[0] if backend else None
     return prepare_stage(stage.program, resident, torch.device("cpu"), -1, runs)
@@ -96,7 +96,7 @@ def contestants(stage: Stage, inductor: Backend | None) -> dict[str, Step]:
 
 
 def measure(stage: Stage, steps: dict[str, Step], rounds: int) -> dict[str, float]:
-    """The median over all rounds of each contestant's CPU seconds by eager's in the same round."""
+    """The median over all rounds of each contestant's CPU seconds, divided by eager's in the same round."""
     ratios: dict[str, list[float]] = {name: [] for name in steps}
     for parameter in stage.parameters.values():
         parameter.grad = torch.zeros_like(parameter)

@@ -23,7 +23,7 @@ LAYERS = 2  # of each stage
 
 
 class RMSNorm(nn.Module):
-    """Written out, as the published models write it."""
+    """In plain operations, as the published models write it."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class Llama(nn.Module):
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage: its program, and eager code that does the same.
+    """One stage: its program, and equivalent eager code.
 
     `arrives` is its input (None: the tokens), `comes_back` the gradient of its output (None: the loss's factor).
     """

@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc-per-node 2 examples/benchmarks/step_cost.py
 
-8 layers, width 256, sequence 128, 8 microbatches of 2, AdamW; one thread per rank. Rounds of eager and every schedule
-take turns, and the median of the rounds' ratios counts: a shared machine drifts.
+8 layers, width 256, sequence 128, 8 microbatches of 2, AdamW; one thread per rank. Eager and every schedule take turns
+in rounds, and the median of the rounds' ratios counts, because a shared machine drifts.
 """
 
 import argparse

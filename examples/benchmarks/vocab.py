@@ -1,15 +1,15 @@
-"""A GPT whose output layer costs four transformer layers: left on the last rank, redistributed, and sharded.
+"""A GPT whose output layer costs four transformer layers: on the last rank, redistributed, and sharded.
 
     torchrun --standalone --nproc-per-node 2 examples/benchmarks/vocab.py
 
-2 layers of width 256, sequence 128, 8 microbatches of 4, 1F1B; one thread per rank. With so few layers no way of
-distributing them is even: equal layers give the last rank five units of work and the first one, the balancer four and
-two, sharding three each. (With four layers the balancer finds four and four: then sharding saves memory, not time.)
+2 layers of width 256, sequence 128, 8 microbatches of 4, 1F1B; one thread per rank. With so few layers no distribution
+is even: equal layers give the last rank five units of work and the first rank one, the balancer gives four and two,
+sharding three each. (With four layers the balancer finds four and four: then sharding saves memory, not time.)
 
-Rounds of all variants take turns; the medians of their ratios to equal layers per rank count. While they are timed the
+All variants take turns in rounds; the medians of their ratios to equal layers per rank count. While they are timed the
 process keeps the memory that it frees: glibc would return pages after one pass and fetch them for the next one, which
-takes longer than the exponentials in them and differs from run to run. Bytes are those of the
-last rank: parameters and the moments of Adam, and what its resident memory grows by in a step (Linux).
+takes longer than the exponentials in them and varies between runs. Bytes are those of the last rank: parameters, the
+moments of Adam, and the growth of its resident memory in a step (Linux).
 """
 
 import argparse
@@ -107,7 +107,7 @@ def keep_freed_memory() -> None:
 
 
 def give_back_freed_memory() -> None:
-    """From here on resident memory is what is in use; the allocations of a step get slower."""
+    """From now on resident memory is what is in use; the allocations of a step get slower."""
     libc = ctypes.CDLL(None)
     libc.mallopt(MMAP_THRESHOLD, 1 << 16)
     libc.malloc_trim(0)

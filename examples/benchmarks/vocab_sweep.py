@@ -46,12 +46,12 @@ def arguments() -> argparse.Namespace:
 
 
 def step(case: ModelCase) -> Step:
-    """The share of one of the processes."""
+    """What one of the processes does."""
     return quick_step(case, DRAWN, COMPILED)
 
 
 def difference(case: ModelCase, pool: Pool) -> str:
-    """Empty where loss and gradients are the unsplit model's."""
+    """Empty if loss and gradients are the unsplit model's."""
     expected = unsplit(case)
     try:
         assert_same(join(pool.run(step, case, ranks=case.ranks, timeout=600), expected[1]), expected)

@@ -1,14 +1,14 @@
-"""A step of ours beside a step of torch's own pipeline schedules, and beside one eager process.
+"""Our step beside that of torch's own pipeline schedules and that of one eager process.
 
     torchrun --standalone --nproc-per-node 2 examples/benchmarks/vs_torch.py
 
 GPT of 8 layers, width 256, sequence 128, 8 microbatches of 2, AdamW; one thread per rank. In every round each
-contender takes one step, in an order drawn anew, so that drift of the machine and what the one before left in caches
-meet all alike. Printed are medians over the rounds of seconds per step, of CPU seconds summed over the ranks relative
-to the eager process, and of each contender's time relative to torch's fastest in the same round; and the peak of bytes
-that wait for a backward on the fullest rank, counted by storage without parameters (torch's by saved-tensor hooks). The
-eager step is also taken by all ranks at once: cores that work at the same time share caches and memory, and what that
-costs belongs to no schedule. With more ranks than cores only CPU seconds mean something.
+contender takes one step, in a new random order, so that drift of the machine and the caches left by the previous
+contender affect all alike. Prints medians over the rounds of seconds per step, of CPU seconds summed over the ranks
+relative to the eager process, and of each contender's time relative to torch's fastest in the same round; and the peak
+of bytes that wait for a backward on any rank, counted by storage without parameters (torch's by saved-tensor hooks).
+The eager step is also run on all ranks at once: cores that work at the same time share caches and memory, and no
+schedule is to blame for that. With more ranks than cores only CPU seconds mean anything.
 Targets: CPU seconds of our zb-v <= 1.03; every one of ours ahead of every one of torch's, holding less.
 """
 
@@ -136,7 +136,7 @@ def torchs(name: str, model: GPT, inputs: Tensor, targets: Tensor, compiled: boo
 
 
 def _peak_of(step: Callable[[], None], parameters: list[nn.Parameter]) -> int:
-    """Bytes that autograd saves during a step, at their peak; the fullest rank's."""
+    """Peak bytes that autograd saves during a step, the maximum over ranks."""
     with counted({p.untyped_storage().data_ptr() for p in parameters}) as peak:
         step()
     most = torch.tensor([peak()])

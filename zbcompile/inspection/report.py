@@ -173,7 +173,7 @@ def _recomputed(s: Summary) -> str:
         if stage.recomputed
     ]
     policy = f"{s.recompute:,} bytes" if isinstance(s.recompute, int) else f'"{s.recompute}"'
-    return titled(f"Made again in B (recompute={policy}), per microbatch", table(rows, headers))
+    return titled(f"Recomputed in B (recompute={policy}), per microbatch", table(rows, headers))
 
 
 def _improved(s: Summary) -> str:
