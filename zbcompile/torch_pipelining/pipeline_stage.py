@@ -44,7 +44,9 @@ class CompiledPipelineStage(PipelineStage):
     """One compiled stage behind torch's PipelineStage interface.
 
     Run it with the schedule's `loss_fn` set to `stage.loss` and `scale_grads=False` (1/m is part of the graphs). Inputs
-    that later stages read must be keywords: torch hands positional arguments to the first stage only.
+    that later stages read must be keywords: torch hands positional arguments to the first stage only. `step` and `eval`
+    of the schedule return an empty tuple on the last rank, because a compiled step keeps no outputs (`pipe.eval` gives
+    them); `eval` computes the losses alone, with the training step's own forward.
 
     >>> Schedule1F1B(stage, n_microbatches=8, loss_fn=stage.loss, scale_grads=False).step(x, target=y)  # doctest: +SKIP
     """
@@ -57,6 +59,7 @@ class CompiledPipelineStage(PipelineStage):
         self._compiled = stage
         self._context = context
         self._steps = 0
+        self._trains = False  # whether the present run has a backward: an evaluation counts as no step
         self._run: StageRun | None = None
         self._finished = 0
         self._arrived: dict[tuple[str, int], Tensors] = {}
@@ -67,11 +70,12 @@ class CompiledPipelineStage(PipelineStage):
         super().clear_runtime_states()
         if self._run is not None:
             self._run.check_empty()
-            self._steps += 1
+            self._steps += self._trains
         self._run = None
         self._finished = 0
 
     def _begin(self) -> StageRun:
+        self._trains = self.has_backward
         context, count = self._context, int(self.chunks or self._context.program.schedule.microbatches)
         one = torch.ones((), dtype=getattr(torch, context.program.loss_dtype), device=self.device)
         factor = one / count if context.reduction == "mean" else one
@@ -86,9 +90,8 @@ class CompiledPipelineStage(PipelineStage):
         self._run = self._run or self._begin()
         self._run.inputs[fwd_chunk_id].update(input_tensors(args if self.is_first else (), kwargs or {}, None))
         if self.is_last:
-            output = torch.full((1,), fwd_chunk_id, device=self.device)
-            self.output_chunks.append(output)
-            return output
+            self.output_chunks.append(())  # what torch merges into the output of the whole batch
+            return torch.full((1,), fwd_chunk_id, device=self.device)
         self._forward(fwd_chunk_id)
         return tuple(self._made["F", fwd_chunk_id])
 
@@ -118,11 +121,15 @@ class CompiledPipelineStage(PipelineStage):
             )
         with undisturbed(self._compiled.device), torch.no_grad():
             self._made["F", microbatch] = run.forward(microbatch, self._arrived.pop(("F", microbatch), []))
+        if not self.has_backward:
+            del run.frames[microbatch]
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, *more: Any, **options: Any
     ) -> None:
-        """B, or with `full_backward` BW, of one microbatch."""
+        """B, or with `full_backward` BW, of one microbatch; nothing in an evaluation, where torch calls it as well."""
+        if not self.has_backward:
+            return
         assert self._run is not None
         backward = self._run.full_backward if full_backward else self._run.backward
         with torch.no_grad():
@@ -132,6 +139,8 @@ class CompiledPipelineStage(PipelineStage):
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *more: Any, **options: Any) -> None:
         """W of one microbatch."""
+        if not self.has_backward:
+            return
         assert self._run is not None
         with torch.no_grad():
             self._run.weight(bwd_chunk_id)
@@ -185,7 +194,7 @@ class CompiledPipelineStage(PipelineStage):
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
         """Input gradients for a stage on the same rank."""
-        return tuple(self._made.pop(("B", mb_index)))
+        return tuple(self._made.pop(("B", mb_index))) if self.has_backward else ()
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
         """Gradients from a stage on the same rank."""

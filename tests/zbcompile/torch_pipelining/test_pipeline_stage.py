@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.distributed.pipelining import schedules as torch_schedules
 
 import zbcompile
@@ -90,6 +91,40 @@ def test_losses_are_those_of_the_microbatches(pool: Pool) -> None:
     theirs = [torch.nn.functional.mse_loss(model(*part.args), part.target) for part in batch.parts(8)]  # type: ignore[arg-type]
     assert not first
     assert_same_tensors(last, theirs, "loss of microbatch")
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What an evaluation before the first step left on one rank, what it returned, and what the step did after it."""
+
+    gradients: list[Tensor | None]
+    losses: list[Tensor]
+    returned: list[Any]
+    trained: Trained
+
+
+def evaluated_by_torch(given: TorchCase) -> Evaluated:
+    pipe = pipeline_of(given.case)
+    batch = PROBLEMS[given.problem].batches(1, 16)[0]
+    pipe.compile(*batch.args, target=batch.target)
+    schedule = schedule_of(given, pipe)
+    losses: list[Tensor] = []
+    returned = [schedule.eval(*batch.args, target=batch.target, losses=losses)]
+    left = [parameter.grad for parameter in pipe.parameters()]
+    returned.append(schedule.step(*batch.args, target=batch.target, losses=[]))
+    return Evaluated(left, losses, returned, Trained([], [gradients_of(pipe)], {}))
+
+
+@pytest.mark.parametrize("given", [CASES[2], CASES[6]], ids=lambda given: f"{given.theirs} {given.problem}")
+def test_an_evaluation_leaves_no_trace(given: TorchCase, pool: Pool) -> None:
+    """No gradients and no numbers for outputs; the next step draws the random numbers of a first one."""
+    ranks = pool.run(evaluated_by_torch, given)
+    assert all(value in (None, ()) for found in ranks for value in found.returned)
+    assert all(gradient is None for found in ranks for gradient in found.gradients)
+    theirs = reference(given.case)
+    assert_same_tensors(join([found.trained for found in ranks]).gradients[0], theirs.gradients[0], "gradient of")
+    (losses,) = [found.losses for found in ranks if found.losses]
+    torch.testing.assert_close(torch.stack(losses).mean(), theirs.losses[0])
 
 
 def stages_of_tied() -> None:
