@@ -38,6 +38,7 @@ ASSERTIONS = (aten._assert_tensor_metadata.default, aten._assert_scalar.default,
 # 2.11-2.13: the CPU's attention kernel and its gradient; joint graphs call them by these names.
 CPU_ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu
 CPU_ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward
+GROUPED_PRODUCTS = (aten._grouped_mm, aten._scaled_grouped_mm)  # 2.11-2.13: what torch.nn.functional.grouped_mm calls
 
 # 2.11-2.13: what is bound by memory without torch's tags saying so (pointwise, reduction).
 MEMORY_BOUND = {

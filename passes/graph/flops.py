@@ -1,5 +1,6 @@
 """What a node computes: its floating-point operations, counted on fake tensors."""
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from zbcompile.passes.graph.fx import is_getitem, like
 from zbcompile.passes.torch_private import (
     CPU_ATTENTION,
     CPU_ATTENTION_BACKWARD,
+    GROUPED_PRODUCTS,
     FakeTensorMode,
     OpOverload,
     is_composite,
@@ -30,10 +32,37 @@ def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *args: 
     return _attention_forward(query, key, value) * 5 // 2  # scores again, then the gradients of scores, q, k and v
 
 
-# torch's flop counter (2.11-2.13) has no formula for the CPU's attention kernel.
+def _product(one: Any, other: Any, *args: Any, **kwargs: Any) -> int:
+    """Of a matrix and a vector, or of two vectors."""
+    return 2 * math.prod(one)
+
+
+def _added_product(added: Any, one: Any, other: Any, *args: Any, **kwargs: Any) -> int:
+    return 2 * math.prod(one) * (other[-1] if len(other) > 1 else 1)
+
+
+def _grouped_product(one: Any, other: Any, *args: Any, **kwargs: Any) -> int:
+    """Rows of one group meet the matrix of their group alone, in whatever dimension the groups lie."""
+    return 2 * (math.prod(other) * one[-2] if len(one) > len(other) else math.prod(one) * other[-1])
+
+
+def _grouped_product_backward(one: Any, other: Any, *args: Any, **kwargs: Any) -> int:
+    return 2 * _grouped_product(one, other)
+
+
+aten = torch.ops.aten
+# torch's flop counter (2.11-2.13) has no formula for these.
 _MISSING = {
     CPU_ATTENTION: _attention_forward,
     CPU_ATTENTION_BACKWARD: _attention_backward,
+    **dict.fromkeys((aten.mv, aten.dot, aten.vdot), _product),
+    **dict.fromkeys((aten.addmv, aten.addbmm), _added_product),
+    **dict.fromkeys(GROUPED_PRODUCTS, _grouped_product),
+}
+# transformers' own operators for experts, which exist once that module is imported.
+_OF_TRANSFORMERS = {
+    "grouped_mm_fallback": _grouped_product,
+    "grouped_mm_fallback_backward": _grouped_product_backward,
 }
 
 
@@ -54,7 +83,9 @@ def _is_elementary(node: Node) -> bool:
 
 
 def _counter() -> FlopCounterMode:
-    return FlopCounterMode(display=False, custom_mapping=_MISSING)
+    known = torch.ops.transformers
+    experts = {getattr(known, name): count for name, count in _OF_TRANSFORMERS.items() if hasattr(known, name)}
+    return FlopCounterMode(display=False, custom_mapping={**_MISSING, **experts})
 
 
 def _flops_of(node: Node, formulas: Mapping[Any, Callable[..., int]]) -> int:

@@ -1,7 +1,12 @@
 """Operations counted from a graph's values, beside torch's own counter around a run of it."""
 
+import importlib
+from collections.abc import Callable
+
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from tests.support.training import ROWS, Case, pipeline_of, problem_of
@@ -37,6 +42,50 @@ def pieces_of(model: str) -> list[Piece]:
     pipe = pipeline_of(case)
     pipe.compile(*batch.args, **batch.kwargs, **({} if batch.target is None else {"target": batch.target}))
     return [piece for stage in pipe.program.stages for piece in stage.pieces.values()]
+
+
+def experts(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    return F.grouped_mm(rows, weights, offs=ends)
+
+
+def weight_of_experts(rows: Tensor, gradient: Tensor, ends: Tensor) -> Tensor:
+    return F.grouped_mm(rows.t(), gradient, offs=ends)
+
+
+def in_turn(*arguments: Tensor) -> Tensor:
+    """transformers' experts where there is no kernel for them, with their backward."""
+    rows, weights, ends = arguments
+    made = torch.ops.transformers.grouped_mm_fallback(rows, weights, ends)
+    return torch.ops.transformers.grouped_mm_fallback_backward(rows, weights, ends, made)[0]
+
+
+ENDS = torch.tensor([3, 3, 10], dtype=torch.int32)
+HALF = {"dtype": torch.bfloat16}
+PRODUCTS: list[tuple[Callable[..., Tensor], tuple[Tensor, ...], int]] = [
+    (torch.mv, (torch.ones(3, 4), torch.ones(4)), 12),
+    (torch.matmul, (torch.ones(3, 4), torch.ones(4)), 12),
+    (torch.dot, (torch.ones(5), torch.ones(5)), 5),
+    (torch.addmv, (torch.ones(3), torch.ones(3, 4), torch.ones(4)), 12),
+    (torch.addbmm, (torch.ones(3, 2), torch.ones(5, 3, 4), torch.ones(5, 4, 2)), 120),
+    (experts, (torch.ones(10, 16, **HALF), torch.ones(3, 16, 8, **HALF), ENDS), 10 * 16 * 8),
+    (weight_of_experts, (torch.ones(10, 16, **HALF), torch.ones(10, 8, **HALF), ENDS), 10 * 16 * 8),
+    (in_turn, (torch.ones(10, 16), torch.ones(3, 16, 8), ENDS), 3 * 10 * 16 * 8),
+]
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "expected"), PRODUCTS, ids=lambda given: getattr(given, "__name__", "")
+)
+def test_products_that_torch_does_not_count(
+    function: Callable[..., Tensor], arguments: tuple[Tensor, ...], expected: int
+) -> None:
+    importlib.import_module("transformers.integrations.moe")
+    mode = FakeTensorMode()
+    with mode:
+        fakes = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype) for t in arguments]
+        module = make_fx(function)(*fakes)
+    assert sum(count_flops(module, mode).values()) == 2 * expected
+    assert sum(count_flops_by_run(module, mode).values()) == 2 * expected
 
 
 @torch.library.custom_op("costs::double", mutates_args=())
