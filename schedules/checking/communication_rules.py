@@ -72,8 +72,9 @@ def check_communication(lowered: Lowered) -> tuple[int, ...]:
 def _routes(schedule: Schedule, rank: int) -> Routes:
     """Every kind of message that `rank` sends or receives, by (op, stage)."""
     routes: Routes = {}
+    made = {KINDS[op].event for op in schedule.ops}
     for stage in schedule.placement.stages_of(rank):
-        for op in SEND_OF:
+        for op in SEND_OF.keys() & made:
             there, here = target(op, stage, schedule.stages), source(op, stage, schedule.stages)
             if there is not None and (peer := schedule.placement.rank_beside(rank, stage, there)) != rank:
                 routes[SEND_OF[op], stage] = Route((rank, peer), _first(schedule, op, there))

@@ -9,6 +9,7 @@ from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.execution.deadlock import culprit_error, require_finished
 from zbcompile.schedules.execution.event_loop import has_pairs, require_fit, run, without_collector
 from zbcompile.schedules.execution.memory import first_beyond, peak_memory
+from zbcompile.schedules.generators.forward_only import FORWARD_ONLY
 from zbcompile.schedules.ir.actions import BW, COMMUNICATION, COMPUTE, Action, B, F, Pair, Step, W, flatten
 from zbcompile.schedules.ir.costs import Costs
 from zbcompile.schedules.ir.kinds import KINDS, with_scope
@@ -41,9 +42,9 @@ def check(
 ) -> Report:
     """Raise `ScheduleError` with the culprit shown unless `program` is right.
 
-    A schedule: every microbatch runs F and B+W (or BW) once on every stage, on the stage's rank, in an order that its
-    dependencies allow; forwards of the last stage in the order of microbatches (per model copy), weight gradients too
-    (`weight_order`; `None`: unless the schedule of this name declares otherwise); peak memory within `memory_limit`
+    A schedule: every microbatch runs F and B+W (or BW; F alone if it is forward-only) once on every stage, on the
+    stage's rank, in an order that its dependencies allow; forwards of the last stage in the order of microbatches (per
+    model copy), weight gradients too (`weight_order`; `None`: unless the schedule of this name declares otherwise); peak memory within `memory_limit`
     (unit of `costs.activation`, default 1 per stage). A lowered program moreover: its messages are exactly those
     needed, none overtakes another on a channel, and it cannot deadlock even if every send waits for its receive.
 
@@ -127,9 +128,10 @@ def _rules(schedule: Schedule) -> dict[str, tuple[Done, Done, Done]]:
 
 
 def _whole(schedule: Schedule, stage: int) -> Done:
-    """What every microbatch runs on a stage: F, B and W, what else this schedule has, and a shard's passes if it has
-    the shard."""
-    ops = {F, B, W} | {op for op in schedule.ops & COMPUTE if KINDS[op].scope == "microbatch"}
+    """What every microbatch runs on a stage: F, B and W (F alone in an evaluation), what else this schedule has, and a
+    shard's passes if it has the shard."""
+    passes = {F} if schedule.name == FORWARD_ONLY else {F, B, W}
+    ops = passes | {op for op in schedule.ops & COMPUTE if KINDS[op].scope == "microbatch"}
     shard = with_scope("shard") if stage in schedule.shards else ()
     return _bits(done for op in (*ops, *shard) for done in KINDS[op].does)
 

@@ -1,0 +1,29 @@
+"""Forward passes alone: right, complete, and in the order that messages need."""
+
+import pytest
+
+from zbcompile.schedules import Action, Placement, Schedule, ScheduleError, check, lower, simulate
+from zbcompile.schedules.generators.forward_only import forward_only
+
+PLACEMENTS = (Placement("linear", 4), Placement("looped", 2, 3), Placement("v", 4, 2), Placement("dual", 4))
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=lambda placement: placement.kind)
+@pytest.mark.parametrize("microbatches", [1, 3, 8])
+def test_every_forward_once(placement: Placement, microbatches: int) -> None:
+    schedule = forward_only(placement, microbatches)
+    check(schedule)
+    check(lower(schedule))
+    ran = [action for order in schedule.orders for action in order]
+    assert sorted(ran) == [Action("F", s, i) for s in range(placement.stages) for i in range(microbatches)]
+
+
+def test_a_straight_line_fills_and_drains() -> None:
+    assert simulate(forward_only(Placement("linear", 4), 8)).makespan == 8 + 4 - 1
+
+
+def test_a_forward_that_is_missing_is_named() -> None:
+    whole = forward_only(Placement("linear", 2), 2)
+    damaged = Schedule(whole.name, whole.placement, 2, (whole.orders[0], whole.orders[1][:1]))
+    with pytest.raises(ScheduleError, match="rank 1 never runs F of stage 1, microbatch 1"):
+        check(damaged)
