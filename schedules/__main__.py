@@ -11,9 +11,11 @@ from tabulate import tabulate
 
 from zbcompile.schedules.checking.schedule_rules import check
 from zbcompile.schedules.errors import ScheduleError
+from zbcompile.schedules.generators.interlaced import interlaced
 from zbcompile.schedules.generators.registry import FAMILIES, build, find, names
 from zbcompile.schedules.generators.vocabulary_insertion import textbook_costs, with_vocabulary
 from zbcompile.schedules.ir.costs import Costs
+from zbcompile.schedules.ir.dependencies import count_messages
 from zbcompile.schedules.ir.files import load, save
 from zbcompile.schedules.ir.schedule import Lowered, Schedule, format_schedule
 from zbcompile.schedules.lowering.lower import lower
@@ -22,6 +24,8 @@ from zbcompile.schedules.simulation.timeline import Timeline
 from zbcompile.schedules.visualization.text import format_timeline, summary
 from zbcompile.schedules.visualization.write import ENDINGS, write_comparison, write_picture
 
+INTERLACED = "interlaced"  # no name of `build`: it needs vocabulary layers to interlace
+FILES = (".csv", ".json", ".txt")
 EXAMPLES = """examples:
   python -m zbcompile.schedules list
   python -m zbcompile.schedules show zb-v --ranks 4 --microbatches 8
@@ -29,6 +33,8 @@ EXAMPLES = """examples:
   python -m zbcompile.schedules show edited.csv --lowered
   python -m zbcompile.schedules compare 1f1b zb-h1 zb-v --ranks 8 --microbatches 24 --costs costs.json
   python -m zbcompile.schedules compare 1f1b zb-h1 zb-v --picture compared.svg
+  python -m zbcompile.schedules compare 1f1b interlaced --barriers 1
+  python -m zbcompile.schedules formula zb-h1 --ranks 4 --microbatches 8
 
 A costs file is a JSON object with a list per stage, e.g. {"forward": [1, 1], "backward": [1, 1], "weight": [1, 1],
 "comm": 0.1}; neighbours are merged, or stages cut evenly, for schedules with another number of stages.
@@ -62,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     show = commands.add_parser("show", help="one schedule: its orders, its figures, where its time goes")
     show.add_argument("schedule", help="a name in any spelling, or a file (.csv, .json, .txt)")
     show.add_argument("--lowered", action="store_true", help="with SEND and RECV")
+    show.add_argument("--weight-order", action="store_true", help="in which order weight gradients accumulate")
     show.add_argument("--time", action="store_true", help="draw true to time instead of step by step")
     show.add_argument("--picture", action="append", default=[], metavar="FILE", help=f"write {', '.join(ENDINGS)}")
     show.add_argument("--save", metavar="FILE", help="write the schedule itself: .csv, .json or .txt")
@@ -71,23 +78,30 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("--picture", metavar="FILE", help="draw all on one time axis: .txt, .svg or .html")
     compare.add_argument("--sort", choices=("given", "makespan", "cost", "memory"), default="given")
     compare.set_defaults(command=_compare)
+    formula = commands.add_parser("formula", help="the closed forms of a schedule, and when they hold")
+    formula.add_argument("schedule", help="a name in any spelling")
+    formula.add_argument("--ranks", type=_count, metavar="N", help="with --microbatches: evaluate, and simulate")
+    formula.add_argument("--microbatches", type=_count, metavar="N")
+    formula.set_defaults(command=_formula, memory_limit=None, barriers=None)
     for command in (show, compare):
+        add = command.add_argument
+        add("--ranks", type=_count, default=4, metavar="N", help="default 4")
+        add("--microbatches", type=_count, default=8, metavar="N", help="default 8")
+        add("--memory-limit", type=float, metavar="X", help="for zb-1p and zb-2p, in units of activation")
+        add("--barriers", type=int, choices=(1, 2), help="insert vocabulary passes S and T with so many barriers")
+    for command in (show, compare, formula):
         _add_model_arguments(command)
     return parser
 
 
 def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--ranks", type=_count, default=4, metavar="N", help="default 4")
-    add("--microbatches", type=_count, default=8, metavar="N", help="default 8")
     add("--chunks", type=_count, metavar="N", help="stages per rank, for the interleaved schedules")
-    add("--memory-limit", type=float, metavar="X", help="for zb-1p and zb-2p, in units of activation")
     add("--costs", type=Path, metavar="FILE", help="per stage, as JSON (`--help` without a command)")
     add(
         "--times", type=_times, default=(1, 1, 1), metavar="F,B,W", help="of a rank's share of the model; default 1,1,1"
     )
     add("--comm", type=float, default=0, metavar="X", help="time of a hop between ranks; default 0")
-    add("--barriers", type=int, choices=(1, 2), help="insert vocabulary passes S and T with so many barriers")
     add("--residue", type=float, metavar="X", help="what B leaves of an activation of 1; default all")
 
 
@@ -107,20 +121,29 @@ def _times(text: str) -> tuple[float, float, float]:
 
 def _step(text: str, options: argparse.Namespace) -> tuple[Schedule, Costs]:
     """A schedule by its name or file, and the costs of the model on its stages."""
-    if Path(text).suffix in (".csv", ".json", ".txt"):
+    if Path(text).suffix in FILES:
         loaded = load(text)
         schedule = loaded.schedule if isinstance(loaded, Lowered) else loaded
         return schedule, _model(options, schedule.ranks).resized(schedule.stages)
+    if text == INTERLACED:
+        schedule = interlaced(options.ranks, options.microbatches)
+        return schedule, _with_shards(_model(options, options.ranks).resized(schedule.stages))
     chunks = options.chunks if find(text).free_chunks else None
     stages = build(text, options.ranks, options.microbatches, chunks=chunks).stages
     costs = _model(options, options.ranks).resized(stages)
     schedule = build(text, options.ranks, options.microbatches, costs, options.memory_limit, chunks)
     if options.barriers is None:
         return schedule, costs
-    if not any(costs.vocab_s):
-        textbook = textbook_costs(schedule.stages)
-        costs = replace(costs, vocab_s=textbook.vocab_s, vocab_t=textbook.vocab_t)
+    costs = _with_shards(costs)
     return with_vocabulary(schedule, options.barriers, costs), costs
+
+
+def _with_shards(costs: Costs) -> Costs:
+    """The textbook's times of S and T, if the costs have none."""
+    if any(costs.vocab_s):
+        return costs
+    textbook = textbook_costs(costs.stages)
+    return replace(costs, vocab_s=textbook.vocab_s, vocab_t=textbook.vocab_t)
 
 
 def _model(options: argparse.Namespace, ranks: int) -> Costs:
@@ -134,10 +157,12 @@ def _model(options: argparse.Namespace, ranks: int) -> Costs:
 def _list(options: argparse.Namespace) -> None:
     rows = [(f.name, f.placement, f"{f.chunks} or more" if f.free_chunks else f.chunks, f.rule.text) for f in FAMILIES]
     print(tabulate(rows, headers=("schedule", "placement", "stages per rank", "microbatches"), disable_numparse=True))
+    print(f"\n`show` and `compare` also know {INTERLACED}: 1F1B whose vocabulary layers all ranks run at the same time")
 
 
 def _show(options: argparse.Namespace) -> None:
     schedule, costs = _step(options.schedule, options)
+    check(schedule)  # says what is wrong with an order more exactly than `lower`
     lowered = lower(schedule)
     report = check(lowered)
     timeline = simulate(schedule, costs)
@@ -149,6 +174,9 @@ def _show(options: argparse.Namespace) -> None:
         print(summary(timeline))
     print()
     print(_rank_table(timeline, report.receive_buffers or ()))
+    if options.weight_order:
+        orders = [(stage, " ".join(map(str, schedule.weight_order(stage)))) for stage in range(schedule.stages)]
+        print("\n" + tabulate(orders, headers=("stage", "weight gradients accumulate"), disable_numparse=True))
     for path in options.picture:
         print(f"wrote {write_picture(timeline, path)}")
     if options.save:
@@ -189,12 +217,23 @@ def _compare(options: argparse.Namespace) -> None:
         print(f"wrote {write_comparison(timelines, options.picture)}")
 
 
+def _formula(options: argparse.Namespace) -> None:
+    from zbcompile.schedules.simulation.closed_forms import closed_form  # sympy takes half a second to import
+    from zbcompile.schedules.visualization.formulas import format_closed_form
+
+    if options.schedule == INTERLACED or Path(options.schedule).suffix in FILES:
+        raise ScheduleError(f"{options.schedule} has no closed form; `show` simulates it")
+    form = closed_form(options.schedule)
+    if (options.ranks is None) != (options.microbatches is None):
+        raise ScheduleError("a formula takes both --ranks and --microbatches, or neither")
+    timeline = None if options.ranks is None else simulate(*_step(options.schedule, options))
+    print(format_closed_form(form, timeline))
+
+
 def _figures(timeline: Timeline) -> tuple[str, float, float, float, float, float, int]:
     t, schedule = timeline, timeline.schedule
-    rank = schedule.placement.rank
-    hops = sum(rank(stage) != rank(stage + 1) for stage in range(schedule.stages - 1))
-    messages = 2 * hops * schedule.microbatches
-    return (schedule.name, t.makespan, t.bubble, t.cost, t.cost_bubble, max(t.peak_memory), messages)
+    peak = max(t.peak_memory)
+    return (schedule.name, t.makespan, t.bubble, t.cost, t.cost_bubble, peak, count_messages(schedule))
 
 
 if __name__ == "__main__":

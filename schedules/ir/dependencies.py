@@ -90,3 +90,10 @@ def awaited(schedule: Schedule, lowered: bool) -> dict[tuple[str, int], str]:
     if lowered:
         found |= {(S, shard): CAST for shard in schedule.shards}
     return found | {(F, 0): LOOKUP} if lowered and schedule.lookups else found
+
+
+def count_messages(schedule: Schedule) -> int:
+    """How many messages travel between ranks in a step, forward and backward."""
+    rank = schedule.placement.rank
+    hops = ((s, target(op, s, schedule.stages)) for op in SEND_OF for s in range(schedule.stages))
+    return schedule.microbatches * sum(there is not None and rank(s) != rank(there) for s, there in hops)

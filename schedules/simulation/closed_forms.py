@@ -261,7 +261,8 @@ def _dualpipe_v(name: str) -> ClosedForm:
 
 def _automatic(factor: int) -> Callable[[str], ClosedForm]:
     """No formula for the length: the order follows the costs. The peak is an upper bound, the limit of the schedule."""
-    return lambda name: _form(name, None, Formula(factor * p * M_B), LINEAR)
+    peak = Formula(factor * p * M_B, true, "an upper bound: the limit that the schedule keeps")
+    return lambda name: _form(name, None, peak, LINEAR)
 
 
 FORMS: Mapping[str, Callable[[str], ClosedForm]] = {

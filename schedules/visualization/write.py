@@ -1,6 +1,6 @@
 """Write a timeline as a picture, by the ending of the file."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from zbcompile.schedules.errors import ScheduleError
@@ -19,7 +19,7 @@ def write_picture(timeline: Timeline, path: str | Path) -> Path:
     path = Path(path)
     drawers = dict(zip(ENDINGS, (format_timeline, to_svg, to_html, to_chrome_trace), strict=True))
     if path.suffix not in drawers:
-        raise ScheduleError(f"picture {path.name}: the ending says what to draw; expected one of {', '.join(ENDINGS)}")
+        raise ScheduleError(_unknown(path, ENDINGS))
     path.write_text(drawers[path.suffix](timeline) + "\n", encoding="utf-8")
     return path
 
@@ -29,7 +29,12 @@ def write_comparison(timelines: Sequence[Timeline], path: str | Path) -> Path:
     path = Path(path)
     drawers = dict(zip(ENDINGS, (compare_text, compare_svg, compare_html), strict=False))
     if path.suffix not in drawers or not timelines:
-        what = f"the ending says what to draw; expected one of {', '.join(drawers)}" if timelines else "nothing to draw"
-        raise ScheduleError(f"picture {path.name} of several schedules: {what}")
+        raise ScheduleError(_unknown(path, drawers) if timelines else f"picture {path.name}: nothing to draw")
     path.write_text(drawers[path.suffix](timelines) + "\n", encoding="utf-8")
     return path
+
+
+def _unknown(path: Path, endings: Iterable[str]) -> str:
+    svg = path.with_suffix(".svg").name
+    way = f"for pixels write {svg}, then `rsvg-convert {svg} -o {path.stem}.png`, or open it in a browser"
+    return f"picture {path.name}: the ending says what to draw; expected one of {', '.join(endings)}; {way}"

@@ -5,7 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from zbcompile.schedules import Costs, build, names
+from zbcompile.schedules.__main__ import main
 from zbcompile.schedules.ir.files import save
 
 
@@ -23,7 +26,8 @@ def command(*arguments: str) -> tuple[int, str, str]:
 def test_list_names_every_schedule() -> None:
     code, output, _ = command("list")
     assert code == 0
-    assert [line.split()[0] for line in output.splitlines()[2:]] == list(names())
+    assert [line.split()[0] for line in output.partition("\n\n")[0].splitlines()[2:]] == list(names())
+    assert "interlaced" in output
 
 
 def test_show_prints_the_grid_the_figures_and_every_rank() -> None:
@@ -71,7 +75,7 @@ def test_errors_go_to_stderr_with_their_exit_code(tmp_path: Path) -> None:
         (("show", "zbw"), 1, "did you mean"),
         (("show", "dualpipe", "--ranks", "3"), 1, "even ranks"),
         (("show", "1f1b", "--costs", str(tmp_path / "none.json")), 1, "No such file"),
-        (("show", "1f1b", "--picture", "step.png"), 1, "expected one of .txt"),
+        (("show", "1f1b", "--picture", "step.png"), 1, "rsvg-convert step.svg -o step.png"),
         (("show", "1f1b", "--ranks", "0"), 2, "at least 1"),
         (("show", "1f1b", "--times", "1,2"), 2, "expected three"),
         (("draw",), 2, "invalid choice"),
@@ -80,6 +84,55 @@ def test_errors_go_to_stderr_with_their_exit_code(tmp_path: Path) -> None:
         got, output, error = command(*arguments)
         assert (got, text in error) == (code, True), (arguments, error)
         assert output == "" or "picture" in str(arguments)
+
+
+def test_formulas_with_their_conditions_and_the_simulator_beside_them(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in names():
+        assert main(["formula", name]) == 0
+        symbolic = capsys.readouterr().out
+        assert symbolic.startswith(f"{name}: p ranks")
+        assert "simulated" not in symbolic
+        assert ("no closed form of its length" in symbolic) == (name in ("zb-1p", "zb-2p"))
+        assert main(["formula", name, "--ranks", "4", "--microbatches", "8"]) == 0
+        for line in capsys.readouterr().out.splitlines():
+            if line.startswith("    here "):
+                value, _, simulated = line.partition(", simulated ")
+                bound = name in ("zb-1p", "zb-2p")
+                assert float(value.split()[-1]) == pytest.approx(float(simulated)) or bound, (name, line)
+
+
+def test_what_has_no_closed_form_says_so_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, text in (
+        (("interlaced",), "error: interlaced has no closed form"),
+        (("mine.csv",), "error: mine.csv has no closed form"),
+        (("1f1b", "--ranks", "4"), "takes both --ranks and --microbatches"),
+    ):
+        assert main(["formula", *arguments]) == 1
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert text in captured.err
+        assert captured.err.count("\n") == 1
+    assert main(["formula", "zb-v", "--ranks", "4", "--microbatches", "8", "--comm", "1"]) == 0
+    assert "simulated 41.5; the condition does not hold here" in capsys.readouterr().out
+
+
+def test_the_interlaced_pipeline_is_compared_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "1f1b", "interlaced", "--barriers", "1"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
+    assert [row[0] for row in rows] == ["1f1b", "interlaced"]
+    assert float(rows[0][5]) < float(rows[1][5])
+
+
+def test_show_says_what_is_wrong_with_an_order_and_how_weights_accumulate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "bad.csv").write_text("0F0,0I0,0W0\n1F0,1W0,1I0\n")
+    assert main(["show", str(tmp_path / "bad.csv")]) == 1
+    error = capsys.readouterr().err
+    assert "rank 1, step 1: W1.0 comes before B1.0" in error
+    assert "deadlock" not in error
+    assert main(["show", "zb-h1-lazy", "--weight-order"]) == 0
+    assert "3        3 4 5 6 0 1 2 7\n" in capsys.readouterr().out
 
 
 def test_help_has_examples() -> None:
