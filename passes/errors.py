@@ -11,3 +11,7 @@ class CaptureError(CompileError):
 
 class PartitionError(CompileError):
     """The model cannot be cut into the stages that the schedule needs."""
+
+
+class VerificationError(CompileError):
+    """A pass made a graph that breaks a rule which later passes rely on: a bug of the compiler, not of the model."""

@@ -1,8 +1,10 @@
-"""What all tests share: golden files (output that a person would look at, compared as text), and one torch thread."""
+"""What all tests share: golden files (output that a person would look at, compared as text), one
+torch thread, and a checker between the compiler's passes."""
 
 import difflib
 import gc
 import importlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +12,8 @@ from pathlib import Path
 import pytest
 
 GOLDEN = Path(__file__).parent / "golden"
+
+os.environ["ZBCOMPILE_CHECK"] = "1"  # between every two passes, in this process and in all that tests start
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

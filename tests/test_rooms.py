@@ -22,7 +22,7 @@ ORDER = {
     ),
     "passes": (
         *("__init__", "errors", "compile_options", "torch_private", "graph", "capture", "partition", "split"),
-        *("recompute", "stage", "vocabulary", "serialization"),
+        *("recompute", "stage", "vocabulary", "verification", "manager", "serialization"),
     ),
     "zbcompile": (
         *("version", "__init__", "errors", "env", "json_text", "atomic_files", "torch_private"),

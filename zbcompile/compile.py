@@ -6,15 +6,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from zbcompile.backends.backend import NAMES, check_backend, make_backend
 from zbcompile.backends.compiled_passes import compile_passes
 from zbcompile.cli.exit_status import exit_status
 from zbcompile.cli.plan_arguments import Plan, add_plan, compiled, example_of, schedule_of
-from zbcompile.compiler.pass_pipeline import STAGE_PASSES
 from zbcompile.distributed.process_group import device_of, is_alone
 from zbcompile.errors import PipelineError
+from zbcompile.passes.manager.pass_list import STAGE_PASSES
+from zbcompile.passes.manager.run_passes import Ran
 from zbcompile.persistence.safetensors_weights import save_weights
 from zbcompile.program.program import StepOptions
 from zbcompile.program.save import program_in
@@ -50,9 +51,9 @@ class Progress:
     stages: int
     began: float
 
-    def __call__(self, stage: int, name: str, _: Any) -> None:
-        if name == STAGE_PASSES[-1]:
-            self.say(f"compiled stage {stage} of 0 to {self.stages - 1}")
+    def __call__(self, ran: Ran) -> None:
+        if ran.name == STAGE_PASSES[-1].name:
+            self.say(f"compiled stage {ran.stage} of 0 to {self.stages - 1}")
 
     def say(self, text: str) -> None:
         print(f"{time.monotonic() - self.began:7.1f} s  {text}", file=self.stream, flush=True)

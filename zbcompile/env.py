@@ -24,6 +24,10 @@ class Switch:
         return _TRUTH[value]
 
 
+CHECK = Switch(
+    "ZBCOMPILE_CHECK",
+    "check what holds between every two passes of the compiler; what breaks is named with its pass, operation and line",
+)
 DEBUG_NAN = Switch(
     "ZBCOMPILE_DEBUG_NAN",
     "stop at the first operation that makes a NaN or an infinity, and name its stage, pass, microbatch and line (slow)",
@@ -36,4 +40,4 @@ PAIR_STREAMS = Switch(
     "ZBCOMPILE_PAIR_STREAMS",
     "the halves of a pair that a backend has compiled run on two CUDA streams (takes memory: streams share none)",
 )
-SWITCHES = (DEBUG_NAN, ORDERED, PAIR_STREAMS)
+SWITCHES = (CHECK, DEBUG_NAN, ORDERED, PAIR_STREAMS)

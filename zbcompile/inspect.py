@@ -8,10 +8,10 @@ from typing import Any
 
 from zbcompile.cli.exit_status import exit_status
 from zbcompile.cli.plan_arguments import add_plan
-from zbcompile.compiler.pass_pipeline import STAGE_PASSES
 from zbcompile.env import SWITCHES
 from zbcompile.inspection.commands import run
 from zbcompile.inspection.request import FORMATS, Request
+from zbcompile.passes.manager.pass_list import PASS_NAMES
 
 EXAMPLES = """examples:
   python -m zbcompile.inspect examples/targets.py:gpt
@@ -19,6 +19,7 @@ EXAMPLES = """examples:
   python -m zbcompile.inspect examples/targets.py:gpt --graph 1.B
   python -m zbcompile.inspect examples/targets.py:gpt --graphs graphs/ --format html
   python -m zbcompile.inspect examples/targets.py:gpt --diff split accumulate --stage 1
+  python -m zbcompile.inspect examples/targets.py:gpt --passes
   python -m zbcompile.inspect examples/targets.py:gpt --ranks 4 --timeline step.svg
   python -m zbcompile.inspect examples/targets.py:gpt --compare 1f1b,zb-h1,zb-v --timeline compared.svg
   python -m zbcompile.inspect examples/targets.py:gpt --ranks 4 --explain-idle 2
@@ -81,10 +82,11 @@ def _add_output(group: Any) -> None:
     shown.add_argument(
         "--diff",
         nargs=2,
-        choices=STAGE_PASSES,
+        choices=PASS_NAMES,
         metavar=("PASS", "PASS"),
-        help=f"what changed between: {', '.join(STAGE_PASSES)}",
+        help="what changed in a stage between two passes of the compiler; --passes lists them",
     )
+    shown.add_argument("--passes", action="store_true", help="the passes in order: operations before, after, seconds")
     shown.add_argument("--compare", metavar="NAME,NAME", help="predict the step under several schedules")
     shown.add_argument(
         "--explain-idle", metavar="RANK", type=int, help="the longest idle intervals and what caused them"
@@ -104,7 +106,7 @@ def _add_output(group: Any) -> None:
     effort.add_argument("--thorough", action="store_true", help="compile it again however large the model is")
     group.add_argument("--stage", type=int, metavar="N", help="the stage of --diff (default: the first)")
     group.add_argument("--format", choices=FORMATS, default="text", help="of --graph and --graphs (default: text)")
-    group.add_argument("--json", action="store_true", help="the summary, or the comparison, as JSON")
+    group.add_argument("--json", action="store_true", help="the summary, the comparison or --passes as JSON")
     group.add_argument("--debug", action="store_true", help="errors with their traceback")
 
 

@@ -1,7 +1,8 @@
 """The canonical graph: one placeholder per tensor, nothing that computes nothing, and what each value is.
 
 Every later pass reads `node.meta["val"]` (a fake tensor), `node.meta["differentiable"]`, `node.meta["slot"]` (on
-placeholders) and `node.meta["recompute"]` (in checkpoint regions), all set here.
+placeholders) and `node.meta["recompute"]` (in checkpoint regions), all set here, in the order of
+`zbcompile.passes.manager.pass_list`.
 """
 
 from collections.abc import Callable
@@ -14,11 +15,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from zbcompile.passes.capture.autocast import is_autocasts
 from zbcompile.passes.capture.export import Captured
 from zbcompile.passes.capture.export_errors import operation_failure
-from zbcompile.passes.capture.mutations import (
-    draw_in_memory_order,
-    make_copies_differentiable,
-    separate_changing_buffers,
-)
+from zbcompile.passes.capture.mutations import separate_changing_buffers
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.graph.fx import is_random, like, output_values, source_line
 from zbcompile.passes.graph.process_groups import name_groups
@@ -52,33 +49,44 @@ class Canonical:
         return list(zip(self.captured.outputs, output_values(self.graph), strict=True))
 
 
-def canonicalise(captured: Captured) -> Canonical:
-    """Copy the captured graph and run every canonicalisation over the copy, in order."""
-    module = LazyGraphModule(captured.module, _copy_graph(captured))
-    keep_marks(module.graph)
-    slots = merge_tied_placeholders(module.graph, captured.inputs)
-    drop_checks(module.graph)
-    make_copies_differentiable(module.graph)
-    separate_changing_buffers(module.graph, captured.outputs)
-    draw_in_memory_order(module.graph)
-    drop_no_ops(module.graph)
-    drop_dead_code(module.graph)
-    inputs = tuple(slot for slot in slots if slot is not None)
-    captured = replace(captured, inputs=inputs, groups=name_groups(module))
-    module.recompile()
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    _refuse_sparse_gradients(module.graph)
-    infer_values(module, captured, mode)
-    return Canonical(captured, module, mode)
-
-
-def _copy_graph(captured: Captured) -> Graph:
+def copy_graph(captured: Captured) -> Captured:
+    """The graph in nodes of its own, which the canonicalisations after this one change in place."""
     graph = Graph()
     output = graph.graph_copy(captured.module.graph, val_map={})
     graph.output(output)
     for node, slot in zip(graph.find_nodes(op="placeholder"), captured.inputs, strict=True):
         node.meta["slot"] = slot
-    return graph
+    return replace(captured, module=LazyGraphModule(captured.module, graph))
+
+
+def on_graph(change: Callable[[Graph], None]) -> Callable[[Captured], Captured]:
+    """A canonicalisation that changes the graph in place, and may drop inputs."""
+
+    def run(captured: Captured) -> Captured:
+        graph = captured.module.graph
+        change(graph)
+        return replace(captured, inputs=tuple(node.meta["slot"] for node in graph.find_nodes(op="placeholder")))
+
+    return run
+
+
+def with_separate_buffers(captured: Captured) -> Captured:
+    separate_changing_buffers(captured.module.graph, captured.outputs)
+    return captured
+
+
+def with_named_groups(captured: Captured) -> Captured:
+    return replace(captured, groups=name_groups(captured.module))
+
+
+def with_values(captured: Captured) -> Canonical:
+    """The canonical graph. Raises CaptureError for what has no value that is known beforehand, and for an embedding
+    with sparse gradients."""
+    captured.module.recompile()
+    _refuse_sparse_gradients(captured.module.graph)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    infer_values(captured.module, captured, mode)
+    return Canonical(captured, captured.module, mode)
 
 
 def keep_marks(graph: Graph) -> None:
@@ -92,17 +100,16 @@ def keep_marks(graph: Graph) -> None:
             node.meta["autocast"] = custom[AUTOCAST]
 
 
-def merge_tied_placeholders(graph: Graph, slots: tuple[Slot, ...]) -> list[Slot]:
+def merge_tied_placeholders(graph: Graph) -> None:
     """Tied parameters arrive as several placeholders; keep the first of each slot. Drop the unused ones."""
     first: dict[Slot, Node] = {}
-    for node, slot in zip(graph.find_nodes(op="placeholder"), slots, strict=True):
-        keeper = first.setdefault(slot, node)
+    for node in graph.find_nodes(op="placeholder"):
+        keeper = first.setdefault(node.meta["slot"], node)
         if keeper is not node:
             node.replace_all_uses_with(keeper)
     for node in graph.find_nodes(op="placeholder"):
         if not node.users:
             graph.erase_node(node)
-    return [node.meta["slot"] for node in graph.find_nodes(op="placeholder")]
 
 
 def drop_checks(graph: Graph) -> None:

@@ -57,6 +57,12 @@ def with_groups(module: GraphModule, names: Sequence[str]) -> GraphModule:
     return LazyGraphModule(module, graph, class_name=type(module).__name__)
 
 
+def group_of(node: Node) -> object:
+    """The name of the group of a collective; None for anything else."""
+    at = _group_argument(node)
+    return None if at is None else node.args[at]
+
+
 def _group_argument(node: Node) -> int | None:
     """Which argument of a collective is its group."""
     if not is_collective(node):

@@ -139,9 +139,12 @@ class _Extractor:
     def _copy_nodes(self) -> None:
         inside = self.assignment.nodes[self.name]
         attributes = {a for node in inside for a in node.all_input_nodes if a.op == "get_attr"}
+        earlier = self.assignment.nodes["F"] | self.assignment.nodes["B"] if self.name == "W" else frozenset[Node]()
         for node in self.assignment.joint.module.graph.nodes:
             if node in inside or node in attributes:
                 self.copies[node] = self.graph.node_copy(node, self.copies.__getitem__)
+                if node in earlier:
+                    self.copies[node].meta["repeated"] = True
 
     def _result(self, slot: Slot, node: Node) -> Node:
         if self.name != "F" or slot.kind == "mutation" or not self.assignment.copied(node):

@@ -11,11 +11,11 @@ from dataclasses import replace
 import torch
 from torch.fx import Graph, Node
 
-from zbcompile.passes.graph.fx import output_values
+from zbcompile.passes.graph.fx import like, output_values
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.split.subgraphs import Piece
 from zbcompile.passes.stage.fused_accumulation import Adder, Place
-from zbcompile.passes.torch_private import LazyGraphModule, is_in_place, storage_key
+from zbcompile.passes.torch_private import FakeTensorMode, LazyGraphModule, is_in_place, storage_key
 
 aten = torch.ops.aten
 
@@ -50,7 +50,8 @@ def own_gradients(piece: Piece) -> Piece:
         if slot.kind == "gradient" and key in foreign:
             with graph.inserting_before(graph.output_node()):
                 clone = graph.call_function(aten.clone.default, (node,))
-            clone.meta = {**node.meta, "pass": "accumulate"}
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                clone.meta = {**node.meta, "val": like(node.meta["val"]), "pass": "accumulate"}
             node = clone
         foreign.add(key)
         kept.append((slot, node))
@@ -83,11 +84,11 @@ def _drop_unused(graph: Graph) -> None:
             graph.erase_node(node)
 
 
-def _accumulator(graph: Graph, slot: Slot, like: torch.Tensor) -> Node:
+def _accumulator(graph: Graph, slot: Slot, value: torch.Tensor) -> Node:
     last = graph.find_nodes(op="placeholder")
     with graph.inserting_after(last[-1]) if last else graph.inserting_before(next(iter(graph.nodes))):
         buffer = graph.placeholder(slot.identifier)
-    buffer.meta = {"slot": slot, "val": like, "pass": "accumulate"}
+    buffer.meta = {"slot": slot, "val": value, "pass": "accumulate"}
     return buffer
 
 

@@ -46,13 +46,18 @@ StageCompiler = Callable[[Stage, Tangents], Compiled]
 
 
 def compile_distinct(
-    stages: tuple[Stage, ...], trainable: frozenset[str], compile_stage: StageCompiler, behind: Tangents | None = None
+    stages: tuple[Stage, ...],
+    trainable: frozenset[str],
+    compile_stage: StageCompiler,
+    behind: Tangents | None = None,
+    rename: "Callable[[StageProgram, Renaming], StageProgram] | None" = None,
 ) -> tuple[StageProgram, ...]:
     """The programs of all stages, made from the last to the first: a stage's tangents are the gradients of the next.
 
     `behind` are the gradients that arrive at the last stage; None where it makes the loss.
     `compile_stage(stage, tangents)` gives a program and the fake gradient of each activation that the stage receives;
-    it is called once per distinct graph.
+    it is called once per distinct graph; `rename` (default: `renamed`) makes the program of a stage that has the graph
+    of another one.
     """
     made: dict[str, tuple[Stage, Tangents, Compiled]] = {}
     programs: list[StageProgram] = []
@@ -65,7 +70,7 @@ def compile_distinct(
         first, of_first, (program, leaving) = made[key]
         if first is not stage:
             to = renaming((first, of_first), (stage, tangents))
-            program, leaving = renamed(program, to), to.by_name(leaving, "activation")
+            program, leaving = (rename or renamed)(program, to), to.by_name(leaving, "activation")
         programs.append(program)
         gradients = leaving
     return tuple(reversed(programs))

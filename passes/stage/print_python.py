@@ -23,6 +23,7 @@ from zbcompile.passes.torch_private import FakeTensor, HigherOrderOperator, OpOv
 WIDTH = 100
 COMMENT_COLUMN = 52
 BACKWARD = ("B", "W", "BW")
+_MODULES = {"operator", "math", "zbcompile.passes.stage.overlap"}  # whose functions a graph may call
 _WRAP: dict[str, Any] = {"width": WIDTH, "break_on_hyphens": False, "break_long_words": False}
 
 
@@ -189,7 +190,7 @@ def _target(node: Node) -> str:
         return f"{'' if namespace == 'aten' else 'torch.ops.'}{namespace}.{name}.{overload}"
     if isinstance(target, HigherOrderOperator):
         return f"torch.ops.higher_order.{target.name()}"
-    if _module_of(target) in ("operator", "math"):
+    if _module_of(target) in _MODULES:
         return f"{_module_of(target)}.{target.__name__}"
     raise CompileError(
         f"{node.name} calls {target!r}, which cannot be written as Python; an ATen operator is expected."
@@ -202,7 +203,7 @@ def _module_of(target: Any) -> str:
 
 def _imports(module: GraphModule) -> set[str]:
     targets = [n.target for n in module.graph.nodes if n.op == "call_function" and n.target is not operator.getitem]
-    return {_module_of(target) for target in targets} & {"operator", "math"}
+    return {_module_of(target) for target in targets} & _MODULES
 
 
 def _literal(value: Any) -> str:

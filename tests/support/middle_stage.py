@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 import zbcompile
 from zbcompile.compiler.pass_pipeline import compile_stage
-from zbcompile.passes.capture.canonical import canonicalise
 from zbcompile.passes.capture.export import Captured, capture
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.graph.roles import Slot
+from zbcompile.passes.manager.canonicalise import canonicalise
 from zbcompile.passes.partition.liveness import Line, draw_line
 from zbcompile.passes.partition.stage_graphs import Stage, cut
 from zbcompile.passes.split.joint_graph import Joint, tangents_of, trace_joint

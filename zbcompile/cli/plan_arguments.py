@@ -15,11 +15,11 @@ import torch
 from zbcompile.cli.quiet import logging_disabled
 from zbcompile.cli.target import load_example
 from zbcompile.compiler.compile_example import Inspected, compile_example
-from zbcompile.compiler.pass_pipeline import Observer
 from zbcompile.errors import PipelineError
 from zbcompile.frontend.options import Options, resolve_schedule
 from zbcompile.model.example import Example
 from zbcompile.passes.compile_options import BALANCES, Choices
+from zbcompile.passes.manager.run_passes import Observer
 from zbcompile.passes.torch_private import FakeTensorMode
 from zbcompile.schedules import Schedule, load
 from zbcompile.schedules.ir.schedule import Lowered

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from zbcompile.compiler.measure_nodes import measure_line
-from zbcompile.compiler.pass_pipeline import Drawn, Observer, compile_drawn, draw_step, redraw
+from zbcompile.compiler.pass_pipeline import Drawn, compile_drawn, draw_step, redraw
 from zbcompile.errors import PipelineError
 from zbcompile.model.batch import Microbatch
 from zbcompile.model.example import Example
@@ -19,6 +19,7 @@ from zbcompile.model.model_info import module_of
 from zbcompile.passes.capture.export import flatten_inputs
 from zbcompile.passes.capture.training_step import loss_in
 from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.manager.run_passes import Observer
 from zbcompile.program.program import Program
 from zbcompile.program.read import read_manifest, read_program
 from zbcompile.schedules.ir.schedule import Schedule
@@ -46,13 +47,13 @@ def compile_example(
 ) -> Inspected:
     """Compile the training step of `example` for `schedule`; raises CompileError for a model that cannot be.
 
-    `observe` sees what each pass makes of each distinct stage.
+    `observe` sees what each pass makes of the model, and of each distinct stage.
     """
     dropped: list[str] = []
     loss = example.loss or _loss_and_names(dropped)
     microbatch = one_microbatch(example)
     with _warnings() as seen:
-        drawn = draw_step(example.model, microbatch, loss, choices, schedule)
+        drawn = draw_step(example.model, microbatch, loss, choices, schedule, observe)
         seconds = measure_line(drawn.line) if choices.balance == "measured" else {}
         program = compile_drawn(example.model, microbatch, drawn, schedule, choices, seconds, observe=observe)
     return Inspected(example, program, tuple(dict.fromkeys(dropped)), tuple(seen), drawn, seconds)

@@ -6,13 +6,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from zbcompile.compiler.pass_pipeline import make_manager
 from zbcompile.model.batch import Microbatch
-from zbcompile.passes.capture.canonical import canonicalise
-from zbcompile.passes.capture.export import Captured, capture_inference
+from zbcompile.passes.capture.export import Captured
 from zbcompile.passes.graph.fx import output_values
 from zbcompile.passes.graph.process_groups import with_groups
+from zbcompile.passes.manager.canonicalise import canonicalise
+from zbcompile.passes.manager.pass_list import CAPTURE_INFERENCE, CUT
 from zbcompile.passes.partition.liveness import draw_line
-from zbcompile.passes.partition.stage_graphs import Stage, assign_by_parameters, cut
+from zbcompile.passes.partition.stage_graphs import Stage, assign_by_parameters
 from zbcompile.passes.stage.stage_program import forward_programs
 from zbcompile.program.program import Program
 from zbcompile.schedules.generators.forward_only import forward_only
@@ -44,11 +46,12 @@ def forward_program(inference: Inference, like: Program, microbatches: int) -> P
 def compile_inference(model: nn.Module, microbatch: Microbatch, like: Program) -> Inference:
     """Capture `model` in eval mode and cut it so that each parameter is used on the stage where it trains."""
     args, kwargs, _ = microbatch.example
-    captured = capture_inference(model, args, kwargs)
-    canonical = canonicalise(captured)
+    manager = make_manager()
+    captured = manager.run(CAPTURE_INFERENCE, model, args, kwargs)
+    canonical = canonicalise(captured, manager)
     line = draw_line(canonical)
     assigned = assign_by_parameters(canonical, line, like.homes)
-    stages = cut(canonical, line, assigned, like.schedule.stages)
+    stages = manager.run(CUT, canonical, line, assigned, like.schedule.stages)
     groups = canonical.captured.groups
     bound = tuple(replace(stage, module=with_groups(stage.module, groups)) for stage in stages)
     return Inference(captured, bound, {name: found for stage in bound for name, found in _outputs_of(stage)})

@@ -1,68 +1,98 @@
-"""What each pass of the compiler made of a stage, as text, and what one of them changed."""
+"""What each pass of the compiler made of the model and its stages: graphs as text, operations, seconds."""
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.fx import GraphModule, Node
+import torch
 
-from zbcompile.passes.graph.fx import output_values
-from zbcompile.passes.graph.roles import Slot
-from zbcompile.passes.partition.stage_graphs import Stage
-from zbcompile.passes.split.joint_graph import Joint
-from zbcompile.passes.split.split import Split
+from zbcompile.passes.capture.export import Captured
+from zbcompile.passes.graph.fx import is_getitem
+from zbcompile.passes.manager.pass_list import PASS_NAMES, PASSES
+from zbcompile.passes.manager.run_passes import Ran
 from zbcompile.passes.split.subgraphs import Piece
 from zbcompile.passes.stage.print_python import print_piece
-from zbcompile.passes.stage.stage_program import StageProgram
+from zbcompile.passes.verification.graph_views import graphs_of
 
 CONTEXT = 3
+_TITLES = {"model": ("F", "The model."), "stage": ("F", "The stage."), "joint": ("BW", "F, B and W in one.")}
+
+
+@dataclass(frozen=True)
+class PassCost:
+    """One pass: `runs` times (over the model, or over each distinct stage), the operations that it was given and made
+    in all (BW, which repeats B and W, not counted; `before` is None for a capture), and its seconds."""
+
+    name: str
+    does: str
+    runs: int
+    before: int | None
+    after: int
+    seconds: float
 
 
 @dataclass
 class PassHistory:
     """Notes what the compiler's passes make: give it to the compiler as `observe`.
 
-    `made[stage][name]` is what the pass `name` made of a stage. Stages whose graphs differ in names alone are compiled
-    once, so not every stage is here.
+    With `texts` it also keeps the graphs for `difference`. Stages whose graphs differ in names alone are compiled once,
+    so not every stage goes through every pass.
     """
 
-    made: dict[int, dict[str, Any]] = field(default_factory=dict)
+    texts: bool = False
+    ran: list[PassCost] = field(default_factory=list)
+    made: dict[tuple[str, int | None], Any] = field(default_factory=dict)
 
-    def __call__(self, stage: int, name: str, made: Any) -> None:
-        self.made.setdefault(stage, {})[name] = made
+    def __call__(self, ran: Ran) -> None:
+        in_place = isinstance(ran.before, Captured)  # a canonicalisation: what it was given is no longer there
+        before = self.ran[-1].after if in_place else count_operations(ran.before)
+        self.ran.append(PassCost(ran.name, "", 1, before, count_operations(ran.made) or 0, ran.seconds))
+        if self.texts:
+            self.made[ran.name, ran.stage] = _text(ran.made) if isinstance(ran.made, Captured) else ran.made
 
-    def difference(self, stage: int, first: str, second: str) -> str:
-        """A unified diff of the stage's graphs after the pass `first` and after `second`."""
-        before, after = ("".join(graphs_text(self.made[stage][name])).splitlines() for name in (first, second))
-        old, new = (f"stage {stage} after {name}" for name in (first, second))
+    def costs(self) -> list[PassCost]:
+        """What every pass of the compiler took, in order; `runs` is 0 for one that had nothing to do."""
+        return [_total(each.name, each.does, [ran for ran in self.ran if ran.name == each.name]) for each in PASSES]
+
+    def difference(self, stage: int, original: int, first: str, second: str) -> str:
+        """A unified diff of the graphs of a stage, or of the model where a pass is over the model, after the pass
+        `first` and after `second`. `original` is the stage whose graphs the stage has."""
+        (old, before), (new, after) = (self._after(name, stage, original) for name in (first, second))
         lines = list(difflib.unified_diff(before, after, old, new, n=CONTEXT, lineterm=""))
         return "\n".join(lines or [f"stage {stage}: nothing changed from {first} to {second}"]) + "\n"
 
-
-def graphs_text(made: Stage | Joint | Split | StageProgram) -> Iterator[str]:
-    """The graphs that a pass made, each as a Python function."""
-    if isinstance(made, Stage):
-        yield print_piece(Piece("F", made.module, made.inputs, made.outputs), "The stage.")
-    elif isinstance(made, Joint):
-        inputs = tuple(slot for slot, _ in made.inputs)
-        yield print_piece(
-            Piece("BW", made.module, inputs, _slots(made.module, list(made.outputs))), "F, B and W in one."
-        )
-    elif isinstance(made, Split):
-        for piece in (made.forward, made.backward, made.weight):
-            yield print_piece(piece, f"{piece.name}.")
-    else:
-        for name in ("F", "B", "W"):
-            yield print_piece(made.pieces[name], f"{name}.")
+    def _after(self, name: str, stage: int, original: int) -> tuple[str, list[str]]:
+        """What is there after a pass, with a title. A pass that had nothing to do leaves what it was given."""
+        for earlier in reversed(PASS_NAMES[: PASS_NAMES.index(name) + 1]):
+            for whose in (stage, original, None):
+                made = self.made.get((earlier, whose))
+                if made is not None:
+                    if isinstance(made, tuple):  # the stages, as they are cut
+                        made, whose = made[stage], stage
+                    title = "the model" if whose is None else f"stage {whose}"
+                    return f"{title} after {name}", _text(made).splitlines()
+        raise AssertionError(f"no pass before {name} was noted")
 
 
-def _slots(module: GraphModule, outputs: list[tuple[Slot, Node]]) -> tuple[Slot, ...]:
-    """The slot of each value that a joint graph returns; what has none (no gradient) is called so."""
-    slots = []
-    for value in output_values(module.graph):
-        found = next((pair for pair in outputs if pair[1] is value), None)
-        slots.append(found[0] if found else Slot("output", "(no gradient)"))
-        if found:
-            outputs.remove(found)
-    return tuple(slots)
+def _total(name: str, does: str, ran: Sequence[PassCost]) -> PassCost:
+    before = None if any(each.before is None for each in ran) else sum(each.before or 0 for each in ran)
+    return PassCost(name, does, len(ran), before, sum(each.after for each in ran), sum(each.seconds for each in ran))
+
+
+def count_operations(made: Any) -> int | None:
+    """The operations in the graphs of an artifact, BW left out; None for what has no graphs yet: a model."""
+    views = [] if isinstance(made, torch.nn.Module) else [view for view in graphs_of(made) if view.kind != "BW"]
+    return sum(not is_getitem(node) for view in views for node in view.calls) if views else None
+
+
+def _text(made: Any) -> str:
+    """The graphs of an artifact, each as a Python function."""
+    return made if isinstance(made, str) else "".join(_printed(made))
+
+
+def _printed(made: Any) -> Iterator[str]:
+    for view in graphs_of(made):
+        name, title = _TITLES.get(view.kind, (view.kind, f"{view.kind}."))
+        if view.kind != "BW":
+            yield print_piece(Piece(name, view.module, view.inputs, view.outputs), title)

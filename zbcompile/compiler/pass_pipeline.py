@@ -1,9 +1,8 @@
-"""The compiler: the passes, in order."""
+"""The compiler: from a model to the programs of all stages, by the passes of `zbcompile.passes.manager.pass_list`."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -11,37 +10,37 @@ from torch import nn
 from zbcompile.compiler.cut_planning import plan_cuts
 from zbcompile.compiler.vocabulary_decision import choose_sharding
 from zbcompile.compiler.vocabulary_sharding import Sharding, shard
+from zbcompile.env import CHECK
 from zbcompile.model.batch import Microbatch
 from zbcompile.model.model_info import facts_of
-from zbcompile.passes.capture.canonical import Canonical, canonicalise
+from zbcompile.passes.capture.canonical import Canonical
 from zbcompile.passes.capture.differentiability import backward_failure, loss_problems, mixed_dtypes
-from zbcompile.passes.capture.export import Captured, capture
+from zbcompile.passes.capture.export import Captured
 from zbcompile.passes.capture.training_step import LossFunction
 from zbcompile.passes.capture.unsupported import raise_first
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import CaptureError, CompileError
 from zbcompile.passes.graph.fx import output_values
-from zbcompile.passes.partition.liveness import Line, draw_line
-from zbcompile.passes.partition.shared_parameters import (
-    refuse_mutation_of_copies,
-    refuse_shared_mutation,
-    separate_uses,
+from zbcompile.passes.manager.canonicalise import canonicalise
+from zbcompile.passes.manager.pass_list import (
+    CAPTURE,
+    CUT,
+    DEDUPLICATE,
+    SEPARATE_USES,
+    STAGE_PASSES,
+    StageTask,
 )
-from zbcompile.passes.partition.stage_graphs import Assignment, Stage, assign_by_cuts, assign_by_parameters, cut
-from zbcompile.passes.recompute.recompute import recompute
-from zbcompile.passes.split.joint_graph import trace_joint
-from zbcompile.passes.split.simplify import simplify
-from zbcompile.passes.split.split import split
-from zbcompile.passes.stage.deduplicate import StageCompiler, compile_distinct
-from zbcompile.passes.stage.stage_program import StageProgram, finish_stage, tensor_spec
+from zbcompile.passes.manager.run_passes import Observer, PassManager
+from zbcompile.passes.partition.liveness import Line, draw_line
+from zbcompile.passes.partition.shared_parameters import refuse_mutation_of_copies, refuse_shared_mutation
+from zbcompile.passes.partition.stage_graphs import Assignment, Stage, assign_by_cuts, assign_by_parameters
+from zbcompile.passes.stage.deduplicate import Renaming, StageCompiler, compile_distinct
+from zbcompile.passes.stage.stage_program import StageProgram, tensor_spec
 from zbcompile.passes.vocabulary.shard_program import VocabularyProgram
 from zbcompile.program.program import Program, call_of
 from zbcompile.program.save import save_here
 from zbcompile.schedules.ir.schedule import Schedule
 from zbcompile.schedules.lowering.lower import lower
-
-STAGE_PASSES = ("cut", "joint", "simplify", "recompute", "split", "accumulate")  # what each stage goes through
-Observer = Callable[[int, str, Any], None]  # a stage, one of its passes, and what that made
 
 
 @dataclass(frozen=True)
@@ -63,25 +62,37 @@ def draw_step(
     loss: LossFunction | None,
     choices: Choices | None = None,
     schedule: Schedule | None = None,
+    observe: Observer | None = None,
 ) -> Drawn:
-    """Capture the training step of `model` for one microbatch's shapes. `vocab="auto"` decides for `schedule`."""
+    """Capture the training step of `model` for one microbatch's shapes. `vocab="auto"` decides for `schedule`.
+
+    `observe` sees each pass over the model.
+    """
+    manager = make_manager(observe)
     args, kwargs, target = microbatch.example
-    captured = capture(model, args, kwargs, target, loss)
+    captured = manager.run(CAPTURE, model, args, kwargs, target, loss)
     with without_autocast(microbatch):
-        canonical = canonicalise(captured)
+        canonical = canonicalise(captured, manager)
         raise_first([*mixed_dtypes(canonical), *loss_problems(canonical)])
-        return _drawn(captured, canonical, schedule, choices or Choices())
+        return _drawn(captured, canonical, schedule, choices or Choices(), manager)
+
+
+def make_manager(observe: Observer | None = None) -> PassManager:
+    """What runs the passes: with ZBCOMPILE_CHECK=1 a checker stands between every two of them."""
+    return PassManager(observe, CHECK.read())
 
 
 def redraw(drawn: Drawn, microbatch: Microbatch, choices: Choices, schedule: Schedule) -> Drawn:
     """The same captured step for other choices: with the output layer sharded, or not."""
     whole = drawn.canonical if drawn.sharding is None else drawn.sharding.whole
     with without_autocast(microbatch):
-        return _drawn(drawn.captured, whole, schedule, choices)
+        return _drawn(drawn.captured, whole, schedule, choices, make_manager())
 
 
-def _drawn(captured: Captured, whole: Canonical, schedule: Schedule | None, choices: Choices) -> Drawn:
-    sharding = choose_sharding(whole, schedule, choices)
+def _drawn(
+    captured: Captured, whole: Canonical, schedule: Schedule | None, choices: Choices, manager: PassManager
+) -> Drawn:
+    sharding = choose_sharding(whole, schedule, choices, manager)
     canonical = whole if sharding is None else sharding.trunk
     return Drawn(captured, canonical, draw_line(canonical), sharding)
 
@@ -104,7 +115,9 @@ def compile_drawn(
     """Cut the captured step and compile its stages. `seconds` are measured times, for `balance="measured"`.
 
     `like` is a program of the same model for other shapes: every parameter then stays on the stage where it is.
+    `observe` sees each pass that is left to do.
     """
+    manager = make_manager(observe)
     captured, canonical, line, sharding = drawn.captured, drawn.canonical, drawn.line, drawn.sharding
     with without_autocast(microbatch):
         if like is None:
@@ -112,18 +125,17 @@ def compile_drawn(
             assigned: Assignment = assign_by_cuts(line, cuts)
         else:
             cuts, assigned = like.cuts, _assign_like(like, canonical, line)
-        stages = cut(canonical, line, assigned, schedule.stages, choices.exact)
+        stages = manager.run(CUT, canonical, line, assigned, schedule.stages, choices.exact)
         refuse_shared_mutation(stages)
         if schedule.placement.kind == "dual":
             refuse_mutation_of_copies(stages)
         if choices.exact:
-            stages = separate_uses(stages, captured.trainable)
-        make = functools.partial(compile_stage, captured.trainable, choices, observe=observe)
-        programs = _compile_stages(canonical, stages, make, sharding.gradient if sharding else None)
+            stages = manager.run(SEPARATE_USES, stages, captured.trainable)
+        programs = _compile_stages(canonical, stages, choices, sharding.gradient if sharding else None, manager)
         vocabulary = None
         if sharding is not None:
             bounds = like.vocabulary.bounds if like is not None and like.vocabulary is not None else None
-            vocabulary, schedule = shard(sharding, schedule, choices, programs, bounds)
+            vocabulary, schedule = shard(sharding, schedule, choices, programs, bounds, manager)
     return Program(
         model=facts_of(model, captured.constants),
         cuts=cuts,
@@ -142,10 +154,20 @@ def compile_drawn(
 
 
 def _compile_stages(
-    canonical: Canonical, stages: tuple[Stage, ...], make: StageCompiler, behind: Mapping[str, torch.Tensor] | None
+    canonical: Canonical,
+    stages: tuple[Stage, ...],
+    choices: Choices,
+    behind: Mapping[str, torch.Tensor] | None,
+    manager: PassManager,
 ) -> tuple[StageProgram, ...]:
+    trainable = canonical.captured.trainable
+
+    def rename(program: StageProgram, to: Renaming) -> StageProgram:
+        return manager.run(DEDUPLICATE, program, to, stage=to.stage)  # type: ignore[no-any-return]
+
+    make: StageCompiler = functools.partial(compile_stage, trainable, choices, manager=manager)
     try:
-        return compile_distinct(stages, canonical.captured.trainable, make, behind)
+        return compile_distinct(stages, trainable, make, behind, rename)
     except CompileError:
         raise
     except Exception as error:  # torch's own words name neither the operation nor its line
@@ -157,18 +179,13 @@ def compile_stage(
     choices: Choices,
     stage: Stage,
     tangents: Mapping[str, torch.Tensor],
-    observe: Observer | None = None,
+    manager: PassManager | None = None,
 ) -> tuple[StageProgram, Mapping[str, torch.Tensor]]:
-    """One stage's program, and the fake gradient of each activation that it receives. `observe` sees every pass."""
-    joint = trace_joint(stage, trainable, tangents, choices.exact)
-    simple = simplify(joint)
-    lean = recompute(simple, choices.recompute)
-    pieces = split(lean, choices.weight_recompute)
-    program = finish_stage(pieces, choices)
-    if observe is not None:
-        for name, made in zip(STAGE_PASSES, (stage, joint, simple, lean, pieces, program), strict=True):
-            observe(stage.index, name, made)
-    return program, lean.gradient_of_input
+    """One stage's program, and the fake gradient of each activation that it receives."""
+    task = StageTask(trainable, choices, tangents)
+    made = (manager or make_manager()).run_all(STAGE_PASSES, stage, task, stage=stage.index)
+    *_, pieces, program = made
+    return program, pieces.joint.gradient_of_input
 
 
 def _assign_like(like: Program, canonical: Canonical, line: Line) -> Assignment:

@@ -8,6 +8,7 @@ from zbcompile.compiler.vocabulary_sharding import Sharding, find_sharding
 from zbcompile.passes.capture.canonical import Canonical
 from zbcompile.passes.compile_options import BALANCES, Choices
 from zbcompile.passes.errors import PartitionError
+from zbcompile.passes.manager.run_passes import SILENT, PassManager
 from zbcompile.passes.partition.liveness import draw_line
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.generators.vocabulary_insertion import with_vocabulary
@@ -31,9 +32,11 @@ class Steps:
     sharded: float
 
 
-def choose_sharding(canonical: Canonical, schedule: Schedule | None, choices: Choices) -> Sharding | None:
+def choose_sharding(
+    canonical: Canonical, schedule: Schedule | None, choices: Choices, manager: PassManager = SILENT
+) -> Sharding | None:
     """What `vocab=` asks for; "auto" shards where there is an output layer whose sharding gains 5 % of the step."""
-    sharding = find_sharding(canonical, choices)
+    sharding = find_sharding(canonical, choices, manager)
     if sharding is None or schedule is None or choices.vocab != "auto" or schedule.shards:
         return sharding
     steps = predict_steps(sharding, schedule, choices)

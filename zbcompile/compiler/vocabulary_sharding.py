@@ -9,6 +9,8 @@ import torch
 from zbcompile.passes.capture.canonical import Canonical
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import CompileError
+from zbcompile.passes.manager.pass_list import SHARD, TRUNK
+from zbcompile.passes.manager.run_passes import SILENT, PassManager
 from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.passes.vocabulary.embedding import VocabularyLookup, find_lookup
 from zbcompile.passes.vocabulary.logits import NotShardable
@@ -19,9 +21,7 @@ from zbcompile.passes.vocabulary.shard_program import (
     VocabularyProgram,
     even_bounds,
     levelled_bounds,
-    make_vocabulary,
 )
-from zbcompile.passes.vocabulary.trunk import cut_off
 from zbcompile.schedules.execution.memory import peak_memory
 from zbcompile.schedules.generators.vocabulary_insertion import with_vocabulary
 from zbcompile.schedules.ir.costs import Costs
@@ -57,7 +57,7 @@ class Sharding:
             return {self.activation: torch.empty(value.shape, dtype=value.dtype, device=value.device)}
 
 
-def find_sharding(canonical: Canonical, choices: Choices) -> Sharding | None:
+def find_sharding(canonical: Canonical, choices: Choices, manager: PassManager = SILENT) -> Sharding | None:
     """What `vocab=` asks for; None where it asks for nothing. Raises CompileError where it cannot be."""
     if choices.vocab == "off" or (choices.vocab == "auto" and choices.exact):
         return None
@@ -73,11 +73,16 @@ def find_sharding(canonical: Canonical, choices: Choices) -> Sharding | None:
             return None
         raise CompileError(f'vocab={choices.vocab}: {reason}. Use vocab="off".') from reason
     lookup = find_lookup(canonical, head)
-    return Sharding(canonical, head, lookup, cut_off(canonical, head, lookup))
+    return Sharding(canonical, head, lookup, manager.run(TRUNK, canonical, head, lookup))
 
 
 def shard(
-    sharding: Sharding, schedule: Schedule, choices: Choices, stages: tuple[StageProgram, ...], bounds: Bounds | None
+    sharding: Sharding,
+    schedule: Schedule,
+    choices: Choices,
+    stages: tuple[StageProgram, ...],
+    bounds: Bounds | None,
+    manager: PassManager = SILENT,
 ) -> tuple[VocabularyProgram, Schedule]:
     """The graphs of every rank's shard, and `schedule` with their passes.
 
@@ -85,12 +90,12 @@ def shard(
     """
     bounds = bounds or bounds_of(sharding.head, schedule, stages)
     tiling = tiling_of(sharding.head, bounds, choices)
-    found = _inserted(sharding, schedule, choices, stages, bounds, tiling)
+    found = _inserted(sharding, schedule, choices, stages, bounds, tiling, manager)
     most = _most_bytes(sharding, choices, stages, *found)
     if choices.memory is None or most <= choices.memory:
         return found
     if tiling.keep and choices.vocab_logits == "auto":
-        found = _inserted(sharding, schedule, choices, stages, bounds, replace(tiling, keep=False))
+        found = _inserted(sharding, schedule, choices, stages, bounds, replace(tiling, keep=False), manager)
         most = _most_bytes(sharding, choices, stages, *found)
     if most > choices.memory:
         raise CompileError(
@@ -107,10 +112,12 @@ def _inserted(
     stages: tuple[StageProgram, ...],
     bounds: Bounds,
     tiling: Tiling,
+    manager: PassManager,
 ) -> tuple[VocabularyProgram, Schedule]:
     barriers = choices.vocab if isinstance(choices.vocab, int) else 1
-    vocabulary = make_vocabulary(
-        *(sharding.whole, sharding.head, sharding.activation, bounds, barriers, tiling, sharding.lookup, choices)
+    vocabulary = manager.run(
+        *(SHARD, sharding.whole, sharding.head, sharding.activation),
+        *(bounds, barriers, tiling, sharding.lookup, choices),
     )
     return vocabulary, insert(schedule, vocabulary, stages)
 

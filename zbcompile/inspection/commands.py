@@ -9,8 +9,9 @@ from zbcompile.compiler.compile_example import Inspected, read_saved
 from zbcompile.compiler.pass_history import PassHistory
 from zbcompile.errors import PipelineError
 from zbcompile.inspection.compare_schedules import compare
-from zbcompile.inspection.graphs import difference, graph_text, stage_and_pass, write_graphs
+from zbcompile.inspection.graphs import difference, graph_text, merge_pairs, stage_and_pass, write_graphs
 from zbcompile.inspection.idle_report import format_critical_path, format_idle_intervals
+from zbcompile.inspection.pass_table import pass_table
 from zbcompile.inspection.report import format_summary
 from zbcompile.inspection.request import (
     Request,
@@ -24,6 +25,7 @@ from zbcompile.inspection.request import (
 from zbcompile.inspection.step_comparison_report import comparison_to_dict, format_step_comparison
 from zbcompile.inspection.summary import Tried, Unsharded, summarise
 from zbcompile.inspection.units import for_trace, in_units
+from zbcompile.passes.manager.run_passes import PassManager
 from zbcompile.prediction.predict import Basis, left_on_last
 from zbcompile.prediction.recompile_trials import Impossible, run_trials
 from zbcompile.prediction.step_comparison import compare_step, measured_timeline, require_same_schedule
@@ -52,7 +54,7 @@ def run(request: Request) -> None:
     elif request.compare:
         compare(example_of(request), request)
     else:
-        history = PassHistory() if request.diff else None
+        history = PassHistory(texts=bool(request.diff)) if request.diff or request.passes else None
         schedule = schedule_of(request, request.schedule_name)
         refuse_places(request, schedule, chosen)
         _show(compile_for(example_of(request), schedule, request, history), request, chosen, history)
@@ -61,7 +63,8 @@ def run(request: Request) -> None:
 def _show(inspected: Inspected, request: Request, chosen: tuple[int, str] | None, history: PassHistory | None) -> None:
     """What is asked for of one program; `chosen` is the stage and pass of `--graph`."""
     if history is not None:
-        print(difference(inspected, history, request), end="")
+        merge_pairs(inspected.program, PassManager(history))
+        print(pass_table(history, request.json) if request.passes else difference(inspected, history, request), end="")
     elif chosen:
         print(graph_text(inspected, *chosen, request.format), end="")
     elif request.graphs:
@@ -83,7 +86,7 @@ def _for_picture(timeline: Timeline, basis: Basis, file: Path) -> Timeline:
 
 def _saved(request: Request) -> Inspected:
     """The program in a directory, whose model is not here: what needs that is refused."""
-    needing = [f"--{name}" for name in ("diff", "compare") if getattr(request, name)]
+    needing = [f"--{name}" for name in ("diff", "passes", "compare") if getattr(request, name)]
     if request.changed or needing:
         options = ", ".join([*request.changed, *needing])
         raise PipelineError(

@@ -17,7 +17,7 @@ from zbcompile.compiler.compile_example import names_of_output
 from zbcompile.inspection.explanation import Explanation, Place, counted
 from zbcompile.model.batch import input_tensors
 from zbcompile.model.module_state import modules_restored
-from zbcompile.passes.capture.canonical import Canonical, canonicalise
+from zbcompile.passes.capture.canonical import Canonical
 from zbcompile.passes.capture.differentiability import (
     backward_failure,
     described,
@@ -31,6 +31,7 @@ from zbcompile.passes.capture.side_effects import Watch
 from zbcompile.passes.capture.training_step import LossFunction, check_loss, loss_in, register_dataclasses
 from zbcompile.passes.capture.unsupported import training_problems
 from zbcompile.passes.errors import CaptureError, CompileError
+from zbcompile.passes.manager.canonicalise import canonicalise
 from zbcompile.passes.partition.liveness import Line, draw_line
 from zbcompile.passes.partition.node_costs import nominal_seconds
 from zbcompile.passes.partition.stage_graphs import cut

@@ -10,7 +10,11 @@ from zbcompile.inspection.graph_data import PASSES, graph_of
 from zbcompile.inspection.graph_dot import to_dot
 from zbcompile.inspection.graph_html import to_page
 from zbcompile.inspection.request import Request, require_stage
+from zbcompile.passes.manager.pass_list import OVERLAP
+from zbcompile.passes.manager.run_passes import PassManager
 from zbcompile.passes.stage.print_python import print_piece
+from zbcompile.program.program import Program
+from zbcompile.runtime.overlapped_pairs import kinds_of_pairs
 
 
 def stage_and_pass(text: str) -> tuple[int, str]:
@@ -28,7 +32,13 @@ def difference(inspected: Inspected, history: PassHistory, request: Request) -> 
     assert request.diff is not None
     stage = request.stage or 0
     require_stage(inspected.program.schedule, stage)
-    return history.difference(inspected.program.stages[stage].original, *request.diff)
+    return history.difference(stage, inspected.program.stages[stage].original, *request.diff)
+
+
+def merge_pairs(program: Program, manager: PassManager) -> None:
+    """The last pass, which a rank runs when it is prepared: each kind of pair in the schedule as one graph."""
+    for f, op, b in dict.fromkeys(kind for steps in program.lowered.programs for kind in kinds_of_pairs(steps)):
+        manager.run(OVERLAP, (program.stages[f].pieces["F"], program.stages[b].pieces[op]), stage=f)
 
 
 def _printed(inspected: Inspected, stage: int, name: str) -> str:

@@ -5,14 +5,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from zbcompile.cli.plan_arguments import Plan, compiled
 from zbcompile.compiler.compile_example import Inspected
-from zbcompile.compiler.pass_pipeline import STAGE_PASSES, Observer
 from zbcompile.errors import PipelineError
 from zbcompile.inspection.idle_report import require_rank
 from zbcompile.model.example import Example
+from zbcompile.passes.manager.pass_list import STAGE_PASSES
+from zbcompile.passes.manager.run_passes import Observer, Ran
 from zbcompile.prediction.predict import Basis, basis_of, predict, require_costs
 from zbcompile.program.program import StepOptions
 from zbcompile.schedules import Schedule
@@ -30,6 +30,7 @@ class Request(Plan):
     graph: str | None
     graphs: Path | None
     diff: list[str] | None
+    passes: bool
     stage: int | None
     compare: str | None
     explain_idle: int | None
@@ -44,18 +45,18 @@ class Request(Plan):
 
 def refuse_combinations(request: Request) -> None:
     """Raise PipelineError for options that do not go together."""
-    causes = request.explain_idle is not None or request.critical_path or request.diff
+    causes = request.explain_idle is not None or request.critical_path or request.diff or request.passes
     if request.stage is not None and not request.diff:
         raise PipelineError("--stage says which stage --diff shows; for one graph ask for --graph STAGE.PASS.")
-    if request.json and (request.graph or request.graphs or request.timeline or causes):
-        raise PipelineError("--json writes the summary or the comparison; leave it out, or leave the other out.")
+    if request.json and (request.graph or request.graphs or request.timeline or (causes and not request.passes)):
+        raise PipelineError("--json writes the summary, the comparison or --passes; leave it out, or the other.")
     if request.format != "text" and not (request.graph or request.graphs):
         raise PipelineError(f"--format {request.format} is for --graph or --graphs; the summary has --json.")
     if request.format == "html" and request.graph:
         raise PipelineError("--format html shows all graphs on one page; ask for it with --graphs DIR.")
     if request.fake and request.costs == "measured":
         raise PipelineError("--costs measured runs the graphs for real; leave out --fake.")
-    if request.measured and (request.graph or request.graphs or request.diff or request.compare):
+    if request.measured and (request.graph or request.graphs or request.diff or request.passes or request.compare):
         raise PipelineError("--measured shows a recorded step: alone, or with --timeline, --explain-idle or --json.")
     if request.timeline and (request.graph or request.graphs or causes):
         raise PipelineError("--timeline draws the step, or with --compare several; leave it out, or the other.")
@@ -100,14 +101,14 @@ def announcer() -> Callable[[str], None]:
 
 
 def compile_for(example: Example, schedule: Schedule, request: Request, observe: Observer | None = None) -> Inspected:
-    """Compile `example`. `observe` sees what each pass makes of each distinct stage."""
+    """Compile `example`. `observe` sees what each pass makes."""
     say = announcer()
 
-    def watch(stage: int, name: str, made: Any) -> None:
-        if name == STAGE_PASSES[-1]:
-            say(f"compiled stage {stage} of 0 to {schedule.stages - 1}")
+    def watch(ran: Ran) -> None:
+        if ran.name == STAGE_PASSES[-1].name:
+            say(f"compiled stage {ran.stage} of 0 to {schedule.stages - 1}")
         if observe is not None:
-            observe(stage, name, made)
+            observe(ran)
 
     say(f"capturing {type(example.model).__name__} for {schedule.name}, {schedule.stages} stages")
     found = compiled(example, schedule, request, watch)

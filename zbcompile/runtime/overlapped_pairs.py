@@ -10,25 +10,26 @@ All of these take one list: the forward's inputs, a function that takes its resu
 backward's inputs. They return the backward's results.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from zbcompile.backends.cuda_graphs import Recorded
 from zbcompile.backends.types import Run
+from zbcompile.compiler.pass_pipeline import make_manager
 from zbcompile.env import PAIR_STREAMS
-from zbcompile.passes.stage.overlap import merge
+from zbcompile.passes.manager.pass_list import OVERLAP
 from zbcompile.passes.torch_private import boxed
 from zbcompile.runtime.stage_plan import CompiledStage
-from zbcompile.schedules.ir.actions import Action
+from zbcompile.schedules.ir.actions import Action, Pair
 
 Kind = tuple[int, str, int]  # the stage of the forward, the operation of the backward and its stage
 
 
 def make_pairs(steps: Sequence[Sequence[Action]], stages: Mapping[int, CompiledStage]) -> dict[Kind, Run]:
     """A function per kind of pair in the order of a rank. A rank with two model copies runs at most four kinds."""
-    kinds = dict.fromkeys((first.stage, second[0].op, second[0].stage) for first, *second in steps if second)
+    kinds = kinds_of_pairs(steps)
     if not kinds:
         return {}
     device = stages[next(iter(kinds))[0]].device
@@ -36,9 +37,16 @@ def make_pairs(steps: Sequence[Sequence[Action]], stages: Mapping[int, CompiledS
     return {(f, op, b): _pair_of(stages[f], op, stages[b], aside) for f, op, b in kinds}
 
 
+def kinds_of_pairs(steps: Iterable[object]) -> dict[Kind, None]:
+    """The kinds of pair among the steps of a rank, in order of appearance."""
+    pairs = [step for step in steps if isinstance(step, Pair)]
+    return dict.fromkeys((pair.forward.stage, pair.backward.op, pair.backward.stage) for pair in pairs)
+
+
 def _pair_of(one: CompiledStage, op: str, other: CompiledStage, aside: Any) -> Run:
     if one.mergeable and other.mergeable:
-        return boxed(merge(one.program.pieces["F"], other.program.pieces[op]).module).forward  # type: ignore[no-any-return]
+        merged = make_manager().run(OVERLAP, (one.program.pieces["F"], other.program.pieces[op]))
+        return boxed(merged.module).forward  # type: ignore[no-any-return]
     forward, backward = one.calls["F"].run, other.calls[op].run
     if aside is None or isinstance(forward, Recorded) or isinstance(backward, Recorded):
         return in_turn(forward, backward)

@@ -15,8 +15,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import zbcompile
-from zbcompile.passes.capture.canonical import canonicalise
 from zbcompile.passes.capture.export import capture
+from zbcompile.passes.manager.canonicalise import canonicalise
 
 WIDTH = 6
 MICROBATCHES = 4

@@ -106,9 +106,9 @@ def test_a_renamed_program_is_what_compiling_the_stage_gives(
 ) -> None:
     made: dict[str, tuple[StageProgram, ...]] = {}
 
-    def both(stages: tuple[Stage, ...], trainable: frozenset[str], make: Any, behind: Any) -> tuple[StageProgram, ...]:
+    def both(stages: tuple[Stage, ...], trainable: frozenset[str], make: Any, *rest: Any) -> tuple[StageProgram, ...]:
         made["alone"] = _each_for_itself(stages, trainable, make)
-        made["shared"] = compile_distinct(stages, trainable, make, behind)
+        made["shared"] = compile_distinct(stages, trainable, make, *rest)
         return made["shared"]
 
     monkeypatch.setattr("zbcompile.compiler.pass_pipeline.compile_distinct", both)

@@ -22,8 +22,8 @@ from tests.support.vocabulary_case import (
     shifted,
     z_loss,
 )
-from zbcompile.passes.capture.canonical import canonicalise
 from zbcompile.passes.capture.export import capture
+from zbcompile.passes.manager.canonicalise import canonicalise
 from zbcompile.passes.vocabulary.logits import NotShardable
 from zbcompile.passes.vocabulary.output_layer import find_head
 

@@ -1,0 +1,1 @@
+"""The passes in one list, and what runs them."""

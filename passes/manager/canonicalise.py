@@ -1,0 +1,12 @@
+"""From a captured graph to the canonical one, by all canonicalisations in order."""
+
+from zbcompile.passes.capture.canonical import Canonical
+from zbcompile.passes.capture.export import Captured
+from zbcompile.passes.manager.pass_list import CANONICALISE
+from zbcompile.passes.manager.run_passes import SILENT, PassManager
+
+
+def canonicalise(captured: Captured, manager: PassManager = SILENT) -> Canonical:
+    """The canonical form of `captured`, which stays as it is. Raises CaptureError for what no stage can compute."""
+    canonical: Canonical = manager.run_all(CANONICALISE, captured)[-1]
+    return canonical

@@ -1,0 +1,64 @@
+"""Running passes: each is timed and shown to whoever watches, and what it made is checked if that is asked for."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from zbcompile.passes.verification.rule import Rule, verify
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One pass of the compiler: `run(before, *given)` makes a new artifact of the one before it.
+
+    `does` says in a few words what; `holds` are the rules that what it made obeys.
+    """
+
+    name: str
+    does: str
+    run: Callable[..., Any]
+    holds: tuple[Rule, ...] = ()
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A pass that was run: over the model (`stage` is None) or one stage, in how many `seconds`."""
+
+    name: str
+    stage: int | None
+    before: Any
+    made: Any
+    seconds: float
+
+
+Observer = Callable[[Ran], None]
+
+
+@dataclass(frozen=True)
+class PassManager:
+    """Runs passes. `observe` sees each when it is done; with `check` what a pass made must obey its rules."""
+
+    observe: Observer | None = None
+    check: bool = False
+
+    def run(self, step: Pass, before: Any, *given: Any, stage: int | None = None) -> Any:
+        """What `step` makes of `before`. Raises VerificationError if that is wrong, and what the pass itself raises."""
+        began = time.perf_counter()
+        made = step.run(before, *given)
+        seconds = time.perf_counter() - began
+        if self.check:
+            verify(step.name, step.holds, made, before)
+        if self.observe is not None:
+            self.observe(Ran(step.name, stage, before, made, seconds))
+        return made
+
+    def run_all(self, steps: Sequence[Pass], first: Any, *given: Any, stage: int | None = None) -> list[Any]:
+        """What each of `steps` makes, one after the other: every pass gets what the one before it made."""
+        made = [first]
+        for step in steps:
+            made.append(self.run(step, made[-1], *given, stage=stage))
+        return made[1:]
+
+
+SILENT = PassManager()

@@ -1,0 +1,200 @@
+"""What holds of F, B, W and BW: who computes what, what waits between them, where gradients go."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from zbcompile.passes.graph.fx import is_random, operations_behind
+from zbcompile.passes.graph.roles import Slot, TensorSpec
+from zbcompile.passes.graph.storage import is_view, storage_bytes, tensors_of
+from zbcompile.passes.split.saved_bytes import RESIDENT, Crossing
+from zbcompile.passes.split.split import Split
+from zbcompile.passes.split.subgraphs import LATER
+from zbcompile.passes.split.weight_cut import is_cheap
+from zbcompile.passes.stage.stage_program import StageProgram, tensor_spec
+from zbcompile.passes.torch_private import is_in_place, storage_key
+from zbcompile.passes.verification.graph_rules import form_of
+from zbcompile.passes.verification.graph_views import GraphView, graphs_of, pieces_of
+from zbcompile.passes.verification.rule import Break, graph_rule, rule
+
+aten = torch.ops.aten
+_LOSS = Slot("tangent", "loss")
+Pieces = Split | StageProgram
+
+
+def _by_name(view: GraphView) -> dict[str, Node]:
+    """The operations by name: those of a joint graph keep their names in its pieces."""
+    return {node.name: node for node in view.calls}
+
+
+@rule("every operation that a result needs is in F, B or W, and what is in two of them is marked as repeated in W")
+def each_operation_once(made: Split, before: Any) -> Iterator[Break]:
+    pieces = pieces_of(made)
+    forward, backward, weight = (_by_name(pieces[name]) for name in "FBW")
+    results = (node for slot, node in made.joint.outputs if slot.kind != "virtual_gradient")
+    for node in operations_behind(results):
+        if node.name not in forward and node.name not in backward and node.name not in weight:
+            yield Break("is in none of F, B and W", node, f"stage {made.joint.stage.index}")
+    for name in forward.keys() & backward.keys():
+        yield Break("is in F too", backward[name], pieces["B"].title)
+    for name in weight.keys() & (forward.keys() | backward.keys()):
+        if "repeated" not in weight[name].meta:
+            yield Break(f"is in {'F' if name in forward else 'B'} too, unmarked", weight[name], pieces["W"].title)
+
+
+@rule("what W repeats is a view, or bound by memory")
+def repeats_cheap(made: Split, before: Any) -> Iterator[Break]:
+    weight = pieces_of(made)["W"]
+    for node in weight.calls:
+        if "repeated" in node.meta and not (is_view(node) or is_cheap(node)):
+            yield Break(f"repeats {node.target}", node, weight.title)
+
+
+@rule("BW computes what B and W compute, the two calls of a cut convolution backward in one")
+def fused_is_both(made: Split, before: Any) -> Iterator[Break]:
+    pieces = pieces_of(made)
+    both, fused = _by_name(pieces["B"]) | _by_name(pieces["W"]), _by_name(pieces["BW"])
+    for name in fused.keys() - both.keys():
+        yield Break("is in neither B nor W", fused[name], pieces["BW"].title)
+    merged = {node.args[:2] for node in fused.values() if node.target is aten.convolution_backward.default}
+    for name in both.keys() - fused.keys():
+        if not (both[name].target is aten.convolution_backward.default and merged):
+            yield Break("is not in BW", both[name], f"B or W of stage {made.joint.stage.index}")
+
+
+@rule("random numbers are drawn in F alone")
+def draws_in_forward(made: Pieces, before: Any) -> Iterator[Break]:
+    for name, view in pieces_of(made).items():
+        yield from (Break("draws", node, view.title) for node in view.calls if name != "F" and is_random(node))
+
+
+@rule("F draws every random number of its stage once, in order")
+def draws_all(made: Split, before: Any) -> Iterator[Break]:
+    view = pieces_of(made)["F"]
+    wanted = [node.name for node in made.joint.module.graph.nodes if is_random(node)]
+    drawn = [node.name for node in view.calls if is_random(node)]
+    if drawn != wanted:
+        yield Break(f"draws {drawn or 'nothing'}, and its stage {wanted or 'nothing'}", None, view.title)
+
+
+@rule("what a pass reads as saved an earlier one returns in that form, and what is saved is read")
+def saved_arrives(made: Pieces, before: Any) -> Iterator[Break]:
+    pieces = pieces_of(made)
+    saved = {name: _of_kind(pieces[name].leaving, "saved") for name in "FB"}
+    read = {name: _of_kind(pieces[name].arriving, "saved") for name in ("B", "W", "BW")}
+    for name, sources in (("B", ("F",)), ("W", ("F", "B")), ("BW", ("F",))):
+        for slot, node in read[name].items():
+            maker = next((saved[source][slot] for source in sources if slot in saved[source]), None)
+            if maker is None:
+                yield Break(f"is {slot}, which {' and '.join(sources)} did not return", node, pieces[name].title)
+            elif form_of(maker.meta["val"]) != form_of(node.meta["val"]):
+                was, now = form_of(maker.meta["val"]), form_of(node.meta["val"])
+                yield Break(f"is read as {now} and was saved as {was}", node, pieces[name].title)
+    for name in "FB":
+        for slot in saved[name].keys() - set().union(*(read[later] for later in LATER[name])):
+            yield Break("is saved, and no later pass reads it", saved[name][slot], pieces[name].title)
+
+
+def _of_kind(pairs: Iterable[tuple[Slot, Node]], kind: str) -> dict[Slot, Node]:
+    return {slot: node for slot, node in pairs if slot.kind == kind}
+
+
+@rule("the storages that wait between the passes have the bytes that are reported")
+def crossing_counted(made: Pieces, before: Any) -> Iterator[Break]:
+    counted = _count(pieces_of(made))
+    for name, size in vars(counted).items():
+        reported = getattr(made.crossing, name)
+        if reported != size:
+            index = made.stage if isinstance(made, StageProgram) else made.joint.stage.index
+            yield Break(f"{name} is reported as {reported:,} bytes and is {size:,}", None, f"stage {index}")
+
+
+def _count(pieces: Mapping[str, GraphView]) -> Crossing:
+    """The same bytes from the inputs of B and W alone."""
+    changed = {slot.name for slot in pieces["F"].outputs if slot.kind == "mutation"}
+    held = [(slot, node) for view in pieces.values() for slot, node in view.arriving if _is_resident(slot, changed)]
+    free = {storage_key(t) for _, node in held for t in tensors_of(node.meta["val"])}
+    from_backward = {slot for slot in pieces["B"].outputs if slot.kind == "saved"}
+    for_backward = [node for slot, node in pieces["B"].arriving if slot.kind != "tangent"]
+    for_weight = [(slot, node) for slot, node in pieces["W"].arriving if slot.kind != "accumulator"]
+    late = [node for slot, node in for_weight if slot.kind == "tangent" or slot in from_backward]
+    early = [node for slot, node in for_weight if slot.kind != "tangent" and slot not in from_backward]
+
+    def size(nodes: list[Node]) -> int:
+        return storage_bytes([t for node in nodes for t in tensors_of(node.meta["val"])], free)
+
+    return Crossing(size(for_backward), size(early), size(late), size(for_backward + early), size(late + early))
+
+
+def _is_resident(slot: Slot, changed: set[str]) -> bool:
+    return slot == _LOSS or (slot.kind in RESIDENT and not (slot.kind == "buffer" and slot.name in changed))
+
+
+@rule("W and BW return, or add to its buffer, the gradient of every trained parameter, and of no other")
+def gradients_complete(made: StageProgram, before: Any) -> Iterator[Break]:
+    for name in ("W", "BW"):
+        view = pieces_of(made)[name]
+        slots = [*view.inputs, *view.outputs]
+        found = {slot.name for slot in slots if slot.kind in ("gradient", "accumulator")}
+        for parameter in set(made.trained) - found:
+            yield Break(f"{parameter} gets no gradient", None, view.title)
+        for parameter in found - set(made.trained):
+            yield Break(f"{parameter} is not trained and gets a gradient", None, view.title)
+
+
+@graph_rule("a gradient buffer is written into, and nothing else is")
+def only_buffers_written(view: GraphView) -> Iterator[Break]:
+    buffers = {node for slot, node in view.arriving if slot.kind == "accumulator"}
+    written = set()
+    for node in view.calls:
+        if is_in_place(node.target):
+            into = _behind_views(node.args[0])
+            written.add(into)
+            if into not in buffers:
+                yield Break(f"writes into {into.name}, which is no gradient buffer", node)
+    yield from (Break("is never added to", node) for node in buffers - written)
+
+
+def _behind_views(value: Any) -> Node:
+    """The placeholder or operation behind the views that a write goes through."""
+    node: Node = value
+    while node.op == "call_function" and node.meta.get("pass") == "accumulate" and not is_in_place(node.target):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+@rule("every returned gradient has memory of its own, so that it may become .grad")
+def gradients_own(made: StageProgram, before: Any) -> Iterator[Break]:
+    for view in graphs_of(made):
+        first = {storage_key(t): slot for slot, node in view.arriving for t in tensors_of(node.meta.get("val"))}
+        for slot, node in view.leaving:
+            keys = {storage_key(t): slot for t in tensors_of(node.meta.get("val"))}
+            if slot.kind == "gradient" and keys.keys() & first.keys():
+                yield Break(f"shares its memory with {first[min(keys.keys() & first.keys())]}", node, view.title)
+            first |= keys
+
+
+@rule("a stage receives and sends what its graphs read and return, in that form")
+def messages_described(made: StageProgram, before: Any) -> Iterator[Break]:
+    pieces = pieces_of(made)
+    told = (
+        (made.receives, pieces["F"], pieces["F"].arriving, "activation"),
+        (made.sends, pieces["F"], pieces["F"].leaving, "activation"),
+        (made.gradients_in, pieces["BW"], pieces["BW"].arriving, "tangent"),
+        (made.gradients_out, pieces["BW"], pieces["BW"].leaving, "input_gradient"),
+    )
+    for specs, view, pairs, kind in told:
+        nodes = {slot.name: node for slot, node in pairs if slot.kind == kind and slot != _LOSS}
+        yield from (Break(f"returns no {kind} {name}", None, view.title) for name in _missing(specs, nodes, kind))
+        for name, node in nodes.items():
+            if name not in specs:
+                yield Break(f"is the {kind} {name}, of which the stage's description says nothing", node, view.title)
+            elif (spec := tensor_spec(node.meta["val"]))[:1] + spec[2:4] != specs[name][:1] + specs[name][2:4]:
+                yield Break(f"is {spec.dtype}{list(spec.shape)} and described as {specs[name]}", node, view.title)
+
+
+def _missing(specs: Mapping[str, TensorSpec], nodes: Mapping[str, Node], kind: str) -> set[str]:
+    """What is described and not there; an activation that nothing reads, and its gradient, need not arrive."""
+    return set() if kind == "tangent" else specs.keys() - nodes.keys()
