@@ -1,8 +1,9 @@
-"""The switches: environment variables, read once when a pipeline is made or compiled. Here is the whole list."""
+"""Environment variables, read once when a pipeline is made or compiled. Here is the whole list."""
 
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from zbcompile.errors import PipelineError
 
@@ -23,7 +24,27 @@ class Switch:
             raise PipelineError(f"{self.name}={value!r}; expected 0 or 1.")
         return _TRUTH[value]
 
+    def __str__(self) -> str:
+        return f"{self.name}=1  {self.help}; now {'on' if self.read() else 'off'}"
 
+
+@dataclass(frozen=True)
+class Folder:
+    """A folder that the environment variable `name` may name."""
+
+    name: str
+    help: str
+
+    def read(self, environment: Mapping[str, str] = os.environ) -> Path | None:
+        """The folder, absolute; None if none is named."""
+        given = environment.get(self.name)
+        return Path(given).expanduser().absolute() if given else None
+
+    def __str__(self) -> str:
+        return f"{self.name}=DIR  {self.help}; now {self.read() or 'not set'}"
+
+
+CACHE = Folder("ZBCOMPILE_CACHE", "where graphs that a backend has compiled are kept (default: zbcompile in ~/.cache)")
 CHECK = Switch(
     "ZBCOMPILE_CHECK",
     "check what holds between every two passes of the compiler; what breaks is named with its pass, operation and line",
@@ -40,4 +61,4 @@ PAIR_STREAMS = Switch(
     "ZBCOMPILE_PAIR_STREAMS",
     "the halves of a pair that a backend has compiled run on two CUDA streams (takes memory: streams share none)",
 )
-SWITCHES = (CHECK, DEBUG_NAN, ORDERED, PAIR_STREAMS)
+VARIABLES = (CACHE, CHECK, DEBUG_NAN, ORDERED, PAIR_STREAMS)

@@ -8,7 +8,7 @@ from typing import Any
 
 from zbcompile.cli.exit_status import exit_status
 from zbcompile.cli.plan_arguments import add_plan
-from zbcompile.env import SWITCHES
+from zbcompile.env import VARIABLES
 from zbcompile.inspection.commands import run
 from zbcompile.inspection.request import FORMATS, Request
 from zbcompile.passes.manager.pass_list import PASS_NAMES
@@ -45,8 +45,8 @@ class _Environment(argparse.Action):
     """Like --help: it needs nothing else and ends the command."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *_: Any) -> None:
-        for switch in SWITCHES:
-            print(f"{switch.name}=1  {switch.help}; now {'on' if switch.read() else 'off'}")
+        for variable in VARIABLES:
+            print(variable)
         parser.exit()
 
 
@@ -59,7 +59,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("target", metavar="TARGET", help="package.module:name, path/file.py:name, or a directory")
     nothing = argparse.SUPPRESS  # as for --help, no value is left behind
-    parser.add_argument("--env", action=_Environment, nargs=0, default=nothing, help="list the debug switches and end")
+    parser.add_argument(
+        "--env",
+        action=_Environment,
+        nargs=0,
+        default=nothing,
+        help="list the environment variables and end",
+    )
     add_plan(parser)
     _add_prediction(parser.add_argument_group("what to predict"))
     _add_output(parser.add_argument_group("what to show (default: a summary)"))

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
+from zbcompile.env import CACHE
 from zbcompile.errors import PipelineError
 
 Loaded = TypeVar("Loaded")
@@ -60,7 +61,7 @@ class CompileCache:
             writable = False
         if not writable:
             raise PipelineError(
-                f"{self.folder}, the folder for compiled graphs, cannot be written. Set ZBCOMPILE_CACHE to another."
+                f"{self.folder}, the folder for compiled graphs, cannot be written. Set {CACHE.name} to another."
             )
 
     def _ensure(self, key: str, make: Make) -> How | None:
@@ -100,7 +101,7 @@ class CompileCache:
 
 def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
     """Where compiled graphs are kept: ZBCOMPILE_CACHE, or `zbcompile` in the user's cache folder."""
-    if given := environment.get("ZBCOMPILE_CACHE"):
-        return Path(given).expanduser().absolute()
+    if given := CACHE.read(environment):
+        return given
     base = environment.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "zbcompile"
