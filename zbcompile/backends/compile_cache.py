@@ -21,6 +21,7 @@ from zbcompile.errors import PipelineError
 Loaded = TypeVar("Loaded")
 How = Literal["compiled", "loaded"]
 Make = Callable[[Path], None]  # fills an empty folder
+Load = Callable[[str, Path], Loaded]  # of a key and its folder
 PAUSE = 0.05  # seconds between two looks at what another process makes
 
 
@@ -34,21 +35,20 @@ class CompileCache:
         """Whether an entry is complete."""
         return self._entry(key).is_dir()
 
-    def obtain(
-        self, wanted: Mapping[str, Make], load: Callable[[str, Path], Loaded], first: int = 0
-    ) -> dict[str, tuple[Loaded, How]]:
+    def obtain(self, wanted: Mapping[str, Make], load: Load[Loaded], first: int = 0) -> dict[str, tuple[Loaded, How]]:
         """Every entry of `wanted` as `load(key, folder)` reads it, and whether this process made it.
 
         Missing ones are made, from the `first` on; one that another process is making is left to it, and waited for
-        when there is nothing else to do. Raises PipelineError where the folder cannot be written.
+        when there is nothing else to do. One that was there and cannot be loaded is dropped and made again, with a
+        notice. Raises PipelineError if the folder cannot be written.
         """
         self._prepare()
         pending = [*list(wanted)[first:], *list(wanted)[:first]]
         found: dict[str, tuple[Loaded, How]] = {}
         while pending:
             done = {key: how for key in pending if (how := self._ensure(key, wanted[key]))}
-            found |= {key: (load(key, self._entry(key)), how) for key, how in done.items()}
-            pending = [key for key in pending if key not in done]
+            found |= {key: entry for key, how in done.items() if (entry := self._load(key, how, load))}
+            pending = [key for key in pending if key not in found]
             if pending and not done:
                 time.sleep(PAUSE)
         return {key: found[key] for key in wanted}
@@ -76,8 +76,36 @@ class CompileCache:
             self._make(key, make)
         return "compiled"
 
+    def _load(self, key: str, how: How, load: Load[Loaded]) -> tuple[Loaded, How] | None:
+        """What an entry holds; None if it was dropped."""
+        try:
+            return load(key, self._entry(key)), how
+        except Exception as error:  # damaged bytes, and names that a later version moved, raise anything
+            if how == "compiled":
+                raise
+            self._drop(key, load, error)
+            return None
+
+    def _drop(self, key: str, load: Load[Loaded], error: Exception) -> None:
+        """Remove an entry that cannot be loaded, unless another process has made it anew since."""
+        with self._lock(key) as mine:
+            if not mine or self._loads(key, load):
+                return
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            print(f"zbcompile: {self._entry(key)} cannot be loaded ({reason}); making it again.")
+            partial = self._partial(key)
+            shutil.rmtree(partial, ignore_errors=True)
+            self._entry(key).rename(partial)  # all at once; whoever makes the entry removes it
+
+    def _loads(self, key: str, load: Load[Loaded]) -> bool:
+        try:
+            load(key, self._entry(key))
+        except Exception:
+            return not self.has(key)  # dropped by another process
+        return True
+
     def _make(self, key: str, make: Make) -> None:
-        partial = self.folder / f"{key}.partial"
+        partial = self._partial(key)
         if partial.exists():  # its maker was killed: the lock was free
             shutil.rmtree(partial)
         partial.mkdir()
@@ -97,6 +125,9 @@ class CompileCache:
 
     def _entry(self, key: str) -> Path:
         return self.folder / key
+
+    def _partial(self, key: str) -> Path:
+        return self.folder / f"{key}.partial"
 
 
 def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:

@@ -1,6 +1,7 @@
 """The shared folder of compiled things: made once, whole or not there, whatever is killed."""
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -90,6 +91,40 @@ def test_what_fails_is_made_again(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no"):
         cache.obtain({"a": fail}, names)
     assert cache.obtain({"a": make}, names) == {"a": (["whole"], "compiled")}
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        b"czbcompile.room.that.was.moved\nThing\n.",
+        b"czbcompile.errors\nThingThatWasRenamed\n.",
+        pickle.dumps(["whole"])[:-3],
+        b"",
+        b"no pickle",
+    ],
+    ids=["moved module", "renamed class", "cut off", "empty", "garbage"],
+)
+def test_what_cannot_be_loaded_is_made_again(
+    damaged: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def make(entry: Path) -> None:
+        (entry / "pickle").write_bytes(pickle.dumps(["whole"]))
+
+    def load(key: str, entry: Path) -> list[str]:
+        return pickle.loads((entry / "pickle").read_bytes())
+
+    cache = CompileCache(tmp_path)
+    cache.obtain({"a": make, "b": make}, load)
+    (tmp_path / "a" / "pickle").write_bytes(damaged)
+    assert cache.obtain({"a": make, "b": make}, load) == {"a": (["whole"], "compiled"), "b": (["whole"], "loaded")}
+    (notice,) = capsys.readouterr().out.splitlines()
+    assert notice.startswith(f"zbcompile: {tmp_path / 'a'} cannot be loaded (")
+    assert cache.obtain({"a": make}, load) == {"a": (["whole"], "loaded")}
+
+
+def test_what_cannot_be_loaded_right_after_it_was_made_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(EOFError):
+        CompileCache(tmp_path).obtain({"a": make}, lambda key, entry: pickle.loads(b""))
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:

@@ -195,20 +195,23 @@ def test_another_number_of_threads_is_other_code(first: tuple[Trained, Compilati
     assert inductor.key(graph) == one
 
 
-def test_half_an_entry_is_made_again(first: tuple[Trained, Compilation], cache: Path, tmp_path: Path) -> None:
-    """What a killed compilation leaves: a folder that was not renamed."""
+def test_half_an_entry_and_an_old_one_are_made_again(
+    first: tuple[Trained, Compilation], cache: Path, tmp_path: Path
+) -> None:
+    """What a killed compilation leaves, a folder that was not renamed; and a pickle that names a module of before."""
     pipe = pipe_of(CASE, backend="inductor")
     train(pipe, CASE)
-    forward = pipe.program.stages[0].pieces["F"].module
-    key = make_inductor(torch.device("cpu")).key(bare(forward))
+    inductor, pieces = make_inductor(torch.device("cpu")), pipe.program.stages[0].pieces
+    key, old = (inductor.key(bare(pieces[name].module)) for name in ("F", "W"))
     copy = CompileCache(tmp_path / "copy")
     shutil.copytree(cache, copy.folder)
     (copy.folder / key).rename(copy.folder / f"{key}.partial")
     (copy.folder / f"{key}.partial" / "graph.pickle").write_bytes(b"")
+    (copy.folder / old / "graph.pickle").write_bytes(b"czbcompile.inductor\nCompiledGraph\n.")
     assert not copy.has(key)
     trained, done = run_here(CASE, str(copy.folder))
     assert_bitwise(trained, first[0])
-    assert (done.compiled, done.loaded) == (1, done.distinct - 1)
+    assert (done.compiled, done.loaded) == (2, done.distinct - 2)
 
 
 TARGET = """
