@@ -21,6 +21,7 @@ from torch._ops import OpOverload as OpOverload  # 2.11-2.13: the class of torch
 from torch._subclasses import functional_tensor  # 2.11-2.13: what AOTAutograd functionalises with
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor  # 2.11-2.13: no public name for the class
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode  # 2.11-2.13: shapes without memory
+from torch.fx import Node
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 from torch.fx.experimental.proxy_tensor import make_fx as make_fx  # 2.11-2.13: documented as functorch.make_fx
 from torch.fx.graph import _BoxedCodeGen  # 2.11-2.13: the only code generator that frees inputs as they are used
@@ -52,6 +53,53 @@ MEMORY_BOUND = {
 
 # 2.11-2.13: what reshape, casts and log_softmax become in some graphs; no public operator has these names.
 UNSAFE_VIEW, TO_COPY, LOG_SOFTMAX = aten._unsafe_view.default, aten._to_copy.default, aten._log_softmax.default
+
+# 2.11-2.13: the regions that torch.export makes of torch.no_grad and torch.enable_grad, and of torch.autocast.
+GRAD_MODE_REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
+AUTOCAST_REGION = torch.ops.higher_order.wrap_with_autocast
+
+# 2.11-2.13: what torch notes in `node.meta` without documenting it. The first two say where a node comes from.
+SOURCE_KEYS = ("stack_trace", "nn_module_stack")
+BOOKKEEPING_KEYS = frozenset(
+    {*SOURCE_KEYS, "tensor_meta", "torch_fn", "from_node", "source_fn_stack", "original_aten", "seq_nr", "desc"}
+)
+_ANNOTATIONS = "custom"
+
+
+def source_of(node: Node) -> dict[str, Any]:
+    """What torch noted of where `node` comes from, to be copied to a node made from it (2.11-2.13)."""
+    return {key: node.meta[key] for key in SOURCE_KEYS if key in node.meta}
+
+
+def stack_trace(node: Node) -> str:
+    """The Python lines that made `node`, innermost last, as a traceback prints them; "" if unknown (2.11-2.13)."""
+    return node.meta.get("stack_trace") or ""
+
+
+def module_stack(node: Node) -> dict[str, tuple[str, Any]]:
+    """The modules that `node` ran in, outermost first: their paths with the path and the class of each (2.11-2.13)."""
+    return node.meta.get("nn_module_stack") or {}
+
+
+def written_as(node: Node) -> str:
+    """The operation of the model that became `node` when the graph was made functional; "" if unknown (2.11-2.13)."""
+    sources = node.meta.get("from_node") or ()
+    return str(sources[-1].target) if sources else ""
+
+
+def annotate_node(node: Node, key: str, value: Any) -> None:
+    """Note something of a node of an exported graph that decompositions hand on (2.11-2.13)."""
+    node.meta[_ANNOTATIONS] = {**(node.meta.get(_ANNOTATIONS) or {}), key: value}
+
+
+def take_annotations(node: Node) -> dict[str, Any]:
+    """What `annotate_node`, and torch's `annotate` while it traced, noted of a node; forgotten there (2.11-2.13)."""
+    return node.meta.pop(_ANNOTATIONS, None) or {}
+
+
+def fake_mode_of(value: torch.Tensor) -> FakeTensorMode:
+    """The mode that a fake tensor belongs to (2.11-2.13)."""
+    return value.fake_mode  # type: ignore[attr-defined, no-any-return]
 
 
 def is_in_place(operation: object) -> bool:
@@ -180,7 +228,7 @@ def numbered_checkpoints() -> Iterator[None]:
     numbers = itertools.count()
 
     def numbered(*args: Any, **kwargs: Any) -> Iterator[None]:
-        around = get_current_meta().get("custom", {}).get(RECOMPUTE)
+        around = get_current_meta().get(_ANNOTATIONS, {}).get(RECOMPUTE)
         with annotate({RECOMPUTE: next(numbers) if around is None else around}):
             yield
 

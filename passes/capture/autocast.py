@@ -9,22 +9,21 @@ from collections.abc import Hashable, Iterator
 import torch
 from torch.fx import GraphModule, Node
 
-from zbcompile.passes.graph.fx import written_as
-from zbcompile.passes.torch_private import AUTOCAST
+from zbcompile.passes.torch_private import AUTOCAST, AUTOCAST_REGION, annotate_node, written_as
 
 
 def number_autocast_regions(module: GraphModule, device: str) -> None:
-    """Note in every node's `meta["custom"]` the outermost autocast region that it is in, where it is in one."""
+    """Note with every node the outermost autocast region that it is in, where it is in one."""
     _number(module, -1 if torch.is_autocast_enabled(device) else None, itertools.count())
 
 
 def _number(module: GraphModule, around: int | None, numbers: Iterator[int]) -> None:
     for node in module.graph.nodes:
         number = around
-        if number is None and node.target is torch.ops.higher_order.wrap_with_autocast:
+        if number is None and node.target is AUTOCAST_REGION:
             number = next(numbers)
         if number is not None:
-            node.meta["custom"] = {**(node.meta.get("custom") or {}), AUTOCAST: number}
+            annotate_node(node, AUTOCAST, number)
         for argument in node.all_input_nodes:
             child = getattr(module, str(argument.target), None) if argument.op == "get_attr" else None
             if isinstance(child, GraphModule):

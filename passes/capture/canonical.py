@@ -27,6 +27,7 @@ from zbcompile.passes.torch_private import (
     RECOMPUTE,
     FakeTensorMode,
     LazyGraphModule,
+    take_annotations,
 )
 
 aten = torch.ops.aten
@@ -93,11 +94,11 @@ def keep_marks(graph: Graph) -> None:
     """`meta["recompute"]`: the number of the torch.utils.checkpoint region that the model computed a node in.
     `meta["autocast"]`: the number of the autocast region that made a cast."""
     for node in graph.nodes:
-        custom = node.meta.pop("custom", None) or {}
-        if node.op == "call_function" and RECOMPUTE in custom:
-            node.meta["recompute"] = custom[RECOMPUTE]
-        if node.op == "call_function" and AUTOCAST in custom and is_autocasts(node):
-            node.meta["autocast"] = custom[AUTOCAST]
+        noted = take_annotations(node)
+        if node.op == "call_function" and RECOMPUTE in noted:
+            node.meta["recompute"] = noted[RECOMPUTE]
+        if node.op == "call_function" and AUTOCAST in noted and is_autocasts(node):
+            node.meta["autocast"] = noted[AUTOCAST]
 
 
 def merge_tied_placeholders(graph: Graph) -> None:

@@ -25,7 +25,13 @@ from zbcompile.passes.capture.unsupported import problems_of, raise_first, train
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.graph.roles import Kind, Slot
 from zbcompile.passes.graph.strides import copy_with_strides
-from zbcompile.passes.torch_private import eagers_kernels, numbered_checkpoints, pytree, quick_decompositions
+from zbcompile.passes.torch_private import (
+    GRAD_MODE_REGION,
+    eagers_kernels,
+    numbered_checkpoints,
+    pytree,
+    quick_decompositions,
+)
 
 
 @dataclass(frozen=True)
@@ -202,7 +208,7 @@ def _detach_no_grad_regions(module: GraphModule) -> None:
     for child in module.children():
         if isinstance(child, GraphModule):
             _detach_no_grad_regions(child)
-    regions = module.graph.find_nodes(op="call_function", target=torch.ops.higher_order.wrap_with_set_grad_enabled)
+    regions = module.graph.find_nodes(op="call_function", target=GRAD_MODE_REGION)
     for node in regions:
         if node.args[0] is False:
             for result in [user for user in node.users if user.target.__name__ == "getitem"] or [node]:

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from zbcompile.passes.graph.fx import written_as
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.graph.storage import is_view
+from zbcompile.passes.torch_private import written_as
 
 aten = torch.ops.aten
 

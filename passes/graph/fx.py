@@ -8,7 +8,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from zbcompile.passes.torch_private import OpOverload, arguments_of
+from zbcompile.passes.torch_private import OpOverload, arguments_of, stack_trace
 
 
 def output_values(graph: Graph) -> list[Any]:
@@ -72,18 +72,12 @@ def call_text(node: Node, numbers: Mapping[Node, NodeNumber]) -> str:
 
 def source_line(node: Node) -> str:
     """The line of the user's model that made `node`, or the compiler pass that did."""
-    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip()]
+    lines = [line.strip() for line in stack_trace(node).splitlines() if line.strip()]
     files = [i for i, line in enumerate(lines) if line.startswith("File ")]
     if not files:
         return f"made by {node.meta.get('pass', 'zbcompile')}"
     code = lines[files[-1] + 1] if files[-1] + 1 < len(lines) else ""
     return f"{lines[files[-1]]}: {code}"
-
-
-def written_as(node: Node) -> str:
-    """The operation of the model that became `node` when the graph was made functional; empty if it is not known."""
-    sources = node.meta.get("from_node") or ()
-    return str(sources[-1].target) if sources else ""
 
 
 def like(value: torch.Tensor, *, dtype: torch.dtype | None = None, device: torch.device | None = None) -> torch.Tensor:

@@ -11,6 +11,8 @@ from typing import cast
 import torch
 from torch.fx import Node
 
+from zbcompile.passes.torch_private import module_stack, stack_trace
+
 
 def _folder(module: ModuleType) -> str:
     return os.path.dirname(os.path.realpath(str(module.__file__))) + os.sep
@@ -55,7 +57,7 @@ def origin_of(node: Node) -> Origin | None:
     """
     if "origin" in node.meta:
         return cast(Origin, node.meta["origin"])
-    frames = _frames(node.meta.get("stack_trace") or "")
+    frames = _frames(stack_trace(node))
     users = [frame for frame in frames if not os.path.realpath(frame[0]).startswith((_TORCH, *_OWN))]
     path = _module_path(node)
     module = path.removeprefix("model").removeprefix(".")
@@ -104,7 +106,7 @@ def _frames(trace: str) -> list[tuple[str, int, str]]:
 
 def _module_path(node: Node) -> str:
     """The innermost module as the training step names it: `model` for the user's, "" for the training step itself."""
-    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    stack = list(module_stack(node).values())
     return stack[-1][0] if stack else ""
 
 

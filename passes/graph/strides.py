@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from zbcompile.passes.graph.fx import like
+from zbcompile.passes.torch_private import fake_mode_of
 
 Layout = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -51,7 +52,7 @@ def boundary_like(value: torch.Tensor, exact: bool) -> torch.Tensor:
     Elements that overlap in other ways than by repetition are contiguous there.
     """
     keep = is_dense(value) or (exact and not _overlaps(value))
-    with value.fake_mode:  # type: ignore[attr-defined]
+    with fake_mode_of(value):
         if keep:
             return like(value)
         return torch.empty(value.shape, dtype=value.dtype, device=value.device)

@@ -8,6 +8,7 @@ from torch.fx import Node
 from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.graph.storage import is_view
 from zbcompile.passes.partition.liveness import Line
+from zbcompile.passes.torch_private import module_stack
 
 
 def edges_named(line: Line, names: Sequence[str], stages: int) -> list[int]:
@@ -58,7 +59,7 @@ def _allowed(line: Line, edge: int, name: str) -> int:
 
 def module_paths(node: Node) -> list[str]:
     """The modules that a node ran in, outermost first: `blocks`, `blocks.2`, `blocks.2.mlp`."""
-    stack = (node.meta.get("nn_module_stack") or {}).values()
+    stack = module_stack(node).values()
     paths = [str(path).partition("@")[0] for path, _ in stack]  # @1: the second call of a module
     return [path.removeprefix("model.") for path in paths if path.startswith("model.")]
 

@@ -15,8 +15,8 @@ from torch.fx import Interpreter, Node
 from torch.fx.traceback import get_current_meta
 
 from zbcompile.passes.graph.storage import tensors_of
+from zbcompile.passes.torch_private import SOURCE_KEYS, source_of
 
-_DESCRIPTION = ("stack_trace", "nn_module_stack")
 _MARK = "zbcompile.source"
 
 
@@ -42,7 +42,7 @@ def _mark(tensor: torch.Tensor, source: Node) -> None:
         if _MARK in metadata:
             continue
         metadata[_MARK] = source
-        _describe_before(grad_fn, {key: source.meta[key] for key in _DESCRIPTION if key in source.meta})
+        _describe_before(grad_fn, source_of(source))
         queue.extend(following for following, _ in grad_fn.next_functions)
 
 
@@ -55,7 +55,7 @@ def _describe_before(grad_fn: GradFn, description: dict[str, Any]) -> None:
 
 
 def forget_description() -> None:
-    for key in _DESCRIPTION:
+    for key in SOURCE_KEYS:
         get_current_meta().pop(key, None)
 
 

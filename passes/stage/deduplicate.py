@@ -19,7 +19,7 @@ from zbcompile.passes.partition.stage_graphs import Stage
 from zbcompile.passes.split.joint_graph import tangents_of
 from zbcompile.passes.split.subgraphs import Piece
 from zbcompile.passes.stage.stage_program import StageProgram, tensor_spec
-from zbcompile.passes.torch_private import LazyGraphModule
+from zbcompile.passes.torch_private import BOOKKEEPING_KEYS, LazyGraphModule, module_stack, source_of, stack_trace
 
 Value = TypeVar("Value")
 # Slots of different kinds that are called after the same thing.
@@ -31,12 +31,8 @@ _SAME_NAMES: Mapping[str, str] = {
     "input_gradient": "activation",
 }
 _FIXED: tuple[Kind, ...] = ("loss", "output", "saved")  # called after what is the same in both stages
-_DESCRIPTION = ("stack_trace", "nn_module_stack")
 # What says where a node comes from, or is compared otherwise. Any other entry may steer a pass, so it must be equal.
-_NOT_WORK = frozenset(
-    {*_DESCRIPTION, "val", "slot", "tensor_meta", "torch_fn", "from_node", "source_fn_stack", "original_aten"}
-    | {"seq_nr", "desc", "recompute"}
-)
+_NOT_WORK = BOOKKEEPING_KEYS | {"val", "slot", "recompute"}
 _REGION = "recompute"  # the number of a checkpoint region: what counts is which nodes have the same one
 
 
@@ -159,12 +155,12 @@ def renaming(old: tuple[Stage, Tangents], new: tuple[Stage, Tangents]) -> Renami
     """The renaming between two stages of the same work."""
     names = {before: after for before, (_, after) in zip(_keys(*old), _keys(*new), strict=True)}
     twins = zip(old[0].module.graph.nodes, new[0].module.graph.nodes, strict=True)
-    lines = {_description_key(a): {key: b.meta[key] for key in _DESCRIPTION if key in b.meta} for a, b in twins}
+    lines = {_description_key(a): source_of(b) for a, b in twins}
     return Renaming(new[0].index, names, {key: line for key, line in lines.items() if any(key)})
 
 
 def _description_key(node: Node) -> tuple[str, tuple[str, ...]]:
-    return node.meta.get("stack_trace") or "", tuple(node.meta.get("nn_module_stack") or ())
+    return stack_trace(node), tuple(module_stack(node))
 
 
 def renamed(program: StageProgram, to: Renaming) -> StageProgram:

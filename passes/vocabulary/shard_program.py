@@ -17,7 +17,7 @@ from zbcompile.passes.graph.roles import Slot, TensorSpec
 from zbcompile.passes.split.subgraphs import Piece
 from zbcompile.passes.stage.accumulate import accumulate_in_place
 from zbcompile.passes.stage.stage_program import tensor_spec
-from zbcompile.passes.torch_private import FakeTensorMode, LazyGraphModule, make_fx
+from zbcompile.passes.torch_private import FakeTensorMode, LazyGraphModule, fake_mode_of, make_fx
 from zbcompile.passes.vocabulary.embedding import VocabularyLookup, look_up, spread
 from zbcompile.passes.vocabulary.output_layer import VocabularyHead
 from zbcompile.passes.vocabulary.s_pass import scan
@@ -177,7 +177,7 @@ def _accumulating(piece: Piece, choices: Choices) -> Piece:
 
 def _buffer(gradient: torch.Tensor, choices: Choices) -> torch.Tensor:
     """A fake tensor of the buffer that a gradient is added into."""
-    with gradient.fake_mode:  # type: ignore[attr-defined]
+    with fake_mode_of(gradient):
         return torch.empty(gradient.shape, dtype=choices.dtype_of_sum(gradient.dtype), device=gradient.device)
 
 

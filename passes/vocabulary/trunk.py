@@ -11,11 +11,9 @@ from torch.fx import Graph, Node
 from zbcompile.passes.capture.canonical import Canonical, drop_dead_code, infer_values
 from zbcompile.passes.graph.fx import like
 from zbcompile.passes.graph.roles import Slot
-from zbcompile.passes.torch_private import FakeTensorMode, LazyGraphModule, make_fx
+from zbcompile.passes.torch_private import FakeTensorMode, LazyGraphModule, make_fx, source_of
 from zbcompile.passes.vocabulary.embedding import VocabularyLookup
 from zbcompile.passes.vocabulary.output_layer import VocabularyHead
-
-DESCRIPTION = ("stack_trace", "nn_module_stack")
 
 
 def cut_off(canonical: Canonical, head: VocabularyHead, lookup: VocabularyLookup | None) -> Canonical:
@@ -52,7 +50,7 @@ def _receive(graph: Graph, name: str, node: Node) -> Node:
     arriving.meta = {"val": node.meta["val"], "slot": Slot("activation", name), "differentiable": True}
     with graph.inserting_before(node):
         copy = graph.call_function(torch.ops.aten.clone.default, (arriving,))
-    copy.meta = {key: node.meta[key] for key in ("val", *DESCRIPTION) if key in node.meta}
+    copy.meta = {"val": node.meta["val"], **source_of(node)}
     node.replace_all_uses_with(copy)
     graph.erase_node(node)
     return copy
@@ -68,7 +66,7 @@ def _inlined(graph: Graph, function: Callable[[torch.Tensor], torch.Tensor], arg
     for node in traced.graph.nodes:
         if node.op == "call_function":
             copies[node] = graph.node_copy(node, copies.__getitem__)
-            copies[node].meta |= {key: argument.meta[key] for key in DESCRIPTION if key in argument.meta}
+            copies[node].meta |= source_of(argument)
     (end,) = traced.graph.output_node().args
     assert isinstance(end, Node)
     return copies[end]
