@@ -99,3 +99,26 @@ def test_a_hook_that_forward_installs_is_captured_once(capsys: pytest.CaptureFix
     for _ in range(2):
         assert_eagers_gradients(pipe, HOOKS["output"])
     assert "compiling again" not in capsys.readouterr().out
+
+
+def llama() -> nn.Module:
+    """With every hook that transformers installs by itself, at a call or when forward first runs."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, use_cache=False, output_hidden_states=True)).train()
+    model.enable_input_require_grads()
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    return model  # type: ignore[no-any-return]
+
+
+def test_hooks_that_transformers_installs() -> None:
+    tokens = torch.randint(64, (8, 12), generator=torch.Generator().manual_seed(0))
+    eager, model = llama(), llama()
+    eager_step(eager, None, Batch((), {"input_ids": tokens, "labels": tokens}), 4, 0)
+    pipe = zbcompile.pipeline(model, schedule="zb-h1", microbatches=4, ranks=2, exact=True)
+    pipe.step(input_ids=tokens, labels=tokens)
+    for name, parameter in pipe.named_parameters():
+        assert torch.equal(parameter.grad, eager.get_parameter(name).grad), name
