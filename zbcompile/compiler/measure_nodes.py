@@ -13,6 +13,7 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from zbcompile.compiler.synthetic_values import synthetic, values_like
 from zbcompile.passes.graph.fx import is_getitem
 from zbcompile.passes.graph.process_groups import is_collective
 from zbcompile.passes.graph.storage import is_view, tensors_of
@@ -39,7 +40,7 @@ def measure_line(line: Line) -> dict[str, float]:
 
 def _run_of(node: Node) -> Callable[[], None]:
     """Forward and, where a gradient flows, backward of one operation."""
-    inputs = {argument: _value_of(argument) for argument in node.all_input_nodes}
+    inputs = {argument: _value_of(argument, node) for argument in node.all_input_nodes}
     leaves = [t for argument in inputs if argument.meta.get("differentiable") for t in tensors_of(inputs[argument])]
     leaves = [t.requires_grad_() for t in leaves if t.is_floating_point() or t.is_complex()]
     args, kwargs = map_arg((node.args, node.kwargs), inputs.__getitem__)  # type: ignore[misc]
@@ -59,24 +60,11 @@ def _run_of(node: Node) -> Callable[[], None]:
     return run
 
 
-def _value_of(node: Node) -> Any:
-    """A value of the form that `node` has."""
+def _value_of(node: Node, reader: Node) -> Any:
+    """A value of the form that `node` has, for `reader`."""
     if node.op == "get_attr":
         return attrgetter(str(node.target))(node.graph.owning_module)
-    return torch.fx.node.map_aggregate(node.meta["val"], synthetic)
-
-
-def synthetic(value: Any) -> Any:
-    """Random numbers between 0 and 1; indices are 0 and masks let everything through."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    reach = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True) if size)
-    storage = torch.zeros(reach, dtype=value.dtype, device=value.device)
-    if value.dtype is torch.bool:
-        storage.fill_(True)
-    elif value.is_floating_point() or value.is_complex():
-        storage = torch.rand(reach, dtype=value.dtype, device=value.device)
-    return storage.as_strided(value.shape, value.stride()).detach()
+    return values_like(node, [(node, reader)])
 
 
 def mean_run_seconds(run: Callable[[], None]) -> float:

@@ -2,7 +2,8 @@
 
 import torch
 
-from zbcompile.compiler.measure_nodes import mean_run_seconds, synthetic
+from zbcompile.compiler.measure_nodes import mean_run_seconds
+from zbcompile.compiler.synthetic_values import values_like
 from zbcompile.compiler.vocabulary_sharding import with_shard_times
 from zbcompile.errors import PipelineError
 from zbcompile.passes.graph.process_groups import is_collective
@@ -39,7 +40,7 @@ def _seconds(piece: Piece) -> float:
     if piece.empty:
         return 0.0
     run = boxed(piece.module)
-    values = [synthetic(node.meta["val"]) for node in piece.module.graph.find_nodes(op="placeholder")]
+    values = [values_like(node) for node in piece.module.graph.find_nodes(op="placeholder")]
 
     def once() -> None:
         run(list(values))

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zbcompile.cli.target import load_example
 from zbcompile.compiler.compile_example import compile_example
-from zbcompile.compiler.measure_nodes import synthetic
+from zbcompile.compiler.synthetic_values import synthetic
 from zbcompile.passes.compile_options import Choices, Recompute
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.graph.storage import tensors_of
