@@ -1,9 +1,11 @@
-"""How a model's stages are compiled, where there is a choice."""
+"""How a model's stages are compiled, if there is a choice."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+
+from zbcompile.passes.option import BYTES, DTYPE, SIZES, SWITCH, Kind, number, one_of, option, read_bytes
 
 Recompute = Literal["none", "hints", "selective", "full"] | int
 RECOMPUTE_POLICIES = ("none", "hints", "selective", "full")
@@ -11,26 +13,81 @@ RECOMPUTE_POLICIES = ("none", "hints", "selective", "full")
 Balance = str | tuple[str, ...]
 BALANCES = ("flops", "measured", "parameters")
 
-Vocab = Literal["off", "auto", 1, 2]
-VOCABS = ("off", "auto", 1, 2)
+Barriers = Literal["off", "auto", 1, 2]
 VocabLogits = Literal["auto", "keep", "remake"]
-VOCAB_LOGITS = ("auto", "keep", "remake")
+
+
+def _read_recompute(given: Any) -> Any:
+    return given if given in RECOMPUTE_POLICIES else read_bytes(given)
+
+
+def _read_balance(given: Any) -> Balance:
+    if isinstance(given, str) and given in BALANCES:
+        return given
+    if isinstance(given, str) or not all(isinstance(name, str) for name in given):
+        raise ValueError
+    return tuple(given)
+
+
+RECOMPUTE = Kind(
+    _read_recompute,
+    f'"none", "hints", "selective", "full", or for each microbatch and stage {SIZES}',
+    {"metavar": "none|hints|selective|full|BYTES"},
+)
+BALANCE = Kind(
+    _read_balance,
+    '"flops", "measured", "parameters", or a list with the names of all cuts, such as "blocks.2"',
+    {
+        "metavar": "flops|measured|parameters|NAME,NAME",
+        "type": lambda text: text if text in BALANCES else tuple(text.split(",")),
+    },
+)
 
 
 @dataclass(frozen=True)
 class Choices:
-    """The keywords of `zbcompile.pipeline` that change the graphs; see there."""
+    """The options that change the graphs.
 
-    exact: bool = False
-    recompute: Recompute = "hints"
-    balance: Balance = "flops"
-    boundary_bytes: int | None = None
-    memory: int | None = None
-    optimizer_state: float = 2.0
-    accumulate_dtype: torch.dtype | None = None
-    weight_recompute: bool = False
-    vocab: Vocab = "off"
-    vocab_logits: VocabLogits = "auto"
+    Args:
+        exact: Gradients bitwise equal to eager gradient accumulation (fp32). Else weight gradients are added inside the
+            GEMM, equal within 1e-6 of the largest gradient entry.
+        recompute: What each backward recomputes instead of keeping it from the forward (docs/memory.md). "hints":
+            `torch.utils.checkpoint` regions; "none": nothing, not even these; "selective": also what is cheap
+            (everything but products with parameters); "full": whatever can be, so that a stage keeps its inputs; bytes
+            (an int, or a text such as "64MiB"): as little as possible, such that a stage keeps at most so many per
+            microbatch between its F and B. Gradients keep their bits; random numbers are not drawn again.
+        balance: By what the stages are made equal (docs/partitioning.md). "flops" (with bytes, at nominal speeds),
+            "measured" (every kind of operation is run on this device), "parameters"; or the cuts themselves, as names
+            of modules (cut before it) or of operations as inspect prints them (cut after it).
+        boundary_bytes: The most bytes that may cross a cut per microbatch.
+        memory: The most bytes that a rank may hold. Parameters, gradients, optimizer state, activations in flight; a
+            number, or a text ("80GiB"; a GB is 1e9).
+        optimizer_state: Bytes of optimizer state per byte of trained parameter, for the limit of memory. Adam has 2.
+        accumulate_dtype: The dtype in which a step sums the gradients of its microbatches. Each parameter takes the
+            wider of this and its own; the sum is rounded into `.grad` once, at the end of the step. Default: float32
+            for bfloat16 and float16 parameters, with `exact=True` the parameter's own, as in eager mode.
+        weight_recompute: W recomputes cheap values (activations, norms) to save memory. It does so if that lowers the
+            bytes that wait between F and B plus those between B and W (docs/split.md). Gradients keep their bits.
+        vocab: Whether the output layer and its loss are sharded over all ranks by rows of the vocabulary
+            (docs/vocabulary.md). "off"; 1 or 2 barriers between the last stage's forward and backward (one takes less
+            memory); "auto": 1 if there is an output layer that can be sharded and the predicted step is at least 5 %
+            shorter than with the layers redistributed around it, else off. The embedding is sharded by the same rows.
+            Gradients are equal within 2e-6 (fp32).
+        vocab_logits: Whether the logits of a shard wait for its weight gradient ("keep") or are recomputed ("remake").
+            Recomputing takes a third more FLOPs of the output layer, and nothing of the size of the vocabulary waits;
+            "auto": kept while those of a microbatch take at most 256 MiB and the limit of memory allows it.
+    """
+
+    exact: bool = option(False, SWITCH)
+    recompute: Recompute = option("hints", RECOMPUTE)
+    balance: Balance = option("flops", BALANCE)
+    boundary_bytes: int | None = option(None, BYTES.or_none())
+    memory: int | None = option(None, BYTES.or_none())
+    optimizer_state: float = option(2.0, number("bytes per byte of parameter", lambda given: given >= 0))
+    accumulate_dtype: torch.dtype | None = option(None, DTYPE.or_none())
+    weight_recompute: bool = option(False, SWITCH)
+    vocab: Barriers = option("off", one_of("off", "auto", 1, 2, also=" (barriers)"))
+    vocab_logits: VocabLogits = option("auto", one_of("auto", "keep", "remake"))
 
     def dtype_of_sum(self, parameter: torch.dtype) -> torch.dtype:
         """In which dtype the gradients of a parameter of dtype `parameter` are summed over the microbatches."""

@@ -21,8 +21,8 @@ ORDER = {
         *("simulation", "visualization", "__init__", "__main__"),
     ),
     "passes": (
-        *("__init__", "errors", "compile_options", "torch_private", "graph", "capture", "partition", "split"),
-        *("recompute", "stage", "vocabulary", "verification", "manager", "serialization"),
+        *("__init__", "errors", "option", "compile_options", "torch_private", "graph", "capture", "partition"),
+        *("split", "recompute", "stage", "vocabulary", "verification", "manager", "serialization"),
     ),
     "zbcompile": (
         *("version", "__init__", "errors", "env", "json_text", "atomic_files", "torch_private"),

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from zbcompile.errors import FaultError as FaultError
     from zbcompile.errors import PipelineError as PipelineError
     from zbcompile.frontend.grad_scaler import GradScaler as GradScaler
+    from zbcompile.frontend.option_groups import Memory as Memory
+    from zbcompile.frontend.option_groups import Vocab as Vocab
     from zbcompile.frontend.pipeline import Pipeline as Pipeline
     from zbcompile.frontend.pipeline_function import pipeline as pipeline
     from zbcompile.frontend.trace_steps import trace as trace
@@ -39,6 +41,7 @@ _HOME = {
     "frontend.pipeline_function": ("pipeline",),
     "persistence.load": ("load",),
     "frontend.pipeline": ("Pipeline",),
+    "frontend.option_groups": ("Memory", "Vocab"),
     "frontend.grad_scaler": ("GradScaler",),
     "frontend.trace_steps": ("trace",),
     "persistence.safetensors_weights": ("load_weights", "save_weights"),

@@ -8,16 +8,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
-from zbcompile.backends.backend import NAMES, check_backend, make_backend
+from zbcompile.backends.backend import make_backend
 from zbcompile.backends.compiled_passes import compile_passes
 from zbcompile.cli.exit_status import exit_status
+from zbcompile.cli.option_flags import add_flags, split_options
 from zbcompile.cli.plan_arguments import Plan, add_plan, compiled, example_of, schedule_of
 from zbcompile.distributed.process_group import device_of, is_alone
 from zbcompile.errors import PipelineError
 from zbcompile.passes.manager.pass_list import STAGE_PASSES
 from zbcompile.passes.manager.run_passes import Ran
 from zbcompile.persistence.safetensors_weights import save_weights
-from zbcompile.program.program import StepOptions
 from zbcompile.program.save import program_in
 
 EXAMPLES = """examples:
@@ -38,9 +38,6 @@ class CompileRequest(Plan):
 
     output: Path
     weights: Path | None
-    seed: int
-    split: Sequence[tuple[str, bool | int]]
-    backend: str
 
 
 @dataclass
@@ -61,7 +58,7 @@ class Progress:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    request = CompileRequest(**vars(_parser().parse_args(arguments)))
+    request = CompileRequest(**split_options(_parser().parse_args(arguments)))
     return exit_status("zbcompile.compile", lambda: run(request), request.debug)
 
 
@@ -70,30 +67,22 @@ def run(request: CompileRequest) -> None:
     if not is_alone():
         raise PipelineError("one process compiles for all ranks. Start zbcompile.compile without torchrun.")
     program_in(request.output)  # a wrong place is known before a long compilation
-    check_backend(request.backend, request.exact)
+    options = request.options
     if request.weights is not None and request.fake:
         raise PipelineError("--weights writes the model's own values, and under --fake it has none. Leave one out.")
-    schedule = schedule_of(request, request.schedule_name)
+    schedule = schedule_of(request)
     progress = Progress(sys.stderr, schedule.stages, time.monotonic())
     example = example_of(request)
-    backend = make_backend(request.backend, device_of(example.model))
+    backend = make_backend(options.backend, device_of(example.model))
     progress.say(f"{type(example.model).__name__} is built; capturing it for {schedule.name}, {schedule.ranks} ranks")
     program = compiled(example, schedule, request, progress).program
-    step = StepOptions(request.loss_reduction, request.seed, dict(request.split) or None, request.backend)
-    replace(program, step=step).save(request.output)
+    replace(program, step=options.step).save(request.output)
     if request.weights is not None:
         save_weights(request.weights, example.model)
     progress.say("saved")
     if backend.compiler is not None:
         progress.say(str(compile_passes(program, range(schedule.ranks), backend).compilation))
     print(request.output)
-
-
-def _split(text: str) -> tuple[str, bool | int]:
-    name, _, answer = text.rpartition("=")
-    if not name or not (answer in ("yes", "no") or answer.isdecimal()):
-        raise argparse.ArgumentTypeError(f"{text!r} is not of the form INPUT=yes, INPUT=no or INPUT=DIMENSION")
-    return name, int(answer) if answer.isdecimal() else answer == "yes"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -108,21 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--weights", metavar="PATH", type=Path, help="write the model's own weights too: .safetensors or a directory"
     )
-    parser.add_argument(
-        "--split",
-        metavar="INPUT=yes|no|DIM",
-        type=_split,
-        action="append",
-        default=[],
-        help="whether an input (kwargs['mask'], or mask) is split into microbatches, or along which dimension",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="enters zbcompile.microbatch_seed (default: 0)")
-    parser.add_argument(
-        "--backend",
-        choices=NAMES,
-        default="fx",
-        help="what runs the graphs (default: fx); inductor also compiles those of all ranks into this machine's cache",
-    )
+    add_flags(parser, ("split", "seed", "backend"))
     parser.add_argument("--debug", action="store_true", help="errors with their traceback")
     add_plan(parser)
     return parser

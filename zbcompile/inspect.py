@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from zbcompile.cli.exit_status import exit_status
+from zbcompile.cli.option_flags import split_options
 from zbcompile.cli.plan_arguments import add_plan
 from zbcompile.env import VARIABLES
 from zbcompile.inspection.commands import run
@@ -37,7 +38,7 @@ exit status: 0, or 2 with one line on standard error when the request cannot be 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    request = Request(**vars(_parser().parse_args(arguments)))
+    request = Request(**split_options(_parser().parse_args(arguments)))
     return exit_status("zbcompile.inspect", lambda: run(request), request.debug)
 
 

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zbcompile.backends.backend import NAMES
 from zbcompile.cli.exit_status import exit_status
+from zbcompile.cli.option_flags import add_flags
 from zbcompile.cli.train_job import Job, train
 from zbcompile.cli.train_optimizer import DECAYS, NAMED
+from zbcompile.program.step_options import BACKENDS
 
 EPILOG = """the data:
   --data FILE.py:batches (or package.module:batches) names a function, which every rank calls once, or an iterable.
@@ -151,12 +152,11 @@ def _add_process(group: Any) -> None:
     )
     group.add_argument(
         "--backend",
-        metavar="|".join((*NAMES, "FILE.py:NAME")),
+        metavar="|".join((*BACKENDS, "FILE.py:NAME")),
         help="what runs the graphs (docs/backends.md; default: as the program was saved)",
     )
-    group.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS", help="how long ranks wait (300)")
     group.add_argument("--log-every", type=int, default=10, metavar="N", help="steps between two lines (default: 10)")
-    group.add_argument("--debug-nan", action="store_true", help="stop at the first NaN and say where it came from")
+    add_flags(group, ("timeout", "debug_nan"))
     group.add_argument("--debug", action="store_true", help="errors with their traceback")
 
 

@@ -16,6 +16,7 @@ from zbcompile.cli.train_progress import Progress
 from zbcompile.distributed.agreement import gathered, together
 from zbcompile.distributed.process_group import start_group
 from zbcompile.errors import PipelineError
+from zbcompile.frontend.options import Options
 from zbcompile.model.random_state import restore_random_state, seed_everything
 from zbcompile.persistence.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from zbcompile.persistence.checkpoint_directory import find_checkpoint, latest_checkpoint
@@ -47,9 +48,9 @@ class Job:
     threads: int | None = None
     operators: tuple[str, ...] = ()
     backend: str | None = None
-    timeout: float = 300.0
+    timeout: float = Options.timeout
     log_every: int = 10
-    debug_nan: bool = False
+    debug_nan: bool = Options.debug_nan
 
 
 def train(job: Job) -> None:

@@ -100,7 +100,7 @@ def shard(
     if most > choices.memory:
         raise CompileError(
             f"with its shard of the output layer a rank holds {most:.4g} bytes, more than memory={choices.memory:g}. "
-            'Use more ranks, smaller microbatches, recompute="selective", or vocab_logits="remake".'
+            'Use more ranks, smaller microbatches, recompute="selective", or vocab=Vocab(logits="remake").'
         )
     return found
 

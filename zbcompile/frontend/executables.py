@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import nn
 
-from zbcompile.backends.backend import Compilation, backend_name, make_backend
+from zbcompile.backends.backend import Compilation, make_backend
 from zbcompile.backends.compiled_passes import CompiledPasses, compile_passes
 from zbcompile.backends.cuda_graphs import check_cuda_graphs
 from zbcompile.compiler.measure_nodes import measure_line
@@ -30,7 +30,7 @@ from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.stage.stage_program import bind_groups
 from zbcompile.passes.torch_private import forward_hooks, global_hooks
-from zbcompile.program.program import Program, StepOptions
+from zbcompile.program.program import Program
 from zbcompile.program.save import save_program
 from zbcompile.runtime.engine import Executable, make_executable
 from zbcompile.runtime.nan_check import inspected
@@ -51,7 +51,7 @@ class Executables:
         self.program: Program | None = None
         self.share = Share(model, ranks.device, options.init, options.seed)
         self.shards: VocabularyShards | None = None
-        self._model, self._options, self._ranks, self._schedule = model, options, ranks, schedule
+        self._model, self._options, self._ranks, self.schedule = model, options, ranks, schedule
         self.debug_nan = options.debug_nan or DEBUG_NAN.read()
         self._backend = make_backend("fx" if self.debug_nan else options.backend, ranks.device)
         check_cuda_graphs(options.cuda_graphs, ranks.device)
@@ -141,9 +141,7 @@ class Executables:
                 f"{len(self._kept) + 1}; max_shapes={self._options.max_shapes} are kept)."
             )
         program = self._make_program(microbatch)
-        options = {"loss_reduction": self._options.loss_reduction, "seed": self._options.seed}
-        options["backend"] = backend_name(self._options.backend)
-        require_equal_programs(self._ranks, {**program.manifest, **options})
+        require_equal_programs(self._ranks, {**program.manifest, **vars(self._options.step)})
         if self.program is None:
             self.program = program
             together(self._ranks, "filling the model", lambda: self._make_real(program))
@@ -171,7 +169,7 @@ class Executables:
             self.shards.fill(self.share)
 
     def _make_program(self, microbatch: Microbatch) -> Program:
-        model, options, schedule, ranks = self._model, self._options, self._schedule, self._ranks
+        model, options, schedule, ranks = self._model, self._options, self.schedule, self._ranks
         given = model, microbatch, options.loss, self._choices(), schedule
         drawn = together(ranks, "capturing", lambda: draw_step(*given))
         seconds = self._measured(drawn)
@@ -179,10 +177,7 @@ class Executables:
         def compile_() -> Program:
             return compile_drawn(model, microbatch, drawn, schedule, options.choices, seconds, self.program)
 
-        step = StepOptions(
-            options.loss_reduction, options.seed, options.split, backend_name(options.backend), options.cuda_graphs
-        )
-        program = replace(together(ranks, "compiling", compile_), step=step)
+        program = replace(together(ranks, "compiling", compile_), step=options.step)
         program = replace(program, writer=partial(save_program, ranks=ranks))
         if ranks.is_first and self.program is None and program.cuts.overweight:
             print(f"zbcompile: {program.cuts.overweight}")

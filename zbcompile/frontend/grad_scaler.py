@@ -11,8 +11,8 @@ from zbcompile.torch_private import add_found_infinity, found_infinities
 
 
 class GradScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler` for a pipeline. The pipeline's steps scale their loss by it; the loss that they return is
-    not scaled. An infinity on any rank makes every rank skip `optimizer.step()`.
+    """`torch.amp.GradScaler` for a pipeline, with its options. The pipeline's steps scale their loss by it; the
+    loss that they return is not scaled. An infinity on any rank makes every rank skip `optimizer.step()`.
 
     >>> scaler = zbcompile.GradScaler(pipe)                                     # doctest: +SKIP
     >>> pipe.step(inputs, target=targets)      # no scaler.scale(loss).backward()  # doctest: +SKIP
@@ -20,7 +20,9 @@ class GradScaler(torch.amp.GradScaler):
     >>> scaler.step(optimizer); scaler.update()                                 # doctest: +SKIP
     """
 
-    def __init__(self, pipe: Pipeline, **options: Any) -> None:
+    def __init__(self, pipe: Pipeline, device: str | torch.device | None = None, **options: Any) -> None:
+        if device is not None and torch.device(device).type != pipe.device.type:
+            raise PipelineError(f"device={str(device)!r}, but the pipeline is on {pipe.device}. Leave device= out.")
         super().__init__(pipe.device.type, **options)
         if pipe.scaler is not None:
             raise PipelineError("this pipeline has a GradScaler already; make one per pipeline.")

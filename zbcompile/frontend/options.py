@@ -1,119 +1,120 @@
-"""What a user may ask of a pipeline, checked before anything is compiled."""
+"""The keywords of `zbcompile.pipeline`: every option, checked before anything is compiled."""
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from textwrap import fill
+from typing import Any, TypeVar
 
-import torch
+from torch.distributed.device_mesh import DeviceMesh
 
-from zbcompile.backends.backend import check_backend
-from zbcompile.backends.types import GraphCompiler
+from zbcompile.backends.backend import backend_name, check_backend
 from zbcompile.errors import PipelineError
-from zbcompile.model.batch_split import Split
 from zbcompile.model.materialize import Init
 from zbcompile.passes.capture.training_step import LossFunction
-from zbcompile.passes.compile_options import BALANCES, RECOMPUTE_POLICIES, VOCAB_LOGITS, VOCABS, Choices
-from zbcompile.schedules.generators.registry import build, smallest_microbatches
+from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.option import SWITCH, Kind, accept, number, option, options_of, paragraphs_of, whole
+from zbcompile.program.step_options import StepOptions
 from zbcompile.schedules.ir.files import load
-from zbcompile.schedules.ir.schedule import Schedule
+from zbcompile.schedules.ir.schedule import Lowered, Schedule
+
+Part = TypeVar("Part")
+
+
+def _read_example(given: Any) -> Any:
+    args, kwargs = given
+    return tuple(args), dict(kwargs)
+
+
+SCHEDULE = accept(
+    lambda given: isinstance(given, str | Schedule), "a name, a schedule file or a Schedule", metavar="NAME"
+)
+MESH = accept(lambda given: isinstance(given, DeviceMesh), 'a DeviceMesh with a "pp" dimension')
+EXAMPLE = Kind(_read_example, "(args, kwargs) of one batch")
 
 
 @dataclass(frozen=True)
-class Options:
-    """The keywords of `zbcompile.pipeline`; see there."""
+class Options(Choices, StepOptions):
+    """All options of a pipeline, each by its own name, as manifests and command lines have them. Raises PipelineError
+    for a value that an option cannot have.
 
-    schedule: str | Schedule
-    microbatches: int | None
-    loss: LossFunction | None
-    loss_reduction: str
-    choices: Choices
-    split: Split | None
-    chunks: int | None
-    seed: int
-    timeout: float = 300.0
-    max_shapes: int = 8
-    init: Init | None = None
-    debug_nan: bool = False
-    backend: str | GraphCompiler = "fx"
-    cuda_graphs: bool = False
+    Args:
+        schedule: A name in any spelling (`zbcompile.schedules.names()`), a .csv, .json or .txt file, or a `Schedule`.
+        microbatches: How many equal parts each batch is split into. Default: the smallest count from 2 x stages on that
+            the schedule admits and that divides the first batch, else the largest below.
+        ranks: Without torchrun, how many ranks to run inside this process. Under torchrun the process group decides.
+            Default: those of a `Schedule` or schedule file, else one.
+        loss: `loss(output, target)`. Without it, forward returns the loss, or something with a `.loss`.
+        chunks: Stages per rank, for the interleaved schedules.
+        example: `(args, kwargs)` of one batch (`target` among the keywords). Compiles at once.
+        mesh: A DeviceMesh with a "pp" dimension and, for data parallelism, a "dp" dimension. Every replica of the
+            pipeline then takes a batch of its own, and loss and gradients are those of the concatenated batch (the mean
+            or the sum over all of it, by `loss_reduction`).
+        timeout: Seconds that a rank waits for another one before all ranks end with an error that names it. In a step,
+            a compilation or at the start; a rank that fails or dies ends the others within 5 seconds.
+        max_shapes: How many programs are kept. Every new shape of batch compiles one, with a notice; beyond this many
+            the least recently used is evicted. Parameters and their places are the same for all.
+        init: `init(name, tensor)` fills a parameter or buffer in place, for a model built on the meta device. After the
+            first compilation each rank materialises its own share and nothing else. Without it `load_state_dict` fills
+            the share before the first step.
+        debug_nan: Stop at the first operation of a step or of `eval` that makes a NaN or an infinity. Names its stage,
+            pass, microbatch and line, or the input, parameter or buffer that holds a NaN (slow; the graphs run as they
+            are, whatever the backend). ZBCOMPILE_DEBUG_NAN=1 does the same.
+    """
+
+    schedule: str | Schedule = option("zb-v", SCHEDULE)
+    microbatches: int | None = option(None, whole(" of microbatches").or_none())
+    ranks: int | None = option(None, whole(" of ranks").or_none())
+    loss: LossFunction | None = option(None, accept(callable, "a function loss(output, target)").or_none())
+    chunks: int | None = option(None, whole(" of stages per rank").or_none())
+    example: tuple[tuple[Any, ...], dict[str, Any]] | None = option(None, EXAMPLE.or_none())
+    mesh: DeviceMesh | None = option(None, MESH.or_none())
+    timeout: float = option(300.0, number("a positive number of seconds", lambda given: given > 0, "SECONDS"))
+    max_shapes: int = option(8, whole(" of programs to keep"))
+    init: Init | None = option(None, accept(callable, "a function init(name, tensor)").or_none())
+    debug_nan: bool = option(False, SWITCH)
 
     def __post_init__(self) -> None:
-        if self.loss_reduction not in ("mean", "sum"):
-            raise PipelineError(f'loss_reduction={self.loss_reduction!r}; expected "mean" or "sum".')
-        if self.microbatches is not None and (not isinstance(self.microbatches, int) or self.microbatches < 1):
-            raise PipelineError(f"microbatches={self.microbatches!r}; expected a positive number of microbatches.")
-        if not isinstance(self.max_shapes, int) or self.max_shapes < 1:
-            raise PipelineError(f"max_shapes={self.max_shapes!r}; expected a positive number of programs to keep.")
-        if not self.timeout > 0:
-            raise PipelineError(f"timeout={self.timeout!r}; expected a positive number of seconds.")
-        if self.loss is not None and not callable(self.loss):
-            raise PipelineError(f"loss= is a {type(self.loss).__name__}; expected a function loss(output, target).")
-        _check_recompute(self.choices.recompute)
-        if not isinstance(self.choices.weight_recompute, bool):
-            raise PipelineError(f"weight_recompute={self.choices.weight_recompute!r}; expected True or False.")
-        if self.choices.vocab not in VOCABS or isinstance(self.choices.vocab, bool):
-            raise PipelineError(f'vocab={self.choices.vocab!r}; expected "off", "auto", 1 or 2 (barriers).')
-        if self.choices.vocab_logits not in VOCAB_LOGITS:
-            raise PipelineError(f'vocab_logits={self.choices.vocab_logits!r}; expected "auto", "keep" or "remake".')
-        check_backend(self.backend, self.choices.exact)
-        _check_cuts(self.choices)
-        _check_dtype(self.choices.accumulate_dtype)
+        for name in OPTIONS:
+            object.__setattr__(self, name, checked(name, getattr(self, name)))
+        if isinstance(self.schedule, str) and self.schedule.endswith((".csv", ".json", ".txt")):
+            loaded = load(self.schedule)
+            object.__setattr__(self, "schedule", loaded.schedule if isinstance(loaded, Lowered) else loaded)
+        check_backend(self.backend, self.exact)
+
+    @property
+    def choices(self) -> Choices:
+        return _part(self, Choices)
+
+    @property
+    def step(self) -> StepOptions:
+        return replace(_part(self, StepOptions), backend=backend_name(self.backend))
 
 
-def _check_recompute(given: Any) -> None:
-    bytes_ = isinstance(given, int) and not isinstance(given, bool) and given >= 0
-    if not (bytes_ or given in RECOMPUTE_POLICIES):
-        names = ", ".join(f'"{name}"' for name in RECOMPUTE_POLICIES)
-        raise PipelineError(f"recompute={given!r}; expected {names}, or a number of bytes per microbatch and stage.")
+OPTIONS = options_of(Options)
+PARAGRAPHS = paragraphs_of(Options)
 
 
-def _check_cuts(choices: Choices) -> None:
-    balance = choices.balance
-    if isinstance(balance, str) and balance not in BALANCES:
-        names = ", ".join(f'"{name}"' for name in BALANCES)
-        raise PipelineError(f"balance={balance!r}; expected {names}, or a list with the names of all cuts.")
-    if not all(isinstance(name, str) for name in balance):
-        raise PipelineError(f"balance={list(balance)!r}; expected names of modules, such as 'blocks.2'.")
-    for name, value in (("boundary_bytes", choices.boundary_bytes), ("memory", choices.memory)):
-        if value is not None and not value > 0:
-            raise PipelineError(f"{name}={value!r}; expected a positive number of bytes.")
-    if not choices.optimizer_state >= 0:
-        raise PipelineError(f"optimizer_state={choices.optimizer_state!r}; expected bytes per byte of parameter.")
+def _part(options: Options, kind: type[Part]) -> Part:
+    return kind(**{name: getattr(options, name) for name in options_of(kind)})
 
 
-def _check_dtype(given: Any) -> None:
-    if given is not None and not (isinstance(given, torch.dtype) and given.is_floating_point):
-        raise PipelineError(f"accumulate_dtype={given!r}; expected None or a floating-point dtype: torch.float32.")
+def checked(name: str, given: Any, written: str = "") -> Any:
+    """The value that an option keeps for a given one. Raises PipelineError, which calls the option as it is `written`.
+
+    >>> checked("memory", "80GiB")
+    85899345920
+    """
+    kind = OPTIONS[name].metadata["kind"]
+    try:
+        return kind.read(given)
+    except (ValueError, TypeError, OverflowError):
+        shown = repr(given) if len(repr(given)) <= 80 else f"<{type(given).__name__}>"
+        raise PipelineError(f"{written or name}={shown}; expected {kind.expected}.") from None
 
 
-def resolve_schedule(options: Options, ranks: int, announce: bool) -> Schedule:
-    """The schedule for `ranks` ranks. Raises ScheduleError or PipelineError for one that does not fit them."""
-    if isinstance(options.schedule, str) and not options.schedule.endswith(".csv"):
-        return _named(options, options.schedule, ranks, announce)
-    schedule: Any = options.schedule
-    if isinstance(schedule, str):
-        schedule = load(schedule)
-    if not isinstance(schedule, Schedule):
-        raise PipelineError(f"schedule= is a {type(schedule).__name__}; expected a name, a CSV file or a Schedule.")
-    if schedule.ranks != ranks:
-        raise PipelineError(
-            f"the schedule {schedule.name} is for {schedule.ranks} ranks ({schedule.stages} stages), but there are "
-            f"{ranks}. Build it with ranks={ranks}, or start {schedule.ranks} ranks."
-        )
-    if options.microbatches not in (None, schedule.microbatches):
-        raise PipelineError(
-            f"microbatches={options.microbatches}, but the schedule {schedule.name} is for {schedule.microbatches}."
-        )
-    return schedule
-
-
-def _named(options: Options, name: str, ranks: int, announce: bool) -> Schedule:
-    if options.microbatches is not None:
-        return build(name, ranks, options.microbatches, chunks=options.chunks)
-    stages = build(name, ranks, smallest_microbatches(name, ranks), chunks=options.chunks).stages
-    count = smallest_microbatches(name, ranks, at_least=2 * stages, chunks=options.chunks)
-    if announce:
-        print(
-            f"zbcompile: microbatches= not given; using {count}, the smallest {name} admits from 2 x {stages} stages "
-            "on."
-        )
-    return build(name, ranks, count, chunks=options.chunks)
+def document(thing: Any, options: Mapping[str, str]) -> None:
+    """Put the paragraph of each option, under the name that it has there, into a docstring: in place of {options}."""
+    paragraphs = (f"{name}: {PARAGRAPHS.get(option)}" for name, option in options.items())
+    filled = [fill(text, 120, initial_indent=8 * " ", subsequent_indent=12 * " ") for text in paragraphs]
+    if thing.__doc__:  # none under python -OO
+        thing.__doc__ = thing.__doc__.replace("{options}", "\n".join(filled).lstrip())

@@ -13,10 +13,11 @@ from zbcompile.backends.backend import Compilation
 from zbcompile.distributed.agreement import gathered, together
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
+from zbcompile.frontend.choose_schedule import choose_schedule, fit_to_batch
 from zbcompile.frontend.evaluation import Evaluation, evaluate, plan_evaluation
 from zbcompile.frontend.executables import Executables, Recent, autocast_on
 from zbcompile.frontend.grad_clip import total_norm
-from zbcompile.frontend.options import Options, resolve_schedule
+from zbcompile.frontend.options import Options
 from zbcompile.frontend.state_dict import full_state, load_state, own_state, owned_parameters
 from zbcompile.model.batch import Batch, flatten_batch, refuse_input_gradients, require_divisible
 from zbcompile.model.resident_tensors import resident_tensors
@@ -39,11 +40,12 @@ class Pipeline:
     spans of the next steps. `step_index` counts steps; it enters `zbcompile.microbatch_seed`.
     """
 
+    record: bool = False
+    step_index: int = 0
+    scaler: torch.amp.GradScaler | None = None
+
     def __init__(self, model: nn.Module, options: Options, engine: Engine) -> None:
-        self.options = options
-        self.record = False
-        self.step_index = 0
-        self.scaler: torch.amp.GradScaler | None = None
+        self._options = options
         self._model = model
         self._engine = engine
         self._ranks = engine.ranks
@@ -51,9 +53,24 @@ class Pipeline:
         self._ended = weakref.finalize(self, self._watch.close)
         self._records: list[StepRecord] | None = None
         with self._watch.region("making the pipeline"):
-            self._schedule = resolve_schedule(options, self._ranks.count, self.is_first)
-            self._compiled = Executables(model, options, self._ranks, self._schedule)
+            schedule = choose_schedule(options, self._ranks.count)
+            self._compiled = Executables(model, options, self._ranks, schedule)
         self._evaluations: Recent[Any, Evaluation] = Recent(options.max_shapes)
+
+    if not TYPE_CHECKING:  # with it, type checkers would allow any name
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if not name.startswith("_") and not hasattr(type(self), name):
+                raise AttributeError(
+                    f"a pipeline has no attribute {name}. Options are fixed once it is made: pass them to "
+                    "zbcompile.pipeline."
+                )
+            super().__setattr__(name, value)
+
+    @property
+    def options(self) -> Options:
+        """What was asked for."""
+        return self._options
 
     @property
     def program(self) -> Program:
@@ -171,7 +188,7 @@ class Pipeline:
         resident |= {Slot("parameter", name): whole for name, whole in self._gather_rows().items()}
         executable = chosen.bind(program, self._ranks, resident, self._compiled.debug_nan)
         with self._as_captured():
-            return evaluate(chosen, executable, batch, self._engine, self._schedule)
+            return evaluate(chosen, executable, batch, self._engine, self._compiled.schedule)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -194,10 +211,8 @@ class Pipeline:
         names = [name for name in self._compiled.parameters if name in self.program.trained]
         with self._watch.region("clip_grad_norm_"):
             split = frozenset(self._compiled.shards.own) if self._compiled.shards else frozenset()
-            norm = total_norm(
-                *(names, split, self._compiled.parameters, self._ranks, self.program.holders),
-                *(norm_type, error_if_nonfinite),
-            )
+            held, holders = self._compiled.parameters, self.program.holders
+            norm = total_norm(names, split, held, self._ranks, holders, norm_type, error_if_nonfinite)
         nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, norm)
         return norm
 
@@ -309,7 +324,9 @@ class Pipeline:
             )
         batch = flatten_batch(args, kwargs, target, self.options.split)
         refuse_input_gradients(batch)
-        require_divisible(batch, self._schedule.microbatches)
+        if self._compiled.program is None:
+            self._compiled.schedule = fit_to_batch(self._compiled.schedule, self.options, batch.size, self.is_first)
+        require_divisible(batch, self._compiled.schedule.microbatches)
         return batch
 
     def _program_for_eval(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
@@ -319,7 +336,7 @@ class Pipeline:
         return self._program_for(self._split(args, kwargs, None)).program
 
     def _program_for(self, batch: Batch) -> Executable:
-        return self._compiled.get(batch.microbatch(0, self._schedule.microbatches))
+        return self._compiled.get(batch.microbatch(0, self._compiled.schedule.microbatches))
 
     def _as_captured(self) -> torch.autocast:
         """The casts are in the graphs: autocast around a running graph would cast what the model left uncast."""

@@ -1,10 +1,9 @@
 """What the inspect command line can do: summary, graphs as Python, timelines and their causes, comparison."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
-from zbcompile.cli.plan_arguments import example_of, quiet, schedule_of
+from zbcompile.cli.plan_arguments import example_of, quiet, schedule_of, with_options
 from zbcompile.compiler.compile_example import Inspected, read_saved
 from zbcompile.compiler.pass_history import PassHistory
 from zbcompile.errors import PipelineError
@@ -49,13 +48,13 @@ def run(request: Request) -> None:
         inspected = _saved(request)
         _show(inspected, request, chosen, None) if record is None else show_measured(inspected, record, request)
     elif record is not None:
-        schedule = schedule_of(request, request.schedule or record.schedule)
+        schedule = schedule_of(request, None if "schedule" in request.given else record.schedule)
         show_measured(compile_for(example_of(request), schedule, request), record, request)
     elif request.compare:
         compare(example_of(request), request)
     else:
         history = PassHistory(texts=bool(request.diff)) if request.diff or request.passes else None
-        schedule = schedule_of(request, request.schedule_name)
+        schedule = schedule_of(request)
         refuse_places(request, schedule, chosen)
         _show(compile_for(example_of(request), schedule, request, history), request, chosen, history)
 
@@ -101,8 +100,8 @@ def _unsharded(inspected: Inspected, request: Request, costs: Costs) -> Unsharde
     program = inspected.program
     if program.vocabulary is None or isinstance(program, SavedProgram):
         return Unsharded()
-    plain = replace(request, vocab="off", microbatches=program.schedule.microbatches)
-    schedule = schedule_of(plain, request.schedule_name)
+    plain = with_options(request, vocab="off", microbatches=program.schedule.microbatches)
+    schedule = schedule_of(plain)
     if schedule.shards:  # a schedule file with vocabulary passes of its own has no form without
         return Unsharded()
     redistributed = predicted(compile_for(inspected.example, schedule, plain), plain)[0].makespan

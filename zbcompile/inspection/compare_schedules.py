@@ -5,7 +5,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
-from zbcompile.cli.plan_arguments import RANKS, schedule_of
+from zbcompile.cli.plan_arguments import RANKS, schedule_of, with_options
 from zbcompile.compiler.compile_example import Inspected
 from zbcompile.errors import PipelineError
 from zbcompile.inspection.report import Compared, format_comparison
@@ -24,7 +24,7 @@ from zbcompile.schedules.visualization.write import write_comparison
 def compare(example: Example, request: Request) -> None:
     """Compile once per placement, since a schedule changes the graphs by nothing else, and predict each schedule."""
     names = [name.strip() for name in (request.compare or "").split(",") if name.strip()]
-    request = replace(request, microbatches=request.microbatches or _common_microbatches(names, request))
+    request = with_options(request, microbatches=request.options.microbatches or _common_microbatches(names, request))
     by_placement: dict[Placement, Inspected] = {}
     drawn: list[Timeline] = []
     compared = [_compared(example, request, name, by_placement, drawn) for name in names]
@@ -42,7 +42,7 @@ def compare(example: Example, request: Request) -> None:
 
 def _common_microbatches(names: Sequence[str], request: Request) -> int:
     """A count that the schedules admit: steps of equal work are compared."""
-    ranks, counts = request.ranks or RANKS, [4 * (request.ranks or RANKS)]
+    ranks, counts = request.options.ranks or RANKS, [4 * (request.options.ranks or RANKS)]
     for name in names:
         with contextlib.suppress(ScheduleError):  # what is wrong with this one is said in its line
             counts.append(smallest_microbatches(name, ranks, at_least=max(counts)))
@@ -58,7 +58,7 @@ def _compared(
         if schedule.placement not in by_placement:
             by_placement[schedule.placement] = compile_for(example, schedule, request)
     except (PipelineError, PartitionError, ScheduleError) as error:
-        return Compared(name, 0, request.microbatches or 0, None, str(error).splitlines()[0])
+        return Compared(name, 0, request.options.microbatches or 0, None, str(error).splitlines()[0])
     program = replace(by_placement[schedule.placement].program, lowered=lower(schedule))
     basis = basis_of(program, request.costs)
     drawn.append(predict(program, basis.costs))

@@ -14,7 +14,6 @@ from zbcompile.model.example import Example
 from zbcompile.passes.manager.pass_list import STAGE_PASSES
 from zbcompile.passes.manager.run_passes import Observer, Ran
 from zbcompile.prediction.predict import Basis, basis_of, predict, require_costs
-from zbcompile.program.program import StepOptions
 from zbcompile.schedules import Schedule
 from zbcompile.schedules.simulation.timeline import Timeline
 from zbcompile.schedules.visualization.write import ENDINGS
@@ -112,7 +111,7 @@ def compile_for(example: Example, schedule: Schedule, request: Request, observe:
 
     say(f"capturing {type(example.model).__name__} for {schedule.name}, {schedule.stages} stages")
     found = compiled(example, schedule, request, watch)
-    return replace(found, program=replace(found.program, step=StepOptions(request.loss_reduction)))
+    return replace(found, program=replace(found.program, step=request.options.step))
 
 
 def predicted(inspected: Inspected, request: Request) -> tuple[Timeline, Basis]:

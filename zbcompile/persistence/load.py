@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from zbcompile.backends.backend import NAMES
 from zbcompile.backends.types import GraphCompiler
 from zbcompile.distributed.agreement import require_equal_programs, together
 from zbcompile.distributed.process_group import find_ranks, is_alone, own_device
@@ -22,6 +21,7 @@ from zbcompile.persistence.checkpoint import load_checkpoint
 from zbcompile.program.manifest import AGAIN, SavedProgram
 from zbcompile.program.program import Program, call_of
 from zbcompile.program.read import read_manifest, read_program
+from zbcompile.program.step_options import BACKENDS
 from zbcompile.runtime.engine import Engine, Executable
 from zbcompile.runtime.make_engine import make_engine
 
@@ -38,7 +38,7 @@ def load(
     operators: Sequence[str] = (),
     init: Init | None = None,
     seed: int | None = None,
-    timeout: float = 300.0,
+    timeout: float = Options.timeout,
     debug_nan: bool = False,
     backend: str | GraphCompiler | None = None,
     cuda_graphs: bool | None = None,
@@ -70,6 +70,10 @@ def load(
     """
     if state_dict is not None and checkpoint is not None:
         raise PipelineError("load received state_dict= and checkpoint=; both give the model its values. Pass one.")
+    saved = {"seed": seed, "backend": backend, "cuda_graphs": cuda_graphs}
+    asked: dict[str, Any] = {name: value for name, value in saved.items() if value is not None}
+    asked |= {"ranks": ranks, "mesh": mesh, "init": init, "timeout": timeout, "debug_nan": debug_nan}
+    Options(**asked)  # a wrong value is known before anything is read
     folder = Path(directory)
     found = _manifest_of(folder)
     if ranks is None and found.data and is_alone(mesh):
@@ -83,8 +87,7 @@ def load(
             "digest": program.digest,
         }
         require_equal_programs(here, same, "loaded different programs", SAME)
-    given = {"seed": seed, "backend": backend, "cuda_graphs": cuda_graphs}
-    pipe = LoadedPipeline(program, _options(program, init, timeout, debug_nan, given), make_engine(here))
+    pipe = LoadedPipeline(program, _options(program, asked), make_engine(here))
     with here.watch.region(f"filling {folder}"):
         pipe.adopt(program)
         if state_dict is not None:
@@ -124,31 +127,15 @@ def device_for(folder: Path) -> torch.device:
     return _manifest_of(folder).device
 
 
-def _options(
-    program: SavedProgram, init: Init | None, timeout: float, debug_nan: bool, given: Mapping[str, Any]
-) -> Options:
-    """The options of a loaded program. Where `given` has None, they are those that it was saved with."""
-    step, schedule = program.step, program.schedule
-    chosen = {name: getattr(step, name) if value is None else value for name, value in given.items()}
-    if given["backend"] is None and step.backend not in NAMES:
+def _options(program: SavedProgram, asked: Mapping[str, Any]) -> Options:
+    """The options of a loaded program: those that it was saved with, unless others are asked for."""
+    saved = {**vars(program.choices), **vars(program.step)}
+    if "backend" not in asked and saved["backend"] not in BACKENDS:
         raise PipelineError(
-            f"the program was saved with a backend of its own, {step.backend}, which a directory cannot hold. Pass "
+            f"the program was saved with a backend of its own, {saved['backend']}, which a directory cannot hold. Pass "
             'backend=: that function, "fx" or "inductor".'
         )
-    return Options(
-        schedule=schedule,
-        microbatches=schedule.microbatches,
-        loss=None,
-        loss_reduction=step.loss_reduction,
-        choices=program.choices,
-        split=step.split,
-        chunks=None,
-        timeout=timeout,
-        max_shapes=1,
-        init=init,
-        debug_nan=debug_nan,
-        **chosen,
-    )
+    return Options(**{**saved, "schedule": program.schedule, "max_shapes": 1, **asked})
 
 
 def _read_for(

@@ -14,14 +14,16 @@ from zbcompile.errors import PipelineError
 from zbcompile.json_text import to_text
 from zbcompile.model.model_info import Member, ModelFacts
 from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.option import read_options
 from zbcompile.passes.partition.search import Cuts
-from zbcompile.program.program import Program, StepOptions
+from zbcompile.program.program import Program
 from zbcompile.program.stage_outlines import (
     outline_from_data,
     outline_to_data,
     vocabulary_from_data,
     vocabulary_to_data,
 )
+from zbcompile.program.step_options import StepOptions
 from zbcompile.schedules.ir.schedule import Lowered
 
 FORMAT, VERSION = "zbcompile program", 1
@@ -56,8 +58,8 @@ def manifest_to_text(program: Program, hashes: Mapping[str, str], operators: lis
         "operators": operators,
         "call": list(program.call),
         "inputs": {path: [list(shape), dtype] for path, (shape, dtype) in program.inputs.items()},
-        "step": asdict(program.step),
-        "choices": _choices_to_data(program.choices),
+        "step": _options_to_data(program.step),
+        "choices": _options_to_data(program.choices),
         "loss_dtype": program.loss_dtype,
         "program": {key: value for key, value in program.manifest.items() if key != "threads"},
         "cuts": asdict(program.cuts),
@@ -125,7 +127,7 @@ def program_from_manifest(data: Mapping[str, Any], lowered: Lowered, device: tor
         stages=tuple(outline_from_data(each, str(device)) for each in data["stages"]),
         lowered=lowered,
         homes={name: tuple(stages) for name, stages in data["homes"].items()},
-        choices=_choices_from_data(data["choices"]),
+        choices=read_options(Choices, data["choices"]),
         loss_dtype=data["loss_dtype"],
         inputs={path: (tuple(shape), dtype) for path, (shape, dtype) in data["inputs"].items()},
         vocabulary=vocabulary_from_data(data["vocabulary"], str(device)),
@@ -142,16 +144,7 @@ def _device_of(program: Program) -> str:
     return str(next(node.meta["val"].device.type for node in holders))
 
 
-def _choices_to_data(choices: Choices) -> dict[str, Any]:
-    given = {key: list(value) if isinstance(value, tuple) else value for key, value in vars(choices).items()}
-    dtype = choices.accumulate_dtype
-    return given | {"accumulate_dtype": None if dtype is None else str(dtype).removeprefix("torch.")}
-
-
-def _choices_from_data(data: dict[str, Any]) -> Choices:
-    dtype, balance = data["accumulate_dtype"], data["balance"]
-    found = {
-        "accumulate_dtype": dtype and getattr(torch, dtype),
-        "balance": tuple(balance) if isinstance(balance, list) else balance,
-    }
-    return Choices(**data | found)
+def _options_to_data(options: Choices | StepOptions) -> dict[str, Any]:
+    """Options as plain data; `read_options` takes it."""
+    plain = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(options).items()}
+    return {n: str(v).removeprefix("torch.") if isinstance(v, torch.dtype) else v for n, v in plain.items()}

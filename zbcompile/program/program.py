@@ -11,25 +11,14 @@ import torch
 
 from zbcompile.errors import PipelineError
 from zbcompile.model.batch import Microbatch
-from zbcompile.model.batch_split import Split
 from zbcompile.model.model_info import ModelFacts
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.partition.search import Cuts
 from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.passes.vocabulary.shard_program import VocabularyProgram
+from zbcompile.program.step_options import StepOptions
 from zbcompile.schedules.ir.schedule import Lowered, Schedule
 from zbcompile.version import __version__
-
-
-@dataclass(frozen=True)
-class StepOptions:
-    """What a step does beside running the graphs: the keywords of `zbcompile.pipeline` of these names."""
-
-    loss_reduction: str = "mean"
-    seed: int = 0
-    split: Split | None = None
-    backend: str = "fx"
-    cuda_graphs: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,7 +43,7 @@ class Program:
     vocabulary: VocabularyProgram | None
     canonical_targets: tuple[str, ...] = field(repr=False)
     call: tuple[str, ...] = ()
-    step: StepOptions = StepOptions()
+    step: StepOptions = field(default_factory=StepOptions)
     groups: tuple[str, ...] = field(default=(), compare=False)
     writer: Callable[["Program", Path], None] | None = field(default=None, repr=False, compare=False)
 

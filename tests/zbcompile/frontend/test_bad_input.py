@@ -253,14 +253,14 @@ BAD = (
     Refused(
         buffers_in_two_model_copies, "CompileError", r"buffer 1.running_mean is changed .* two copies .* dualpipe-v"
     ),
-    Refused(schedule_of_wrong_type, PIPELINE, r"schedule= is a int; expected a name"),
-    Refused(no_microbatches, PIPELINE, r"microbatches=0; expected a positive number"),
+    Refused(schedule_of_wrong_type, PIPELINE, r"schedule=7; expected a name"),
+    Refused(no_microbatches, PIPELINE, r"microbatches=0; expected a positive whole number of microbatches"),
     Refused(unknown_reduction, PIPELINE, r"loss_reduction='max'; expected"),
     Refused(ranks_that_are_not_there, PIPELINE, r"ranks=[03]"),
     Refused(loss_not_scalar, CAPTURE, r"loss has shape \(2, 32\); expected a scalar.*\.mean\(\)"),
     Refused(loss_not_a_tensor, CAPTURE, r"loss is a float; expected a scalar tensor"),
     Refused(loss_of_integers, CAPTURE, r"dtype torch.int64; expected a floating-point scalar"),
-    Refused(loss_not_callable, PIPELINE, r"loss= is a str; expected a function"),
+    Refused(loss_not_callable, PIPELINE, r"loss='mse'; expected a function"),
     Refused(loss_with_parameters, CAPTURE, r"Weighted has parameters of its own"),
     Refused(no_loss_anywhere, CAPTURE, r"returned dict without a loss.*pass loss=fn"),
     Refused(output_is_no_loss, CAPTURE, r"loss has shape \(2, 32\).*pass loss=fn"),

@@ -297,7 +297,7 @@ def unknown_cut() -> None:
 
 
 def narrow_boundary() -> None:
-    train(MLP(2), boundary_bytes=1)
+    train(MLP(2), memory=zbcompile.Memory(boundary_bytes=1))
 
 
 def little_memory() -> None:

@@ -74,5 +74,5 @@ def test_evaluations_are_bounded_too() -> None:
 
 @pytest.mark.parametrize("value", [0, "many"])
 def test_max_shapes_is_a_positive_number(value: object) -> None:
-    with pytest.raises(zbcompile.PipelineError, match="expected a positive number of programs"):
+    with pytest.raises(zbcompile.PipelineError, match="expected a positive whole number of programs"):
         zbcompile.pipeline(made(), ranks=1, microbatches=2, max_shapes=value)

@@ -32,7 +32,7 @@ def profiled() -> set[str]:
 
 
 def test_profiler_labels_are_those_of_torch() -> None:
-    program = pipeline_of(CASE)._schedule
+    program = pipeline_of(CASE)._compiled.schedule
     wanted = {f"PP:{format_step(step, 'torch')}" for order in program.orders for step in flatten(order)}
     found = profiled()
     assert wanted <= found

@@ -1,0 +1,141 @@
+"""One option, said once: its type, default, check, paragraph, and the form that it has on a command line.
+
+An option is a field of `Choices`, `StepOptions` or `Options`, each of which adds to the one before what its room knows
+of. Keywords, docstrings, flags and the entries of a saved program are all read from these fields.
+"""
+
+import math
+import operator
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import Field, dataclass, field, fields
+from fractions import Fraction
+from numbers import Real
+from typing import Any, TypeVar
+
+import torch
+
+Options = TypeVar("Options")
+SIZES = 'bytes: a number, or a text such as "80GiB" or "24 GB" (B, kB, MB, GB, TB, KiB, MiB, GiB, TiB)'
+_UNITS = {"": 1, "B": 1} | {
+    f"{letter}{ending}": base**power
+    for power, letters in enumerate(("kK", "M", "G", "T"), start=1)
+    for ending, base in (("B", 1000), ("iB", 1024))
+    for letter in letters
+    if letter + ending != "kiB"
+}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What an option may be. `read` returns the value to keep for a given one, and raises ValueError or TypeError for
+    one that is not `expected`; `flag` says how argparse reads it."""
+
+    read: Callable[[Any], Any]
+    expected: str
+    flag: Mapping[str, Any] = field(default_factory=dict)
+
+    def or_none(self) -> "Kind":
+        return Kind(lambda given: None if given is None else self.read(given), self.expected, self.flag)
+
+
+def option(default: Any, kind: Kind) -> Any:
+    """A field that is an option; the docstring of its class has its paragraph."""
+    return field(default=default, metadata={"kind": kind})
+
+
+def options_of(*classes: type) -> dict[str, Field[Any]]:
+    """The options of these dataclasses by name."""
+    return {each.name: each for kind in classes for each in fields(kind) if "kind" in each.metadata}
+
+
+def read_options(kind: type[Options], given: Mapping[str, Any]) -> Options:
+    """The dataclass `kind` with what was given for its options. Raises as `Kind.read`, KeyError for other names."""
+    options = options_of(kind)
+    return kind(**{name: options[name].metadata["kind"].read(value) for name, value in given.items()})
+
+
+def paragraphs_of(kind: type) -> dict[str, str]:
+    """What the docstrings of a dataclass and its bases say of each option; nothing under python -OO."""
+    found = (re.findall(r"^        (\w+): (.+(?:\n {12}.+)*)", each.__doc__ or "", re.M) for each in kind.__mro__)
+    return {name: " ".join(text.split()) for each in found for name, text in each}
+
+
+def accept(holds: Callable[[Any], bool], expected: str, **flag: Any) -> Kind:
+    """Values as they are, if `holds` is true of them."""
+
+    def read(given: Any) -> Any:
+        if not holds(given):
+            raise ValueError
+        return given
+
+    return Kind(read, expected, flag)
+
+
+def one_of(*values: str | int, also: str = "") -> Kind:
+    """One of these values; on a command line numbers among them are written as such."""
+    names = [f'"{value}"' if isinstance(value, str) else str(value) for value in values]
+    expected = f"{', '.join(names[:-1])} or {names[-1]}{also}"
+    return accept(
+        lambda given: not isinstance(given, bool) and given in values,
+        expected,
+        choices=values,
+        type=lambda text: int(text) if text.isdecimal() else text,
+    )
+
+
+def whole(what: str, least: int | None = 1) -> Kind:
+    """A whole number of `what`, at least `least`."""
+
+    def read(given: Any) -> int:
+        number = operator.index(given)
+        if isinstance(given, bool) or (least is not None and number < least):
+            raise ValueError
+        return number
+
+    return Kind(read, f"a {'positive ' if least == 1 else ''}whole number{what}", {"type": int, "metavar": "N"})
+
+
+def number(expected: str, holds: Callable[[float], bool], metavar: str = "X") -> Kind:
+    """A number for which `holds` is true."""
+    return accept(lambda given: _is_real(given) and holds(given), expected, type=float, metavar=metavar)
+
+
+def read_bytes(given: Any) -> int:
+    """Bytes from a number or a text, rounded down. As everywhere outside of memory chips, kB, MB, GB and TB are powers
+    of 1000, and KiB, MiB, GiB and TiB those of 1024. Raises ValueError for anything else.
+
+    >>> read_bytes("80GiB"), read_bytes("1.5 GB"), read_bytes("4096"), read_bytes(1.5e9)
+    (85899345920, 1500000000, 4096, 1500000000)
+    """
+    if not isinstance(given, str):
+        if not _is_real(given) or not math.isfinite(given) or given < 0:
+            raise ValueError
+        return int(given)
+    found = re.fullmatch(r"(\d+(?:\.\d*)?(?:e\d{1,2})?)\s*([a-zA-Z]*)", given.strip(), re.ASCII)
+    if found is None or found[2] not in _UNITS:
+        raise ValueError
+    return int(Fraction(found[1]) * _UNITS[found[2]])
+
+
+def _is_real(given: Any) -> bool:
+    return isinstance(given, Real) and not isinstance(given, bool)
+
+
+def _positive_bytes(given: Any) -> int:
+    found = read_bytes(given)
+    if found < 1:
+        raise ValueError
+    return found
+
+
+def _read_dtype(given: Any) -> torch.dtype:
+    found = getattr(torch, given, None) if isinstance(given, str) else given
+    if not (isinstance(found, torch.dtype) and found.is_floating_point):
+        raise ValueError
+    return found
+
+
+SWITCH = accept(lambda given: isinstance(given, bool), "True or False", action="store_true")
+BYTES = Kind(_positive_bytes, f"a positive number of {SIZES}", {"metavar": "BYTES"})
+DTYPE = Kind(_read_dtype, "a floating-point dtype, such as torch.float32", {"metavar": "DTYPE"})

@@ -1,0 +1,47 @@
+"""Which schedule a pipeline runs: a named one for its ranks and first batch, a file's, or one that is given."""
+
+from zbcompile.errors import PipelineError
+from zbcompile.frontend.options import Options
+from zbcompile.schedules.generators.registry import admits, build, smallest_microbatches
+from zbcompile.schedules.ir.schedule import Schedule
+
+
+def choose_schedule(options: Options, ranks: int) -> Schedule:
+    """The schedule for `ranks` ranks. Raises ScheduleError or PipelineError for one that does not fit them."""
+    given = options.schedule
+    if isinstance(given, str):
+        return build(
+            given, ranks, options.microbatches or _usual_count(given, ranks, options.chunks), chunks=options.chunks
+        )
+    if given.ranks != ranks:
+        raise PipelineError(
+            f"the schedule {given.name} is for {given.ranks} ranks ({given.stages} stages), but there are {ranks}. "
+            f"Build it with ranks={ranks}, or start {given.ranks} ranks."
+        )
+    if options.microbatches not in (None, given.microbatches):
+        raise PipelineError(
+            f"microbatches={options.microbatches}, but the schedule {given.name} is for {given.microbatches}."
+        )
+    return given
+
+
+def _usual_count(name: str, ranks: int, chunks: int | None) -> int:
+    """The smallest count from 2 x stages on."""
+    stages = build(name, ranks, smallest_microbatches(name, ranks), chunks=chunks).stages
+    return smallest_microbatches(name, ranks, at_least=2 * stages, chunks=chunks)
+
+
+def fit_to_batch(schedule: Schedule, options: Options, rows: int, announce: bool) -> Schedule:
+    """Without `microbatches=`, a named schedule with a count that divides a batch of `rows`: the smallest from the
+    usual one on up to four times as many, else the largest below. If there is none it stays as it is."""
+    if options.microbatches is not None or not isinstance(options.schedule, str):
+        return schedule
+    usual = schedule.microbatches
+    fitting = [n for n in range(2, 4 * usual + 1) if rows % n == 0 and admits(schedule.name, schedule.ranks, n)]
+    count = min((n for n in fitting if n >= usual), default=max(fitting, default=usual))
+    if announce:
+        why = f"the smallest {schedule.name} admits from 2 x {schedule.stages} stages on"
+        if count != usual:
+            why = f"which a batch of {rows} divides into; {usual} would be {why}"
+        print(f"zbcompile: microbatches= not given; using {count}, {why}.")
+    return build(schedule.name, schedule.ranks, count, chunks=options.chunks)

@@ -1,0 +1,62 @@
+"""What a step does beside running the graphs, if there is a choice; a saved program keeps it."""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from zbcompile.model.batch_split import Split
+from zbcompile.passes.option import SWITCH, Kind, accept, one_of, option, whole
+
+
+def _read_split(given: Any) -> dict[str, bool | int]:
+    found = dict(given)
+    if not all(isinstance(name, str) and isinstance(answer, int) for name, answer in found.items()):
+        raise ValueError
+    return found
+
+
+def _split_from_text(text: str) -> tuple[str, bool | int]:
+    name, _, answer = text.rpartition("=")
+    if not name or not (answer in ("yes", "no") or answer.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form INPUT=yes, INPUT=no or INPUT=DIMENSION")
+    return name, int(answer) if answer.isdecimal() else answer == "yes"
+
+
+SPLIT = Kind(
+    _read_split,
+    'a mapping of inputs to False, True or the dimension to cut, such as {"mask": False}',
+    {"metavar": "INPUT=yes|no|DIM", "type": _split_from_text, "action": "append"},
+)
+BACKENDS = ("fx", "inductor")
+BACKEND = accept(
+    lambda given: given in BACKENDS if isinstance(given, str) else callable(given),
+    '"fx", "inductor", or a function of a graph and its example inputs',
+    choices=BACKENDS,
+)
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """The options of a step. Of a program `backend` is the name.
+
+    Args:
+        loss_reduction: Whether the loss of a step is the "mean" of its microbatches' losses or their "sum". A mean of
+            means is not the mean over the batch if microbatches count differently (ignore_index); use "sum" with a
+            global divisor then.
+        seed: Enters `zbcompile.microbatch_seed`.
+        split: How inputs are split into microbatches, by path or keyword name. False (whole in every microbatch), True
+            (along dimension 0) or the dimension, each by its own length. Tensors that are not named agree about
+            dimension 0, the batch; those without dimensions or with one row go whole into every microbatch.
+        backend: What runs the graphs (docs/backends.md). "fx": each operation as it is; "inductor": compiled by torch's
+            inductor, once per distinct graph and machine, gradients equal within 2e-6 of the largest entry (fp32); or a
+            function `backend(graph_module, example_inputs)` that returns what is called in place of the graph.
+        cuda_graphs: Record every pass as a CUDA graph and replay it (docs/backends.md). Takes memory for the copies of
+            what goes in and out, and gradients that stay in place: `optimizer.zero_grad(set_to_none=False)`.
+    """
+
+    loss_reduction: str = option("mean", one_of("mean", "sum"))
+    seed: int = option(0, whole("", least=None))
+    split: Split | None = option(None, SPLIT.or_none())
+    backend: str | Callable[..., Any] = option("fx", BACKEND)
+    cuda_graphs: bool = option(False, SWITCH)
