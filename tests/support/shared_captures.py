@@ -13,7 +13,7 @@ import pickle
 import sys
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -22,12 +22,16 @@ import torch
 from torch import nn
 
 from zbcompile.compiler.pass_pipeline import Drawn, compile_drawn
-from zbcompile.passes.capture.canonical import canonicalise
-from zbcompile.passes.capture.export import capture, capture_inference
+from zbcompile.passes.capture.canonical import Canonical
+from zbcompile.passes.capture.export import Captured
+from zbcompile.passes.manager.canonicalise import canonicalise
+from zbcompile.passes.manager.pass_list import CAPTURE, CAPTURE_INFERENCE
+from zbcompile.passes.manager.run_passes import SILENT, PassManager
 from zbcompile.passes.partition.liveness import draw_line
 from zbcompile.passes.torch_private import global_hooks, is_compiled, tensor_hooks
 from zbcompile.program.program import Program
 
+PASS_LIST = "zbcompile.passes.manager.pass_list"
 MOST = 64  # of those used last
 PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
 
@@ -115,6 +119,18 @@ def _once_per_object(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda given: found.get_or_make(id(given), lambda: (given, function(given)))[1]
 
 
+def _canonical_once() -> Callable[..., Canonical]:
+    """As `canonicalise`, unless somebody watches the passes."""
+    found = Recent()
+
+    def canonicalised(captured: Captured, manager: PassManager = SILENT) -> Canonical:
+        if manager.observe is not None:
+            return canonicalise(captured, manager)
+        return found.get_or_make(id(captured), lambda: (captured, canonicalise(captured, manager)))[1]
+
+    return canonicalised
+
+
 def _once_per_plan(compile_: Callable[..., Program]) -> Callable[..., Program]:
     """As `compile_drawn`, for a line that was drawn before, the same schedule and the same choices."""
     found = Recent()
@@ -133,21 +149,21 @@ def _once_per_plan(compile_: Callable[..., Program]) -> Callable[..., Program]:
 @contextlib.contextmanager
 def shared_captures() -> Iterator[None]:
     """What the compiler captures inside, and compiles from it, is shared."""
-    shared = {
-        capture: _once(capture),
-        capture_inference: _once(capture_inference),
-        canonicalise: _once_per_object(canonicalise),
-        draw_line: _once_per_object(draw_line),
-        compile_drawn: _once_per_plan(compile_drawn),
-    }
+    passes = [(each, replace(each, run=_once(each.run))) for each in (CAPTURE, CAPTURE_INFERENCE)]
+    functions = [
+        (canonicalise, _canonical_once()),
+        (draw_line, _once_per_object(draw_line)),
+        (compile_drawn, _once_per_plan(compile_drawn)),
+    ]
     with contextlib.ExitStack() as stack:
-        for module, name, function in _imported(shared):
-            stack.enter_context(mock.patch.object(module, name, shared[function]))
+        for original, shared in [*passes, *functions]:
+            for module, name in _importing(original):
+                stack.enter_context(mock.patch.object(module, name, shared))
         yield
 
 
-def _imported(functions: Collection[Any]) -> list[tuple[Any, str, Any]]:
-    """Where modules of the package import these functions; not where they are defined."""
-    modules = [module for name, module in sys.modules.items() if name.startswith("zbcompile.")]
-    homes = [(module, f.__name__, f) for module in modules for f in functions if f.__module__ != module.__name__]
-    return [(module, name, f) for module, name, f in homes if vars(module).get(name) is f]
+def _importing(original: Any) -> list[tuple[Any, str]]:
+    """Where modules of the package import a function or a pass; not where it is defined."""
+    home = original.__module__ if callable(original) else PASS_LIST
+    modules = [module for name, module in sys.modules.items() if name.startswith("zbcompile.") and name != home]
+    return [(module, name) for module in modules for name, value in list(vars(module).items()) if value is original]
