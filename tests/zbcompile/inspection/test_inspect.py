@@ -17,6 +17,7 @@ import zbcompile.compile
 from zbcompile.cli.target import load_example
 from zbcompile.inspect import main
 from zbcompile.inspection.report import WIDTH
+from zbcompile.passes.manager.pass_list import PASS_NAMES
 
 ROOT = Path(__file__).parents[3]
 TARGETS = "examples/targets.py"
@@ -177,6 +178,38 @@ def test_what_a_pass_changed(tiny: Path, inspect: Callable[..., str]) -> None:
     assert any("aten.addmm_.default" in line for line in added)
     same = inspect(f"{tiny}:two", "--diff", "joint", "joint")
     assert "nothing changed from joint to joint" in same
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "titles"),
+    [
+        ("capture", "drop-dead-code", ("the model after capture", "the model after drop-dead-code")),
+        ("infer-values", "cut", ("the model after infer-values", "stage 1 after cut")),
+        ("cut", "overlap", ("stage 1 after cut", "stage 1 after overlap")),
+        ("accumulate", "copy", ("stage 1 after accumulate", "the model after copy")),
+    ],
+)
+def test_any_two_passes_can_be_compared(
+    first: str, second: str, titles: tuple[str, str], tiny: Path, inspect: Callable[..., str]
+) -> None:
+    plan = ("--schedule", "dualpipe-v", "--stage", 1)
+    before, after, *lines = inspect(f"{tiny}:two", "--diff", first, second, *plan).splitlines()
+    assert (before, after) == (f"--- {titles[0]}", f"+++ {titles[1]}")
+    assert any(line.startswith(("+", "-")) for line in lines)
+
+
+def test_the_passes_in_order(tiny: Path, inspect: Callable[..., str]) -> None:
+    """Every pass is listed; what runs gets what the one before it made, stages that are compiled once count once."""
+    rows = json.loads(inspect(f"{tiny}:two", "--passes", "--json"))["passes"]
+    assert [row["name"] for row in rows] == list(PASS_NAMES)
+    ran = [row for row in rows if row["runs"]]
+    assert {"capture", "infer-values", "cut", "joint", "split", "accumulate"} <= {row["name"] for row in ran}
+    model = [row for row in ran if row["runs"] == 1 and row["name"] != "deduplicate"]
+    assert [row["before"] for row in model[1:]] == [row["after"] for row in model[:-1]]
+    assert all(row["seconds"] > 0 and row["after"] > 0 for row in ran)
+    text = inspect(f"{tiny}:two", "--passes")
+    assert max(map(len, text.splitlines())) <= WIDTH
+    assert [line.split()[0] for line in text.splitlines()[2 : 2 + len(rows)]] == list(PASS_NAMES)
 
 
 def test_a_graph_in_other_forms(tiny: Path, inspect: Callable[..., str]) -> None:
