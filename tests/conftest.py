@@ -6,6 +6,7 @@ import gc
 import importlib
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,14 +21,38 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write the files in tests/golden anew")
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
+def pytest_configure(config: pytest.Config) -> None:
+    if config.pluginmanager.hasplugin("xdist"):
+        config.option.loadscopereorder = False  # xdist would begin with the groups of most tests, however short
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest and xdist read the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With `-n N --dist loadgroup`: one worker per file, for its fixtures, and one for all that start the ranks."""
-    if not config.pluginmanager.hasplugin("xdist"):
-        return
+    _mark_slow_cases(items)
+    if config.pluginmanager.hasplugin("xdist"):
+        _group_for_workers(items)
+
+
+def _mark_slow_cases(items: list[pytest.Item]) -> None:
+    seen: Counter[str] = Counter()
+    for item in items:
+        mark = item.get_closest_marker("mostly_slow")
+        test = item.nodeid.partition("[")[0]
+        if mark is not None and seen[test] % mark.kwargs["every"]:
+            item.add_marker(pytest.mark.slow)
+        seen[test] += 1
+
+
+def _group_for_workers(items: list[pytest.Item]) -> None:
+    """With `-n N --dist loadgroup`: one worker per file, for its fixtures, and one for all that start the ranks. These
+    begin, then the files with slow tests: what is left at the end is short."""
+    groups: dict[pytest.Item, str] = {}
     for item in items:
         with_ranks = "pool" in getattr(item, "fixturenames", ()) or item.get_closest_marker("beside_ranks")
-        item.add_marker(pytest.mark.xdist_group("ranks" if with_ranks else item.path.name))
+        groups[item] = "ranks" if with_ranks else item.path.name
+        item.add_marker(pytest.mark.xdist_group(groups[item]))
+    slow = Counter(group for item, group in groups.items() if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: (groups[item] != "ranks", not slow[groups[item]]))
 
 
 def pytest_collection_finish() -> None:

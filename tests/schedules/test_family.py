@@ -21,6 +21,7 @@ def sizes(name: str, generator: random.Random) -> list[Schedule]:
     return schedules
 
 
+@pytest.mark.mostly_slow(every=8)
 @pytest.mark.parametrize("name", names())
 def test_right_and_consistent(name: str, random_costs) -> None:
     generator = random.Random(name)
@@ -44,6 +45,7 @@ def _critical_path(schedule: Schedule, costs: Costs) -> float:
     return sum(costs.forward) + sum(costs.backward) + 2 * hops
 
 
+@pytest.mark.mostly_slow(every=8)
 @pytest.mark.parametrize("name", names())
 def test_peak_memory_is_within_the_promise(name: str) -> None:
     """The closed form's peak, with M_W <= M_B, wherever its conditions hold."""

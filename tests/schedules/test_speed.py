@@ -8,6 +8,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import json, sys
 from time import process_time
@@ -29,6 +31,7 @@ def _seconds(microbatches: int) -> float:
     return measured["seconds"]
 
 
+@pytest.mark.slow
 def test_four_steps_grow_linearly() -> None:
     """Four times the microbatches take no more than eight times as long; quadratic growth would take sixteen times."""
     small, large = (min(_seconds(m) for _ in range(2)) for m in (128, 512))

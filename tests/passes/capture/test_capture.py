@@ -132,6 +132,7 @@ def model_output(loss: Tensor, logits: Tensor) -> Any:
     return CausalLMOutput(loss=loss, logits=logits)  # type: ignore[arg-type]
 
 
+@pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize(
     ("kind", "schedule"), [(Outcome, "zb-v"), (Outputs, "zb-h1"), (model_output, "1f1b")], ids=["tuple", "class", "hf"]
 )
@@ -159,6 +160,7 @@ def test_one_tensor_passed_twice_is_two_inputs() -> None:
     assert torch.equal(pipe.step(same, other, target=same), eager_step(eager, F.mse_loss, ((same, other), {}, same), 0))
 
 
+@pytest.mark.slow
 def test_inputs_with_gaps_keep_their_strides() -> None:
     """A view of the transpose and of every second column, as a data loader may hand them out."""
 
@@ -402,6 +404,7 @@ MODELS = (
 )
 
 
+@pytest.mark.mostly_slow(every=8)
 @pytest.mark.parametrize(("make", "schedule"), MODELS, ids=[make.__name__ for make, _ in MODELS])
 def test_equals_eager(make: Callable[[], nn.Module], schedule: str) -> None:
     assert_equals_eager(make, schedule)

@@ -19,6 +19,7 @@ MODELS = ("gpt-tied", "skips", "llama", "mixtral", "unet")
 MADE_OF_OTHERS = (torch.ops.aten.silu_backward.default,)  # to torch, so a graph with one is run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_as_torchs_counter(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where, as for most graphs, there is no run."""

@@ -106,6 +106,7 @@ def _problem(drawn: Mapping[str, Drawn], model: str, schedule: tuple[str, int, i
     return Problem(drawn[model], build(name, ranks, 2 * ranks, chunks=chunks))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 @pytest.mark.parametrize("model", ["gpt", "head", "unet"])
 def test_balanced_within_the_tolerance_and_as_thin_as_that_allows(
@@ -187,6 +188,7 @@ def test_memory_is_respected_and_the_least_is_named(
     assert least * 0.999 <= named <= least * 1.002
 
 
+@pytest.mark.slow
 def test_the_predicted_residents_are_those_of_the_compiled_stages(drawn: dict[str, Drawn]) -> None:
     """What autograd keeps is what F keeps; parameters count with gradient and two moments."""
     example = _gpt()
@@ -279,6 +281,7 @@ def test_a_heavy_head_is_said_once_when_compiling(capsys: pytest.CaptureFixture[
     assert capsys.readouterr().out.count("times the mean load") == 1
 
 
+@pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize("balance", ["measured", "parameters", ["layers.2", "layers.4", "layers.5"]])
 def test_gradients_do_not_depend_on_the_cuts(balance: Any) -> None:
     torch.manual_seed(0)

@@ -47,6 +47,7 @@ def _remade(values: Values, kept: set[Node]) -> set[Node] | None:
     return found
 
 
+@pytest.mark.mostly_slow(every=4)
 @pytest.mark.parametrize("seed", range(12))
 def test_no_choice_is_better(seed: int) -> None:
     values = random_values(seed)

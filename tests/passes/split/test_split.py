@@ -49,6 +49,7 @@ class Gated(nn.Module):
         return self.linear(F.gelu(self.scale * x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "recompute"), [(Layer, False), (Gated, True)])
 def test_no_other_choice_waits_for_less(make: type[nn.Module], recompute: bool) -> None:
     """Against every choice of operations that change sides."""
@@ -84,6 +85,7 @@ def stages(request: pytest.FixtureRequest) -> list[Stage]:
     return compile_stages(request.param, 64, 64, 2, Choices(exact=True, balance=CUTS))
 
 
+@pytest.mark.slow
 def test_a_first_stage_is_balanced_like_a_middle_one(stages: list[Stage]) -> None:
     first, middle, _ = (stage.program.flops for stage in stages)
     assert [first[name] for name in ("F", "B", "W")] == [middle[name] for name in ("F", "B", "W")]

@@ -103,6 +103,7 @@ def test_half_precision_is_summed_in_float32(exact: bool) -> None:
         assert torch.equal(parameter.grad, expected[name]), name
 
 
+@pytest.mark.slow
 def test_exact_sums_half_precision_as_eager_does() -> None:
     model, x, y = make(torch.bfloat16)
     eager = copy.deepcopy(model)

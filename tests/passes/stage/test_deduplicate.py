@@ -100,6 +100,7 @@ def _each_for_itself(
     return tuple(reversed(programs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("example", "exact"), [(_gpt, False), (_masked, True)])
 def test_a_renamed_program_is_what_compiling_the_stage_gives(
     example: Callable[[], zbcompile.Example], exact: bool, monkeypatch: pytest.MonkeyPatch
@@ -126,6 +127,7 @@ def test_a_renamed_program_is_what_compiling_the_stage_gives(
             assert all(origin_of(a) == origin_of(b) for a, b in nodes)
 
 
+@pytest.mark.mostly_slow(every=5)
 @pytest.mark.parametrize(
     ("make", "graphs"),
     [

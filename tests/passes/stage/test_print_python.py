@@ -81,10 +81,12 @@ def _check_same_bits(inspected: Inspected) -> None:
             values[Slot("tangent", slot.name) if slot.kind == "input_gradient" else slot] = value
 
 
+@pytest.mark.slow
 def test_a_printed_graph_computes_the_same_bits(inspected: Inspected) -> None:
     _check_same_bits(inspected)
 
 
+@pytest.mark.slow
 def test_a_printed_graph_of_exact_mode_computes_the_same_bits(exact: Inspected) -> None:
     _check_same_bits(exact)
 

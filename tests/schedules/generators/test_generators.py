@@ -39,6 +39,7 @@ def _group(ranks: int, microbatches: int) -> int:
     return microbatches // max(1, microbatches // ranks)
 
 
+@pytest.mark.mostly_slow(every=8)
 @pytest.mark.parametrize("name", names())
 def test_every_size_is_right_and_keeps_its_promise(name: str, random_costs) -> None:
     """Ranks 1..8, microbatches 1..24: `check` passes under random costs, memory stays within the promise."""

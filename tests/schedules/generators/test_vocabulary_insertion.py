@@ -87,6 +87,7 @@ def test_every_family_takes_them(name: str, barriers: int) -> None:
     assert simulate(schedule, costs).makespan <= simulate(base, costs).makespan + 12 + 0.15 * simulate(base).makespan
 
 
+@pytest.mark.mostly_slow(every=5)
 @pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: f"{row['method']}-{row['V']}-{row['seq']}")
 def test_published_iteration_times(row: dict) -> None:
     """The authors' own pass times of 8 A100 predict their 40 iteration times within 2%, with no fitted constant."""

@@ -8,6 +8,7 @@ import pytest
 from zbcompile.schedules import Action, Schedule, ScheduleError, build, check, lower, simulate
 
 
+@pytest.mark.slow
 def test_every_program_of_the_family_is_right(small_schedules, random_costs) -> None:
     generator = random.Random(0)
     for schedule in small_schedules(range(1, 7), range(1, 14, 2)):

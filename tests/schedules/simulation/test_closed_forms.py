@@ -43,6 +43,7 @@ def draw_costs(stages: int, generator: random.Random) -> Costs:
     )
 
 
+@pytest.mark.mostly_slow(every=15)
 @pytest.mark.parametrize("name", [name for name in names() if name not in AUTOMATIC])
 def test_closed_forms_equal_the_simulator(name: str) -> None:
     form, generator = closed_form(name), random.Random(name)

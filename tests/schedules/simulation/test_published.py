@@ -62,6 +62,7 @@ def test_table_5_of_the_handcrafted_schedules(row: Row, column: int, name: str) 
     assert _rate(row, name) == row.rates[column]
 
 
+@pytest.mark.mostly_slow(every=6)
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
 @pytest.mark.parametrize(("column", "name"), [(3, "zb-1p"), (4, "zb-2p")])
 def test_table_5_of_the_automatic_schedules(row: Row, column: int, name: str) -> None:
@@ -144,6 +145,7 @@ def test_controllable_memory_bubble_rates(name: str, published: float) -> None:
         assert round(rate, 3) == published
 
 
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize(("name", "per_rank", "chunks"), [("v-half", 3, 2), ("v-min", 4, 2)])
 def test_controllable_memory_bubbles(name: str, per_rank: int, chunks: int) -> None:
     """About 3p and 4p chunk passes at equal times, independent of the number of microbatches."""

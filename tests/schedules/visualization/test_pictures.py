@@ -49,6 +49,7 @@ def test_operations_differ_in_colour_hatching_and_letter() -> None:
     assert {">F0<", ">B0<", ">W0<"} <= {f">{text}<" for text in ("F0", "B0", "W0") if f">{text}<" in to_svg(timeline())}
 
 
+@pytest.mark.slow
 def test_a_large_picture_is_small() -> None:
     """64 ranks and 128 microbatches: 49,152 steps in a file that a viewer opens in seconds."""
     t = timeline("zb-v", 64, 128)

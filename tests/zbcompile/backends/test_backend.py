@@ -51,6 +51,7 @@ def test_a_function_sees_each_distinct_graph_once() -> None:
         assert all(isinstance(value, Tensor) for value in inputs)
 
 
+@pytest.mark.slow
 def test_vocabulary_passes_go_through_the_backend() -> None:
     titles: list[str] = []
 

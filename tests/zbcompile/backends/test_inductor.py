@@ -34,6 +34,7 @@ from zbcompile.passes.torch_private import make_fx
 
 pytestmark = [
     pytest.mark.beside_ranks,
+    pytest.mark.slow,
     pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler"),
     pytest.mark.timeout(900),  # compilers take seconds per graph, and on a busy machine many
 ]
@@ -102,7 +103,6 @@ class Words(nn.Module):
         return F.dropout(self.norm(x), 0.2).square().mean()
 
 
-@pytest.mark.slow
 def test_embeddings_norms_and_dropout(cache: Path) -> None:
     """Random numbers are eager's own; embeddings add their rows in place."""
     torch.manual_seed(0)
@@ -122,7 +122,6 @@ def run_here(case: Case, folder: str) -> tuple[Trained, Compilation]:
         return train(pipe, case), pipe.compilations[0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", GLOO, ids=str)
 def test_zero_bubble_schedules_with_inductor_over_gloo(case: Case, cache: Path, pool: Pool) -> None:
     """torch's own refuse compiled modules. The ranks share what there is to compile."""

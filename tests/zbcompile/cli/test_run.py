@@ -34,6 +34,7 @@ def command(program: Path, folder: Path, name: str, steps: int, data: str, *more
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data", ["batches", "batches_from", "loader"])
 def test_a_resumed_run_has_the_same_bits(data: str, small_program: Program, tmp_path: Path) -> None:
     """Whatever way the data takes back to its place. Not every step has a checkpoint."""

@@ -40,6 +40,7 @@ def compiled(**options: Any) -> zbcompile.Pipeline:
     return zbcompile.pipeline(model_of(MANY), vocab=1, **given, **options).compile(*batch.args, target=batch.target)
 
 
+@pytest.mark.slow
 def test_logits_wait_unless_memory_forbids_it() -> None:
     """Rows with gradient and moments take 2 MiB, logits that wait as much again."""
     pipe = compiled(memory=3 << 20)
@@ -60,6 +61,7 @@ def test_what_does_not_fit_is_an_error() -> None:
         compiled(memory=1 << 20)
 
 
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize(("words", "layers", "shards"), [(2048, 2, True), (16, 4, False)])
 def test_auto_shards_where_that_makes_the_step_shorter(words: int, layers: int, shards: bool) -> None:
     """An output layer of many layers' cost cannot be balanced by moving layers; of a small one too little is gained."""

@@ -71,6 +71,7 @@ def eval_and_step_in_order(case: Case) -> bool:
     return torch.equal(before, after)
 
 
+@pytest.mark.slow
 def test_evaluation_uses_the_channels_of_the_step(pool: Pool) -> None:
     assert pool.run(eval_and_step_in_order, Case("mlp", "zb-v", 2, 4)) == [True, True]
 

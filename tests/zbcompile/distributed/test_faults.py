@@ -12,6 +12,7 @@ from tests.support.faulty import INJECT, SCENARIOS, Order, Scenario, make, rows
 from tests.support.pool import DIED, Outcome, Pool
 
 
+@pytest.mark.mostly_slow(every=23)
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=[f"{s.name} on rank {s.rank}" for s in SCENARIOS])
 def test_every_rank_ends_with_one_message(scenario: Scenario, pool: Pool) -> None:
     outcomes = pool.outcomes(scenario.run, *scenario.args, ranks=scenario.ranks)

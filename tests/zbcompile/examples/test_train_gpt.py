@@ -36,6 +36,7 @@ def check_output(printed: str, schedule: str, ranks: int, source: str) -> None:
     assert source in printed
 
 
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize(
     ("schedule", "ranks", "more"),
     [("zb-h1", 2, []), ("1f1b", 4, ["--dropout", "0.2", "--microbatches", "8"])],
@@ -45,6 +46,7 @@ def test_in_one_process(schedule: str, ranks: int, more: list[str]) -> None:
     check_output(printed, schedule, ranks, "one process ran all ranks in turn")
 
 
+@pytest.mark.slow
 def test_in_processes(pool: Pool) -> None:
     printed = pool.run(trained, "--schedule", "zb-v", "--tied", "--dropout", "0.1", ranks=2)[0]
     check_output(printed, "zb-v", 2, "each rank's own clock")

@@ -282,6 +282,7 @@ def test_in_one_process(refused: Refused) -> None:
     refused.here()
 
 
+@pytest.mark.mostly_slow(every=40)
 @pytest.mark.parametrize("refused", BAD, ids=str)
 def test_on_every_rank(refused: Refused, pool: Pool) -> None:
     refused.everywhere(pool)
@@ -346,6 +347,7 @@ DIFFERENCES = (
 )
 
 
+@pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize("what", DIFFERENCES)
 def test_ranks_that_compile_different_programs(what: str, pool: Pool) -> None:
     """Everywhere the same sentence, which names what differs."""

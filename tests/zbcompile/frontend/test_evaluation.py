@@ -66,6 +66,7 @@ def assert_same_output(ours: Any, theirs: Any) -> None:
         assert ours == theirs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_loss", [False, True], ids=["rows", "loss"])
 def test_output_of_any_structure_for_any_batch_size(with_loss: bool, pool: Pool) -> None:
     """Sizes: what the step takes, one that its microbatches do not divide, a prime, a single sample."""
@@ -78,6 +79,7 @@ def test_output_of_any_structure_for_any_batch_size(with_loss: bool, pool: Pool)
             assert_same_output(ours, theirs)
 
 
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize("problem", ["small-dropout", "small-tied"])
 def test_logits_after_a_step(problem: str) -> None:
     """Without dropout, with the weights as the optimizer left them, in one chunk bit by bit."""
@@ -191,6 +193,7 @@ class Padded(nn.Module):
         return self.encoder(x, src_key_padding_mask=padding)
 
 
+@pytest.mark.slow
 def test_attention_with_padding() -> None:
     """Eager's fast path leaves zeros where there is padding; everywhere else the outputs agree."""
     torch.manual_seed(0)

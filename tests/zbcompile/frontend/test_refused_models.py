@@ -347,11 +347,13 @@ REFUSED = (
 )
 
 
+@pytest.mark.mostly_slow(every=5)
 @pytest.mark.parametrize("refused", REFUSED, ids=str)
 def test_in_one_process(refused: Refused) -> None:
     refused.here()
 
 
+@pytest.mark.mostly_slow(every=12)
 @pytest.mark.parametrize("refused", REFUSED, ids=str)
 def test_on_every_rank(refused: Refused, pool: Pool) -> None:
     refused.everywhere(pool)

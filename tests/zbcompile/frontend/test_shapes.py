@@ -63,6 +63,7 @@ def test_a_bounded_number_of_programs(capsys: pytest.CaptureFixture[str]) -> Non
     assert out.count("evicted the least recently used program; max_shapes=2") == 2
 
 
+@pytest.mark.slow
 def test_evaluations_are_bounded_too() -> None:
     pipe = zbcompile.pipeline(made(), schedule="1f1b", ranks=2, microbatches=2, loss=F.mse_loss, max_shapes=2)
     batch = sequences(4, 5)

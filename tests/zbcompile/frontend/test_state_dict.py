@@ -88,6 +88,7 @@ MESSAGES = {
 }
 
 
+@pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize("damage", MESSAGES)
 def test_loading_is_strict(damage: str) -> None:
     pipe = compiled()

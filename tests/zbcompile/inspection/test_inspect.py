@@ -97,6 +97,7 @@ def refuse(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     return run
 
 
+@pytest.mark.slow
 @needs_torch_2_13
 @pytest.mark.parametrize(("model", "options"), [("gpt", []), ("llama", ["--quick"]), ("unet", [])])
 def test_summary(
@@ -107,6 +108,7 @@ def test_summary(
     golden(f"inspect_{model}.txt", text)
 
 
+@pytest.mark.mostly_slow(every=3)
 @needs_torch_2_13
 @pytest.mark.parametrize("graph", ["0.F", "1.B", "1.W"])
 def test_graph(graph: str, inspect: Callable[..., str], golden: Callable[[str, str], None]) -> None:
@@ -115,6 +117,7 @@ def test_graph(graph: str, inspect: Callable[..., str], golden: Callable[[str, s
     golden(f"inspect_gpt_{graph}.py.txt", text)
 
 
+@pytest.mark.slow
 @needs_torch_2_13
 def test_comparison(inspect: Callable[..., str], golden: Callable[[str, str], None]) -> None:
     text = inspect(f"{TARGETS}:gpt", "--compare", "1f1b,ZBH1,zb-v,v-min,dualpipe,zb-x")
@@ -138,6 +141,7 @@ def test_a_recorded_step(inspect: Callable[..., str], golden: Callable[[str, str
     golden("inspect_measured.txt", text)
 
 
+@pytest.mark.slow
 @needs_torch_2_13
 def test_a_program_directory(
     tmp_path: Path,
@@ -225,6 +229,7 @@ def test_a_graph_in_other_forms(tiny: Path, inspect: Callable[..., str]) -> None
     assert all(f'"{name}" [label=' in dot for name in names)
 
 
+@pytest.mark.slow
 def test_all_graphs_on_one_page(tmp_path: Path, tiny: Path, inspect: Callable[..., str]) -> None:
     """Every operation of F, B and W stands on the page, every hop with its bytes; nothing is loaded from elsewhere."""
     inspect(f"{tiny}:two", "--graphs", tmp_path, "--format", "html")
@@ -237,6 +242,7 @@ def test_all_graphs_on_one_page(tmp_path: Path, tiny: Path, inspect: Callable[..
         assert shown.count(f'class="op {name}"') == len(graph["operations"])
 
 
+@pytest.mark.slow
 def test_fake_tensors_show_the_same(inspect: Callable[..., str]) -> None:
     assert inspect(f"{TARGETS}:llama", "--quick", "--fake") == inspect(f"{TARGETS}:llama", "--quick")
 
@@ -281,6 +287,7 @@ def documented() -> set[str]:
     return set(re.findall(r"[`\"](\w+)[`\"]", (ROOT / "docs" / "inspect.md").read_text()))
 
 
+@pytest.mark.slow
 def test_every_field_of_the_json_is_documented(tiny: Path, inspect: Callable[..., str]) -> None:
     """Also what was tried, with a reason where that cannot be had: this model has no output layer."""
     given = (f"{tiny}:two", "--schedule", "1f1b", "--json")
@@ -392,6 +399,7 @@ def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Traceback" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_command_itself_piped(tiny: Path) -> None:
     command = [sys.executable, "-m", "zbcompile.inspect", f"{tiny}:two", "--schedule", "1f1b", "--quick"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

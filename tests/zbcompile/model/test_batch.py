@@ -96,6 +96,7 @@ def train_on_sizes(sizes: tuple[int, ...]) -> tuple[Trained, list[list[str]]]:
     return Trained(losses, gradients, {}), held
 
 
+@pytest.mark.slow
 def test_another_shape_compiles_again(pool: Pool, capsys: pytest.CaptureFixture[str]) -> None:
     """With a notice, with eager's bits, and with every parameter on the rank where it was."""
     sizes = (8, 12, 8, 4)

@@ -33,6 +33,7 @@ def assert_same_state(ours: State, theirs: State) -> None:
     assert_same_tensors(ours.moments, theirs.moments, "optimizer's")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)  # four processes take turns on a busy machine
 def test_other_ranks_another_schedule_and_one_process(
     small_program: Callable[[str, int], Path], pool: Pool, tmp_path: Path
@@ -268,6 +269,7 @@ def train_rows(program: str, folder: str, until: int) -> State:
     return State(weights, moments)
 
 
+@pytest.mark.slow
 def test_rows_of_an_output_layer_are_put_together(pool: Pool, tmp_path: Path) -> None:
     """Two ranks save, four go on (one of which has no rows), one process reads: rows in the order of the words."""
     for ranks, until in ((2, 2), (4, 3)):

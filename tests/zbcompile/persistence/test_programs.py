@@ -81,6 +81,7 @@ def train_loaded(directory: str, case: Case) -> Any:
     return train(zbcompile.load(directory, state_dict=problem_of(case.problem).model().state_dict()), case)
 
 
+@pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_loaded_program_trains_with_the_same_bits(case: Case, saved: Callable[[Case], Path]) -> None:
     ours, theirs = train_loaded(str(saved(case)), case), reference(case)
@@ -105,6 +106,7 @@ def save_and_train(directory: str, case: Case) -> Any:
     return train_loaded(own_part(directory, torch.distributed.get_rank()), case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [CASES[0], CASES[2]], ids=str)
 def test_each_rank_writes_and_reads_its_own_part(
     case: Case, saved: Callable[[Case], Path], pool: Pool, tmp_path: Path
@@ -129,6 +131,7 @@ def step_replicas(directory: str) -> None:
     assert_same_tensors(gradients_of(other), gradients_of(pipe), "gradient of")
 
 
+@pytest.mark.slow
 def test_replicas_of_a_program(pool: Pool, tmp_path: Path) -> None:
     pool.run(step_replicas, str(tmp_path), ranks=4)
 
@@ -327,12 +330,14 @@ def learn_both(directory: str, case: VocabularyCase) -> None:
     assert_same_tensors(other.state_dict(full=True), pipe.state_dict(full=True), "state dict:")
 
 
+@pytest.mark.slow
 def test_a_sharded_output_layer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     learn_both(str(tmp_path), VocabularyCase("gpt-options", interlaced(2, 4), 2, 2))
     assert zbcompile.inspect.main([str(tmp_path)]) == 0
     assert "words" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_sharded_output_layer_in_processes(pool: Pool, tmp_path: Path) -> None:
     pool.run(learn_both, str(tmp_path), VocabularyCase("gpt-tied", "zb-v", 1, 2))
 

@@ -11,6 +11,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Tra
     return run_alone(tmp_path_factory.mktemp("alone"), MODELS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", PLANS)
 @pytest.mark.parametrize("model", MODELS)
 def test_gradients_are_eagers_bits(model: str, ranks: int, found: dict[tuple[str, int], Trained]) -> None:

@@ -91,6 +91,7 @@ def oracle() -> tuple[list[Tensor], list[MoE], list[Tensor]]:
     return totals, models, [torch.cat(each) for each in zip(*outputs, strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "ranks"), [("zb-h1", 2), ("dualpipe-v", 4)])
 def test_experts_on_other_ranks(schedule: str, ranks: int, pool: Pool, tmp_path: Path) -> None:
     """The gradients are those of one process that has all experts; under dualpipe-v pairs interleave the exchanges.

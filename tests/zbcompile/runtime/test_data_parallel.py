@@ -36,6 +36,7 @@ def assert_near(ours: Found, theirs: Found) -> None:
         assert (gradient - other).abs().max() <= BOUND * other.abs().max(), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("problem", "schedule", "reduction", "unsynchronised"),
     [
@@ -62,6 +63,7 @@ def test_gradients_are_those_of_the_concatenated_batch(
     assert names == expected.gradients.keys()
 
 
+@pytest.mark.slow
 def test_half_precision_is_rounded_after_the_sum_over_replicas(pool: Pool) -> None:
     """Sums are float32 until the end, so they differ from one float32 sum by the order of additions alone: about 1e-7,
     which turns the rounding to bfloat16 (8 bits) for one entry in some thousand, by one step."""
@@ -120,6 +122,7 @@ def scaled(infinite_on: int | None, replicas: bool = False) -> tuple[bool, float
     return not all(map(torch.equal, before, parameters)), scaler.get_scale(), same
 
 
+@pytest.mark.slow
 def test_a_scaler_skips_the_step_on_all_ranks_or_none(pool: Pool) -> None:
     """The scale is a power of two: scaling and unscaling change no bit."""
     assert pool.run(scaled, None) == [(True, 1024.0, True)] * 2

@@ -143,6 +143,7 @@ def assert_as_eager(model: nn.Module, schedule: str, ranks: int, cuts: Sequence[
     assert_same_tensors(dict(model.named_buffers()), dict(eager.named_buffers()), "buffer")
 
 
+@pytest.mark.mostly_slow(every=4)
 @pytest.mark.parametrize("make", EDGES)
 def test_edge(make: type[Cut]) -> None:
     torch.manual_seed(0)
@@ -162,6 +163,7 @@ RANDOM = (  # seed, schedule, ranks, stages
 )
 
 
+@pytest.mark.mostly_slow(every=4)
 @pytest.mark.parametrize(("seed", "schedule", "ranks", "stages"), RANDOM)
 def test_random_model_cut_at_random(seed: int, schedule: str, ranks: int, stages: int) -> None:
     """A failure names the seed: `RandomModel(seed).recipe` says what the model does."""

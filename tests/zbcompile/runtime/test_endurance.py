@@ -67,6 +67,7 @@ def most_sends(case: Case) -> int:
         GroupRanks.transport = original  # type: ignore[method-assign]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_sent_memory_is_released_within_the_step(schedule: str, pool: Pool) -> None:
     few, many = (max(pool.run(most_sends, Case("mlp", schedule, 2, m))) for m in (8, 16))
@@ -98,6 +99,7 @@ def census() -> dict[str, int]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts threads and files in /proc")
 def test_200_steps_leave_nothing_behind(pool: Pool) -> None:
     for found in pool.run(grown, Case("mlp", "zb-v", 2, 4), 200):

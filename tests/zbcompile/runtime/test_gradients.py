@@ -19,6 +19,7 @@ def batch_of(problem: str, size: int = 8) -> Batch:
     return PROBLEMS[problem].batches(1, size)[0]
 
 
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize("exact", [True, False])
 def test_none_where_eager_has_none(exact: bool, pool: Pool) -> None:
     """Frozen, unused and observed parameters: a zero instead of None would be decayed by AdamW."""
@@ -30,6 +31,7 @@ def test_none_where_eager_has_none(exact: bool, pool: Pool) -> None:
         assert {name for name, gradient in ours.gradients[0].items() if gradient is None} == expected
 
 
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize("problem", ["gpt-tied", "mlp"])
 def test_accumulate_into_what_is_there(problem: str) -> None:
     """Two steps without zeroing in between, as eager adds them."""
@@ -92,6 +94,7 @@ def freeze_between_steps() -> None:
         assert_same_tensors(ours, {name: theirs[name] for name in ours}, "gradient of")
 
 
+@pytest.mark.slow
 def test_freeze_between_steps(pool: Pool) -> None:
     freeze_between_steps()
     pool.run(freeze_between_steps)

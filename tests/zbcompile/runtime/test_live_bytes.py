@@ -131,6 +131,7 @@ def _sums(gradients: Gradients) -> Iterator[Tensor | None]:
     yield from (gradient for held in gradients.partial.values() for uses in held.values() for gradient in uses)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "schedule", "options"),
     [

@@ -61,16 +61,19 @@ def test_every_pair_occurs(one: str, other: str) -> None:
     assert len(found) == len({a for a, _ in found}) * len({b for _, b in found})
 
 
+@pytest.mark.mostly_slow(every=6)
 @pytest.mark.parametrize("case", IN_PROCESS, ids=str)
 def test_in_one_process(case: Case) -> None:
     assert_bitwise(quickly(case), reference(case))
 
 
+@pytest.mark.mostly_slow(every=8)
 @pytest.mark.parametrize("case", PROCESSES, ids=str)
 def test_in_processes(case: Case, pool: Pool) -> None:
     assert_bitwise(join(pool.run(quickly, case, ranks=case.ranks)), reference(case))
 
 
+@pytest.mark.mostly_slow(every=7)
 @pytest.mark.parametrize("case", OTHER_MODELS, ids=str)
 def test_other_models(case: Case, pool: Pool) -> None:
     """Skip connections, loss inside the model, frozen and unused parameters."""
@@ -85,6 +88,7 @@ DEFAULT = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", DEFAULT, ids=str)
 def test_default_is_close_and_the_same_in_processes(case: Case, pool: Pool) -> None:
     """Fused accumulation: within 1e-6 of the largest entry of eager; the same bits in one process and in several."""

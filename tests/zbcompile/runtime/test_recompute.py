@@ -32,6 +32,7 @@ def train(problem: str, policy: Recompute) -> tuple[Trained, zbcompile.Pipeline]
     return Trained([loss], [gradients_of(pipe)], {}), pipe
 
 
+@pytest.mark.mostly_slow(every=6)
 @pytest.mark.parametrize(
     ("problem", "policy"),
     [
@@ -87,6 +88,7 @@ class Checkpointed(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_checkpoint_regions_are_hints() -> None:
     """By default what the model checkpoints is made again and nothing else; "none" keeps it all. Equal to eager."""
     torch.manual_seed(0)

@@ -54,6 +54,7 @@ def test_on_every_rank(pool: Pool) -> None:
     assert not found[0][1].in_process
 
 
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_peak_memory_is_the_same_in_processes(schedule: str, pool: Pool) -> None:
     """Counted by storage, so the number does not depend on time."""

@@ -86,6 +86,7 @@ def assert_declared(ours: Trained, case: Case) -> None:
         assert_bitwise(ours, reference(case))
 
 
+@pytest.mark.mostly_slow(every=8)
 @pytest.mark.parametrize("case", IN_PROCESS, ids=str)
 def test_in_one_process(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Messages are paired by their order on each channel alone, as NCCL pairs them."""
@@ -94,12 +95,14 @@ def test_in_one_process(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_declared(quickly(case), case)
 
 
+@pytest.mark.mostly_slow(every=5)
 @pytest.mark.parametrize("case", IN_PROCESSES, ids=str)
 def test_in_processes(case: Case, pool: Pool) -> None:
     """The order that runs in one process runs over messages, with the same bits."""
     assert_declared(join(pool.run(quickly, case, ranks=case.ranks)), case)
 
 
+@pytest.mark.mostly_slow(every=5)
 @pytest.mark.parametrize(
     ("name", "ranks", "microbatches"),
     [("zb-v", 3, 6), ("zb-h2", 5, 9), ("dualpipe", 6, 12), ("zb-h1", 7, 7), ("1f1b", 8, 8)],
@@ -118,6 +121,7 @@ def test_any_number_of_chunks(name: str, ranks: int, chunks: int) -> None:
     assert_bitwise(train(pipeline_of(case, chunks=chunks), case), reference(case))
 
 
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize("name", ["zb-v", "dualpipe"])
 def test_dropout_is_that_of_a_seeded_eager_run(name: str, pool: Pool) -> None:
     """Bitwise: the generator's state travels with the activations, whatever the order of the actions."""
@@ -183,6 +187,7 @@ def delayed(case: Case, ordered: bool) -> Trained:
         GroupRanks.transport = original  # type: ignore[method-assign]
 
 
+@pytest.mark.mostly_slow(every=4)
 @pytest.mark.parametrize("ordered", [False, True], ids=["by tag", "in order"])
 @pytest.mark.parametrize("case", DELAYED, ids=str)
 def test_late_messages_and_slow_ranks_change_no_bit(case: Case, ordered: bool, pool: Pool) -> None:
@@ -190,6 +195,7 @@ def test_late_messages_and_slow_ranks_change_no_bit(case: Case, ordered: bool, p
     assert_declared(join(pool.run(delayed, case, ordered, ranks=case.ranks)), case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [Case("gpt-dropout", "zb-v", 2, 4, exact=False), Case("mlp", "dualpipe", 4, 8, exact=False)], ids=str
 )

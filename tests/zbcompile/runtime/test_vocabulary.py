@@ -32,11 +32,13 @@ PROCESSES = (
 )
 
 
+@pytest.mark.mostly_slow(every=6)
 @pytest.mark.parametrize("case", IN_PROCESS, ids=str)
 def test_in_one_process(case: VocabularyCase) -> None:
     assert_equal_within(sharded(case), eager(case), 1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", PROCESSES, ids=str)
 def test_in_processes(case: VocabularyCase, pool: Pool) -> None:
     assert_equal_within(join(pool.run(sharded, case, ranks=case.ranks)), eager(case), 1e-12)
@@ -54,6 +56,7 @@ def shares_of_state(case: VocabularyCase) -> tuple[list[int], list[str]]:
     return [*head.shape, *head.to_local().shape], sorted(state)
 
 
+@pytest.mark.slow
 def test_state_dict_shows_rows_under_the_original_name(pool: Pool) -> None:
     """A DTensor of the whole shape whose local part is this rank's rows."""
     shares = pool.run(shares_of_state, VocabularyCase("gpt", "1f1b", 1, 2), ranks=2)

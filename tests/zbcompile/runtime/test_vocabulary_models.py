@@ -38,6 +38,7 @@ def done() -> Done:
     return {}, {}, {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_in_one_process(case: ModelCase, done: Done) -> None:
     drawn, compiled, expected = done
@@ -46,6 +47,7 @@ def test_in_one_process(case: ModelCase, done: Done) -> None:
     assert_same(quick_step(case, drawn, compiled), expected[case.model])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", IN_PROCESSES, ids=str)
 def test_in_processes(case: ModelCase, pool: Pool) -> None:
     expected = unsplit(case)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -34,6 +35,7 @@ def replicated() -> tuple[Tensor, dict[str, Tensor], Tensor]:
     return loss, gradients, pipe.clip_grad_norm_(1.0)
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_the_concatenated_batch(pool: Pool) -> None:
     """In float64, within 1e-12; the rows of a tied weight are reduced once, after the lookups have been added."""
     expected = model()

@@ -4,6 +4,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -45,6 +46,7 @@ def replica(folder: str) -> Seen:
     return seen | {"output": pipe.eval(*own.args)}
 
 
+@pytest.mark.slow
 def test_replicas_clipping_and_a_checkpoint(pool: Pool, tmp_path: Path) -> None:
     """Losses, the norm (each row counted once) and clipped gradients are those of one process on the whole batch; what
     the ranks wrote is put together under eager's keys; each replica evaluates its own half."""
@@ -115,6 +117,7 @@ def tall() -> nn.Module:
 sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
+@pytest.mark.slow
 def test_a_rank_makes_its_own_rows_real(pool: Pool, tmp_path: Path) -> None:
     """The rank with fewer layers has more rows; only these get memory, with the values that the whole parameter would
     have; gradients are those of one process with all ranks, and a checkpoint puts unequal rows together again."""

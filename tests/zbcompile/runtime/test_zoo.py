@@ -65,6 +65,7 @@ def test_every_pair_of_schedule_and_ranks_occurs() -> None:
 OF_ONE_MODEL = [pytest.param(case, id=str(case), marks=pytest.mark.xdist_group(case.problem)) for case in CASES]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", OF_ONE_MODEL)
 def test_in_one_process(case: Case) -> None:
     """Every operation of the graphs that ran says which line of the model, or which pass of the compiler, made it."""
@@ -79,11 +80,13 @@ def operations_from_nowhere(program: Program) -> list[str]:
     return [f"{name}: {node.name}" for name, node in calls if not (origin_of(node) or node.meta.get("pass"))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", PROCESSES, ids=str)
 def test_in_processes(case: Case, pool: Pool) -> None:
     assert_bitwise(join(pool.run(pipelined, case, ranks=case.ranks)), reference(case))
 
 
+@pytest.mark.slow
 def test_lstm_is_close_without_onednn() -> None:
     """Eager's cells work in place on slices, whose kernels differ from those of the copies that a split graph needs."""
     case = Case("lstm", "zb-v", 2, 4, exact=False, steps=1)
@@ -91,6 +94,7 @@ def test_lstm_is_close_without_onednn() -> None:
         assert_close(pipelined(case), reference(case))
 
 
+@pytest.mark.slow
 def test_eval_returns_the_models_own_output() -> None:
     """transformers' output object, its loss on the whole batch; a cache in it is refused with the remedy."""
     case = Case("gpt2", "1f1b", 2, 4)

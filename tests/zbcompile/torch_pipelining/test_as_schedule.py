@@ -63,6 +63,7 @@ def missing_input() -> None:
         schedule.step(torch.zeros(8, 32), target=torch.zeros(8, 32) if passes else None)
 
 
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize(
     ("wrong", "text"), [(other_shapes, r"received \[\[4, 32\]\]"), (missing_input, r"reads target, which this rank")]
 )

@@ -67,6 +67,7 @@ def driven_by_torch(given: TorchCase) -> Trained:
     return Trained([], gradients, dict(pipe.state_dict()))
 
 
+@pytest.mark.mostly_slow(every=9)
 @pytest.mark.parametrize("given", CASES, ids=lambda given: f"{given.theirs} {given.problem}")
 def test_gradients_are_eagers(given: TorchCase, pool: Pool) -> None:
     ours, theirs = join(pool.run(driven_by_torch, given)), reference(given.case)
