@@ -75,8 +75,8 @@ def _processor(cache: CompileCache) -> str:
             'environment variable CXX, g++, clang++). Install one, or use backend="fx".'
         ) from error
     trial = f"machine-{_digest(torch.__version__, compiler, version)[:16]}"
-    ((known, how),) = cache.obtain({trial: _try_instructions}, _read_instructions).values()
-    return "\n".join((compiler, version, known if how == "compiled" else vector_instructions(known)))
+    ((instructions, _),) = cache.obtain({trial: _try_instructions}, _read_instructions).values()
+    return "\n".join((compiler, version, instructions))
 
 
 def _try_instructions(folder: Path) -> None:
@@ -85,7 +85,8 @@ def _try_instructions(folder: Path) -> None:
 
 
 def _read_instructions(key: str, folder: Path) -> str:
-    return (folder / INSTRUCTIONS).read_text()
+    with inductor_files_in(folder):  # what torch tries although it is told (AMX, bfloat16) was compiled there
+        return vector_instructions((folder / INSTRUCTIONS).read_text())
 
 
 def _accelerator(device: torch.device) -> str:
