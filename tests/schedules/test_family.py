@@ -1,6 +1,7 @@
 """For every name x ranks 1..8 x microbatches 1..24 and random costs: right, within its promised memory, consistent."""
 
 import random
+from functools import cache
 
 import pytest
 
@@ -8,9 +9,10 @@ from zbcompile.schedules import Costs, Schedule, ScheduleError, build, check, lo
 from zbcompile.schedules.simulation.closed_forms import closed_form
 
 
-def sizes(name: str, generator: random.Random) -> list[Schedule]:
+@cache
+def sizes(name: str) -> list[Schedule]:
     """A third of all sizes, as far as they are admitted; another third for every name."""
-    schedules = []
+    schedules, generator = [], random.Random(name)
     for ranks in range(1, 9):
         for microbatches in generator.sample(range(1, 25), 8):
             try:
@@ -25,7 +27,7 @@ def sizes(name: str, generator: random.Random) -> list[Schedule]:
 @pytest.mark.parametrize("name", names())
 def test_right_and_consistent(name: str, random_costs) -> None:
     generator = random.Random(name)
-    for schedule in sizes(name, generator):
+    for schedule in sizes(name):
         costs = random_costs(generator, schedule.stages)
         lowered = lower(schedule, costs)
         report = check(lowered, costs)
@@ -51,7 +53,7 @@ def test_peak_memory_is_within_the_promise(name: str) -> None:
     """The closed form's peak, with M_W <= M_B, wherever its conditions hold."""
     peak, generator = closed_form(name).peak, random.Random(name)
     met = 0
-    for schedule in sizes(name, generator):
+    for schedule in sizes(name):
         costs = Costs.uniform(schedule.stages, activation=10, residue=generator.randint(0, 10))
         if peak.holds(schedule, costs):
             met += 1

@@ -80,6 +80,7 @@ def run_replicas(program: str, weights: str, folder: str) -> None:
     train(job)
 
 
+@pytest.mark.slow
 def test_two_replicas_of_two_ranks(small_program: Program, pool: Pool, tmp_path: Path) -> None:
     """They train on the batches of both, concatenated."""
     model = PROBLEM.model()

@@ -95,7 +95,7 @@ def test_in_one_process(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_declared(quickly(case), case)
 
 
-@pytest.mark.mostly_slow(every=5)
+@pytest.mark.mostly_slow(every=10)
 @pytest.mark.parametrize("case", IN_PROCESSES, ids=str)
 def test_in_processes(case: Case, pool: Pool) -> None:
     """The order that runs in one process runs over messages, with the same bits."""
@@ -187,7 +187,7 @@ def delayed(case: Case, ordered: bool) -> Trained:
         GroupRanks.transport = original  # type: ignore[method-assign]
 
 
-@pytest.mark.mostly_slow(every=4)
+@pytest.mark.slow
 @pytest.mark.parametrize("ordered", [False, True], ids=["by tag", "in order"])
 @pytest.mark.parametrize("case", DELAYED, ids=str)
 def test_late_messages_and_slow_ranks_change_no_bit(case: Case, ordered: bool, pool: Pool) -> None:

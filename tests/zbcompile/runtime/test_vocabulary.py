@@ -32,7 +32,7 @@ PROCESSES = (
 )
 
 
-@pytest.mark.mostly_slow(every=6)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", IN_PROCESS, ids=str)
 def test_in_one_process(case: VocabularyCase) -> None:
     assert_equal_within(sharded(case), eager(case), 1e-12)
