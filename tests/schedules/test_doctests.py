@@ -8,10 +8,15 @@ import pytest
 
 from zbcompile import schedules
 
-MODULES = ["", *(f".{module.name}" for module in pkgutil.iter_modules(schedules.__path__) if module.name != "__main__")]
+MODULES = [module.name for module in pkgutil.walk_packages(schedules.__path__, "zbcompile.schedules.")]
+MODULES = ["zbcompile.schedules", *(name for name in MODULES if not name.endswith("__main__"))]
 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_examples(module: str) -> None:
-    outcome = doctest.testmod(import_module(f"zbcompile.schedules{module}"))
+    outcome = doctest.testmod(import_module(module))
     assert outcome.failed == 0
+
+
+def test_rooms_are_searched() -> None:
+    assert "zbcompile.schedules.ir.schedule" in MODULES
