@@ -218,7 +218,11 @@ def _verdict(s: Summary) -> str:
     step = f"step {format_time(p.step, p.unit)}, bubble {format_share(p.bubble)}"
     peak = f"peak activations {format_bytes(p.peak_bytes)}"
     sent = f"{p.messages.count} messages of {format_bytes(p.messages.bytes)} altogether"
-    return "\n".join(_wrap(f"Predicted: {step}, {peak}; {sent}."))
+    lines = _wrap(f"Predicted: {step}, {peak}; {sent}.")
+    if (equal := p.equal_stages) is not None:
+        work = f"With the same work in equal stages: bubble {format_share(equal.bubble)}"
+        lines += _wrap(f"{work}, by the closed form of {equal.schedule}, {equal.formula}.")
+    return "\n".join(lines)
 
 
 def _vocabulary(s: Summary) -> str:

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from zbcompile.compiler.compile_example import Inspected
+from zbcompile.inspection.closed_form import EqualStages, with_equal_stages
 from zbcompile.passes.compile_options import Recompute
 from zbcompile.passes.graph.fx import output_values
 from zbcompile.passes.graph.source_location import Origin, origin_of, shown_path
@@ -119,7 +120,10 @@ class Balance:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A simulated step: `step`, in `unit`, up to an optimizer barrier; `bubble`: the busiest rank's idle share."""
+    """A simulated step: `step`, in `unit`, up to an optimizer barrier; `bubble`: the busiest rank's idle share.
+
+    `equal_stages` is the closed form of the schedule, None if it has none that holds (see `with_equal_stages`).
+    """
 
     basis: str
     unit: str
@@ -127,6 +131,7 @@ class Prediction:
     bubble: float
     peak_bytes: int
     messages: Messages
+    equal_stages: EqualStages | None
 
 
 @dataclass(frozen=True)
@@ -242,7 +247,15 @@ def _same_stages(program: Program, timeline: Timeline) -> tuple[Alternative, ...
 
 def prediction_of(program: Program, basis: Basis, timeline: Timeline) -> Prediction:
     peak = int(max(timeline.peak_memory))
-    return Prediction(basis.text, basis.unit, timeline.makespan, timeline.bubble, peak, count_messages(program))
+    return Prediction(
+        basis.text,
+        basis.unit,
+        timeline.makespan,
+        timeline.bubble,
+        peak,
+        count_messages(program),
+        with_equal_stages(timeline),
+    )
 
 
 def _balance(program: Program) -> Balance:

@@ -1,0 +1,61 @@
+"""What the closed form of a schedule says about a predicted step."""
+
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from statistics import mean
+
+from zbcompile.schedules import Costs, Schedule, ScheduleError, build, closed_form
+from zbcompile.schedules.simulation.closed_forms import c
+from zbcompile.schedules.simulation.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class EqualStages:
+    """The bubble that `formula`, the closed form of `schedule`, gives for the same work in equal stages."""
+
+    schedule: str
+    formula: str
+    bubble: float
+
+
+def with_equal_stages(timeline: Timeline) -> EqualStages | None:
+    """The closed form at the mean times of the stages; None if there is none, or its condition does not hold there.
+
+    The difference to the predicted bubble is due to stages that differ.
+    """
+    schedule, costs = timeline.schedule, _equal(timeline.costs)
+    if not _is_of_its_name(schedule):
+        return None
+    form = closed_form(schedule.name)
+    bubble, length = form.bubble, form.makespan
+    try:
+        if bubble is None or length is None or not bubble.holds(schedule, costs):
+            return None
+        share = float(bubble.at(schedule, costs))
+    except ScheduleError:  # hops or pairs that differ: closed forms know equal ones only
+        return None
+    shown = length.value if costs.comm else length.value.subs(c, 0)
+    return EqualStages(schedule.name, f"1 - {form.work}/({shown})", share)
+
+
+def _equal(costs: Costs) -> Costs:
+    def even(times: tuple[float, ...]) -> tuple[float, ...]:
+        return (mean(map(Fraction, times)),) * costs.stages  # type: ignore[return-value]  # exact: forms ask for ==
+
+    return replace(
+        costs,
+        forward=even(costs.forward),
+        backward=even(costs.backward),
+        weight=even(costs.weight),
+        activation=(),
+        residue=(),
+    )
+
+
+def _is_of_its_name(schedule: Schedule) -> bool:
+    """Whether the orders are those that `build` makes for this name: a file may be called like one."""
+    try:
+        chunks = schedule.placement.chunks
+        return build(schedule.name, schedule.ranks, schedule.microbatches, chunks=chunks) == schedule
+    except ScheduleError:
+        return False
