@@ -23,7 +23,10 @@ class Rule:
 
 
 ANY_COUNT = Rule("any number of microbatches", lambda ranks, microbatches: True)
-EVEN_GROUPS = Rule("multiples of max(1, microbatches // ranks): groups of equal size", interleaved.even_groups)
+EVEN_GROUPS = Rule(
+    "any number below 2 x ranks, multiples of ranks, and what else microbatches // ranks divides: groups of equal size",
+    interleaved.even_groups,
+)
 WIDE = Rule("microbatches >= 2 x ranks", dualpipe.wide_enough)
 WIDE_AND_EVEN = Rule("even ranks and even microbatches >= 2 x ranks", dualpipe.wide_enough_and_even)
 

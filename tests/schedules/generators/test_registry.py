@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import itertools
 import subprocess
 import sys
 
@@ -147,3 +148,9 @@ def test_refuses_a_wrong_import_name(tmp_path) -> None:
     command = [sys.executable, "-c", "import schedules"]
     outcome = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
     assert "import this package as 'zbcompile.schedules', not as 'schedules'" in outcome.stderr
+
+
+def test_counts_of_interleaved_schedules_are_those_that_the_message_says() -> None:
+    for ranks, microbatches in itertools.product(range(1, 9), range(1, 49)):
+        said = microbatches < 2 * ranks or microbatches % ranks == 0 or microbatches % (microbatches // ranks) == 0
+        assert admits("interleaved-zb", ranks, microbatches) == said

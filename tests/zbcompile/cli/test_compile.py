@@ -132,7 +132,7 @@ def test_a_plain_tensor_without_values_is_refused(target: str, tmp_path: Path, c
 
 def test_every_option_arrives(target: str, tmp_path: Path) -> None:
     plan = ("--recompute", "full", "--weight-recompute", "--balance", "parameters", "--seed", "7", "--ranks", "1")
-    more = ("--boundary-bytes", "4096", "--memory", "1000000", "--optimizer-state", "1", "--chunks", "2")
+    more = ("--boundary-bytes", "4KiB", "--memory", "1 MB", "--optimizer-state", "1", "--chunks", "2")
     more = (*more, "--accumulate-dtype", "float64", "--split", "args[0]=yes")
     command = [target, "--schedule", "interleaved-1f1b", *plan, *more, "--output", str(tmp_path)]
     assert zbcompile.compile.main(command) == 0
