@@ -39,6 +39,7 @@ ASSERTIONS = (aten._assert_tensor_metadata.default, aten._assert_scalar.default,
 # 2.11-2.13: the CPU's attention kernel and its gradient; joint graphs call them by these names.
 CPU_ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu
 CPU_ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward
+ATTENTION_BY_FORMULA = aten._scaled_dot_product_attention_math.default  # 2.11-2.13: what SDPBackend.MATH runs
 GROUPED_PRODUCTS = (aten._grouped_mm, aten._scaled_grouped_mm)  # 2.11-2.13: what torch.nn.functional.grouped_mm calls
 
 # 2.11-2.13: what is bound by memory without torch's tags saying so (pointwise, reduction).
@@ -85,6 +86,11 @@ def written_as(node: Node) -> str:
     """The operation of the model that became `node` when the graph was made functional; "" if unknown (2.11-2.13)."""
     sources = node.meta.get("from_node") or ()
     return str(sources[-1].target) if sources else ""
+
+
+def attention_priority() -> tuple[int, ...]:
+    """The order in which attention tries its kernels (2.11-2.13: no public function says)."""
+    return tuple(torch._C._get_sdp_priority_order())
 
 
 def annotate_node(node: Node, key: str, value: Any) -> None:

@@ -12,6 +12,13 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from zbcompile.passes.capture.attention_kernels import (
+    attention_kernels,
+    by_formula,
+    calls_attention,
+    is_by_formula,
+    is_same_choice,
+)
 from zbcompile.passes.capture.python_effects import numbers_drawn_outside_torch, output_of_forward
 from zbcompile.passes.graph.source_location import calling_line
 from zbcompile.passes.torch_private import (
@@ -116,6 +123,7 @@ class _Calls(TorchFunctionMode):
         super().__init__()
         self.watch = watch
         self.parameters = parameters
+        self.kernels = attention_kernels()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _DATA:
@@ -142,6 +150,8 @@ class _Calls(TorchFunctionMode):
                 f"forward changes requires_grad of a parameter ({calling_line()}); which parameters train must be "
                 "settled before the step."
             )
+        if calls_attention(func, kwargs or {}):
+            func = self._attention(func, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
         if func is torch.Tensor.item and not isinstance(result, int | float):  # known only when a step runs
             self.watch.warning(
@@ -151,6 +161,21 @@ class _Calls(TorchFunctionMode):
         if not self.watch.shape_from_data and _has_unknown_shape(result):
             self.watch.shape_from_data = calling_line()
         return result
+
+    def _attention(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """What a call of attention comes to inside `sdpa_kernel`."""
+        before, now = self.kernels, attention_kernels()
+        device = next(v.device for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor))
+        if is_by_formula(func, now, device):
+            return by_formula
+        if is_same_choice(before, now, device):
+            return func
+        self.watch.problem(
+            f"forward chooses attention kernels itself ({calling_line()}); a graph keeps such a region only for "
+            "SDPBackend.MATH around F.scaled_dot_product_attention. Put sdpa_kernel around every pipe.step instead, or "
+            "leave the choice to torch."
+        )
+        return func
 
 
 def _has_unknown_shape(value: Any) -> bool:

@@ -3,7 +3,7 @@
 The first one decides where every parameter lives; later ones keep to that.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -25,6 +25,7 @@ from zbcompile.frontend.state_dict import own_state
 from zbcompile.model.batch import Microbatch
 from zbcompile.model.materialize import Share
 from zbcompile.model.resident_tensors import kind_of, require_same_tensors, resident_tensors
+from zbcompile.passes.capture.attention_kernels import attention_kernels
 from zbcompile.passes.capture.unsupported import hook_problems, raise_first
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.graph.roles import Slot
@@ -89,7 +90,7 @@ class Executables:
     def _state(self, microbatch: Microbatch) -> tuple[Any, ...]:
         """Cache key: if unchanged since the last step, reuse the last executable."""
         hooks = bool(global_hooks())
-        return microbatch.signature, autocast_on(self._ranks.device), hooks, fingerprint(self._model)
+        return microbatch.signature, torch_modes(self._ranks.device), hooks, fingerprint(self._model)
 
     def _look_up(self, microbatch: Microbatch) -> Executable:
         key = self._key(microbatch)
@@ -132,7 +133,7 @@ class Executables:
         parameters."""
         modules = tuple((module.training, forward_hooks(module)) for module in self._model.modules())
         trains = tuple(parameter.requires_grad for parameter in self._model.parameters())
-        return microbatch.signature, modules, trains, autocast_on(self._ranks.device)
+        return microbatch.signature, modules, trains, torch_modes(self._ranks.device)
 
     def _compile(self, microbatch: Microbatch) -> Executable:
         if self.program is not None and self._ranks.is_first:
@@ -235,9 +236,9 @@ class Executables:
         return make_executable_shards(program.vocabulary, self.shards, roots, resident, device, group, passes)
 
 
-def autocast_on(device: torch.device) -> tuple[bool, torch.dtype]:
-    """Autocast at the time of capture becomes part of the graphs."""
-    return torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
+def torch_modes(device: torch.device) -> Hashable:
+    """What becomes part of the graphs at the time of capture: autocast, and the kernels that attention may take."""
+    return torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type), attention_kernels()
 
 
 Key = TypeVar("Key")

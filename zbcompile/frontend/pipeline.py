@@ -15,7 +15,7 @@ from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.frontend.choose_schedule import choose_schedule, fit_to_batch
 from zbcompile.frontend.evaluation import Evaluation, evaluate, plan_evaluation
-from zbcompile.frontend.executables import Executables, Recent, autocast_on
+from zbcompile.frontend.executables import Executables, Recent, torch_modes
 from zbcompile.frontend.grad_clip import total_norm
 from zbcompile.frontend.options import Options
 from zbcompile.frontend.state_dict import full_state, load_state, own_state, owned_parameters
@@ -176,7 +176,7 @@ class Pipeline:
     def _evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         batch = flatten_batch(args, kwargs, None, self.options.split, partial=True)
         program = self._program_for_eval(args, kwargs)
-        key = (batch.whole.signature, autocast_on(self._ranks.device))
+        key = (batch.whole.signature, torch_modes(self._ranks.device))
 
         if key not in self._evaluations:
             with self._watch.position.turn_to(f"compiling eval for {batch.whole.summary()}"):

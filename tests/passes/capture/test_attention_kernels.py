@@ -1,0 +1,117 @@
+"""`sdpa_kernel` inside a model, and around its steps: eager's kernel, or a refusal that names the line."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import zbcompile
+from tests.support.oracle import Batch, eager_step
+from tests.support.training import assert_same_tensors, gradients_of
+from zbcompile.passes.errors import CaptureError
+
+WIDTH, LENGTH, HEADS = 16, 8, 2
+ALL = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+class Attention(nn.Module):
+    """Two attentions, the second with a mask, the first inside a region for `kernels`."""
+
+    def __init__(self, kernels: Any, mask: str = "") -> None:
+        super().__init__()
+        self.into = nn.ModuleList(nn.Linear(WIDTH, 3 * WIDTH) for _ in range(2))
+        self.out = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.kernels, self.mask = kernels, mask
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self._heads(0, x)
+        with sdpa_kernel(self.kernels):
+            x = x + self._joined(0, F.scaled_dot_product_attention(q, k, v, **self._options(x)))
+        q, k, v = self._heads(1, x)
+        return x + self._joined(1, F.scaled_dot_product_attention(q, k, v, is_causal=True))
+
+    def _options(self, x: Tensor) -> dict[str, Any]:
+        mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool, device=x.device).tril()
+        given = {"bool": {"attn_mask": mask}, "float": {"attn_mask": mask.float()}, "causal": {"is_causal": True}}
+        return given.get(self.mask, {"dropout_p": 0.2} if self.mask == "dropout" else {})
+
+    def _heads(self, i: int, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in self.into[i](x).chunk(3, -1))
+
+    def _joined(self, i: int, x: Tensor) -> Tensor:
+        return self.out[i](x.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+def made(kernels: Any, mask: str = "") -> Attention:
+    torch.manual_seed(0)
+    return Attention(kernels, mask)
+
+
+def batch() -> Batch:
+    torch.manual_seed(1)
+    return Batch((torch.randn(4, LENGTH, WIDTH),), {}, torch.randn(4, LENGTH, WIDTH))
+
+
+def pipeline(model: nn.Module) -> zbcompile.Pipeline:
+    return zbcompile.pipeline(model, schedule="zb-h1", ranks=2, microbatches=2, loss=F.mse_loss, exact=True)  # type: ignore[no-any-return]
+
+
+def kernels_of(pipe: zbcompile.Pipeline) -> set[bool]:
+    """Whether each forward holds torch's fused kernel."""
+    codes = [stage.pieces["F"].module.code for stage in pipe.program.stages]
+    return {"flash_attention_for_cpu" in code for code in codes}
+
+
+@pytest.mark.parametrize("mask", ["", "bool", "float", "causal", "dropout"])
+def test_the_formula_where_the_model_asks_for_it(mask: str) -> None:
+    model, eager, given = made(SDPBackend.MATH, mask), made(SDPBackend.MATH, mask), batch()
+    pipe = pipeline(model)
+    assert torch.equal(pipe.step(*given.args, target=given.target), eager_step(eager, F.mse_loss, given, 2, 0))
+    assert_same_tensors(gradients_of(pipe), gradients_of(eager), "gradient of")
+    assert kernels_of(pipe) == {False, True}
+    if mask != "dropout":
+        assert torch.equal(pipe.eval(*given.args), eager.eval()(*given.args))
+
+
+def test_a_region_that_changes_nothing_here() -> None:
+    pipe, given = pipeline(made(ALL)), batch()
+    pipe.compile(*given.args, target=given.target)
+    assert kernels_of(pipe) == {True}
+
+
+def test_a_region_around_the_step() -> None:
+    """Steps inside and outside of a region are compiled apart."""
+    model, eager, given = made(ALL), made(ALL), batch()
+    model.kernels = eager.kernels = SDPBackend.MATH
+    pipe = pipeline(model)
+    for step, kernels in enumerate((ALL, SDPBackend.MATH, ALL)):
+        model.zero_grad()
+        eager.zero_grad()
+        with sdpa_kernel(kernels):
+            loss = pipe.step(*given.args, target=given.target)
+            assert torch.equal(loss, eager_step(eager, F.mse_loss, given, 2, step))
+        assert_same_tensors(gradients_of(pipe), gradients_of(eager), "gradient of")
+
+
+class Whole(nn.Module):
+    """torch's own layer calls attention out of sight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.MultiheadAttention(WIDTH, HEADS, batch_first=True) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            with sdpa_kernel(SDPBackend.MATH):
+                x = x + layer(x, x, x, need_weights=False)[0]
+        return x
+
+
+@pytest.mark.parametrize("model", [Whole(), made(SDPBackend.EFFICIENT_ATTENTION)], ids=["layer", "kernel"])
+def test_other_regions_are_refused_by_line(model: nn.Module) -> None:
+    given = batch()
+    with pytest.raises(CaptureError, match=r"chooses attention kernels itself \(.*test_attention_kernels\.py:\d+"):
+        pipeline(model).compile(*given.args, target=given.target)
