@@ -17,13 +17,8 @@ import torch
 
 Options = TypeVar("Options")
 SIZES = 'bytes: a number, or a text such as "80GiB" or "24 GB" (B, kB, MB, GB, TB, KiB, MiB, GiB, TiB)'
-_UNITS = {"": 1, "B": 1} | {
-    f"{letter}{ending}": base**power
-    for power, letters in enumerate(("kK", "M", "G", "T"), start=1)
-    for ending, base in (("B", 1000), ("iB", 1024))
-    for letter in letters
-    if letter + ending != "kiB"
-}
+_UNITS = {"": 1, "B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", start=1)}
 
 
 @dataclass(frozen=True)
