@@ -36,7 +36,8 @@ def changing_buffers_separate(view: GraphView) -> Iterator[Break]:
     changing = {slot.name: value for slot, value in view.leaving if slot.kind == "mutation"}
     for slot, node in view.arriving:
         if slot.kind == "buffer" and slot.name in changing:
-            yield from (Break(f"is a view of buffer {slot.name}", user) for user in node.users if is_view(user))
+            views = [user for user in node.users if is_view(user) and user.target is not aten.clone.default]
+            yield from (Break(f"is a view of buffer {slot.name}", user) for user in views)
     for name, value in changing.items():
         if isinstance(value, Node) and value.op == "placeholder":
             yield Break(f"is an input, and the new value of buffer {name}", value)
