@@ -67,6 +67,7 @@ def assert_eagers_gradients(pipe: zbcompile.Pipeline, hooked: Callable[[nn.Modul
         assert torch.equal(parameter.grad, eager.get_parameter(name).grad), name
 
 
+@pytest.mark.mostly_slow(every=4)
 @pytest.mark.parametrize("kind", HOOKS)
 def test_as_eager_runs_them(kind: str) -> None:
     model = made()

@@ -80,7 +80,7 @@ def test_what_w_computes_again_has_the_same_bits_and_takes_less_memory() -> None
             assert torch.equal(found[name], gradient), f"{name}, {order}"  # type: ignore[arg-type]
 
 
-@pytest.fixture(scope="module", params=["gpt", "llama"])
+@pytest.fixture(scope="module", params=["gpt", pytest.param("llama", marks=pytest.mark.slow)])
 def stages(request: pytest.FixtureRequest) -> list[Stage]:
     return compile_stages(request.param, 64, 64, 2, Choices(exact=True, balance=CUTS))
 

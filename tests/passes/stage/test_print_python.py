@@ -25,7 +25,10 @@ from zbcompile.schedules import build
 TARGETS = Path(__file__).parents[3] / "examples" / "targets.py"
 
 
-@pytest.fixture(scope="module", params=["gpt", "llama", "unet"])
+LARGE = [pytest.param(name, marks=pytest.mark.slow) for name in ("gpt", "llama")]
+
+
+@pytest.fixture(scope="module", params=[*LARGE, "unet"])
 def inspected(request: pytest.FixtureRequest) -> Inspected:
     torch.manual_seed(0)
     return compile_example(load_example(f"{TARGETS}:{request.param}"), build("zb-v", 1, 2), Choices())
