@@ -6,7 +6,7 @@ class CompileError(RuntimeError):
 
 
 class CaptureError(CompileError):
-    """The model cannot be captured, or capturing it would lose gradients in silence."""
+    """The model cannot be captured, or capturing it would silently lose gradients."""
 
 
 class PartitionError(CompileError):

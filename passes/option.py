@@ -1,7 +1,7 @@
-"""One option, said once: its type, default, check, paragraph, and the form that it has on a command line.
+"""One option, stated once: its type, default, check, paragraph, and form on a command line.
 
-An option is a field of `Choices`, `StepOptions` or `Options`, each of which adds to the one before what its room knows
-of. Keywords, docstrings, flags and the entries of a saved program are all read from these fields.
+An option is a field of `Choices`, `StepOptions` or `Options`, each of which extends the one before with the options of
+its room. Keywords, docstrings, flags and the entries of a saved program are all derived from these fields.
 """
 
 import math
@@ -45,19 +45,19 @@ def options_of(*classes: type) -> dict[str, Field[Any]]:
 
 
 def read_options(kind: type[Options], given: Mapping[str, Any]) -> Options:
-    """The dataclass `kind` with what was given for its options. Raises as `Kind.read`, KeyError for other names."""
+    """An instance of dataclass `kind` from the given options. Raises as `Kind.read`, and KeyError for other names."""
     options = options_of(kind)
     return kind(**{name: options[name].metadata["kind"].read(value) for name, value in given.items()})
 
 
 def paragraphs_of(kind: type) -> dict[str, str]:
-    """What the docstrings of a dataclass and its bases say of each option; nothing under python -OO."""
+    """The paragraph on each option in the docstrings of a dataclass and its bases; empty under python -OO."""
     found = (re.findall(r"^        (\w+): (.+(?:\n {12}.+)*)", each.__doc__ or "", re.M) for each in kind.__mro__)
     return {name: " ".join(text.split()) for each in found for name, text in each}
 
 
 def accept(holds: Callable[[Any], bool], expected: str, **flag: Any) -> Kind:
-    """Values as they are, if `holds` is true of them."""
+    """A kind that keeps values unchanged if `holds` is true of them."""
 
     def read(given: Any) -> Any:
         if not holds(given):
@@ -68,7 +68,7 @@ def accept(holds: Callable[[Any], bool], expected: str, **flag: Any) -> Kind:
 
 
 def one_of(*values: str | int, also: str = "") -> Kind:
-    """One of these values; on a command line numbers among them are written as such."""
+    """A kind with the given values; on a command line numbers among them are written as numbers."""
     names = [f'"{value}"' if isinstance(value, str) else str(value) for value in values]
     expected = f"{', '.join(names[:-1])} or {names[-1]}{also}"
     return accept(

@@ -1,6 +1,6 @@
 """Every private PyTorch name that this room uses, with the reason and the versions that have it.
 
-Supporting a newer torch starts here: run the test suite, and mend what moved in this file.
+Supporting a newer torch starts here: run the test suite, and repair what moved in this file.
 """
 
 import contextlib
@@ -187,7 +187,7 @@ def tensor_hooks(tensor: torch.Tensor) -> list[str]:
 def watch_autograd_functions(seen: Callable[[type], None]) -> Iterator[None]:
     """Call `seen(cls)` for every custom autograd.Function applied inside.
 
-    torch.export traces through `forward` and loses `backward` in silence (2.11-2.13), and offers no hook to notice it,
+    torch.export traces through `forward` and silently loses `backward` (2.11-2.13), and offers no hook to notice it,
     so two things are replaced for the time of the capture: `forward` of every function class there is (models keep
     `MyFunction.apply` in a variable), and `Function.apply` for classes that the model makes while it runs.
     """
@@ -291,7 +291,7 @@ def _rewritten() -> tuple[OpOverload, ...]:
 
 @contextlib.contextmanager
 def eagers_kernels() -> Iterator[None]:
-    """Inside, torch.export traces what eager runs.
+    """Inside, make torch.export trace the operations that eager runs.
 
     For some operators (dropout, softshrink, upsampling) torch keeps a second implementation in Python, which tracing
     alone uses (2.11-2.13: `OpOverload.py_impl`). It is equal in mathematics and not in bits: the gradient of a dropout,
@@ -311,7 +311,7 @@ def eagers_kernels() -> Iterator[None]:
 
 
 class _Unevaluated:
-    """Stands in for `Callable` in annotations that are evaluated over and over."""
+    """Placeholder for `Callable` in annotations that are evaluated over and over."""
 
     def __class_getitem__(cls, _: Any) -> type:
         return cls
@@ -319,9 +319,9 @@ class _Unevaluated:
 
 @contextlib.contextmanager
 def quick_decompositions() -> Iterator[None]:
-    """Around `run_decompositions`, without what torch 2.11-2.13 does too often there: it lists the composite operators
-    once per operator library, and evaluates the annotations of `py_impl` eleven thousand times. Of the capture of a
-    small model this is half."""
+    """Around `run_decompositions`, without torch 2.11-2.13's repeated work: it lists the composite operators
+    once per operator library, and evaluates the annotations of `py_impl` eleven thousand times. This is half the
+    time of capturing a small model."""
     list_operators = functools.cache(_export_utils._materialize_cpp_cia_ops)
     with (
         replaced(_export_utils, "_materialize_cpp_cia_ops", list_operators),
@@ -336,7 +336,8 @@ def fake_of(value: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> 
 
 
 def storage_key(value: torch.Tensor) -> int:
-    """Equal for tensors, fake ones too, that share a storage (2.11-2.13: a fake storage has no data pointer)."""
+    """A key shared by tensors, also fake ones, that alias one storage (2.11-2.13: a fake storage has no data
+    pointer)."""
     return value.untyped_storage()._cdata
 
 

@@ -1,1 +1,1 @@
-"""From an nn.Module to one graph: torch.export, canonicalisation, and what would be lost in silence."""
+"""From an nn.Module to one graph: torch.export, canonicalisation, and the refusal of what would be lost silently."""

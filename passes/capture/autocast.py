@@ -1,6 +1,6 @@
 """Casts of parameters by autocast: eager makes one per parameter and outermost autocast region, and keeps it.
 
-Two uses of a weight inside one region then add up their gradients in the low precision, before the one cast back.
+The gradients of two uses of a weight inside one region are then summed in the low precision, before the one cast back.
 """
 
 import itertools
@@ -13,7 +13,7 @@ from zbcompile.passes.torch_private import AUTOCAST, AUTOCAST_REGION, annotate_n
 
 
 def number_autocast_regions(module: GraphModule, device: str) -> None:
-    """Note with every node the outermost autocast region that it is in, where it is in one."""
+    """Record on every node the outermost autocast region that contains it, if any."""
     _number(module, -1 if torch.is_autocast_enabled(device) else None, itertools.count())
 
 
@@ -31,7 +31,8 @@ def _number(module: GraphModule, around: int | None, numbers: Iterator[int]) -> 
 
 
 def autocast_key(node: Node) -> Hashable | None:
-    """Equal for casts that eager's autocast makes once; None for anything else, the model's own casts included."""
+    """A key shared by casts that eager's autocast makes only once; None for anything else, also the model's own
+    casts."""
     region = node.meta.get("autocast")
     if region is None or str(node.target) != "aten._to_copy.default":
         return None
@@ -42,6 +43,6 @@ def autocast_key(node: Node) -> Hashable | None:
 
 
 def is_autocasts(node: Node) -> bool:
-    """Whether autocast made a cast node, rather than the model: then it stems from an operation that is no cast."""
+    """Whether autocast, not the model, made a cast node: it then stems from an operation that is not a cast."""
     written = written_as(node)
     return bool(written) and not written.startswith(("aten.to.", "aten._to_copy", "aten.type_as"))

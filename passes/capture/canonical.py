@@ -1,4 +1,4 @@
-"""The canonical graph: one placeholder per tensor, nothing that computes nothing, and what each value is.
+"""The canonical graph: one placeholder per tensor, no operation without effect, and a description of each value.
 
 Every later pass reads `node.meta["val"]` (a fake tensor), `node.meta["differentiable"]`, `node.meta["slot"]` (on
 placeholders) and `node.meta["recompute"]` (in checkpoint regions), all set here, in the order of
@@ -51,7 +51,7 @@ class Canonical:
 
 
 def copy_graph(captured: Captured) -> Captured:
-    """The graph in nodes of its own, which the canonicalisations after this one change in place."""
+    """Copy the graph, so that the canonicalisations after this one can change it in place."""
     graph = Graph()
     output = graph.graph_copy(captured.module.graph, val_map={})
     graph.output(output)
@@ -81,8 +81,8 @@ def with_named_groups(captured: Captured) -> Captured:
 
 
 def with_values(captured: Captured) -> Canonical:
-    """The canonical graph. Raises CaptureError for what has no value that is known beforehand, and for an embedding
-    with sparse gradients."""
+    """The canonical graph. Raises CaptureError for an operation whose result cannot be inferred beforehand, and for an
+    embedding with sparse gradients."""
     captured.module.recompile()
     _refuse_sparse_gradients(captured.module.graph)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -114,14 +114,14 @@ def merge_tied_placeholders(graph: Graph) -> None:
 
 
 def drop_checks(graph: Graph) -> None:
-    """Run-time assertions on metadata: shapes are static here, and a check must never become a cut."""
+    """Drop run-time assertions on metadata: shapes are static here, and the graph must never be cut at a check."""
     for node in list(graph.nodes):
         if node.target in ASSERTIONS:
             graph.erase_node(node)
 
 
 def drop_no_ops(graph: Graph) -> None:
-    """Casts to the dtype a value has, dropout that drops nothing, copies, and detaches of integers."""
+    """Drop casts to the dtype a value already has, dropout that drops nothing, copies, and detaches of integers."""
     for node in list(graph.nodes):
         rule = _NO_OPS.get(node.target)
         if rule is not None and isinstance(node.args[0], Node) and rule(node):
@@ -147,8 +147,8 @@ def _integer(node: Node) -> bool:
 
 
 def _copies_for_itself(node: Node) -> bool:
-    """A copy of what nothing else reads, such as torch.export makes of dropout that drops nothing. With other readers
-    it decides in which order gradients are added."""
+    """Whether a copy is the only reader of its input, as torch.export makes of dropout that drops nothing. If there
+    are other readers, the copy determines the order in which gradients are added."""
     source = node.args[0]
     return source.op == "call_function" and len(source.users) == 1 and _same_tensor(node)  # type: ignore[union-attr]
 
@@ -187,7 +187,7 @@ class _Values(Interpreter):
     def run_node(self, n: Node) -> Any:
         try:
             value = super().run_node(n)
-        except Exception as error:  # torch.export lets pass what only the data can tell
+        except Exception as error:  # torch.export accepts operations whose shape depends on the data
             raise CaptureError(operation_failure(n, error)) from error
         n.meta["differentiable"] = any(t.requires_grad for t in tensors_of(value))
         n.meta["val"] = torch.fx.node.map_aggregate(value, _detached)  # type: ignore[arg-type]

@@ -20,7 +20,7 @@ _OF_ONE_DTYPE = {
 
 
 def operations_without_backward(canonical: Canonical) -> list[str]:
-    """A sentence for every operation that a gradient must pass through and cannot. Runs each alone, on fake tensors."""
+    """A sentence for each operation that a gradient must pass and cannot. Runs each of them alone, on fake tensors."""
     found: dict[str, str] = {}
     for node in canonical.graph.nodes:
         if node.op == "call_function" and str(node.target) not in found and _carries_gradient(node):
@@ -34,7 +34,7 @@ def operations_without_backward(canonical: Canonical) -> list[str]:
 
 
 def gradient_stops(canonical: Canonical) -> list[str]:
-    """Where a value that depends on parameters goes on without a gradient, though the model did not detach it."""
+    """Where a value that depends on parameters loses its gradient, although the model did not detach it."""
     return [
         f"no gradient passes through {node.target} ({described(node)})"
         for node in canonical.graph.nodes
@@ -56,7 +56,7 @@ def loss_problems(canonical: Canonical) -> list[str]:
 
 
 def mixed_dtypes(canonical: Canonical) -> list[str]:
-    """A sentence for the first product of two dtypes: torch.export lets it pass, and no kernel computes it."""
+    """A sentence for the first product of two dtypes: torch.export lets it pass, but no kernel computes it."""
     for node in canonical.graph.nodes:
         if node.target in _OF_ONE_DTYPE:
             found = {str(t.dtype) for argument in node.all_input_nodes for t in tensors_of(argument.meta["val"])}

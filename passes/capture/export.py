@@ -71,7 +71,7 @@ def capture(
     try:
         captured = trace_training(model, args, kwargs, target, loss, watch)
     except CaptureError:
-        raise_first(watch.problems)  # what was seen on the way explains it better
+        raise_first(watch.problems)  # what was seen during the trace explains the failure better
         raise
     raise_first(watch.problems)
     for text in watch.warnings:
@@ -87,7 +87,7 @@ def trace_training(
     loss: LossFunction | None,
     watch: Watch,
 ) -> Captured:
-    """As `capture`, but what `watch` has seen is left to the caller. Raises CaptureError where there is no graph."""
+    """As `capture`, but the caller judges what `watch` has seen. Raises CaptureError if no graph could be made."""
     captured = _export(TrainingStep(model, loss, watch), watch, args, kwargs, target)
     as_loss = {Slot("output", "0"): Slot("loss")}
     return replace(captured, outputs=tuple(as_loss.get(slot, slot) for slot in captured.outputs))
@@ -112,7 +112,7 @@ def capture_inference(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
 def _export(
     wrapper: "TrainingStep | Inference", watch: Watch, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
 ) -> Captured:
-    # Copies: torch.export merges inputs that are the same object, without a word.
+    # Copies: torch.export silently merges inputs that are the same object.
     example = pytree.tree_map_only(torch.Tensor, copy_with_strides, (args, kwargs, target))
     with as_if_on(wrapper.model, _device_of(example)) as adapted:
         example = pytree.tree_map_only(torch.Tensor, adapted, example)
@@ -137,7 +137,7 @@ def _decomposed(wrapper: "TrainingStep | Inference", watch: Watch, example: Any)
 
 @contextlib.contextmanager
 def _diagnosed(model: nn.Module, watch: Watch) -> Iterator[None]:
-    """Whatever torch.export raises, in terms of the model."""
+    """Turn whatever torch.export raises into an error in terms of the model."""
     try:
         yield
     except CaptureError:
@@ -149,7 +149,8 @@ def _diagnosed(model: nn.Module, watch: Watch) -> Iterator[None]:
 def _exported_on_eagers_path(
     wrapper: "TrainingStep | Inference", watch: Watch, example: Any
 ) -> torch.export.ExportedProgram:
-    """A model that asks whether it is traced is told so only if it cannot be captured otherwise."""
+    """Export as in eager mode; a model that asks whether it is traced is told so only if it cannot be captured
+    otherwise."""
     asked: list[str] = []
     try:
         with told_it_is_eager(asked):
@@ -171,14 +172,14 @@ def _export_once(wrapper: "TrainingStep | Inference", watch: Watch, example: Any
 
 
 def _device_of(example: Any) -> torch.device:
-    """The device of a batch, which is where a model on the meta device will be."""
+    """The device of a batch, on which a model now on the meta device will run."""
     tensors = [leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, torch.Tensor)]
     return tensors[0].device if tensors else torch.device("cpu")
 
 
 @contextlib.contextmanager
 def _without_torchs_warnings() -> Iterator[None]:
-    """torch warns about what it does itself, and about attributes that `Watch` judges."""
+    """Suppress torch's warnings about its own doings, and about attributes, which `Watch` judges."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
         warnings.filterwarnings("ignore", message=".*assigned during export.*")
@@ -187,7 +188,7 @@ def _without_torchs_warnings() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_fast_path() -> Iterator[None]:
-    """nn.TransformerEncoderLayer's fast path in eval mode is one operation, which no cut can divide."""
+    """Turn off nn.TransformerEncoderLayer's fast path in eval mode: it is one operation, which no cut can divide."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -197,7 +198,7 @@ def _without_fast_path() -> Iterator[None]:
 
 
 def _keep_source_lines(module: GraphModule) -> None:
-    """Regions (no_grad, autocast) that run node by node, instead of as generated code, keep their source lines."""
+    """Make regions (no_grad, autocast) run node by node, not as generated code, so that their source lines survive."""
     for child in module.modules():
         if isinstance(child, GraphModule) and child is not module:
             child.forward = torch.fx.Interpreter(child).run  # type: ignore[method-assign]
@@ -243,7 +244,7 @@ def _with_roles(program: torch.export.ExportedProgram, model: nn.Module, example
 
 
 def _constants(program: torch.export.ExportedProgram) -> dict[str, torch.Tensor]:
-    """Lifted tensors, and the buffers of a loss module: they belong to no module of the model."""
+    """Lifted tensors and the buffers of a loss module, which belong to no module of the model."""
     targets = [
         spec.target
         for spec in program.graph_signature.input_specs
@@ -271,8 +272,8 @@ def first_names(model: nn.Module) -> dict[str, str]:
 
 
 def flatten_inputs(example: Any) -> tuple[tuple[str, ...], tuple[Any, ...], Any]:
-    """The path of every leaf of `(args, kwargs, target)` - args[0], kwargs['mask'], target - the leaves, and the
-    structure that they were in."""
+    """The path of every leaf of `(args, kwargs, target)` (args[0], kwargs['mask'], target), the leaves, and their tree
+    structure."""
     pairs, structure = pytree.tree_flatten_with_path(example)
     top = ("args", "kwargs", "target")
     paths = tuple(top[path[0].idx] + pytree.keystr(path[1:]) for path, _ in pairs)  # type: ignore[attr-defined]

@@ -44,22 +44,22 @@ _REMEDIES = (  # (words in the error, what it means, what to do)
 
 
 def export_failure(model: nn.Module, error: BaseException, shape_from_data: str = "") -> str:
-    """One message: what failed, where in the user's code, and the remedy where it is known.
+    """One message: what failed, where in the user's code, and the remedy if one is known.
 
-    `shape_from_data` is the line that made the first tensor whose shape depends on the data, if there is one: what
-    fails is often far behind it.
+    `shape_from_data` is the line that made the first tensor whose shape depends on the data, if there is one: the
+    failure often comes much later.
     """
     place = shape_from_data or failing_line(error)
     return f"torch.export cannot capture {type(model).__name__}: {f'{place} ' if place else ''}{_explained(error)}"
 
 
 def operation_failure(node: Node, error: BaseException) -> str:
-    """Why an operation of a captured graph has no value that is known beforehand."""
+    """Why the result of an operation of a captured graph cannot be inferred beforehand."""
     return f"{node.target} ({origin_of(node) or node.name}) {_explained(error)}"
 
 
 def _explained(error: BaseException) -> str:
-    """What the error means and what to do about it, where that is known, and its own words."""
+    """What the error means and what to do about it, if that is known, followed by its own words."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     first = lines[0].strip() if lines else ""
     meaning, remedy = _meaning(f"{type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""Models built on the meta device: captured as if they lay on a real one, without memory for it."""
+"""Models built on the meta device: captured as if they were on a real one, without allocating memory there."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -11,15 +11,15 @@ from zbcompile.passes.torch_private import FakeTensorMode, tensor_tables
 
 
 def is_on_meta(model: nn.Module) -> bool:
-    """Whether some parameter or buffer exists on the meta device alone."""
+    """Whether some parameter or buffer exists on the meta device only."""
     return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
 @contextlib.contextmanager
 def as_if_on(model: nn.Module, device: torch.device) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
-    """Inside, the tensors of a model on the meta device are fake ones of `device`; tied ones stay tied.
+    """Inside, replace the tensors of a model on the meta device with fake ones of `device`; tied ones stay tied.
 
-    Yields what turns an input into one that such a model takes.
+    Yields the function that turns an input into one that such a model takes.
     """
     if not is_on_meta(model):
         yield lambda tensor: tensor

@@ -1,4 +1,4 @@
-"""Updates: what writes in place became when the graph was made functional, put into a form that can be split."""
+"""Updates: bring the traces of in-place writes in a functionalised graph into a form that can be split."""
 
 from typing import Any
 
@@ -13,7 +13,8 @@ aten = torch.ops.aten
 
 
 def make_copies_differentiable(graph: Graph) -> None:
-    """`aten.copy`, which a write into a slice becomes, has no derivative below autograd; a cast and an expand do."""
+    """Replace `aten.copy`, to which a write into a slice is traced, with a cast and an expand: it has no derivative
+    below autograd, they do."""
     for node in graph.find_nodes(op="call_function", target=aten.copy.default):
         into, value = node.args[:2]
         with graph.inserting_before(node):
@@ -35,8 +36,8 @@ def _as_like(graph: Graph, node: Node, value: Any, into: Any) -> Node:
 
 
 def separate_changing_buffers(graph: Graph, outputs: tuple[Slot, ...]) -> None:
-    """Views of a buffer that forward changes become views of a copy, since they may be read after the change. A buffer
-    that takes an input as its new value takes a copy of it, which has a place in the graph."""
+    """Make views of a buffer that forward changes views of a copy, since they may be read after the change. A buffer
+    whose new value is an input gets a copy of that input, which is an operation with a place in the graph."""
     (results,) = graph.output_node().args
     for slot, value in zip(outputs, results, strict=True):  # type: ignore[arg-type]
         if slot.kind != "mutation":
@@ -51,9 +52,10 @@ def separate_changing_buffers(graph: Graph, outputs: tuple[Slot, ...]) -> None:
 
 
 def draw_in_memory_order(graph: Graph) -> None:
-    """`bernoulli_`, with which a dropout draws its mask, goes through memory; `aten.bernoulli.p`, which it becomes,
-    goes row by row and makes a contiguous tensor. Of a transposed tensor those are other elements, so such a mask is
-    drawn as it lies in memory and transposed afterwards."""
+    """Draw the masks of transposed tensors in memory order, as eager does.
+    `bernoulli_`, with which a dropout draws its mask, fills memory in order; `aten.bernoulli.p`, which replaces it,
+    works row by row and makes a contiguous tensor. For a transposed tensor the two assign the numbers to different
+    elements, so such a mask is drawn in memory order and transposed afterwards."""
     for node in graph.find_nodes(op="call_function", target=aten.bernoulli.p):
         fresh = node.args[0]
         value = fresh.meta["val"]

@@ -1,7 +1,7 @@
 """What forward does in Python that a compiled step does not repeat: numbers drawn outside torch, and output.
 
-Capture runs forward once. A number from Python's or numpy's generators is the same in every step from then on, which no
-bound covers, so it is refused. What is printed, or read for logging, happens once, which is worth a warning.
+Capture runs forward once. A number from Python's or numpy's generators is then the same in every step, an error that
+has no bound, so it is refused. Printing, or reading a value for logging, happens only once, which is worth a warning.
 """
 
 import builtins
@@ -40,7 +40,7 @@ def numbers_drawn_outside_torch(model: nn.Module, problem: Callable[[str], None]
 
 
 def _global_generators() -> Iterator[tuple[str, ModuleType, Any]]:
-    """The generator behind the functions of a module, for those modules that are imported."""
+    """The global generators of Python and numpy, of those modules that are imported."""
     yield "Python's random module", random, random.Random
     numpy = sys.modules.get("numpy")
     if numpy is not None:
@@ -61,7 +61,7 @@ def _noting(function: Callable[..., Any], name: str, lines: dict[str, str]) -> C
 
 
 def _states(model: nn.Module) -> dict[str, Any]:
-    """The states of the global generators, and of those that modules hold, by what to call them."""
+    """The states of the global generators and of those that modules hold, by a name for messages."""
     found: dict[str, Any] = {"Python's random module": random.getstate()}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
@@ -79,7 +79,7 @@ def _states(model: nn.Module) -> dict[str, Any]:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Equality of states, which hold numbers, tuples, mappings and arrays."""
+    """Whether two states are equal; they hold numbers, tuples, mappings and arrays."""
     if isinstance(one, dict):
         return isinstance(other, dict) and all(_equal(one[key], other.get(key)) for key in one)
     same = one == other

@@ -1,6 +1,6 @@
-"""Watching: what a model's forward does beside computing, which a trace would lose or freeze without a word.
+"""Watching: what a model's forward does beside computing, which a trace would silently lose or freeze.
 
-Everything found is noted, not raised, so that one look finds all of it.
+Findings are noted, not raised, so that one capture reports all of them.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ _GRADIENTS = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backwar
 
 @dataclass
 class Watch:
-    """What was seen: `problems` forbid the capture, `warnings` are what a user should know of it.
+    """What was seen: `problems` forbid the capture, `warnings` are worth telling the user.
 
     `shape_from_data` is the first line that made a tensor whose shape depends on the data.
     """
@@ -82,7 +82,7 @@ class Watch:
         )
 
     def _put_back(self, before: dict[tuple[nn.Module, str], torch.Tensor]) -> None:
-        """A buffer that forward assigned anew is changed in place instead: torch.export sees only that."""
+        """Turn assignments to buffers into in-place changes, the only ones that torch.export sees."""
         for (module, name), old in before.items():
             new = buffer_table(module).get(name)
             if new is old:
@@ -116,8 +116,8 @@ class Watch:
 
 
 class _Calls(TorchFunctionMode):
-    """Notes hooks on activations, exchanges that autograd does not see and changes of requires_grad, and reads `.data`
-    as what it means: a detach."""
+    """Notes hooks on activations, collectives that autograd does not see and changes of requires_grad, and treats
+    `.data` as what it means: a detach."""
 
     def __init__(self, watch: Watch, parameters: set[int]) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ class _Calls(TorchFunctionMode):
 
 
 def _has_unknown_shape(value: Any) -> bool:
-    """Shapes are numbers in a capture, unless they depend on the data."""
+    """Whether a shape in `value` is not a number: in a capture that means it depends on the data."""
     return isinstance(value, torch.Tensor) and not all(isinstance(size, int) for size in value.shape)
 
 
@@ -189,7 +189,7 @@ def _carries_gradient(args: Any) -> bool:
 
 @contextlib.contextmanager
 def _inference_as_no_grad() -> Iterator[None]:
-    """torch.export drops inference_mode regions: parameters inside would get gradients. It keeps no_grad regions."""
+    """Make inference_mode a no_grad region: torch.export drops the former, and parameters inside would be trained."""
     regions: list[Any] = []
 
     def enter(self: Any) -> None:

@@ -1,7 +1,7 @@
-"""Eager's path: a model that asks torch whether it is being traced is told what it is told in eager mode.
+"""Eager's path: a model that asks torch whether it is being traced gets the same answer as in eager mode.
 
-Many models go another way under an export. transformers' decoders then build the causal mask and repeat keys and values
-by hand, instead of asking the attention kernel for both: other kernels, other bits, more memory.
+Many models take another path during an export. transformers' decoders then build the causal mask and repeat keys and
+values themselves instead of leaving both to the attention kernel: other kernels, other bits, more memory.
 """
 
 import contextlib
@@ -16,9 +16,9 @@ from zbcompile.passes.torch_private import replaced
 
 @contextlib.contextmanager
 def told_it_is_eager(asked: list[str]) -> Iterator[None]:
-    """Inside, `torch.compiler.is_compiling()` and `is_exporting()` are False for all code but torch's own.
+    """Inside, `torch.compiler.is_compiling()` and `is_exporting()` return False to all code but torch's own.
 
-    `asked` gets the first line of a model that asks, if any does.
+    The first line of the model that asks, if any does, is added to `asked`.
     """
     with contextlib.ExitStack() as stack:
         for question in ("is_compiling", "is_exporting"):

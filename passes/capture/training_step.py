@@ -1,4 +1,4 @@
-"""What is captured: the model followed by its loss, or the model alone, under the eyes of a `Watch`."""
+"""What is captured: the model followed by its loss, or the model alone, observed by a `Watch`."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ LossFunction = Callable[[Any, Any], torch.Tensor]
 
 
 def register_dataclasses(value: Any) -> None:
-    """Make torch's pytrees, which take outputs apart, know the dataclasses in `value`."""
+    """Register the dataclasses in `value` with torch's pytrees, which flatten outputs."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         if type(value) not in pytree.SUPPORTED_NODES:
             torch.export.register_dataclass(type(value))
@@ -71,7 +71,7 @@ def loss_in(output: Any) -> torch.Tensor:
 
 
 def check_loss(loss: Any) -> torch.Tensor:
-    """The loss itself when it is a differentiable scalar; CaptureError otherwise."""
+    """Return the loss if it is a differentiable scalar. Raises CaptureError otherwise."""
     if not isinstance(loss, torch.Tensor):
         raise CaptureError(f"the loss is a {type(loss).__name__}; expected a scalar tensor.")
     if loss.ndim != 0:

@@ -1,4 +1,4 @@
-"""What would be lost in silence is refused before anything is traced.
+"""Refuse, before anything is traced, what a trace would silently lose.
 
 Each rule yields a sentence for every violation, so that `zbcompile.explain` can show all of them.
 """
@@ -15,7 +15,7 @@ from zbcompile.passes.torch_private import backward_hooks, global_hooks, is_comp
 
 
 def raise_first(problems: Iterable[str]) -> None:
-    """Raise CaptureError with the first problem, if there is one, and how many more there are."""
+    """Raise CaptureError with the first problem and the number of further ones; do nothing if there is none."""
     found = list(dict.fromkeys(problems))
     if found:
         more = f" ({len(found) - 1} more: zbcompile.explain lists them.)" if found[1:] else ""
@@ -23,7 +23,7 @@ def raise_first(problems: Iterable[str]) -> None:
 
 
 def training_problems(model: nn.Module, loss: Any) -> Iterator[str]:
-    """What forbids to train `model` with `loss`."""
+    """The reasons why `model` cannot be trained with `loss`."""
     yield from problems_of(model)
     yield from _trained_loss(loss)
     if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -31,7 +31,7 @@ def training_problems(model: nn.Module, loss: Any) -> Iterator[str]:
 
 
 def problems_of(model: nn.Module) -> Iterator[str]:
-    """What a captured graph of `model` would drop without a word."""
+    """What a captured graph of `model` would silently drop."""
     for name, module in model.named_modules():
         yield from _lazy(name, module)
     yield from hook_problems(model)
@@ -42,8 +42,8 @@ def problems_of(model: nn.Module) -> Iterator[str]:
 
 
 def hook_problems(model: nn.Module) -> Iterator[str]:
-    """Hooks that a compiled stage would lose; cheap enough to ask before every step. Forward hooks of a module run in
-    its forward, and are captured with it."""
+    """Hooks that a compiled stage would lose; cheap enough to check before every step. Forward hooks of a module run in
+    its forward and are captured with it."""
     if global_hooks():
         yield (
             f"{', '.join(global_hooks())} for all modules are registered; a compiled stage never calls a module, so "
@@ -56,7 +56,7 @@ def hook_problems(model: nn.Module) -> Iterator[str]:
 
 
 def _trained_loss(loss: Any) -> Iterator[str]:
-    """A loss with parameters of its own: torch.export makes them constants, without a word."""
+    """A loss that has parameters: torch.export silently turns them into constants."""
     if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
         yield (
             f"the loss module {type(loss).__name__} has parameters of its own; they would belong to no stage. Move "
@@ -122,7 +122,7 @@ def _sparse_embedding(name: str, module: nn.Module) -> Iterator[str]:
 
 
 def _shared_storage(model: nn.Module) -> Iterator[str]:
-    """Two Parameter objects over the same memory: eager updates it twice, ranks apart would silently diverge."""
+    """Two Parameter objects that alias one storage: eager updates it twice, on separate ranks they silently diverge."""
     tensors = [
         (name, parameter)
         for name, parameter in model.named_parameters()
@@ -142,7 +142,7 @@ def _shared_storage(model: nn.Module) -> Iterator[str]:
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """The bytes of its storage that a tensor lies between: parts of one flat buffer (cuDNN's) do not overlap."""
+    """The byte range of its storage that a tensor occupies: parts of one flat buffer (cuDNN's) do not overlap."""
     last = sum((size - 1) * stride for size, stride in zip(map(int, tensor.shape), tensor.stride(), strict=True))
     start = int(tensor.storage_offset()) * tensor.itemsize
     return start, start + (last + 1) * tensor.itemsize

@@ -29,7 +29,7 @@ def _attention_forward(query: Any, key: Any, value: Any, *args: Any, **kwargs: A
 
 
 def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
-    return _attention_forward(query, key, value) * 5 // 2  # scores again, then the gradients of scores, q, k and v
+    return _attention_forward(query, key, value) * 5 // 2  # scores recomputed, then the gradients of scores, q, k and v
 
 
 def _product(one: Any, other: Any, *args: Any, **kwargs: Any) -> int:
@@ -69,7 +69,7 @@ _OF_TRANSFORMERS = {
 def count_flops(module: GraphModule, mode: FakeTensorMode) -> dict[Node, int]:
     """Floating-point operations of every call (a multiply-add is two), as torch's counter has them.
 
-    From the values in the graph, without running it, unless an operation is made of others or calls a graph.
+    Read off the values in the graph, without running it, unless an operation is composite or calls a graph.
     """
     calls = [node for node in module.graph.nodes if node.op == "call_function"]
     if all(map(_is_elementary, calls)):

@@ -30,7 +30,7 @@ def is_random(node: Node) -> bool:
 
 
 def argument_of(node: Node, name: str, missing: Any) -> Any:
-    """The value of the named argument of an operator call, its default included; `missing` if the operator has none of
+    """The value of the named argument of an operator call, or its default; `missing` if the operator has no argument of
     that name."""
     for index, declared in enumerate(arguments_of(node.target)):  # type: ignore[arg-type]
         if declared.name == name:
@@ -52,7 +52,7 @@ def operations_behind(nodes: Iterable[Node]) -> set[Node]:
 
 
 class NodeNumber(str):
-    """A node in a printed argument list, which a string there can never equal."""
+    """A node in a printed argument list; never equal to a string there."""
 
     __slots__ = ()
 
@@ -61,7 +61,7 @@ class NodeNumber(str):
 
 
 def node_numbers(graph: Graph) -> dict[Node, NodeNumber]:
-    """Names for nodes that are equal for graphs that differ in names alone: numbers in order of appearance."""
+    """Numbers for nodes in order of appearance, equal for two graphs that differ only in names."""
     return {node: NodeNumber(f"%{i}") for i, node in enumerate(graph.nodes)}
 
 
@@ -83,7 +83,7 @@ def source_line(node: Node) -> str:
 def like(value: torch.Tensor, *, dtype: torch.dtype | None = None, device: torch.device | None = None) -> torch.Tensor:
     """An uninitialised tensor with the shape and strides of `value`, and its dtype and device unless others are given.
 
-    Inside a fake tensor mode it is a fake of that mode, whichever mode `value` comes from.
+    Inside a fake tensor mode the result is a fake of that mode, whichever mode `value` comes from.
     """
     kind, place = dtype or value.dtype, device or value.device
     return torch.empty_strided(value.shape, value.stride(), dtype=kind, device=place)

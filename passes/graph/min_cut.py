@@ -29,7 +29,7 @@ class Network:
     def source_side(self) -> frozenset[Hashable]:
         """The vertices on the source's side of a minimum cut, the smallest such set.
 
-        Raises ValueError where every cut takes an edge without capacity.
+        Raises ValueError if every cut contains an edge without capacity.
         """
         infinite = 1 + sum(capacity for capacity in self.edges.values() if capacity is not None)
         flow = _Flow([(t, h, infinite if c is None else c) for (t, h), c in self.edges.items()])
@@ -72,7 +72,7 @@ class _Flow:
         return total
 
     def _find_levels(self) -> bool:
-        """Breadth-first distances from the source in what is left; whether the sink is reached."""
+        """Compute breadth-first distances from the source over residual edges; return whether the sink is reached."""
         self.level = [-1] * len(self.out)
         self.level[0] = 0
         queue = deque([0])

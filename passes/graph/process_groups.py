@@ -1,6 +1,6 @@
-"""Process groups in graphs. A functional collective names its group, and the name is that of one process: ranks of one
-pipeline exchange data with different neighbours through graphs that must be equal. So graphs say `group0`, `group1`, in
-order of appearance, and every process puts its own names in when it prepares to run.
+"""Process groups in graphs. A functional collective names its group, and that name is valid in one process only, while
+the graphs must be equal on all ranks. So graphs say `group0`, `group1`, in order of appearance, and every process
+substitutes its own names when it prepares to run.
 """
 
 from collections.abc import Sequence
@@ -24,14 +24,14 @@ def is_wait(node: Node) -> bool:
 
 
 def is_under_way(node: Node) -> bool:
-    """Whether a node's result is that of a collective that was started and not yet waited for."""
+    """Whether a node's result comes from a collective that has been issued but not yet waited for."""
     return is_collective(node) and not is_wait(node)
 
 
 def name_groups(module: GraphModule) -> tuple[str, ...]:
-    """Replace the names of process groups in the graph, in place; returns what they were, the i-th now `group<i>`.
+    """Rename the process groups in the graph, in place; return the former names, of which the i-th is now `group<i>`.
 
-    Raises CaptureError for a collective inside a branch (torch.cond): the ranks of its group may not all take it.
+    Raises CaptureError for a collective inside a branch (torch.cond), which not all ranks of its group need take.
     """
     _refuse_in_branches(module)
     found: dict[str, str] = {}
@@ -44,7 +44,7 @@ def name_groups(module: GraphModule) -> tuple[str, ...]:
 
 
 def with_groups(module: GraphModule, names: Sequence[str]) -> GraphModule:
-    """The graph with this process's names of its groups; `module` itself where it has none."""
+    """The graph with this process's names of its groups; `module` itself if it has no groups."""
     if not any(_group_argument(node) is not None for node in module.graph.nodes):
         return module
     own = {f"group{i}": name for i, name in enumerate(names)}
@@ -64,7 +64,7 @@ def group_of(node: Node) -> object:
 
 
 def _group_argument(node: Node) -> int | None:
-    """Which argument of a collective is its group."""
+    """The index of the argument of a collective that is its group."""
     if not is_collective(node):
         return None
     names = [argument.name for argument in arguments_of(node.target)]  # type: ignore[arg-type]

@@ -6,14 +6,14 @@ from typing import Literal, NamedTuple
 import torch
 
 Kind = Literal[
-    "parameter",  # name: the model's FQN (the first one, where parameters are tied)
+    "parameter",  # name: the model's FQN (the first one if parameters are tied)
     "buffer",  # name: the model's FQN
     "constant",  # name: torch.export's name of a lifted tensor
     "input",  # name: the user's input path, such as args[0] or kwargs['mask']
     "activation",  # name: the node that makes a value which crosses a stage boundary
     "tangent",  # name: the activation (or "loss") whose gradient arrives
     "input_gradient",  # name: the activation whose gradient leaves towards the previous stage
-    "virtual_gradient",  # name: the first activation that a stage makes of parameters alone; no piece returns it
+    "virtual_gradient",  # name: the first activation that a stage computes from parameters alone; no piece returns it
     "gradient",  # name: the FQN of the parameter
     "accumulator",  # name: the FQN of the parameter whose gradient buffer is added into
     "saved",  # name: the node whose value F keeps for B or W, or B for W
@@ -38,7 +38,7 @@ class Slot(NamedTuple):
 
     @property
     def identifier(self) -> str:
-        """The name of the placeholder that stands for it in a graph."""
+        """The name of its placeholder in a graph."""
         return "".join(c if c.isalnum() else "_" for c in str(self))
 
 

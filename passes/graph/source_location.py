@@ -50,10 +50,10 @@ class Origin:
 
 
 def origin_of(node: Node) -> Origin | None:
-    """Where `node` comes from; None for what no module and no line of the model made.
+    """Where `node` comes from; None if no module or line of the model made it.
 
-    The innermost frame outside torch counts; a model made of torch's own modules alone has only torch's frames. A graph
-    that was read from a file brings its origins along.
+    The innermost frame outside torch counts; a model that consists of torch's own modules has only torch's frames. A
+    graph read from a file carries its origins with it.
     """
     if "origin" in node.meta:
         return cast(Origin, node.meta["origin"])
@@ -111,7 +111,7 @@ def _module_path(node: Node) -> str:
 
 
 def shown_path(file: str) -> str:
-    """A file as a reader knows it: relative to the working directory, or as the name inside site-packages."""
+    """A path as the reader knows it: relative to the working directory, or to site-packages."""
     _, _, installed = file.rpartition(f"site-packages{os.sep}")
     if installed != file:
         return installed

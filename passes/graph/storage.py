@@ -1,4 +1,4 @@
-"""The memory behind the values of a graph: which share it, how much it is, and how much of it an operation moves."""
+"""The storages behind the values of a graph: which values alias, how many bytes they take and an operation moves."""
 
 from collections.abc import Iterable, Set
 from typing import Any
@@ -15,24 +15,24 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 
 
 def storage_bytes(values: Iterable[torch.Tensor], without: Set[int] = frozenset()) -> int:
-    """Bytes of the distinct storages behind `values`, views counted once, those in `without` not at all."""
+    """Bytes of the distinct storages behind `values`: aliases count once, storages in `without` not at all."""
     storages = {storage_key(v): v.untyped_storage().nbytes() for v in values}
     return sum(size for key, size in storages.items() if key not in without)
 
 
 def storages_read(node: Node) -> dict[int, torch.Tensor]:
-    """The storages that a node reads, each with a tensor in it."""
+    """The storages that a node reads, each with one tensor that lies in it."""
     return {storage_key(t): t for argument in node.all_input_nodes for t in tensors_of(argument.meta.get("val"))}
 
 
 def bytes_moved(node: Node) -> int:
-    """Bytes read and written: none by a view; what works in place reads and writes the tensor that it changes."""
+    """Bytes read and written: none by a view; an in-place operation reads and writes the tensor that it changes."""
     written = tensors_of(node.meta.get("val"))
     return 0 if not written or is_view(node) else storage_bytes(storages_read(node).values()) + storage_bytes(written)
 
 
 def is_view(node: Node) -> bool:
-    """Whether a node's result is memory of its input that it leaves as it is."""
+    """Whether a node's result aliases its input and the node does not change it."""
     if node.op != "call_function" or is_in_place(node.target):
         return False
     reads = storages_read(node)

@@ -47,9 +47,9 @@ def copy_with_strides(value: torch.Tensor) -> torch.Tensor:
 
 
 def boundary_like(value: torch.Tensor, exact: bool) -> torch.Tensor:
-    """The fake tensor with which a stage receives `value`: of its strides if they are dense or `exact` asks for them.
+    """The fake tensor as which a stage receives `value`: with its strides if they are dense or `exact` asks for them.
 
-    Elements that overlap in other ways than by repetition are contiguous there.
+    A value whose elements overlap other than by repetition arrives contiguous.
     """
     keep = is_dense(value) or (exact and not _overlaps(value))
     with fake_mode_of(value):

@@ -1,1 +1,1 @@
-"""The passes in one list, and what runs them."""
+"""The list of passes, and the manager that runs them."""

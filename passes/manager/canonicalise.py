@@ -7,6 +7,6 @@ from zbcompile.passes.manager.run_passes import SILENT, PassManager
 
 
 def canonicalise(captured: Captured, manager: PassManager = SILENT) -> Canonical:
-    """The canonical form of `captured`, which stays as it is. Raises CaptureError for what no stage can compute."""
+    """The canonical form of `captured`, which is not changed. Raises CaptureError if no stage can compute it."""
     canonical: Canonical = manager.run_all(CANONICALISE, captured)[-1]
     return canonical

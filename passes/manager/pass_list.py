@@ -36,8 +36,8 @@ from zbcompile.passes.vocabulary.trunk import cut_off
 
 @dataclass(frozen=True)
 class StageTask:
-    """What the passes of a stage are told beside the stage: parameters that train, choices, and the fake gradients that
-    arrive."""
+    """The inputs of the passes of a stage, beside the stage itself: trainable parameters, choices, and the fake
+    gradients that arrive."""
 
     trainable: frozenset[str]
     choices: Choices
@@ -53,7 +53,7 @@ _CANONICAL = (*_PURE, model.differentiability_known)
 
 
 def _in_turn(*passes: Pass) -> tuple[Pass, ...]:
-    """Passes over one graph: what holds after one of them holds after those that follow."""
+    """Passes over one graph: the rules of each hold after all that follow it, too."""
     rules = accumulate((each.holds for each in passes), lambda held, new: tuple(dict.fromkeys((*held, *new))))
     return tuple(replace(each, holds=holds) for each, holds in zip(passes, rules, strict=True))
 

@@ -1,4 +1,4 @@
-"""Running passes: each is timed and shown to whoever watches, and what it made is checked if that is asked for."""
+"""Running passes: each is timed and reported to the observer; its result is checked if that is asked for."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from zbcompile.passes.verification.rule import Rule, verify
 class Pass:
     """One pass of the compiler: `run(before, *given)` makes a new artifact of the one before it.
 
-    `does` says in a few words what; `holds` are the rules that what it made obeys.
+    `does` describes it in a few words; `holds` are the rules that its result obeys.
     """
 
     name: str
@@ -37,13 +37,13 @@ Observer = Callable[[Ran], None]
 
 @dataclass(frozen=True)
 class PassManager:
-    """Runs passes. `observe` sees each when it is done; with `check` what a pass made must obey its rules."""
+    """Runs passes. `observe` is called with each when done; with `check` the result of a pass must obey its rules."""
 
     observe: Observer | None = None
     check: bool = False
 
     def run(self, step: Pass, before: Any, *given: Any, stage: int | None = None) -> Any:
-        """What `step` makes of `before`. Raises VerificationError if that is wrong, and what the pass itself raises."""
+        """Run `step` on `before`. Raises VerificationError if the result breaks a rule, and whatever `step` raises."""
         began = time.perf_counter()
         made = step.run(before, *given)
         seconds = time.perf_counter() - began
@@ -54,7 +54,7 @@ class PassManager:
         return made
 
     def run_all(self, steps: Sequence[Pass], first: Any, *given: Any, stage: int | None = None) -> list[Any]:
-        """What each of `steps` makes, one after the other: every pass gets what the one before it made."""
+        """Run `steps` one after the other, each on the result of the one before it; return all results."""
         made = [first]
         for step in steps:
             made.append(self.run(step, made[-1], *given, stage=stage))

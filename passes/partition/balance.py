@@ -1,7 +1,7 @@
-"""Balance: exact minimisation of the heaviest stage, or in a V of the heaviest rank, over a row of loads.
+"""Balance: exact minimisation of the heaviest stage (in a V, the heaviest rank) over a row of loads.
 
-Knows numbers only. The row is what the stages share out; it can be divided at `edges` (how many items lie before each),
-of which the first is the beginning and the last the end. `cuts` are the inner edges that were chosen, ascending.
+Knows numbers only. The row is what the stages divide among themselves; it can be cut at `edges` (given as the number of
+items before each), of which the first is the beginning and the last the end. `cuts` are the chosen inner edges.
 """
 
 from bisect import bisect_left
@@ -11,9 +11,9 @@ from itertools import pairwise
 from typing import NamedTuple
 
 CHUNK_SHARE = 0.625  # in a V, the most of its rank's time that one chunk may take: uneven chunks stretch the warm-up
-PIECE_SLACK = 1.25  # unless it is little more than one piece that no cut divides, such as a head and its loss
-COARSE = 1e-3  # bisection ends here; what is still better is then found step by step
-SAME = 1e-9  # relative: less is rounding
+PIECE_SLACK = 1.25  # unless the chunk is little more than one indivisible piece, such as a head and its loss
+COARSE = 1e-3  # bisection ends at this precision; better cuts are then found step by step
+SAME = 1e-9  # relative; smaller differences are rounding errors
 
 Spans = Sequence[tuple[int, int, int]]  # (stage, begin, end)
 
@@ -52,7 +52,7 @@ class Row:
         return tuple(loads)
 
     def heaviest(self, cuts: Sequence[int]) -> float:
-        """What is minimised. In a V a chunk above CHUNK_SHARE of its rank counts as if its rank were full of such
+        """The objective. In a V a chunk above CHUNK_SHARE of its rank counts as if its rank were full of such
         chunks, unless it is at most PIECE_SLACK times what cannot be divided."""
         chunk = max(self.stage_loads(cuts))
         if not self.folded:
@@ -61,8 +61,8 @@ class Row:
 
 
 def best_cuts(row: Row, edges: Sequence[int]) -> tuple[float, list[int]] | None:
-    """The least that `row.heaviest` can be over all cuts at inner `edges`, with cuts that reach it; None if the memory
-    (or the number of edges) admits none."""
+    """The minimum of `row.heaviest` over all cuts at inner `edges`, with cuts that reach it; None if the memory (or the
+    number of edges) admits no cuts."""
     cuts = cuts_within(row, edges, float("inf"))
     if cuts is None:
         return None
@@ -78,7 +78,7 @@ def best_cuts(row: Row, edges: Sequence[int]) -> tuple[float, list[int]] | None:
 
 
 def cuts_within(row: Row, edges: Sequence[int], limit: float) -> list[int] | None:
-    """Cuts at inner `edges` by which nothing is heavier than `limit`, or None if there are none."""
+    """Cuts at inner `edges` that leave nothing heavier than `limit`; None if there are none."""
     if len(edges) <= row.stages:
         return None
     return (_Vee if row.folded else _Straight)(row, edges, limit).cuts()
@@ -90,7 +90,7 @@ def heaviest_piece(totals: Sequence[float], edges: Sequence[int]) -> float:
 
 
 class _Straight:
-    """One stage after the other, each as long as fits: then whatever follows has the least left to do."""
+    """One stage after the other, each as long as fits, which leaves the least to those that follow."""
 
     def __init__(self, row: Row, edges: Sequence[int], limit: float) -> None:
         self.row, self.edges, self.limit = row, edges, limit * (1 + SAME)
@@ -98,7 +98,7 @@ class _Straight:
         self.last = len(edges) - 1
 
     def cuts(self) -> list[int] | None:
-        """Each cut is the one nearest to an equal share between the earliest and the latest that are possible."""
+        """Between the earliest and the latest possible position, each cut is the one nearest to an equal share."""
         earliest = self._earliest()
         if earliest is None:
             return None
@@ -115,7 +115,7 @@ class _Straight:
         return begin + bisect_left(ends, True, key=lambda end: not self._fits(stage, begin, end))
 
     def _earliest(self) -> list[int] | None:
-        """For each cut the first edge from which the stages behind it can be done; None if they cannot."""
+        """For each cut the first edge after which the remaining stages fit; None if they cannot."""
         found = [self.last]
         for stage in range(self.row.stages - 1, 0, -1):
             begins = range(stage, found[-1])
@@ -143,8 +143,8 @@ class _Outer(NamedTuple):
 class _Vee:
     """Rank by rank from the outside in, each with a chunk at both ends of what is left.
 
-    Of two ways to begin, the one that leaves less is kept. It is at least as good, unless what lies next to it cannot
-    be divided: such edges, and all where edges are few, are kept beside it.
+    Of two ways to begin, the one that leaves less is kept. It is at least as good, unless the part next to it is
+    indivisible: such edges, and all edges if there are only a few, are kept as well.
     """
 
     def __init__(self, row: Row, edges: Sequence[int], limit: float) -> None:
@@ -166,7 +166,7 @@ class _Vee:
         return None
 
     def _next_rank(self, states: list[_Outer], rank: int) -> list[_Outer]:
-        """All ways to give `rank` its two chunks that are worth keeping."""
+        """All ways worth keeping to give `rank` its two chunks."""
         found: dict[tuple[int, int], _Outer] = {}
         inner = self.ranks - 1 - rank
         for a, b, path in states:
@@ -179,7 +179,8 @@ class _Vee:
         return self._worth_keeping(found)
 
     def _ends(self, rank: int, left: tuple[int, int], b: int, first: int) -> range:
-        """Where the right chunk of `rank`, which ends at `b`, may begin: the first such edge, and more if need be."""
+        """The edges at which the right chunk of `rank`, which ends at `b`, may begin: the first one, and more if
+        needed."""
         load = self.at[left[1]] - self.at[left[0]]
         room = min(self.limit - load, self.chunk)
         begin = max(first, bisect_left(self.at, self.at[b] - room, hi=b))

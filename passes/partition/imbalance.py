@@ -1,4 +1,4 @@
-"""Overweight: a stage, or in a V a rank, that no cuts make as light as the others, and what would.
+"""Overweight: a stage (in a V, a rank) that no cuts make as light as the others, and remedies.
 
 Its time is the step's time. The usual cause is the output layer of a large vocabulary, which no cut divides.
 """
@@ -14,7 +14,7 @@ from zbcompile.passes.partition.liveness import Line
 from zbcompile.passes.partition.search import Limits, choose_edges
 
 WORTH_SAYING = 1.2  # the heaviest over the mean
-GAIN = 0.05  # a remedy must take so much of it away
+GAIN = 0.05  # a remedy must lower that ratio by at least this
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ def find_overweight(
     ranks_of: Sequence[int],
     others: Mapping[str, Sequence[int]],
 ) -> Overweight | None:
-    """What makes the cuts at `edges` uneven, if anything does. `others` are placements, as the rank of each stage, that
-    might be better, by what one would do to have them."""
+    """The cause if the cuts at `edges` are uneven, else None. `others` are placements that might be better (the rank of
+    each stage), keyed by the change that gives them."""
     totals = [0.0, *accumulate(loads)]
     row = Row(totals, ranks_of)
     ratio, index = _ratio(row, edges)

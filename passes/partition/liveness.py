@@ -1,4 +1,4 @@
-"""What crosses each position of the canonical graph, and what needs no crossing because any stage can remake it."""
+"""Which values cross each position of the canonical graph, and which need not because any stage can recompute them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ def draw_line(canonical: Canonical) -> Line:
 
 
 def replicable(canonical: Canonical, flops: Mapping[Node, int]) -> set[Node]:
-    """Nodes that every stage can compute for itself: made of inputs and constants, or a view of a parameter.
+    """Nodes that every stage can compute for itself: made from inputs and constants, or views of a parameter.
 
     Position ids, masks, rotary tables and casts of a mask then cross no boundary. Nothing with a contraction, nothing
     random, no collective and nothing that a gradient must be summed through is ever computed twice.
@@ -99,8 +99,8 @@ def _inside_an_update(canonical: Canonical, nodes: list[Node]) -> set[int]:
 
 
 def _last_work(nodes: list[Node]) -> int:
-    """The last position that reads or makes more than single numbers: what the loss is made of afterwards is no
-    stage."""
+    """The last position that reads or makes more than single numbers: the scalar arithmetic of the loss behind it does
+    not deserve a stage."""
     return max((i for i, node in enumerate(nodes) if _largest(node) > 1), default=0)
 
 
@@ -111,8 +111,8 @@ def _largest(node: Node) -> int:
 
 
 def _may_cut(node: Node, crossing: tuple[Node, ...]) -> bool:
-    """Never at a tuple, never right after a view or while a collective is under way, and only where a gradient can flow
-    back."""
+    """Whether a cut may follow a node: never at a tuple, right after a view or while a collective is under way, and
+    only where a gradient can flow back."""
     maker = node.args[0] if is_getitem(node) else node
     if is_view(maker) or any(isinstance(n.meta["val"], tuple | list) for n in crossing):  # type: ignore[arg-type]
         return False
@@ -120,8 +120,8 @@ def _may_cut(node: Node, crossing: tuple[Node, ...]) -> bool:
 
 
 def held_behind(node: Node, on_line: frozenset[Node]) -> list[Node]:
-    """The placeholders of parameters and buffers that a node reads, directly or through values that its stage remakes
-    for itself."""
+    """The placeholders of parameters and buffers that a node reads, directly or through values that its stage
+    recomputes for itself."""
     found, queue, seen = [], [node], {node}
     while queue:
         for argument in queue.pop().all_input_nodes:

@@ -1,8 +1,8 @@
-"""Residency: how many bytes a rank holds for the stages between given cuts, before anything is compiled.
+"""Residency: the bytes that a rank holds for the stages between given cuts, estimated before anything is compiled.
 
-Counted are parameters, their gradients, the optimizer's state, buffers, and what autograd keeps of each microbatch
-between its forward and its weight gradients. Recomputation, and what B frees before W, make the compiled program
-smaller.
+The estimate counts parameters, their gradients, the optimizer's state, buffers, and what autograd keeps of each
+microbatch between its forward and its weight gradients. The compiled program takes less: it recomputes, and B frees
+values before W.
 """
 
 from bisect import bisect_left
@@ -63,7 +63,7 @@ def _running(values: list[int]) -> list[int]:
 
 class Residency:
     """The memory of ranks. `waiting[rank]` lists how many microbatches of each of its stages wait at the same time, at
-    the fullest moments of the schedule (see `zbcompile.schedules.execution.memory.most_waiting`)."""
+    the peaks of the schedule (see `zbcompile.schedules.execution.memory.most_waiting`)."""
 
     def __init__(
         self,

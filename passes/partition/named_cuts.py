@@ -12,9 +12,9 @@ from zbcompile.passes.torch_private import module_stack
 
 
 def edges_named(line: Line, names: Sequence[str], stages: int) -> list[int]:
-    """Where the line is cut by `names`, as numbers of nodes before each cut, ascending.
+    """The cuts of the line that `names` stand for, as numbers of nodes before each cut, ascending.
 
-    Raises PartitionError for names that are not in the model, that cannot be cut at, or that are too few or too many.
+    Raises PartitionError if names are not in the model, if the line cannot be cut at them, or if their number is wrong.
     """
     if len(names) != stages - 1:
         raise PartitionError(

@@ -1,4 +1,4 @@
-"""Loads: what each node of the line weighs when the line is cut into stages of equal weight."""
+"""Loads: the weight of each node of the line, by which the line is cut into stages of equal weight."""
 
 import hashlib
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ def machine_for(device: str) -> Machine:
 
 
 def loads_of(line: Line, basis: str, seconds: Mapping[str, float]) -> tuple[list[float], str]:
-    """The load of each node by "flops", "measured" or "parameters", and its unit. `seconds` is what was measured."""
+    """The load of each node by "flops", "measured" or "parameters", and its unit. `seconds` are the measured times."""
     if basis == "parameters":
         return parameter_counts(line), "parameters"
     return (measured_seconds(line, seconds) if basis == "measured" else nominal_seconds(line)), "s"
@@ -76,7 +76,7 @@ def measured_seconds(line: Line, seconds: Mapping[str, float]) -> list[float]:
 
 
 def kernel_key(node: Node) -> str:
-    """Equal for nodes that call the same operation with equal arguments, on tensors of the same form."""
+    """A key shared by nodes that call the same operation with equal arguments, on tensors of the same form."""
     arguments = map_arg((node.args, node.kwargs), lambda argument: _form(argument))  # type: ignore[arg-type, return-value]
     return hashlib.sha256(repr((str(node.target), arguments)).encode()).hexdigest()[:16]
 

@@ -61,12 +61,12 @@ class Limits:
 
 
 def choose_edges(line: Line, totals: Sequence[float], ranks_of: Sequence[int], limits: Limits) -> list[int]:
-    """Where to cut `line`, as numbers of nodes before each cut; `ranks_of[stage]` is the rank that each will live on,
+    """Choose the cuts of `line`, as numbers of nodes before each; `ranks_of[stage]` is the rank that each will live on,
     `totals[k]` the load of the first k nodes.
 
     Among all cuts within THINNER of the best balance, takes those whose widest boundary carries the fewest bytes, and
     of these, as long as they are within ALIKE, cuts at the same place of repeated layers: equal stages compile once.
-    Raises PartitionError when the limits, or the places where the line can be cut, admit no cuts.
+    Raises PartitionError if the limits, or the places where the line can be cut, admit no cuts.
     """
     if len(ranks_of) == 1:
         return []
@@ -118,7 +118,8 @@ class _Search:
         return [0, *edges, len(self.line.nodes)]
 
     def thinnest(self, edges: list[int], limit: float) -> list[int]:
-        """The edges of the least width that admit cuts within `limit`: wider ones admit them all the more."""
+        """The edges of the smallest boundary width that still admits cuts within `limit`; any larger width admits them
+        too."""
         widths = sorted({self.width[edge] for edge in edges})
 
         def admits(width: int) -> bool:
@@ -130,7 +131,8 @@ class _Search:
         return [edge for edge in edges if self.width[edge] <= width]
 
     def alike(self, edges: list[int], limit: float) -> list[int]:
-        """The best cuts at `edges`; at one place of repeated layers, if that is nearly as good and within `limit`."""
+        """The best cuts at `edges`, or cuts at the same place of repeated layers if nearly as good and within
+        `limit`."""
         best = best_cuts(self.row, self.framed(edges))
         assert best is not None, "edges that admit cuts have best cuts"
         groups: dict[str, list[int]] = defaultdict(list)
@@ -158,14 +160,14 @@ class _Search:
 
 
 def _place_in_layer(node: Node) -> str:
-    """Equal for the same operation of repeated layers: its module path without numbers, and its line."""
+    """A key shared by the same operation of repeated layers: its module path without numbers, and its line."""
     origin = origin_of(node)
     where = (re.sub(r"\d+", "*", origin.module), origin.file, origin.line) if origin else ()
     return f"{where} {node.target}"
 
 
 def _admitted(limits: Limits) -> Callable[[int, Spans], bool] | None:
-    """Whether spans fit a rank's memory; where the search sees one stage of a rank at a time, its share of it."""
+    """Whether spans fit a rank's memory, or a share of it when the search sees only one stage of a rank at a time."""
     if limits.memory is None or limits.bytes_of is None:
         return None
     share, bytes_of = limits.memory / limits.stages_per_rank, limits.bytes_of

@@ -1,4 +1,4 @@
-"""Parameters and buffers that several stages or copies use: eager's order of sums is kept, or the use refused."""
+"""Parameters and buffers that several stages or copies use: keep eager's order of sums, or refuse them."""
 
 from collections.abc import Set
 from dataclasses import replace
@@ -10,11 +10,11 @@ from zbcompile.passes.errors import CompileError
 from zbcompile.passes.partition.stage_graphs import Stage
 from zbcompile.passes.torch_private import LazyGraphModule
 
-SEPARATE_USES = "separate_uses"  # marks the placeholder of a parameter whose uses have a gradient each
+SEPARATE_USES = "separate_uses"  # marks the placeholder of a parameter with one gradient per use
 
 
 def separate_uses(stages: tuple[Stage, ...], trainable: frozenset[str]) -> tuple[Stage, ...]:
-    """The stages, with parameters marked whose uses on one stage must not be added before those of later stages are.
+    """Mark parameters whose uses on one stage must not be summed before those of later stages; return the stages.
 
     Eager adds the uses one at a time, the last use of the model first: (g3 + g2) + g1. A stage that holds the first two
     and handed over g2 + g1 would make g3 + (g2 + g1), which has other bits. So it gives one gradient per use.
@@ -66,7 +66,7 @@ def refuse_mutation_of_copies(stages: tuple[Stage, ...]) -> None:
 
 
 def count_uses(node: Node) -> int:
-    """How often a parameter is read by something that a gradient flows through."""
+    """How many reads of a parameter a gradient flows through."""
     return sum(_flat(user).count(node) for user in node.users if is_use(user))
 
 
@@ -76,7 +76,7 @@ def is_use(user: Node) -> bool:
 
 
 def _flat(user: Node) -> list[Node]:
-    """What an operation reads, as often as it reads it."""
+    """The nodes that an operation reads, each as often as it is read."""
     read: list[Node] = []
     map_arg((user.args, user.kwargs), read.append)
     return read

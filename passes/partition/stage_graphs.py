@@ -50,7 +50,7 @@ def assign_by_cuts(line: Line, cuts: Cuts) -> dict[Node, int]:
 def assign_by_parameters(canonical: Canonical, line: Line, homes: Mapping[str, tuple[int, ...]]) -> dict[Node, int]:
     """The stage of every node when each parameter and buffer already has its stages (`homes`), as in evaluation.
 
-    A node runs in the first stage that is not before its inputs' and that holds all its parameters.
+    A node runs in the first stage that is not before those of its inputs and that holds all its parameters.
     """
     assigned: dict[Node, int] = {}
     on_line = frozenset(line.nodes)
@@ -77,7 +77,7 @@ def _home(node: Node, earliest: int, owned: Sequence[tuple[int, ...]]) -> int:
 def cut(canonical: Canonical, line: Line, assigned: Assignment, stages: int, exact: bool = False) -> tuple[Stage, ...]:
     """One graph per stage. What a stage can compute for itself (`replicable`) is copied into it, not sent.
 
-    With `exact` what crosses keeps its strides even where they leave gaps.
+    With `exact` the values that cross keep their strides even if these leave gaps.
     """
     anywhere = replicable(canonical, line.flops)
     boundaries = [_boundary(line, assigned, s) for s in range(stages)]
@@ -127,7 +127,7 @@ class _Builder:
             return
         if key not in self.casts:
             self.casts[key] = self.graph.node_copy(node, self.value)
-            self.casts[key].meta.pop("autocast", None)  # it steers nothing from here on
+            self.casts[key].meta.pop("autocast", None)  # no later pass reads it
         self.copies[node] = self.casts[key]
 
     def leaving(self, node: Node) -> Node:

@@ -1,6 +1,6 @@
-"""Saving or remaking: which values the forward keeps for the backward, as a minimum cut.
+"""Save or recompute: which values the forward keeps for the backward, as a minimum cut.
 
-Every value that the backward reads is either kept from the forward, at the cost of its bytes, or made again from values
+Every value that the backward reads is either kept from the forward, at the cost of its bytes, or recomputed from values
 for which the same holds, at the cost of its time. For any weighing of bytes against time the best choice is a minimum
 cut (Chen et al. 2016 pose the problem, arXiv:1604.06174; torch's partitioner solves the case of bytes alone). A budget
 of bytes asks for the least time that fits, which is a knapsack. The cuts for all weighings are the corners of the
@@ -23,9 +23,9 @@ _TIE = 10**9  # one part in a billion per node makes equal layers differ, so tha
 class Values:
     """The values of a forward and what they cost.
 
-    `wanted` are those that the backward reads. `inputs[v]` is what making v again reads (what is always there left
-    out), `bytes[v]` what keeping it takes (absent: it cannot be kept, a view or a tuple), `time[v]` what making it
-    again takes, in attoseconds (absent: it cannot be made again).
+    `wanted` are those that the backward reads. `inputs[v]` are the values that recomputing v reads (without those that
+    are always available), `bytes[v]` what keeping it takes (absent: it cannot be kept, being a view or a tuple),
+    `time[v]` what recomputing it takes, in attoseconds (absent: it cannot be recomputed).
     """
 
     wanted: frozenset[Node]
@@ -36,7 +36,7 @@ class Values:
 
 @dataclass(frozen=True)
 class Saving:
-    """A choice: the values kept and those made again, with the bytes and the time that this takes."""
+    """A choice: the values kept and those recomputed, with the bytes and the time that this takes."""
 
     kept: frozenset[Node]
     remade: frozenset[Node]
@@ -60,16 +60,16 @@ def smallest(values: Values) -> Saving:
 
 
 def quickest(values: Values) -> Saving:
-    """The least time (none, but for what cannot be kept), and among those choices the fewest bytes."""
+    """The least time (zero, except for what cannot be kept), and among those choices the fewest bytes."""
     return _cut(values, 1, 1 + sum(values.bytes.values()))
 
 
 def fit(values: Values, budget: int, tries: int = 16, tolerance: float = 0.01) -> Fit | None:
     """The least time that keeps at most `budget` bytes; None if nothing fits.
 
-    Branch and bound: where the best corner of the hull leaves a gap to its lower bound, a value in dispute is kept in
-    one branch and made again in the other. It ends with the optimum, within `tolerance` of it, or after `tries`
-    branchings with the best found; `least_time` says how far off that can be.
+    Branch and bound: if the best corner of the hull leaves a gap to its lower bound, a contested value is kept in one
+    branch and recomputed in the other. The search ends with the optimum, within `tolerance` of it, or after `tries`
+    branchings with the best found; `least_time` bounds how far off that can be.
     """
     root = _fit_on_hull(values, budget)
     if root is None:
@@ -90,7 +90,7 @@ def fit(values: Values, budget: int, tries: int = 16, tolerance: float = 0.01) -
 
 
 def _branches(values: Values, found: Fit) -> list[Values]:
-    """The same problem with the largest contested value never made again, and never kept."""
+    """The same problem twice: with the largest contested value never recomputed, and with it never kept."""
     disputed = max((n for n in found.contested if n in values.bytes and n in values.time), key=values.bytes.__getitem__)
     never_remade = {node: time for node, time in values.time.items() if node is not disputed}
     never_kept = {node: size for node, size in values.bytes.items() if node is not disputed}
@@ -127,14 +127,14 @@ def _neighbours(values: Values, budget: int) -> tuple[Saving, Saving]:
 def _possible(choose: Callable[[Values], Saving], values: Values) -> Saving | None:
     try:
         return choose(values)
-    except ValueError:  # some value that the backward reads can be neither kept nor made again
+    except ValueError:  # some value that the backward reads can be neither kept nor recomputed
         return None
 
 
 def _cut(values: Values, weight_of_bytes: int, weight_of_time: int) -> Saving:
     """The choice that minimises the weighted sum.
 
-    Each value is two vertices: `make` is on the sink's side if it is made again, `have` if the backward needs it at
+    Each value is two vertices: `make` is on the sink's side if it is recomputed, `have` if the backward needs it at
     all. Keeping it cuts the edge between the two.
     """
     network = Network()

@@ -1,4 +1,4 @@
-"""The values of a stage's forward as the backward sees them: which it reads, and what each costs to keep or remake."""
+"""The values of a stage's forward that the backward reads, and what each costs to keep or recompute."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class Forward:
     """A joint graph seen from its backward.
 
     `made` is what F computes; `ahead` are operations of the backward that no incoming gradient reaches (a detach of
-    what F kept): they run once, but when is open; `backward` is all else that the gradients need.
+    what F kept), which run once, at any time; `backward` is everything else that the gradients need.
     """
 
     joint: Joint
@@ -60,7 +60,7 @@ class Forward:
         return frozenset(read & (self.made | self.ahead | self.arriving))
 
     def reads(self, node: Node) -> list[Node]:
-        """What making `node` in the backward reads."""
+        """The nodes that computing `node` in the backward reads."""
         return reads(node) if node in self.made else node.all_input_nodes
 
     @cached_property
@@ -83,8 +83,8 @@ def _hinted(node: Node) -> bool:
 
 
 def list_values(forward: Forward, flops: Mapping[Node, int], policy: str) -> Values:
-    """What each value costs to keep or to make again, the latter where `policy` ("hints", "selective" or "full") allows
-    it. Views cost nothing; what is there all the time is left out."""
+    """What each value costs to keep or to recompute, the latter if `policy` ("hints", "selective" or "full") allows it.
+    Views cost nothing; values that are always available are left out."""
     known = forward.made | forward.ahead | forward.arriving
     nodes = [node for node in forward.joint.module.graph.nodes if node in known]
     return Values(
@@ -100,7 +100,7 @@ def _inputs(forward: Forward, node: Node) -> list[Node]:
 
 
 def _can_keep(node: Node) -> bool:
-    """A tensor in a storage of its own. Keeping a view would keep what it is a view of."""
+    """Whether a node is a tensor that does not alias another. Keeping a view would keep its base."""
     if not isinstance(node.meta.get("val"), torch.Tensor):
         return False
     maker: Node = node.args[0] if is_getitem(node) else node  # type: ignore[assignment]
@@ -112,7 +112,7 @@ def _size(node: Node) -> int:
 
 
 def _times(forward: Forward, made: list[Node], flops: Mapping[Node, int], policy: str) -> dict[Node, int]:
-    """Attoseconds of what may be made again."""
+    """Attoseconds that each value takes which may be recomputed."""
     weights = _weights(forward.joint)
 
     def allowed(node: Node) -> bool:
@@ -127,7 +127,7 @@ def _times(forward: Forward, made: list[Node], flops: Mapping[Node, int], policy
 
 
 def _weights(joint: Joint) -> set[Node]:
-    """Parameters and what is made of parameters, buffers and constants alone: transposed and cast weights."""
+    """Parameters, and values computed only from parameters, buffers and constants: transposed and cast weights."""
     constant = {node for slot, node in joint.inputs if slot.kind in ("buffer", "constant")}
     found = {node for slot, node in joint.inputs if slot.kind == "parameter"}
     for node in joint.module.graph.nodes:

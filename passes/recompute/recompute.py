@@ -1,8 +1,8 @@
-"""Recompute (activation checkpointing): the backward makes some values of the forward again instead of keeping them.
+"""Recompute (activation checkpointing): the backward computes some values of the forward again instead of keeping them.
 
 The pass rewrites the joint graph before it is split. Chosen forward operations appear a second time, right before the
-first backward operation that reads them, marked `meta["recomputed"]`; the split puts them into B, also where only W
-reads them, so that what waits between B and W stays as it was and W runs no forward operation.
+first backward operation that reads them, marked `meta["recomputed"]`; the split puts them into B, even if only W
+reads them, so that the bytes between B and W do not change and W runs no forward operation.
 
 Random numbers are never drawn again: what draws them is kept, a dropout as its mask of one byte per element. Operations
 of other libraries and those that may not repeat their bits run once.
@@ -24,12 +24,12 @@ from zbcompile.passes.torch_private import FakeTensorMode, LazyGraphModule
 
 
 def recompute(joint: Joint, policy: Recompute = "hints") -> Joint:
-    """Rewrite `joint` so that its backward remakes what `policy` says.
+    """Rewrite `joint` so that its backward recomputes what `policy` says.
 
-    "none": nothing. "hints": the operations of `torch.utils.checkpoint` regions, where that keeps fewer bytes.
+    "none": nothing. "hints": the operations of `torch.utils.checkpoint` regions, if that keeps fewer bytes.
     "selective": also everything but products with parameters (Korthikanti et al. 2022, section 5: attention and what is
     elementwise is much memory for little time). "full": whatever can be, which leaves the stage's inputs. An int: the
-    least time that keeps at most so many bytes per microbatch on this stage between F and B.
+    least time that keeps at most that many bytes per microbatch on this stage between F and B.
 
     Raises CompileError for a budget that cannot be met, naming the smallest that can.
     """
@@ -62,7 +62,7 @@ def _choose(values: Values, policy: Recompute, stage: int) -> Saving:
 
 
 def _moving(forward: Forward, saving: Saving) -> set[Node]:
-    """What is made late. A view of what is kept is kept itself, which takes no bytes."""
+    """The nodes computed in the backward. A view of a kept value is kept as well, which takes no bytes."""
     moving = set(forward.ahead)
     for node in forward.joint.module.graph.nodes:
         if node in saving.remade and (not is_view(node) or not moving.isdisjoint(forward.reads(node))):
@@ -72,7 +72,7 @@ def _moving(forward: Forward, saving: Saving) -> set[Node]:
 
 class _Rewriter:
     """Copies a joint graph. Operations that no incoming gradient reaches move to just before their first use in the
-    backward; those of the forward that are remade are copied there a second time."""
+    backward; those of the forward that are recomputed are copied there a second time."""
 
     def __init__(self, forward: Forward, saving: Saving) -> None:
         self.forward = forward
@@ -109,7 +109,7 @@ class _Rewriter:
         return self.late[node] if node in self.moving else self.first[node]
 
     def _make_late(self, nodes: list[Node]) -> None:
-        """Make what the backward reads next and has not made yet, in the order of the forward."""
+        """Compute what the backward reads next and has not computed yet, in the order of the forward."""
         missing: set[Node] = set()
         queue = list(nodes)
         while queue:

@@ -1,4 +1,4 @@
-"""Which operations may run a second time with the same bits, what they read then, and how they are copied."""
+"""Which operations may run a second time with the same bits, what the second run reads, and how they are copied."""
 
 from collections.abc import Callable
 
@@ -13,10 +13,10 @@ _UNINITIALISED = ("empty", "empty_like", "empty_strided", "empty_permuted", "new
 
 
 def can_remake(node: Node) -> bool:
-    """Whether `node` can be computed again from its inputs (`reads`), bit by bit.
+    """Whether `node` can be recomputed from its inputs (`reads`) with the same bits.
 
-    Not what draws random numbers, writes in place or may differ from run to run, and no operation of another library,
-    of which nothing is known.
+    An operation cannot if it draws random numbers, writes in place or may differ from run to run, or if it belongs to
+    another library, since nothing is known of it.
     """
     if is_getitem(node):
         return not is_random(node.args[0]) or _mask(node) is not None  # type: ignore[arg-type]
@@ -28,7 +28,7 @@ def can_remake(node: Node) -> bool:
 
 
 def reads(node: Node) -> list[Node]:
-    """What making `node` again reads: a dropout's result its input and the mask, all else its own inputs."""
+    """The nodes that recomputing `node` reads: for a dropout's result its input and mask, otherwise its inputs."""
     mask = _mask(node)
     return node.all_input_nodes if mask is None else [node.args[0].args[0], mask]  # type: ignore[union-attr, list-item]
 

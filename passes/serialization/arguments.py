@@ -17,7 +17,7 @@ _NAMED = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.m
 
 
 def argument_to_data(value: Any) -> Any:
-    """`value` as something that JSON writes. Raises CompileError for what has no such form.
+    """`value` as a JSON value. Raises CompileError if it has no such form.
 
     >>> argument_to_data((torch.float32, [1, 2.5]))
     {'tuple': [{'dtype': 'float32'}, [1, 2.5]]}
@@ -49,7 +49,7 @@ def _tagged(value: Any) -> dict[str, Any]:
 
 
 def argument_from_data(data: Any, nodes: Mapping[str, Node], device: torch.device) -> Any:
-    """What `argument_to_data` wrote. `nodes` are the graph's nodes so far; `device` is this process's.
+    """The argument that `argument_to_data` wrote. `nodes` are the graph's nodes so far; `device` is this process's.
 
     Raises CompileError for a tag that does not exist.
     """
@@ -82,5 +82,5 @@ def named(tag: str, name: str) -> Any:
 
 
 def device_from_data(name: str, device: torch.device) -> torch.device:
-    """A program knows kinds of devices; which one of its kind is this process's own affair."""
+    """The device for a written name: a program stores only device types, and `device` is this process's device."""
     return device if device.type == name else torch.device(name)

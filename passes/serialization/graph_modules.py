@@ -27,8 +27,8 @@ NODES = ("placeholder", "get_attr", "call_function", "output")
 
 @dataclass(frozen=True)
 class Reading:
-    """What graphs need to be read: this process's device, the tensors that they refer to, and the operators of other
-    libraries that they may call (see `operator_named`)."""
+    """The context for reading graphs: this process's device, the tensors that they refer to, and the operators of
+    other libraries that they may call (see `operator_named`)."""
 
     device: torch.device
     tensors: Mapping[str, torch.Tensor]
@@ -54,7 +54,7 @@ def piece_from_data(name: str, data: Data, reading: Reading, prefix: str, class_
 
 
 def tensors_in(module: torch.nn.Module, prefix: str) -> dict[str, torch.Tensor]:
-    """The tensors that a graph and the graphs inside it refer to, by name behind `prefix`."""
+    """The tensors that a graph and the graphs inside it refer to, by name prefixed with `prefix`."""
     found: dict[str, torch.Tensor] = {}
     for node in cast(GraphModule, module).graph.find_nodes(op="get_attr"):
         value = getattr(module, node.target)
@@ -95,7 +95,7 @@ def _node_to_data(node: Node, values: ValueWriter) -> Data:
 
 
 def _origin_to_data(node: Node) -> list[Any] | None:
-    """Where an operation is from, without the folders of the machine that compiled it."""
+    """The origin of an operation, without the folders of the machine that compiled it."""
     origin = origin_of(node) if node.op == "call_function" else None
     return [origin.module, os.path.basename(origin.file), origin.line, origin.code] if origin else None
 
@@ -134,7 +134,7 @@ def _node_from_data(data: Data, graph: Graph, nodes: Mapping[str, Node], reading
 
 
 def _remember(node: Node, data: Data, values: ValueReader) -> None:
-    """What passes and reports look for in a node's meta."""
+    """Restore the entries of a node's meta that passes and reports read."""
     if "value" in data:
         node.meta["val"] = values.read(data["value"])
     if "pass" in data:

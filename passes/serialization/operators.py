@@ -70,7 +70,7 @@ def operator_named(name: str, foreign: Collection[str] = ()) -> Callable[..., An
 
 
 def _refuse_collective(name: str) -> None:
-    """A name of a process group means nothing in another run, or another group."""
+    """Refuse a collective: the name of a process group means nothing in another run or another group."""
     if name.partition(".")[0] in OF_A_GROUP:
         raise CompileError(
             f"{name} is a collective of a process group that only the run which compiled it has; a program cannot hold "

@@ -1,7 +1,7 @@
 """What is known of a graph's values - shapes, types, strides, and which of them share memory - as data, and back.
 
-The runtime needs it: a buffer can be used again when no later pass reads a view of it. Read back, values are fake
-tensors over as many fake storages as there were.
+The runtime needs this: a buffer can be reused once no later pass reads a view of it. Read back, values are fake
+tensors that alias as the originals did.
 """
 
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from zbcompile.passes.torch_private import FakeTensorMode, fake_of, storage_key
 
 @dataclass
 class ValueWriter:
-    """Numbers the storages of a graph in the order in which they appear; `bytes[i]` is the size of storage i."""
+    """Numbers the storages of a graph in order of appearance; `bytes[i]` is the size of storage i."""
 
     numbers: dict[int, int] = field(default_factory=dict)
     bytes: list[int] = field(default_factory=list)
@@ -40,7 +40,7 @@ class ValueWriter:
 
 @dataclass
 class ValueReader:
-    """Makes fake tensors of what a `ValueWriter` wrote."""
+    """Makes fake tensors from what a `ValueWriter` wrote."""
 
     bytes: list[int]
     device: torch.device

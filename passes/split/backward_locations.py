@@ -32,7 +32,7 @@ class MarkingInterpreter(Interpreter):
 
 
 def _mark(tensor: torch.Tensor, source: Node) -> None:
-    """Mark what is new behind `tensor`: an operation may make several grad_fns."""
+    """Mark the new grad_fns behind `tensor`: an operation may make several."""
     queue = [tensor.grad_fn]
     while queue:
         grad_fn = queue.pop()

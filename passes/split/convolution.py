@@ -1,7 +1,7 @@
 """Convolution backward: cut by output mask into the gradient of the input (B) and those of weight and bias (W).
 
 Autograd makes one call of all three gradients, so without the cut every convolution's weight gradient would be computed
-in B. The two calls compute the same bits as the one. Where nothing is split (BW) they are merged again: one call shares
+in B. The two calls compute the same bits as the one. If nothing is split (BW) they are merged again: one call shares
 the reordering of the output gradient.
 """
 
@@ -33,7 +33,7 @@ def cut_convolutions(graph: Graph) -> int:
 
 
 def merge_convolutions(graph: Graph) -> None:
-    """Undo `cut_convolutions`: calls that differ in their masks alone become one."""
+    """Undo `cut_convolutions`: merge calls that differ only in their masks."""
     first: dict[tuple[Any, ...], Node] = {}
     for node in [n for n in graph.nodes if _is_convolution_backward(n)]:
         arguments = tuple(tuple(a) if isinstance(a, list) else a for a in node.args[:_MASK])

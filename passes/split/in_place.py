@@ -1,8 +1,8 @@
 """In-place operations below autograd: composite operations (attention with dropout, recurrent cells) trace into them.
 
 Split between F and B, a graph with a write in it would read what F has overwritten, so none may stay. A write into a
-fresh tensor that nobody else reads is the ordinary operation under another name. Whatever else there is needs the
-graph traced again with copies, whose strides, and so whose last bits, may differ.
+fresh tensor that nothing else reads is the ordinary operation under another name. For any other write the graph must be
+traced again with copies, whose strides, and so whose last bits, may differ.
 """
 
 from typing import Any
@@ -37,7 +37,7 @@ def replace_writes_into_fresh(module: GraphModule) -> None:
 
 
 def _is_fresh(written: Any, replaced: set[Node]) -> bool:
-    """Contiguous, because a copy of another layout may run through another kernel; aliases nothing."""
+    """Whether a tensor aliases nothing and is contiguous (a copy of another layout may run through another kernel)."""
     made_here = isinstance(written, Node) and written.op == "call_function" and len(written.users) == 1
     if not made_here or not isinstance(written.meta.get("val"), torch.Tensor):
         return False

@@ -59,7 +59,7 @@ def trace_joint(
     `tangents` maps each activation the stage sends, to the fake gradient that comes back for it ("loss": the factor of
     this microbatch's loss). An activation without an entry gets no gradient.
 
-    Some composite operations work in place below autograd (see `zbcompile.passes.split.in_place`). Where that cannot be
+    Some composite operations work in place below autograd (see `zbcompile.passes.split.in_place`). If that cannot be
     undone, the stage is traced again with copies, which `exact` forbids: CaptureError.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -110,7 +110,8 @@ def _no_functional_form(run: "_Run", found: str, error: Exception | None) -> str
 
 
 def _refuse_mode_dependent(module: GraphModule) -> None:
-    """oneDNN's LSTM keeps what its backward needs only with grad mode on; compiled graphs run without it."""
+    """Refuse oneDNN's LSTM: it keeps what its backward needs only in grad mode, and compiled graphs run without
+    that."""
     if any(str(node.target).startswith("aten.mkldnn_rnn_layer") for node in module.graph.nodes):
         raise CaptureError(
             "the model runs an LSTM through oneDNN, whose backward cannot be separated from its forward. Set "

@@ -30,7 +30,7 @@ class Crossing:
 
 
 def resident_storages(joint: Joint) -> set[int]:
-    """Storages that exist whatever the passes keep. A buffer that F changes is none: what F saw of it is a copy."""
+    """Storages that exist whatever the passes keep; not buffers that F changes, since F keeps a copy of what it saw."""
     changed = {slot.name for slot in joint.stage.outputs if slot.kind == "mutation"}
     nodes = [node for slot, node in joint.inputs if _is_resident(slot) and not _is_buffer_in(slot, changed)]
     return {storage_key(t) for node in nodes for t in tensors_of(node.meta["val"])}

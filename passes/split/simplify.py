@@ -24,7 +24,7 @@ def simplify(joint: Joint) -> Joint:
 
 
 def copy_joint(joint: Joint) -> Joint:
-    """The same joint graph in nodes of its own, which a pass may change."""
+    """A copy of the joint graph that a pass may change."""
     graph = Graph()
     copies: dict[Node, Node] = {}
     graph.output(graph.graph_copy(joint.module.graph, copies))
@@ -33,14 +33,14 @@ def copy_joint(joint: Joint) -> Joint:
 
 
 def replace_nodes(joint: Joint, replaced: Mapping[Node, Node]) -> Joint:
-    """`joint` with its inputs and outputs at the nodes that stand for them now."""
+    """`joint` with the replaced nodes among its inputs and outputs exchanged for their replacements."""
     inputs = tuple((slot, replaced.get(node, node)) for slot, node in joint.inputs)
     outputs = tuple((slot, replaced.get(node, node)) for slot, node in joint.outputs)
     return replace(joint, inputs=inputs, outputs=outputs)
 
 
 def cancel_transposes(graph: Graph) -> dict[Node, Node]:
-    """Replace t(t(x)) by x; returns what stands for each node that is gone."""
+    """Replace t(t(x)) by x; return the replacement of each node that is gone."""
     gone: dict[Node, Node] = {}
     for node in list(graph.nodes):
         inner = node.args[0] if node.target is aten.t.default else None
@@ -54,7 +54,7 @@ def cancel_transposes(graph: Graph) -> dict[Node, Node]:
 
 
 def merge_equal_views(graph: Graph) -> dict[Node, Node]:
-    """Keep the first of equal views of a value; returns what stands for each node that is gone."""
+    """Keep the first of equal views of a value; return the replacement of each node that is gone."""
     first: dict[Any, Node] = {}
     gone: dict[Node, Node] = {}
     for node in list(graph.nodes):

@@ -1,9 +1,9 @@
 """The split: a stage's joint graph becomes F, B (input gradients), W (weight gradients) and BW (both at once).
 
 F is what the stage's outputs need. Of the rest, B is what the input gradients need and W what remains, improved by
-`zbcompile.passes.split.weight_cut`. If a stage begins with parameters of its own (an embedding, the first layer) there
-is no input gradient; the gradient of the first activation made from them stands in for one, so that the B and W of a
-first stage balance like those of a middle stage.
+`zbcompile.passes.split.weight_cut`. A stage that begins with parameters (an embedding, the first layer) has no
+input gradient; the gradient of the first activation made from them is a proxy for it, so that the B and W of a first
+stage balance like those of a middle stage.
 """
 
 from collections.abc import Callable, Set
@@ -49,7 +49,7 @@ def split(joint: Joint, recompute: bool = False) -> Split:
     """Split the joint graph of a stage. B then W compute the same bits as BW.
 
     Every value is computed in exactly one of F, B and W, but for views and, with `recompute`, cheap values that W
-    computes again where that lowers the bytes that wait for it.
+    recomputes if that lowers the bytes that wait for it.
     """
     plain = closure(joint)
     joint = copy_joint(joint)
@@ -93,7 +93,7 @@ def closure(joint: Joint) -> Assignment:
 
 
 def forward_nodes(joint: Joint) -> set[Node]:
-    """What F computes: the stage's outputs, and every random number."""
+    """The nodes that F computes: the stage's outputs with all that they need, and every random number."""
     return _close(needed_nodes(joint, lambda slot: slot in joint.stage.outputs) | _random_nodes(joint), joint)
 
 
@@ -116,7 +116,7 @@ def apply(plain: Assignment, moved: WeightCut) -> Assignment:
 
 
 def _repeated(joint: Joint, own: Set[Node], again: Set[Node]) -> set[Node]:
-    """What W repeats: of the operations in `again`, and the views of what they make, those that `own` needs."""
+    """The nodes that W repeats: those that `own` needs of the operations in `again` and the views of their results."""
     made = {key for node in again for key in keys_of(node) - read_by(node)}
     found: set[Node] = set()
     queue = [argument for node in own for argument in node.all_input_nodes]
@@ -135,10 +135,10 @@ def needed_nodes(joint: Joint, wanted: Callable[[Slot], bool]) -> set[Node]:
 
 
 def _random_nodes(joint: Joint) -> set[Node]:
-    """Eager draws these numbers whether or not they are used, and only in the forward."""
+    """The nodes that draw random numbers: eager draws them whether or not they are used, and only in the forward."""
     return operations_behind(node for node in joint.module.graph.nodes if is_random(node))
 
 
 def _close(nodes: Set[Node], joint: Joint) -> set[Node]:
-    """Add the getitems of multi-output nodes: a tuple is never kept, its parts are."""
+    """Add the getitems of nodes with several outputs: the parts of a tuple are kept, never the tuple."""
     return {*nodes, *(n for n in joint.module.graph.nodes if is_getitem(n) and n.args[0] in nodes)}

@@ -1,14 +1,14 @@
 """What W computes, by an exact minimum cut over bytes.
 
-The dependency closure gives W everything that no input gradient needs. That keeps more than it must where a cheap
+The dependency closure gives W everything that no input gradient needs. That keeps more than it must if a cheap
 operation of W reads large values that nothing else in W reads: the gradient of a hand-written norm's weight sums
 g * x_hat, and drags both along; computed in B, its result of one row is all that waits. With `recompute` W may also
 repeat cheap operations of F and B, so that what they read waits instead of what they make: often B keeps that anyway.
 
 Every operation is on one of two sides: before W, or in W. A storage is paid for when it is made before W and read in W
 (it waits between B and W), and once more when it is made in F and B does not need it anyway (it waits between F and B).
-Both prices are those of a cut in a network, so the least sum is a minimum cut. Where sums are equal, fewer bytes are
-moved by operations that changed sides, so nothing changes without a gain.
+Both prices are those of a cut in a network, so the least sum is a minimum cut. Of equal sums, the cut is
+chosen whose changed operations move the fewest bytes, so nothing changes without a gain.
 """
 
 from collections.abc import Iterable, Set
@@ -39,7 +39,7 @@ class WeightCut:
 def is_cheap(node: Node) -> bool:
     """Whether an operation is bound by memory: pointwise operations, reductions, copies, softmax and norms.
 
-    Contractions are not, nor is what scatters (the gradient of an embedding), nor what torch knows nothing about.
+    Contractions are not, nor are scatters (the gradient of an embedding), nor operations unknown to torch.
     """
     if node.op != "call_function" or not isinstance(node.target, OpOverload) or is_random(node):
         return False
@@ -57,8 +57,8 @@ def cut_weight(joint: Joint, before: Set[Node], backward: Set[Node], weight: Set
 class _WeightNetwork:
     """The network whose minimum cut is wanted.
 
-    An edge without a capacity says: if its tail is in W, so is its head. One with a capacity costs that much if its
-    tail is in W and its head is not.
+    An edge without a capacity means that its head is in W if its tail is. An edge with a capacity costs that much if
+    its tail is in W and its head is not.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class _WeightNetwork:
             self.network.connect(node, ("waits", key))
 
     def _price_between_f_and_b(self, key: int, maker: Node, readers: Iterable[Node], size: int) -> int:
-        """What a storage costs between F and B if it is made before W and read in W.
+        """Add the price of a storage between F and B if it is made before W and read in W.
 
         If W itself has readers, it is kept whichever side they are on, unless its maker is repeated and all of them are
         in W.

@@ -1,6 +1,6 @@
-"""Accumulation: what W (or BW) does with the gradients it makes.
+"""Accumulation: what W (or BW) does with the gradients that it computes.
 
-By default each gradient is added in place into a persistent buffer, by the GEMM itself where a GEMM makes it
+By default each gradient is added in place into a persistent buffer, by the GEMM itself if a GEMM makes it
 (`zbcompile.passes.stage.fused_accumulation`). With `exact=True` gradients are returned and the runtime adds them as
 eager's AccumulateGrad does.
 """

@@ -1,7 +1,7 @@
-"""A graph as a code generator sees it: without names, its tensors among its inputs, and a text that says which graphs
-are the same work.
+"""A graph as a code generator sees it: without names, its tensors among its inputs, and with a text that is equal for
+graphs that do the same work.
 
-Pieces of stages that differ in names alone have equal texts, on every rank and in every run, so one compilation serves
+Pieces of stages that differ only in names have equal texts, on every rank and in every run, so one compilation serves
 them all.
 """
 
@@ -31,7 +31,7 @@ class BareGraph:
 
     @property
     def results(self) -> int:
-        """How many values it returns."""
+        """The number of values that it returns."""
         return len(output_values(self.module.graph))
 
 
@@ -54,13 +54,13 @@ def bare(module: GraphModule) -> BareGraph:
 
 
 def text_of(module: GraphModule) -> str:
-    """Every operation with its arguments, nodes numbered in order of appearance, and what comes in."""
+    """The inputs and every operation with its arguments, as text, with nodes numbered in order of appearance."""
     numbers = node_numbers(module.graph)
     return "\n".join(f"{number} {node.op} {_described(node, numbers, module)}" for node, number in numbers.items())
 
 
 class _Held:
-    """What a graph refers to by name: tensors, and the graphs of branches."""
+    """The attributes that a graph refers to by name: tensors, and the graphs of branches."""
 
     def __init__(self, module: GraphModule) -> None:
         self.module = module
@@ -88,7 +88,7 @@ def _described(node: Node, numbers: Mapping[Node, NodeNumber], module: GraphModu
 
 
 def _held_text(value: Any) -> str:
-    """What a graph refers to, by content: the same branch has another name in another stage."""
+    """A text of an attribute by its content: the same branch has another name in another stage."""
     if isinstance(value, GraphModule):
         return f"({text_of(value)})"
     data = value.detach().contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes()

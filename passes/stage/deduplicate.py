@@ -22,7 +22,7 @@ from zbcompile.passes.stage.stage_program import StageProgram, tensor_spec
 from zbcompile.passes.torch_private import BOOKKEEPING_KEYS, LazyGraphModule, module_stack, source_of, stack_trace
 
 Value = TypeVar("Value")
-# Slots of different kinds that are called after the same thing.
+# Slots of different kinds that are named after the same thing.
 _SAME_NAMES: Mapping[str, str] = {
     "gradient": "parameter",
     "accumulator": "parameter",
@@ -30,8 +30,8 @@ _SAME_NAMES: Mapping[str, str] = {
     "tangent": "activation",
     "input_gradient": "activation",
 }
-_FIXED: tuple[Kind, ...] = ("loss", "output", "saved")  # called after what is the same in both stages
-# What says where a node comes from, or is compared otherwise. Any other entry may steer a pass, so it must be equal.
+_FIXED: tuple[Kind, ...] = ("loss", "output", "saved")  # named after what is the same in both stages
+# Entries that say where a node comes from or are compared elsewhere. Any other may steer a pass, so it must be equal.
 _NOT_WORK = BOOKKEEPING_KEYS | {"val", "slot", "recompute"}
 _REGION = "recompute"  # the number of a checkpoint region: what counts is which nodes have the same one
 
@@ -50,7 +50,7 @@ def compile_distinct(
 ) -> tuple[StageProgram, ...]:
     """The programs of all stages, made from the last to the first: a stage's tangents are the gradients of the next.
 
-    `behind` are the gradients that arrive at the last stage; None where it makes the loss.
+    `behind` are the gradients that arrive at the last stage; None if it makes the loss.
     `compile_stage(stage, tangents)` gives a program and the fake gradient of each activation that the stage receives;
     it is called once per distinct graph; `rename` (default: `renamed`) makes the program of a stage that has the graph
     of another one.
@@ -73,7 +73,7 @@ def compile_distinct(
 
 
 def same_work(stage: Stage, trainable: frozenset[str], tangents: Tangents) -> str:
-    """A text that is equal for two stages whose compiled programs differ in names alone.
+    """A text that is equal for two stages whose compiled programs differ only in names.
 
     It has every operation with its arguments, the shapes, strides, dtypes and devices of all values, what is trained,
     and the strides with which gradients arrive. Names are replaced by numbers in order of appearance.
@@ -119,7 +119,7 @@ def _spec(value: Any) -> str:
 
 
 def _keys(stage: Stage, tangents: Tangents) -> dict[tuple[str, str], None]:
-    """What a stage's slots are called after, in order of appearance."""
+    """The things that a stage's slots are named after, in order of appearance."""
     slots = [*stage.inputs, *stage.outputs, *(Slot("tangent", name) for name in tangents)]
     return dict.fromkeys(_key(slot) for slot in slots if slot.kind not in _FIXED)
 
@@ -134,7 +134,7 @@ def _anonymous(slot: Slot, names: Mapping[Any, str]) -> str:
 
 @dataclass(frozen=True)
 class Renaming:
-    """From the names and source lines of one stage to those of another that does the same work."""
+    """A mapping from the names and source lines of one stage to those of another that does the same work."""
 
     stage: int
     names: Mapping[tuple[str, str], str]
@@ -164,7 +164,7 @@ def _description_key(node: Node) -> tuple[str, tuple[str, ...]]:
 
 
 def renamed(program: StageProgram, to: Renaming) -> StageProgram:
-    """The program of another stage that does the same work. Graphs are copies, fake tensors are shared."""
+    """The program of a stage that does the same work as the given one. Graphs are copies, fake tensors are shared."""
     return replace(
         program,
         stage=to.stage,

@@ -1,4 +1,4 @@
-"""Adding a gradient into its buffer in place, by the operation that makes it where one can.
+"""Add a gradient into its buffer in place, by the operation that computes it if that can add.
 
 A matrix product adds into the buffer itself (addmm_, baddbmm_), an embedding adds its rows (index_add_) instead of
 making a whole table, the terms of a sum are added one by one, rows that are made piece by piece each where they belong.
@@ -30,7 +30,7 @@ class Place:
     views: tuple[View, ...] = ()
 
     def through(self, view: View) -> "Place | None":
-        """This place seen through one more view; None where the strides do not allow it."""
+        """This place seen through one more view; None if the strides do not allow it."""
         try:
             value = _on_fakes(view[0], self.value, *view[1])
         except RuntimeError:
@@ -53,7 +53,7 @@ class Adder:
                 part.rule(self, part.place, part.gradient)
 
     def _parts(self, place: Place, gradient: Node) -> "list[Part]":
-        """The operations behind `gradient` that can add into the buffer instead; `gradient` itself where none can."""
+        """The operations behind `gradient` that can add into the buffer instead; `gradient` itself if none can."""
         whole = [Part(place, gradient, Adder.whole)]
         if not self._is_alone(gradient):
             return whole
@@ -69,20 +69,20 @@ class Adder:
         return whole if rule is None else [Part(place, gradient, rule)]
 
     def _is_alone(self, node: Node) -> bool:
-        """Whether nothing but this gradient needs `node`, so that it need not exist."""
+        """Whether only this gradient needs `node`, which can then be left out."""
         users = sum(user.op != "output" for user in node.users)
         return node.op == "call_function" and users + self.returned[node] == 1
 
     def whole(self, place: Place, gradient: Node) -> None:
-        """The gradient as it is; add_ casts."""
+        """Add the gradient unchanged; add_ casts."""
         self._into(place, gradient, aten.add_.Tensor, gradient)
 
     def product(self, place: Place, gradient: Node) -> None:
-        """A product added by the kernel that computes it."""
+        """Add a product by the kernel that computes it."""
         self._into(place, gradient, _PRODUCTS[gradient.target], *gradient.args)
 
     def rows(self, place: Place, gradient: Node) -> None:
-        """The rows of an embedding, those of its padding index left out."""
+        """Add the rows of an embedding except those of its padding index."""
         rows, indices, _, padding, _ = gradient.args
         if padding >= 0:  # type: ignore[operator]
             unused = self._call(gradient, aten.eq.Scalar, indices, padding)
@@ -112,7 +112,7 @@ Rule = Callable[[Adder, Place, Node], None]
 
 
 class Part(NamedTuple):
-    """A term of a gradient, where it belongs and how it gets there."""
+    """A term of a gradient, the place it belongs to, and the operation that adds it there."""
 
     place: Place
     gradient: Node
@@ -180,7 +180,7 @@ def _unpermuted(node: Node) -> View:
 
 
 _TRANSPOSE: View = (aten.t.default, ())
-# What to look at a buffer through, in place of the view that its gradient goes through.
+# The view to take of a buffer for the view that its gradient goes through.
 _INVERSES: Mapping[Any, Callable[[Node], View]] = {
     aten.t.default: lambda node: _TRANSPOSE,
     aten.transpose.int: lambda node: (aten.transpose.int, node.args[1:]),

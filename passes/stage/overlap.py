@@ -60,7 +60,7 @@ def merge(forward: Piece, backward: Piece) -> Merged:
 
 
 class _Attributes(dict):  # type: ignore[type-arg]
-    """The constants that the two graphs refer to, under names of their own."""
+    """The constants that the two graphs refer to, under distinct names."""
 
     def __init__(self, forward: GraphModule, backward: GraphModule) -> None:
         halves = (("forward_", forward), ("backward_", backward))
@@ -81,7 +81,7 @@ def _forward_half(piece: Piece, graph: Graph, copies: dict[Node, Node]) -> tuple
 
 
 def _backward_half(piece: Piece, graph: Graph, copies: dict[Node, Node]) -> tuple[list[Node], list[Node]]:
-    """The backward's operations behind the question for its inputs, and its results."""
+    """The backward's operations after the request for its inputs, and its results."""
     give = next(node for node in graph.find_nodes(op="placeholder") if node.target == "give")
     asked = graph.call_function(ask, (give,))
     inputs = piece.module.graph.find_nodes(op="placeholder")
@@ -108,9 +108,9 @@ def _copy(piece: Piece, graph: Graph, copies: dict[Node, Node], prefix: str) -> 
 def interleave(first: Sequence[Node], second: Sequence[Node]) -> list[Node]:
     """Both halves in one order that keeps the order of each, except that waits stand right before their first user.
 
-    The half begins that has less to do before it can start a collective. A half runs up to a wait; then the other one
-    runs, for its share of what it has left (it has to serve all the waits to come), or up to a wait of its own; then
-    the first goes on. Costs are the bytes that a node moves.
+    The half with less to do before its first collective begins. It runs up to a wait; then the other half runs, for its
+    share of its remaining work (which has to cover all the waits to come) or up to a wait of its own; then the first
+    half continues. Costs are the bytes that a node moves.
     """
     halves = [_late_waits(first), _late_waits(second)]
     waits = [sum(map(is_wait, half)) for half in halves]
@@ -135,7 +135,7 @@ def interleave(first: Sequence[Node], second: Sequence[Node]) -> list[Node]:
 
 
 def _work(node: Node) -> int:
-    """What a node keeps the host or the compute stream busy with; a collective is under way elsewhere."""
+    """The bytes for which a node keeps the host or the compute stream busy; a collective proceeds elsewhere."""
     return bytes_moved(node) if isinstance(node.target, OpOverload) and not is_collective(node) else 0
 
 

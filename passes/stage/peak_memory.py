@@ -1,4 +1,4 @@
-"""The memory that a pass needs while it runs, walked over its graph: what is alive at each operation, by storage."""
+"""The peak memory of a pass while it runs, from a walk over its graph that tracks which storages are alive."""
 
 from collections.abc import Iterator, Set
 
@@ -12,7 +12,7 @@ from zbcompile.passes.split.subgraphs import LATER, Piece
 from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.passes.torch_private import is_in_place, storage_key
 
-RESIDENT = ("parameter", "buffer", "constant", "input", "accumulator")  # there before and after, whatever runs
+RESIDENT = ("parameter", "buffer", "constant", "input", "accumulator")  # alive before and after, whatever runs
 LOSS = Slot("tangent", "loss")
 
 
@@ -21,7 +21,7 @@ def transient_bytes(stage: StageProgram, name: str) -> int:
 
     Counted are what waited for the pass or arrives for it, what it makes on its way and what it returns; not
     parameters, buffers, gradient buffers and the user's inputs, nor what a kernel allocates for itself. A value is
-    freed after its last use; an input only where no later pass reads it.
+    freed after its last use; an input only if no later pass reads it.
     """
     piece = stage.pieces[name]
     kept = {slot for later in LATER[name] for slot in stage.pieces[later].inputs}
@@ -29,7 +29,7 @@ def transient_bytes(stage: StageProgram, name: str) -> int:
 
 
 class _Walk:
-    """One run of a graph that computes nothing but sizes."""
+    """One run of a graph that computes only sizes."""
 
     def __init__(self, piece: Piece, kept: Set[Slot]) -> None:
         self.nodes = list(piece.module.graph.nodes)

@@ -23,7 +23,7 @@ from zbcompile.passes.torch_private import FakeTensor, HigherOrderOperator, OpOv
 WIDTH = 100
 COMMENT_COLUMN = 52
 BACKWARD = ("B", "W", "BW")
-_MODULES = {"operator", "math", "zbcompile.passes.stage.overlap"}  # whose functions a graph may call
+_MODULES = {"operator", "math", "zbcompile.passes.stage.overlap"}  # the modules whose functions a graph may call
 _WRAP: dict[str, Any] = {"width": WIDTH, "break_on_hyphens": False, "break_long_words": False}
 
 
@@ -77,7 +77,7 @@ def _commented(items: list[str], comments: Iterable[str], indent: int = 4) -> li
 
 
 def _with_comment(code: str, comment: str) -> list[str]:
-    """The code with its comment behind it, or above it where that would be too long."""
+    """The code with its comment behind it, or above it if the line would be too long."""
     if not comment:
         return [code]
     for line in (f"{code:<{COMMENT_COLUMN - 2}}  # {comment}", f"{code}  # {comment}"):
@@ -158,7 +158,7 @@ def _wrapped_arguments(node: Node) -> list[str]:
 
 
 def _heading_lines(owner: str, line: str) -> list[str]:
-    """A blank line and the heading, the line of the model below its module where both do not fit on one."""
+    """A blank line and the heading, on two lines (module, then line of the model) if both do not fit on one."""
     whole = f"    # {owner}  {line}".rstrip()
     if len(whole) <= WIDTH:
         return ["", whole]

@@ -1,4 +1,4 @@
-"""What the compiler knows of one stage: its graphs, what they keep and send, and what they cost."""
+"""The compiled form of one stage: its graphs, what they keep and send, and what they cost."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -131,7 +131,7 @@ def _forward_program(stage: Stage, receives: Mapping[str, TensorSpec], sends: Ma
         parameters=stage.named("parameter"),
         buffers=stage.named("buffer"),
         trained=(),
-        random=False,  # an evaluation draws from the generator as it stands
+        random=False,  # an evaluation draws from the generator in its current state
         crossing=Crossing(0, 0, 0, 0, 0),
         improvements=(),
         flops={"F": sum(counts.values())},

@@ -1,1 +1,1 @@
-"""What must hold of a graph after each pass, and the check of it."""
+"""The rules that a graph must obey after each pass, and the check of them."""

@@ -1,4 +1,4 @@
-"""The graphs in what a pass has made, all in one form: what rules, reports and differences look at."""
+"""The graphs in the result of a pass, in one form for rules, reports and differences."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -196,5 +196,5 @@ def messages_described(made: StageProgram, before: Any) -> Iterator[Break]:
 
 
 def _missing(specs: Mapping[str, TensorSpec], nodes: Mapping[str, Node], kind: str) -> set[str]:
-    """What is described and not there; an activation that nothing reads, and its gradient, need not arrive."""
+    """The values that are described but absent; an activation that nothing reads, and its gradient, need not arrive."""
     return set() if kind == "tangent" else specs.keys() - nodes.keys()

@@ -30,7 +30,7 @@ class Rule:
 
 
 def rule(says: str) -> Callable[[Callable[[Any, Any], Iterable[Break]]], Rule]:
-    """Turn a search over what a pass made, and what it was given, into a rule named after the function."""
+    """Turn a search over the result and the input of a pass into a rule named after the function."""
     return lambda find: Rule(_name_of(find), says, find)
 
 
@@ -48,7 +48,7 @@ def graph_rule(says: str) -> Callable[[Callable[[GraphView], Iterable[Break]]], 
 
 
 def verify(name: str, rules: Sequence[Rule], made: Any, before: Any = None) -> None:
-    """Check what the pass `name` made of `before`. Raises VerificationError for the first rule that is broken."""
+    """Check `made`, the result of pass `name` on `before`. Raises VerificationError for the first broken rule."""
     for each in rules:
         found = list(each.find(made, before))
         if found:

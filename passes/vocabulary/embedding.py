@@ -1,8 +1,8 @@
 """The input layer: the embedding whose rows are sharded like those of the output layer, and its two passes.
 
-Every shard looks up the tokens that are its words and the rows are summed for the first stage; after that stage's
+Every shard looks up the tokens among its words, and the rows are summed for the first stage; after that stage's
 backward the gradient of the sum goes to all shards, and each adds the rows of its words. Which words are looked up is
-known from the inputs alone, so that every shard finds them out for itself.
+known from the inputs alone, so every shard determines them for itself.
 """
 
 from dataclasses import dataclass
@@ -105,8 +105,8 @@ def spread(shard: Shard, lookup: VocabularyLookup, gradient: Tensor, values: Val
 
 
 def _place(shard: Shard, words: Tensor) -> tuple[Tensor, Tensor]:
-    """Whether each word is among the shard's, and a row for it: some row or other for those that are not, so that not
-    all of them meet in one."""
+    """Whether each word is among the shard's, and its row; words of other shards get different arbitrary rows, so that
+    they do not all contend for one."""
     own = words - shard.low
     inside = (own >= 0) & (own < shard.size)
     return inside, torch.where(inside, own, words.remainder(shard.size))

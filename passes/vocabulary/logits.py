@@ -62,7 +62,7 @@ class Logits:
 
 @dataclass(frozen=True)
 class Exit:
-    """A node that takes the vocabulary dimension away, and what it reads."""
+    """A node that reduces the vocabulary dimension away, and its inputs."""
 
     node: Node
     logits: Logits
@@ -87,7 +87,7 @@ LOG_SOFTMAXES = frozenset({aten.log_softmax.int, LOG_SOFTMAX})
 
 
 def follow(linear: Node) -> list[Exit]:
-    """Every exit of the logits that `linear` makes. Raises NotShardable at a use that is none."""
+    """Every exit of the logits that `linear` makes. Raises NotShardable for any other use."""
     axis = linear.meta["val"].ndim - 1
     found: dict[Node, Logits] = {linear: Logits(axis)}
     exits = []
@@ -198,6 +198,6 @@ _MOVES: Mapping[Any, Callable[[Node, Node, Logits], Logits]] = {
 
 
 def token_order(logits: Logits, tokens: Sequence[int]) -> list[int]:
-    """Which of the output layer's tokens (numbered in `tokens`' layout) leave, and in which order."""
+    """The output layer's tokens (numbered in `tokens`' layout) that leave, in order."""
     numbers = torch.arange(math.prod(tokens)).reshape(*tokens, 1)
     return logits.move(numbers).flatten().tolist()  # type: ignore[no-any-return]

@@ -73,7 +73,7 @@ class RowLoss:
 
 
 def row_loss(canonical: Canonical, exits: list[Exit], size: int) -> RowLoss:
-    """The loss as a function of the exits. Raises NotShardable where it reads anything else that is trained."""
+    """The loss as a function of the exits. Raises NotShardable if it reads anything else that is trained."""
     (output,) = [node for slot, node in canonical.outputs if slot.kind == "loss"]
     labels = _common({_labels(e.node) for e in exits} - {None}, "labels")
     if labels is None:
@@ -181,7 +181,7 @@ def evaluate(node: Node, values: Values, known: dict[Node, Any]) -> Any:
 
 
 def _leave(loss: RowLoss, leaving: Exit, given: Statistics, values: Values) -> torch.Tensor:
-    """What an exit makes, from statistics: one value per token in the layout of the logits, or a whole loss."""
+    """The result of an exit, from statistics: one value per token in the layout of the logits, or a whole loss."""
     node = leaving.node
     log_sum = given.log_z if leaving.logits.normalised else -given.maximum  # y_t = target + m, log p_t = target - log_z
     target: Any = node.target

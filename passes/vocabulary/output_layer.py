@@ -41,7 +41,7 @@ class VocabularyHead:
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which the logits are computed."""
+        """The dtype in which the logits are computed."""
         return self.linear.meta["val"].dtype  # type: ignore[no-any-return]
 
     def tokens(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -108,7 +108,7 @@ def _readers(node: Node) -> Iterator[Node]:
 
 
 def _weight(node: Node) -> Node | None:
-    """The parameter [out, in] by which `node` maps linearly; None where it does not."""
+    """The parameter [out, in] by which `node` maps linearly; None if it does not."""
     if node.op != "call_function":
         return None
     if node.target is aten.linear.default:
@@ -136,7 +136,7 @@ def _bias(linear: Node) -> Node | None:
 
 
 def _parameter(node: object, transposed: bool, ndim: int = 2) -> Node | None:
-    """The parameter behind casts and transposes, if there are an odd number of these where `transposed`."""
+    """The parameter behind casts and transposes; with `transposed` their number must be odd."""
     count = 0
     while isinstance(node, Node) and node.op == "call_function":
         swaps = node.target is aten.t.default or (node.target in (aten.transpose.int, aten.permute.default))

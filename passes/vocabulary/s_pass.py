@@ -30,7 +30,7 @@ Tensor = torch.Tensor
 
 
 class Scan(NamedTuple):
-    """What S knows of some words, per token: the maximum, the sum of exponentials, the label's logit where it is among
+    """What S knows of some words, per token: the maximum, the sum of exponentials, the label's logit if it is among
     them, the weighted sum of logits over the maximum and the sum of these weights. With one barrier `others` is
     sum_{j != t} p_j D_j W_j [tokens, width], p = exp(y - maximum) / z and D the derivative of the elementwise
     operations, and `total_rows` sum_j w_j D_j W_j."""
@@ -128,7 +128,7 @@ def _merge(one: Scan, other: Scan) -> Scan:
 
 
 def _label_rows(shard: Shard, hidden: Tensor, own: Parameters, labels: Tensor) -> Tensor:
-    """D_t W_t where the label is a word of this shard, zeros elsewhere [tokens, width]."""
+    """D_t W_t if the label is a word of this shard, else zeros [tokens, width]."""
     if not shard.size:
         return torch.zeros_like(hidden, dtype=shard.statistics_dtype)
     inside, number = local(shard, labels, slice(0, shard.size))

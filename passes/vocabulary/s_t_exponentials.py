@@ -1,4 +1,4 @@
-"""S and T of a vocabulary shard where exponentials wait between them instead of logits.
+"""S and T of a vocabulary shard if exponentials wait between them instead of logits.
 
 The gradient by the logits is then a factor per token times what S has made, but for the label: T multiplies the narrow
 factor of its product by it, and takes no exponential again. All logits of the shard exist before the first exponential,

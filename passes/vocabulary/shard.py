@@ -23,7 +23,7 @@ Tensor = torch.Tensor
 class Shard:
     """What rank `rank` computes: words `bounds[rank]` of the vocabulary.
 
-    `keep` says whether logits wait from S for T or are made again; `tile` is how many words S and T work on at a time.
+    `keep` says whether logits wait from S for T or are recomputed; `tile` is how many words S and T work on at a time.
     """
 
     head: VocabularyHead
@@ -43,7 +43,7 @@ class Shard:
 
     @property
     def statistics_dtype(self) -> torch.dtype:
-        """fp32, or fp64 where the model computes in it."""
+        """fp32, or fp64 if the model computes in it."""
         return torch.promote_types(self.head.dtype, torch.float32)
 
     @property
@@ -116,7 +116,7 @@ def local(shard: Shard, labels: Tensor, words: slice) -> tuple[Tensor, Tensor]:
 
 
 def finite(maximum: Tensor) -> Tensor:
-    """Where no word is alive (a shard without words, columns masked by -inf) the maximum says nothing."""
+    """The maximum, or 0 if no word is alive (a shard without words, columns masked by -inf)."""
     return torch.where(maximum == -torch.inf, 0.0, maximum)
 
 

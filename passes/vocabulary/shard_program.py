@@ -28,7 +28,7 @@ HIDDEN, GRADIENT = Slot("activation", "hidden"), Slot("input_gradient", "hidden"
 STATISTICS, GATHERED = Slot("saved", "statistics"), Slot("saved", "gathered")
 COEFFICIENTS, TANGENT = Slot("saved", "coefficients"), Slot("tangent", "loss")
 LOOKED_UP, OF_LOOKUP = Slot("activation", "lookup"), Slot("tangent", "lookup")
-RAW = "raw"  # how the kept tiles are called
+RAW = "raw"  # the name of the kept tiles
 MAXIMUM = Slot("saved", "maximum")
 ROWS = 4  # statistics per token that every shard sends
 
@@ -58,7 +58,7 @@ class VocabularyProgram:
     """How the output layer is sharded: `bounds[rank]` are the words of a rank, `pieces[rank]` its graphs.
 
     `hidden` is what the last stage broadcasts to all shards, `activation` its name in that stage; `lookup` is the input
-    layer where that is sharded, too. `tiling.keep` says whether logits wait between S and T. `flops[rank]` is per pass
+    layer if that is sharded too. `tiling.keep` says whether logits wait between S and T. `flops[rank]` is per pass
     and microbatch.
     """
 
@@ -108,7 +108,7 @@ def even_bounds(size: int, shards: int) -> Bounds:
 
 
 def levelled_bounds(size: int, loads: Sequence[float]) -> Bounds:
-    """Words such that the fullest shard is as empty as can be, where shard i bears other work worth `loads[i]` words.
+    """Bounds that minimise the load of the fullest shard if shard i bears other work worth `loads[i]` words.
 
     >>> levelled_bounds(10, [0, 4, 0, 20])
     ((0, 5), (5, 5), (5, 10), (10, 10))

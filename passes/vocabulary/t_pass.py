@@ -80,7 +80,7 @@ def _differentiate(
 
 
 def update(shard: Shard, hidden: Tensor, own: Parameters, coefficients: Tensor, kept: Kept, values: Values) -> Updates:
-    """T, tile by tile: of what S kept, or of logits made again where it kept nothing."""
+    """T, tile by tile, from what S kept, or from recomputed logits if it kept nothing."""
     labels = shard.head.loss.label_of(values)
     raw, own_maximum = kept
     if own_maximum is not None:
