@@ -11,11 +11,9 @@ import torch
 from torch.fx import GraphModule, Node
 
 from zbcompile.passes.graph.storage import is_view
-from zbcompile.passes.torch_private import is_in_place
+from zbcompile.passes.torch_private import arguments_of, is_in_place
 
 aten = torch.ops.aten
-
-_RENAMED = {aten.bernoulli_.float: aten.bernoulli.p}  # the others differ by the underscore alone
 
 
 def in_place_operation(module: GraphModule) -> str:
@@ -30,6 +28,7 @@ def replace_writes_into_fresh(module: GraphModule) -> None:
         if is_in_place(node.target) and _is_fresh(node.args[0], replaced):
             ordinary = _ordinary(node.target)
             if ordinary is not None:
+                node.args = _with_defaults(node)  # bernoulli_ has one for p, bernoulli has none
                 node.target = ordinary
                 replaced.add(node)
     if replaced:
@@ -46,8 +45,17 @@ def _is_fresh(written: Any, replaced: set[Node]) -> bool:
 
 
 def _ordinary(target: Any) -> Any:
-    """The operation without the underscore: aten.div_.Scalar -> aten.div.Scalar; None if there is none."""
-    if target in _RENAMED:
-        return _RENAMED[target]
-    _, name, overload = str(target).split(".")
-    return getattr(getattr(aten, name.removesuffix("_"), None), overload, None)
+    """The operation without the underscore that takes the same arguments: aten.pow_.Scalar -> aten.pow.Tensor_Scalar;
+    None if there is none."""
+    packet = getattr(aten, str(target).split(".")[1].removesuffix("_"), None)
+    overloads = [getattr(packet, name) for name in packet.overloads()] if packet else []
+    return next((found for found in overloads if _types(found) == _types(target)), None)
+
+
+def _types(target: Any) -> list[str]:
+    return [str(declared.type) for declared in arguments_of(target)]
+
+
+def _with_defaults(node: Node) -> tuple[Any, ...]:
+    declared = arguments_of(node.target)[len(node.args) :]  # type: ignore[arg-type]
+    return (*node.args, *(argument.default_value for argument in declared if not argument.kwarg_only))

@@ -1,4 +1,5 @@
-"""Simplify a joint graph without changing a bit: pairs of transposes cancel, equal views are taken once."""
+"""Simplify a joint graph without changing a bit: pairs of transposes cancel, equal views are taken once, and masks are
+booleans."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -9,6 +10,7 @@ from torch.fx import Graph, Node
 
 from zbcompile.passes.graph.storage import is_view
 from zbcompile.passes.split.joint_graph import Joint
+from zbcompile.passes.split.masks import keep_masks_as_booleans
 from zbcompile.passes.torch_private import LazyGraphModule
 
 aten = torch.ops.aten
@@ -16,8 +18,9 @@ aten = torch.ops.aten
 
 def simplify(joint: Joint) -> Joint:
     """A copy of `joint` with fewer views: the backward of a linear layer transposes its weight gradient twice, and
-    layers that share an input (q, k and v) flatten it once each."""
+    layers that share an input (q, k and v) flatten it once each. Masks of dropouts are kept as booleans."""
     joint = copy_joint(joint)
+    joint = replace_nodes(joint, keep_masks_as_booleans(joint))
     cancelled = cancel_transposes(joint.module.graph)
     joint = replace_nodes(joint, cancelled)
     return replace_nodes(joint, merge_equal_views(joint.module.graph))

@@ -94,3 +94,22 @@ def test_a_first_stage_is_balanced_like_a_middle_one(stages: list[Stage]) -> Non
 def test_only_the_operands_of_products_wait_for_w(stages: list[Stage]) -> None:
     for stage in stages:
         assert stage.program.crossing.residue <= 1.01 * operands(stage.program.pieces["W"])
+
+
+class Dropping(nn.Module):
+    """Dropouts of two kinds, one of them of a transposed value, in half precision."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.dropout(torch.sin(x.bfloat16()).t(), 0.3)
+        return torch.tanh(F.alpha_dropout(y, 0.2, True)).float()
+
+
+def test_a_mask_waits_as_one_byte_per_element() -> None:
+    """Besides the masks, B reads x, the stage's input, and sin's and tanh's values of two bytes."""
+    torch.manual_seed(0)
+    compiled = compile_middle(Dropping(), torch.randn(6, D))
+    outputs = compiled.middle.pieces["F"].module.graph.output_node().args[0]
+    masks = [node for node in outputs if str(node.target) == "aten.bernoulli.p" or node.name.startswith("permute")]
+    assert [node.meta["val"].dtype for node in masks] == [torch.bool] * 2
+    expected, found = eager_gradients(compiled), run_in_order(compiled, ORDERS["at once"])
+    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())  # type: ignore[arg-type]

@@ -213,6 +213,8 @@ OPERATIONS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], bool]] = {
     "attention-masked": (lambda: Attention(attn_mask=torch.randn(5, 5)), HEADS, True),
     "attention-bias": (f(_biased_attention, (5, 5)), HEADS, False),
     "attention-dropout": (lambda: Attention(dropout_p=0.3), HEADS, True),
+    "attention-dropout-of-a-half": (lambda: Attention(dropout_p=0.5), HEADS, True),
+    "distance": (f(lambda x, w: torch.dist(x, w, 4), (D,)), ROWS, False),
     "attention-grouped-queries": (lambda: Attention(key_heads=1, enable_gqa=True), HEADS, True),
     "index": (f(_indexed, (5, D)), ROWS, False),
     "index-select": (f(_selected, (5, D)), ROWS, False),

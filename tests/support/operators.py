@@ -1,0 +1,194 @@
+"""Operators of torch's own test list as a model of one stage, captured, split and run against eager autograd."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.testing._internal import common_methods_invocations
+
+from zbcompile.passes.capture.canonical import canonicalise
+from zbcompile.passes.capture.differentiability import backward_failure
+from zbcompile.passes.capture.export import capture
+from zbcompile.passes.errors import CaptureError
+from zbcompile.passes.graph.roles import Slot
+from zbcompile.passes.partition.liveness import draw_line
+from zbcompile.passes.partition.stage_graphs import cut
+from zbcompile.passes.split.joint_graph import tangents_of, trace_joint
+from zbcompile.passes.split.simplify import simplify
+from zbcompile.passes.split.split import Split, split
+from zbcompile.passes.torch_private import pytree, replaced
+
+
+@dataclass(frozen=True)
+class Case:
+    """An operator and one of its samples (an OpInfo and a SampleInput of torch's tests)."""
+
+    info: Any
+    sample: Any
+
+    @property
+    def name(self) -> str:
+        return ".".join(filter(None, (self.info.name, self.info.variant_test_name)))
+
+
+def cases_of(info: Any, dtype: torch.dtype, count: int) -> list[Case]:
+    """At most `count` of the samples of an OpInfo, spread evenly over its list; the same at every call."""
+    torch.manual_seed(0)
+    samples = list(info.sample_inputs("cpu", dtype, requires_grad=True))
+    chosen = range(len(samples)) if len(samples) <= count else [i * len(samples) // count for i in range(count)]
+    return [Case(info, samples[i]) for i in chosen]
+
+
+class Operators(nn.Module):
+    """The sum of what operators make of their samples, each result weighted by a parameter of its own.
+
+    The gradient of that parameter is the result itself, so gradients show the bits of the forward too.
+    """
+
+    def __init__(self, cases: Sequence[Case]) -> None:
+        super().__init__()
+        self.tensors = nn.ParameterList()
+        self.calls = [(case.info.op, *self._without_tensors(case.sample)) for case in cases]
+        with torch.no_grad():
+            self.weights = nn.ParameterList(torch.rand_like(result) + 0.5 for result in self.results())
+
+    def _without_tensors(self, sample: Any) -> tuple[list[Any], Any]:
+        leaves, structure = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
+        return [self._keep(leaf) if isinstance(leaf, Tensor) else (None, leaf) for leaf in leaves], structure
+
+    def _keep(self, leaf: Tensor) -> tuple[int, None]:
+        self.tensors.append(nn.Parameter(leaf.detach().clone(), leaf.requires_grad))
+        return len(self.tensors) - 1, None
+
+    def results(self) -> list[Tensor]:
+        """What can carry a gradient of what the operator returns, complex results as pairs."""
+        made: list[Tensor] = []
+        for operator, leaves, structure in self.calls:
+            values = [leaf if index is None else self.tensors[index] for index, leaf in leaves]
+            first, args, kwargs = pytree.tree_unflatten(values, structure)
+            with replaced(common_methods_invocations, "wrapper_set_seed", _unseeded):
+                result = operator(first, *args, **kwargs)
+            made += [value for value in pytree.tree_leaves(result) if _real(value)]
+        return [torch.view_as_real(value.resolve_conj()) if value.is_complex() else value for value in made]
+
+    def forward(self, one: Tensor) -> Tensor:
+        weighted = zip(self.results(), self.weights, strict=True)
+        return one * torch.stack([(result * weight).sum().float() for result, weight in weighted]).sum()
+
+
+def _unseeded(operator: Any, *args: Any, **kwargs: Any) -> Any:
+    """In place of what seeds before each random operator: the seed is `eager_gradients`' and `run_split`'s."""
+    return operator(*args, **kwargs)
+
+
+def _real(value: Any) -> bool:
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+Gradients = dict[str, Tensor | None]
+
+
+def eager_gradients(model: Operators) -> Gradients:
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    torch.manual_seed(1)
+    found = torch.autograd.grad(model(torch.ones(())), list(named.values()), allow_unused=True)
+    return dict(zip(named, found, strict=True))
+
+
+def compile_operators(model: Operators) -> tuple[Split, dict[Slot, Tensor]]:
+    """The split of the model as one stage, and what is resident on it."""
+    captured = capture(model, (torch.ones(()),), {})
+    canonical = canonicalise(captured)
+    line = draw_line(canonical)
+    (stage,) = cut(canonical, line, dict.fromkeys(line.nodes, 0), 1)
+    try:
+        joint = trace_joint(stage, captured.trainable, tangents_of(stage, None), exact=True)
+    except CaptureError:
+        raise
+    except Exception as error:  # as the compiler says it
+        raise CaptureError(backward_failure(canonical, error)) from error
+    resident = {Slot("parameter", name): value.detach() for name, value in model.named_parameters()}
+    resident |= {Slot("constant", name): value for name, value in captured.constants.items()}
+    return split(simplify(joint)), resident
+
+
+@torch.no_grad()
+def run_split(pieces: Split, resident: dict[Slot, Tensor], model: Operators) -> Gradients:
+    values: dict[Slot, Any] = {
+        **resident,
+        Slot("input", "args[0]"): torch.ones(()),
+        Slot("tangent", "loss"): torch.ones(()),
+    }
+    torch.manual_seed(1)
+    for piece in (pieces.forward, pieces.backward, pieces.weight):
+        made = piece.module(*(values[slot] for slot in piece.inputs))
+        values |= zip(piece.outputs, made, strict=True)
+    wanted = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return {name: values.get(Slot("gradient", name)) for name in wanted}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far a gradient is from eager's, relative to its largest entry."""
+
+    name: str
+    relative: float
+
+
+def differences(found: Gradients, expected: Gradients) -> list[Difference]:
+    """The gradients that differ in a bit, or in whether there is one."""
+    pairs = ((name, found[name], gradient) for name, gradient in expected.items())
+    return [Difference(name, _relative(a, b)) for name, a, b in pairs if not _equal(a, b)]
+
+
+def _equal(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return a.dtype == b.dtype and a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def _relative(a: Tensor | None, b: Tensor | None) -> float:
+    if a is None or b is None or a.shape != b.shape:
+        return float("inf")
+    a, b = (value.to(torch.complex128 if value.is_complex() else torch.float64) for value in (a, b))
+    return float((a - b).abs().max() / b.abs().max())
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of an operator in a dtype: one of `KINDS`, and the reason or the differences."""
+
+    kind: str
+    why: str = ""
+
+
+KINDS = ("bitwise", "eager fails", "eager differs from itself", "torch fails", "refused", "error", "differs")
+
+
+def eagers_own(cases: Sequence[Case]) -> Outcome:
+    """Whether eager computes gradients of `cases`, twice the same."""
+    try:
+        model = Operators(cases)
+        same = not differences(eager_gradients(model), eager_gradients(model))
+    except Exception as error:
+        return Outcome("eager fails", _first_line(error))
+    return Outcome("bitwise" if same else "eager differs from itself")
+
+
+def outcome_of(cases: Sequence[Case]) -> Outcome:
+    """Run `cases`, which eager can, as one model both ways."""
+    try:
+        model = Operators(cases)
+        found = differences(run_split(*compile_operators(model), model), eager_gradients(model))
+    except CaptureError as error:
+        return Outcome("refused" if error.__cause__ is None else "torch fails", _first_line(error))
+    except Exception as error:
+        return Outcome("error", _first_line(error))
+    worst = max(found, key=lambda difference: difference.relative, default=None)
+    return Outcome("bitwise") if worst is None else Outcome("differs", f"{worst.name} by {worst.relative:.1e}")
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:300]
