@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.testing._internal import common_methods_invocations
 
-from zbcompile.passes.capture.canonical import canonicalise
+from zbcompile.passes.manager.canonicalise import canonicalise
 from zbcompile.passes.capture.differentiability import backward_failure
 from zbcompile.passes.capture.export import capture
 from zbcompile.passes.errors import CaptureError
