@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.testing._internal import common_methods_invocations
 
-from zbcompile.passes.manager.canonicalise import canonicalise
 from zbcompile.passes.capture.differentiability import backward_failure
 from zbcompile.passes.capture.export import capture
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.graph.roles import Slot
+from zbcompile.passes.manager.canonicalise import canonicalise
 from zbcompile.passes.partition.liveness import draw_line
 from zbcompile.passes.partition.stage_graphs import cut
 from zbcompile.passes.split.joint_graph import tangents_of, trace_joint
