@@ -23,6 +23,7 @@ from zbcompile.distributed.channels import Link
 from zbcompile.distributed.device_progress import Progress
 from zbcompile.distributed.fault_store import Board
 from zbcompile.distributed.faults import Fault, Position, Status, find_dead, find_late, find_stray
+from zbcompile.distributed.turns import Turns
 from zbcompile.errors import PipelineError
 from zbcompile.schedules.ir.actions import Action
 
@@ -39,17 +40,19 @@ class Alone:
     """All ranks are in this process: nothing can be lost; a failure names its rank and action."""
 
     position: Position
+    turns: Turns = field(default_factory=lambda: Turns(wait=True))
 
     @contextlib.contextmanager
     def region(self, doing: str) -> Iterator[None]:
-        self.position.enter(doing)
-        try:
-            yield
-        except Exception as error:
-            if isinstance(error, PipelineError) or not isinstance(self.position.action, Action):
-                raise
-            raise own_fault(self.position, error).error() from error
-        self.position.leave()
+        with self.turns.take(doing):
+            self.position.enter(doing)
+            try:
+                yield
+            except Exception as error:
+                if isinstance(error, PipelineError) or not isinstance(self.position.action, Action):
+                    raise
+                raise own_fault(self.position, error).error() from error
+            self.position.leave()
 
     def known_to_all(self, error: Exception) -> Exception:
         return error
@@ -79,6 +82,7 @@ class Watch:
     known: Exception | None = None
     inner: tuple[dist.ProcessGroup, ...] = ()
     stopped: threading.Event = field(default_factory=threading.Event)
+    turns: Turns = field(default_factory=lambda: Turns(wait=False))
 
     def __post_init__(self) -> None:
         self._seen, self._since, self._keeper = self._place(), time.monotonic(), self.position.status()
@@ -89,16 +93,17 @@ class Watch:
     def region(self, doing: str) -> Iterator[None]:
         """Around a call that all ranks make. Whatever ends it on one rank ends it on all."""
         self._require_open()
-        self.position.enter(doing)
-        try:
-            yield
-        except BaseException as error:
-            told = self._explain(error)
-            if told is error:
-                raise
-            raise told from error
-        self.position.leave()
-        self.progress.mark()
+        with self.turns.take(doing):
+            self.position.enter(doing)
+            try:
+                yield
+            except BaseException as error:
+                told = self._explain(error)
+                if told is error:
+                    raise
+                raise told from error
+            self.position.leave()
+            self.progress.mark()
 
     def known_to_all(self, error: Exception) -> Exception:
         """`error` is about to be raised, and every other rank raises one for the same reason."""
