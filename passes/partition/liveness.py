@@ -84,8 +84,8 @@ def _live_after(nodes: list[Node], to_the_end: list[Node]) -> list[tuple[Node, .
 
 
 def _inside_an_update(canonical: Canonical, nodes: list[Node]) -> set[int]:
-    """Positions between the first node that reads a changing buffer and the last that reads or makes it: one stage has
-    to do all of that, or some would see stale values."""
+    """The positions between the first node that reads a changing buffer and the last that reads or makes it: spread
+    over several stages, some would see stale values."""
     position = {node: i for i, node in enumerate(nodes)}
     holders = {node.meta["slot"]: node for node in canonical.graph.find_nodes(op="placeholder")}
     found: set[int] = set()

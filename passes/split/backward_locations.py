@@ -1,7 +1,7 @@
 """Sources: a backward operation gets the source line and module of the forward operation that it differentiates.
 
-Autograd remembers which grad_fn a forward operation made, so each grad_fn is marked with its forward node, and a hook
-in front of it hands that node's description to whatever is traced while it runs. The sum of two gradients, which
+Autograd remembers which grad_fn a forward operation made, so each grad_fn is marked with its forward node, and a
+pre-hook on it passes that node's description to whatever is traced while it runs. The sum of two gradients, which
 autograd forms after one grad_fn and before the next, is described like the gradient that was added last.
 """
 

@@ -1,8 +1,8 @@
 """Convolution backward: cut by output mask into the gradient of the input (B) and those of weight and bias (W).
 
-Autograd makes one call of all three gradients, so without the cut every convolution's weight gradient would be computed
-in B. The two calls compute the same bits as the one. If nothing is split (BW) they are merged again: one call shares
-the reordering of the output gradient.
+Autograd computes all three gradients in one call, so without the cut every convolution's weight gradient would be
+computed in B. The two calls compute the same bits as the one. If nothing is split (BW) they are merged again: one call
+shares the reordering of the output gradient.
 """
 
 from collections.abc import Iterator

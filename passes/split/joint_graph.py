@@ -26,8 +26,8 @@ from zbcompile.passes.torch_private import FakeTensorMode, functional, make_fx, 
 
 @dataclass(frozen=True)
 class Recomputed:
-    """What the backward of a stage makes again, per microbatch: how many operations of the forward, their FLOPs, and
-    the bytes that wait between F and B without and with it."""
+    """What the backward of a stage recomputes, per microbatch: the number of operations of the forward, their FLOPs,
+    and the bytes that wait between F and B without and with it."""
 
     operations: int
     flops: int
@@ -190,9 +190,8 @@ class _UseInterpreter(MarkingInterpreter):
 def first_activations(stage: Stage) -> list[Node]:
     """The values in which a stage's parameters first meet its data: an embedding's output, that of a first layer.
 
-    Their gradients are proxies for input gradients, see `zbcompile.passes.split.split`. A value that depends on
-    differentiable data is none of them, nor is one that depends on parameters and constants
-    alone (a normalised weight).
+    Their gradients are proxies for input gradients, see `zbcompile.passes.split.split`. A value is not one of them if
+    it depends on differentiable data, or only on parameters and constants (a normalised weight).
     """
     data: set[Node] = set()
     carrying: set[Node] = set()  # depends on data through which a gradient flows

@@ -18,8 +18,8 @@ RESIDENT = ("parameter", "buffer", "constant", "input")
 class Crossing:
     """What waits between the passes, in bytes counted by storage (views once; parameters and user inputs not at all).
 
-    `kept` is everything alive between F and B, `residue` everything alive between B and W; the other three say which
-    pass it was made by (or arrived in) and which needs it.
+    `kept` is everything alive between F and B, `residue` everything alive between B and W; the other three split them
+    by the pass that made them (or in which they arrived) and the pass that needs them.
     """
 
     forward_to_backward: int

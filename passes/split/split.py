@@ -23,8 +23,8 @@ from zbcompile.passes.split.weight_cut import WeightCut, cut_weight, is_cheap
 
 @dataclass(frozen=True)
 class Improvement:
-    """What the split did beyond the dependency closure: to how many operations, and by how many bytes that changed what
-    waits between F and B (`kept`) and between B and W (`residue`)."""
+    """What the split did beyond the dependency closure: the number of operations it moved, and the change in bytes
+    between F and B (`kept`) and between B and W (`residue`)."""
 
     what: str
     operations: int

@@ -3,7 +3,8 @@
 The dependency closure gives W everything that no input gradient needs. That keeps more than it must if a cheap
 operation of W reads large values that nothing else in W reads: the gradient of a hand-written norm's weight sums
 g * x_hat, and drags both along; computed in B, its result of one row is all that waits. With `recompute` W may also
-repeat cheap operations of F and B, so that what they read waits instead of what they make: often B keeps that anyway.
+repeat cheap operations of F and B, so that what they read waits instead of what they make: often B keeps their inputs
+anyway.
 
 Every operation is on one of two sides: before W, or in W. A storage is paid for when it is made before W and read in W
 (it waits between B and W), and once more when it is made in F and B does not need it anyway (it waits between F and B).

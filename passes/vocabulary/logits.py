@@ -1,9 +1,10 @@
-"""From an output layer to the loss: what the logits go through, and where they leave as one number per token.
+"""From an output layer to the loss: the operations on the logits, and the exits that reduce them to one number per
+token.
 
 Logits may be reshaped, sliced and transposed as long as the vocabulary stays one whole dimension, and pass through
 elementwise operations with numbers (scale, soft cap). They leave through an exit: cross entropy, nll, gather,
-logsumexp, sum or mean over the vocabulary. Anything else that reads them is no vocabulary layer, or one that cannot be
-sharded.
+logsumexp, sum or mean over the vocabulary. If anything else reads them, this is not a vocabulary layer, or one that
+cannot be sharded.
 """
 
 import math

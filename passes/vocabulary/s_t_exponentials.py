@@ -1,8 +1,8 @@
 """S and T of a vocabulary shard if exponentials wait between them instead of logits.
 
-The gradient by the logits is then a factor per token times what S has made, but for the label: T multiplies the narrow
-factor of its product by it, and takes no exponential again. All logits of the shard exist before the first exponential,
-so one maximum serves all tiles and their products are summed by the kernel that makes them.
+The gradient by the logits is then, except at the label, a factor per token times what S has computed: T multiplies the
+narrow operand of its product by that factor, and recomputes no exponential. All logits of the shard exist before the
+first exponential, so one maximum serves all tiles and their products are summed by the kernel that makes them.
 """
 
 from collections.abc import Sequence

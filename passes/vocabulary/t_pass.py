@@ -26,9 +26,9 @@ Kept = tuple[Sequence[Tensor], Tensor | None]  # `raw` and `maximum` of what lea
 
 
 class Combined(NamedTuple):
-    """What every shard makes of all statistics: the loss, `coefficients` [5, tokens] for T (the maximum, log z, the
-    factor of softmax, the gradient by the label's logit, the factor of the weights), and with one barrier its part of
-    the input gradient [tokens, width]."""
+    """The results of every shard from all statistics: the loss, `coefficients` [5, tokens] for T (the maximum, log z,
+    the factor of softmax, the gradient by the label's logit, the factor of the weights), and with one barrier its part
+    of the input gradient [tokens, width]."""
 
     loss: Tensor
     coefficients: Tensor

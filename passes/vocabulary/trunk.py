@@ -43,8 +43,8 @@ def cut_off(canonical: Canonical, head: VocabularyHead, lookup: VocabularyLookup
 
 
 def _receive(graph: Graph, name: str, node: Node) -> Node:
-    """Let `node` arrive instead of being computed; returns what takes its place: a copy, because what later stages need
-    too must be made on the first stage."""
+    """Let `node` arrive instead of being computed; return its replacement: a copy, because a value that later stages
+    need too must be made on the first stage."""
     with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
         arriving = graph.placeholder(f"activation_{name}")
     arriving.meta = {"val": node.meta["val"], "slot": Slot("activation", name), "differentiable": True}
