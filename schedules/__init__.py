@@ -11,7 +11,7 @@ if __name__ != "zbcompile.schedules":  # a folder called "schedules" on sys.path
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # what `__getattr__` finds, for editors and type checkers; a test keeps the lists equal
+if TYPE_CHECKING:  # what `__getattr__` resolves, for editors and type checkers; a test keeps the lists equal
     from zbcompile.schedules.checking.schedule_rules import Report, check
     from zbcompile.schedules.errors import ScheduleError
     from zbcompile.schedules.execution.memory import peak_memory
@@ -130,7 +130,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Import what is asked for, when it is asked for."""
+    """Import a public name on first use."""
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

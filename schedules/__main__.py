@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         options.command(options)
-    except BrokenPipeError:  # the reader of a pipe (`| head`) has seen enough
+    except BrokenPipeError:  # the reader of the pipe (`| head`) has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ScheduleError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -147,7 +147,7 @@ def _with_shards(costs: Costs) -> Costs:
 
 
 def _model(options: argparse.Namespace, ranks: int) -> Costs:
-    """What all schedules run: the stages of the costs file, or an equal share for every rank."""
+    """The costs that all schedules run under: those of the file, or equal stages for every rank."""
     if options.costs is not None:
         return Costs.from_json(options.costs.read_text(encoding="utf-8"))
     forward, backward, weight = options.times

@@ -47,7 +47,7 @@ def channels_of(schedule: Schedule) -> tuple[Channel, ...]:
 def check_communication(lowered: Lowered) -> tuple[int, ...]:
     """Raise `ScheduleError` unless the messages of a program are right; return the most receive buffers live, by rank.
 
-    The orders of the schedule itself are taken to be right, except that they may wait for each other.
+    The orders of the schedule itself are assumed to be right, except that they may deadlock.
     """
     schedule = lowered.schedule
     if len(lowered.programs) != schedule.ranks:
@@ -89,7 +89,7 @@ def _first(schedule: Schedule, op: str, stage: int) -> MessageNo:
 
 
 def _check_computation(lowered: Lowered, rank: int) -> None:
-    """Without its messages the program is the order."""
+    """Require that the program without its messages equals the order."""
     order, program = lowered.schedule.orders[rank], lowered.programs[rank]
     computed = [step for step in program if step[0] not in COMMUNICATION]
     if computed == list(order):
@@ -129,7 +129,7 @@ def _collect_messages(
 
 
 def _expected(schedule: Schedule, routes: Sequence[Routes]) -> dict[Channel, list[MessageNo]]:
-    """The messages of every channel in any order."""
+    """The messages that every channel must carry, in any order."""
     expected: dict[Channel, list[MessageNo]] = defaultdict(list)
     for rank in range(schedule.ranks):
         for (op, stage), route in routes[rank].items():
@@ -139,7 +139,7 @@ def _expected(schedule: Schedule, routes: Sequence[Routes]) -> dict[Channel, lis
 
 
 def _check_sends(lowered: Lowered, channel: Channel, sent: Sequence[MessageNo], expected: Sequence[MessageNo]) -> None:
-    """Every message once."""
+    """Require that every message is sent once."""
     if len(sent) == len(expected) and set(sent) == set(expected):
         return
     source, destination = channel
@@ -160,7 +160,8 @@ def _check_sends(lowered: Lowered, channel: Channel, sent: Sequence[MessageNo], 
 def _check_receives(
     lowered: Lowered, channel: Channel, sent: Sequence[MessageNo], received: Sequence[MessageNo]
 ) -> None:
-    """Posted in the order of the sends: a channel is one ordered stream, so a message that overtakes lands wrongly."""
+    """Require receives in the order of the sends: a channel is one ordered stream, so a message that overtakes another
+    ends up in the wrong buffer."""
     if sent == received:
         return
     source, destination = channel
@@ -177,7 +178,8 @@ def _check_receives(
 
 
 def _check_sends_follow(lowered: Lowered, rank: int, routes: Routes, outcome: Outcome) -> None:
-    """No send before the pass that makes what it sends. Passes took positive time, so the times of the run show it."""
+    """Require each send to follow the pass that makes its value. Passes took positive time, so the times of the run
+    show it."""
     events, happened, count = outcome.events, outcome.happened, lowered.schedule.microbatches
     for op, stage in routes:
         if op not in SENDS:

@@ -23,7 +23,7 @@ WeightOrder = Literal["microbatch", "any"]
 
 
 class Report(NamedTuple):
-    """What `check` found out about a right schedule, per rank.
+    """What `check` reports of a correct schedule, per rank.
 
     `peak_memory` is in the unit of `costs.activation`; `receive_buffers` is the largest number of receives that are
     posted and not yet consumed, `None` for a schedule that is not lowered.
@@ -87,7 +87,8 @@ def _check_pairs(schedule: Schedule, rank: int, order: Sequence[Step]) -> None:
 
 
 def _check_actions(schedule: Schedule, rank: int, order: Sequence[Step]) -> Mapping[int, Sequence[int]]:
-    """Completeness, placement, and every pass after those that it needs of its stage (F before B before W).
+    """Check completeness, placement, and that every pass follows those of its stage that it needs (F before B before
+    W).
 
     Returns, for every stage of the rank, its microbatches in the order in which they were finished.
     """
@@ -152,7 +153,7 @@ def _numbered(schedule: Schedule, order: Sequence[Step]) -> Iterable[tuple[int, 
 
 
 def _check_once(schedule: Schedule, rank: int, order: Sequence[Step]) -> None:
-    """What a stage runs once is there on every stage if it is on any, behind all that it needs."""
+    """Check actions that run once per stage: on every stage if on any, and after all that they need."""
     for op in schedule.ops & ONCE:
         for stage in schedule.placement.stages_of(rank):
             places = [index for index, step in enumerate(order) if step == (op, stage, 0)]
@@ -175,7 +176,7 @@ def _counts(action: Action, ops: Sequence[str], stage: int) -> bool:
 def _wrong_action(
     schedule: Schedule, rank: int, index: int, action: Any, progress: Mapping[int, Mapping[int, int]]
 ) -> ScheduleError:
-    """The error for an action that may not stand where it stands."""
+    """The error for an action at a place where it may not run."""
     try:
         op, stage, microbatch = action
         reason = _why_wrong(schedule, rank, op, stage, microbatch, progress)
@@ -214,7 +215,7 @@ def _check_sequences(
     finished: Mapping[int, Sequence[int]],
     weight_order: WeightOrder | None,
 ) -> None:
-    """Losses and weight gradients add up in the order of microbatches: it decides the bits of the result."""
+    """Check that losses and weight gradients accumulate in the order of microbatches, which decides the bits."""
     promised = weight_order != "any" and (weight_order or schedule.name not in OWN_WEIGHT_ORDER)
     for stage, microbatches in finished.items():
         if promised:

@@ -1,4 +1,4 @@
-"""Who waits for whom, when orders did not run to their end."""
+"""The ranks that wait for each other if orders did not run to their end."""
 
 from collections.abc import Sequence
 

@@ -20,7 +20,7 @@ from zbcompile.schedules.ir.dependencies import RECEIVE_OF, SEND_OF, awaited, ne
 from zbcompile.schedules.ir.kinds import KINDS
 from zbcompile.schedules.ir.schedule import Lowered, Schedule
 
-# What others wait for, and so has events: nothing waits for W unless a kind in the table does.
+# Operations that others wait for, and that therefore have events: nothing waits for W unless a kind in the table does.
 WAITED_FOR = tuple(
     op
     for op, kind in KINDS.items()
@@ -37,7 +37,7 @@ Triple = tuple[Any, int, int]  # an action, or a part of a pair: key of rows, st
 
 
 class Events(NamedTuple):
-    """Numbers of events. The first `microbatches` of them have always happened, the last ones say nothing."""
+    """Numbers of events. The first `microbatches` of them have always happened; nothing waits for the last ones."""
 
     stages: int
     microbatches: int
@@ -84,7 +84,7 @@ def operations(program: Schedule | Lowered) -> frozenset[str]:
 
 
 def bands_of(schedule: Schedule, ops: frozenset[str]) -> tuple[str, ...]:
-    """What has events when these operations run."""
+    """The operations that have events when these operations run."""
     known = WAITED_FOR if schedule.shards else [op for op in WAITED_FOR if KINDS[op].scope != "shard"]
     return tuple(op for op in known if op in ops or op in COMPUTE)
 
@@ -109,7 +109,7 @@ def require_fit(program: Schedule | Lowered, costs: Costs) -> None:
 
 
 def run(program: Schedule | Lowered, costs: Costs) -> Outcome:
-    """Run every rank until it is done or waits for what nobody makes any more.
+    """Run every rank until it is done or waits for an event that will never happen.
 
     A schedule is run with messages buffered without limit, a lowered program with sends that wait for their receive.
     """

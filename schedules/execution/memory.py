@@ -35,8 +35,8 @@ def first_beyond(order: Sequence[Step], costs: Costs, limit: float) -> int:
 
 
 def most_waiting(schedule: Schedule, rank: int) -> tuple[dict[int, int], ...]:
-    """How many microbatches of each of its stages wait on `rank` between F and W, at its fullest moments: those than
-    which no other has as many or more of every stage.
+    """How many microbatches of each of its stages wait on `rank` between F and W, at its peaks: the moments
+    at which no other moment has as many or more of every stage.
 
     >>> from zbcompile.schedules.generators.registry import build
     >>> most_waiting(build("1f1b", ranks=3, microbatches=4), rank=0)

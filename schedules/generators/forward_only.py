@@ -1,4 +1,4 @@
-"""Forward passes alone, as evaluation runs them."""
+"""Forward-only schedules, which evaluation runs."""
 
 from zbcompile.schedules.ir.actions import Action, F
 from zbcompile.schedules.ir.placement import Placement

@@ -11,7 +11,7 @@ from zbcompile.schedules.generators.task import Order, Task, each_rank
 
 
 def rounds(ranks: int, microbatches: int) -> int:
-    """How many groups the microbatches form: as many as groups of at least `ranks` allow, but at least one."""
+    """The number of groups of microbatches: as many as possible with at least `ranks` in each, but at least one."""
     return max(1, microbatches // ranks)
 
 

@@ -27,7 +27,7 @@ class Dependent(NamedTuple):
 
 
 class Floor:
-    """What the ranks see: the clock, which actions are ready since when, what has been started, memory in use."""
+    """What the ranks see: the clock, the ready actions and since when, the started actions, memory in use."""
 
     def __init__(self, task: Task) -> None:
         self.placement = placement = task.placement
@@ -57,7 +57,7 @@ class Floor:
         return self._memory[action.op][action.stage]
 
     def start(self, rank: int, action: Action) -> tuple[float, list[tuple[float, int]]]:
-        """Run `action` now; return its end, and when it makes something ready on which other rank."""
+        """Run `action` now; return its end, and the times at which it makes something ready on other ranks."""
         op, stage, microbatch = action
         end = self.now + self._times[op][stage]
         self.started[op, stage] += 1
@@ -106,7 +106,7 @@ def dispatch(state: AnyState, choose: Callable[[AnyState, int], Step | None]) ->
         free_at[rank], ready = state.start(rank, step)
         heapq.heappush(wakes, (free_at[rank], rank))
         for time, there in ready:
-            if time >= free_at[there]:  # else it chooses again anyway when it is free
+            if time >= free_at[there]:  # otherwise it chooses again anyway once it is free
                 heapq.heappush(wakes, (time, there))
     return tuple(map(tuple, orders))
 

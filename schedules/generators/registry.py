@@ -1,4 +1,4 @@
-"""Every schedule by name: what it is called, where its stages live, which counts it admits, who generates it."""
+"""Every schedule by name, with its placement, the counts that it admits, and its generator."""
 
 import difflib
 from collections.abc import Callable
@@ -112,8 +112,8 @@ def build(
     """Generate the schedule called `name` (any spelling) for `ranks` ranks and `microbatches` microbatches.
 
     `costs` (one entry per stage) are read by the schedules that adapt to them; `memory_limit` has the unit of
-    `costs.activation`; `chunks` is the number of stages per rank where that is free. Raises `ScheduleError` for an
-    unknown name, an unknown option, and counts that the schedule does not admit.
+    `costs.activation`; `chunks` is the number of stages per rank, if the schedule leaves that open. Raises
+    `ScheduleError` for an unknown name, an unknown option, and counts that the schedule does not admit.
 
     >>> print(*build("1f1b", ranks=2, microbatches=2).orders[1])
     F1.0 BW1.0 F1.1 BW1.1
@@ -153,9 +153,9 @@ def admits(name: str, ranks: int, microbatches: int) -> bool:
 
 
 def smallest_microbatches(name: str, ranks: int, at_least: int = 1, chunks: int | None = None) -> int:
-    """The smallest admitted number of microbatches that is `at_least` so large.
+    """The smallest admitted number of microbatches that is not below `at_least`.
 
-    Raises `ScheduleError` where no number is admitted on so many ranks.
+    Raises `ScheduleError` if no number is admitted on that many ranks.
 
     >>> smallest_microbatches("zb-v", ranks=4, at_least=16)
     16

@@ -1,4 +1,4 @@
-"""What a generator is asked for, and the form in which it answers."""
+"""The input of a generator, and the form of its result."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ Orders = tuple[Order, ...]
 class Task:
     """Order `microbatches` on `placement`.
 
-    `costs` is None where the caller gave none; `memory_limit` (unit of `costs.activation`) likewise.
+    `costs` is None if the caller gave none; `memory_limit` (unit of `costs.activation`) likewise.
     """
 
     placement: Placement

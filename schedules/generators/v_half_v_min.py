@@ -66,7 +66,7 @@ def v_min(task: Task) -> Orders:
 def v_half(task: Task) -> Orders:
     """Half of 1F1B's memory: peak (p+2)//2 microbatches, bubble about 3p chunk passes at equal times.
 
-    The steady state is free of bubbles where T_W + 2 T_B >= 2 T_F and T_W + 2 T_F >= 2 T_B.
+    The steady state is free of bubbles if T_W + 2 T_B >= 2 T_F and T_W + 2 T_F >= 2 T_B.
     On 3 ranks, 2 microbatches::
 
         F0.0  F0.1                    F5.0  B5.0  F5.1  B5.1  W5.0  W5.1  B0.0  W0.0  B0.1  W0.1
@@ -95,7 +95,7 @@ def repeated_with_barriers(name: str, placement: Placement, microbatches: int, b
 def _from_block(task: Task, block: Callable[[int, int], Block]) -> Orders:
     """The block repeated, squeezed and reordered with the cool-down that makes the shortest step in the same memory.
 
-    Which cool-down that is does not depend on m once there is a steady state: it is sought with 3p microbatches.
+    The best cool-down does not depend on m once there is a steady state, so the search uses 3p microbatches.
     """
     small = replace(task, microbatches=min(task.microbatches, 3 * task.ranks))
     plain, *others = (_reordered(small, block, size) for size in (0, task.ranks // 2, task.ranks // 2 + 1))
@@ -139,7 +139,7 @@ def _repeated(placement: Placement, microbatches: int, block: Callable[[int, int
 class _Reorder:
     """Chooses the next action of a rank so that none begins later than in the squeezed order.
 
-    Idle gaps are filled with actions from further on that end before the next one in order begins. From the B of
+    Idle gaps are filled with later actions that end before the next one in order begins. From the B of
     microbatch `free_from` on, a rank is in its cool-down: backwards as soon as they can, W in the time that is left.
     """
 

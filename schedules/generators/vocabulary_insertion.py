@@ -1,8 +1,8 @@
 """Insertion of the vocabulary passes S and T into an existing schedule (arXiv 2411.05288, section 5, and beyond it).
 
 Every barrier between the last stage's forward and backward costs one interval, so forwards run one microbatch further
-ahead of the backwards per barrier. S and T then take their places by the clock: S as soon as it can run, because all
-shards wait for the slowest; T in what time is left, at the latest after the next S.
+ahead of the backwards per barrier. S and T are then placed by the clock: S as soon as it can run, because all shards
+wait for the slowest; T in idle time, at the latest after the next S.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from zbcompile.schedules.ir.costs import Costs
 from zbcompile.schedules.ir.schedule import Schedule
 
 STATES = 2  # S without its T that a rank may hold: one waits for the collective while the next is computed
-FLOATING = ("zb-v",)  # these find room for the barrier in their own memory: W fills what the wait leaves idle
+FLOATING = ("zb-v",)  # need no extra memory for the barrier: W fills the time that the wait leaves idle
 
 
 def with_vocabulary(
@@ -30,8 +30,8 @@ def with_vocabulary(
 
     `barriers` is 1 or 2 (see `Schedule`), `extra` how many microbatches more than in `schedule` a rank may hold
     (default: one per barrier; none for zb-v). `costs` (default: S and T together take as long as F, everything else
-    as `Costs.uniform`) say how long the passes take; the result is right under any others. Raises `ScheduleError` for
-    schedules with two model copies, and for one that has vocabulary passes already.
+    as `Costs.uniform`) say how long the passes take; the result is correct under any other costs. Raises
+    `ScheduleError` for schedules with two model copies, and for a schedule that already has vocabulary passes.
 
     >>> from zbcompile.schedules import build, simulate
     >>> from zbcompile.schedules.generators.vocabulary_insertion import with_vocabulary
@@ -142,7 +142,7 @@ def _ready(clock: VocabularyClock, op: str, rank: int) -> Action | None:
 
 
 def _vocabulary_pass(clock: VocabularyClock, rank: int) -> Action | None:
-    """What must not wait: S, and T where the last stage's backward or the next S waits for it."""
+    """The vocabulary pass that must not wait: S, and T if the last stage's backward or the next S waits for it."""
     due, state = _ready(clock, S, rank), _ready(clock, T, rank)
     if state is not None and (clock.barriers == 2 or (due is not None and clock.states[rank] >= STATES)):
         return state

@@ -1,4 +1,4 @@
-"""A clock for placing S and T: ranks choose when they are free, and see what is ready since when.
+"""A clock for placing S and T: ranks choose when they are free, and see what is ready and since when.
 
 Beside the passes of `zbcompile.schedules.generators.list_scheduler` it knows the barriers: S of every shard begins
 after the forward of the last stage, T after S of every shard, the backward of the last stage after S (one barrier) or T
@@ -15,7 +15,7 @@ from zbcompile.schedules.ir.placement import Placement
 
 
 class VocabularyClock:
-    """The state of a step in the making: time, what is ready, memory in use, S without its T (`states`), by rank."""
+    """The state of an unfinished step: time, ready actions, memory in use, S without its T (`states`), by rank."""
 
     def __init__(self, placement: Placement, microbatches: int, costs: Costs, barriers: int) -> None:
         self.placement, self.microbatches, self.costs, self.barriers = placement, microbatches, costs, barriers
@@ -42,7 +42,7 @@ class VocabularyClock:
         return self.ready_at.get(_half(action), math.inf) <= self.now
 
     def start(self, rank: int, step: Step) -> tuple[float, list[tuple[float, int]]]:
-        """Run `step` now; return its end, and when it makes something ready on which rank."""
+        """Run `step` now; return its end, and the times at which it makes something ready on which ranks."""
         actions = flatten((step,))
         end = self.now + self._time(step)
         for action in actions:

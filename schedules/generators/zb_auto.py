@@ -79,7 +79,7 @@ def _peaks(task: Task, orders: Orders) -> tuple[float, ...]:
 
 
 class Switches(NamedTuple):
-    """What the heuristic is tried with and without.
+    """The switches that the heuristic is tried with and without.
 
     * `spare_first_backward`: a forward that would delay the first B is not issued before it (else it is, rather than
       leaving a gap);
@@ -230,7 +230,7 @@ class Heuristic:
         self._worst_bubble = max(self._worst_bubble, rank.bubble)
 
     def _fill(self, rank: _Rank, arrival: float) -> None:
-        """Run the W that fit before `arrival`, and one that does not where idling would make the worst rank worse."""
+        """Run the W that fit before `arrival`, and one that does not if idling would make the worst rank worse."""
         while rank.pending and rank.clock + rank.weight <= arrival:
             rank.run_weight()
         wait = arrival - rank.clock
@@ -239,7 +239,7 @@ class Heuristic:
             rank.run_weight()
 
     def _grants(self, microbatch: int) -> list[bool]:
-        """Which ranks issue a forward before B of `microbatch`; no rank does whose successor does not."""
+        """The ranks that issue a forward before B of `microbatch`; a rank does so only if its successor does."""
         grants = [False] * len(self.ranks)
         estimate: float = 0  # of the end of that B on the successor
         for index, rank in reversed(list(enumerate(self.ranks))):

@@ -29,7 +29,7 @@ def zb_h1(task: Task, rank: int) -> Order:
 
 @each_rank
 def zb_h1_lazy(task: Task, rank: int, exact: bool = False) -> Order:
-    """ZB-H1 that splits a backward only where that shortens the step (the default of sail-sg's and DeepSpeed's ZB-H1).
+    """ZB-H1 that splits a backward only if that shortens the step (the default of sail-sg's and DeepSpeed's ZB-H1).
 
     Rank 0 never splits. Rank r runs its first r backwards as B alone, the steady ones fused, and from the one that goes
     with the last forward on each B is followed by the oldest pending W. That W is not the one of its B: the default

@@ -109,7 +109,7 @@ def _never_wait(prefer: Callable[[Action], tuple[float, float]]) -> Callable[[Fl
 def _has_room(floor: Floor, rank: int, forward: Action) -> bool:
     """Whether `forward` fits into p microbatches' memory and leaves room for the oldest one to finish its forwards.
 
-    The oldest unfinished microbatch can therefore always go on: no limit ends in a deadlock (banker's algorithm).
+    The oldest unfinished microbatch can therefore always proceed: no limit ends in a deadlock (banker's algorithm).
     """
     stages = floor.placement.stages_of(rank)
     oldest = min(floor.started[B, stage] for stage in stages)

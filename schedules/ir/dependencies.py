@@ -1,4 +1,4 @@
-"""What waits for what: the one place that knows that F goes down the pipeline, B back up, and what W, S and T wait for.
+"""Dependencies: the one place that knows that F goes down the pipeline and B back up, and what W, S and T wait for.
 
 Everything is derived from the table of kinds (`zbcompile.schedules.ir.kinds`).
 """
@@ -17,7 +17,8 @@ RECEIVE_OF = {kind.takes: op for op, kind in KINDS.items() if kind.role == "rece
 
 
 def source(op: str, stage: int, stages: int) -> int | None:
-    """The stage whose result `op` on `stage` needs, or receives; None at the start of its way and for what stays.
+    """The stage whose result `op` on `stage` needs, or receives; None at the start of its way and for results that do
+    not travel.
 
     >>> source("F", 2, 4), source("BW", 2, 4), source("RECV_B", 2, 4), source("F", 0, 4), source("W", 2, 4)
     (1, 3, 3, None, None)
@@ -26,7 +27,8 @@ def source(op: str, stage: int, stages: int) -> int | None:
 
 
 def target(op: str, stage: int, stages: int) -> int | None:
-    """The stage that needs what `op` on `stage` makes, or sends; None at the end of its way and for what stays.
+    """The stage that needs what `op` on `stage` makes, or sends; None at the end of its way and for results that do
+    not travel.
 
     >>> target("F", 2, 4), target("BW", 2, 4), target("SEND_B", 2, 4), target("F", 3, 4)
     (3, 1, 1, None)
@@ -93,7 +95,7 @@ def awaited(schedule: Schedule, lowered: bool) -> dict[tuple[str, int], str]:
 
 
 def count_messages(schedule: Schedule) -> int:
-    """How many messages travel between ranks in a step, forward and backward."""
+    """The number of messages between ranks in a step, forward and backward."""
     rank = schedule.placement.rank
     hops = ((s, target(op, s, schedule.stages)) for op in SEND_OF for s in range(schedule.stages))
     return schedule.microbatches * sum(there is not None and rank(s) != rank(there) for s, there in hops)

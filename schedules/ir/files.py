@@ -28,7 +28,7 @@ from zbcompile.schedules.ir.schedule import (
     parse_step,
 )
 
-PARAMETER_ACTION = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*")  # torch writes FSDP's between the others
+PARAMETER_ACTION = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*")  # torch writes FSDP's actions among the others
 JSON_VERSION = 1
 
 
@@ -60,8 +60,8 @@ def to_csv(program: Schedule | Lowered, letters: Letters = "torch") -> str:
 def from_csv(text: str, name: str = "csv", placement: Placement | None = None) -> Schedule | Lowered:
     """Read what `to_csv` or torch's `_dump_csv` writes; a program with SEND and RECV comes back lowered.
 
-    Empty cells (torch's bubbles) and torch's UNSHARD, RESHARD and REDUCE_GRAD are no part of a schedule and left out.
-    The placement is read off the rows unless it is given.
+    Empty cells (torch's bubbles) and torch's UNSHARD, RESHARD and REDUCE_GRAD are not part of a schedule and are left
+    out. The placement is read off the rows unless it is given.
     """
     rows = [row for row in csv.reader(io.StringIO(text)) if row]
     programs = tuple(tuple(_cells(rank, row)) for rank, row in enumerate(rows))
@@ -112,7 +112,7 @@ class Document(NamedTuple):
 
 
 def to_json(program: Schedule | Lowered, costs: Costs | None = None) -> str:
-    """Everything about a schedule or lowered program, one line per rank; `costs` go along if given."""
+    """A schedule or lowered program as JSON, one line per rank, with `costs` if given."""
     schedule = program.schedule if isinstance(program, Lowered) else program
     data: dict[str, Any] = {
         "format": "zbcompile schedule",

@@ -26,7 +26,7 @@ PLAIN = Look()
 
 @dataclass(frozen=True)
 class Kind:
-    """What there is to know of the actions written with the letters `op`.
+    """The properties of the actions written with the letters `op`.
 
     * `torch`: the letters that torch writes ("": it has none).
     * `scope`: a stage runs it for every "microbatch", a vocabulary "shard" for every microbatch, a "stage" once.
@@ -61,7 +61,7 @@ class Kind:
 
     @property
     def event(self) -> str:
-        """What has happened when it has run, by the operation that others wait for: B for BW."""
+        """The event that it causes, named by the operation that others wait for: B for BW."""
         return self.does[0]
 
 

@@ -22,9 +22,9 @@ from zbcompile.schedules.ir.placement import Placement
 class Schedule:
     """`orders[rank]` is the tuple of that rank's actions (or pairs of them), compute only.
 
-    `barriers` says, where there are vocabulary passes, what the backward of the last stage waits for: S of every shard
-    (1), or T of every shard (2). `lookups` says that the embedding is sharded, too: the first stage receives what all
-    shards have looked up.
+    If there are vocabulary passes, `barriers` says what the backward of the last stage waits for: S of every shard (1)
+    or T of every shard (2). `lookups` says that the embedding is sharded too: the first stage receives the rows that
+    all shards have looked up.
     """
 
     name: str
@@ -86,7 +86,7 @@ class Schedule:
 class Lowered:
     """A schedule with its communication: `programs[rank]` is the order with SEND and RECV actions placed in it.
 
-    Execution semantics, which `check` proves safe and every runtime must keep: a RECV posts a receive and goes on; a
+    Execution semantics, which `check` proves safe and every runtime must keep: a RECV posts a receive and returns; a
     compute action waits for the receives it needs; a SEND may block until the matching receive is posted. On every
     channel (ordered pair of ranks) receives are posted in the order in which the peer sends.
     """
@@ -172,7 +172,7 @@ def parse_order(text: str) -> tuple[Step, ...]:
 def format_schedule(program: Schedule | Lowered, letters: Letters = "papers", width: int | None = None) -> str:
     """A grid, one line per rank, step under step; `parse_schedule` reads it back.
 
-    With `width` (characters of a terminal) the grid is folded into bands of so many columns.
+    With `width` (characters of a terminal) the grid is folded into bands that fit.
 
     >>> from zbcompile.schedules import build
     >>> print(format_schedule(build("zb-h1", ranks=2, microbatches=2)))

@@ -1,13 +1,13 @@
 """The collectives of the vocabulary passes: their one global order, where they are posted, and what `check` asks.
 
-All shards post the same collectives in the same order on a process group of their own; posting never waits, so a
+All shards post the same collectives in the same order on a separate process group; posting never waits, so a
 collective is complete when the last shard has posted it. In a run of the orders collective X belongs to the time at
 which the last pass that feeds it ends. All shards post it before the action that they run at that time. Then no post
 stands behind what waits for it: a consumer begins no earlier than that time, and everything in front of a post began
 before it. Numbered by these times they join the proof in `zbcompile.schedules.lowering.lower`.
 
-A LOOKUP is fed by nothing but the inputs. It belongs to the time at which the last but one forward of the first stage
-before its own ends: so it has a forward's time to travel, and at most two wait to be used.
+A LOOKUP depends only on the inputs. It belongs to the time at which the forward of the first stage two before its own
+ends, so that it has a forward's time to travel and at most two wait to be used.
 """
 
 from bisect import bisect_left
@@ -34,7 +34,7 @@ from zbcompile.schedules.ir.dependencies import needs
 from zbcompile.schedules.ir.schedule import Lowered, Schedule
 
 LOOKUPS_AHEAD = 2
-Posts = list[list[Action] | None]  # what is posted in front of each step of one rank, and behind the last
+Posts = list[list[Action] | None]  # the posts before each step of one rank, and after the last
 
 
 class Collective(NamedTuple):

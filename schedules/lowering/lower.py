@@ -46,7 +46,7 @@ def lower(schedule: Schedule, costs: Costs | None = None) -> Lowered:
     """Place SEND, RECV and (with vocabulary passes) collective actions in every rank's order.
 
     `costs` (default: uniform) only say when each receive will be needed; whatever they are, the program is safe.
-    Raises `ScheduleError` if the orders wait for each other in a circle, which no placement of messages can mend.
+    Raises `ScheduleError` if the orders wait for each other in a circle, which no placement of messages can resolve.
 
     >>> from zbcompile.schedules import build
     >>> " ".join(map(str, lower(build("1f1b", ranks=2, microbatches=1)).programs[0]))

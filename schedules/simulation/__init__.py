@@ -1,1 +1,1 @@
-"""How long a step takes, why ranks are idle, and closed forms."""
+"""The length of a step, the causes of idle time, and closed forms."""

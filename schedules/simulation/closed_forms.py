@@ -1,4 +1,4 @@
-"""What the length, the memory and the traffic of each schedule are as formulas, and under which conditions.
+"""The length, the memory and the traffic of each schedule as formulas, and their conditions.
 
 All stages are equal here. `T_F`, `T_B`, `T_W` are the times of one rank's whole share of the model (a chunk takes 1/v
 of it), `T_P` the time of an overlapped pair of chunks, `c` one hop between ranks; `M_B` is what a microbatch holds on
@@ -89,7 +89,7 @@ class ClosedForm:
 
 
 def values(schedule: Schedule, costs: Costs) -> dict[Any, Any]:
-    """What the symbols are; raises `ScheduleError` unless all stages and all hops are equal."""
+    """The values of the symbols; raises `ScheduleError` unless all stages and all hops are equal."""
     equal = ("forward", "backward", "weight", "activation", "residue")
     if any(len(set(getattr(costs, name))) > 1 for name in equal) or costs.links or costs.pairs or costs.bandwidth:
         raise ScheduleError("closed forms know equal stages and hops only; use `simulate` for these costs")

@@ -1,4 +1,4 @@
-"""What a step's length is made of: the critical path, and the chain of steps behind every idle interval.
+"""The critical path of a step, and the chain of steps behind every idle interval.
 
 Both go back from a moment to what made it happen: a step began either because the step before it on its rank ended or
 because what it needs arrived, so every step has one step that held it up last (ties: its own rank).
@@ -32,7 +32,7 @@ class Leg(NamedTuple):
 
 
 def critical_path(timeline: Timeline) -> tuple[Leg, ...]:
-    """The chain of steps, first to last, that makes the step as long as it is: shorten none of them, gain nothing.
+    """The chain of steps, first to last, that determines the step's length: to shorten the step, shorten one of them.
 
     Lengths and travel times add up to `timeline.finish`.
 
@@ -51,7 +51,7 @@ def critical_path(timeline: Timeline) -> tuple[Leg, ...]:
 def chain(timeline: Timeline, idle: Idle) -> tuple[Leg, ...]:
     """What the other ranks did while `idle.rank` stood still, first to last: the steps that it waited for.
 
-    Empty where it waited for nothing.
+    Empty if it waited for nothing.
     """
     if idle.step is None or idle.action is None:
         return ()

@@ -124,7 +124,7 @@ class Waits:
         return rank
 
     def held_up(self, rank: int, index: int) -> Input | None:
-        """What arrived last of all that a step needs; None if it was there when the rank had ended the step before."""
+        """The last input of a step to arrive; None if all had arrived when the rank ended the step before."""
         inputs = (needed for action in flatten((self.orders[rank][index],)) for needed in self._inputs(rank, action))
         last = max(inputs, key=lambda needed: needed.arrived, default=None)
         free = self.run.end[rank][index - 1] if index else 0

@@ -15,7 +15,7 @@ def simulate(program: Schedule | Lowered, costs: Costs | None = None) -> Timelin
     Every rank runs its order; a step begins when its rank is free and what it needs has arrived. A result is available
     on another rank `costs.hop` after its pass has ended; a hop occupies neither rank. In a schedule messages are
     buffered without limit, in a lowered program a rank stands still at a SEND until its receive is posted. Raises
-    `ScheduleError` if the orders do not run to their end; the other rules are `check`'s business.
+    `ScheduleError` if the orders do not run to their end; the other rules are left to `check`.
 
     >>> from zbcompile.schedules import build
     >>> t = simulate(build("1f1b", ranks=4, microbatches=8))

@@ -30,7 +30,7 @@ class Timeline:
     * `makespan`: the whole step with an optimizer barrier: from the first start to the last end on any rank, then
       `costs.barrier`, then the slowest rank's optimizer.
     * `cost`: the longest own span of a rank, from its first start to its last end, with its own optimizer: what counts
-      where ranks may start the next step on their own (Qi et al., Zero Bubble, section 4).
+    if ranks may start the next step on their own (Qi et al., Zero Bubble, section 4).
     * `work`: the sum of passes (and optimizer) on the busiest rank. `bubble` = 1 - work/makespan, `cost_bubble` =
       1 - work/cost.
     * `peak_memory[rank]`, in the unit of `costs.activation`.
@@ -101,12 +101,12 @@ class Timeline:
 
     @cached_property
     def waits(self) -> Waits:
-        """Says of every step what held it up."""
+        """Finds, for every step, the input that held it up."""
         return Waits(self.program, self.costs, self.run)
 
     @cached_property
     def causes(self) -> tuple[Cause, ...]:
-        """The causes of idle time that there can be; overhead only where it was measured."""
+        """The possible causes of idle time; overhead only if it was measured."""
         measured = any(gap.cause == "overhead" for gap in self.idle)
         return tuple(cause for cause in CAUSES if measured or cause != "overhead")
 

@@ -1,4 +1,5 @@
-"""The closed forms of a schedule as text, with their conditions and, for numbers, the simulator's beside them."""
+"""The closed forms of a schedule as text, with their conditions and, for given numbers, the simulator's values beside
+theirs."""
 
 from collections.abc import Iterator
 from typing import Any

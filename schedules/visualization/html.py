@@ -1,4 +1,4 @@
-"""A timeline as one HTML file: the SVG with quick tooltips and zoom, and what every rank spends its time on."""
+"""A timeline as one HTML file: the SVG with quick tooltips and zoom, and a table of how every rank spends its time."""
 
 from html import escape
 

@@ -89,7 +89,7 @@ class _Drawing:
 
     @property
     def width(self) -> float:
-        return max(1180, self.LEFT + self.timeline.finish * self.scale + self.RIGHT)  # the legend needs so much
+        return max(1180, self.LEFT + self.timeline.finish * self.scale + self.RIGHT)  # the legend needs that much
 
     @property
     def height(self) -> float:

@@ -20,7 +20,7 @@ def summary(timeline: Timeline) -> str:
 
 
 def format_amount(value: float, unit: str) -> str:
-    """A number of the costs, with four digits where it has a unit.
+    """A number of the costs, with four digits if it has a unit.
 
     >>> format_amount(33, ""), format_amount(7.38265, "ms")
     ('33', '7.383 ms')
@@ -45,7 +45,7 @@ def format_timeline(timeline: Timeline, width: int | None = None) -> str:
 
 
 def _characters_per_time(timeline: Timeline, room: int | None) -> float:
-    """So many that the label of every step fits, unless `room` for the whole line does not allow it."""
+    """The number at which the label of every step fits, or fewer if the whole line has no `room` for it."""
     needs = [(len(str(span.step)) + 1) / (span.end - span.start) for span in timeline.spans if span.end > span.start]
     wanted = max(needs, default=1)
     return wanted if room is None or not timeline.finish else min(wanted, room / timeline.finish)
