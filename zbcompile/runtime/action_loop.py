@@ -1,4 +1,4 @@
-"""The action loop: one handler per action, nothing known of how the order was made."""
+"""The action loop: one handler per action, independent of how the order was made."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from zbcompile.schedules.ir.actions import COLLECTIVES, RECEIVES, SENDS, Action
 
 
 class Observer(Protocol):
-    """Is called in place of an action, or of the two of a pair, and calls `execute`; in the middle of a pair it is told
+    """Called in place of an action, or of the two of a pair; it calls `execute`. In the middle of a pair it is told
     when the forward has `ended` and when the backward, after its wait, has begun."""
 
     def __call__(self, actions: Sequence[Action], run: "RankRun", execute: Callable[[], None]) -> None: ...
@@ -26,9 +26,9 @@ class Observer(Protocol):
 
 @dataclass
 class RankRun:
-    """One rank during one step. `runs[stage]` are its stages, `outbox` what was made but not yet sent, `position` is
-    where others look to see how far the rank is; `after[action]` is called when `action` is done. `vocabulary`
-    is the rank's shard of the output layer, where that is sharded."""
+    """One rank during one step. `runs[stage]` are its stages, `outbox` what was made but not yet sent, `position` shows
+    other threads how far the rank is; `after[action]` is called when `action` is done. `vocabulary`
+    is the rank's shard of the output layer, if that is sharded."""
 
     plan: RankPlan
     runs: Mapping[int, StageRun]
@@ -74,7 +74,8 @@ class RankRun:
             self.transport.complete(to.completes)
 
     def _pair(self, forward: Instruction, backward: Instruction, *sends: Instruction) -> None:
-        """One graph for both: the forward's results leave in its middle, where the backward's gradients are awaited."""
+        """Run both as one graph, which sends the forward's results and awaits the backward's gradients in its
+        middle."""
         one, other = self.runs[forward.action.stage], self.runs[backward.action.stage]
         op, microbatch = backward.action.op, backward.action.microbatch
 

@@ -1,6 +1,6 @@
-"""Data parallelism beside the pipeline: replicas of it train on batches of their own and add up their gradients.
+"""Data parallelism beside the pipeline: replicas of it train on different batches and sum their gradients.
 
-The gradients of a stage are reduced as soon as its last W has run, while the stages and ranks that remain go on. The
+The gradients of a stage are reduced as soon as its last W has run, while the remaining stages and ranks continue. The
 factor 1/replicas of a mean loss enters as the tangent of the loss, like the 1/microbatches, so a reduction is a sum.
 """
 
@@ -49,7 +49,7 @@ def _last_backwards(program: Program, rank: int) -> dict[int, Action]:
 
 @dataclass
 class Bucket:
-    """Gradients on their way, in the dtype in which they were summed: `flat` is the only one itself, or a copy of
+    """Gradients being reduced, in the dtype in which they were summed: `flat` is a single one itself, or a copy of
     several."""
 
     gradients: Sequence[torch.Tensor]
@@ -80,7 +80,7 @@ class Reduction:
 
     @property
     def hooks(self) -> dict[Action, Callable[[], None]]:
-        """What to call after an action."""
+        """The functions to call after actions."""
         return {action: partial(self.start, stage) for action, stage in self.last.items()}
 
     def start(self, stage: int) -> None:
@@ -107,7 +107,7 @@ class Reduction:
 
 
 def in_buckets(gradients: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Neighbours of one type, together up to the size of a bucket."""
+    """Consecutive gradients of one type, grouped up to the size of a bucket."""
     for _, group in groupby(gradients, key=lambda gradient: gradient.dtype):
         bucket: list[torch.Tensor] = []
         for gradient in group:

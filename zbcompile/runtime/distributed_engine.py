@@ -61,7 +61,7 @@ class DistributedEngine:
             run.transport.finish()
 
     def _complete(self, executable: Executable, gradients: Gradients, reduction: Reduction) -> None:
-        """Sum what several ranks and replicas hold."""
+        """Sum the gradients that several ranks and replicas hold."""
         program, ranks = executable.program, self.ranks
         with ranks.watch.position.waiting("the sum of tied gradients"):
             sum_shared(program, gradients, ranks.rank, ranks.group)
@@ -88,7 +88,7 @@ class DistributedEngine:
 
 
 def _changed_buffers(stages: Mapping[int, CompiledStage]) -> Iterator[torch.Tensor]:
-    """What forwards write: replicas go on with the first one's, as under DistributedDataParallel."""
+    """The buffers that forwards write: replicas continue with the first one's, as under DistributedDataParallel."""
     for stage in stages.values():
         for slot in stage.program.pieces["F"].outputs:
             if slot.kind == "mutation":

@@ -1,4 +1,4 @@
-"""What the ways to run a step share: its input, what a process runs of a program, and the runs of its ranks."""
+"""The common part of all engines: the input of a step, a process's part of a program, and the runs of its ranks."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ class StepInput:
 
 @dataclass(frozen=True)
 class Executable:
-    """A program with what this process runs of it: its compiled stages, the plans of its ranks, and their buffers."""
+    """A program with this process's part of it: its compiled stages, the plans of its ranks, and their buffers."""
 
     program: Program
     stages: Mapping[int, CompiledStage]
@@ -69,7 +69,7 @@ class Engine(Protocol):
     def last_step(self) -> StepRecord | None: ...
 
     def carry_out(self, runs: Sequence[RankRun]) -> None:
-        """Run the programs of this process's ranks to their ends. Leaves the caller's random state as it was."""
+        """Run the programs of this process's ranks to their ends. Does not advance the caller's RNG."""
         ...
 
     def step(
@@ -82,7 +82,7 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class StepRuns:
-    """One step of the ranks in this process: what their runs have in common.
+    """The state that the runs of this process's ranks share during one step.
 
     Microbatches are numbered over all replicas: together they train as one pipeline on the concatenated batch.
     """

@@ -1,6 +1,6 @@
-"""Where gradients go. Parameters of one stage accumulate straight into `.grad` where that has the dtype of the sum and
-the parameter's strides, else into a buffer that lives for the step and is added to `.grad` once, at its end; those that
-several stages train are summed over the stages first, in the order in which eager autograd would have added them."""
+"""Accumulation of gradients. Parameters of one stage accumulate straight into `.grad` if that has the dtype of the sum
+and the parameter's strides, otherwise into a buffer that lives for the step and is added to `.grad` once, at its end;
+those that several stages train are first summed over the stages, in the order in which eager autograd adds them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,8 +32,8 @@ class Gradients:
     lookups: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def buffer(self, name: str, stage: int) -> torch.Tensor:
-        """The tensor that W adds into: `.grad`, made of zeros where it is None, a buffer, or the stage's sum of a
-        shared parameter."""
+        """The tensor that W adds into: `.grad` (zeros if it was None), a buffer, or the stage's sum of a shared
+        parameter."""
         if name in self.whole and stage >= 0:
             return self._lookup(name)
         if name in self.shared:
@@ -50,7 +50,7 @@ class Gradients:
         return parameter.grad
 
     def _lookup(self, name: str) -> torch.Tensor:
-        """The gradient of an embedding whose rows are shared out at the end of the step."""
+        """The gradient of an embedding whose rows are distributed at the end of the step."""
         if name not in self.lookups:
             like = self.whole[name]
             self.lookups[name] = torch.zeros_like(
@@ -82,7 +82,7 @@ class Gradients:
             self.buffers.setdefault(name, self._zeros(name)).add_(gradient)
 
     def waiting(self, name: str, stage: int) -> list[list[torch.Tensor]]:
-        """What this rank holds of a shared parameter for one stage: the uses of each microbatch, or one sum in all."""
+        """This rank's gradients of a shared parameter for one stage: the uses of each microbatch, or one sum in all."""
         if (name, stage) in self.sums:
             return [[self.sums.pop((name, stage))]]
         return [uses for _, uses in sorted(self.partial.pop((name, stage)).items())]
@@ -98,8 +98,8 @@ class Gradients:
             self._accumulate(name, gradient)
 
     def whole_sum(self, name: str) -> torch.Tensor | None:
-        """The gradient as far as it has been summed, with what `.grad` held before the step, in the dtype of the sum:
-        what replicas add up. None where there is none."""
+        """The gradient summed so far, including what `.grad` held before the step, in the dtype of the sum; replicas
+        sum these. None if there is none."""
         parameter = self.parameters[name]
         if name not in self.buffers:
             return parameter.grad

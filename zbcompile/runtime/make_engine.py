@@ -7,7 +7,7 @@ from zbcompile.runtime.in_process import InProcess
 
 
 def make_engine(ranks: Ranks) -> Engine:
-    """What runs the steps of `ranks`."""
+    """The engine that runs the steps of `ranks`."""
     if isinstance(ranks, GroupRanks):
         return DistributedEngine(ranks)
     assert isinstance(ranks, LocalRanks)

@@ -1,4 +1,4 @@
-"""Where a NaN or an infinity comes from: the graphs of a stage, run operation by operation under inspection."""
+"""Find the origin of a NaN or an infinity by running the graphs of a stage operation by operation."""
 
 import math
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ from zbcompile.runtime.stage_plan import CompiledStage, Tensors
 
 
 def inspected(stage: CompiledStage) -> CompiledStage:
-    """`stage` with every pass checked: FloatingPointError at the first operation that makes what its inputs lack, and
-    before any if there is a NaN in the batch, a parameter or a buffer."""
+    """`stage` with every pass checked: FloatingPointError at the first operation that introduces a NaN or an infinity,
+    and before any operation if there is a NaN in the batch, a parameter or a buffer."""
     pieces = stage.program.pieces
     calls = {name: replace(call, run=Checked(stage.index, pieces[name])) for name, call in stage.calls.items()}
     return replace(stage, calls=calls, mergeable=False)
@@ -39,8 +39,8 @@ ROOTS = ("input", "parameter", "buffer")  # a NaN in anything else that a pass r
 
 
 class _Inspector(Interpreter):
-    """Infinities are often meant (a mask of -inf): one is reported where all that an operation reads is finite, a NaN
-    where nothing that it reads is one."""
+    """Infinities are often meant (a mask of -inf): one is reported if all inputs of an operation are finite, a NaN if
+    none of its inputs has one."""
 
     def __init__(self, stage: int, piece: Piece) -> None:
         super().__init__(piece.module)
@@ -65,7 +65,7 @@ class _Inspector(Interpreter):
 
 
 def _kinds(values: Any) -> set[str]:
-    """Which of "nan" and "inf" stand in tensors and numbers."""
+    """Which of "nan" and "inf" occur in tensors and numbers."""
     if isinstance(values, torch.Tensor):
         if not values.is_floating_point():
             return set()

@@ -1,10 +1,10 @@
 """How the two halves of a pair run: as one graph, one after the other, or side by side on two CUDA streams.
 
-Graphs that run as they are become one, in which collectives and messages of each half hide behind the other
-(`passes.overlap`). What a backend has compiled cannot be interleaved any more: its halves run in turn, or, where
-ZBCOMPILE_PAIR_STREAMS=1 asks for it, on two streams, so that the backward need not wait for the forward. That pays
-where the kernels of one half leave the device partly idle, and costs memory, because the allocator keeps what belongs
-to two streams apart. Recorded CUDA graphs share memory and stay in turn.
+FX graphs are merged into one, in which collectives and messages of each half hide behind the other
+(`zbcompile.passes.stage.overlap`). Graphs that a backend has compiled can no longer be interleaved: the halves run in
+turn or, with ZBCOMPILE_PAIR_STREAMS=1, on two streams, so that the backward need not wait for the forward. That pays
+if the kernels of one half leave the device partly idle, and costs memory, because the allocator keeps the memory of
+the two streams apart. Recorded CUDA graphs share memory and always run in turn.
 
 All of these take one list: the forward's inputs, a function that takes its results, and one that returns the
 backward's inputs. They return the backward's results.
@@ -66,7 +66,7 @@ def in_turn(forward: Run, backward: Run) -> Run:
 
 
 def on_two_streams(forward: Run, backward: Run, device: torch.device, aside: Any) -> Run:
-    """The forward on the stream `aside`, the backward on the current one, which goes on when both are done.
+    """The forward on the stream `aside`, the backward on the current one, which continues when both are done.
 
     Memory made on one stream may be freed while the other one still reads it. Of the forward's inputs the allocator is
     told. What the forward makes is freed later, by passes on the current stream; `aside` makes nothing new before it

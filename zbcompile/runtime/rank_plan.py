@@ -1,11 +1,11 @@
 """One rank's program made ready to run: every action with its handler, its messages and the buffers it receives into.
 
-Decided here once, from the order of the actions alone:
+Two things are decided here once, from the order of the actions alone:
 
 * which receive buffer each message gets. A buffer is taken when its receive is posted and given back after the last
   pass that reads what arrived, so there are as many as ever live at once, not one per microbatch, for all steps;
-* when each send is known to be complete: as soon as something arrives that its receiver sent after it had used it.
-  gloo tells nobody that a send is done until it is waited for; from then on waiting is free and frees the memory.
+* when each send is known to be complete: as soon as something arrives that its receiver sent after using it. gloo
+reports the end of a send only to a wait; once the send is known to be over, that wait is free and frees the memory.
 """
 
 from collections import defaultdict
@@ -29,7 +29,7 @@ PASSES = ("F", "B", "W", "BW")
 
 
 class Instruction(NamedTuple):
-    """An action with what it means for messages.
+    """An action with its messages.
 
     A compute action runs once `needs` has arrived, which tells that the sends in `completes` are over, and `makes` a
     message, `local` if for a stage on this rank, else for one on `peer`. A SEND sends `carries` to `peer`; a RECV posts
@@ -105,14 +105,14 @@ def _send_within_pairs(steps: Sequence[Sequence[Action]]) -> list[tuple[Action, 
 
 
 def needed_by(program: Program, action: Action) -> Message | None:
-    """What must arrive before a compute action runs, or what a RECV posts."""
+    """The message that must arrive before a compute action runs, or that a RECV posts."""
     op, stage, microbatch = action
     needs = source(op, stage, program.schedule.stages) is not None
     return Message(travels_as(op), stage, microbatch) if needs else None
 
 
 def _handed_over(program: Program, action: Action) -> Message | None:
-    """What the last stage's forward and the first one's backward hand to the vocabulary shards."""
+    """The message with which the last stage's forward, or the first one's backward, serves the vocabulary shards."""
     op, stage, microbatch = action
     if op == F and stage == program.schedule.stages - 1:
         return Message(HIDDEN_MESSAGE, stage, microbatch)
@@ -122,7 +122,7 @@ def _handed_over(program: Program, action: Action) -> Message | None:
 
 
 def made_by(program: Program, action: Action) -> Message | None:
-    """What a compute action makes for another stage, or what a SEND sends."""
+    """The message that a compute action makes for another stage, or that a SEND sends."""
     op, stage, microbatch = action
     there = target(op, stage, program.schedule.stages)
     return None if there is None else Message(travels_as(op), there, microbatch)
@@ -163,7 +163,7 @@ def _assign_buffers(
 
 
 def _take_buffer(arrival: Arrival, free: dict[TensorSpec, list[int]], made: dict[TensorSpec, int]) -> Buffer:
-    spec = TensorSpec(*arrival.spec[:4])  # whether a gradient comes back makes no other memory
+    spec = TensorSpec(*arrival.spec[:4])  # whether a gradient comes back does not change the memory
     if arrival.escapes:
         return Buffer(spec, -1)
     if not free[spec]:
@@ -196,7 +196,7 @@ def generator_spec(stage: CompiledStage) -> TensorSpec:
 def _completions(
     program: Program, rank: int, buffers: Mapping[Action, Sequence[Buffer]]
 ) -> dict[Action, tuple[Message, ...]]:
-    """For every action: the sends known to be over once what it needs is there (if that is a message at all)."""
+    """For every action that needs a message: the sends known to be over once that message has arrived."""
     peers: dict[int, Mapping[Action, int]] = {}
     open_sends: dict[int, list[tuple[int, Message]]] = defaultdict(list)  # by receiver: where it has used the message
     completes: dict[Action, tuple[Message, ...]] = {}
@@ -219,7 +219,7 @@ def _completions(
 
 
 def _positions(program: Program, peer: int, known: dict[int, Mapping[Action, int]]) -> Mapping[Action, int]:
-    """Where each action stands in the program of a rank that this one talks to; a rank talks to few."""
+    """The position of each action in the program of a peer; cached, as a rank has few peers."""
     if peer not in known:
         known[peer] = {action: at for at, action in enumerate(_flat(program.lowered.programs[peer]))}
     return known[peer]

@@ -1,4 +1,4 @@
-"""The record of a step: when each action ran on each rank, what waited and was sent, and why a rank stood still."""
+"""The record of a step: when each action ran on each rank, what waited and was sent, and why ranks were idle."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +36,7 @@ class Seen:
     sent: dict[int, int]
 
     def shifted(self, ahead: float) -> "Seen":
-        """The same on a clock that this process's one is `ahead` of."""
+        """The same times on a clock that this process's clock is `ahead` of."""
         timed = {r: [Timed(a, s - ahead, e - ahead) for a, s, e in found] for r, found in self.timed.items()}
         return Seen(self.begin - ahead, self.end - ahead, timed, self.held, self.sent)
 

@@ -1,7 +1,7 @@
 """Preparing a stage to run: every value gets a register, every piece of its graphs a plan of registers.
 
 At run time a microbatch is one list of values, the registers; a pass fetches its inputs by index, frees those that no
-later pass reads, and stores what it keeps. All that could be decided beforehand is decided here, once per program.
+later pass reads, and stores what it keeps. Everything that can be decided beforehand is decided here, once per program.
 """
 
 from collections.abc import Mapping
@@ -49,11 +49,11 @@ class Call:
 class CompiledStage:
     """A stage ready to run.
 
-    `template` is a microbatch before its F: what is resident stands in its register, the others are None. `inputs` are
-    the registers of user inputs by path, `arrivals` those of what arrives in F, `tangents` in B. `passing` names the
-    registers that hold values of one microbatch only. `generator_arrives` and `generator_leaves` say whether generator
-    state travels with F, which `relay` continues; `mergeable` that its calls run its graphs as they are, so that a pair
-    can be one graph.
+    `template` is a microbatch before its F: resident values are in their registers, the other registers are None.
+    `inputs` are the registers of user inputs by path, `arrivals` those of what arrives in F, `tangents` in B.
+    `passing` names the registers that hold values of one microbatch only. `generator_arrives` and `generator_leaves`
+    say whether generator state travels with F, which `relay` continues; `mergeable` that its calls run its graphs as
+    they are, so that a pair can be one graph.
     """
 
     program: StageProgram
@@ -153,7 +153,8 @@ def _call(program: StageProgram, name: str, run: Run, registers: Mapping[Slot, i
 
 
 def _named(piece: Piece, kind: str) -> tuple[tuple[int, str], ...]:
-    """The results of one kind; a parameter may have several gradients, one per use (see `passes.sharing`)."""
+    """The results of one kind; a parameter may have several gradients, one per use (see
+    `zbcompile.passes.partition.shared_parameters`)."""
     return tuple((place, slot.name) for place, slot in enumerate(piece.outputs) if slot.kind == kind)
 
 
@@ -165,7 +166,7 @@ def later_reads(program: StageProgram, name: str) -> frozenset[Slot]:
 
 @dataclass(frozen=True)
 class Arrival:
-    """What becomes of a tensor that arrives: the passes that read it, or a view of it; `escapes` if it is passed on."""
+    """The uses of a tensor that arrives: the passes that read it, or a view of it; `escapes` if it is passed on."""
 
     spec: TensorSpec
     readers: frozenset[str]

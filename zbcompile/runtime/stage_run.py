@@ -117,8 +117,8 @@ class StageRun:
             torch.manual_seed(self.seeds[microbatch])
 
     def _take(self, call: Call, frame: Frame) -> Tensors:
-        """The inputs of a piece. What no later pass reads leaves the frame, so that the graph frees it at its last
-        use."""
+        """The inputs of a piece. Values that no later pass reads leave the frame, so that the graph frees them at
+        their last use."""
         if call.accumulators:
             self._add_accumulators(call, frame)
         values = [frame[place] for place in call.takes]
@@ -148,7 +148,7 @@ class StageRun:
         return {t.untyped_storage().data_ptr() for t in whole}
 
     def check_empty(self) -> None:
-        """After a step nothing may wait; anything that does is a fault of the schedule or of this runtime."""
+        """Require that no value waits after a step; one that does is a bug of the schedule or of this runtime."""
         if self.frames:
             raise PipelineError(
                 f"stage {self.stage.index} ended the step with microbatches {sorted(self.frames)} still waiting for "

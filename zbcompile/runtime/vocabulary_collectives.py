@@ -1,4 +1,4 @@
-"""The collectives of the vocabulary passes: between the shards of one process, or over a process group of their own.
+"""The collectives of the vocabulary passes: between the shards of one process, or over a separate process group.
 
 CAST carries the last stage's output to all shards, STATS gathers what S made and, with one barrier, sums the parts of
 the input gradient on the rank of the last stage; with two barriers SUM does that after T. LOOKUP sums the looked up
@@ -114,8 +114,8 @@ def _sum_in_order(parts: list[torch.Tensor]) -> torch.Tensor:
 
 @dataclass
 class GroupCollectives:
-    """This process is one rank of `group`. Collectives run in the order of their posts beside the passes: on a thread
-    of their own where the host carries them out (gloo), on `stream` on CUDA."""
+    """This process is one rank of `group`. Collectives run in the order of their posts beside the passes: on a
+    separate thread if the host carries them out (gloo), on `stream` on CUDA."""
 
     group: dist.ProcessGroup
     roots: Roots
@@ -145,10 +145,10 @@ class GroupCollectives:
             self._on_stream(job, op, microbatch)
 
     def _on_stream(self, job: Job, op: str, microbatch: int) -> None:
-        """Behind what the compute stream has been given so far; whoever waits makes the compute stream wait."""
+        """Run after everything that the compute stream has been given so far; a wait makes the compute stream wait."""
         assert self.stream is not None
         for value in (*self.shard.states.get(microbatch, {}).values(), *self._of_input_layer):
-            value.record_stream(self.stream)  # else its memory could be used again while it is sent
+            value.record_stream(self.stream)  # otherwise its memory could be reused while it is sent
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             job(microbatch)

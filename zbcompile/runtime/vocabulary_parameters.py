@@ -1,7 +1,7 @@
 """The parameters of the output layer, sharded by rows: what each rank trains, and what a step needs of it.
 
-A shard is a view of the model's own parameter. In one process all shards are there, so the model's parameter itself is
-what an optimizer sees; as one rank of a group it sees a parameter of its own that holds this rank's rows.
+In one process all shards exist, as views of the model's own parameter, and an optimizer sees that parameter. As one
+rank of a group it sees a separate parameter that holds this rank's rows.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,7 +27,7 @@ from zbcompile.torch_private import with_offset
 
 @dataclass
 class VocabularyShards:
-    """The shards that live in this process. `rank` is None where all do; `own` are the parameters of its rows.
+    """The shards that live in this process. `rank` is None if all do; `own` are the parameters of its rows.
 
     `whole` are the model's own parameters. One that is on the meta device stays there, and only the rows get memory.
     """
@@ -113,7 +113,7 @@ class VocabularyShards:
     def distributed(self, name: str, rows: torch.Tensor, group: dist.ProcessGroup) -> Any:
         """This rank's `rows` of a parameter, or of something of its shape (a moment of Adam), as a DTensor.
 
-        The DTensor's own rule of sharding knows equal parts alone; of others it is told where they belong.
+        DTensor's own sharding rule supports only equal parts; for unequal parts the offsets are given explicitly.
         """
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.tensor import DTensor, Shard
@@ -142,13 +142,13 @@ class VocabularyExecutable:
     stream: torch.cuda.Stream | None
 
     def begin_step(self, gradients: Gradients, tied: Mapping[str, int]) -> None:
-        """A rank that looks up a tied embedding needs all rows as the optimizers have left them."""
+        """Gather all rows, as the optimizers have left them, on a rank that looks up a tied embedding."""
         if self.group is not None and tied:
             gradients.whole = {name: self.rows.whole[name] for name in tied}
             self.rows.gather(self.group)
 
     def end_step(self, gradients: Gradients, tied: Mapping[str, int]) -> None:
-        """Every rank gets the gradients of its rows of a tied embedding."""
+        """Give every rank the gradients of its rows of a tied embedding."""
         if self.group is not None and tied:
             self.rows.share_lookups(gradients, tied, self.group)
 

@@ -48,7 +48,7 @@ def prepare_shard(
 @dataclass
 class ShardRun:
     """A shard during one step: `states[microbatch]` holds what waits for its next pass, `looked_up[microbatch]` the
-    rows for the first stage, where that is here, `spreads[microbatch]` their gradient.
+    rows for the first stage, if that is here, `spreads[microbatch]` their gradient.
 
     `accumulator` gives the tensor that the gradient of a parameter's rows is added into, `factor` is the tangent of a
     microbatch's loss.
@@ -64,7 +64,7 @@ class ShardRun:
     spreads: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def receive(self, microbatch: int, hidden: torch.Tensor) -> None:
-        """The last stage's output has arrived (or was made here)."""
+        """Store the last stage's output, which has arrived or was made here."""
         self.states[microbatch] = {HIDDEN: hidden}
 
     def scan(self, microbatch: int) -> None:
@@ -93,7 +93,7 @@ class ShardRun:
             self.states[microbatch] = {GRADIENT: made[GRADIENT]}
 
     def part(self, microbatch: int) -> torch.Tensor:
-        """What T made for the input gradient."""
+        """T's part of the input gradient."""
         return self.states.pop(microbatch)[GRADIENT]
 
     def look_up(self, microbatch: int) -> torch.Tensor:
@@ -133,7 +133,7 @@ class ShardRun:
         return sum(storages.values())
 
     def check_empty(self) -> None:
-        """After a step nothing may wait."""
+        """Require that no value waits after a step."""
         waiting = {*self.states, *self.looked_up, *self.spreads}
         if waiting:
             raise PipelineError(

@@ -1,4 +1,4 @@
-"""A rank's way to the others where the output layer is sharded: messages between stages, and the collectives."""
+"""The transport of a rank if the output layer is sharded: messages between stages, and the collectives."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,8 +16,8 @@ from zbcompile.schedules.ir.actions import COLLECTIVES, LOOKUP, SPREAD
 class VocabularyTransport:
     """A rank's transport with the collectives beside the messages between stages.
 
-    Gradients of a sharded embedding arrive with SPREAD and wait until a collective that was posted behind it is waited
-    for: then they are there for certain, and are always added in the same place of the step. `spread` are the
+    Gradients of a sharded embedding arrive with SPREAD and wait until a collective that was posted after it is
+    awaited: then they have certainly arrived, and are always added at the same place of the step. `spread` are the
     microbatches in the order of their posts, of which `added` have been added; `before` says how many were posted
     before another collective.
     """
