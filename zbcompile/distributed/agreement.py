@@ -12,7 +12,8 @@ Result = TypeVar("Result")
 
 
 def together(ranks: Ranks, what: str, make: Callable[[], Result]) -> Result:
-    """Run `make` on every rank; when it fails on any, every rank raises: its own error, or one that names the rank."""
+    """Run `make` on every rank; if it fails on any rank, every rank raises: its own error, or one that names that
+    rank."""
     result, error = None, None
     try:
         result = make()
@@ -56,7 +57,7 @@ def require_equal_programs(
 
 
 def agreed_seconds(ranks: Ranks, seconds: Mapping[str, float]) -> dict[str, float]:
-    """The median of measured times over all ranks, which then cut alike."""
+    """The median of measured times over all ranks, so that all of them choose the same cuts."""
     with ranks.watch.position.waiting("the comparison of measured times"):
         reports = ranks.gather(dict(seconds))
     keys = dict.fromkeys(key for report in reports for key in report)
@@ -64,7 +65,7 @@ def agreed_seconds(ranks: Ranks, seconds: Mapping[str, float]) -> dict[str, floa
 
 
 def first_difference(name: str, one: Any, other: Any) -> tuple[str, Any, Any]:
-    """Down to the entry in which lists of one length, or mappings with the same keys, differ first.
+    """The first entry in which lists of one length, or mappings with the same keys, differ, however deep.
 
     >>> first_difference("graphs", ["a", "b"], ["a", "c"])
     ('graphs[1]', 'b', 'c')

@@ -1,13 +1,13 @@
 """Channels: what carries messages from rank to rank.
 
-gloo pairs messages by their tags, so one process group carries them all. NCCL knows no tags: it pairs the operations of
+gloo pairs messages by their tags, so one process group carries them all. NCCL has no tags: it pairs the operations of
 a communicator by their order, and runs them on one stream, one after the other. Two things can go wrong there. A send
 may stand behind a receive that was posted early, for a message that is made from what is sent: so no two channels may
 share a communicator, not the two directions of a pair of ranks (which share one by default), nor the pairs of a group
 (which do once it is bound to a device, `init_process_group(device_id=...)`). And both ends may post in different
-orders. So every channel, from one rank to another, has a group of its own, made beside those of torch.distributed, and
-`schedules.communication` proves that both ends post the same messages in the same order. Each group has its own
-stream, so that a channel waits neither for another one nor for the passes.
+orders. So every channel, from one rank to another, has a separate group, made beside those of torch.distributed, and
+`zbcompile.schedules.checking.communication_rules` proves that both ends post the same messages in the same order. Each
+group has its own stream, so that a channel waits neither for another one nor for the passes.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,7 +38,7 @@ class Link(Protocol):
 
 
 class Channels(Protocol):
-    """`send` and `receive` begin to move one tensor, the `index`-th of a message; the work that they return waits."""
+    """`send` and `receive` start moving one tensor, the `index`-th of a message, and return a work to wait for."""
 
     def send(self, tensor: torch.Tensor, message: Message, index: int, peer: int) -> dist.Work: ...
     def receive(self, tensor: torch.Tensor, message: Message, index: int, peer: int) -> dist.Work: ...
@@ -76,7 +76,7 @@ class Ordered:
         return self.inward[peer].recv([tensor], SOURCE, 0)
 
     def close(self, backend: str) -> None:
-        """End the connections. gloo's end with their groups."""
+        """Close the connections. gloo's close with their groups."""
         for link in self.links if backend == "nccl" else ():
             link.shutdown()
 
@@ -88,7 +88,7 @@ class Ordered:
 def open_channels(
     backend: str, pairs: Sequence[Pair], rank: int, store: dist.Store, device: torch.device, timeout: float
 ) -> Ordered:
-    """Open this rank's channels; all ranks must call it, with the same `pairs`. `store` is theirs alone.
+    """Open this rank's channels; all ranks must call it, with the same `pairs`. Only they use `store`.
 
     Opening one waits for the other end (a NCCL communicator is made by its first operation), so all ranks go through
     theirs in one common order: both ends of the lowest-numbered unopened channel are waiting on it, so this cannot

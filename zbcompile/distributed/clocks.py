@@ -1,4 +1,4 @@
-"""Clocks: when something happened on a device, and on one clock for all ranks."""
+"""Clocks: times of events on a device, on one clock for all ranks."""
 
 import time
 from typing import Any, Protocol
@@ -10,7 +10,8 @@ ROUNDS = 10  # of a ping; the fastest one counts
 
 
 class Clock(Protocol):
-    """`mark` notes now without waiting for the device; `seconds` says later when that was, on this host's clock."""
+    """`mark` records the current time without waiting for the device; `seconds` returns it later, on this host's
+    clock."""
 
     def mark(self) -> Any: ...
     def seconds(self, mark: Any) -> float: ...

@@ -1,5 +1,5 @@
-"""What several ranks hold must be equal on all of them: tied parameters, model copies, replicas. A model that each rank
-seeds by itself would train on, with a loss that belongs to no model."""
+"""Check that tensors held by several ranks are equal: tied parameters, model copies, replicas. Otherwise a model that
+each rank seeds by itself would train on, with a loss that belongs to no model."""
 
 from collections.abc import Mapping
 
@@ -8,7 +8,7 @@ import torch
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 
-CHUNK = 1 << 20  # elements that are weighed together
+CHUNK = 1 << 20  # elements that are summed at a time
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

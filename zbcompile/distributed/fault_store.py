@@ -21,8 +21,8 @@ class _Closed:
 
 
 class Board:
-    """One pipeline's keys in the store of its process group, over a connection of its own (a blocked call on the
-    group's own connection must not keep the watchdog from reading)."""
+    """One pipeline's keys in the store of its process group, over a separate connection (a blocked call on the
+    group's connection must not keep the watchdog from reading)."""
 
     def __init__(self, group: dist.ProcessGroup, members: Sequence[int], rank: int) -> None:
         self.members = tuple(members)
@@ -34,12 +34,13 @@ class Board:
         self._store: Any = dist.PrefixStore(self._name, store)
 
     def private_store(self, group: dist.ProcessGroup) -> dist.Store:
-        """A place for the ranks of `group` to meet, which they share with no other group or pipeline."""
+        """A rendezvous store for the ranks of `group`, shared with no other group or pipeline."""
         first = dist.get_process_group_ranks(group)[0]
         return dist.PrefixStore(f"{self._name}/channels/{first}", group.get_group_store())
 
     def exchange(self, what: str, value: str, timeout: float) -> dict[int, str]:
-        """What every rank says about `what`, once they all have. Raises PipelineError after `timeout` seconds."""
+        """The values of all ranks for `what`, once every rank has given one. Raises PipelineError after `timeout`
+        seconds."""
         keys = {rank: f"{what}/{rank}" for rank in self.members}
         self._store.set(keys[self.rank], value)
         try:
@@ -53,11 +54,11 @@ class Board:
         return {rank: self._store.get(key).decode() for rank, key in keys.items()}
 
     def beat(self, status: Status) -> None:
-        """Show that this process lives, and where it is."""
+        """Publish this process's heartbeat and position."""
         self._store.set(f"status/{self.rank}", status.text())
 
     def statuses(self) -> dict[int, Status]:
-        """The latest of every rank; NEVER for one that has not been here."""
+        """The latest status of every rank; NEVER for one that has not published any."""
         return {rank: self.status(rank) for rank in self.members}
 
     def status(self, rank: int) -> Status:
@@ -65,7 +66,7 @@ class Board:
         return Status.read(self._store.get(key).decode()) if self._store.check([key]) else NEVER
 
     def post(self, region: int, fault: Fault) -> Fault:
-        """Post a fault of a region. The first one stays: the result is the one that all ranks see."""
+        """Post a fault of a region; return the fault that all ranks see, which is the first one posted."""
         return Fault.read(self._store.compare_set(f"fault/{region}", "", fault.text()).decode())
 
     def posted(self, region: int) -> Fault | None:
@@ -76,18 +77,18 @@ class Board:
         return None
 
     def end(self, fault: Fault) -> None:
-        """Nothing can be sent any more, because of `fault`."""
+        """Record that nothing can be sent any more, because of `fault`."""
         self._store.set("ended", fault.text())
 
     def leave(self, region: int) -> None:
-        """This rank has learnt of the fault of a region."""
+        """Record that this rank has learnt of the fault of a region."""
         self._store.add(f"left/{region}", 1)
 
     def all_left(self, region: int) -> bool:
-        """Have all ranks?"""
+        """Whether all ranks have learnt of the fault of a region."""
         return self._store.add(f"left/{region}", 0) >= len(self.members)
 
     def close(self) -> None:
-        """Let go of the store: a process that keeps it can then end it. What is asked of the board from then on raises
-        RuntimeError, as of a store that does not answer."""
+        """Release the store, so that the process that hosts it can end it. Later calls on the board raise
+        RuntimeError, as if the store did not answer."""
         self._store = _Closed()

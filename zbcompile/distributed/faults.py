@@ -1,4 +1,4 @@
-"""What can break while ranks depend on each other, and how it is told: where a rank is, what ended it, whose fault."""
+"""Faults: the position of a rank, what ended its step, and which rank is to blame."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -55,7 +55,7 @@ class Position:
 
     @contextmanager
     def turn_to(self, doing: str) -> Iterator[None]:
-        """A part of a call that some ranks may take and others not, by mistake."""
+        """Enter a part of a call that, by mistake, some ranks may take and others not."""
         before, self.doing = self.doing, doing
         yield
         self.doing = before
@@ -71,7 +71,7 @@ class Position:
 
 @dataclass(frozen=True)
 class Status:
-    """A rank's position as the others see it; `beat` grows for as long as its process lives."""
+    """A rank's position as other ranks see it; `beat` grows for as long as its process lives."""
 
     beat: int
     region: int
@@ -95,7 +95,7 @@ NEVER = Status(beat=-1, region=-1, doing="its first call", action="", waits=Fals
 
 
 def find_dead(own: int, before: Mapping[int, Status], after: Mapping[int, Status]) -> Fault | None:
-    """The first other rank whose heart did not beat between two looks at all ranks."""
+    """The first other rank without a heartbeat between two readings of all statuses."""
     here = after[own]
     for rank, status in after.items():
         if rank != own and status.beat == before[rank].beat:
@@ -125,8 +125,8 @@ def find_stray(own: int, statuses: Mapping[int, Status]) -> Fault | None:
 
 
 def find_late(own: int, statuses: Mapping[int, Status], seconds: float, on_device: bool = False) -> Fault:
-    """Identify which rank a timed-out rank was waiting for: one that never came, one that is busy, or none. Where its
-    device waits and not its host, hosts that are as far say nothing."""
+    """Identify which rank a timed-out rank was waiting for: one that never came, one that is busy, or none. If its
+    device waits and not its host, hosts at the same position prove nothing."""
     here = statuses[own]
     waited = f"rank {own} waited {seconds:g} s for it at {here.where}"
     for rank, status in sorted(statuses.items(), key=lambda item: item[1].region):

@@ -1,4 +1,4 @@
-"""Which GPU each process has: a different one for every local rank."""
+"""Assignment of GPUs: a different one for every local rank."""
 
 import os
 from collections.abc import Mapping
@@ -16,8 +16,8 @@ def take_gpu() -> None:
 
 
 def own_gpu(environment: Mapping[str, str], count: int) -> int:
-    """The index of this process's GPU among `count`. A single one is taken as it is: a launcher may show every process
-    another one; `require_own_gpus` finds out.
+    """The index of this process's GPU among `count`. A single one is simply taken: a launcher may show each process a
+    different one, which `require_own_gpus` verifies.
 
     >>> own_gpu({"LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "4"}, count=8)
     2

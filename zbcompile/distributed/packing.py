@@ -7,7 +7,7 @@ from zbcompile.passes.graph.strides import is_dense, packed_layout
 
 
 def packed(tensor: torch.Tensor) -> torch.Tensor:
-    """Each element once and without gaps: `tensor` itself where it is dense."""
+    """Each element once and without gaps: `tensor` itself if it is dense."""
     if tensor.is_contiguous() or is_dense(tensor):
         return tensor
     shape, strides = packed_layout(tensor.shape, tensor.stride())
@@ -21,7 +21,7 @@ def packed_buffer(spec: TensorSpec, device: torch.device) -> torch.Tensor:
 
 
 def laid_out(value: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """`value`, packed or not, with the strides that the graph was traced for; a copy only where they differ."""
+    """`value`, packed or not, with the strides that the graph was traced for; a copy only if they differ."""
     if value.shape == spec.shape and (value.stride() == spec.stride or _same_strides(value, spec)):
         return value
     once, _ = packed_layout(spec.shape, spec.stride)
@@ -38,11 +38,11 @@ def as_contiguous(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _copied(tensor: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
-    """The first elements of each dimension, in memory of their own."""
+    """A copy of the first elements of each dimension."""
     first = tensor[tuple(slice(size) for size in shape)]
     return torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(first)
 
 
 def _same_strides(value: torch.Tensor, spec: TensorSpec) -> bool:
-    """Strides of dimensions of size 1 mean nothing."""
+    """Whether strides agree, except in dimensions of size 1, where they mean nothing."""
     return all(a == b or size == 1 for a, b, size in zip(value.stride(), spec.stride, value.shape, strict=True))

@@ -64,15 +64,15 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def own_device(kind: str) -> torch.device:
-    """This process's device of a kind; the CPU where there is none of it."""
+    """This process's device of a kind; the CPU if it has none."""
     if kind == "cuda" and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
 def start_group(find_device: FindDevice, timeout: float) -> None:
-    """What a script under torchrun would write itself: each local rank takes its own GPU, and the group has the backend
-    of the model's device. torch's own watchdog, which ends the process, comes after this package's."""
+    """Do what a script under torchrun would do itself: each local rank takes its own GPU, and the group gets the
+    backend of the model's device. torch's own watchdog, which ends the process, comes after this package's."""
     if "RANK" not in os.environ:
         raise PipelineError("there are no other processes. Start the command with torchrun.")
     if torch.cuda.is_available():
@@ -91,7 +91,7 @@ def start_group(find_device: FindDevice, timeout: float) -> None:
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     """The backend by which a group moves the tensors of a device: "gloo" for the CPU, "nccl" for CUDA. Raises
-    PipelineError where it has another one, or none."""
+    PipelineError if it has another one, or none."""
     backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
     wanted, found = {"cpu": "gloo", "cuda": "nccl"}.get(device.type, "none"), backends.get(device.type, "none")
     if found != wanted or wanted == "none":

@@ -70,7 +70,7 @@ class Ranks(Protocol):
         ...
 
     def transport(self, schedule: Schedule, microbatches: int, buffers: ReceiveBuffers) -> Transport:
-        """What carries the messages of one pass over `microbatches` microbatches."""
+        """The transport for the messages of one pass over `microbatches` microbatches."""
         ...
 
     def collective_group(self) -> dist.ProcessGroup | None:
@@ -145,7 +145,7 @@ class GroupRanks:
     backend: str
     watch: Watch
     replicas: Replicas
-    ordered: bool  # messages are told apart by their order alone, as NCCL does
+    ordered: bool  # messages are told apart only by their order, as with NCCL
     collectives: dist.ProcessGroup | None = None
     opened: Ordered | None = None
 

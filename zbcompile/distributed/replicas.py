@@ -32,5 +32,5 @@ class Replicas:
                 dist.broadcast(flat, group=self.group, group_src=0)
 
     def forget(self) -> None:
-        """The gradients of a failed step are gone."""
+        """Forget the gradients of a failed step."""
         self.partial = False

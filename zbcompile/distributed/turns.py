@@ -1,4 +1,4 @@
-"""Threads take turns: what a pipeline works with belongs to the process.
+"""Threads take turns, because a pipeline works with state of the whole process.
 
 Torch draws the random numbers of all threads from one generator per device, and a capture replaces parts of torch while
 it runs. So one pipeline at a time compiles, steps or evaluates.
@@ -17,8 +17,9 @@ _PROCESS = threading.RLock()
 
 @dataclass
 class Turns:
-    """The calls of one pipeline. Other pipelines of the process wait for their turn if `wait`; where several processes
-    could wait for each other's turns without end they are refused, as a second thread in this pipeline always is."""
+    """The calls of one pipeline. Other pipelines of the process wait for their turn if `wait`; otherwise they are
+    refused, because several processes could deadlock on each other's turns. A second thread in this pipeline is always
+    refused."""
 
     wait: bool
     _here: Any = field(default_factory=threading.RLock)

@@ -29,9 +29,9 @@ from zbcompile.schedules.ir.actions import Action
 
 INTERVAL = 0.5  # seconds between two signs of life
 SILENCE = 4 * INTERVAL  # a process that shows none for this long, while a connection is lost, is gone
-LEAVING = 3 * INTERVAL  # how long a rank that knows of a fault stays until the others know of it too
+LEAVING = 3 * INTERVAL  # how long a rank that knows of a fault stays until the other ranks know of it too
 STRAY = 3.0  # seconds after which ranks that wait in different calls are not just on their way
-UNUSED_TAG = 1 << 30  # no message has it
+UNUSED_TAG = 1 << 30  # no message uses it
 Group = dist.ProcessGroup | Link
 
 
@@ -62,14 +62,14 @@ class Alone:
 
 
 def own_fault(position: Position, error: BaseException) -> Fault:
-    """What this rank did to itself."""
+    """The fault that this rank caused itself."""
     return Fault(position.rank, position.status().where, f"{type(error).__name__}: {error}")
 
 
 @dataclass
 class Watch:
-    """This process is one rank of several. `groups` are all that its pipeline talks through, by way of `backend`,
-    `inner` those that its graphs do, with ranks of other pipelines; `timeout` is how many seconds it waits for another
+    """This process is one rank of several. `groups` are all those that its pipeline uses, by way of `backend`,
+    `inner` those that its graphs use, with ranks of other pipelines; `timeout` is how many seconds it waits for another
     rank, and `progress` says how far its device is."""
 
     position: Position
@@ -91,7 +91,7 @@ class Watch:
 
     @contextlib.contextmanager
     def region(self, doing: str) -> Iterator[None]:
-        """Around a call that all ranks make. Whatever ends it on one rank ends it on all."""
+        """Wrap a call that all ranks make: whatever ends it on one rank ends it on all."""
         self._require_open()
         with self.turns.take(doing):
             self.position.enter(doing)
@@ -111,7 +111,7 @@ class Watch:
         return error
 
     def close(self) -> None:
-        """End the thread and let go of the store."""
+        """End the thread and release the store."""
         self.stopped.set()
         if self._thread is not threading.current_thread():
             self._thread.join(4 * INTERVAL)
