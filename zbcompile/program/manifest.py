@@ -39,7 +39,7 @@ class SavedProgram(Program):
 
     @property
     def digest(self) -> str:
-        """Equal for equal manifests."""
+        """The hash of the manifest."""
         return str((self.written or {})["digest"])
 
     @cached_property
@@ -74,7 +74,7 @@ def manifest_to_text(program: Program, hashes: Mapping[str, str], operators: lis
 
 
 def manifest_from_text(text: str, where: str) -> dict[str, Any]:
-    """The parsed manifest. Raises PipelineError for one that is damaged, or that this release or torch cannot run."""
+    """The parsed manifest. Raises PipelineError if it is damaged, or if this release or this torch cannot run it."""
     try:
         data = json.loads(text)
         if data["format"] != FORMAT:
@@ -116,7 +116,7 @@ def digest_of(data: Mapping[str, Any]) -> str:
 
 
 def program_from_manifest(data: Mapping[str, Any], lowered: Lowered, device: torch.device) -> SavedProgram:
-    """The program with no graphs yet. Raises KeyError, TypeError or ValueError for data of another form."""
+    """The program, still without graphs. Raises KeyError, TypeError or ValueError for data of another form."""
     members = tuple(Member(n, k, tuple(shape), tuple(stride), *rest) for n, k, shape, stride, *rest in data["model"])
     cuts: dict[str, Any] = {
         name: tuple(each) if isinstance(each, list) else each for name, each in data["cuts"].items()

@@ -27,8 +27,8 @@ class Program:
 
     `stages[i]` is the program of stage i, `lowered.programs[rank]` the actions of a rank with their communication,
     `homes` the stages that use each parameter and buffer (tied ones under their first name), `cuts` where the model
-    was cut, `model` what is known of the model, `call` what a microbatch looks like (see `call_of`), `writer` what
-    saves it, `vocabulary` the output layer where that is sharded over all ranks. `groups`
+    was cut, `model` what is known of the model, `call` the form of a microbatch (see `call_of`), `writer` the function
+    that saves it, `vocabulary` the output layer if that is sharded over all ranks. `groups`
     are this process's names of the process groups that the graphs call `group0`, `group1`, and so on.
     """
 
@@ -107,7 +107,7 @@ class Program:
         a program, which is replaced. The same model, options and versions give the same bytes. It holds no parameters:
         save `pipe.state_dict(full=True)` beside it.
 
-        Raises PipelineError, on every rank, where it cannot be written; CompileError for an operation that a program
+        Raises PipelineError, on every rank, if it cannot be written; CompileError for an operation that a program
         cannot hold.
         """
         if self.writer is None:
@@ -116,7 +116,7 @@ class Program:
 
     @cached_property
     def manifest(self) -> dict[str, Any]:
-        """What must be equal on every rank, as plain data."""
+        """The part of the program that must be equal on every rank, as plain data."""
         return {
             "zbcompile": __version__,
             "torch": torch.__version__,
@@ -147,7 +147,7 @@ class Program:
 
 
 def call_of(microbatch: Microbatch) -> tuple[str, ...]:
-    """What a microbatch looks like to a compiled program: its structure, then every input with its path."""
+    """The form of a microbatch as a compiled program sees it: its structure, then every input with its path."""
     leaves = zip(microbatch.paths, microbatch.leaves, strict=True)
     return (str(microbatch.structure), *(f"{path}: {_described(leaf)}" for path, leaf in leaves))
 

@@ -131,7 +131,7 @@ def part_from_files(
     device: torch.device,
     foreign: Collection[str],
 ) -> RankPart:
-    """What `files_of` wrote, from its parsed files; `numbers` are those of `graph_files`."""
+    """The part that `files_of` wrote, from its parsed files; `numbers` are those of `graph_files`."""
     tensors = tensors_from_bytes(content, index["strides"], device)
     reading = Reading(device, tensors, foreign)
     pieces = {
@@ -155,12 +155,12 @@ def tensors_to_bytes(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, Stride
 
 
 def tensors_from_bytes(content: bytes, strides: Strides, device: torch.device) -> dict[str, torch.Tensor]:
-    """What `tensors_to_bytes` wrote, with the strides that the tensors had."""
+    """The tensors that `tensors_to_bytes` wrote, with their original strides."""
     return {name: _laid_out(tensor.to(device), strides[name]) for name, tensor in load(content).items()}
 
 
 def _laid_out(tensor: torch.Tensor, stride: list[int]) -> torch.Tensor:
-    """`tensor` with other strides; along those of 0 one entry stands for all."""
+    """`tensor` with other strides; along a stride of 0 one entry represents all."""
     if list(tensor.stride()) == stride:
         return tensor
     core = tensor[tuple(slice(0, 1) if step == 0 else slice(None) for step in stride)]

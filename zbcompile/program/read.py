@@ -32,7 +32,7 @@ MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError, Runtim
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a program directory. Raises PipelineError where there is none, or not a good one."""
+    """The manifest of a program directory. Raises PipelineError if it is missing or damaged."""
     path = folder / MANIFEST
     if not path.is_file():
         raise PipelineError(
@@ -92,7 +92,7 @@ class _Reader:
         self.hashes = hashes
 
     def bytes(self, name: str) -> bytes:
-        """The content of a file. Raises PipelineError where it is missing or not what was written."""
+        """The content of a file. Raises PipelineError if it is missing or was changed."""
         path = self.folder / name
         try:
             content = path.read_bytes()
@@ -112,7 +112,7 @@ class _Reader:
         return json.loads(self.bytes(name))
 
     def sound(self, make: Callable[[], SavedProgram]) -> SavedProgram:
-        """Run `make`; what it cannot make sense of is reported as a damaged directory."""
+        """Run `make`; report data that it cannot interpret as a damaged directory."""
         try:
             return make()
         except (PipelineError, CompileError):

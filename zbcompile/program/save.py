@@ -1,6 +1,6 @@
 """Saving a program: every rank writes its own part of a directory, and the manifest comes last.
 
-A directory without a manifest is no program, so one that was left half written is never mistaken for a whole one.
+A directory without a manifest is not a program, so a half-written one is never mistaken for a complete one.
 """
 
 import hashlib
@@ -44,7 +44,7 @@ def save_here(program: Program, directory: Path) -> None:
 
 
 def _prepare(program: Program, directory: Path, leads: bool) -> None:
-    """Refuse what cannot be saved; then no manifest is left, nor a rank of an older program."""
+    """Refuse a program that cannot be saved; then remove the manifest and the ranks of an older program."""
     _refuse(program)
     if not leads:
         return
@@ -55,7 +55,7 @@ def _prepare(program: Program, directory: Path, leads: bool) -> None:
 
 
 def program_in(directory: Path) -> list[Path]:
-    """The files of the program in `directory`, none where it is new. Raises PipelineError where none can go there."""
+    """The files of the program in `directory`, none if it is new. Raises PipelineError if no program can go there."""
     if directory.exists() and not directory.is_dir():
         raise PipelineError(f"{directory} is a file; expected a directory, or a name that is free.")
     held = sorted(directory.iterdir()) if directory.exists() else []

@@ -1,5 +1,5 @@
-"""Outlines as data: all that is known of a stage, or of a sharded output layer, beside its graphs. Every rank knows
-every stage's."""
+"""Outlines as data: everything about a stage, or a sharded output layer, except its graphs. Every rank has every
+stage's."""
 
 from dataclasses import asdict
 from typing import Any
@@ -58,7 +58,7 @@ def vocabulary_to_data(found: VocabularyProgram | None) -> dict[str, Any] | None
 
 
 def vocabulary_from_data(data: dict[str, Any] | None, device: str) -> VocabularyProgram | None:
-    """The output layer; no rank's graphs are there yet."""
+    """The output layer, still without the graphs of any rank."""
     if data is None:
         return None
     fields: dict[str, Any] = {name: data[name] for name in SHARDING}
