@@ -1,6 +1,6 @@
 """Checkpoints: the state of a training run under the model's own names, for any number of ranks and any schedule.
 
-docs/running.md describes what lies in the directory.
+docs/running.md describes the contents of the directory.
 """
 
 import io
@@ -33,7 +33,7 @@ Values = dict[str, Any]
 @dataclass(frozen=True)
 class Checkpoint:
     """A checkpoint that was loaded: how many steps had been trained, the `extra` that was saved, its directory (None
-    where there was none), and the state of the first rank's generators (see `random_state.py`)."""
+    if there was none), and the state of the first rank's generators (see `random_state.py`)."""
 
     step: int
     extra: Any = None
@@ -53,7 +53,7 @@ def save_checkpoint(
     """Write a checkpoint into `folder`, which all ranks see; every rank must call it. Returns the new directory.
 
     Each rank writes what it owns, tied parameters and copies of a stage once, by torch.distributed.checkpoint. The
-    directory appears under its name when everything is on the disk: a crash leaves the ones before as they are. Only
+    directory appears under its name once everything is on disk: a crash leaves earlier checkpoints intact. Only
     one training run may write to a folder.
 
     Args:
@@ -64,7 +64,7 @@ def save_checkpoint(
             lists, dicts. The first rank's is saved.
         keep: remove all but the newest `keep` checkpoints up to this one, once it is complete.
 
-    Raises PipelineError, on every rank, where it cannot be written.
+    Raises PipelineError, on every rank, if it cannot be written.
 
     >>> zbcompile.save_checkpoint("checkpoints", pipe, optimizer, keep=3)           # doctest: +SKIP
     PosixPath('checkpoints/step-00000020')
@@ -100,16 +100,16 @@ def load_checkpoint(
 ) -> Checkpoint:
     """Continue from a checkpoint, saved at any number of ranks, under any schedule, or from a plain model.
 
-    Every rank must call it, and reads its own part alone. Tensors are filled in place.
+    Every rank must call it, and reads only its own part. Tensors are filled in place.
 
     Args:
         path: a checkpoint, or a folder of them, whose newest complete one is taken.
         source: a compiled or loaded pipeline, whose `step_index` is set too; or a plain model in one process.
         optimizer: gets the saved state and options; without it only the model is loaded.
-        required: whether to raise where there is none; else the `step` of the result is 0 and its `path` None.
+        required: whether to raise if there is none; otherwise the `step` of the result is 0 and its `path` None.
         random: also set the generators of Python, torch and numpy to where the first rank's were.
 
-    Raises PipelineError, on every rank and before anything is changed, where names or shapes differ.
+    Raises PipelineError, on every rank and before anything is changed, if names or shapes differ.
 
     >>> at = zbcompile.load_checkpoint("checkpoints", pipe, optimizer, required=False)      # doctest: +SKIP
     >>> for step in range(at.step, steps): ...                                              # doctest: +SKIP
@@ -139,7 +139,7 @@ def _require_shared(partial: Path) -> None:
 
 
 def _values(holding: Holding, optimizer: Optimizer | None) -> dict[str, Values]:
-    """What this process writes. Non-tensor values are written by rank 0 only."""
+    """The values that this process writes. Non-tensor values are written by rank 0 only."""
     ranks = holding.ranks
     model = {name: tensor for name, tensor in holding.tensors.items() if holding.writes(name)}
     found = together(ranks, "saving the optimizer", lambda: optimizer_values(optimizer, holding) if optimizer else {})
@@ -159,7 +159,7 @@ def _name_in(key: str, holding: Holding) -> str:
 
 
 def _index(holding: Holding, optimizer: Optimizer | None, step: int) -> Values:
-    kinds = gathered(holding.ranks, type(optimizer).__name__ if optimizer else None)  # none where nothing is trained
+    kinds = gathered(holding.ranks, type(optimizer).__name__ if optimizer else None)  # None if nothing is trained
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -173,7 +173,7 @@ def _index(holding: Holding, optimizer: Optimizer | None, step: int) -> Values:
 
 
 def _aliases(holding: Holding) -> dict[str, str]:
-    """The further names of tied tensors, each with the name that a checkpoint has."""
+    """The other names of tied tensors, each with the name under which a checkpoint has the tensor."""
     return {m.name: m.first for m in holding.model.members if m.saved and m.first != m.name}
 
 
@@ -197,7 +197,7 @@ def _finish(partial: Path, index: Mapping[str, Any], process: bytes, keep: int |
 
 
 def read_index(path: Path) -> Values:
-    """What `checkpoint.json` says. Raises PipelineError for a directory that is no checkpoint of this format."""
+    """The content of `checkpoint.json`. Raises PipelineError if the directory is not a checkpoint of this format."""
     try:
         index = json.loads((path / INDEX).read_text())
         if index["format"] == FORMAT and index["version"] == VERSION:
@@ -223,7 +223,7 @@ def _load(path: Path, holding: Holding, optimizer: Optimizer | None, random: boo
 
 
 def _require_same_names(path: Path, saved: Mapping[str, Any], holding: Holding) -> None:
-    """The checkpoint must hold the model, whole, whatever part of it this process needs."""
+    """Require that the checkpoint holds the whole model, whatever part of it this process needs."""
     found = {key.removeprefix("model."): each for key, each in saved.items() if key.startswith("model.")}
     shapes = holding.shapes
     missing, unexpected = sorted(shapes.keys() - found.keys()), sorted(found.keys() - shapes.keys())

@@ -1,9 +1,9 @@
-"""A folder of checkpoints: each one a directory that appears under its name when all of it is on the disk.
+"""A folder of checkpoints: each one a directory that appears under its name once all of it is on disk.
 
     checkpoints/step-00000020           complete: what `latest_checkpoint` finds
     checkpoints/.step-00000040.partial  being written, or left by a process that was killed
 
-A file system with atomic renames is all that this needs.
+This needs only a file system with atomic renames.
 """
 
 import re
@@ -37,19 +37,19 @@ def _number(match: re.Match[str]) -> tuple[int, int]:
 
 
 def latest_checkpoint(folder: str | Path) -> Path | None:
-    """The newest complete checkpoint in `folder`; None where there is none. What is half written does not count."""
+    """The newest complete checkpoint in `folder`, or None. Half-written ones do not count."""
     return next(reversed(checkpoints_in(folder)), None)
 
 
 def find_checkpoint(path: str | Path) -> Path | None:
-    """`path` itself where it is a checkpoint, else the newest one in that folder."""
+    """`path` itself if it is a checkpoint, else the newest one in that folder."""
     return Path(path) if (Path(path) / INDEX).is_file() else latest_checkpoint(path)
 
 
 def begin(folder: Path, step: int) -> Path:
-    """A directory to write the checkpoint of `step` into; what interrupted ones left is removed.
+    """A directory to write the checkpoint of `step` into; the remains of interrupted ones are removed.
 
-    Only one training run may write to a folder. Raises PipelineError where it cannot be made.
+    Only one training run may write to a folder. Raises PipelineError if it cannot be made.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

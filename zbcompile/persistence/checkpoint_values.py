@@ -1,6 +1,6 @@
 """Values in the format of torch.distributed.checkpoint: every process writes its own, and reads what it asks for.
 
-That package is imported when it is used: it takes a second.
+That package is imported on use, because importing it takes a second.
 """
 
 import warnings
@@ -21,7 +21,7 @@ Values = dict[str, Any]
 
 
 def write_values(ranks: Ranks, directory: Path, values: Mapping[str, Mapping[str, Any]]) -> None:
-    """Write the values of all ranks of a pipeline, by section and key; every rank must call it. What is no tensor comes
+    """Write the values of all ranks of a pipeline, by section and key; every rank must call it. Non-tensor values come
     from the first rank."""
     import torch.distributed.checkpoint as dcp
 
@@ -30,7 +30,7 @@ def write_values(ranks: Ranks, directory: Path, values: Mapping[str, Mapping[str
     try:
         with _quiet(), ranks.watch.position.waiting("the writing of all ranks"):
             dcp.save(given, storage_writer=writer, process_group=ranks.group, no_dist=ranks.group is None)
-    except dcp.CheckpointException as error:  # no Exception; raised on every rank
+    except dcp.CheckpointException as error:  # not an Exception; raised on every rank
         raise ranks.watch.known_to_all(PipelineError(f"writing to {directory} failed: {_first(error)}")) from None
 
 
@@ -68,7 +68,7 @@ def read_values(directory: Path, wanted: Values, section: str) -> Values:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without torch's remark that one process reads or writes alone."""
+    """Suppress torch's warning that one process reads or writes alone."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield

@@ -73,7 +73,7 @@ def load(
     saved = {"seed": seed, "backend": backend, "cuda_graphs": cuda_graphs}
     asked: dict[str, Any] = {name: value for name, value in saved.items() if value is not None}
     asked |= {"ranks": ranks, "mesh": mesh, "init": init, "timeout": timeout, "debug_nan": debug_nan}
-    Options(**asked)  # a wrong value is known before anything is read
+    Options(**asked)  # a wrong value is refused before anything is read
     folder = Path(directory)
     found = _manifest_of(folder)
     if ranks is None and found.data and is_alone(mesh):
@@ -99,7 +99,7 @@ def load(
 
 @dataclass(frozen=True)
 class _Manifest:
-    """The manifest of a directory, read once; what is wrong with it is said when all ranks can hear it."""
+    """The manifest of a directory, read once; an error in it is raised later, when all ranks can learn of it."""
 
     data: dict[str, Any] | None
     problem: Exception | None = None
@@ -165,7 +165,7 @@ def _read_for(
 
 class LoadedPipeline(Pipeline):
     """A pipeline made by `zbcompile.load`. It steps for the shapes that it was compiled for, and cannot evaluate: the
-    program holds the training step alone."""
+    program holds only the training step."""
 
     def __init__(self, program: SavedProgram, options: Options, engine: Engine) -> None:
         super().__init__(module_of(program.model), options, engine)
@@ -175,7 +175,7 @@ class LoadedPipeline(Pipeline):
         return self._executable
 
     def compile(self, *args: Any, target: Any = None, **kwargs: Any) -> "LoadedPipeline":
-        """Check that this batch is one that the program was compiled for."""
+        """Check that the program was compiled for this batch."""
         self._program_for(self._split(args, kwargs, target))
         return self
 

@@ -1,4 +1,4 @@
-"""What a process holds of a model: its tensors under the model's own names, tied ones under the first name alone."""
+"""A process's share of a model: its tensors under the model's own names, tied ones only under the first name."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -83,7 +83,7 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of this process that `tensor` stands for."""
+    """The part of `tensor` in this process's memory."""
     return without_offset(tensor.to_local()) if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 

@@ -45,7 +45,7 @@ def _flat(state: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _as_rows(value: Any, name: str, key: str, parameter: torch.Tensor, holding: Holding) -> Any:
-    """What belongs to the rows of a sharded parameter is sharded as they are; a single number is equal on all ranks."""
+    """`value` as a DTensor if it belongs to the rows of a sharded parameter; a single number is equal on all ranks."""
     rows = holding.tensors.get(name)
     if rows is None or not is_sharded(rows) or not isinstance(value, torch.Tensor) or not value.dim():
         return value
@@ -115,7 +115,7 @@ def _room(described: Any, name: str, parameter: torch.Tensor | None, holding: Ho
 
 
 def _numbered(optimizer: Optimizer, holding: Holding, keys: Mapping[str, list[str]], values: Values) -> Values:
-    """The values as `Optimizer.load_state_dict` takes them: parameters by number, in the order of the groups."""
+    """The values in the form of `Optimizer.load_state_dict`: parameters by number, in the order of the groups."""
     state: dict[int, Values] = {}
     groups: list[Values] = []
     number = 0
@@ -136,7 +136,7 @@ def _options(name: str, values: Values) -> Values:
 
 
 def _nested(found: Values) -> Values:
-    """`found` with its dotted keys as mappings of mappings, and what is sharded as this process's part."""
+    """`found` with its dotted keys as nested mappings, and sharded values as this process's part."""
     nested: Values = {}
     for key, value in found.items():
         *path, last = key.split(".")

@@ -1,4 +1,4 @@
-"""Weights as safetensors: one file, or several with an index, as the hubs of models have them."""
+"""Weights as safetensors: one file, or several with an index, as model hubs store them."""
 
 import json
 import struct
@@ -27,7 +27,7 @@ def save_weights(path: str | Path, source: Pipeline | nn.Module) -> None:
 
     Args:
         path: a file that ends in .safetensors, which the first rank writes after gathering everything; or a directory,
-            into which each rank writes a file of its own, with `model.safetensors.index.json` beside them, written
+            into which each rank writes its own file, with `model.safetensors.index.json` beside them, written
             last. Tied parameters are written once, under their first name, as safetensors demands.
         source: a pipeline, or a plain model in one process.
 
@@ -70,7 +70,7 @@ def _write_parts(target: Path, holding: Holding, tensors: Mapping[str, torch.Ten
     name = f"model-{own + 1:05d}-of-{ranks.count // len(ranks.local):05d}.safetensors"
     leads = own == 0 and ranks.replicas.rank == 0
     if leads:
-        (target / INDEX).unlink(missing_ok=True)  # without it, what follows is not yet a whole
+        (target / INDEX).unlink(missing_ok=True)  # without the index, the files that follow are not yet a complete set
     together(ranks, what, lambda: _write(target / name, tensors) if tensors else None)
     listed = gathered(ranks, {key: (name, tensor.nbytes) for key, tensor in tensors.items()})
     found = {key: each for part in listed for key, each in part.items()}
@@ -87,14 +87,14 @@ def _write(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def load_weights(path: str | Path, source: Pipeline | nn.Module) -> None:
-    """Fill a pipeline, or a plain model, with weights from safetensors; every rank reads its own part alone.
+    """Fill a pipeline, or a plain model, with weights from safetensors; every rank reads only its own part.
 
     Args:
         path: a .safetensors file, an index (.json), or a directory that holds either under the usual name.
         source: a compiled or loaded pipeline, or a plain model.
 
-    A tied parameter may stand under any of its names. Values are converted to the dtype that the model has. Raises
-    PipelineError, on every rank and before anything is changed, where names or shapes differ.
+    A tied parameter may be stored under any of its names. Values are converted to the dtype that the model has. Raises
+    PipelineError, on every rank and before anything is changed, if names or shapes differ.
 
     >>> zbcompile.load_weights("model.safetensors", pipe)                   # doctest: +SKIP
     """
@@ -142,8 +142,8 @@ def _names_in(path: Path) -> Iterator[str]:
 
 
 def _sources(path: Path, given: Mapping[str, Any], holding: Holding) -> dict[str, tuple[str, Any]]:
-    """For every tensor of the model the name and the file that it comes from. All of them are looked for, on every
-    rank, so that all ranks say the same."""
+    """For every tensor of the model the name and the file that it comes from. Every rank looks for all of
+    them, so that all ranks report the same."""
     names: dict[str, list[str]] = {}
     for member in holding.model.members:
         if member.saved:
@@ -163,7 +163,7 @@ def _sources(path: Path, given: Mapping[str, Any], holding: Holding) -> dict[str
 
 
 def _read(key: str, file: Any, tensor: torch.Tensor) -> torch.Tensor:
-    """What this process needs of a tensor in a file: all of it, or its rows of a sharded one."""
+    """The part of a tensor in a file that this process needs: all of it, or its rows of a sharded one."""
     if not is_sharded(tensor):
         return file.get_tensor(key)  # type: ignore[no-any-return]
     mesh = tensor.device_mesh  # type: ignore[attr-defined]
