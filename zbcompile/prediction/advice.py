@@ -1,4 +1,4 @@
-"""What limits a pipeline, and what would change it: alternatives on the same stages, each simulated."""
+"""The limits of a pipeline, and remedies: alternatives on the same stages, each simulated."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -8,8 +8,8 @@ from zbcompile.schedules import Costs, Schedule, ScheduleError, build, names, si
 from zbcompile.schedules.simulation.timeline import Timeline
 
 WORTH = 0.01  # minimum relative speed-up to be listed
-LEANER = 0.1  # or the fullest rank so much emptier
-LITTLE = 0.02  # idle time below which nothing is to be said of it
+LEANER = 0.1  # or minimum relative saving of the fullest rank's memory
+LITTLE = 0.02  # share of idle time that is too small to mention
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def _others(schedule: Schedule, costs: Costs) -> Iterator[tuple[str, Timeline]]:
 
 
 def _built(schedule: Schedule, name: str, microbatches: int) -> Schedule | None:
-    """None where the schedule does not admit these counts: then it is no alternative."""
+    """The schedule; None if it does not admit these counts and so is not an alternative."""
     try:
         return build(name, schedule.ranks, microbatches, chunks=schedule.placement.chunks)
     except ScheduleError:
@@ -81,7 +81,7 @@ def _built(schedule: Schedule, name: str, microbatches: int) -> Schedule | None:
 
 
 def judge(change: str, option: str, now: Timeline, then: Timeline) -> Alternative:
-    """What the step would be, relative to what it is."""
+    """The step after a change relative to the present one."""
     after, before = (t.makespan / t.schedule.microbatches for t in (then, now))
     peaks = max(then.peak_memory), max(now.peak_memory)
     return Alternative(change, option, _ratio(after, before), then.bubble, _ratio(*peaks))
@@ -99,7 +99,7 @@ def format_idle(shares: Mapping[str, float]) -> str:
 
 
 def what_limits(timeline: Timeline) -> str:
-    """In plain words, what keeps the step from being shorter."""
+    """A plain sentence on what keeps the step from being shorter."""
     step, busy = timeline.makespan, timeline.busy
     mean = sum(busy) / len(busy)
     if not step or 1 - mean / step < LITTLE:

@@ -36,7 +36,7 @@ def measure_passes(program: Program) -> Costs:
 
 
 def _seconds(piece: Piece) -> float:
-    """The time of one run. What a graph adds into grows from run to run, which costs nothing."""
+    """The time of one run. Buffers that a graph adds into grow in value from run to run, which does no harm."""
     if piece.empty:
         return 0.0
     run = boxed(piece.module)

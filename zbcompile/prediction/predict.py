@@ -1,4 +1,4 @@
-"""What a step will take and hold, predicted from the compiled graphs without running them."""
+"""The time and memory of a step, predicted from the compiled graphs without running them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -118,7 +118,7 @@ def _with_memory(costs: Costs, program: Program) -> Costs:
 
 
 def require_costs(source: str) -> None:
-    """Raise PipelineError where costs are neither named nor a file."""
+    """Raise PipelineError if `source` is neither a name of costs nor a file."""
     if source not in NAMED_COSTS and not Path(source).is_file():
         raise PipelineError(
             f"--costs {source}: no such file; expected {', '.join(NAMED_COSTS)}, a JSON file of costs or a step's "
@@ -147,7 +147,7 @@ def split_fused(costs: Costs, program: Program) -> Costs:
 
 
 def _share_of_weight(stage: StageProgram) -> float:
-    """The part of W in the FLOPs of B and W; 0 where there is no W."""
+    """The part of W in the FLOPs of B and W; 0 if there is no W."""
     whole = stage.flops["B"] + stage.flops["W"]
     return stage.flops["W"] / whole if whole else 0.0
 
@@ -185,7 +185,7 @@ def running_peaks(program: Program, costs: Costs) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Messages:
-    """How many messages all ranks send in a step, and how many bytes."""
+    """The messages that all ranks send in a step, in number and in bytes."""
 
     count: int
     bytes: int

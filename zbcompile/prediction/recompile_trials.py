@@ -28,7 +28,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Impossible:
-    """What cannot be had, and the reason."""
+    """A change that is impossible, and the reason."""
 
     option: str
     reason: str

@@ -13,17 +13,17 @@ from zbcompile.schedules.simulation.timeline import Timeline
 
 PASSES = ("F", "B", "W", "BW", "S", "T")
 WAITS = ("warm-up", "wait", "imbalance", "cool-down")
-_SILENT = ("threads", "order", "graphs", "types")  # of a manifest: differ with what a person would be told anyway
+_SILENT = ("threads", "order", "graphs", "types")  # differ only along with entries that are reported anyway
 
 
 @dataclass(frozen=True)
 class RankDifference:
-    """What a rank's step took, in seconds, less what was predicted; the four parts add up to the difference.
+    """The measured time of a rank's step less the predicted one, in seconds; the four parts add up to the difference.
 
     * `compute`: its own passes;
     * `communication`: results that were made and on their way while it stood waiting for them;
     * `imbalance`: waits for passes of other ranks, while the pipeline fills, runs and drains;
-    * `overhead`: nothing was missing: what the host does between two passes.
+    * `overhead`: nothing was missing: the host's work between two passes.
     """
 
     rank: int
@@ -84,7 +84,7 @@ def measured_timeline(record: StepRecord, memory: Costs) -> Timeline:
 def compare_step(record: StepRecord, predicted: Timeline, basis: Basis, manifest: Mapping[str, Any]) -> StepComparison:
     """Compare `record` with its prediction under `basis`; `manifest` is that of the program that was predicted.
 
-    Raises PipelineError where the record is of another schedule, or the prediction has no seconds.
+    Raises PipelineError if the record is of another schedule, or the prediction is not in seconds.
     """
     if basis.unit != "s":
         raise PipelineError("--measured compares seconds; --costs uniform has none. Use flops, or a file of costs.")
