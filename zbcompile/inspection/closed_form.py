@@ -1,4 +1,4 @@
-"""What the closed form of a schedule says about a predicted step."""
+"""The closed form of a schedule beside a predicted step."""
 
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -32,7 +32,7 @@ def with_equal_stages(timeline: Timeline) -> EqualStages | None:
         if bubble is None or length is None or not bubble.holds(schedule, costs):
             return None
         share = float(bubble.at(schedule, costs))
-    except ScheduleError:  # hops or pairs that differ: closed forms know equal ones only
+    except ScheduleError:  # hops or pairs that differ: closed forms assume equal ones
         return None
     shown = length.value if costs.comm else length.value.subs(c, 0)
     return EqualStages(schedule.name, f"1 - {form.work}/({shown})", share)
@@ -53,7 +53,7 @@ def _equal(costs: Costs) -> Costs:
 
 
 def _is_of_its_name(schedule: Schedule) -> bool:
-    """Whether the orders are those that `build` makes for this name: a file may be called like one."""
+    """Whether the orders are those that `build` makes for this name: a file may have the name of one."""
     try:
         chunks = schedule.placement.chunks
         return build(schedule.name, schedule.ranks, schedule.microbatches, chunks=chunks) == schedule

@@ -1,4 +1,4 @@
-"""What the inspect command line can do: summary, graphs as Python, timelines and their causes, comparison."""
+"""The commands of the inspect command line: summary, graphs as Python, timelines and their causes, comparison."""
 
 import json
 from pathlib import Path
@@ -35,11 +35,11 @@ from zbcompile.schedules import Costs, simulate
 from zbcompile.schedules.simulation.timeline import Timeline
 from zbcompile.schedules.visualization.write import write_comparison, write_picture
 
-MANY_OPERATIONS = 2500  # of a model that is not compiled again unasked: several minutes on a laptop
+MANY_OPERATIONS = 2500  # above this, a model is recompiled only on request: it takes several minutes on a laptop
 
 
 def run(request: Request) -> None:
-    """Do what is asked and print the result; raises the project's errors and OSError."""
+    """Carry out the request and print the result; raises the project's errors and OSError."""
     refuse_combinations(request)
     refuse_files(request)
     chosen = None if request.graph is None else stage_and_pass(request.graph)
@@ -60,7 +60,7 @@ def run(request: Request) -> None:
 
 
 def _show(inspected: Inspected, request: Request, chosen: tuple[int, str] | None, history: PassHistory | None) -> None:
-    """What is asked for of one program; `chosen` is the stage and pass of `--graph`."""
+    """Print what was requested of one program; `chosen` is the stage and pass of `--graph`."""
     if history is not None:
         merge_pairs(inspected.program, PassManager(history))
         print(pass_table(history, request.json) if request.passes else difference(inspected, history, request), end="")
@@ -84,7 +84,7 @@ def _for_picture(timeline: Timeline, basis: Basis, file: Path) -> Timeline:
 
 
 def _saved(request: Request) -> Inspected:
-    """The program in a directory, whose model is not here: what needs that is refused."""
+    """The program in a directory. Refuses requests that need its model, which is not available."""
     needing = [f"--{name}" for name in ("diff", "passes", "compare") if getattr(request, name)]
     if request.changed or needing:
         options = ", ".join([*request.changed, *needing])
@@ -119,7 +119,7 @@ def _show_summary(inspected: Inspected, request: Request) -> None:
 
 
 def _tried(inspected: Inspected, request: Request, basis: Basis) -> Tried:
-    """What else could be compiled of the model. Equal times for all passes say nothing of other graphs."""
+    """The other graphs that the model could be compiled to. Equal times for all passes would say nothing about them."""
     unsharded = _unsharded(inspected, request, basis.costs)
     if request.quick or basis.unit != "s":
         return Tried(unsharded=unsharded)

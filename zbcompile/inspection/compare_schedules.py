@@ -22,7 +22,7 @@ from zbcompile.schedules.visualization.write import write_comparison
 
 
 def compare(example: Example, request: Request) -> None:
-    """Compile once per placement, since a schedule changes the graphs by nothing else, and predict each schedule."""
+    """Compile once per placement, since nothing else of a schedule changes the graphs, and predict each schedule."""
     names = [name.strip() for name in (request.compare or "").split(",") if name.strip()]
     request = with_options(request, microbatches=request.options.microbatches or _common_microbatches(names, request))
     by_placement: dict[Placement, Inspected] = {}
@@ -44,7 +44,7 @@ def _common_microbatches(names: Sequence[str], request: Request) -> int:
     """A count that the schedules admit: steps of equal work are compared."""
     ranks, counts = request.options.ranks or RANKS, [4 * (request.options.ranks or RANKS)]
     for name in names:
-        with contextlib.suppress(ScheduleError):  # what is wrong with this one is said in its line
+        with contextlib.suppress(ScheduleError):  # the error of this one is reported in its line
             counts.append(smallest_microbatches(name, ranks, at_least=max(counts)))
     return max(counts)
 

@@ -1,4 +1,4 @@
-"""`zbcompile.explain`: a look at a model that finds all of what is unsupported, and raises nothing."""
+"""`zbcompile.explain`: examine a model, report everything that is unsupported, and raise nothing."""
 
 import contextlib
 import io
@@ -42,10 +42,10 @@ from zbcompile.torch_private import pytree
 def explain(
     model: nn.Module, *args: Any, loss: LossFunction | None = None, target: Any = None, **kwargs: Any
 ) -> Explanation:
-    """Say what would be compiled of `model` for ONE microbatch `(*args, **kwargs)`, print it and return it.
+    """Describe what `model` would be compiled to for ONE microbatch `(*args, **kwargs)`; print and return it.
 
-    `loss` and `target` are those of `zbcompile.pipeline` and `step`. Where neither `loss` nor the model gives a loss,
-    the sum of the outputs stands in for it. Never raises for what a model does; runs no step and changes nothing.
+    `loss` and `target` are those of `zbcompile.pipeline` and `step`. If neither `loss` nor the model gives a loss, the
+    sum of the outputs serves as one. Never raises because of the model; runs no step and changes nothing.
 
     >>> zbcompile.explain(model, tokens, loss=next_byte_loss, target=tokens)             # doctest: +SKIP
     """
@@ -55,7 +55,8 @@ def explain(
 
 
 class _Examination:
-    """One look at a model; every step adds to `problems` and `notes`, and the next goes on with what there is."""
+    """One look at a model; every step adds to `problems` and `notes`, and the next continues with what has been
+    found."""
 
     def __init__(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, loss: LossFunction | None
@@ -89,12 +90,12 @@ class _Examination:
             failure = []
         except CaptureError as error:
             failure = [str(error)]
-        self.problems += [*watch.problems, *failure]  # what forward did before it failed comes first
+        self.problems += [*watch.problems, *failure]  # problems seen before forward failed come first
         self.notes += watch.warnings
         return captured
 
     def _loss_or_stand_in(self, output: Any, target: Any) -> torch.Tensor:
-        """The loss that training would use; where there is none, something that every output's gradient starts from."""
+        """The loss that training would use; if there is none, a sum through which every output gets a gradient."""
         self.notes += [f"forward returns {name} as well, which training drops" for name in names_beside_loss(output)]
         try:
             loss = check_loss(self.loss(output, target) if self.loss else loss_in(output))
@@ -222,7 +223,7 @@ def _as_tree(output: Any) -> Any:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """torch prints and warns while it fails; what matters of it stands in the explanation."""
+    """Silence torch, which prints and warns while it fails; the explanation has what matters of it."""
     with logging_disabled(logging.CRITICAL), warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
         warnings.simplefilter("ignore")
         yield

@@ -1,4 +1,4 @@
-"""The graphs of a program as plain data: what JSON, DOT and the HTML page are written from."""
+"""The graphs of a program as plain data, from which JSON, DOT and the HTML page are written."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -37,7 +37,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class Boundary:
-    """One input or output of a graph: `meaning` is its slot, such as `saved t_1`, `node` what stands for it."""
+    """One input or output of a graph: `meaning` is its slot, such as `saved t_1`, `node` the node for it."""
 
     meaning: str
     node: str

@@ -18,7 +18,7 @@ from zbcompile.runtime.overlapped_pairs import kinds_of_pairs
 
 
 def stage_and_pass(text: str) -> tuple[int, str]:
-    """What --graph names."""
+    """The stage and pass that --graph names."""
     stage, _, name = text.partition(".")
     if not stage.isdecimal() or name.upper() not in PASSES:
         raise PipelineError(
@@ -28,7 +28,7 @@ def stage_and_pass(text: str) -> tuple[int, str]:
 
 
 def difference(inspected: Inspected, history: PassHistory, request: Request) -> str:
-    """What the passes between two of them changed. A stage that was not compiled itself has another one's graphs."""
+    """The changes from one pass to another. A stage that was not compiled itself has another one's graphs."""
     assert request.diff is not None
     stage = request.stage or 0
     require_stage(inspected.program.schedule, stage)

@@ -1,4 +1,4 @@
-"""Why a step takes what it takes, in words: the longest idle intervals of a rank, and the critical path."""
+"""The reasons for a step's length, in words: the longest idle intervals of a rank, and the critical path."""
 
 import textwrap
 from collections.abc import Sequence
@@ -56,7 +56,7 @@ def _leg(legs: Sequence[Leg], unit: str) -> str:
 
 
 def format_critical_path(timeline: Timeline, unit: str) -> str:
-    """The chain of actions that makes the step as long as it is, cut where it changes the rank."""
+    """The chain of actions that determines the step's length, divided wherever it changes the rank."""
     path = critical_path(timeline)
     finish = timeline.finish or 1
     kinds = ", ".join(f"{kind} {format_share(time / finish)}" for kind, time in time_by_kind(path).items())

@@ -1,4 +1,4 @@
-"""`--passes`: the passes of the compiler in order, with what each made of the operations and how long it took."""
+"""`--passes`: the passes of the compiler in order, with the operations before and after each and the time it took."""
 
 import json
 from dataclasses import asdict

@@ -19,7 +19,7 @@ _LONGEST_CUT = 50
 
 @dataclass(frozen=True)
 class Compared:
-    """One line of `--compare`: a prediction, or why there is none."""
+    """One line of `--compare`: a prediction, or the reason why there is none."""
 
     schedule: str
     stages: int
@@ -78,7 +78,7 @@ def _wrap(text: str, indent: str = "  ") -> list[str]:
 
 
 def table(rows: Sequence[Sequence[str]], headers: Sequence[str], left: Sequence[str] = ()) -> str:
-    """Numbers to the right, the columns in `left` to the left."""
+    """A table with numbers aligned to the right, and the columns in `left` to the left."""
     align = ["left" if header in left else "right" for header in headers]
     return tabulate(rows, headers, tablefmt="simple", colalign=align, disable_numparse=True)
 
@@ -99,7 +99,7 @@ def _stages(s: Summary) -> str:
 
 
 def format_cut(cut: Cut | None) -> str:
-    """Where a stage ends: module, line and, where it fits, the operation."""
+    """The end of a stage: module, line and, if it fits, the operation."""
     if cut is None:
         return "(the loss)"
     file = cut.file.rpartition("/")[2]
@@ -244,7 +244,7 @@ def _vocabulary(s: Summary) -> str:
 
 
 def _advice(s: Summary) -> str:
-    """What the time is lost to, and what would change it."""
+    """The causes of lost time, and the remedies."""
     fullest = max(s.per_rank, key=lambda rank: rank.peak_bytes)
     memory = f"Rank {fullest.rank} is the fullest, with {format_bytes(fullest.peak_bytes)} of activations."
     lines = _wrap(f"{s.limits} {format_idle(s.idle)} {memory} {s.balance.overweight}".rstrip())
@@ -327,7 +327,7 @@ def format_count(count: float, billion: str = "G") -> str:
 
 
 def format_share(share: float) -> str:
-    """A share of the whole in per cent; what rounds to nothing has no sign.
+    """A share of the whole in per cent; a value that rounds to zero has no sign.
 
     >>> format_share(0.125), format_share(-1e-16)
     ('12.5%', '0.0%')

@@ -1,4 +1,4 @@
-"""What the inspect command line was asked for, and what its parts share: compiling, predicting."""
+"""The request of an inspect command line, and the steps that its commands share: compiling, predicting."""
 
 import sys
 import time
@@ -92,7 +92,7 @@ def require_stage(schedule: Schedule, stage: int) -> None:
 
 
 def announcer() -> Callable[[str], None]:
-    """Tells a terminal what is going on; silent where standard error is none."""
+    """Reports progress on a terminal; silent if standard error is not one."""
     stream, began = sys.stderr, time.monotonic()
     if not stream.isatty():
         return lambda text: None

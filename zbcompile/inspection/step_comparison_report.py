@@ -98,7 +98,7 @@ def _largest(c: StepComparison) -> str:
 
 
 def _speeds(c: StepComparison) -> str:
-    """By which factor the costs are wrong altogether, and for which pass most."""
+    """The factor by which the costs are wrong overall, and the pass for which they are wrong most."""
     known = [p for p in c.passes if p.predicted and p.measured]
     if not known:
         return ""

@@ -1,4 +1,4 @@
-"""The summary of a compiled program as plain data: what the tables show and what `--json` writes."""
+"""The summary of a compiled program as plain data, for the tables and for `--json`."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -192,7 +192,7 @@ def _vocabulary(program: Program, unsharded: Unsharded) -> VocabularySummary | N
 
 @dataclass(frozen=True)
 class Tried:
-    """What was compiled beside the program: other graphs, what could not be, and the step without a sharded output
+    """The results of other compilations: other graphs, impossible changes, and the step without a sharded output
     layer."""
 
     alternatives: tuple[Alternative, ...] = ()
@@ -294,12 +294,12 @@ def _stage(stage: StageProgram, program: Program, sizes: Mapping[str, tuple[int,
 
 
 def ranks_of(schedule: Schedule, stage: int) -> tuple[int, ...]:
-    """The ranks that hold a stage: two where the schedule has two copies of the model."""
+    """The ranks that hold a stage: two if the schedule has two copies of the model."""
     return tuple(rank for rank in range(schedule.ranks) if stage in schedule.placement.stages_of(rank))
 
 
 def cut_of(stage: StageProgram) -> Cut | None:
-    """Where the model was cut behind `stage`: the last value that it makes and sends on."""
+    """The place where the model was cut after `stage`: the last value that the stage makes and sends on."""
     piece = stage.pieces["F"]
     order = {node: i for i, node in enumerate(piece.module.graph.nodes)}
     pairs = zip(piece.outputs, output_values(piece.module.graph), strict=True)

@@ -1,4 +1,4 @@
-"""Timelines for the eye: seconds and bytes as milliseconds and mebibytes, or whatever reads well."""
+"""Timelines in readable units: seconds and bytes as milliseconds and mebibytes, or others that fit."""
 
 from collections.abc import Sequence
 from dataclasses import replace
