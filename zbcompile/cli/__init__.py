@@ -1,1 +1,1 @@
-"""What the command lines share, and training from the command line."""
+"""The common parts of the command lines, and training from the command line."""

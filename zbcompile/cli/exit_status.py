@@ -18,7 +18,7 @@ def exit_status(command: str, run: Callable[[], None], debug: bool) -> int:
     try:
         run()
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader of a pipe has seen enough
+    except BrokenPipeError:  # the reader of the pipe has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except Exception as error:
         return _fail(command, error, debug)

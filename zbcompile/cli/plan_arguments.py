@@ -1,4 +1,4 @@
-"""What a command line compiles: the arguments that `zbcompile.inspect` and `zbcompile.compile` share."""
+"""The subject of a command line: the arguments that `zbcompile.inspect` and `zbcompile.compile` share."""
 
 import argparse
 import contextlib
@@ -31,7 +31,7 @@ FLAGS = ("schedule", "ranks", "microbatches", "chunks", *options_of(Choices), "l
 @dataclass(frozen=True)
 class Plan:
     """The arguments that say what is compiled; `--help` explains them. `given` are the options among them, `fake`
-    builds the model without memory, `debug` lets torch print what it likes."""
+    builds the model without memory, `debug` does not silence torch."""
 
     target: str
     given: Mapping[str, Any]
@@ -48,7 +48,7 @@ class Plan:
 
     @property
     def changed(self) -> list[str]:
-        """What is not at its default, as it is written on a command line."""
+        """The options that differ from their defaults, as they are written on a command line."""
         given = [name for name in self.given if getattr(self.options, name) != OPTIONS[name].default]
         return [*map(flag_of, given), *(["--fake"] if self.fake else [])]
 
@@ -69,13 +69,13 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
 
 
 def example_of(plan: Plan) -> Example:
-    """The model; what it prints while it is built is no part of the report."""
+    """Build the model; what it prints meanwhile goes to standard error, not into the report."""
     with contextlib.redirect_stdout(sys.stderr), FakeTensorMode() if plan.fake else contextlib.nullcontext():
         return load_example(plan.target)
 
 
 def compiled(example: Example, schedule: Schedule, plan: Plan, observe: Observer | None = None) -> Inspected:
-    """Compile; where that fails torch prints whole graphs, which only `--debug` shows."""
+    """Compile; if that fails torch prints whole graphs, which only `--debug` shows."""
     with quiet(plan):
         return compile_example(example, schedule, plan.options.choices, observe)
 
@@ -89,7 +89,7 @@ def schedule_of(plan: Plan, wanted: str | Schedule | None = None) -> Schedule:
 
 @contextlib.contextmanager
 def quiet(plan: Plan) -> Iterator[None]:
-    """Nothing that torch prints is seen, unless for `--debug`."""
+    """Hide everything that torch prints, unless with `--debug`."""
     if plan.debug:
         yield
         return

@@ -19,13 +19,13 @@ RETURNS = "expected (model, args), (model, args, kwargs) or zbcompile.Example(..
 def load_example(target: str) -> Example:
     """Import what `target` names (`package.module:name` or `path/file.py:name`), call it, and return its example.
 
-    Raises PipelineError when it cannot be found, imported or called, or returns something else.
+    Raises PipelineError if it cannot be found, imported or called, or returns something else.
     """
     return _as_example(_call(load_object(target), target), target)
 
 
 def load_object(target: str) -> Any:
-    """Import what `target` names. Raises PipelineError when it cannot be found or imported."""
+    """Import what `target` names. Raises PipelineError if it cannot be found or imported."""
     where, _, name = target.rpartition(":")
     if not where or not name:
         raise PipelineError(_not_a_target(target))
@@ -40,7 +40,7 @@ def _not_a_target(target: str) -> str:
 
 
 def _from_file(path: Path) -> ModuleType:
-    """Run a file as Python would: what lies next to it can be imported."""
+    """Run a file as Python would: modules next to it can be imported."""
     if not path.is_file():
         raise PipelineError(f"there is no file {path}; {FORMS}.")
     sys.path.insert(0, str(path.parent.resolve()))

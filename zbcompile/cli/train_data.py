@@ -1,4 +1,4 @@
-"""The batches of a run: what the data function gives, from the step on at which the run goes on."""
+"""The batches of a run: those of the data function, from the step at which the run continues."""
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -81,7 +81,7 @@ def _is_function(source: Any) -> bool:
 
 
 def _keywords(function: Callable[..., Any], start: Start) -> dict[str, Any]:
-    """Of what is known, what the function has parameters for."""
+    """Those of the known values that the function has parameters for."""
     known = {"start": start.step, "seed": start.seed, "replica": start.replica, "replicas": start.replicas}
     taken = inspect.signature(function).parameters
     return {name: value for name, value in known.items() if name in taken}
@@ -98,7 +98,7 @@ def _called(function: Callable[..., Any], keywords: Mapping[str, Any], name: str
 
 
 def as_batch(given: Any, where: str) -> Batch:
-    """What a data function yields, as the arguments of `pipe.step`. Raises PipelineError for another form.
+    """An item of a data function as the arguments of `pipe.step`. Raises PipelineError for another form.
 
     >>> as_batch({"x": 1}, "batch 0")
     ((), {'x': 1})
@@ -122,7 +122,7 @@ def on_device(batch: Batch, device: torch.device) -> Batch:
 
 
 def amount(batch: Batch) -> tuple[int, str]:
-    """How much a batch is: tokens where its first tensor of integers is not the target, else samples."""
+    """The size of a batch: in tokens if its first tensor of integers is not the target, else in samples."""
     args, kwargs = batch
     inputs = {key: value for key, value in kwargs.items() if key != "target"}
     tensors = [leaf for leaf in pytree.tree_leaves((args, inputs)) if isinstance(leaf, torch.Tensor)]

@@ -54,7 +54,7 @@ class Job:
 
 
 def train(job: Job) -> None:
-    """Run the job on this process's ranks. Raises PipelineError, on every rank, for what cannot work."""
+    """Run the job on this process's ranks. Raises PipelineError, on every rank, if the job cannot work."""
     if job.threads is not None:
         torch.set_num_threads(job.threads)
     source = load_object(job.data)
@@ -76,7 +76,7 @@ def train(job: Job) -> None:
 
 
 def _mesh(job: Job) -> Any:
-    """Replicas and ranks as a mesh; None where there is one replica."""
+    """Replicas and ranks as a mesh; None if there is one replica."""
     if job.replicas == 1:
         return None
     from torch.distributed.device_mesh import init_device_mesh
@@ -149,8 +149,8 @@ def _origin(job: Job, at: Checkpoint) -> str:
 
 
 def _data(job: Job, pipe: LoadedPipeline, source: Any, at: Checkpoint) -> Data:
-    """The data from step `at.step` on. Where batches are drawn again to be skipped, so are their random numbers; else
-    the generators go on where they were."""
+    """The data from step `at.step` on. If batches are drawn again to be skipped, so are their random numbers; otherwise
+    the generators continue from their restored state."""
     seed, replicas = pipe.options.seed, pipe.ranks.replicas
     seed_everything(seed)
     state = at.extra["data"] if at.extra else None

@@ -21,7 +21,7 @@ def make_optimizer(name: str, parameters: Parameters, options: Mapping[str, Any]
     """An optimizer over one rank's parameters, of which there may be none.
 
     `name` is one of `NAMED`, or names a function that is called with the list of (name, parameter) and `options`.
-    Raises PipelineError where it cannot be made.
+    Raises PipelineError if it cannot be made.
     """
     given = list(parameters)
     try:
@@ -43,7 +43,7 @@ def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def set_options(optimizer: Optimizer, options: Iterable[Mapping[str, Any]]) -> None:
-    """Give the groups these options: what the command says holds, also where a checkpoint says something else."""
+    """Give the groups these options: the command overrides the checkpoint."""
     for group, given in zip(optimizer.param_groups, options, strict=True):
         group.update(given)
 

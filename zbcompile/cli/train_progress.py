@@ -1,4 +1,4 @@
-"""What a run shows: a bar on a terminal, plain lines elsewhere; on the first rank alone."""
+"""The display of a run: a bar on a terminal, plain lines elsewhere; on the first rank only."""
 
 import sys
 import time
@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-REFRESH = 0.5  # seconds between two looks at the loss, which waits for the device
+REFRESH = 0.5  # seconds between two readings of the loss, each of which waits for the device
 
 
 class Progress:
-    """Shows steps out of `steps`, from `start` on; every `every` steps where there is no terminal."""
+    """Shows steps out of `steps`, from `start` on; every `every` steps if there is no terminal."""
 
     def __init__(self, start: int, steps: int, every: int, shown: bool) -> None:
         self.steps, self.every, self.shown = steps, every, shown
@@ -34,7 +34,7 @@ class Progress:
             self._amount, self._since = 0, time.perf_counter()
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line that stays."""
         if self.shown:
             tqdm.write(text) if self._bar is not None else print(text, flush=True)
 
