@@ -29,7 +29,7 @@ class Batch:
 
     @property
     def lengths(self) -> dict[str, int]:
-        """How long each leaf that is cut is, by its path."""
+        """The length of each leaf that is cut, by its path."""
         cut = zip(self.paths, self.leaves, self.cuts, strict=True)
         return {path: leaf.shape[dim] for path, leaf, dim in cut if dim is not None}
 
@@ -68,7 +68,7 @@ class Microbatch:
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """What a compiled graph is specialised on: structure, shapes, dtypes, strides and every value not a tensor."""
+        """The key by which graphs are specialised: structure, shapes, dtypes, strides and every non-tensor value."""
         return (str(self.structure), *(_describe(leaf) for leaf in self.leaves))
 
     def summary(self) -> str:
@@ -112,7 +112,7 @@ def refuse_input_gradients(batch: Batch) -> None:
 
 
 def require_divisible(batch: Batch, microbatches: int) -> None:
-    """Raise PipelineError when the batch cannot be cut into equal microbatches."""
+    """Raise PipelineError if the batch cannot be cut into equal microbatches."""
     if batch.divides_into(microbatches):
         return
     near = [n for n in range(1, batch.size + 1) if batch.divides_into(n)]

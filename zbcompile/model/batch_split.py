@@ -18,7 +18,7 @@ def choose_cuts(
     """The cut of every leaf, and the number of samples in the batch.
 
     `split` names leaves by path (`args[0]`, `kwargs['mask']`, `target`), by the bare name of a keyword (`mask`), or by
-    the path of what holds them (`args[1]`). `partial`: not all that it names need be there.
+    the path of what holds them (`args[1]`). `partial`: leaves that it names may be missing.
 
     A leaf that `split` names is cut as it says, by its own length. Of the others, tensors without dimensions or with
     one row are whole, and the rest agree about dimension 0, which is the batch. Raises PipelineError if they do not,
@@ -89,8 +89,8 @@ def _require_samples(lengths: Mapping[str, int]) -> None:
 
 
 def _refuse_ambiguous(batched: Mapping[str, torch.Tensor]) -> None:
-    """A square table may happen to be as long as the batch. The first tensor is the batch itself, and so is what looks
-    like it: labels beside token ids. A target has a row per sample."""
+    """Refuse a table that may only happen to be as long as the batch. The first tensor is the batch itself, and so are
+    tensors of its shape (labels beside token ids). A target has a row per sample."""
     first = next(iter(batched.values()), None)
     for path, leaf in batched.items():
         if _is_square(leaf) and not path.startswith("target") and not _alike(leaf, first):

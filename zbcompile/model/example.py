@@ -1,4 +1,4 @@
-"""What a command line needs of a model: how to build it and what one microbatch looks like."""
+"""The form in which a command line gets a model: a function that builds it, with one microbatch."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

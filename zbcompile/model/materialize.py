@@ -1,4 +1,4 @@
-"""This process's share of a model that was built on the meta device: made real after the cut, then filled."""
+"""This process's share of a model that was built on the meta device: materialised after the cut, then filled."""
 
 import hashlib
 from collections.abc import Callable, Iterable
@@ -15,7 +15,7 @@ Init = Callable[[str, torch.Tensor], None]
 
 
 class Share:
-    """Which of the model's tensors are real here, and which of them still wait for their values.
+    """The model's tensors that have memory here, and those of them that still wait for their values.
 
     `init(name, tensor)` fills a parameter or buffer in place. It draws from a seed made of `seed` and the name, so that
     the values depend neither on the ranks nor on the cut, and copies of a tensor on several ranks are equal.
@@ -48,7 +48,7 @@ class Share:
             rows.copy_(values[low : low + len(rows)])
 
     def filled(self, names: Iterable[str]) -> None:
-        """These have their values now."""
+        """Record that these tensors have their values now."""
         self.unfilled -= set(names)
 
     def require_filled(self) -> None:
@@ -69,7 +69,7 @@ class Share:
             self.init(name, tensor)
 
     def _require_known_values(self) -> None:
-        """What no state dict holds can only come from `init`."""
+        """Raise PipelineError for tensors that no state dict holds if there is no `init` to fill them."""
         plain = [
             f"{path}.{name}".lstrip(".")
             for path, module in self.model.named_modules()

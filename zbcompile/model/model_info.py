@@ -1,5 +1,5 @@
-"""What a program knows of its model: every parameter and buffer by name and shape, and the tensors that no state dict
-holds. Enough to build a module that has the model's names and memory, and none of its code."""
+"""A program's description of its model: every parameter and buffer by name and shape, and the tensors that no state
+dict holds. Enough to build a module that has the model's names and memory, and none of its code."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from zbcompile.passes.torch_private import FakeTensor
 
 
 class Member(NamedTuple):
-    """A parameter or buffer of the model. `first` is the first name of the same tensor (another one where tensors are
+    """A parameter or buffer of the model. `first` is the first name of the same tensor (a different one if tensors are
     tied), `saved` says whether eager's state dict holds it."""
 
     name: str
@@ -74,8 +74,7 @@ def _named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
 def module_of(facts: ModelFacts) -> nn.Module:
     """A module with the model's parameters and buffers under their names, on the meta device; without a forward.
 
-    Buffers that no state dict holds are there only where `facts.unsaved` has them, on the meta device where they have
-    no values.
+    Buffers that no state dict holds exist only if `facts.unsaved` has them, on the meta device if they have no values.
     """
     root: nn.Module = type(facts.name, (nn.Module,), {})()
     made = dict(facts.unsaved)
@@ -100,7 +99,7 @@ def on_meta(member: Member) -> torch.Tensor:
 
 
 def submodule(root: nn.Module, path: str) -> nn.Module:
-    """The module at `path`, created if it is not there yet."""
+    """The module at `path`, created if it does not exist yet."""
     module = root
     for name in filter(None, path.split(".")):
         if name not in dict(module.named_children()):

@@ -9,7 +9,7 @@ from torch import nn
 
 @contextlib.contextmanager
 def modules_restored(model: nn.Module) -> Iterator[None]:
-    """Give every module its attributes and hooks back as they are now, and every parameter its `requires_grad`.
+    """On exit, restore every module's attributes and hooks and every parameter's `requires_grad`.
 
     A forward counts calls, fills lists and installs hooks (transformers does when it first runs). Tensors written in
     place keep what was written.
@@ -26,7 +26,7 @@ def modules_restored(model: nn.Module) -> Iterator[None]:
 
 
 def _undo(module: nn.Module) -> Callable[[], None]:
-    """What gives `module` back its attributes, and the tables and lists among them their entries."""
+    """A function that restores the attributes of `module`, and the entries of the tables and lists among them."""
     attributes = dict(vars(module))
     tables = [(value, dict(value)) for value in attributes.values() if type(value) in (dict, OrderedDict)]
     lists = [(value, list(value)) for value in attributes.values() if type(value) is list]

@@ -1,4 +1,4 @@
-"""The random generators of a process, as plain values: what a data function may draw from.
+"""The random generators of a process as plain values, for the data functions that draw from them.
 
 A pipeline's own random numbers are a function of seed, step and microbatch, and need no state.
 """
@@ -12,7 +12,7 @@ import torch
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """The state of Python's, torch's and (where it is imported) numpy's generators."""
+    """The state of Python's, torch's and (if it is imported) numpy's generators."""
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
@@ -23,7 +23,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None:
-    """Go on drawing where `random_state` was taken."""
+    """Set the generators to where `random_state` was taken."""
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
     if "cuda" in state and device.type == "cuda":

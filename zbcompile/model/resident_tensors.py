@@ -18,7 +18,7 @@ def resident_tensors(model: nn.Module, constants: Mapping[str, torch.Tensor]) ->
 
 
 def require_same_tensors(model: nn.Module, bound: Mapping[Slot, tuple[torch.Tensor, str]]) -> None:
-    """Weights changed in place are seen; a replaced Parameter would silently stop training.
+    """Raise unless the model still has the `bound` tensors: a replaced Parameter would silently stop training.
 
     `bound` has every tensor with its kind at the time of compiling.
     """

@@ -46,7 +46,7 @@ def generator_state(device: torch.device) -> torch.Tensor:
 
 @dataclass
 class Relay:
-    """Continues on a stage where the generator stood at the end of the stage before.
+    """Continues on a stage from the generator state at the end of the stage before.
 
     On CUDA the state is a seed and an offset. The seed is the microbatch's; the offset depends on shapes alone, so it
     is read from the first state that arrives and known from then on: reading waits for the device.
@@ -56,7 +56,7 @@ class Relay:
     offset: int | None = None
 
     def continue_from(self, state: torch.Tensor, seed: int) -> None:
-        """`state` has arrived for a microbatch that began with `seed`."""
+        """Continue from `state`, which has arrived for a microbatch that began with `seed`."""
         if self.device.type != "cuda":
             torch.set_rng_state(state)
             return
