@@ -45,7 +45,7 @@ class Inspected:
 def compile_example(
     example: Example, schedule: Schedule, choices: Choices, observe: Observer | None = None
 ) -> Inspected:
-    """Compile the training step of `example` for `schedule`; raises CompileError for a model that cannot be.
+    """Compile the training step of `example` for `schedule`; raises CompileError if the model cannot be compiled.
 
     `observe` sees what each pass makes of the model, and of each distinct stage.
     """
@@ -71,8 +71,8 @@ def compile_again(inspected: Inspected, schedule: Schedule, choices: Choices) ->
 
 
 def read_saved(folder: Path) -> Inspected:
-    """The program in a directory, all ranks of it, on whatever machine. Its example has the model's names and shapes,
-    and no inputs. The operators of other libraries must be defined, but they only run in a step."""
+    """The program in a directory, all ranks of it, on whatever machine. Its example has the model's names and shapes
+    but no inputs. The operators of other libraries must be defined, but they only run in a step."""
     data = read_manifest(folder)
     program = read_program(folder, data, range(data["ranks"]), torch.device("cpu"), data["operators"])
     return Inspected(Example(module_of(program.model)), program)
@@ -108,7 +108,7 @@ def names_of_output(output: Any) -> list[str]:
 
 @contextmanager
 def _warnings() -> Iterator[list[str]]:
-    """Collect what is warned of inside, once each, without what concerns torch's own developers."""
+    """Collect the warnings raised inside, once each, without those for torch's own developers."""
     seen: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -1,4 +1,4 @@
-"""Planning: where the model is cut, from what the user asks for and what the schedule needs."""
+"""Planning: choose the cuts of the model from the user's options and the needs of the schedule."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -43,7 +43,7 @@ def plan_cuts(
 
 
 def _other_placements(placement: Placement) -> dict[str, list[int]]:
-    """What one could do instead, with the rank of each stage that it would have."""
+    """Other placements by the change that leads to them, each as the rank of every stage."""
     ranks = placement.ranks
     found = {}
     if placement.kind != "v" and ranks > 1:
@@ -66,7 +66,7 @@ def _limits(canonical: Canonical, line: Line, schedule: Schedule, choices: Choic
 
 
 def _require_within(line: Line, edges: list[int], schedule: Schedule, limits: Limits) -> None:
-    """Named cuts are taken as they are, or refused."""
+    """Refuse named cuts that break the limits; they are never moved."""
     widest = max((line.boundary_bytes(edge - 1) for edge in edges), default=0)
     if limits.boundary is not None and widest > limits.boundary:
         raise PartitionError(

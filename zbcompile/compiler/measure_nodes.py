@@ -26,7 +26,8 @@ ENOUGH = 0.02  # stop early after this many seconds once RUNS[0] is reached
 
 
 def measure_line(line: Line) -> dict[str, float]:
-    """Seconds of forward and backward of every distinct operation of `line`, by `passes.loads.kernel_key`.
+    """Seconds of forward and backward of every distinct operation of `line`, by
+    `zbcompile.passes.partition.node_costs.kernel_key`.
 
     Runs on the device of the graph. A part of a tuple and a view take no time, and a collective none of this process.
     """
@@ -39,7 +40,7 @@ def measure_line(line: Line) -> dict[str, float]:
 
 
 def _run_of(node: Node) -> Callable[[], None]:
-    """Forward and, where a gradient flows, backward of one operation."""
+    """Forward and, if a gradient flows, backward of one operation."""
     inputs = {argument: _value_of(argument, node) for argument in node.all_input_nodes}
     leaves = [t for argument in inputs if argument.meta.get("differentiable") for t in tensors_of(inputs[argument])]
     leaves = [t.requires_grad_() for t in leaves if t.is_floating_point() or t.is_complex()]

@@ -1,4 +1,4 @@
-"""What each pass of the compiler made of the model and its stages: graphs as text, operations, seconds."""
+"""The history of the compiler's passes over the model and its stages: graphs as text, operations, seconds."""
 
 import difflib
 from collections.abc import Iterator, Sequence
@@ -36,7 +36,7 @@ class PassCost:
 class PassHistory:
     """Notes what the compiler's passes make: give it to the compiler as `observe`.
 
-    With `texts` it also keeps the graphs for `difference`. Stages whose graphs differ in names alone are compiled once,
+    With `texts` it also keeps the graphs for `difference`. Stages whose graphs differ only in names are compiled once,
     so not every stage goes through every pass.
     """
 
@@ -52,7 +52,7 @@ class PassHistory:
             self.made[ran.name, ran.stage] = _text(ran.made) if isinstance(ran.made, Captured) else ran.made
 
     def costs(self) -> list[PassCost]:
-        """What every pass of the compiler took, in order; `runs` is 0 for one that had nothing to do."""
+        """The cost of every pass of the compiler, in order; `runs` is 0 for one that had nothing to do."""
         return [_total(each.name, each.does, [ran for ran in self.ran if ran.name == each.name]) for each in PASSES]
 
     def difference(self, stage: int, original: int, first: str, second: str) -> str:
@@ -63,7 +63,7 @@ class PassHistory:
         return "\n".join(lines or [f"stage {stage}: nothing changed from {first} to {second}"]) + "\n"
 
     def _after(self, name: str, stage: int, original: int) -> tuple[str, list[str]]:
-        """What is there after a pass, with a title. A pass that had nothing to do leaves what it was given."""
+        """The graphs after a pass, with a title. A pass that had nothing to do leaves its input."""
         for earlier in reversed(PASS_NAMES[: PASS_NAMES.index(name) + 1]):
             for whose in (stage, original, None):
                 made = self.made.get((earlier, whose))

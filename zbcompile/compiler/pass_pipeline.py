@@ -47,7 +47,7 @@ from zbcompile.schedules.lowering.lower import lower
 class Drawn:
     """A captured training step, as the line of operations that is cut into stages.
 
-    Where the output layer is sharded over all ranks, `sharding` has it and the loss, and the line ends before them.
+    If the output layer is sharded over all ranks, `sharding` has it and the loss, and the line ends before them.
     """
 
     captured: Captured
@@ -78,7 +78,7 @@ def draw_step(
 
 
 def make_manager(observe: Observer | None = None) -> PassManager:
-    """What runs the passes: with ZBCOMPILE_CHECK=1 a checker stands between every two of them."""
+    """The manager that runs the passes; with ZBCOMPILE_CHECK=1 it checks the result of each."""
     return PassManager(observe, CHECK.read())
 
 

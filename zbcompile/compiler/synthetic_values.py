@@ -1,4 +1,4 @@
-"""Made-up values to time operations on: random numbers, and indices that reach all of what they index.
+"""Synthetic values to time operations on: random numbers, and indices that reach everything that they index.
 
 Indices that are all equal would read one row again and again, and leave all experts but one without work.
 """
@@ -65,7 +65,7 @@ def _reads_of(node: Node) -> Iterator[Read]:
 
 
 def _grouped_rows(value: Node, reader: Node) -> int:
-    """How many rows a grouped product divides at the offsets `value`; 0 if it does not."""
+    """The number of rows that a grouped product divides at the offsets `value`; 0 if it does not."""
     if not _takes(reader, "offs") or argument_of(reader, "offs", None) is not value:
         return 0
     one, other = (argument.meta["val"].shape for argument in reader.args[:2])  # type: ignore[union-attr]

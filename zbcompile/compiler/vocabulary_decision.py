@@ -22,7 +22,7 @@ WORTH = 0.95  # of the step without: the prediction has no price for the collect
 
 @dataclass(frozen=True)
 class Steps:
-    """Predicted seconds of a step at nominal speeds, messages free; infinite where it cannot be.
+    """Predicted seconds of a step at nominal speeds, messages free; infinite if it is impossible.
 
     `redistributed` is the model with its output layer on the last stage, cut by the balancer; `sharded` with an equal
     part of the output layer's words on every rank.
@@ -35,7 +35,7 @@ class Steps:
 def choose_sharding(
     canonical: Canonical, schedule: Schedule | None, choices: Choices, manager: PassManager = SILENT
 ) -> Sharding | None:
-    """What `vocab=` asks for; "auto" shards where there is an output layer whose sharding gains 5 % of the step."""
+    """The sharding that `vocab=` asks for; "auto" shards if there is an output layer and it gains 5 % of the step."""
     sharding = find_sharding(canonical, choices, manager)
     if sharding is None or schedule is None or choices.vocab != "auto" or schedule.shards:
         return sharding
@@ -59,7 +59,7 @@ def predict_steps(sharding: Sharding, schedule: Schedule, choices: Choices) -> S
 
 
 def _loads(canonical: Canonical, schedule: Schedule, choices: Choices) -> tuple[float, ...] | None:
-    """What each stage weighs; None where there are no cuts as wanted."""
+    """The load of each stage; None if there are no such cuts."""
     by_flops = replace(choices, balance="flops") if choices.balance in BALANCES else choices
     try:
         return plan_cuts(canonical, draw_line(canonical), schedule, by_flops, {}).loads

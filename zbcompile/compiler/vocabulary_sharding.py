@@ -27,10 +27,10 @@ from zbcompile.schedules.generators.vocabulary_insertion import with_vocabulary
 from zbcompile.schedules.ir.costs import Costs
 from zbcompile.schedules.ir.schedule import Schedule
 
-LEAN_BYTES = 256 << 20  # logits of a shard beyond this are made again in T instead of kept
-TILE_BYTES = {"cpu": 1 << 20, "cuda": 64 << 20}  # of a tile's logits in fp32: some times that is what S and T need
+LEAN_BYTES = 256 << 20  # logits of a shard beyond this are recomputed in T instead of kept
+TILE_BYTES = {"cpu": 1 << 20, "cuda": 64 << 20}  # of a tile's logits in fp32: S and T need a small multiple of it
 MOST_TILES = 32
-BALLAST = 0.95  # unequal shards are worth it if the busiest rank's work becomes so much less
+BALLAST = 0.95  # unequal shards are worth it if they lower the busiest rank's work to this share
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Sharding:
 
 
 def find_sharding(canonical: Canonical, choices: Choices, manager: PassManager = SILENT) -> Sharding | None:
-    """What `vocab=` asks for; None where it asks for nothing. Raises CompileError where it cannot be."""
+    """The sharding that `vocab=` asks for; None if it asks for none. Raises CompileError if it is impossible."""
     if choices.vocab == "off" or (choices.vocab == "auto" and choices.exact):
         return None
     if choices.exact:
@@ -86,7 +86,7 @@ def shard(
 ) -> tuple[VocabularyProgram, Schedule]:
     """The graphs of every rank's shard, and `schedule` with their passes.
 
-    `bounds` are given where rows have their ranks already. Raises CompileError where a rank holds more than `memory=`.
+    `bounds` are given if rows already have their ranks. Raises CompileError if a rank holds more than `memory=`.
     """
     bounds = bounds or bounds_of(sharding.head, schedule, stages)
     tiling = tiling_of(sharding.head, bounds, choices)
@@ -123,7 +123,7 @@ def _inserted(
 
 
 def bounds_of(head: VocabularyHead, schedule: Schedule, stages: tuple[StageProgram, ...]) -> Bounds:
-    """Equal parts; or more words for ranks with less other work, where that lets the busiest one end much earlier."""
+    """Equal parts; or more words for ranks with less other work, if that lets the busiest one end much earlier."""
     loads = [
         sum(stages[stage].flops[op] for stage in schedule.placement.stages_of(rank) for op in ("F", "B", "W"))
         for rank in range(schedule.ranks)
@@ -157,7 +157,7 @@ def _most_bytes(
     vocabulary: VocabularyProgram,
     schedule: Schedule,
 ) -> float:
-    """What the fullest rank holds: parameters, gradients, optimizer state, and what waits between passes."""
+    """The bytes that the fullest rank holds: parameters, gradients, optimizer state, and what waits between passes."""
     holders = sharding.whole.graph.find_nodes(op="placeholder")
     sizes = {n.meta["slot"].name: n.meta["val"].nbytes for n in holders if n.meta["slot"].kind == "parameter"}
     costs = replace(
@@ -178,7 +178,7 @@ def _most_bytes(
 
 
 def insert(schedule: Schedule, vocabulary: VocabularyProgram, stages: tuple[StageProgram, ...]) -> Schedule:
-    """`schedule` with the vocabulary passes placed by the FLOPs of the graphs; as it is where it has them already."""
+    """`schedule` with the vocabulary passes placed by the FLOPs of the graphs; unchanged if it already has them."""
     lookups = vocabulary.lookup is not None
     if schedule.shards:
         if schedule.barriers != vocabulary.barriers:
