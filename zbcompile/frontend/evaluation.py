@@ -27,14 +27,14 @@ Resident = Mapping[Slot, torch.Tensor]
 
 @dataclass
 class Evaluation:
-    """How one shape of batch is evaluated: as `count` equal chunks, each through `inference`."""
+    """The evaluation of one shape of batch: `count` equal chunks, each through `inference`."""
 
     inference: Inference
     count: int
     executable: Executable | None = None
 
     def bind(self, program: Program, ranks: Ranks, resident: Resident, debug_nan: bool) -> Executable:
-        """What this process runs, beside the training program `program`, on the tensors that are `resident` now."""
+        """This process's executable, beside the training program `program`, on the tensors that are `resident` now."""
         if self.executable is None:
             self.executable = _prepare(self, program, ranks, resident, debug_nan)
         stages = {i: rebind(stage, resident) for i, stage in self.executable.stages.items()}

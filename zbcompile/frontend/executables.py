@@ -81,7 +81,7 @@ class Executables:
 
     def get(self, microbatch: Microbatch) -> Executable:
         """The executable for microbatches of these shapes; compiled if there is none. Raises PipelineError and
-        CaptureError where the model is no longer what was compiled."""
+        CaptureError if the model is no longer the one that was compiled."""
         if self._last_state is None or self._state(microbatch) != self._last_state:
             self._last = self._look_up(microbatch)
             self._last_state = self._state(microbatch)
@@ -129,7 +129,7 @@ class Executables:
         return self._ranks.replicas.count > 1 or len(self.program.holders(name)) > 1
 
     def _key(self, microbatch: Microbatch) -> tuple[Any, ...]:
-        """What a captured graph depends on: shapes, autocast, train or eval and forward hooks of each module, frozen
+        """The key of a captured graph: shapes, autocast, train or eval and forward hooks of each module, frozen
         parameters."""
         modules = tuple((module.training, forward_hooks(module)) for module in self._model.modules())
         trains = tuple(parameter.requires_grad for parameter in self._model.parameters())
@@ -158,7 +158,7 @@ class Executables:
             self._ranks.replicas.broadcast(real)
 
     def _make_real(self, program: Program) -> None:
-        """Give this process's share of the model memory and values: of a sharded output layer its rows alone."""
+        """Give this process's share of the model memory and values: of a sharded output layer only its rows."""
         rank = self._ranks.rank
         sharded = () if program.vocabulary is None else program.vocabulary.parameters
         in_rows = set(sharded) - set(program.tied) if rank is not None else set()
@@ -228,7 +228,7 @@ class Executables:
     def _prepare_vocabulary(
         self, program: Program, resident: Mapping[Slot, torch.Tensor], passes: CompiledPasses
     ) -> VocabularyExecutable | None:
-        """The shards of the output layer; shapes that are compiled later find the same rows."""
+        """The shards of the output layer; shapes that are compiled later use the same rows."""
         if program.vocabulary is None or self.shards is None:
             return None
         group, device = self._ranks.collective_group(), self._ranks.device
@@ -237,7 +237,7 @@ class Executables:
 
 
 def torch_modes(device: torch.device) -> Hashable:
-    """What becomes part of the graphs at the time of capture: autocast, and the kernels that attention may take."""
+    """The torch modes that capture freezes into the graphs: autocast, and the kernels that attention may take."""
     return torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type), attention_kernels()
 
 
@@ -271,7 +271,7 @@ class Recent(Generic[Key, Value]):
         return self._entries[self._first]  # type: ignore[index]
 
     def add(self, key: Key, value: Value) -> bool:
-        """Add an entry; whether another one was dropped for it."""
+        """Add an entry; return whether another one was evicted for it."""
         if not self._entries:
             self._first = key
         self._entries[key] = value

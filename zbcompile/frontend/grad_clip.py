@@ -21,9 +21,9 @@ def total_norm(
     """The norm of the gradients of the `trained` parameters, on every rank: bit for bit that of
     `torch.nn.utils.get_total_norm` over the whole model, for the same gradients.
 
-    Each rank contributes the norms of the parameters that it holds first, the others' are zero in its list; so the sum
-    over the ranks is the list of all norms in the model's order. Of the `sharded` parameters every rank holds rows of
-    its own, which have a norm each.
+    Each rank contributes the norms of the parameters of which it is the first holder, and zeros for all other ones; so
+    the sum over the ranks is the list of all norms in the model's order. Every rank holds different rows of the
+    `sharded` parameters, which have a norm each.
     """
     listed = [(name, r) for name in trained for r in (range(ranks.count) if name in sharded else owners(name)[:1])]
     norms = torch.zeros(len(listed), dtype=torch.float32, device=ranks.device)

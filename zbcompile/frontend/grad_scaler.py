@@ -42,7 +42,7 @@ class GradScaler(torch.amp.GradScaler):
         return super().step(optimizer, *args, **kwargs)
 
     def _share(self, found: Iterable[torch.Tensor], optimizer: torch.optim.Optimizer) -> None:
-        """Make every rank's list say what any rank found."""
+        """Set every rank's flags to what any rank found."""
         worst = torch.zeros((), device=self._pipe.device)
         for infinity in found:
             worst = torch.maximum(worst, infinity.to(worst.device))

@@ -89,7 +89,7 @@ class Pipeline:
 
     @property
     def device(self) -> torch.device:
-        """Where this process's share of the model is."""
+        """The device of this process's share of the model."""
         return self._ranks.device
 
     @property
@@ -104,7 +104,8 @@ class Pipeline:
 
     @property
     def compilations(self) -> tuple[Compilation, ...]:
-        """What the backend did on this process, for each program: how many graphs, how many distinct, compiled, loaded.
+        """The work of the backend on this process, for each program: how many graphs, how many distinct, compiled,
+        loaded.
 
         Over all ranks, and with an empty cache, as many graphs are compiled as are distinct.
         """
@@ -157,7 +158,7 @@ class Pipeline:
 
     @contextmanager
     def _void_if_it_fails(self) -> Iterator[None]:
-        """A step that fails leaves no partial sums: an optimizer that steps nevertheless finds no gradients."""
+        """If a step fails, drop its partial sums: an optimizer that steps nevertheless finds no gradients."""
         try:
             yield
         except BaseException:
@@ -192,7 +193,7 @@ class Pipeline:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Steps inside accumulate into `.grad` without adding up the replicas; the first step after it does.
+        """Steps inside accumulate into `.grad` without summing over the replicas; the first step after it does.
 
         Inside, `.grad` holds this replica's part. Without data parallelism it changes nothing.
         """
@@ -241,7 +242,7 @@ class Pipeline:
     def stages(self) -> "list[CompiledPipelineStage]":
         """This rank's stages as torch.distributed.pipelining stages, for torch's own schedules.
 
-        Raises PipelineError in one process (torch's stage needs a process group) and where a parameter trains on
+        Raises PipelineError in one process (torch's stage needs a process group) and if a parameter trains on
         several stages: torch's schedules have no place to sum its gradients.
         """
         from zbcompile.torch_pipelining.pipeline_stage import CompiledPipelineStage, StageContext
@@ -303,13 +304,13 @@ class Pipeline:
         self._compiled.share.filled(state)
 
     def resume(self, step: int, filled: Iterable[str]) -> None:
-        """Go on with step number `step`, now that the tensors `filled` of this process's share have their values;
+        """Continue with step number `step`, now that the tensors `filled` of this process's share have their values;
         `zbcompile.load_checkpoint` writes them in place."""
         self.step_index = step
         self._compiled.share.filled(filled)
 
     def close(self) -> None:
-        """Stop watching over the other ranks and let go of the process group. Every rank calls it.
+        """Stop watching other ranks and release the process group. Every rank calls it.
 
         After this, and `torch.distributed.destroy_process_group()`, a new process group and a new pipeline can be made
         in the same process. A pipeline that is garbage collected closes itself.
@@ -330,7 +331,8 @@ class Pipeline:
         return batch
 
     def _program_for_eval(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
-        """Parameters stay where they train. Where forward gives the loss, these inputs are enough to compile that."""
+        """The training program for an evaluation, since parameters stay where they train. If forward gives the loss,
+        these inputs suffice to compile it."""
         if self._compiled.program is not None or self.options.loss is not None:
             return self.program
         return self._program_for(self._split(args, kwargs, None)).program
@@ -339,11 +341,11 @@ class Pipeline:
         return self._compiled.get(batch.microbatch(0, self._compiled.schedule.microbatches))
 
     def _as_captured(self) -> torch.autocast:
-        """The casts are in the graphs: autocast around a running graph would cast what the model left uncast."""
+        """Turn autocast off: the casts are in the graphs, and autocast would add casts that the model does not make."""
         return torch.autocast(self._ranks.device.type, enabled=False)
 
     def _gather_rows(self) -> dict[str, torch.Tensor]:
-        """A sharded output layer whole: in the model's own parameters, where these have memory."""
+        """Gather a sharded output layer, in the model's own parameters if these have memory."""
         group = self._ranks.collective_group() if self._compiled.shards is not None else None
         if self._compiled.shards is None or group is None:
             return {}

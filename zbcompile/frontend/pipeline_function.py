@@ -24,7 +24,7 @@ from zbcompile.schedules.ir.schedule import Schedule
 
 
 class Keywords(TypedDict, total=False):
-    """The keywords of `zbcompile.pipeline` with their types, for editors; what each is stands in `Options`."""
+    """The keywords of `zbcompile.pipeline` with their types, for editors; `Options` describes each."""
 
     schedule: str | Schedule
     microbatches: int | None

@@ -49,7 +49,7 @@ def _broadcast(value: Any, owner: int, ranks: Ranks) -> Any:
     if not isinstance(value, torch.Tensor):
         return ranks.gather_here(value)[owner]
     whole = torch.empty(value.shape, dtype=value.dtype, device=ranks.device)
-    if not value.is_meta:  # what other ranks own stays there
+    if not value.is_meta:  # tensors of other ranks stay there
         whole.copy_(value.detach())
     ranks.broadcast(whole, owner)
     return whole

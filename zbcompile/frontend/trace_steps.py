@@ -15,7 +15,7 @@ Event = dict[str, Any]
 @contextmanager
 def trace(pipe: Pipeline, path: str | Path) -> Iterator[None]:
     """Record the steps inside and write them to `path` (JSON), on one clock for all ranks. Every rank must enter it;
-    the first one writes. Nothing is written when the block raises.
+    the first one writes. Nothing is written if the block raises.
 
     >>> with zbcompile.trace(pipe, "steps.json"):               # doctest: +SKIP
     ...     for _ in range(3):
