@@ -1,1 +1,1 @@
-"""What executes a graph: FX, inductor, CUDA graphs."""
+"""Backends, which execute graphs: FX, inductor, CUDA graphs."""

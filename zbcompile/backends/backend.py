@@ -1,7 +1,8 @@
-"""What runs the graphs of a program: FX code as it is, inductor, or a function from outside.
+"""Backends, which run the graphs of a program: FX code, inductor, or a user's function.
 
 A backend takes pieces and gives calls: functions of one list, which they empty, so that each input can be freed at its
-last use. Graphs that do the same work are compiled once (see `passes.bare_graph`), however many stages have them.
+last use. Graphs that do the same work are compiled once (see `zbcompile.passes.stage.anonymous_graph`), however many
+stages have them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +25,7 @@ Key = TypeVar("Key")
 
 @dataclass(frozen=True)
 class Compilation:
-    """What a backend did for one program on this process: of `graphs` passes, `distinct` ones differ in more than
+    """The work of a backend for one program on this process: of `graphs` passes, `distinct` ones differ in more than
     names; `compiled` were compiled here, `loaded` come from the cache (or from another rank, by way of it)."""
 
     backend: str
@@ -96,7 +97,7 @@ def _with_constants(run: Run, constants: tuple[torch.Tensor, ...]) -> Run:
 
 @dataclass(frozen=True)
 class ByFunction:
-    """A backend from outside: `function(graph_module, example_inputs)` returns what is called in place of the graph."""
+    """A user's backend: `function(graph_module, example_inputs)` returns what is called in place of the graph."""
 
     function: GraphCompiler
     name: str
@@ -157,14 +158,14 @@ def check_backend(backend: str | GraphCompiler, exact: bool) -> None:
 
 
 def backend_name(backend: str | GraphCompiler) -> str:
-    """What a backend is called in messages and in a saved program."""
+    """The name of a backend in messages and in a saved program."""
     if isinstance(backend, str):
         return backend
     return str(getattr(backend, "__qualname__", type(backend).__qualname__))
 
 
 def make_backend(backend: str | GraphCompiler, device: torch.device) -> Backend:
-    """The backend of a pipeline on `device`. Raises PipelineError where inductor finds no compiler."""
+    """The backend of a pipeline on `device`. Raises PipelineError if inductor finds no compiler."""
     if backend == "fx":
         return Backend("fx")
     if backend == "inductor":

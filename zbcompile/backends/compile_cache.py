@@ -1,8 +1,9 @@
-"""A folder of compiled things that processes share: each is made once, by whoever comes first, and then only read.
+"""A folder of compiled things that processes share: each is made once, by the first process that needs it, and then
+only read.
 
-An entry is a folder under its final name only when all of it is there: it is made under another name and renamed. Who
-makes it holds a lock of the operating system, which ends with its process, so a killed one leaves neither a lock nor
-half an entry; what it left is removed by the next one that makes this entry.
+An entry is a folder that gets its final name once it is complete: it is made under another name and renamed. Its maker
+holds a lock of the operating system, which ends with the process, so a killed one leaves neither a lock nor half an
+entry; its remains are removed by the next process that makes this entry.
 """
 
 import contextlib
@@ -22,7 +23,7 @@ Loaded = TypeVar("Loaded")
 How = Literal["compiled", "loaded"]
 Make = Callable[[Path], None]  # fills an empty folder
 Load = Callable[[str, Path], Loaded]  # of a key and its folder
-PAUSE = 0.05  # seconds between two looks at what another process makes
+PAUSE = 0.05  # seconds between two checks of an entry that another process is making
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class CompileCache:
         """Every entry of `wanted` as `load(key, folder)` reads it, and whether this process made it.
 
         Missing ones are made, from the `first` on; one that another process is making is left to it, and waited for
-        when there is nothing else to do. One that was there and cannot be loaded is dropped and made again, with a
+        when there is nothing else to do. An entry that cannot be loaded is dropped and made again, with a
         notice. Raises PipelineError if the folder cannot be written.
         """
         self._prepare()
@@ -55,7 +56,7 @@ class CompileCache:
 
     def _prepare(self) -> None:
         try:
-            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # what is in it is run
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # its contents are executed
             writable = os.access(self.folder, os.W_OK)
         except OSError:
             writable = False
@@ -65,7 +66,7 @@ class CompileCache:
             )
 
     def _ensure(self, key: str, make: Make) -> How | None:
-        """How an entry came to be there; None while another process makes it."""
+        """How an entry came into existence; None while another process makes it."""
         if self.has(key):
             return "loaded"
         with self._lock(key) as mine:
@@ -77,7 +78,7 @@ class CompileCache:
         return "compiled"
 
     def _load(self, key: str, how: How, load: Load[Loaded]) -> tuple[Loaded, How] | None:
-        """What an entry holds; None if it was dropped."""
+        """The loaded entry; None if it was dropped."""
         try:
             return load(key, self._entry(key)), how
         except Exception as error:  # damaged bytes, and names that a later version moved, raise anything
@@ -121,7 +122,7 @@ class CompileCache:
             except BlockingIOError:
                 yield False
                 return
-            yield True  # closing the file lets go of it
+            yield True  # closing the file releases it
 
     def _entry(self, key: str) -> Path:
         return self.folder / key
@@ -131,7 +132,7 @@ class CompileCache:
 
 
 def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
-    """Where compiled graphs are kept: ZBCOMPILE_CACHE, or `zbcompile` in the user's cache folder."""
+    """The folder of compiled graphs: ZBCOMPILE_CACHE, or `zbcompile` in the user's cache folder."""
     if given := CACHE.read(environment):
         return given
     base = environment.get("XDG_CACHE_HOME")

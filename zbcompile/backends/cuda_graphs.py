@@ -1,8 +1,8 @@
 """cuda_graphs=True: every pass recorded as a CUDA graph, so that the host launches it as a whole.
 
-A recording reads and writes fixed addresses. What has one (parameters, buffers, gradient buffers) is used where it is;
-everything else is copied into buffers of the recording, and results are copied out of it, because several microbatches
-are under way at once. Where a gradient buffer has moved, the pass is recorded again.
+A recording reads and writes fixed addresses. Tensors that have one (parameters, buffers, gradient buffers) are used in
+place; everything else is copied into buffers of the recording, and results are copied out of it, because several
+microbatches are under way at once. If a gradient buffer has moved, the pass is recorded again.
 """
 
 import warnings
@@ -19,7 +19,7 @@ from zbcompile.passes.split.subgraphs import Piece
 
 STAYING = ("parameter", "buffer", "constant", "accumulator")
 WARM_UP = 3  # runs before a recording, which make what cannot be made in one: handles, work space, tuned kernels
-PLACES = 8  # recordings of one pass, for gradients at so many places
+PLACES = 8  # most recordings of one pass, one per set of gradient addresses
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Recorded:
         return Recording(graph, buffers, results)
 
     def _warm_up(self, inputs: list[torch.Tensor]) -> None:
-        """Run on a stream of its own; sums are added into copies."""
+        """Run on a separate stream; sums are added into copies."""
         current, aside = torch.cuda.current_stream(), torch.cuda.Stream()
         aside.wait_stream(current)
         with torch.cuda.stream(aside):
@@ -108,7 +108,7 @@ def record(title: str, run: Run, piece: Piece, pool: Any) -> Run:
 
 
 def check_cuda_graphs(wanted: bool, device: torch.device) -> None:
-    """Raise PipelineError where there is nothing to record on."""
+    """Raise PipelineError if there is no device to record on."""
     if wanted and device.type != "cuda":
         raise PipelineError(
             f"cuda_graphs=True records passes on a GPU, but the pipeline is on {device}. Move the model to a GPU, or "

@@ -53,13 +53,13 @@ def _make(graph: BareGraph, folder: Path) -> None:
 
 
 def _load(key: str, folder: Path) -> Run:
-    """What is loaded here was made by this user, with this release of torch: the key says so."""
+    """Load an entry, which this user made with this release of torch: the key guarantees it."""
     with inductor_files_in(folder):
         return inductor_load((folder / CODE).read_bytes())
 
 
 def make_inductor(device: torch.device) -> Inductor:
-    """Inductor with the tools of this machine. Raises PipelineError where there is no C++ compiler."""
+    """Inductor with the tools of this machine. Raises PipelineError if there is no C++ compiler."""
     cache = CompileCache(cache_folder())
     machine = _processor(cache) if device.type == "cpu" else _accelerator(device)
     return Inductor(cache, machine)

@@ -1,4 +1,4 @@
-"""What a backend takes and gives."""
+"""The types of a backend's arguments and results."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
