@@ -54,11 +54,11 @@ class Choices:
         recompute: What each backward recomputes instead of keeping it from the forward (docs/memory.md). "hints":
             `torch.utils.checkpoint` regions; "none": nothing, not even these; "selective": also what is cheap
             (everything but products with parameters); "full": whatever can be, so that a stage keeps its inputs; bytes
-            (an int, or a text such as "64MiB"): as little as possible, such that a stage keeps at most so many per
+            (an int, or a text such as "64MiB"): as little as possible, such that a stage keeps at most that many per
             microbatch between its F and B. Gradients keep their bits; random numbers are not drawn again.
-        balance: By what the stages are made equal (docs/partitioning.md). "flops" (with bytes, at nominal speeds),
-            "measured" (every kind of operation is run on this device), "parameters"; or the cuts themselves, as names
-            of modules (cut before it) or of operations as inspect prints them (cut after it).
+        balance: The measure by which stages are made equal (docs/partitioning.md). "flops" (with bytes, at nominal
+            speeds), "measured" (every kind of operation is run on this device), "parameters"; or the cuts themselves,
+            as names of modules (cut before it) or of operations as inspect prints them (cut after it).
         boundary_bytes: The most bytes that may cross a cut per microbatch.
         memory: The most bytes that a rank may hold. Parameters, gradients, optimizer state, activations in flight; a
             number, or a text ("80GiB"; a GB is 1e9).

@@ -55,7 +55,7 @@ __all__ = ["__version__", *sorted(_MODULE_OF)]  # pyright: ignore[reportUnsuppor
 
 
 def __getattr__(name: str) -> object:
-    """Import what is asked for, when it is asked for: `import zbcompile` alone imports neither torch nor sympy."""
+    """Import a public name on first use: `import zbcompile` alone imports neither torch nor sympy."""
     if name in _MODULE_OF:
         value = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
     elif name in ("schedules", "passes"):

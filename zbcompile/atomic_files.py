@@ -1,11 +1,11 @@
-"""Files that are on the disk whole or not at all."""
+"""Files that are on disk completely or not at all."""
 
 import os
 from pathlib import Path
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file that appears under its name only once all of it is on the disk."""
+    """Write a file that appears under its name only once all of it is on disk."""
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("wb") as file:
         file.write(content)

@@ -66,7 +66,7 @@ def run(request: CompileRequest) -> None:
     """Compile and save; raises the project's errors and OSError."""
     if not is_alone():
         raise PipelineError("one process compiles for all ranks. Start zbcompile.compile without torchrun.")
-    program_in(request.output)  # a wrong place is known before a long compilation
+    program_in(request.output)  # a wrong place is refused before a long compilation
     options = request.options
     if request.weights is not None and request.fake:
         raise PipelineError("--weights writes the model's own values, and under --fake it has none. Leave one out.")

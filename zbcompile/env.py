@@ -12,7 +12,7 @@ _TRUTH = {"": False, "0": False, "1": True}
 
 @dataclass(frozen=True)
 class Switch:
-    """One switch; it is on where the environment variable `name` is 1."""
+    """One switch; it is on if the environment variable `name` is 1."""
 
     name: str
     help: str

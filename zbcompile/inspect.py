@@ -1,4 +1,4 @@
-"""`python -m zbcompile.inspect TARGET`: what zbcompile makes of a model, without running it."""
+"""`python -m zbcompile.inspect TARGET`: what zbcompile would compile a model to, without running it."""
 
 import argparse
 import sys

@@ -126,7 +126,8 @@ class Watch:
     # On the thread that runs the pipeline: what to raise
 
     def _explain(self, error: BaseException) -> BaseException:
-        """What this rank raises for `error`. The others learn of it, or this rank learns what happened to them."""
+        """The error that this rank raises for `error`. Other ranks learn of it, or this rank learns what happened to
+        them."""
         if error is self.known:
             return error
         try:
@@ -152,13 +153,13 @@ class Watch:
         return fault.error()
 
     def _lost_connection(self, error: BaseException) -> bool:
-        """Only the process group raises where a rank waits or communicates."""
+        """Whether the process group raised `error`: only it raises while a rank waits or communicates."""
         action = self.position.action
         communicates = isinstance(action, Action) and action.op.startswith(("SEND", "RECV"))
         return isinstance(error, RuntimeError) and (self.position.waits or communicates)
 
     def _find_out(self, region: int, error: BaseException) -> Fault:
-        """Why a connection broke: a rank has posted it, or one shows no more signs of life."""
+        """The fault that broke a connection: one that a rank has posted, or a rank without a heartbeat."""
         before, end = self.board.statuses(), time.monotonic() + SILENCE
         with _not_yet_terminated():
             while time.monotonic() < end:
@@ -206,7 +207,7 @@ class Watch:
         return position.region, position.doing, position.action, position.waits, position.waited
 
     def _look(self, beat: int) -> None:
-        """One look around; ends this rank's wait when there is a reason to."""
+        """Look at the store once; end this rank's wait if there is a reason to."""
         self.board.beat(self.position.status(beat))
         place = self._place()
         if place != self._seen:
@@ -219,7 +220,7 @@ class Watch:
 
     @property
     def _host_waits(self) -> bool:
-        """With NCCL the device waits, not the host: a posted fault concerns this rank wherever it is."""
+        """Whether the host waits. With NCCL the device does: a posted fault then concerns this rank wherever it is."""
         return self.backend == "gloo"
 
     def _lose_patience(self, waited: float) -> Fault | None:
@@ -234,13 +235,13 @@ class Watch:
         return None if fault is None else self.board.post(self.position.region, fault)
 
     def _find_dead(self, before: dict[int, Status]) -> Fault | None:
-        """Whose signs of life have stopped: NCCL does not say that a peer has died."""
+        """The rank whose heartbeat has stopped: NCCL does not report that a peer has died."""
         self.stopped.wait(SILENCE)
         after = {rank: status for rank, status in self.board.statuses().items() if before[rank].beat >= 0}
         return find_dead(self.position.rank, before, after)
 
     def _cut(self, fault: Fault) -> None:
-        """End what this rank waits for. Where its device waits, and no call that could raise, it is said at once."""
+        """End this rank's wait. If its device waits, and no call that could raise, report the fault at once."""
         self.fault = fault
         if not self.position.waits:
             print(f"zbcompile: {fault.error()}", file=sys.stderr, flush=True)
@@ -250,8 +251,8 @@ class Watch:
 
 @contextlib.contextmanager
 def _not_yet_terminated() -> Iterator[None]:
-    """A launcher that sees one process die sends SIGTERM to the others at once. A rank that is about to raise for the
-    same reason ignores it for so long, so that it can say why."""
+    """Ignore SIGTERM inside: a launcher that sees one process die sends it to the other ranks at once, and a rank that
+    is about to raise for the same reason should first say why."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -265,7 +266,7 @@ def _not_yet_terminated() -> Iterator[None]:
 def cut_connections(group: Group, backend: str) -> None:
     """Make everything that waits in `group` raise, on this rank; its peers see a closed connection.
 
-    Gloo's `abort` does nothing (2.11-2.13), but a receive of its that times out closes the connections of the group.
+    Gloo's `abort` does nothing (2.11-2.13), but a gloo receive that times out closes the connections of the group.
     """
     if backend != "gloo":
         group.abort()

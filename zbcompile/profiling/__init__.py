@@ -1,1 +1,1 @@
-"""What a recorded step holds, and its files."""
+"""The record of a step, and its files."""

@@ -57,7 +57,7 @@ def _costs(schedule: Schedule, means: Mapping[tuple[str, int], float]) -> Costs:
 
 def recorded_timeline(schedule: Schedule, spans: Spans, costs: Costs) -> Timeline:
     """The step as it ran: times count from the beginning of its first pass. `costs` say what it holds, and how long
-    messages travel (`recorded_costs`). Raises PipelineError where spans of the schedule are missing."""
+    messages travel (`recorded_costs`). Raises PipelineError if spans of the schedule are missing."""
     times = [[_time_of(step, rank, by_name) for step in schedule.orders[rank]] for rank, by_name in _named(spans)]
     if len(times) != schedule.ranks:
         raise PipelineError(f"the record has {len(times)} ranks, its schedule {schedule.name} {schedule.ranks}.")

@@ -21,7 +21,7 @@ FORMAT, VERSION = "zbcompile step", 1
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What `pipe.last_step` holds after a recorded step, the same on every rank.
+    """The value of `pipe.last_step` after a recorded step, the same on every rank.
 
     `spans[rank]` are the actions in the order in which they ran, in seconds since `started`, which is on the clock of
     the first rank, as are all times. `held_bytes[rank]` is what waited for B and W after each of them, counted by
@@ -109,7 +109,7 @@ def is_record(text: str) -> bool:
 
 
 def read_record(path: str | Path) -> StepRecord:
-    """Read what `StepRecord.save` wrote. Raises PipelineError for anything else, OSError where there is no file."""
+    """Read what `StepRecord.save` wrote. Raises PipelineError for anything else, OSError if there is no file."""
     text = Path(path).read_text(encoding="utf-8")
     if not is_record(text):
         raise PipelineError(f"{path} is no record of a step; write one with pipe.record = True; pipe.last_step.save.")

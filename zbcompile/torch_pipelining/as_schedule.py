@@ -29,8 +29,8 @@ class ScheduleLike:
     """Made by `pipe.as_schedule()`. As with torch, the rank of the first stage passes the inputs, that of the last one
     the target, and a rank that has neither calls `step()`.
 
-    What one rank passes and others do not is known to these from the first step, which sends it to all and compiles;
-    from then on its shapes are fixed, and nothing but boundary tensors travels. Differences from torch: gradients are
+    Other ranks learn the inputs that only one rank passes in the first step, which sends them to all and compiles; from
+    then on their shapes are fixed, and only boundary tensors travel. Differences from torch: gradients are
     scaled by the pipeline's `loss_reduction` (torch's `scale_grads`), and `step` returns None, because a compiled step
     keeps no outputs.
 
@@ -46,7 +46,7 @@ class ScheduleLike:
     def step(self, *args: Any, target: Any = None, losses: list[torch.Tensor] | None = None, **kwargs: Any) -> None:
         """Forward and backward of one batch. `losses` becomes the list of the microbatches' losses on the last rank.
 
-        Raises PipelineError where a stage of this rank reads an input that only other ranks passed, and for shapes
+        Raises PipelineError if a stage of this rank reads an input that only other ranks passed, and for shapes
         other than those of the first step.
         """
         given = (args or None, kwargs or None, target)

@@ -31,7 +31,7 @@ Tensors = list[torch.Tensor]
 
 @dataclass(frozen=True)
 class StageContext:
-    """What a generated stage needs beside its own graphs."""
+    """The context of a generated stage beside its own graphs."""
 
     program: Program
     group: dist.ProcessGroup
@@ -90,7 +90,7 @@ class CompiledPipelineStage(PipelineStage):
         self._run = self._run or self._begin()
         self._run.inputs[fwd_chunk_id].update(input_tensors(args if self.is_first else (), kwargs or {}, None))
         if self.is_last:
-            self.output_chunks.append(())  # what torch merges into the output of the whole batch
+            self.output_chunks.append(())  # torch merges these into the output of the whole batch
             return torch.full((1,), fwd_chunk_id, device=self.device)
         self._forward(fwd_chunk_id)
         return tuple(self._made["F", fwd_chunk_id])
