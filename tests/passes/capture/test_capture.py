@@ -132,7 +132,7 @@ def model_output(loss: Tensor, logits: Tensor) -> Any:
     return CausalLMOutput(loss=loss, logits=logits)  # type: ignore[arg-type]
 
 
-@pytest.mark.mostly_slow(every=3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "schedule"), [(Outcome, "zb-v"), (Outputs, "zb-h1"), (model_output, "1f1b")], ids=["tuple", "class", "hf"]
 )

@@ -91,6 +91,7 @@ def test_a_first_stage_is_balanced_like_a_middle_one(stages: list[Stage]) -> Non
     assert [first[name] for name in ("F", "B", "W")] == [middle[name] for name in ("F", "B", "W")]
 
 
+@pytest.mark.slow
 def test_only_the_operands_of_products_wait_for_w(stages: list[Stage]) -> None:
     for stage in stages:
         assert stage.program.crossing.residue <= 1.01 * operands(stage.program.pieces["W"])

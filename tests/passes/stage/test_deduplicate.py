@@ -143,6 +143,7 @@ def test_graphs_that_differ_in_more_than_names_are_not_shared(make: Callable[[in
     assert len({stage.original for stage in program.stages}) == graphs
 
 
+@pytest.mark.slow
 def test_a_stage_is_compiled_once_per_distinct_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = []
 

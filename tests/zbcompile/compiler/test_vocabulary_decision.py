@@ -56,6 +56,7 @@ def test_logits_wait_unless_memory_forbids_it() -> None:
         assert distance(parameter.grad, expected) < 2e-6, name
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_an_error() -> None:
     with pytest.raises(CompileError, match=r"with its shard of the output layer a rank holds .* more than memory=1"):
         compiled(memory=1 << 20)

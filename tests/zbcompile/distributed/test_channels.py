@@ -95,6 +95,7 @@ def step_without_values(case: Case) -> bool:
     return bool(torch.isfinite(loss)) and bool(torch.isfinite(norm))
 
 
+@pytest.mark.slow
 def test_no_step_reads_a_value_of_a_tensor(pool: Pool) -> None:
     """In one process and in two; loss and norm are tensors."""
     case = Case("small-dropout", "zb-v", 2, 4, exact=False)

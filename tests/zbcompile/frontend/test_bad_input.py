@@ -347,7 +347,7 @@ DIFFERENCES = (
 )
 
 
-@pytest.mark.mostly_slow(every=3)
+@pytest.mark.mostly_slow(every=9)
 @pytest.mark.parametrize("what", DIFFERENCES)
 def test_ranks_that_compile_different_programs(what: str, pool: Pool) -> None:
     """Everywhere the same sentence, which names what differs."""

@@ -103,6 +103,7 @@ def test_scalar_loss_is_that_of_the_whole_batch(form: str) -> None:
     assert torch.equal(ours, theirs)
 
 
+@pytest.mark.slow
 def test_modes_and_generator_are_left_alone() -> None:
     pipe = pipeline_of(Case("small-dropout", "1f1b", 2, 2))
     model = pipe._model

@@ -37,6 +37,7 @@ def made() -> Sequences:
     return Sequences()
 
 
+@pytest.mark.slow
 def test_a_bounded_number_of_programs(capsys: pytest.CaptureFixture[str]) -> None:
     """The least recently used one is evicted, but never the first, and comes back when it is asked for; nothing else
     of it stays in memory. Gradients are eager's throughout."""

@@ -52,6 +52,7 @@ def filled_by_init() -> tuple[Tensor, dict[str, Any], dict[str, Any], list[str]]
     return loss, gradients_of(pipe), pipe.state_dict(full=True), real
 
 
+@pytest.mark.slow
 def test_each_rank_makes_its_own_share_real(pool: Pool) -> None:
     """The same values whatever the ranks, every tensor real somewhere, no rank with all of them; eager's gradients."""
     loss, gradients, state, real = filled_by_init()

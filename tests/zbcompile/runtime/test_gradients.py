@@ -31,7 +31,7 @@ def test_none_where_eager_has_none(exact: bool, pool: Pool) -> None:
         assert {name for name, gradient in ours.gradients[0].items() if gradient is None} == expected
 
 
-@pytest.mark.mostly_slow(every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("problem", ["gpt-tied", "mlp"])
 def test_accumulate_into_what_is_there(problem: str) -> None:
     """Two steps without zeroing in between, as eager adds them."""
@@ -121,6 +121,7 @@ def test_sum_instead_of_mean() -> None:
     assert_same_tensors(gradients_of(pipe), gradients_of(other), "gradient of")
 
 
+@pytest.mark.slow
 def test_loss_is_detached_and_on_every_rank(pool: Pool) -> None:
     losses = [trained.losses[0] for trained in pool.run(pipelined, Case("mlp", "zb-v", 4, 8, steps=1), ranks=4)]
     assert all(torch.equal(loss, losses[0]) and not loss.requires_grad and loss.shape == () for loss in losses)
@@ -146,6 +147,7 @@ def buffers_after_training() -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in pipe.state_dict(full=True).items()}
 
 
+@pytest.mark.slow
 def test_buffers_that_forward_changes(pool: Pool) -> None:
     torch.manual_seed(0)
     other = Buffered()

@@ -36,6 +36,7 @@ def torch_loop() -> tuple[Share, list[Any], list[list[float]]]:
     return Share([], gradients, dict(pipe.state_dict())), returned, seen
 
 
+@pytest.mark.slow
 def test_a_loop_for_torch_schedules(pool: Pool) -> None:
     shares, returned, losses = zip(*pool.run(torch_loop), strict=True)
     ours, theirs = join(shares), reference(CASE)
