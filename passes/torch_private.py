@@ -114,7 +114,7 @@ def is_in_place(operation: object) -> bool:
 
 
 def is_composite(operation: OpOverload) -> bool:
-    """Whether an operation is made of others (2.11-2.13: no public name)."""
+    """Whether an operation is composed of other operations (2.11-2.13: no public name)."""
     return operation._can_decompose()
 
 
@@ -294,8 +294,8 @@ def eagers_kernels() -> Iterator[None]:
     """Inside, make torch.export trace the operations that eager runs.
 
     For some operators (dropout, softshrink, upsampling) torch keeps a second implementation in Python, which tracing
-    alone uses (2.11-2.13: `OpOverload.py_impl`). It is equal in mathematics and not in bits: the gradient of a dropout,
-    for one, is scaled by another rounding of 1 / (1 - p).
+    alone uses (2.11-2.13: `OpOverload.py_impl`). It is mathematically equal but not bit for bit: the gradient of a
+    dropout, for one, is scaled by another rounding of 1 / (1 - p).
     """
     kept = [(operator, dict(operator.py_kernels)) for operator in _rewritten()]
     try:

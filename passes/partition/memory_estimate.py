@@ -114,7 +114,7 @@ class _Keeping(Interpreter):
 
 
 def _kept(canonical: Canonical, line: Line) -> list[tuple[int, Hashable, int]]:
-    """What autograd keeps between forward and backward, where it is kept: `(position, storage, bytes)`."""
+    """What autograd keeps between forward and backward, and where: `(position, storage, bytes)`."""
     runner = _Keeping(canonical)
     with canonical.mode, torch.enable_grad():
         inputs = [_leaf(node, canonical) for node in canonical.graph.find_nodes(op="placeholder")]

@@ -48,7 +48,7 @@ class ValueReader:
     storages: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def read(self, data: Any) -> Any:
-        """The value; None where there was no tensor."""
+        """The value; None if there was no tensor."""
         if data is None:
             return None
         if isinstance(data, dict):

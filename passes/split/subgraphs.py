@@ -104,7 +104,7 @@ def extract(assignment: Assignment, name: str) -> Piece:
 
 
 class _Extractor:
-    """Copies the nodes of one piece into a graph of its own."""
+    """Copies the nodes of one piece into a separate graph."""
 
     def __init__(self, assignment: Assignment, name: str) -> None:
         self.assignment = assignment

@@ -1,4 +1,4 @@
-"""Distinct graphs: stages that differ in names alone are traced, split and finished once, and then renamed.
+"""Distinct graphs: stages that differ only in names are traced, split and finished once, and then renamed.
 
 Most stages of a transformer are the same few layers again, with other parameters. `same_work` says what a stage
 computes without its names; where two stages agree in it, `renamed` turns the program of one into that of the other.

@@ -109,7 +109,7 @@ def interleave(first: Sequence[Node], second: Sequence[Node]) -> list[Node]:
     """Both halves in one order that keeps the order of each, except that waits stand right before their first user.
 
     The half with less to do before its first collective begins. It runs up to a wait; then the other half runs, for its
-    share of its remaining work (which has to cover all the waits to come) or up to a wait of its own; then the first
+    share of its remaining work (which has to cover all the waits to come) or up to its own next wait; then the first
     half continues. Costs are the bytes that a node moves.
     """
     halves = [_late_waits(first), _late_waits(second)]

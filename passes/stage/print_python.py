@@ -1,6 +1,6 @@
 """Printing: a graph as a Python module that a person can read and an interpreter can run.
 
-Every operation stands on a line of its own, under the line of the model that it comes from, with the type and size of
+Every operation has its own line, under the line of the model that it comes from, with the type and size of
 what it makes. `forward` in the printed module takes and returns what the graph does and computes the same bits.
 """
 

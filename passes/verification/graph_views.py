@@ -92,7 +92,7 @@ def _piece(piece: Piece, whose: str) -> GraphView:
 
 
 def _outputs_of(joint: Joint) -> tuple[Slot, ...]:
-    """The slot of each value that a joint graph returns; NO_GRADIENT where there is none."""
+    """The slot of each value that a joint graph returns; NO_GRADIENT if there is none."""
     pending, slots = list(joint.outputs), []
     for value in output_values(joint.module.graph):
         found = next((pair for pair in pending if pair[1] is value), None)

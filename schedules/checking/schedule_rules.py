@@ -130,8 +130,8 @@ def _rules(schedule: Schedule) -> dict[str, tuple[Done, Done, Done]]:
 
 
 def _whole(schedule: Schedule, stage: int) -> Done:
-    """What every microbatch runs on a stage: F, B and W (F alone in an evaluation), what else this schedule has, and a
-    shard's passes if it has the shard."""
+    """What every microbatch runs on a stage: F, B and W (F alone in an evaluation), the further passes of this
+    schedule, and a shard's passes if it has the shard."""
     passes = {F} if schedule.name == FORWARD_ONLY else {F, B, W}
     ops = passes | {op for op in schedule.ops & COMPUTE if KINDS[op].scope == "microbatch"}
     shard = with_scope("shard") if stage in schedule.shards else ()

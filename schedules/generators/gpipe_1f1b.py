@@ -37,7 +37,7 @@ def one_f_one_b(task: Task, rank: int) -> Order:
 def eager_one_f_one_b(task: Task, rank: int) -> Order:
     """1F1B with a warm-up twice as long, 2(p-1-r) forwards, so that messages travel while the ranks compute.
 
-    Bubble (p-1)(T_F+T_B+T_W) + 2(p-1) hops, independent of m where that of 1F1B grows with it; peak 2(p-r)-1
+    Bubble (p-1)(T_F+T_B+T_W) + 2(p-1) hops, independent of m, while that of 1F1B grows with it; peak 2(p-r)-1
     activations on rank r (Megatron-LM's and AWS Neuron's "eager 1F1B"). On 2 ranks, 4 microbatches::
 
         F0.0  F0.1  F0.2   BW0.0         F0.3  BW0.1         BW0.2         BW0.3

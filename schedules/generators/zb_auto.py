@@ -1,6 +1,6 @@
 """ZB-1p and ZB-2p: the automatic heuristic under a memory limit (Qi et al., arXiv 2401.10241, section 3.1).
 
-Fed with the times, hops and memory of every single stage, where the published runtime feeds it with medians.
+Fed with the times, hops and memory of every single stage, while the published runtime feeds it with medians.
 """
 
 from collections import deque

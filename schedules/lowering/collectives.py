@@ -1,4 +1,5 @@
-"""The collectives of the vocabulary passes: their one global order, where they are posted, and what `check` asks.
+"""The collectives of the vocabulary passes: their one global order, where they are posted, and the rules that `check`
+applies.
 
 All shards post the same collectives in the same order on a separate process group; posting never waits, so a
 collective is complete when the last shard has posted it. In a run of the orders collective X belongs to the time at
@@ -70,7 +71,7 @@ def _lookups(schedule: Schedule, outcome: Outcome) -> list[Collective]:
 
 
 def post_collectives(schedule: Schedule, outcome: Outcome, posts: Sequence[Posts]) -> None:
-    """Enter every collective into the `posts` of every shard's rank, behind the receives that are there already."""
+    """Enter every collective into the `posts` of every shard's rank, behind the receives already in them."""
     shard_of = {schedule.rank_of(shard, 0): shard for shard in schedule.shards}
     for time, microbatch, op in global_order(schedule, outcome):
         for rank, shard in shard_of.items():

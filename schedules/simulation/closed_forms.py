@@ -54,7 +54,7 @@ class Formula:
 
 @dataclass(frozen=True)
 class ClosedForm:
-    """The formulas of one schedule; `None` where there is none.
+    """The formulas of one schedule; `None` if there is none.
 
     * `cost`: the longest own span of a rank; `makespan`: the whole step (see `Timeline` for both).
     * `peak`: memory of the rank that needs most. `messages`: number of messages of one step, forward and backward.

@@ -1,7 +1,7 @@
 """A timeline as a self-contained SVG: steps, idle time with its cause on hover, and the memory curve of every rank.
 
-Colours are after Okabe and Ito, which colour-blind readers can tell apart; every operation also has a hatching of its
-own and its letter, for print.
+Colours are after Okabe and Ito, which colour-blind readers can tell apart; for print every operation also has its own
+hatching and its letter.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ IDLE_COLOURS = {
     "imbalance": "#f3e3a8",
     "overhead": "#fff",
 }
-COMPACT = 20_000  # steps beyond which boxes carry no text of their own
+COMPACT = 20_000  # number of steps beyond which boxes have no text
 STYLE = """
 text { font: 11px sans-serif; fill: #111 }
 .label { text-anchor: end; dominant-baseline: central }

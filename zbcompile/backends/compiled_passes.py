@@ -27,18 +27,18 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class CompiledPasses:
-    """What a backend made of the passes that this process runs, and a report of it; no `runs` where the graphs run as
-    they are."""
+    """What a backend made of the passes that this process runs, and a report of it; `runs` is empty for the
+    fx backend."""
 
     runs: Mapping[Place, Run]
     compilation: Compilation
 
     def stage(self, stage: int) -> dict[str, Run] | None:
-        """The calls of a stage by pass; None where its graphs run as they are."""
+        """The calls of a stage by pass; None if its graphs run as FX code."""
         return self._of("stage", stage)
 
     def shard(self, rank: int) -> dict[str, Run] | None:
-        """The calls of a vocabulary shard by pass; None where its graphs run as they are."""
+        """The calls of a vocabulary shard by pass; None if its graphs run as FX code."""
         return self._of("shard", rank)
 
     def _of(self, kind: str, owner: int) -> dict[str, Run] | None:

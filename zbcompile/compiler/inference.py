@@ -1,4 +1,4 @@
-"""Compiling for evaluation: a model's forward alone, each parameter used on the stage where it trains."""
+"""Compiling for evaluation: only the model's forward, with each parameter used on the stage where it trains."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace

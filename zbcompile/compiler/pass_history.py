@@ -56,7 +56,7 @@ class PassHistory:
         return [_total(each.name, each.does, [ran for ran in self.ran if ran.name == each.name]) for each in PASSES]
 
     def difference(self, stage: int, original: int, first: str, second: str) -> str:
-        """A unified diff of the graphs of a stage, or of the model where a pass is over the model, after the pass
+        """A unified diff of the graphs of a stage, or of the model if a pass is over the model, after the pass
         `first` and after `second`. `original` is the stage whose graphs the stage has."""
         (old, before), (new, after) = (self._after(name, stage, original) for name in (first, second))
         lines = list(difflib.unified_diff(before, after, old, new, n=CONTEXT, lineterm=""))

@@ -46,7 +46,7 @@ class Channels(Protocol):
 
 @dataclass(frozen=True)
 class Tagged:
-    """One group for all messages, every tensor with a tag of its own: gloo pairs equal tags by order alone."""
+    """One group for all messages, every tensor with its own tag: gloo pairs equal tags by order alone."""
 
     group: dist.ProcessGroup
     microbatches: int

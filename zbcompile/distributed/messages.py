@@ -17,7 +17,8 @@ class Message(NamedTuple):
 
 
 class Buffer(NamedTuple):
-    """A receive buffer: the `number`-th of its shape. Number -1 is a fresh one: what arrives is passed on to others."""
+    """A receive buffer: the `number`-th of its shape. Number -1 is a fresh one: what arrives is passed on to other
+    stages."""
 
     spec: TensorSpec
     number: int

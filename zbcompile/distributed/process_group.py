@@ -103,7 +103,7 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def _sides(mesh: Any) -> "Sides":
-    """The groups of a mesh: "pp" gives the pipeline's ranks, "dp", if it is there, the replicas."""
+    """The groups of a mesh: "pp" gives the pipeline's ranks, "dp", if it exists, the replicas."""
     names = tuple(mesh.mesh_dim_names or ())
     if "pp" not in names:
         raise PipelineError(f'mesh= has dimensions {names or "without names"}; expected one called "pp".')

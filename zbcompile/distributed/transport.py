@@ -19,7 +19,7 @@ class Transport(Protocol):
     """Moves messages between stages.
 
     `deliver` is for a stage on the same rank; `post` announces a receive into buffers; `ready` says whether `wait` may
-    be called, which returns once the message is there; `complete` releases sends that are known to have arrived.
+    be called, which returns once the message has arrived; `complete` releases sends that are known to have arrived.
     """
 
     def deliver(self, message: Message, tensors: Tensors) -> None: ...

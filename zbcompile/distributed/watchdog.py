@@ -173,7 +173,7 @@ class Watch:
         return find_dead(self.position.rank, before, after) or Fault(self.position.rank, here.where, cause)
 
     def _leave(self, region: int) -> None:
-        """Stay until all ranks know: a launcher that sees one process end kills the others."""
+        """Stay until all ranks know: a launcher that sees one process end kills the other ranks."""
         self.board.leave(region)
         end = time.monotonic() + LEAVING
         while time.monotonic() < end and not self.board.all_left(region):

@@ -33,7 +33,7 @@ def _usual_count(name: str, ranks: int, chunks: int | None) -> int:
 
 def fit_to_batch(schedule: Schedule, options: Options, rows: int, announce: bool) -> Schedule:
     """Without `microbatches=`, a named schedule with a count that divides a batch of `rows`: the smallest from the
-    usual one on up to four times as many, else the largest below. If there is none it stays as it is."""
+    usual one on up to four times as many, else the largest below. If there is none, the schedule is not changed."""
     if options.microbatches is not None or not isinstance(options.schedule, str):
         return schedule
     usual = schedule.microbatches

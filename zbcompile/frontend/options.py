@@ -47,10 +47,10 @@ class Options(Choices, StepOptions):
         chunks: Stages per rank, for the interleaved schedules.
         example: `(args, kwargs)` of one batch (`target` among the keywords). Compiles at once.
         mesh: A DeviceMesh with a "pp" dimension and, for data parallelism, a "dp" dimension. Every replica of the
-            pipeline then takes a batch of its own, and loss and gradients are those of the concatenated batch (the mean
+            pipeline then takes a different batch, and loss and gradients are those of the concatenated batch (the mean
             or the sum over all of it, by `loss_reduction`).
         timeout: Seconds that a rank waits for another one before all ranks end with an error that names it. In a step,
-            a compilation or at the start; a rank that fails or dies ends the others within 5 seconds.
+            a compilation or at the start; a rank that fails or dies ends the other ranks within 5 seconds.
         max_shapes: How many programs are kept. Every new shape of batch compiles one, with a notice; beyond this many
             the least recently used is evicted. Parameters and their places are the same for all.
         init: `init(name, tensor)` fills a parameter or buffer in place, for a model built on the meta device. After the

@@ -102,7 +102,7 @@ def _unsharded(inspected: Inspected, request: Request, costs: Costs) -> Unsharde
         return Unsharded()
     plain = with_options(request, vocab="off", microbatches=program.schedule.microbatches)
     schedule = schedule_of(plain)
-    if schedule.shards:  # a schedule file with vocabulary passes of its own has no form without
+    if schedule.shards:  # a schedule file that contains vocabulary passes has no form without them
         return Unsharded()
     redistributed = predicted(compile_for(inspected.example, schedule, plain), plain)[0].makespan
     return Unsharded(simulate(schedule, left_on_last(costs)).makespan, redistributed)

@@ -30,7 +30,7 @@ class Share:
             self._require_known_values()
 
     def make_real(self, own: Callable[[str], bool]) -> None:
-        """Give the tensors that `own` names memory on the device, and values where there is an `init`."""
+        """Give the tensors that `own` names memory on the device, and values if there is an `init`."""
         real: dict[int, torch.Tensor] = {}
         for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
             if tensor.is_meta and own(name):

@@ -103,7 +103,7 @@ def _options_of(name: str, saved: Mapping[str, Any]) -> list[str]:
 
 
 def _room(described: Any, name: str, parameter: torch.Tensor | None, holding: Holding) -> Any:
-    """An empty tensor for a value to be read into, laid out as its parameter where they have one shape."""
+    """An empty tensor for a value to be read into, laid out as its parameter if their shapes are equal."""
     if described is None:
         return None
     dtype, size = described

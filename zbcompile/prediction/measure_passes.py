@@ -36,7 +36,8 @@ def measure_passes(program: Program) -> Costs:
 
 
 def _seconds(piece: Piece) -> float:
-    """The time of one run. Buffers that a graph adds into grow in value from run to run, which does no harm."""
+    """The time of one run. Buffers that a graph adds into grow in value from run to run, which does not change the
+    time."""
     if piece.empty:
         return 0.0
     run = boxed(piece.module)

@@ -167,7 +167,7 @@ def predict(program: Program, costs: Costs) -> Timeline:
 def running_peaks(program: Program, costs: Costs) -> tuple[int, ...]:
     """The most bytes that each rank holds while a pass runs: what waits for other passes, and what this one needs.
 
-    The two of a pair count one after the other; vocabulary passes with what they keep alone.
+    The two of a pair count one after the other; vocabulary passes count only with what they keep.
     """
     inside = {(stage.stage, op): transient_bytes(stage, op) for stage in program.stages for op in stage.pieces}
     own = {"F": [0.0] * len(program.stages), "B": costs.activation, "W": costs.residue, "BW": costs.activation}

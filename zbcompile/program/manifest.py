@@ -32,8 +32,8 @@ AGAIN = "Compile and save the program again"
 
 @dataclass(frozen=True)
 class SavedProgram(Program):
-    """A program that was read from a directory: the stages of this process's ranks with their graphs, the others
-    without. `written` is its manifest."""
+    """A program that was read from a directory: the stages of this process's ranks with their graphs, other
+    stages without. `written` is its manifest."""
 
     written: Mapping[str, Any] | None = None
 

@@ -27,7 +27,7 @@ class Program:
 
     `stages[i]` is the program of stage i, `lowered.programs[rank]` the actions of a rank with their communication,
     `homes` the stages that use each parameter and buffer (tied ones under their first name), `cuts` where the model
-    was cut, `model` what is known of the model, `call` the form of a microbatch (see `call_of`), `writer` the function
+    was cut, `model` a description of the model, `call` the form of a microbatch (see `call_of`), `writer` the function
     that saves it, `vocabulary` the output layer if that is sharded over all ranks. `groups`
     are this process's names of the process groups that the graphs call `group0`, `group1`, and so on.
     """

@@ -71,7 +71,7 @@ def files_of(program: Program, rank: int) -> dict[str, bytes]:
 
 
 def operators_of(program: Program) -> list[str]:
-    """The operators that the graphs call, as `library::operator`, where the library is not torch's own."""
+    """The operators that the graphs call, as `library::operator`, if the library is not torch's own."""
     groups = [stage.pieces for stage in program.stages] + list(program.vocabulary.pieces if program.vocabulary else ())
     pieces = [piece for group in groups for piece in group.values()]
     return sorted(set().union(*(foreign_operators(piece_to_data(piece)) for piece in pieces)))

@@ -66,7 +66,7 @@ class _Link:
     group: dist.ProcessGroup
 
     def walk(self, name: str, walk: Walk) -> list[torch.Tensor]:
-        """Take part in the walk; the rank of the first use ends with the total, others with an empty list."""
+        """Take part in the walk; the rank of the first use ends with the total, other ranks with an empty list."""
         running: list[torch.Tensor] = []
         before = walk.ranks[0]
         for stage, here in zip(walk.stages, walk.ranks, strict=True):
@@ -115,8 +115,8 @@ def share_losses(
 ) -> list[torch.Tensor]:
     """Give every rank the loss of every microbatch of all replicas, as tensors on the device.
 
-    Each has one owner and the others add zeros, which changes no bit, so that no rank ends its step before all have run
-    their passes: one that did would update its parameters although another rank has failed.
+    Each has one owner and the other ranks add zeros, which changes no bit, so that no rank ends its step before all
+    have run their passes: one that did would update its parameters although another rank has failed.
     """
     count = program.schedule.microbatches * replicas
     losses = torch.zeros(count, dtype=getattr(torch, program.loss_dtype), device=device)

@@ -198,7 +198,7 @@ class GroupCollectives:
         dist.broadcast(self.shard.states[microbatch][HIDDEN], group=self.group, group_src=self.roots.last)
 
     def _lookup(self, microbatch: int) -> None:
-        """One shard has a token's row, the others zeros: a sum that loses nothing."""
+        """Sum the looked-up rows: one shard has a token's row, the others have zeros, so the sum is exact."""
         part = self.shard.look_up(microbatch).contiguous()
         dist.reduce(part, group=self.group, group_dst=self.roots.first)
         if self._is(self.roots.first):
