@@ -185,7 +185,7 @@ OPERATIONS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], bool]] = {
     "matmul-of-transposed": (f(lambda x, w: x.t() @ w, (4, D)), ROWS, True),
     "matmul-left": (f(lambda x, w: w @ x, (D, 4)), ROWS, True),
     "matmul-batched": (f(torch.matmul, (2, D, 3)), SEQUENCE, True),
-    "matmul-vector": (f(lambda x, w: x @ w, (D,)), ROWS, False),
+    "matmul-vector": (f(lambda x, w: x @ w, (D,)), ROWS, True),
     "addmm": (f(lambda x, w, b: torch.addmm(b, x, w), (D, D), (D,)), ROWS, True),
     "bmm": (f(torch.bmm, (2, D, D)), SEQUENCE, True),
     "baddbmm": (f(lambda x, w, b: torch.baddbmm(b, x, w), (2, D, D), (2, 1, D)), SEQUENCE, True),
