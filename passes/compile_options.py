@@ -18,6 +18,8 @@ VocabLogits = Literal["auto", "keep", "remake"]
 
 
 def _read_recompute(given: Any) -> Any:
+    if isinstance(given, float):  # of bytes that a stage keeps, unlike those of a device, nobody has fractions
+        raise ValueError
     return given if given in RECOMPUTE_POLICIES else read_bytes(given)
 
 

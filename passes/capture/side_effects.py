@@ -74,6 +74,8 @@ class Watch:
     def _function(self, function: type) -> None:
         if function.__module__.startswith(("torch._", "torch.fx", FUNCTIONAL_COLLECTIVES_MODULE)):
             return
+        if function.__qualname__ == "BackwardHookFunction":  # of a hook, which is refused by name
+            return
         self.problem(
             f"the model applies the custom autograd.Function {function.__module__}.{function.__qualname__} "
             f"({calling_line()}); torch.export traces through its forward and loses its backward in silence. Register "

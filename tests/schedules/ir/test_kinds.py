@@ -93,7 +93,7 @@ refused([*orders[:2], [first, *without], orders[3]], f"{first} comes before B")
 try:
     simulate(replace(plain, orders=(*map(tuple, orders[:2]), (first, *without), tuple(orders[3]))))
 except ScheduleError as error:
-    assert f"rank 2 runs {first} before what it needs of its own" in str(error), error
+    assert f"rank 2 runs {first} before an action on the same rank that it depends on" in str(error), error
 else:
     raise AssertionError("a pass in front of what it needs was simulated")
 """
