@@ -23,7 +23,8 @@ def require_finished(program: Schedule | Lowered, outcome: Outcome) -> None:
         lines.append(f"  rank {rank} stops at {step} and waits for rank {owner} to {_deed(wanted)}")
         rank = owner
     if rank == seen[-1]:
-        what = f"rank {rank} runs {orders[rank][len(outcome.end[rank])]} before an action on the same rank that it depends on"
+        step = orders[rank][len(outcome.end[rank])]
+        what = f"rank {rank} runs {step} before an action on the same rank that it depends on"
     elif rank in seen:
         what = "deadlock: these ranks wait for each other"
     else:
