@@ -4,10 +4,11 @@ Eager keeps the mask divided by 1 - p, in the precision of the input. Here it is
 generator gives the same, and the backward casts and divides them again: the same operations, so the same bits.
 """
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
 from zbcompile.passes.graph.storage import is_view
 from zbcompile.passes.split.joint_graph import Joint
@@ -74,13 +75,22 @@ def _draw_as_booleans(graph: Graph, mask: Node, memory: list[Node]) -> Node:
     return cast
 
 
+def _copy(graph: Graph, node: Node, again: Mapping[Node, Node]) -> Node:
+    """A copy of `node`, with memory of its own in its noted value: both may be alive at once."""
+    copy = graph.node_copy(node, again.__getitem__)
+    args, kwargs = map_arg((copy.args, copy.kwargs), lambda read: read.meta["val"])
+    with torch.no_grad():
+        copy.meta["val"] = copy.target(*args, **kwargs)  # type: ignore[operator]
+    return copy
+
+
 def _remake(graph: Graph, mask: Node, made: Set[Node], readers: list[Node]) -> None:
     """Let `readers` read copies of `made`, computed just before the first of them."""
     again = {mask: mask}
     ordered = [node for node in graph.nodes if node in made]
     for node in ordered:
         with graph.inserting_before(readers[0]):
-            again[node] = graph.node_copy(node, again.__getitem__)
+            again[node] = _copy(graph, node, again)
     for reader in readers:
         for node in ordered:
             reader.replace_input_with(node, again[node])

@@ -28,7 +28,7 @@ from zbcompile.passes.manager.canonicalise import canonicalise
 from zbcompile.passes.manager.pass_list import CAPTURE, CAPTURE_INFERENCE
 from zbcompile.passes.manager.run_passes import SILENT, PassManager
 from zbcompile.passes.partition.liveness import draw_line
-from zbcompile.passes.torch_private import global_hooks, is_compiled, tensor_hooks
+from zbcompile.passes.torch_private import global_hooks, is_compiled, storage_key, tensor_hooks
 from zbcompile.program.program import Program
 
 PASS_LIST = "zbcompile.passes.manager.pass_list"
@@ -42,6 +42,7 @@ class _Sketch(pickle.Pickler):
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
         self.numbers: dict[int, int] = {}
+        self.memories: dict[int, int] = {}
 
     def persistent_id(self, found: Any) -> Any:
         if isinstance(found, torch.Tensor):
@@ -59,7 +60,8 @@ class _Sketch(pickle.Pickler):
         if type(tensor) not in PLAIN or tensor_hooks(tensor):
             raise pickle.PicklingError("a tensor of its own kind")
         number = self.numbers.setdefault(id(tensor), len(self.numbers))
-        kind = type(tensor), tensor.shape, tensor.dtype, tensor.device.type, tensor.requires_grad
+        memory = self.memories.setdefault(storage_key(tensor), len(self.memories))
+        kind = memory, type(tensor), tensor.shape, tensor.dtype, tensor.device.type, tensor.requires_grad
         return number, *map(str, (*kind, tensor.stride(), tensor.storage_offset()))
 
 

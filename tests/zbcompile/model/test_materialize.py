@@ -112,7 +112,7 @@ def init_not_callable() -> None:
     [
         (buffers_without_init, "table: buffers on the meta device that no state dict holds.*init=fn"),
         (plain_attribute, "shift: a tensor in a plain attribute.*register_buffer"),
-        (init_not_callable, r"init= is a str; expected a function init\(name, tensor\)"),
+        (init_not_callable, r"init='normal'; expected a function init\(name, tensor\)"),
     ],
 )
 def test_never_garbage(function: Any, message: str, pool: Pool) -> None:
