@@ -41,6 +41,7 @@ def repeated(value: Any, times: int) -> Any:
 
 def record(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
+    torch.manual_seed(0)  # every rank builds the same model
     example = load_example(options.target)
     pipe = zbcompile.pipeline(
         example.model,
