@@ -162,8 +162,8 @@ _BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 
 
 def forward_hooks(module: torch.nn.Module) -> tuple[int, ...]:
-    """Which hooks run in the forward of `module`, by identity (2.11-2.13: torch offers no public way to ask)."""
-    return tuple(id(hook) for kind in _FORWARD_HOOKS for hook in getattr(module, kind, {}).values())
+    """The numbers of the hooks in the forward of `module`; torch gives each a new one (2.11-2.13: no public way)."""
+    return tuple(number for kind in _FORWARD_HOOKS for number in getattr(module, kind, ()))
 
 
 def backward_hooks(module: torch.nn.Module) -> list[str]:

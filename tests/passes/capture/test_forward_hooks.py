@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import zbcompile
 from tests.support.oracle import MLP, Batch, eager_step
 from tests.support.refused import ROWS
+from zbcompile.passes.torch_private import forward_hooks
 
 
 def scale_output(module: nn.Module, args: Any, output: Tensor) -> Tensor:
@@ -84,6 +85,16 @@ def test_a_hook_that_comes_or_goes_compiles_again(capsys: pytest.CaptureFixture[
     handle.remove()
     assert_eagers_gradients(pipe, lambda model: None)
     assert capsys.readouterr().out.count("compiling again") == 1  # the first program is still there
+
+
+def test_a_hook_in_the_memory_of_another_is_another() -> None:
+    """Python reuses the address of a hook that is gone; the step must not reuse its graph."""
+    model, seen = made(), set()
+    for factor in range(20):
+        handle = model.layers[2].register_forward_hook(lambda module, args, output, factor=factor: output * factor)
+        seen.add(forward_hooks(model.layers[2]))
+        handle.remove()
+    assert len(seen) == 20
 
 
 class Lazily(MLP):
