@@ -22,7 +22,7 @@ ORDER = {
     ),
     "passes": (
         *("__init__", "errors", "option", "compile_options", "torch_private", "graph", "capture", "partition"),
-        *("split", "recompute", "stage", "vocabulary", "verification", "manager", "serialization"),
+        *("split", "recompute", "stage", "vocabulary", "verification", "pass_list", "serialization"),
     ),
     "zbcompile": (
         *("version", "__init__", "errors", "env", "json_text", "atomic_files", "torch_private"),

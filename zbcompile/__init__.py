@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from zbcompile.persistence.checkpoint import load_checkpoint as load_checkpoint
     from zbcompile.persistence.checkpoint import save_checkpoint as save_checkpoint
     from zbcompile.persistence.checkpoint_directory import latest_checkpoint as latest_checkpoint
-    from zbcompile.persistence.load import load as load
+    from zbcompile.persistence.loaded_pipeline import load as load
     from zbcompile.persistence.safetensors_weights import load_weights as load_weights
     from zbcompile.persistence.safetensors_weights import save_weights as save_weights
     from zbcompile.schedules.errors import ScheduleError as ScheduleError
@@ -39,7 +39,7 @@ _HOME = {
     "inspection.explain_model": ("explain",),
     "inspection.explanation": ("Explanation",),
     "frontend.pipeline_function": ("pipeline",),
-    "persistence.load": ("load",),
+    "persistence.loaded_pipeline": ("load",),
     "frontend.pipeline": ("Pipeline",),
     "frontend.option_groups": ("Memory", "Vocab"),
     "frontend.grad_scaler": ("GradScaler",),

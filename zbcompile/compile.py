@@ -10,13 +10,13 @@ from typing import TextIO
 
 from zbcompile.backends.backend import make_backend
 from zbcompile.backends.compiled_passes import compile_passes
+from zbcompile.cli.compile_arguments import Plan, add_plan, compiled, example_of, schedule_of
 from zbcompile.cli.exit_status import exit_status
 from zbcompile.cli.option_flags import add_flags, split_options
-from zbcompile.cli.plan_arguments import Plan, add_plan, compiled, example_of, schedule_of
 from zbcompile.distributed.process_group import device_of, is_alone
 from zbcompile.errors import PipelineError
-from zbcompile.passes.manager.pass_list import STAGE_PASSES
-from zbcompile.passes.manager.run_passes import Ran
+from zbcompile.passes.pass_list.passes_in_order import STAGE_PASSES
+from zbcompile.passes.pass_list.run_passes import Ran
 from zbcompile.persistence.safetensors_weights import save_weights
 from zbcompile.program.save import program_in
 

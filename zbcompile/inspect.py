@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from zbcompile.cli.compile_arguments import add_plan
 from zbcompile.cli.exit_status import exit_status
 from zbcompile.cli.option_flags import split_options
-from zbcompile.cli.plan_arguments import add_plan
 from zbcompile.env import VARIABLES
 from zbcompile.inspection.commands import run
 from zbcompile.inspection.request import FORMATS, Request
-from zbcompile.passes.manager.pass_list import PASS_NAMES
+from zbcompile.passes.pass_list.passes_in_order import PASS_NAMES
 
 EXAMPLES = """examples:
   python -m zbcompile.inspect examples/targets.py:gpt

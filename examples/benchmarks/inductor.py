@@ -31,7 +31,7 @@ from tabulate import tabulate
 import zbcompile
 from zbcompile.backends.backend import make_backend
 from zbcompile.backends.compiled_passes import compile_passes
-from zbcompile.program.read import read_manifest, read_program
+from zbcompile.program.read_verified import read_manifest, read_program
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.vs_torch import LAYERS, LENGTH, MICROBATCHES, ROWS, WIDTH, Contender, ours, torchs

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import zbcompile
-import zbcompile.persistence.load
+import zbcompile.persistence.loaded_pipeline
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from gpt import GPT, next_byte_loss

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from zbcompile.backends.backend import Backend, make_backend
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.graph.roles import Slot
-from zbcompile.runtime.gradients import Gradients
+from zbcompile.runtime.gradient_buffers import Gradients
 from zbcompile.runtime.stage_plan import CompiledStage, prepare_stage
 from zbcompile.runtime.stage_run import StageRun
 

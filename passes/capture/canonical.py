@@ -2,7 +2,7 @@
 
 Every later pass reads `node.meta["val"]` (a fake tensor), `node.meta["differentiable"]`, `node.meta["slot"]` (on
 placeholders) and `node.meta["recompute"]` (in checkpoint regions), all set here, in the order of
-`zbcompile.passes.manager.pass_list`.
+`zbcompile.passes.pass_list.passes_in_order`.
 """
 
 from collections.abc import Callable

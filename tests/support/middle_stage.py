@@ -13,14 +13,14 @@ from zbcompile.compiler.pass_pipeline import compile_stage
 from zbcompile.passes.capture.export import Captured, capture
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.graph.roles import Slot
-from zbcompile.passes.manager.canonicalise import canonicalise
 from zbcompile.passes.partition.liveness import Line, draw_line
 from zbcompile.passes.partition.stage_graphs import Stage, cut
+from zbcompile.passes.pass_list.canonicalise import canonicalise
 from zbcompile.passes.split.joint_graph import Joint, tangents_of, trace_joint
 from zbcompile.passes.split.simplify import simplify
 from zbcompile.passes.stage.deduplicate import compile_distinct
 from zbcompile.passes.stage.stage_program import StageProgram
-from zbcompile.runtime.gradients import Gradients
+from zbcompile.runtime.gradient_buffers import Gradients
 from zbcompile.runtime.stage_plan import CompiledStage, prepare_stage
 from zbcompile.runtime.stage_run import StageRun
 

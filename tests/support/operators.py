@@ -12,9 +12,9 @@ from zbcompile.passes.capture.differentiability import backward_failure
 from zbcompile.passes.capture.export import capture
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.graph.roles import Slot
-from zbcompile.passes.manager.canonicalise import canonicalise
 from zbcompile.passes.partition.liveness import draw_line
 from zbcompile.passes.partition.stage_graphs import cut
+from zbcompile.passes.pass_list.canonicalise import canonicalise
 from zbcompile.passes.split.joint_graph import tangents_of, trace_joint
 from zbcompile.passes.split.simplify import simplify
 from zbcompile.passes.split.split import Split, split

@@ -24,14 +24,14 @@ from torch import nn
 from zbcompile.compiler.pass_pipeline import Drawn, compile_drawn
 from zbcompile.passes.capture.canonical import Canonical
 from zbcompile.passes.capture.export import Captured
-from zbcompile.passes.manager.canonicalise import canonicalise
-from zbcompile.passes.manager.pass_list import CAPTURE, CAPTURE_INFERENCE
-from zbcompile.passes.manager.run_passes import SILENT, PassManager
 from zbcompile.passes.partition.liveness import draw_line
+from zbcompile.passes.pass_list.canonicalise import canonicalise
+from zbcompile.passes.pass_list.passes_in_order import CAPTURE, CAPTURE_INFERENCE
+from zbcompile.passes.pass_list.run_passes import SILENT, PassManager
 from zbcompile.passes.torch_private import global_hooks, is_compiled, storage_key, tensor_hooks
 from zbcompile.program.program import Program
 
-PASS_LIST = "zbcompile.passes.manager.pass_list"
+PASS_LIST = "zbcompile.passes.pass_list.passes_in_order"
 MOST = 64  # of those used last
 PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
 

@@ -20,7 +20,7 @@ from zbcompile.frontend.options import Options
 from zbcompile.model.random_state import restore_random_state, seed_everything
 from zbcompile.persistence.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from zbcompile.persistence.checkpoint_directory import find_checkpoint, latest_checkpoint
-from zbcompile.persistence.load import LoadedPipeline, device_for, load
+from zbcompile.persistence.loaded_pipeline import LoadedPipeline, device_for, load
 from zbcompile.persistence.safetensors_weights import load_weights, save_weights
 
 

@@ -11,10 +11,10 @@ from zbcompile.model.batch import Microbatch
 from zbcompile.passes.capture.export import Captured
 from zbcompile.passes.graph.fx import output_values
 from zbcompile.passes.graph.process_groups import with_groups
-from zbcompile.passes.manager.canonicalise import canonicalise
-from zbcompile.passes.manager.pass_list import CAPTURE_INFERENCE, CUT
 from zbcompile.passes.partition.liveness import draw_line
 from zbcompile.passes.partition.stage_graphs import Stage, assign_by_parameters
+from zbcompile.passes.pass_list.canonicalise import canonicalise
+from zbcompile.passes.pass_list.passes_in_order import CAPTURE_INFERENCE, CUT
 from zbcompile.passes.stage.stage_program import forward_programs
 from zbcompile.program.program import Program
 from zbcompile.schedules.generators.forward_only import forward_only

@@ -9,8 +9,8 @@ import torch
 
 from zbcompile.passes.capture.export import Captured
 from zbcompile.passes.graph.fx import is_getitem
-from zbcompile.passes.manager.pass_list import PASS_NAMES, PASSES
-from zbcompile.passes.manager.run_passes import Ran
+from zbcompile.passes.pass_list.passes_in_order import PASS_NAMES, PASSES
+from zbcompile.passes.pass_list.run_passes import Ran
 from zbcompile.passes.split.subgraphs import Piece
 from zbcompile.passes.stage.print_python import print_piece
 from zbcompile.passes.verification.graph_views import graphs_of

@@ -1,4 +1,5 @@
-"""The compiler: from a model to the programs of all stages, by the passes of `zbcompile.passes.manager.pass_list`."""
+"""The compiler: from a model to the programs of all stages, by the passes listed in
+`zbcompile.passes.pass_list.passes_in_order`."""
 
 import functools
 from collections.abc import Mapping
@@ -21,8 +22,11 @@ from zbcompile.passes.capture.unsupported import raise_first
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import CaptureError, CompileError
 from zbcompile.passes.graph.fx import output_values
-from zbcompile.passes.manager.canonicalise import canonicalise
-from zbcompile.passes.manager.pass_list import (
+from zbcompile.passes.partition.liveness import Line, draw_line
+from zbcompile.passes.partition.shared_parameters import refuse_mutation_of_copies, refuse_shared_mutation
+from zbcompile.passes.partition.stage_graphs import Assignment, Stage, assign_by_cuts, assign_by_parameters
+from zbcompile.passes.pass_list.canonicalise import canonicalise
+from zbcompile.passes.pass_list.passes_in_order import (
     CAPTURE,
     CUT,
     DEDUPLICATE,
@@ -30,10 +34,7 @@ from zbcompile.passes.manager.pass_list import (
     STAGE_PASSES,
     StageTask,
 )
-from zbcompile.passes.manager.run_passes import Observer, PassManager
-from zbcompile.passes.partition.liveness import Line, draw_line
-from zbcompile.passes.partition.shared_parameters import refuse_mutation_of_copies, refuse_shared_mutation
-from zbcompile.passes.partition.stage_graphs import Assignment, Stage, assign_by_cuts, assign_by_parameters
+from zbcompile.passes.pass_list.run_passes import Observer, PassManager
 from zbcompile.passes.stage.deduplicate import Renaming, StageCompiler, compile_distinct
 from zbcompile.passes.stage.stage_program import StageProgram, tensor_spec
 from zbcompile.passes.vocabulary.shard_program import VocabularyProgram

@@ -8,8 +8,8 @@ from zbcompile.compiler.vocabulary_sharding import Sharding, find_sharding
 from zbcompile.passes.capture.canonical import Canonical
 from zbcompile.passes.compile_options import BALANCES, Choices
 from zbcompile.passes.errors import PartitionError
-from zbcompile.passes.manager.run_passes import SILENT, PassManager
 from zbcompile.passes.partition.liveness import draw_line
+from zbcompile.passes.pass_list.run_passes import SILENT, PassManager
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.generators.vocabulary_insertion import with_vocabulary
 from zbcompile.schedules.ir.costs import Costs

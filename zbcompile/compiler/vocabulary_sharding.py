@@ -9,8 +9,8 @@ import torch
 from zbcompile.passes.capture.canonical import Canonical
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import CompileError
-from zbcompile.passes.manager.pass_list import SHARD, TRUNK
-from zbcompile.passes.manager.run_passes import SILENT, PassManager
+from zbcompile.passes.pass_list.passes_in_order import SHARD, TRUNK
+from zbcompile.passes.pass_list.run_passes import SILENT, PassManager
 from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.passes.vocabulary.embedding import VocabularyLookup, find_lookup
 from zbcompile.passes.vocabulary.logits import NotShardable

@@ -16,7 +16,7 @@ from zbcompile.model.batch import Batch
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.program.program import Program
 from zbcompile.runtime.engine import Engine, Executable, StepInput, StepRuns, make_executable
-from zbcompile.runtime.gradients import Gradients
+from zbcompile.runtime.gradient_buffers import Gradients
 from zbcompile.runtime.nan_check import inspected
 from zbcompile.runtime.stage_plan import prepare_stage, rebind
 from zbcompile.schedules.ir.schedule import Schedule

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from zbcompile.cli.plan_arguments import example_of, quiet, schedule_of, with_options
+from zbcompile.cli.compile_arguments import example_of, quiet, schedule_of, with_options
 from zbcompile.compiler.compile_example import Inspected, read_saved
 from zbcompile.compiler.pass_history import PassHistory
 from zbcompile.errors import PipelineError
@@ -24,7 +24,7 @@ from zbcompile.inspection.request import (
 from zbcompile.inspection.step_comparison_report import comparison_to_dict, format_step_comparison
 from zbcompile.inspection.summary import Tried, Unsharded, summarise
 from zbcompile.inspection.units import for_trace, in_units
-from zbcompile.passes.manager.run_passes import PassManager
+from zbcompile.passes.pass_list.run_passes import PassManager
 from zbcompile.prediction.predict import Basis, left_on_last
 from zbcompile.prediction.recompile_trials import Impossible, run_trials
 from zbcompile.prediction.step_comparison import compare_step, measured_timeline, require_same_schedule

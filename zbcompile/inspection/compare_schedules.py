@@ -5,7 +5,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
-from zbcompile.cli.plan_arguments import RANKS, schedule_of, with_options
+from zbcompile.cli.compile_arguments import RANKS, schedule_of, with_options
 from zbcompile.compiler.compile_example import Inspected
 from zbcompile.errors import PipelineError
 from zbcompile.inspection.report import Compared, format_comparison

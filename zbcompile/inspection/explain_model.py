@@ -31,10 +31,10 @@ from zbcompile.passes.capture.side_effects import Watch
 from zbcompile.passes.capture.training_step import LossFunction, check_loss, loss_in, register_dataclasses
 from zbcompile.passes.capture.unsupported import training_problems
 from zbcompile.passes.errors import CaptureError, CompileError
-from zbcompile.passes.manager.canonicalise import canonicalise
 from zbcompile.passes.partition.liveness import Line, draw_line
 from zbcompile.passes.partition.node_costs import nominal_seconds
 from zbcompile.passes.partition.stage_graphs import cut
+from zbcompile.passes.pass_list.canonicalise import canonicalise
 from zbcompile.passes.split.joint_graph import trace_joint
 from zbcompile.torch_private import pytree
 

@@ -10,8 +10,8 @@ from zbcompile.inspection.graph_data import PASSES, graph_of
 from zbcompile.inspection.graph_dot import to_dot
 from zbcompile.inspection.graph_html import to_page
 from zbcompile.inspection.request import Request, require_stage
-from zbcompile.passes.manager.pass_list import OVERLAP
-from zbcompile.passes.manager.run_passes import PassManager
+from zbcompile.passes.pass_list.passes_in_order import OVERLAP
+from zbcompile.passes.pass_list.run_passes import PassManager
 from zbcompile.passes.stage.print_python import print_piece
 from zbcompile.program.program import Program
 from zbcompile.runtime.overlapped_pairs import kinds_of_pairs

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from zbcompile.cli.plan_arguments import Plan, compiled
+from zbcompile.cli.compile_arguments import Plan, compiled
 from zbcompile.compiler.compile_example import Inspected
 from zbcompile.errors import PipelineError
 from zbcompile.inspection.idle_report import require_rank
 from zbcompile.model.example import Example
-from zbcompile.passes.manager.pass_list import STAGE_PASSES
-from zbcompile.passes.manager.run_passes import Observer, Ran
+from zbcompile.passes.pass_list.passes_in_order import STAGE_PASSES
+from zbcompile.passes.pass_list.run_passes import Observer, Ran
 from zbcompile.prediction.predict import Basis, basis_of, predict, require_costs
 from zbcompile.schedules import Schedule
 from zbcompile.schedules.simulation.timeline import Timeline

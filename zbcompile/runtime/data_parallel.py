@@ -16,7 +16,7 @@ from torch import nn
 from zbcompile.distributed.packing import as_contiguous
 from zbcompile.distributed.replicas import Replicas
 from zbcompile.program.program import Program
-from zbcompile.runtime.gradients import Gradients
+from zbcompile.runtime.gradient_buffers import Gradients
 from zbcompile.schedules.ir.actions import BW, Action, B, W, flatten
 
 BUCKET_BYTES = 25 << 20  # small gradients travel together up to this size, as in DistributedDataParallel

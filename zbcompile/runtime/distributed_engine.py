@@ -16,7 +16,7 @@ from zbcompile.profiling.step_record import StepRecord
 from zbcompile.runtime.action_loop import RankRun
 from zbcompile.runtime.data_parallel import Reduction, start_reduction
 from zbcompile.runtime.engine import Executable, StepInput, StepRuns, losses_of
-from zbcompile.runtime.gradients import Gradients
+from zbcompile.runtime.gradient_buffers import Gradients
 from zbcompile.runtime.recorder import Recorder, make_record
 from zbcompile.runtime.shared_gradients import share_losses, sum_shared
 from zbcompile.runtime.stage_plan import CompiledStage

@@ -14,7 +14,7 @@ from zbcompile.model.seeds import microbatch_seed
 from zbcompile.profiling.step_record import StepRecord
 from zbcompile.program.program import Program
 from zbcompile.runtime.action_loop import RankRun
-from zbcompile.runtime.gradients import Gradients
+from zbcompile.runtime.gradient_buffers import Gradients
 from zbcompile.runtime.rank_plan import RankPlan, plan_rank
 from zbcompile.runtime.recorder import Labels, Recorder
 from zbcompile.runtime.stage_plan import CompiledStage

@@ -13,7 +13,7 @@ from zbcompile.model.seeds import undisturbed
 from zbcompile.profiling.step_record import StepRecord
 from zbcompile.runtime.action_loop import RankRun
 from zbcompile.runtime.engine import Executable, StepInput, StepRuns, losses_of
-from zbcompile.runtime.gradients import Gradients
+from zbcompile.runtime.gradient_buffers import Gradients
 from zbcompile.runtime.recorder import Recorder, make_record
 from zbcompile.runtime.shared_gradients import sum_shared_in_process
 from zbcompile.schedules.ir.actions import Action

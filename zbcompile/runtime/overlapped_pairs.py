@@ -19,7 +19,7 @@ from zbcompile.backends.cuda_graphs import Recorded
 from zbcompile.backends.types import Run
 from zbcompile.compiler.pass_pipeline import make_manager
 from zbcompile.env import PAIR_STREAMS
-from zbcompile.passes.manager.pass_list import OVERLAP
+from zbcompile.passes.pass_list.passes_in_order import OVERLAP
 from zbcompile.passes.torch_private import boxed
 from zbcompile.runtime.stage_plan import CompiledStage
 from zbcompile.schedules.ir.actions import Action, Pair

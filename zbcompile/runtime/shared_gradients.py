@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from zbcompile.program.program import Program
-from zbcompile.runtime.gradients import Gradients, add_uses
+from zbcompile.runtime.gradient_buffers import Gradients, add_uses
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from zbcompile.distributed.packing import laid_out
 from zbcompile.errors import PipelineError
 from zbcompile.model.seeds import generator_state
 from zbcompile.passes.graph.roles import Slot
-from zbcompile.runtime.gradients import Gradients
+from zbcompile.runtime.gradient_buffers import Gradients
 from zbcompile.runtime.stage_plan import Call, CompiledStage, Tensors
 
 Frame = list[torch.Tensor | None]

@@ -21,7 +21,7 @@ from zbcompile.model.model_info import submodule
 from zbcompile.model.seeds import microbatch_seed, undisturbed
 from zbcompile.passes.graph.roles import Slot, TensorSpec
 from zbcompile.program.program import Program
-from zbcompile.runtime.gradients import Gradients
+from zbcompile.runtime.gradient_buffers import Gradients
 from zbcompile.runtime.rank_plan import generator_spec
 from zbcompile.runtime.stage_plan import CompiledStage
 from zbcompile.runtime.stage_run import StageRun

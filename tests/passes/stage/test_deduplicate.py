@@ -14,8 +14,8 @@ from gpt import GPT, next_byte_loss
 from zbcompile.compiler.compile_example import compile_example
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.graph.source_location import origin_of
-from zbcompile.passes.manager.run_passes import Observer, Ran
 from zbcompile.passes.partition.stage_graphs import Stage
+from zbcompile.passes.pass_list.run_passes import Observer, Ran
 from zbcompile.passes.stage import deduplicate
 from zbcompile.passes.stage.deduplicate import compile_distinct
 from zbcompile.passes.stage.print_python import print_piece

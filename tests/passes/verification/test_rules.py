@@ -20,8 +20,8 @@ from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import VerificationError
 from zbcompile.passes.graph.fx import is_random
 from zbcompile.passes.graph.roles import Slot
-from zbcompile.passes.manager.pass_list import OVERLAP, PASSES
-from zbcompile.passes.manager.run_passes import Ran
+from zbcompile.passes.pass_list.passes_in_order import OVERLAP, PASSES
+from zbcompile.passes.pass_list.run_passes import Ran
 from zbcompile.passes.split.simplify import copy_joint
 from zbcompile.passes.split.subgraphs import Piece
 from zbcompile.passes.stage.stage_program import finish_stage

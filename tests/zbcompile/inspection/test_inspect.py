@@ -17,7 +17,7 @@ import zbcompile.compile
 from zbcompile.cli.target import load_example
 from zbcompile.inspect import main
 from zbcompile.inspection.report import WIDTH
-from zbcompile.passes.manager.pass_list import PASS_NAMES
+from zbcompile.passes.pass_list.passes_in_order import PASS_NAMES
 
 ROOT = Path(__file__).parents[3]
 TARGETS = "examples/targets.py"

@@ -20,7 +20,7 @@ from tests.support.replicated import (
 from tests.support.training import Case, pipeline_of
 from zbcompile.distributed.replicas import Replicas
 from zbcompile.runtime.data_parallel import start_reduction
-from zbcompile.runtime.gradients import Gradients
+from zbcompile.runtime.gradient_buffers import Gradients
 from zbcompile.schedules.ir.actions import flatten
 
 # Sums of the same numbers in another order: replicas add up their own microbatches first. Each addition rounds by at

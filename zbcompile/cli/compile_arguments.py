@@ -19,8 +19,8 @@ from zbcompile.frontend.choose_schedule import choose_schedule
 from zbcompile.frontend.options import OPTIONS, Options
 from zbcompile.model.example import Example
 from zbcompile.passes.compile_options import Choices
-from zbcompile.passes.manager.run_passes import Observer
 from zbcompile.passes.option import options_of
+from zbcompile.passes.pass_list.run_passes import Observer
 from zbcompile.passes.torch_private import FakeTensorMode
 from zbcompile.schedules import Schedule
 

@@ -2,8 +2,8 @@
 
 from zbcompile.passes.capture.canonical import Canonical
 from zbcompile.passes.capture.export import Captured
-from zbcompile.passes.manager.pass_list import CANONICALISE
-from zbcompile.passes.manager.run_passes import SILENT, PassManager
+from zbcompile.passes.pass_list.passes_in_order import CANONICALISE
+from zbcompile.passes.pass_list.run_passes import SILENT, PassManager
 
 
 def canonicalise(captured: Captured, manager: PassManager = SILENT) -> Canonical:

@@ -15,9 +15,9 @@ from zbcompile.passes.capture.canonical import on_graph as _on
 from zbcompile.passes.capture.export import capture, capture_inference
 from zbcompile.passes.capture.mutations import draw_in_memory_order, make_copies_differentiable
 from zbcompile.passes.compile_options import Choices
-from zbcompile.passes.manager.run_passes import Pass
 from zbcompile.passes.partition.shared_parameters import separate_uses
 from zbcompile.passes.partition.stage_graphs import cut
+from zbcompile.passes.pass_list.run_passes import Pass
 from zbcompile.passes.recompute.recompute import recompute
 from zbcompile.passes.split.joint_graph import trace_joint
 from zbcompile.passes.split.simplify import simplify

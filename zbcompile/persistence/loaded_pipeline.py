@@ -20,7 +20,7 @@ from zbcompile.model.model_info import has_values, module_of
 from zbcompile.persistence.checkpoint import load_checkpoint
 from zbcompile.program.manifest import AGAIN, SavedProgram
 from zbcompile.program.program import Program, call_of
-from zbcompile.program.read import read_manifest, read_program
+from zbcompile.program.read_verified import read_manifest, read_program
 from zbcompile.program.step_options import BACKENDS
 from zbcompile.runtime.engine import Engine, Executable
 from zbcompile.runtime.make_engine import make_engine
