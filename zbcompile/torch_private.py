@@ -134,16 +134,30 @@ def _keep_in_place_operations() -> None:
 def inductor_load(content: bytes) -> Callable[[list[Any]], Sequence[torch.Tensor]]:
     """What `inductor_compile` made, as a function of one list, which it empties (2.11-2.13: what inductor's own cache
     does on a hit). Runs code from the folder of `inductor_files_in`."""
-    from torch._inductor import config
     from torch._inductor.output_code import CompiledFxGraphConstants
     from torch._inductor.utils import BoxedBool
 
     compiled = pickle.loads(content)
     constants = CompiledFxGraphConstants()
-    with config.patch({"cpp_cache_precompile_headers": False}):  # nothing is compiled, so no headers are needed
+    with _no_headers():
         compiled.after_deserialization(constants)
     compiled.post_compile((), constants, {"cudagraphs": BoxedBool(False), "is_backward": False})
     return compiled  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def _no_headers() -> Iterator[None]:
+    """Inductor prepares torch's headers before it sees that a library is there already. To switch that off in its
+    config would change the names of the libraries, which hash the compiler's command: all would be compiled again
+    (2.11-2.13: `_precompile_header` returns what is included first, if anything)."""
+    from torch._inductor import codecache
+
+    prepare = codecache._precompile_header
+    setattr(codecache, "_precompile_header", lambda *_, **__: "")  # noqa: B010  it takes what mypy does not
+    try:
+        yield
+    finally:
+        codecache._precompile_header = prepare
 
 
 def takes_a_list(function: Callable[..., Any]) -> bool:

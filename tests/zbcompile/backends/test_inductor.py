@@ -27,7 +27,7 @@ from tests.support.training import (
 )
 from zbcompile.backends.backend import Compilation
 from zbcompile.backends.compile_cache import CompileCache
-from zbcompile.backends.inductor import make_inductor
+from zbcompile.backends.inductor import _load, _make, make_inductor
 from zbcompile.compile import main
 from zbcompile.passes.stage.anonymous_graph import bare
 from zbcompile.passes.torch_private import make_fx
@@ -192,6 +192,16 @@ def test_another_number_of_threads_is_other_code(first: tuple[Trained, Compilati
     finally:
         torch.set_num_threads(1)
     assert inductor.key(graph) == one
+
+
+def test_loading_compiles_nothing(cache: Path, tmp_path: Path) -> None:
+    """All libraries that a graph needs are in its entry."""
+    _make(bare(make_fx(lambda x: [x.exp() + 1])(torch.zeros(2))), tmp_path)
+    libraries = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.so")}
+    assert libraries
+    (found,) = _load("", tmp_path)([torch.zeros(2)])
+    assert found.tolist() == [2, 2]
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.so")} == libraries
 
 
 def test_half_an_entry_and_an_old_one_are_made_again(
