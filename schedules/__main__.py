@@ -63,13 +63,13 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    listing = commands.add_parser("list", help="all schedules with what they need")
+    listing = commands.add_parser("list", help="list all schedules and what each requires")
     listing.set_defaults(command=_list)
     show = commands.add_parser("show", help="one schedule: its orders, its figures, where its time goes")
     show.add_argument("schedule", help="a name in any spelling, or a file (.csv, .json, .txt)")
-    show.add_argument("--lowered", action="store_true", help="with SEND and RECV")
-    show.add_argument("--weight-order", action="store_true", help="in which order weight gradients accumulate")
-    show.add_argument("--time", action="store_true", help="draw true to time instead of step by step")
+    show.add_argument("--lowered", action="store_true", help="include SEND and RECV")
+    show.add_argument("--weight-order", action="store_true", help="the order in which weight gradients accumulate")
+    show.add_argument("--time", action="store_true", help="draw to a time scale instead of step by step")
     show.add_argument("--picture", action="append", default=[], metavar="FILE", help=f"write {', '.join(ENDINGS)}")
     show.add_argument("--save", metavar="FILE", help="write the schedule itself: .csv, .json or .txt")
     show.set_defaults(command=_show)
@@ -88,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
         add("--ranks", type=_count, default=4, metavar="N", help="default 4")
         add("--microbatches", type=_count, default=8, metavar="N", help="default 8")
         add("--memory-limit", type=float, metavar="X", help="for zb-1p and zb-2p, in units of activation")
-        add("--barriers", type=int, choices=(1, 2), help="insert vocabulary passes S and T with so many barriers")
+        add("--barriers", type=int, choices=(1, 2), help="insert vocabulary passes S and T with this many barriers")
     for command in (show, compare, formula):
         _add_model_arguments(command)
     return parser
@@ -98,11 +98,9 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--chunks", type=_count, metavar="N", help="stages per rank, for the interleaved schedules")
     add("--costs", type=Path, metavar="FILE", help="per stage, as JSON (`--help` without a command)")
-    add(
-        "--times", type=_times, default=(1, 1, 1), metavar="F,B,W", help="of a rank's share of the model; default 1,1,1"
-    )
+    add("--times", type=_times, default=(1, 1, 1), metavar="F,B,W", help="times of a rank's share of the model")
     add("--comm", type=float, default=0, metavar="X", help="time of a hop between ranks; default 0")
-    add("--residue", type=float, metavar="X", help="what B leaves of an activation of 1; default all")
+    add("--residue", type=float, metavar="X", help="memory kept from B to W, if F to B keeps 1; default 1")
 
 
 def _count(text: str) -> int:

@@ -152,7 +152,7 @@ def _check_sends(lowered: Lowered, channel: Channel, sent: Sequence[MessageNo], 
         if message in seen or message not in expected:
             send = _send_of(lowered, message)
             index = _last_index(lowered.programs[source], send)
-            text = f"{name}: {send} comes twice or belongs to no microbatch of this channel"
+            text = f"{name}: {send} appears twice or belongs to no microbatch of this channel"
             raise culprit_error(text, lowered.programs, source, index)
         seen.add(message)
 
@@ -189,7 +189,7 @@ def _check_sends_follow(lowered: Lowered, rank: int, routes: Routes, outcome: Ou
         early = [m for m, (a, b) in enumerate(pairs) if b < a and lowered.schedule.rank_of(stage, m) == rank]
         if early:
             send = Action(op, stage, early[0])
-            text = f"{lowered.schedule.name}: rank {rank}: {send} stands before the pass that makes what it sends"
+            text = f"{lowered.schedule.name}: rank {rank}: {send} comes before the pass that computes its message"
             raise culprit_error(text, lowered.programs, rank, _last_index(lowered.programs[rank], send))
 
 

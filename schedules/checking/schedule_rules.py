@@ -159,13 +159,13 @@ def _check_once(schedule: Schedule, rank: int, order: Sequence[Step]) -> None:
             places = [index for index, step in enumerate(order) if step == (op, stage, 0)]
             needed = [i for i, s in enumerate(order) for a in flatten((s,)) if _counts(a, KINDS[op].after, stage)]
             if len(places) != 1 or places[0] < max(needed, default=0):
-                what = "comes before what it needs" if len(places) == 1 else f"comes {len(places)} times"
+                what = "comes before what it depends on" if len(places) == 1 else f"appears {len(places)} times"
                 text = f"{schedule.name}: rank {rank}: {Action(op, stage, 0)} {what}; expected once, after all"
                 text = f"{text} {', '.join(KINDS[op].after)} of its stage"
                 raise culprit_error(text, schedule.orders, rank, places[-1] if places else len(order) - 1)
         for index, step in enumerate(order):
             if step[0] == op and (step[1] not in schedule.placement.stages_of(rank) or step[2] != 0):
-                text = f"{schedule.name}: rank {rank}: {step} is not of this rank, or not written with microbatch 0"
+                text = f"{schedule.name}: rank {rank}: {step} is not of this rank, or its microbatch is not 0"
                 raise culprit_error(text, schedule.orders, rank, index)
 
 
@@ -181,7 +181,7 @@ def _wrong_action(
         op, stage, microbatch = action
         reason = _why_wrong(schedule, rank, op, stage, microbatch, progress)
     except (TypeError, ValueError):
-        reason = f"{action!r} is no action; expected Action(op, stage, microbatch)"
+        reason = f"{action!r} is not an action; expected Action(op, stage, microbatch)"
     return culprit_error(f"{schedule.name}: rank {rank}, step {index}: {reason}", schedule.orders, rank, index)
 
 
@@ -190,7 +190,7 @@ def _why_wrong(
 ) -> str:
     name = f"{op}{stage}.{microbatch}"
     if op in COMMUNICATION:
-        return f"{name} among the compute actions; SEND and RECV belong into a lowered program (see `lower`)"
+        return f"{name} among the compute actions; SEND and RECV belong in a lowered program (see `lower`)"
     if op not in COMPUTE:
         return f"{name} has an unknown operation; expected one of {', '.join(sorted(COMPUTE))}"
     if stage not in range(schedule.stages):
@@ -201,7 +201,7 @@ def _why_wrong(
         return f"{name} is on rank {rank}; its place is rank {schedule.rank_of(stage, microbatch)}"
     kind, done = KINDS[op], {other for other in KINDS if progress[stage][microbatch] & BITS[other]}
     if done.issuperset(kind.does):
-        return f"{name} comes a second time (or after a BW that does the same)"
+        return f"{name} appears a second time (or after a BW that includes it)"
     if done & {*kind.does}:
         return f"{name} after B{stage}.{microbatch}; a backward is either split (B, W) or fused (BW)"
     missing = next(other for other in kind.after if other not in done)
@@ -246,6 +246,6 @@ def _check_memory(schedule: Schedule, costs: Costs, limit: float | None) -> tupl
     for rank, peak in enumerate(peaks):
         if peak > limit * (1 + 1e-9):  # sums of floats differ in their last bits with the order of the additions
             index = first_beyond(schedule.orders[rank], costs, limit)
-            message = f"{schedule.name}: rank {rank} needs {peak} of memory, the limit is {limit}; it is exceeded here"
+            message = f"{schedule.name}: rank {rank} needs {peak} of memory; the limit is {limit}, exceeded here"
             raise culprit_error(message, schedule.orders, rank, index)
     return peaks

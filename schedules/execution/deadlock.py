@@ -28,7 +28,7 @@ def require_finished(program: Schedule | Lowered, outcome: Outcome) -> None:
     elif rank in seen:
         what = "deadlock: these ranks wait for each other"
     else:
-        what = f"the orders do not run to their end: rank {rank} is done and never makes what is waited for"
+        what = f"the orders do not finish: rank {rank} has ended and never runs what another rank waits for"
     grid = excerpt(orders, seen[-1], len(outcome.end[seen[-1]]))
     raise ScheduleError("\n".join([f"{schedule.name}: {what}", *lines, grid]))
 

@@ -97,11 +97,13 @@ def require_fit(program: Schedule | Lowered, costs: Costs) -> None:
     """Raise `ScheduleError` unless there is one order of actions and pairs per rank, and one cost per stage."""
     schedule, orders = parts(program)
     if len(orders) != schedule.ranks:
-        raise ScheduleError(f"{schedule.name}: {len(orders)} orders for {schedule.ranks} ranks; give one each")
+        raise ScheduleError(f"{schedule.name}: {len(orders)} orders for {schedule.ranks} ranks; expected one per rank")
     for rank, order in enumerate(orders):
         if not set(map(type, order)) <= {Action, Pair}:
             index, step = next((i, step) for i, step in enumerate(order) if type(step) not in (Action, Pair))
-            what = f"rank {rank}, step {index}: {step!r} is no action; expected Action(op, stage, microbatch) or a Pair"
+            what = (
+                f"rank {rank}, step {index}: {step!r} is not a step; expected Action(op, stage, microbatch) or a Pair"
+            )
             raise ScheduleError(f"{schedule.name}: {what}")
     if costs.stages != schedule.stages:
         hint = f"see costs.resized({schedule.stages})"
@@ -176,7 +178,7 @@ def _rank(
             if make in waiting:
                 ready.extend(waiting.pop(make))
     except (KeyError, IndexError, TypeError, ValueError):
-        raise ScheduleError(f"rank {rank}, step {len(begin)}: not this rank's to run; `check` shows what") from None
+        raise ScheduleError(f"rank {rank}, step {len(begin)}: not a step of this rank; `check` says why") from None
 
 
 Awaits = Mapping[tuple[str, int], str]  # what of every shard an operation on a stage waits for

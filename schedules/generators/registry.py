@@ -24,7 +24,7 @@ class Rule:
 
 ANY_COUNT = Rule("any number of microbatches", lambda ranks, microbatches: True)
 EVEN_GROUPS = Rule(
-    "any number below 2 x ranks, multiples of ranks, and what else microbatches // ranks divides: groups of equal size",
+    "any number below 2 x ranks, multiples of ranks, and what microbatches // ranks divides: groups of equal size",
     interleaved.even_groups,
 )
 WIDE = Rule("microbatches >= 2 x ranks", dualpipe.wide_enough)
@@ -142,8 +142,8 @@ def _require_within(schedule: Schedule, task: Task) -> None:
     rank = max(range(task.ranks), key=peaks.__getitem__)
     if peaks[rank] > task.memory_limit * (1 + 1e-9):  # sums of sizes count as equal up to rounding
         raise ScheduleError(
-            f"{schedule.name}: rank {rank} holds {peaks[rank]} at its peak, memory_limit is {task.memory_limit}; "
-            "raise the limit or take a schedule that needs less (v-half, v-min)"
+            f"{schedule.name}: rank {rank} holds {peaks[rank]} at its peak, but memory_limit is {task.memory_limit}; "
+            "raise the limit or choose a schedule that needs less (v-half, v-min)"
         )
 
 

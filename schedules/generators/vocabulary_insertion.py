@@ -61,9 +61,9 @@ def _require_possible(schedule: Schedule, barriers: int) -> None:
     if barriers not in (1, 2):
         raise ScheduleError(f"barriers={barriers!r}; expected 1 (T may run at any time) or 2 (B waits for T)")
     if schedule.placement.kind == "dual":
-        raise ScheduleError(f"{schedule.name}: two model copies have two last stages; take dualpipe-v instead")
+        raise ScheduleError(f"{schedule.name}: two model copies have two last stages; use dualpipe-v instead")
     if schedule.shards:
-        raise ScheduleError(f"{schedule.name} has vocabulary passes already")
+        raise ScheduleError(f"{schedule.name} already has vocabulary passes")
 
 
 def _is_split(schedule: Schedule) -> bool:

@@ -66,7 +66,7 @@ def _limits(task: Task, times_1f1b: int) -> list[float]:
     largest = max(activation)
     if task.memory_limit < largest:
         where = f"stage {activation.index(largest)} alone needs {largest} for one microbatch"
-        raise ScheduleError(f"memory_limit={task.memory_limit}: {where}; give at least that")
+        raise ScheduleError(f"memory_limit={task.memory_limit}: {where}; allow at least that")
     return [task.memory_limit] * task.ranks
 
 

@@ -122,7 +122,7 @@ class Costs:
         for bandwidth in (self.bandwidth, *(link.bandwidth for link in self.links)):
             if bandwidth is not None and not bandwidth > 0:
                 raise ScheduleError(
-                    f"costs: a bandwidth is {bandwidth}; expected more than 0, or none for no size term"
+                    f"costs: a bandwidth is {bandwidth}; expected a positive number, or none to ignore sizes"
                 )
         for pair in self.pairs:
             _require_amount(f"time of pair (F{pair.forward_stage}|BW{pair.backward_stage})", pair.time)
@@ -172,7 +172,7 @@ class Costs:
     def times(self, op: str) -> tuple[float, ...]:
         """Time of the compute operation `op` on every stage."""
         if op not in COMPUTE:
-            raise ScheduleError(f"costs: {op!r} has no time of its own; expected one of {', '.join(sorted(COMPUTE))}")
+            raise ScheduleError(f"costs: {op!r} has no time; expected one of {', '.join(sorted(COMPUTE))}")
         return self._sum(KINDS[op].time)
 
     def delay(self, op: str) -> float:
@@ -224,9 +224,9 @@ class Costs:
         if stages == self.stages:
             return self
         if stages < 1 or (stages % self.stages and self.stages % stages):
-            raise ScheduleError(f"costs of {self.stages} stages cannot serve {stages}: give costs for {stages} stages")
+            raise ScheduleError(f"costs of {self.stages} stages do not fit {stages}: give costs for {stages} stages")
         if self.pairs:
-            raise ScheduleError(f"costs: explicit `pairs` belong to {self.stages} stages, not {stages}; use `overlap`")
+            raise ScheduleError(f"costs: explicit `pairs` are for {self.stages} stages, not {stages}; use `overlap`")
         values: dict[str, Any] = {name: _resized(getattr(self, name), stages) for name in PER_STAGE}
         last = [((stage + 1) * self.stages - 1) // stages for stage in range(stages)]
         values["message"] = tuple(self.message[stage] for stage in last)  # what leaves the last of the merged stages
@@ -246,7 +246,7 @@ class Costs:
         try:
             data = json.loads(text)
         except json.JSONDecodeError as error:
-            raise ScheduleError(f"costs: not JSON: {error}") from error
+            raise ScheduleError(f"costs: invalid JSON: {error}") from error
         return cls.from_dict(data)
 
     @classmethod

@@ -43,13 +43,11 @@ def to_csv(program: Schedule | Lowered, letters: Letters = "torch") -> str:
     """
     schedule = program.schedule if isinstance(program, Lowered) else program
     if letters == "torch" and schedule.placement.kind == "dual":
-        raise ScheduleError(f"{schedule.name}: torch knows one copy of a stage; write dualpipe-v, or letters='papers'")
+        raise ScheduleError(f"{schedule.name}: torch supports one copy of a stage; use dualpipe-v, or letters='papers'")
     if schedule.barriers != 1:
-        raise ScheduleError(
-            f"{schedule.name}: a CSV has no place for its {schedule.barriers} barriers; write .json or .txt"
-        )
+        raise ScheduleError(f"{schedule.name}: a CSV cannot hold its {schedule.barriers} barriers; write .json or .txt")
     if schedule.lookups:
-        raise ScheduleError(f"{schedule.name}: a CSV has no place for lookups; write .json or .txt")
+        raise ScheduleError(f"{schedule.name}: a CSV cannot hold lookups; write .json or .txt")
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     for order in program.programs if isinstance(program, Lowered) else program.orders:
@@ -101,7 +99,7 @@ def infer_placement(orders: Sequence[Sequence[Step]]) -> Placement:
         if [placement.stages_of(rank) for rank in range(ranks)] == found:
             return placement
     listing = "; ".join(f"rank {rank}: {', '.join(map(str, owned))}" for rank, owned in enumerate(found))
-    raise ScheduleError(f"stages by rank ({listing}) follow no known placement; expected linear, v, looped or dual")
+    raise ScheduleError(f"stages by rank ({listing}) match no known placement; expected linear, v, looped or dual")
 
 
 class Document(NamedTuple):
@@ -150,9 +148,9 @@ def from_json(text: str) -> Document:
         program = Lowered(schedule, _orders(data["programs"])) if "programs" in data else schedule
         return Document(program, Costs.from_dict(data["costs"]) if "costs" in data else None)
     except json.JSONDecodeError as error:
-        raise ScheduleError(f"not JSON: {error}") from None
+        raise ScheduleError(f"invalid JSON: {error}") from None
     except (KeyError, TypeError) as error:
-        raise ScheduleError(f"JSON without what a schedule needs: {error!r}; write it with `to_json`") from None
+        raise ScheduleError(f"JSON that describes no schedule: {error!r}; write it with `to_json`") from None
 
 
 def _orders(rows: Sequence[Sequence[str]]) -> tuple[tuple[Step, ...], ...]:

@@ -151,7 +151,7 @@ def _parse_action(text: str) -> Action:
     else:
         op, stage, microbatch = "", "0", "0"
     if op not in KINDS:
-        raise ScheduleError(f"{text!r} is no action; expected one like F0.3, BW0.3, SEND_F0.3 or torch's 0F3, 0I3, 0B3")
+        raise ScheduleError(f"{text!r} is not an action such as F0.3, BW0.3, SEND_F0.3 or torch's 0F3, 0I3, 0B3")
     return Action(op, int(stage), int(microbatch))
 
 

@@ -92,7 +92,7 @@ def check_collectives(lowered: Lowered) -> None:
         expected = _expected(schedule) if rank in shards else set()
         for (op, microbatch), index in found:
             if (op, microbatch) not in expected or (schedule.shards and _shard(lowered, rank, index) != shards[rank]):
-                _refuse(lowered, rank, index, "comes twice, or belongs to no shard of this rank")
+                _refuse(lowered, rank, index, "appears twice, or belongs to no shard of this rank")
             expected.discard((op, microbatch))
         if expected:
             op, microbatch = min(expected, key=lambda each: each[::-1])
@@ -101,7 +101,7 @@ def check_collectives(lowered: Lowered) -> None:
     for rank in shards:
         for (one, _), (other, index) in zip_longest(posted[first], posted[rank]):
             if one != other:
-                _refuse(lowered, rank, index, f"stands where rank {first} posts {one[0]} of microbatch {one[1]}")
+                _refuse(lowered, rank, index, f"is posted where rank {first} posts {one[0]} of microbatch {one[1]}")
 
 
 def _expected(schedule: Schedule) -> set[tuple[str, int]]:

@@ -48,7 +48,7 @@ class Formula:
     def at(self, schedule: Schedule, costs: Costs) -> Any:
         """The value for a schedule and equal stages; `ScheduleError` outside the conditions."""
         if not self.holds(schedule, costs):
-            raise ScheduleError(f"{schedule.name}: this closed form holds for {self.valid}; use `simulate` elsewhere")
+            raise ScheduleError(f"{schedule.name}: this closed form holds for {self.valid}; otherwise use `simulate`")
         return self.value.subs(values(schedule, costs))
 
 
@@ -92,7 +92,7 @@ def values(schedule: Schedule, costs: Costs) -> dict[Any, Any]:
     """The values of the symbols; raises `ScheduleError` unless all stages and all hops are equal."""
     equal = ("forward", "backward", "weight", "activation", "residue")
     if any(len(set(getattr(costs, name))) > 1 for name in equal) or costs.links or costs.pairs or costs.bandwidth:
-        raise ScheduleError("closed forms know equal stages and hops only; use `simulate` for these costs")
+        raise ScheduleError("closed forms exist for equal stages and hops only; use `simulate` for these costs")
     if any(costs.optimizer) or costs.barrier:
         raise ScheduleError("closed forms end with the last pass; leave out optimizer and barrier, or use `simulate`")
     chunks = schedule.placement.chunks

@@ -25,7 +25,7 @@ class Idle(NamedTuple):
     * `cool-down`: the rank has run its last forward: the pipeline drains, until the last rank has finished;
     * `imbalance`: the rank at the root of the wait has more work in the step than this one;
     * `wait`: any other wait: the order of the schedule does not fit the costs;
-    * `overhead`: nothing was missing; only in a measured step: what the host does between passes.
+    * `overhead`: its inputs were ready; only in a measured step: what the host does between passes.
 
     `action` on `source` is what `step` waits for; the root is found by going back from there to a rank that was busy.
     """
@@ -39,7 +39,7 @@ class Idle(NamedTuple):
     source: int | None
 
     def __str__(self) -> str:
-        waits = f"waits for {self.action} of rank {self.source}" if self.action else "nothing was missing"
+        waits = f"waits for {self.action} of rank {self.source}" if self.action else "its inputs were ready"
         waits = waits if self.step else "waits until the last rank has finished"
         return f"rank {self.rank} idle {self.start:g} to {self.end:g}: {self.cause}, {waits}"
 

@@ -10,7 +10,7 @@ from zbcompile.schedules.simulation.timeline import Timeline
 
 FIGURES = ("makespan", "bubble", "cost", "cost bubble", "peak memory", "messages")
 SYMBOLS = """p ranks, m microbatches, v stages a rank; T_F, T_B, T_W: the times of a rank's share of the model; c: a hop
-between ranks; M_B: what a microbatch holds on a rank from F to B, M_W: what B leaves of it until W"""
+between ranks; M_B: memory of a microbatch on a rank from F to B, M_W: from B to W"""
 
 
 def format_closed_form(form: ClosedForm, timeline: Timeline | None = None) -> str:
@@ -22,7 +22,7 @@ def format_closed_form(form: ClosedForm, timeline: Timeline | None = None) -> st
     if any(T_P in formula.value.free_symbols for formula in known.values()):
         lines.append("T_P: the time of an overlapped pair of stages")
     if "makespan" not in known:
-        lines.append(f"{form.name} has no closed form of its length: its order follows the costs; `show` simulates it")
+        lines.append(f"{form.name} has no closed-form makespan: its order follows the costs; `show` simulates it")
     for figure, formula in known.items():
         bubble = f"1 - {form.work}/{'cost' if figure.startswith('cost') else 'makespan'}"
         lines += ["", f"{figure} = {bubble if 'bubble' in figure else formula.value}", *_details(formula)]

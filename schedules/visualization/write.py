@@ -37,4 +37,4 @@ def write_comparison(timelines: Sequence[Timeline], path: str | Path) -> Path:
 def _unknown(path: Path, endings: Iterable[str]) -> str:
     svg = path.with_suffix(".svg").name
     way = f"for pixels write {svg}, then `rsvg-convert {svg} -o {path.stem}.png`, or open it in a browser"
-    return f"picture {path.name}: the ending says what to draw; expected one of {', '.join(endings)}; {way}"
+    return f"picture {path.name}: the ending selects the format; expected one of {', '.join(endings)}; {way}"

@@ -92,7 +92,7 @@ def test_formulas_with_their_conditions_and_the_simulator_beside_them(capsys: py
         symbolic = capsys.readouterr().out
         assert symbolic.startswith(f"{name}: p ranks")
         assert "simulated" not in symbolic
-        assert ("no closed form of its length" in symbolic) == (name in ("zb-1p", "zb-2p"))
+        assert ("no closed-form makespan" in symbolic) == (name in ("zb-1p", "zb-2p"))
         assert main(["formula", name, "--ranks", "4", "--microbatches", "8"]) == 0
         for line in capsys.readouterr().out.splitlines():
             if line.startswith("    here "):

@@ -98,7 +98,7 @@ def test_smallest_microbatches() -> None:
         ({"chunks": 2}, "chunks=2; a rank holds exactly 1"),
         ({"exact": True}, "unknown option exact; it has none"),
         ({"costs": Costs.uniform(3)}, "costs of 3 stages for a schedule of 4"),
-        ({"memory_limit": 3}, r"rank 0 holds 4 at its peak, memory_limit is 3; raise the limit"),
+        ({"memory_limit": 3}, r"rank 0 holds 4 at its peak, but memory_limit is 3; raise the limit"),
     ],
 )
 def test_wrong_arguments(arguments: dict, message: str) -> None:

@@ -151,7 +151,7 @@ def test_collectives_in_another_order_are_refused() -> None:
     program = list(lowered.programs[2])
     a, b = places[3:5]
     program[a], program[b] = program[b], program[a]
-    with pytest.raises(ScheduleError, match=r"rank 2: .* stands where rank 0 posts"):
+    with pytest.raises(ScheduleError, match=r"rank 2: .* is posted where rank 0 posts"):
         check(changed(lowered, 2, program))
 
 
@@ -160,7 +160,7 @@ def test_missing_and_foreign_collectives_are_refused() -> None:
     without = [step for step in lowered.programs[1] if step != Action(STATS, 1, 3)]
     with pytest.raises(ScheduleError, match=r"rank 1 never posts STATS1\.3"):
         check(changed(lowered, 1, without))
-    with pytest.raises(ScheduleError, match=r"rank 1: CAST1\.0 comes twice"):
+    with pytest.raises(ScheduleError, match=r"rank 1: CAST1\.0 appears twice"):
         check(changed(lowered, 1, [*lowered.programs[1], Action(CAST, 1, 0)]))
 
 
@@ -199,9 +199,9 @@ def test_what_has_no_place_for_them_is_refused() -> None:
         with_vocabulary(build("1f1b", 2, 4), 3)
     with pytest.raises(ScheduleError, match="already"):
         with_vocabulary(with_vocabulary(build("1f1b", 2, 4)))
-    with pytest.raises(ScheduleError, match="a CSV has no place"):
+    with pytest.raises(ScheduleError, match="a CSV cannot hold"):
         to_csv(with_vocabulary(build("1f1b", 2, 4), 2), "papers")
-    with pytest.raises(ScheduleError, match="a CSV has no place for lookups"):
+    with pytest.raises(ScheduleError, match="a CSV cannot hold lookups"):
         to_csv(with_lookups("1f1b", 2, 4), "papers")
 
 

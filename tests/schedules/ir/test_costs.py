@@ -50,7 +50,7 @@ def test_resizing_keeps_the_model() -> None:
     assert (merged.forward, merged.weight, merged.message) == ((3, 7), (0, 2), (8, 10))
     assert sum(costs.resized(8).forward) == sum(costs.forward)
     assert costs.resized(4) is costs
-    with pytest.raises(ScheduleError, match="cannot serve 3"):
+    with pytest.raises(ScheduleError, match="do not fit 3"):
         costs.resized(3)
 
 
@@ -68,7 +68,7 @@ def test_fractions_stay_exact() -> None:
         (lambda: Costs.uniform(2, overlap=2), "share from 0 to 1"),
         (lambda: Costs.uniform(0), "`forward` is empty"),
         (lambda: Costs((1,), (1,), (1,), bandwidth=0), "bandwidth"),
-        (lambda: Costs.from_json("{"), "not JSON"),
+        (lambda: Costs.from_json("{"), "invalid JSON"),
         (lambda: Costs.from_json("[]"), "expected an object"),
         (lambda: Costs.from_json('{"forward": [1]}'), "missing backward, weight"),
         (lambda: Costs.from_json('{"forward": [1], "backward": [1], "weight": [1], "wait": 1}'), "unknown wait"),

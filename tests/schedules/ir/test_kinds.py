@@ -67,11 +67,11 @@ stage = stages[1][0]
 step = Action("OPT", stage, 0)
 at = orders[1].index(step)
 without = [s for s in orders[1] if s != step]
-refused([orders[0], without, *orders[2:]], f"OPT{stage}.0 comes 0 times")
-refused([orders[0], [*orders[1], step], *orders[2:]], f"OPT{stage}.0 comes 2 times")
-refused([orders[0], [step, *without], *orders[2:]], f"OPT{stage}.0 comes before what it needs")
-refused([orders[0], [*without[: at - 1], step, *without[at - 1 :]], *orders[2:]], "comes before what it needs")
-refused([orders[0], [*orders[1], Action("OPT", stage, 1)], *orders[2:]], f"OPT{stage}.1 is not of this rank, or not")
+refused([orders[0], without, *orders[2:]], f"OPT{stage}.0 appears 0 times")
+refused([orders[0], [*orders[1], step], *orders[2:]], f"OPT{stage}.0 appears 2 times")
+refused([orders[0], [step, *without], *orders[2:]], f"OPT{stage}.0 comes before what it depends on")
+refused([orders[0], [*without[: at - 1], step, *without[at - 1 :]], *orders[2:]], "comes before what it depends on")
+refused([orders[0], [*orders[1], Action("OPT", stage, 1)], *orders[2:]], f"OPT{stage}.1 is not of this rank, or its")
 refused([orders[0], [*orders[1], Action("OPT", 99, 0)], *orders[2:]], "OPT99.0 is not of this rank")
 """
 
@@ -88,7 +88,7 @@ assert peak_memory(schedule, replace(costs, vocab_state=(1,) * plain.stages)) <=
 first = next(s for s in orders[2] if s[0] == "PACK")
 without = [s for s in orders[2] if s != first]
 refused([*orders[:2], without, orders[3]], "rank 2 never runs PACK of stage")
-refused([*orders[:2], [*orders[2], first], orders[3]], f"{first} comes a second time")
+refused([*orders[:2], [*orders[2], first], orders[3]], f"{first} appears a second time")
 refused([*orders[:2], [first, *without], orders[3]], f"{first} comes before B")
 try:
     simulate(replace(plain, orders=(*map(tuple, orders[:2]), (first, *without), tuple(orders[3]))))

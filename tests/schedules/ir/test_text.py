@@ -55,7 +55,7 @@ def test_vocabulary_passes_have_no_torch_letter() -> None:
 
 @pytest.mark.parametrize("text", ["X0.0", "F0", "0F", "F0.0.0", "0BW0", "I0.0", "(F0.0)", "(F0.0|BW0.0", "F-1.0", ""])
 def test_nonsense_is_no_action(text: str) -> None:
-    with pytest.raises(ScheduleError, match=r"is no action; expected one like F0\.3"):
+    with pytest.raises(ScheduleError, match=r"is not an action such as F0\.3"):
         parse_step(text)
 
 
@@ -81,7 +81,7 @@ def test_torch_letters_round_trip(name: str) -> None:
 
 
 def test_torch_csv_has_no_second_copy() -> None:
-    with pytest.raises(ScheduleError, match="dualpipe: torch knows one copy of a stage; write dualpipe-v"):
+    with pytest.raises(ScheduleError, match="dualpipe: torch supports one copy of a stage; use dualpipe-v"):
         to_csv(build("dualpipe", ranks=2, microbatches=4))
 
 
@@ -102,9 +102,9 @@ def test_program_with_messages_comes_back_lowered() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("0F0,0X0\n", "CSV row 1, cell 2: '0X0' is no action"),
+        ("0F0,0X0\n", "CSV row 1, cell 2: '0X0' is not an action"),
         ("", "holds no actions; expected one row of actions per rank"),
-        ("0F0\n3F0\n", r"rank 0: 0; rank 1: 3\) follow no known placement"),
+        ("0F0\n3F0\n", r"rank 0: 0; rank 1: 3\) match no known placement"),
     ],
 )
 def test_broken_csv(text: str, message: str) -> None:
@@ -121,7 +121,11 @@ def test_json_carries_the_costs() -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{", "not JSON"), ('{"version": 1}', "JSON without what a schedule needs: KeyError"), ("[]", "JSON without")],
+    [
+        ("{", "invalid JSON"),
+        ('{"version": 1}', "JSON that describes no schedule: KeyError"),
+        ("[]", "JSON that describes no"),
+    ],
 )
 def test_broken_json(text: str, message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
