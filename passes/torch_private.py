@@ -23,16 +23,19 @@ from torch._subclasses.fake_tensor import FakeTensor as FakeTensor  # 2.11-2.13:
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode  # 2.11-2.13: shapes without memory
 from torch.fx import Node
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.experimental.proxy_tensor import make_fx as make_fx  # 2.11-2.13: documented as functorch.make_fx
 from torch.fx.graph import _BoxedCodeGen  # 2.11-2.13: the only code generator that frees inputs as they are used
 from torch.fx.traceback import annotate, get_current_meta, preserve_node_meta
 from torch.utils import _pytree as pytree  # 2.11-2.13: torch.export uses it; torch.utils.pytree is newer
+from torch.utils._python_dispatch import _disable_current_modes
 
 pytree = pytree
 # 2.11-2.13: a graph module that writes its code when it is first run or printed; most of ours never are. Its `forward`,
 # kept as a function, goes a long way round: `boxed` has a short one.
 LazyGraphModule = LazyGraphModule
 aten = torch.ops.aten
+_OPERATORS = torch.library.Library("zbcompile", "DEF")
 
 # 2.11-2.13: what torch.export makes of checks of shapes and values, its own and the model's.
 ASSERTIONS = (aten._assert_tensor_metadata.default, aten._assert_scalar.default, aten._assert_async.msg)
@@ -184,20 +187,49 @@ def tensor_hooks(tensor: torch.Tensor) -> list[str]:
 
 
 @contextlib.contextmanager
-def watch_autograd_functions(seen: Callable[[type], None]) -> Iterator[None]:
-    """Call `seen(cls)` for every custom autograd.Function applied inside.
+def instead_of_function_apply(apply: Callable[..., Any]) -> Iterator[None]:
+    """Inside, `apply(original, cls, args, kwargs)` runs for every call of an autograd.Function.
 
-    torch.export traces through `forward` and silently loses `backward` (2.11-2.13), and offers no hook to notice it,
-    so two things are replaced for the time of the capture: `forward` of every function class there is (models keep
-    `MyFunction.apply` in a variable), and `Function.apply` for classes that the model makes while it runs.
+    torch.export traces through `forward` and silently loses `backward` (2.11-2.13). Models keep `MyFunction.apply` in a
+    variable, so what that calls in turn is replaced: the method of the C base class, by one of the class between.
     """
-    with contextlib.ExitStack() as stack:
-        for cls in _all_functions(torch.autograd.Function):
-            if "forward" in cls.__dict__:
-                stack.enter_context(replaced(cls, "forward", _watched_forward(cls, seen)))
-        original = torch.autograd.Function.__dict__["apply"]
-        stack.enter_context(replaced(torch.autograd.Function, "apply", _watched_apply(original, seen)))
+
+    between: Any = torch.autograd.function._SingleLevelFunction
+
+    def replacement(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return apply(super(between, cls).apply, cls, args, kwargs)
+
+    between.apply = classmethod(replacement)
+    try:
         yield
+    finally:
+        del between.apply
+
+
+def is_traced() -> bool:
+    """Whether operations that are called now are traced (2.11-2.13: no public name)."""
+    return get_proxy_mode() is not None
+
+
+@contextlib.contextmanager
+def nowhere_traced() -> Iterator[None]:
+    """Inside, operations are neither traced nor seen by any mode (2.11-2.13: no public name for either kind)."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_disable_current_modes())
+        for _ in range(torch.overrides._len_torch_function_stack()):
+            stack.enter_context(torch.overrides._pop_mode_temporarily())
+        yield
+
+
+def composite_operator(schema: str, kernel: Callable[..., Any], draws: bool = False) -> OpOverload:
+    """Define an operator of ours whose `kernel` runs above autograd; `draws` if it may draw random numbers.
+
+    torch.export keeps such operators whole (2.11-2.13: as it keeps its own composite ones)."""
+    name = schema.partition("(")[0]
+    _OPERATORS.define(schema, tags=(torch.Tag.nondeterministic_seeded,) if draws else ())
+    _OPERATORS.impl(name, kernel, "CompositeImplicitAutograd")
+    operator: OpOverload = getattr(torch.ops.zbcompile, name).default
+    return operator
 
 
 def tensor_tables(model: torch.nn.Module) -> Iterator[tuple[dict[str, torch.Tensor], str, torch.Tensor]]:
@@ -244,29 +276,6 @@ def numbered_checkpoints() -> Iterator[None]:
             yield
     finally:
         torch.utils.checkpoint._checkpoint_without_reentrant_generator = original
-
-
-def _all_functions(base: type) -> list[type]:
-    below: list[type] = base.__subclasses__()
-    return [*below, *(cls for direct in below for cls in _all_functions(direct))]
-
-
-def _watched_forward(cls: type, seen: Callable[[type], None]) -> "staticmethod[..., Any]":
-    original = cls.__dict__["forward"]
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        seen(cls)
-        return original.__get__(None, cls)(*args, **kwargs)
-
-    return staticmethod(forward)
-
-
-def _watched_apply(original: Any, seen: Callable[[type], None]) -> "classmethod[Any, ..., Any]":
-    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        seen(cls)
-        return original.__get__(None, cls)(*args, **kwargs)
-
-    return classmethod(apply)
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.fx import GraphModule
 
 from zbcompile.passes.capture.autocast import number_autocast_regions
+from zbcompile.passes.capture.custom_functions import FunctionCall
 from zbcompile.passes.capture.export_errors import export_failure
 from zbcompile.passes.capture.meta_device import as_if_on
 from zbcompile.passes.capture.side_effects import Watch
@@ -42,6 +43,7 @@ class Captured:
     A training graph has the one output `loss`; of an inference graph `structure` rebuilds the model's output from its
     leaves, some of which may be `constant_leaves` (None, numbers). `groups` are this process's names of the process
     groups that collectives in the graph call `group0`, `group1`, and so on, once the graph is canonical.
+    `functions` are the calls of autograd.Functions in the graph, which run only while these live.
     """
 
     module: GraphModule
@@ -53,6 +55,7 @@ class Captured:
     structure: Any
     constant_leaves: Mapping[str, Any]
     groups: tuple[str, ...] = ()
+    functions: tuple[FunctionCall, ...] = ()
 
 
 def capture(
@@ -117,7 +120,8 @@ def _export(
     with as_if_on(wrapper.model, _device_of(example)) as adapted:
         example = pytree.tree_map_only(torch.Tensor, adapted, example)
         program = _exported(wrapper, watch, example)
-        return _with_roles(program, wrapper.model, example)
+        captured = _with_roles(program, wrapper.model, example)
+        return replace(captured, functions=tuple(watch.calls.values()))
 
 
 def _exported(wrapper: "TrainingStep | Inference", watch: Watch, example: Any) -> torch.export.ExportedProgram:
@@ -183,6 +187,7 @@ def _without_torchs_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
         warnings.filterwarnings("ignore", message=".*assigned during export.*")
+        warnings.filterwarnings("ignore", message=".*custom op marked with CompositeImplicitAutograd.*")
         yield
 
 

@@ -4,7 +4,7 @@ Findings are noted, not raised, so that one capture reports all of them.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,13 +19,13 @@ from zbcompile.passes.capture.attention_kernels import (
     is_by_formula,
     is_same_choice,
 )
+from zbcompile.passes.capture.custom_functions import FunctionCall, calls_as_operators
 from zbcompile.passes.capture.python_effects import numbers_drawn_outside_torch, output_of_forward
 from zbcompile.passes.graph.source_location import calling_line
 from zbcompile.passes.torch_private import (
     FUNCTIONAL_COLLECTIVES_MODULE,
     buffer_table,
     replaced,
-    watch_autograd_functions,
 )
 
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
@@ -45,11 +45,12 @@ class Watch:
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     shape_from_data: str = ""
+    calls: dict[Hashable, FunctionCall] = field(default_factory=dict)
 
     @contextlib.contextmanager
     def functions(self) -> Iterator[None]:
-        """Around an export: note every custom autograd.Function that is applied."""
-        with watch_autograd_functions(self._function), _inference_as_no_grad():
+        """Around an export: make every call of an autograd.Function an operator."""
+        with calls_as_operators(self.calls, _is_torchs), _inference_as_no_grad():
             yield
 
     @contextlib.contextmanager
@@ -70,18 +71,6 @@ class Watch:
     def warning(self, text: str) -> None:
         if text not in self.warnings:
             self.warnings.append(text)
-
-    def _function(self, function: type) -> None:
-        if function.__module__.startswith(("torch._", "torch.fx", FUNCTIONAL_COLLECTIVES_MODULE)):
-            return
-        if function.__qualname__ == "BackwardHookFunction":  # of a hook, which is refused by name
-            return
-        self.problem(
-            f"the model applies the custom autograd.Function {function.__module__}.{function.__qualname__} "
-            f"({calling_line()}); torch.export traces through its forward and loses its backward in silence. Register "
-            "it with torch.library.custom_op and register_autograd, or write it with differentiable operations "
-            "(torch.utils.checkpoint: pass use_reentrant=False)."
-        )
 
     def _put_back(self, before: dict[tuple[nn.Module, str], torch.Tensor]) -> None:
         """Turn assignments to buffers into in-place changes, the only ones that torch.export sees."""
@@ -178,6 +167,12 @@ class _Calls(TorchFunctionMode):
             "leave the choice to torch."
         )
         return func
+
+
+def _is_torchs(function: type) -> bool:
+    """Whether a Function is a part of torch that torch.export knows how to trace."""
+    hooks = function.__qualname__ == "BackwardHookFunction"  # a hook is refused by name
+    return hooks or function.__module__.startswith(("torch._", "torch.fx", FUNCTIONAL_COLLECTIVES_MODULE))
 
 
 def _has_unknown_shape(value: Any) -> bool:

@@ -16,35 +16,6 @@ from tests.support.refused import CAPTURE, PARTITION, PIPELINE, ROWS, Refused, t
 # Lost in silence, if it were not refused
 
 
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return gradients[0] * 3
-
-
-def custom_function() -> None:
-    class Custom(MLP):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(Doubled.apply(super().forward(x)))  # type: ignore[arg-type]
-
-    train(Custom())
-
-
-DOUBLED = Doubled.apply  # as many models keep it: bound before any capture
-
-
-def custom_function_in_a_variable() -> None:
-    class Custom(MLP):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(DOUBLED(super().forward(x)))  # type: ignore[arg-type]
-
-    train(Custom())
-
-
 def loss_that_trains() -> None:
     scale = nn.Parameter(torch.ones(WIDTH))
     train(MLP(), loss=lambda output, target: F.mse_loss(output * scale, target))
@@ -309,8 +280,6 @@ def little_to_keep() -> None:
 
 
 REFUSED = (
-    Refused(custom_function, CAPTURE, r"custom autograd.Function .*Doubled.*custom_op"),
-    Refused(custom_function_in_a_variable, CAPTURE, r"custom autograd.Function .*Doubled.*custom_op"),
     Refused(loss_that_trains, CAPTURE, r"reads scale, which requires a gradient"),
     Refused(data_dependent_control_flow, CAPTURE, r"torch.export cannot capture Branching.*control flow"),
     Refused(compiled_model, CAPTURE, r"already wrapped by torch.compile"),
