@@ -28,7 +28,7 @@ def operations_without_backward(canonical: Canonical) -> list[str]:
             if error:
                 found[str(node.target)] = (
                     f"{node.target} has no derivative ({described(node)}: {error}). Register one with "
-                    "torch.library.register_autograd, or detach its input if no gradient is meant to pass."
+                    "torch.library.register_autograd, or detach its input if no gradient should flow."
                 )
     return list(found.values())
 
@@ -36,7 +36,7 @@ def operations_without_backward(canonical: Canonical) -> list[str]:
 def gradient_stops(canonical: Canonical) -> list[str]:
     """Where a value that depends on parameters loses its gradient, although the model did not detach it."""
     return [
-        f"no gradient passes through {node.target} ({described(node)})"
+        f"no gradient flows through {node.target} ({described(node)})"
         for node in canonical.graph.nodes
         if node.op == "call_function"
         and not node.meta["differentiable"]
@@ -51,8 +51,8 @@ def loss_problems(canonical: Canonical) -> list[str]:
     (loss,) = (node for slot, node in canonical.outputs if slot.kind == "loss")
     if loss.meta["differentiable"]:
         return []
-    stops = "; ".join(gradient_stops(canonical)) or "nothing in it depends on a parameter that trains"
-    return [f"the loss has no gradient: {stops}. Compute it from parameters that train, by differentiable operations."]
+    stops = "; ".join(gradient_stops(canonical)) or "it depends on no trainable parameter"
+    return [f"the loss has no gradient: {stops}. Compute it from trainable parameters with differentiable operations."]
 
 
 def mixed_dtypes(canonical: Canonical) -> list[str]:
@@ -63,8 +63,8 @@ def mixed_dtypes(canonical: Canonical) -> list[str]:
             if len(found) > 1:
                 kinds = " and ".join(sorted(name.removeprefix("torch.") for name in found))
                 return [
-                    f"{node.target} takes {kinds} together ({described(node)}). If the model was converted "
-                    "(model.double(), model.to(dtype)), convert the batch as well; else cast where they meet."
+                    f"{node.target} mixes {kinds} ({described(node)}). If the model was converted "
+                    "(model.double(), model.to(dtype)), convert the batch as well; otherwise cast one of them."
                 ]
     return []
 

@@ -164,8 +164,8 @@ def _exported_on_eagers_path(
             raise
     program = _export_once(wrapper, watch, example)
     watch.warning(
-        f"forward asks torch whether it is traced ({asked[0]}) and can be captured only if it is told so. It may go "
-        "another way than in eager mode, with other last bits, also with exact=True."
+        f"forward asks torch whether it is being traced ({asked[0]}), and can be captured only if the answer is yes. "
+        "It may take a different path than in eager mode, with different last bits, even with exact=True."
     )
     return program
 
@@ -325,7 +325,7 @@ def _mutation(spec: Any) -> str:
         return f"forward changes its input {name} in place, and with it the batch. Work on a copy: {name}.clone()."
     if spec.kind is OutputKind.PARAMETER_MUTATION:
         return (
-            f"forward changes parameter {name} in place; every microbatch would start from another value. Do it "
-            "between the steps, under torch.no_grad()."
+            f"forward changes parameter {name} in place; every microbatch would start from a different value. Do it "
+            "between steps, under torch.no_grad()."
         )
-    return f"the graph has an output of kind {spec.kind.name} ({name}), which no stage can make."
+    return f"the graph has an output of kind {spec.kind.name} ({name}), which no stage can produce."

@@ -27,7 +27,7 @@ _REMEDIES = (  # (words in the error, what it means, what to do)
     (
         ("fake tensor in the exported program constant",),
         "uses something that torch.export cannot trace",
-        "Often it is torch.tensor(...) or .numpy() of a tensor that forward computed; keep it a tensor.",
+        "Usually it is torch.tensor(...) or .numpy() of a tensor that forward computed; keep it a tensor.",
     ),
     (
         ("does not have a registered fake impl", "no fake impl", "UnsupportedFakeTensor", "aren't valid for meta"),

@@ -94,14 +94,14 @@ class Watch:
             old = before.get(name)
             if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor) and old is not new:
                 self.problem(
-                    f"forward replaces the tensor in the plain attribute {name}; a compiled graph would read the old "
-                    "one for ever. Register it with register_buffer, or delete it before compiling if it is only kept "
-                    "to look at."
+                    f"forward replaces the tensor in the plain attribute {name}; a compiled graph would keep reading "
+                    "the old one. Register it with register_buffer, or delete it before compiling if it is only there "
+                    "for inspection."
                 )
             elif isinstance(new, int | float | str) and name in before and old != new:
                 self.warning(
                     f"forward changes the attribute {name} from {old!r} to {new!r}; a compiled graph keeps what it "
-                    f"computed with {old!r}, and the attribute stays as it is. Make it a buffer, or pass it as an "
+                    f"computed with {old!r} and never updates the attribute. Make it a buffer, or pass it as an "
                     "argument, if forward depends on it."
                 )
 
@@ -122,7 +122,7 @@ class _Calls(TorchFunctionMode):
         if func in _HOOKS:
             self.watch.problem(
                 f"forward calls {func.__name__} on an activation ({calling_line()}); gradients of a compiled stage do "
-                "not pass through autograd, so it would be lost in silence. Write what it does as a "
+                "not pass through autograd, so it would be silently lost. Write it as a "
                 "torch.library.custom_op with register_autograd."
             )
         if func in _GRADIENTS:
@@ -134,7 +134,7 @@ class _Calls(TorchFunctionMode):
             self.watch.problem(
                 f"forward calls torch.distributed.{func.__name__} on an activation ({calling_line()}); autograd does "
                 "not see it, so gradients would not pass through the exchange as they do through the graph. Use the "
-                "function of that kind in torch.distributed._functional_collectives, or call it under torch.no_grad()."
+                "corresponding function of torch.distributed._functional_collectives, or call it under torch.no_grad()."
             )
         if func in _TRAINS and id(args[0]) in self.parameters:
             self.watch.problem(

@@ -47,7 +47,7 @@ def hook_problems(model: nn.Module) -> Iterator[str]:
     if global_hooks():
         yield (
             f"{', '.join(global_hooks())} for all modules are registered; a compiled stage never calls a module, so "
-            "they would be lost in silence. Register forward hooks on the modules themselves, and remove these."
+            "they would be silently lost. Register forward hooks on the modules themselves, and remove these."
         )
     for name, module in model.named_modules():
         yield from _backward_hooks(name, module)
@@ -59,7 +59,7 @@ def _trained_loss(loss: Any) -> Iterator[str]:
     """A loss that has parameters: torch.export silently turns them into constants."""
     if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
         yield (
-            f"the loss module {type(loss).__name__} has parameters of its own; they would belong to no stage. Move "
+            f"the loss module {type(loss).__name__} has its own parameters; they would belong to no stage. Move "
             "it into the model and return the loss from forward."
         )
     if not inspect.isfunction(loss):
@@ -69,8 +69,8 @@ def _trained_loss(loss: Any) -> Iterator[str]:
         tensors = value.parameters() if isinstance(value, nn.Module) else [value]
         if any(isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors):
             yield (
-                f"the loss function {loss.__name__} reads {name}, which requires a gradient but is no parameter of the "
-                "model; its gradient would be lost. Move it into the model and return the loss from forward."
+                f"the loss function {loss.__name__} reads {name}, which requires a gradient but is not a parameter of "
+                "the model; its gradient would be lost. Move it into the model and return the loss from forward."
             )
 
 
@@ -99,7 +99,7 @@ def _backward_hooks(name: str, module: nn.Module) -> Iterator[str]:
     if hooks:
         yield (
             f"{_where(name, module)} has {', '.join(hooks)}; gradients of a compiled stage do not pass through "
-            "autograd, so a hook would be lost in silence. Remove the hook before compiling, or write what it does as "
+            "autograd, so a hook would be silently lost. Remove the hook before compiling, or write it as "
             "a torch.library.custom_op with register_autograd."
         )
 

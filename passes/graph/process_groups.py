@@ -74,7 +74,7 @@ def _group_argument(node: Node) -> int | None:
 def _require_name(node: Node, group: object) -> None:
     if not isinstance(group, str):
         raise CaptureError(
-            f"{node.target} got its process group as a {type(group).__name__}; a graph can hold the group's name only. "
+            f"{node.target} got its process group as a {type(group).__name__}; a graph can hold only the group's name. "
             "Switch torch.distributed.config.compile_on_one_rank off."
         )
 

@@ -18,7 +18,7 @@ def edges_named(line: Line, names: Sequence[str], stages: int) -> list[int]:
     """
     if len(names) != stages - 1:
         raise PartitionError(
-            f"balance= names {len(names)} cut{'s' * (len(names) != 1)}; the schedule has {stages} stages, which takes "
+            f"balance= names {len(names)} cut{'s' * (len(names) != 1)}; the schedule has {stages} stages, which need "
             f"{stages - 1}."
         )
     chosen: dict[int, str] = {}
@@ -38,7 +38,7 @@ def _edge(line: Line, name: str) -> int:
             return _allowed(line, i, name)
     near = get_close_matches(name, _all_names(line), n=3)
     raise PartitionError(
-        f"balance= names {name!r}, which is no module that the training step runs, and no operation of its graph"
+        f"balance= names {name!r}, which is neither a module that the training step runs nor an operation of its graph"
         + (f"; near it are {', '.join(near)}." if near else ". Expected a module's path, such as 'blocks.2'.")
     )
 

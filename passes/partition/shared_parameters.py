@@ -49,7 +49,7 @@ def refuse_shared_mutation(stages: tuple[Stage, ...]) -> None:
             if readers:
                 raise CompileError(
                     f"buffer {changed} is changed on stage {stage.index} and read on stage {readers[0]}, which would "
-                    "see stale values. Use fewer stages, so that both happen on one, or give the readers their own."
+                    "see stale values. Use fewer stages, so that one has both, or give the readers their own copy."
                 )
 
 
@@ -60,8 +60,8 @@ def refuse_mutation_of_copies(stages: tuple[Stage, ...]) -> None:
         name, stage = changed[0]
         raise CompileError(
             f"buffer {name} is changed by the forward of stage {stage}. This schedule keeps two copies of the model, "
-            "each of which would change its own from half of the microbatches. Use dualpipe-v, which has the same "
-            "overlap with one copy."
+            "each of which would change its own buffer from half of the microbatches. Use dualpipe-v, which has the "
+            "same overlap with one copy."
         )
 
 

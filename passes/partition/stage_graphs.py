@@ -68,8 +68,8 @@ def _home(node: Node, earliest: int, owned: Sequence[tuple[int, ...]]) -> int:
     if not later:
         raise PartitionError(
             f"{node.name} needs its inputs from stage {earliest} and parameters that live on stages {owned}: this "
-            "graph uses them in another order than the training graph that placed them. Compile a pipeline of its "
-            "own for it."
+            "graph uses them in a different order than the training graph that placed them. Compile a separate "
+            "pipeline for it."
         )
     return later[0]
 

@@ -72,8 +72,8 @@ _FINISHED = (
 CAPTURE = Pass("capture", "traces one microbatch's training step", capture, _GRAPH)
 CAPTURE_INFERENCE = Pass("capture", "traces the model in eval mode", capture_inference, _GRAPH)
 CANONICALISE = _in_turn(
-    Pass("copy", "a graph to change, inputs called by role", canonical.copy_graph, _COPIED),
-    Pass("keep-marks", "notes checkpoint and autocast regions", _on(canonical.keep_marks)),
+    Pass("copy", "copies the graph, inputs named by role", canonical.copy_graph, _COPIED),
+    Pass("keep-marks", "records checkpoint and autocast regions", _on(canonical.keep_marks)),
     Pass(
         "merge-tied",
         "one input per tensor, tied or not",
@@ -89,7 +89,7 @@ CANONICALISE = _in_turn(
     ),
     Pass(
         "separate-buffers",
-        "copies what is viewed of changing buffers",
+        "copies views of buffers that change",
         canonical.with_separate_buffers,
         (model.changing_buffers_separate,),
     ),
@@ -98,13 +98,13 @@ CANONICALISE = _in_turn(
     Pass("drop-dead-code", "drops what no result needs", _on(canonical.drop_dead_code), (model.nothing_unused,)),
     Pass(
         "name-groups",
-        "calls process groups group0, group1, ...",
+        "names process groups group0, group1, ...",
         canonical.with_named_groups,
         (model.groups_numbered,),
     ),
-    Pass("infer-values", "notes values and where gradients pass", canonical.with_values, _CANONICAL),
+    Pass("infer-values", "records values and where gradients flow", canonical.with_values, _CANONICAL),
 )
-TRUNK = Pass("trunk", "takes off a sharded output layer", cut_off, _CANONICAL)
+TRUNK = Pass("trunk", "removes a sharded output layer", cut_off, _CANONICAL)
 CUT = Pass(
     "cut",
     "makes one graph per stage",
@@ -120,7 +120,7 @@ SEPARATE_USES = Pass(
 STAGE_PASSES = (
     Pass(
         "joint",
-        "traces the backward behind the forward",
+        "traces the backward after the forward",
         lambda before, task: trace_joint(before, task.trainable, task.tangents, task.choices.exact),
         _JOINT,
     ),
@@ -139,7 +139,7 @@ STAGE_PASSES = (
         _FINISHED,
     ),
 )
-DEDUPLICATE = Pass("deduplicate", "renames the graphs of an equal stage", renamed, _FINISHED)
+DEDUPLICATE = Pass("deduplicate", "reuses the graphs of an equal stage", renamed, _FINISHED)
 SHARD = Pass(
     "shard",
     "makes S and T of every vocabulary shard",

@@ -55,7 +55,7 @@ def _choose(values: Values, policy: Recompute, stage: int) -> Saving:
     if found is None:
         raise CompileError(
             f"recompute={policy:,} bytes: stage {stage} has to keep at least {smallest(values).bytes:,} bytes per "
-            'microbatch between F and B: its inputs and what cannot be made again (recompute="full" keeps just these). '
+            'microbatch between F and B: its inputs and what cannot be recomputed (recompute="full" keeps just these). '
             "Allow more, use more stages, or make the microbatches smaller."
         )
     return found.saving

@@ -73,8 +73,8 @@ def _refuse_collective(name: str) -> None:
     """Refuse a collective: the name of a process group means nothing in another run or another group."""
     if name.partition(".")[0] in OF_A_GROUP:
         raise CompileError(
-            f"{name} is a collective of a process group that only the run which compiled it has; a program cannot hold "
-            "it. Use the pipeline that was compiled, without saving it."
+            f"{name} is a collective of a process group that exists only in the run that compiled it; a program cannot "
+            "hold it. Use the compiled pipeline without saving it."
         )
 
 

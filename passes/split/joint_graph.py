@@ -90,7 +90,7 @@ def _trace_functional(run: "_Run", values: list[Any], found: str, exact: bool) -
     if exact:
         raise CaptureError(
             f"stage {run.stage.index} contains {found}, which writes in place below autograd (torch's recurrent layers "
-            "do); the split form of it is not bitwise equal to eager. Use exact=False (equal within 1e-6), or write "
+            "do); its split form is not bitwise equal to eager. Use exact=False (equal within 1e-6), or write "
             "the layer with ordinary tensor operations."
         )
     try:
@@ -104,8 +104,8 @@ def _trace_functional(run: "_Run", values: list[Any], found: str, exact: bool) -
 
 def _no_functional_form(run: "_Run", found: str, error: Exception | None) -> str:
     return (
-        f"stage {run.stage.index} contains {found}, which writes in place below autograd, and torch has no form of the "
-        f"graph without it{f' ({error})' if error else ''}. Write that layer with ordinary tensor operations."
+        f"stage {run.stage.index} contains {found}, which writes in place below autograd, and torch has no functional "
+        f"form of it{f' ({error})' if error else ''}. Write that layer with ordinary tensor operations."
     )
 
 

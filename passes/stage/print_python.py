@@ -125,9 +125,7 @@ class _Writer:
         heading = ("", "")
         for node in self.module.graph.nodes:
             if node.op not in ("call_function", "placeholder", "output", "get_attr"):
-                raise CompileError(
-                    f"{node.name} is a {node.op}, which no pass makes; a graph of ATen calls is expected."
-                )
+                raise CompileError(f"{node.name} is a {node.op}, which no pass makes; expected a graph of ATen calls.")
             if node.op == "call_function":
                 now = self._heading(node)
                 lines += _heading_lines(*now) if now != heading else []
@@ -192,9 +190,7 @@ def _target(node: Node) -> str:
         return f"torch.ops.higher_order.{target.name()}"
     if _module_of(target) in _MODULES:
         return f"{_module_of(target)}.{target.__name__}"
-    raise CompileError(
-        f"{node.name} calls {target!r}, which cannot be written as Python; an ATen operator is expected."
-    )
+    raise CompileError(f"{node.name} calls {target!r}, which cannot be written as Python; expected an ATen operator.")
 
 
 def _module_of(target: Any) -> str:

@@ -37,9 +37,9 @@ def operations_in_order(view: GraphView) -> Iterator[Break]:
     for node in view.nodes:
         late = [argument.name for argument in node.all_input_nodes if argument not in seen]
         if late:
-            yield Break(f"reads {', '.join(late)}, which is not there yet", node)
+            yield Break(f"reads {', '.join(late)}, which is computed later", node)
         if node.op == "placeholder" and computing:
-            yield Break("is an input behind the first operation", node)
+            yield Break("is an input after the first operation", node)
         computing = computing or node.op == "call_function"
         seen.add(node)
 
@@ -79,7 +79,7 @@ def roles_on_inputs(view: GraphView) -> Iterator[Break]:
             yield Break(f"is called {node.meta.get('slot', 'nothing')} and has the role {slot}", node)
 
 
-@graph_rule("no two inputs, and no two results, have the same role (but for the gradients of a parameter's uses)")
+@graph_rule("no two inputs, and no two results, have the same role (except the gradients of a parameter's uses)")
 def roles_unique(view: GraphView) -> Iterator[Break]:
     for pairs in (view.arriving, view.leaving):
         first: dict[Slot, Any] = {}

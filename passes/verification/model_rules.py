@@ -31,7 +31,7 @@ def copies_differentiable(view: GraphView) -> Iterator[Break]:
     yield from (Break("calls it", node) for node in view.calls if node.target is aten.copy.default)
 
 
-@graph_rule("no view of a buffer outlives a change of the buffer, and what a buffer takes is made by an operation")
+@graph_rule("no view of a buffer outlives a change of the buffer, and its new value is computed by an operation")
 def changing_buffers_separate(view: GraphView) -> Iterator[Break]:
     changing = {slot.name: value for slot, value in view.leaving if slot.kind == "mutation"}
     for slot, node in view.arriving:
@@ -43,11 +43,11 @@ def changing_buffers_separate(view: GraphView) -> Iterator[Break]:
             yield Break(f"is an input, and the new value of buffer {name}", value)
 
 
-@graph_rule("everything is read, but for operations that draw random numbers")
+@graph_rule("every result is read, except random draws")
 def nothing_unused(view: GraphView) -> Iterator[Break]:
     for node in view.nodes:
         if not node.users and node.op != "output" and not is_random(node):
-            yield Break("is read by nothing", node)
+            yield Break("is never read", node)
 
 
 @rule("a collective's group is called group0, group1, ..., of which the model's graph lists this process's names")
@@ -62,7 +62,7 @@ def groups_numbered(made: Any, before: Any) -> Iterator[Break]:
 
 @graph_rule('meta["differentiable"] says of every operation whether a gradient passes through it')
 def differentiability_known(view: GraphView) -> Iterator[Break]:
-    yield from (Break("does not say", node) for node in view.calls if "differentiable" not in node.meta)
+    yield from (Break("lacks it", node) for node in view.calls if "differentiable" not in node.meta)
 
 
 @rule("a stage receives, in this order and form, what the stage before it sends")
@@ -104,6 +104,6 @@ def draws_kept(made: Sequence[Stage], before: Any) -> Iterator[Break]:
     drawn = [(node, view.title) for view in graphs_of(tuple(made)) for node in view.calls if is_random(node)]
     for i, (node, title) in enumerate(drawn):
         if i >= len(wanted) or (node.target, form_of(node.meta.get("val"))) != wanted[i]:
-            yield Break(f"draws {node.target} out of turn", node, title)
+            yield Break(f"draws {node.target} out of order", node, title)
     if len(drawn) < len(wanted):
         yield Break(f"{len(wanted) - len(drawn)} of {len(wanted)} draws are on no stage")

@@ -29,7 +29,7 @@ def _by_name(view: GraphView) -> dict[str, Node]:
     return {node.name: node for node in view.calls}
 
 
-@rule("every operation that a result needs is in F, B or W, and what is in two of them is marked as repeated in W")
+@rule("every operation that a result needs is in F, B or W, and one in two of them is marked as repeated in W")
 def each_operation_once(made: Split, before: Any) -> Iterator[Break]:
     pieces = pieces_of(made)
     forward, backward, weight = (_by_name(pieces[name]) for name in "FBW")
@@ -38,13 +38,13 @@ def each_operation_once(made: Split, before: Any) -> Iterator[Break]:
         if node.name not in forward and node.name not in backward and node.name not in weight:
             yield Break("is in none of F, B and W", node, f"stage {made.joint.stage.index}")
     for name in forward.keys() & backward.keys():
-        yield Break("is in F too", backward[name], pieces["B"].title)
+        yield Break("is also in F", backward[name], pieces["B"].title)
     for name in weight.keys() & (forward.keys() | backward.keys()):
         if "repeated" not in weight[name].meta:
-            yield Break(f"is in {'F' if name in forward else 'B'} too, unmarked", weight[name], pieces["W"].title)
+            yield Break(f"is also in {'F' if name in forward else 'B'}, unmarked", weight[name], pieces["W"].title)
 
 
-@rule("what W repeats is a view, or bound by memory")
+@rule("W repeats only views and memory-bound operations")
 def repeats_cheap(made: Split, before: Any) -> Iterator[Break]:
     weight = pieces_of(made)["W"]
     for node in weight.calls:
@@ -64,7 +64,7 @@ def fused_is_both(made: Split, before: Any) -> Iterator[Break]:
             yield Break("is not in BW", both[name], f"B or W of stage {made.joint.stage.index}")
 
 
-@rule("random numbers are drawn in F alone")
+@rule("only F draws random numbers")
 def draws_in_forward(made: Pieces, before: Any) -> Iterator[Break]:
     for name, view in pieces_of(made).items():
         yield from (Break("draws", node, view.title) for node in view.calls if name != "F" and is_random(node))
@@ -76,10 +76,10 @@ def draws_all(made: Split, before: Any) -> Iterator[Break]:
     wanted = [node.name for node in made.joint.module.graph.nodes if is_random(node)]
     drawn = [node.name for node in view.calls if is_random(node)]
     if drawn != wanted:
-        yield Break(f"draws {drawn or 'nothing'}, and its stage {wanted or 'nothing'}", None, view.title)
+        yield Break(f"draws {drawn or 'nothing'}, but its stage {wanted or 'nothing'}", None, view.title)
 
 
-@rule("what a pass reads as saved an earlier one returns in that form, and what is saved is read")
+@rule("an earlier pass returns, in that form, each saved value that a pass reads, and every saved value is read")
 def saved_arrives(made: Pieces, before: Any) -> Iterator[Break]:
     pieces = pieces_of(made)
     saved = {name: _of_kind(pieces[name].leaving, "saved") for name in "FB"}
@@ -94,21 +94,21 @@ def saved_arrives(made: Pieces, before: Any) -> Iterator[Break]:
                 yield Break(f"is read as {now} and was saved as {was}", node, pieces[name].title)
     for name in "FB":
         for slot in saved[name].keys() - set().union(*(read[later] for later in LATER[name])):
-            yield Break("is saved, and no later pass reads it", saved[name][slot], pieces[name].title)
+            yield Break("is saved, but no later pass reads it", saved[name][slot], pieces[name].title)
 
 
 def _of_kind(pairs: Iterable[tuple[Slot, Node]], kind: str) -> dict[Slot, Node]:
     return {slot: node for slot, node in pairs if slot.kind == kind}
 
 
-@rule("the storages that wait between the passes have the bytes that are reported")
+@rule("the reported bytes between passes are those of the storages kept")
 def crossing_counted(made: Pieces, before: Any) -> Iterator[Break]:
     counted = _count(pieces_of(made))
     for name, size in vars(counted).items():
         reported = getattr(made.crossing, name)
         if reported != size:
             index = made.stage if isinstance(made, StageProgram) else made.joint.stage.index
-            yield Break(f"{name} is reported as {reported:,} bytes and is {size:,}", None, f"stage {index}")
+            yield Break(f"{name} is reported as {reported:,} bytes but has {size:,}", None, f"stage {index}")
 
 
 def _count(pieces: Mapping[str, GraphView]) -> Crossing:
@@ -141,10 +141,10 @@ def gradients_complete(made: StageProgram, before: Any) -> Iterator[Break]:
         for parameter in set(made.trained) - found:
             yield Break(f"{parameter} gets no gradient", None, view.title)
         for parameter in found - set(made.trained):
-            yield Break(f"{parameter} is not trained and gets a gradient", None, view.title)
+            yield Break(f"{parameter} is not trained but gets a gradient", None, view.title)
 
 
-@graph_rule("a gradient buffer is written into, and nothing else is")
+@graph_rule("only gradient buffers are written in place")
 def only_buffers_written(view: GraphView) -> Iterator[Break]:
     buffers = {node for slot, node in view.arriving if slot.kind == "accumulator"}
     written = set()
@@ -153,7 +153,7 @@ def only_buffers_written(view: GraphView) -> Iterator[Break]:
             into = _behind_views(node.args[0])
             written.add(into)
             if into not in buffers:
-                yield Break(f"writes into {into.name}, which is no gradient buffer", node)
+                yield Break(f"writes into {into.name}, which is not a gradient buffer", node)
     yield from (Break("is never added to", node) for node in buffers - written)
 
 
@@ -165,7 +165,7 @@ def _behind_views(value: Any) -> Node:
     return node
 
 
-@rule("every returned gradient has memory of its own, so that it may become .grad")
+@rule("no returned gradient aliases another tensor, so that it may become .grad")
 def gradients_own(made: StageProgram, before: Any) -> Iterator[Break]:
     for view in graphs_of(made):
         first = {storage_key(t): slot for slot, node in view.arriving for t in tensors_of(node.meta.get("val"))}
@@ -176,7 +176,7 @@ def gradients_own(made: StageProgram, before: Any) -> Iterator[Break]:
             first |= keys
 
 
-@rule("a stage receives and sends what its graphs read and return, in that form")
+@rule("a stage's description matches what its graphs receive and send")
 def messages_described(made: StageProgram, before: Any) -> Iterator[Break]:
     pieces = pieces_of(made)
     told = (
@@ -190,9 +190,9 @@ def messages_described(made: StageProgram, before: Any) -> Iterator[Break]:
         yield from (Break(f"returns no {kind} {name}", None, view.title) for name in _missing(specs, nodes, kind))
         for name, node in nodes.items():
             if name not in specs:
-                yield Break(f"is the {kind} {name}, of which the stage's description says nothing", node, view.title)
+                yield Break(f"is the {kind} {name}, which the stage's description does not list", node, view.title)
             elif (spec := tensor_spec(node.meta["val"]))[:1] + spec[2:4] != specs[name][:1] + specs[name][2:4]:
-                yield Break(f"is {spec.dtype}{list(spec.shape)} and described as {specs[name]}", node, view.title)
+                yield Break(f"is {spec.dtype}{list(spec.shape)} but described as {specs[name]}", node, view.title)
 
 
 def _missing(specs: Mapping[str, TensorSpec], nodes: Mapping[str, Node], kind: str) -> set[str]:

@@ -55,7 +55,7 @@ def verify(name: str, rules: Sequence[Rule], made: Any, before: Any = None) -> N
             more = f" ({len(found) - 1} more such places.)" if found[1:] else ""
             raise VerificationError(
                 f"after the pass {name}{_place(found[0])} {found[0].what}. This breaks the rule {each.name}: "
-                f"{each.says}.{more} The compiler made a wrong graph; please report it with the model."
+                f"{each.says}.{more} This is a bug of the compiler; please report it with the model."
             )
 
 

@@ -11,7 +11,7 @@ from zbcompile.passes.verification.rule import Break, rule
 from zbcompile.passes.vocabulary.shard_program import VocabularyProgram
 
 
-@rule("the shards have all words, each once, in the order of the ranks")
+@rule("the shards cover all words, each once, in the order of the ranks")
 def words_covered(made: VocabularyProgram, before: Any) -> Iterator[Break]:
     for (_, high), (low, _) in pairwise(made.bounds):
         if high != low:

@@ -27,8 +27,8 @@ def stage_inside(made: Joint, before: Any) -> Iterator[Break]:
 
 
 def _differing(verb: str, found: set[Any], wanted: set[Any], joint: Joint) -> Break:
-    names = ", ".join(sorted(map(str, found ^ wanted))) or "the same in another order"
-    return Break(f"{verb} other than its stage: {names}", None, _title(joint))
+    names = ", ".join(sorted(map(str, found ^ wanted))) or "the same in a different order"
+    return Break(f"{verb} something else than its stage: {names}", None, _title(joint))
 
 
 @rule("inputs and results that a joint graph lists are its graph's own")
@@ -40,7 +40,7 @@ def joint_listed(made: Joint, before: Any) -> Iterator[Break]:
             yield Break(f"is listed as {slot}, which {holder.name} is", node, _title(made))
     for slot, node in made.outputs:
         if node not in returned:
-            yield Break(f"is listed as {slot} and not returned", node, _title(made))
+            yield Break(f"is listed as {slot} but not returned", node, _title(made))
 
 
 @rule("a gradient has the shape of what it is the gradient of")
@@ -75,7 +75,7 @@ def draws_unchanged(made: Joint, before: Joint) -> Iterator[Break]:
     if [node.target for node in drawn] == targets:
         return
     new = [node for node in drawn if len([n for n in drawn if n.target is node.target]) > targets.count(node.target)]
-    what = "draws random numbers once more than before" if new else "draws other random numbers than before"
+    what = "draws random numbers more often than before" if new else "draws different random numbers than before"
     yield Break(what, new[-1] if new else None, _title(made))
 
 

@@ -124,7 +124,7 @@ def _exit(node: Node, logits: Logits) -> Exit:
     elif logits.axis != min(1, node.args[0].meta["val"].ndim - 1):  # type: ignore[union-attr]
         raise _refusal(node)  # the class dimension of the losses is 1
     elif node.target is not aten.cross_entropy_loss.default and not logits.normalised:
-        raise NotShardable(f"{node.name} reads logits that are no log probabilities ({source_line(node)})")
+        raise NotShardable(f"{node.name} reads logits that are not log probabilities ({source_line(node)})")
     return Exit(node, logits)
 
 

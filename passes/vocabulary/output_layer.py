@@ -62,7 +62,7 @@ def find_head(canonical: Canonical) -> VocabularyHead:
         except NotShardable as reason:
             reasons.append((linear.meta["val"].shape[-1], reason))
     if not reasons:
-        raise NotShardable("the model has no linear map by a whole parameter")
+        raise NotShardable("the model has no linear layer whose weight is a whole parameter")
     raise max(reasons, key=lambda each: each[0])[1]
 
 
@@ -74,7 +74,7 @@ def _head(canonical: Canonical, linear: Node) -> VocabularyHead:
     name = weight.meta["slot"].name
     _require_single_use(weight, linear, name)
     if name not in canonical.captured.trainable:
-        raise NotShardable(f"{name} is not trained; only a trained output layer is sharded")
+        raise NotShardable(f"{name} is frozen; only a trained output layer is sharded")
     size, width = weight.meta["val"].shape
     loss = row_loss(canonical, exits, size)
     bias_name = None if bias is None else bias.meta["slot"].name
@@ -96,7 +96,7 @@ def _require_single_use(weight: Node, linear: Node, name: str) -> None:
     lookups = (linear, *(user for user in weight.users if user.target is aten.embedding.default))
     others = [user for user in _readers(weight) if user not in lookups]
     if others:
-        raise NotShardable(f"{name} is also read by {others[0].name}, which is neither it nor an embedding")
+        raise NotShardable(f"{name} is also read by {others[0].name}, neither the output layer nor an embedding")
 
 
 def _readers(node: Node) -> Iterator[Node]:
@@ -131,7 +131,7 @@ def _bias(linear: Node) -> Node | None:
         return None
     parameter = _parameter(found, transposed=False, ndim=1)
     if parameter is None or len(parameter.users) > 1:
-        raise NotShardable(f"the bias of {linear.name} is no parameter of its own")
+        raise NotShardable(f"the bias of {linear.name} is not a separate parameter")
     return parameter
 
 

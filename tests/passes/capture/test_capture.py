@@ -464,7 +464,9 @@ def test_a_model_that_must_be_told_that_it_is_traced() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x if torch.compiler.is_compiling() or x.sum() < 9 else -x)
 
-    with pytest.warns(UserWarning, match=r"asks torch whether it is traced \(.*test_capture\.py:\d+: return super"):
+    with pytest.warns(
+        UserWarning, match=r"asks torch whether it is being traced \(.*test_capture\.py:\d+: return super"
+    ):
         capture(Looking(), (torch.randn(2, WIDTH),), {}, torch.randn(2, WIDTH), F.mse_loss)
 
 

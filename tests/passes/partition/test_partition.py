@@ -181,7 +181,7 @@ def test_memory_is_respected_and_the_least_is_named(
     limit = int(least * 1.002)
     assert fullest(problem.edges(problem.plan(memory=limit))) <= limit
     with pytest.raises(
-        zbcompile.CompileError, match=r"memory=.* is too little.*fewer microbatches in flight"
+        zbcompile.CompileError, match=r"memory=.* is too small.*fewer microbatches in flight"
     ) as refused:
         problem.plan(memory=int(least * 0.9))
     named = float(str(refused.value).split("holds ")[1].split(" bytes")[0])
@@ -233,8 +233,8 @@ def test_cuts_by_name(drawn: dict[str, Drawn]) -> None:
 @pytest.mark.parametrize(
     ("names", "says"),
     [
-        (("blocks.1",), "names 1 cut; the schedule has 3 stages, which takes 2"),
-        (("blocks.1", "blocks.7"), r"names 'blocks.7', which is no module.*near it are blocks"),
+        (("blocks.1",), "names 1 cut; the schedule has 3 stages, which need 2"),
+        (("blocks.1", "blocks.7"), r"names 'blocks.7', which is neither a module.*near it are blocks"),
         (("blocks.1", "blocks.1.attention_norm"), "the same cut twice: 'blocks.1' and 'blocks.1.attention_norm'"),
         (("blocks.1", "token"), "asks for a cut at 'token'.*The nearest place is after"),
     ],

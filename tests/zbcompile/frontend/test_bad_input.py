@@ -261,7 +261,7 @@ BAD = (
     Refused(loss_not_a_tensor, CAPTURE, r"loss is a float; expected a scalar tensor"),
     Refused(loss_of_integers, CAPTURE, r"dtype torch.int64; expected a floating-point scalar"),
     Refused(loss_not_callable, PIPELINE, r"loss='mse'; expected a function"),
-    Refused(loss_with_parameters, CAPTURE, r"Weighted has parameters of its own"),
+    Refused(loss_with_parameters, CAPTURE, r"Weighted has its own parameters"),
     Refused(no_loss_anywhere, CAPTURE, r"returned dict without a loss.*pass loss=fn"),
     Refused(output_is_no_loss, CAPTURE, r"loss has shape \(2, 32\).*pass loss=fn"),
     Refused(not_a_module, PIPELINE, r"nn.Module.*received list"),

@@ -159,7 +159,7 @@ class OutOfOrder(EvalHead):
 def test_parameters_out_of_order_are_refused() -> None:
     pipe = zbcompile.pipeline(OutOfOrder(), schedule="1f1b", microbatches=4, ranks=2)
     pipe.step(rows(8))
-    with pytest.raises(zbcompile.PartitionError, match="in another order than the training graph"):
+    with pytest.raises(zbcompile.PartitionError, match="in a different order than the training graph"):
         pipe.eval(rows(8))
 
 

@@ -174,7 +174,7 @@ class TwiceDifferentiated(MLP):
     [
         (Branching, {}, r"test_explain_model\.py:\d+: return x if x\.sum\(\) > 0.*values of a tensor.*torch\.cond"),
         (Picking, {}, r"shape depends on the data.*mask"),
-        (Rounding, {}, r"no gradient: no gradient passes through aten\.argmax\.default .*test_explain_model\.py:\d+"),
+        (Rounding, {}, r"no gradient: no gradient flows through aten\.argmax\.default .*test_explain_model\.py:\d+"),
         (TwiceDifferentiated, {}, r"computes gradients itself \(.*test_explain_model\.py:\d+"),
         (MLP, {"loss": None}, r"the loss has shape \(2, 32\); expected a scalar.*pass loss=fn"),
         (lambda: torch.compile(MLP()), {}, r"already wrapped by torch\.compile"),
