@@ -25,10 +25,10 @@ ORDER = {
         *("split", "recompute", "stage", "vocabulary", "verification", "pass_list", "serialization"),
     ),
     "zbcompile": (
-        *("version", "__init__", "errors", "env", "json_text", "atomic_files", "torch_private"),
+        *("version", "__init__", "errors", "env", "json_text", "atomic_files", "regular_files", "torch_private"),
         *("profiling", "model", "distributed", "program", "backends", "compiler", "runtime"),
         *("prediction", "torch_pipelining", "frontend", "persistence", "cli", "inspection"),
-        *("compile", "run", "inspect"),
+        *("compile", "run", "inspect", "checkpoints"),
     ),
 }
 OTHERS = {"schedules": set(), "passes": set(), "zbcompile": {"passes", "schedules"}}  # which folders each may import

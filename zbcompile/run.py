@@ -131,7 +131,10 @@ def _add_state(group: Any) -> None:
     group.add_argument("--checkpoint", type=Path, metavar="DIR", help="where checkpoints are written; all ranks see it")
     group.add_argument("--every", type=int, default=100, metavar="N", help="steps between two (default: 100)")
     group.add_argument("--keep", type=int, default=3, metavar="N", help="how many are kept (default: 3)")
-    group.add_argument("--resume", action="store_true", help="go on from the newest one, if there is one")
+    group.add_argument("--resume", action="store_true", help="go on from the newest whole one, if there is one")
+    group.add_argument(
+        "--trust-checkpoint", action="store_true", help="also read checkpoints with pickles, which can run any code"
+    )
     group.add_argument(
         "--export", type=Path, metavar="PATH", help="write the last weights: .safetensors or a directory"
     )

@@ -18,10 +18,10 @@ from zbcompile.distributed.process_group import start_group
 from zbcompile.errors import PipelineError
 from zbcompile.frontend.options import Options
 from zbcompile.model.random_state import restore_random_state, seed_everything
-from zbcompile.persistence.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
-from zbcompile.persistence.checkpoint_directory import find_checkpoint, latest_checkpoint
+from zbcompile.persistence.checkpoint import Checkpoint, hold_folder, load_checkpoint, save_checkpoint
+from zbcompile.persistence.checkpoint_directory import candidates, latest_checkpoint
 from zbcompile.persistence.loaded_pipeline import LoadedPipeline, device_for, load
-from zbcompile.persistence.safetensors_weights import load_weights, save_weights
+from zbcompile.persistence.safetensors_weights import holds_weights, load_weights, save_weights
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ class Job:
     every: int = 100
     keep: int = 3
     resume: bool = False
+    trust_checkpoint: bool = False
     export: Path | None = None
     seed: int | None = None
     replicas: int = 1
@@ -123,10 +124,13 @@ def _first_state(job: Job, pipe: LoadedPipeline, optimizer: Optimizer) -> Checkp
             f"{job.checkpoint} holds checkpoints up to {existing.name}. Pass --resume to go on from there, or name "
             "another directory."
         )
-    if existing is not None:
-        return load_checkpoint(existing, pipe, optimizer, random=False)
+    if job.checkpoint is not None:
+        hold_folder(job.checkpoint, pipe)
+    if existing is not None and job.checkpoint is not None:
+        trust = job.trust_checkpoint
+        return load_checkpoint(job.checkpoint, pipe, optimizer, random=False, trust=trust, fallback=True)
     if job.weights is not None:
-        _load_weights(job.weights, pipe)
+        _load_weights(job.weights, pipe, job.trust_checkpoint)
     elif job.init is None:
         raise PipelineError(
             f"nothing gives the parameters their values; {job.directory} holds the program alone. Pass --weights FILE"
@@ -135,12 +139,12 @@ def _first_state(job: Job, pipe: LoadedPipeline, optimizer: Optimizer) -> Checkp
     return Checkpoint(step=0)
 
 
-def _load_weights(path: Path, pipe: LoadedPipeline) -> None:
-    """From safetensors, or from a checkpoint, of which only the model is taken."""
-    if find_checkpoint(path) is None:
+def _load_weights(path: Path, pipe: LoadedPipeline, trust: bool) -> None:
+    """From safetensors, if there are any, or from a checkpoint, of which only the model is taken."""
+    if holds_weights(path) or not candidates(path):
         load_weights(path, pipe)
         return
-    load_checkpoint(path, pipe, random=False)
+    load_checkpoint(path, pipe, random=False, trust=trust)
     pipe.step_index = 0
 
 

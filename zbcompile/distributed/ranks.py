@@ -24,8 +24,9 @@ class Ranks(Protocol):
     """The ranks of a pipeline as one process sees them.
 
     `local` are those that this process plays, of `count` in all; `rank` is the only one, None if it plays all of them.
-    `group` is the pipeline's process group, None without one. `watch` guards what ranks do together, and names in its
-    errors the processes by `members`. Every process must make each of the calls below, in one common order.
+    `group` is the pipeline's process group, `everyone` that of all replicas, None without one. `watch` guards what
+    ranks do together, and names in its errors the processes by `members`. Every process must make each of the calls
+    below, in one common order.
     """
 
     @property
@@ -38,6 +39,8 @@ class Ranks(Protocol):
     def device(self) -> torch.device: ...
     @property
     def group(self) -> dist.ProcessGroup | None: ...
+    @property
+    def everyone(self) -> dist.ProcessGroup | None: ...
     @property
     def watch(self) -> Alone | Watch: ...
     @property
@@ -97,6 +100,7 @@ class LocalRanks:
     replicas: Replicas = field(default_factory=Replicas)
     rank: None = None
     group: None = None
+    everyone: None = None
     members: Sequence[int] = (0,)
     is_first: bool = True
 

@@ -2,9 +2,9 @@
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import torch
 from torch import nn
@@ -33,6 +33,15 @@ if TYPE_CHECKING:  # torch's pipelining takes a second to import
     from zbcompile.torch_pipelining.pipeline_stage import CompiledPipelineStage
 
 
+class Closing(Protocol):
+    """What a pipeline closes when it is closed itself."""
+
+    def close(self) -> None: ...
+
+
+Attached = TypeVar("Attached", bound=Closing)
+
+
 class Pipeline:
     """A model as a pipeline; made by `zbcompile.pipeline`. Not an nn.Module: it holds this process's share of one.
 
@@ -51,6 +60,7 @@ class Pipeline:
         self._ranks = engine.ranks
         self._watch = self._ranks.watch
         self._ended = weakref.finalize(self, self._watch.close)
+        self._attached: dict[type, Closing] = {}
         self._records: list[StepRecord] | None = None
         with self._watch.region("making the pipeline"):
             schedule = choose_schedule(options, self._ranks.count)
@@ -309,14 +319,25 @@ class Pipeline:
         self.step_index = step
         self._compiled.share.filled(filled)
 
+    def attached(self, kind: type[Attached]) -> Attached:
+        """The one `kind` of this pipeline, which is made at the first call and closed with the pipeline."""
+        if kind not in self._attached:
+            self._attached[kind] = kind()
+        return cast("Attached", self._attached[kind])
+
     def close(self) -> None:
         """Stop watching other ranks and release the process group. Every rank calls it.
+
+        Waits for a checkpoint that is still being written, and raises if that failed.
 
         After this, and `torch.distributed.destroy_process_group()`, a new process group and a new pipeline can be made
         in the same process. A pipeline that is garbage collected closes itself.
         """
-        self._ranks.disconnect()
-        self._ended()
+        with ExitStack() as closing:
+            closing.callback(self._ended)
+            closing.callback(self._ranks.disconnect)
+            for each in self._attached.values():
+                closing.callback(each.close)
 
     def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Batch:
         if self.options.loss is None and target is not None:

@@ -3,9 +3,9 @@
 docs/running.md describes the contents of the directory.
 """
 
-import io
-import json
+import sys
 from collections.abc import Mapping
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,20 +14,26 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zbcompile.atomic_files import write_whole
 from zbcompile.distributed.agreement import gathered, together
+from zbcompile.distributed.ranks import Ranks
+from zbcompile.distributed.watchdog import Watch
 from zbcompile.errors import PipelineError
+from zbcompile.frontend.options import Options
 from zbcompile.frontend.pipeline import Pipeline
 from zbcompile.model.random_state import random_state, restore_random_state
-from zbcompile.persistence.checkpoint_directory import INDEX, begin, find_checkpoint, publish
-from zbcompile.persistence.checkpoint_values import describe, read_values, write_values
+from zbcompile.persistence.background_save import BackgroundSave, FolderWriter, Save
+from zbcompile.persistence.checkpoint_directory import begin, candidates, final_name
+from zbcompile.persistence.checkpoint_record import require_whole
+from zbcompile.persistence.folder_lock import FolderLock
 from zbcompile.persistence.local_tensors import Holding, holding_of
 from zbcompile.persistence.optimizer_state import load_optimizer, optimizer_values
+from zbcompile.persistence.part_files import Chunk
+from zbcompile.persistence.plain_values import Tensors, to_data
+from zbcompile.persistence.saved_state import UNKNOWN, SavedState, first_cause, open_state, quiet
 from zbcompile.version import __version__
 
-FORMAT, VERSION = "zbcompile checkpoint", 1
-PROCESS = "process.pt"
 Values = dict[str, Any]
+ROUND = 2.5  # seconds in which all ranks wait for the lock of a folder before they speak to each other again
 
 
 @dataclass(frozen=True)
@@ -49,20 +55,23 @@ def save_checkpoint(
     step: int | None = None,
     extra: Any = None,
     keep: int | None = None,
+    wait: bool = True,
 ) -> Path:
     """Write a checkpoint into `folder`, which all ranks see; every rank must call it. Returns the new directory.
 
-    Each rank writes what it owns, tied parameters and copies of a stage once, by torch.distributed.checkpoint. The
-    directory appears under its name once everything is on disk: a crash leaves earlier checkpoints intact. Only
-    one training run may write to a folder.
+    Each rank writes what it owns, tied parameters and copies of a stage once, as safetensors, planned by
+    torch.distributed.checkpoint. The directory appears under its name once everything is on disk: a crash leaves
+    earlier checkpoints intact. A pipeline that has saved holds the folder until it is closed: another run is refused.
 
     Args:
         source: a pipeline, or a plain model in one process.
         optimizer: over `pipe.parameters()`; its state is saved under the parameters' names.
         step: how many steps have been trained; default: `pipe.step_index`, for a plain model 0.
-        extra: what else to resume from, such as a scheduler's or a data loader's state dict: numbers, strings, tensors,
-            lists, dicts. The first rank's is saved.
+        extra: what else to resume from, such as a scheduler's or a data loader's state dict: None, numbers, strings,
+            bytes, tensors, lists, tuples, dicts. The first rank's is saved.
         keep: remove all but the newest `keep` checkpoints up to this one, once it is complete.
+        wait: False returns once everything is copied, and writes in a thread. The next save, a load and `pipe.close()`
+            wait for it and raise what went wrong. Needs memory for a copy of this process's share on the CPU.
 
     Raises PipelineError, on every rank, if it cannot be written.
 
@@ -70,24 +79,38 @@ def save_checkpoint(
     PosixPath('checkpoints/step-00000020')
     """
     holding, folder = holding_of(source), Path(folder)
-    ranks, first = holding.ranks, holding.ranks.is_first
+    ranks, what = holding.ranks, f"saving a checkpoint in {folder}"
     if keep is not None and keep < 1:
         raise PipelineError(f"keep={keep}; expected at least 1, or None to keep all checkpoints.")
+    if not wait and not isinstance(source, Pipeline):
+        raise PipelineError("wait=False needs a pipeline, whose close() waits for the end. Save a plain model at once.")
     count = step if step is not None else source.step_index if isinstance(source, Pipeline) else 0
-    what = f"saving a checkpoint in {folder}"
-    with ranks.watch.region(what):
-        process = together(ranks, what, lambda: _process_state(extra, ranks.device))
-        values = _values(holding, optimizer)
-        partial = gathered(ranks, together(ranks, what, lambda: begin(folder, count) if first else None))[0]
+    with _writer_of(source) as writer, ranks.watch.region(what):
+        together(ranks, what, writer.finish)
+        _hold(writer, folder, ranks)
+        values, plain = _values(holding, optimizer)
+        process = together(ranks, what, lambda: _process(extra, ranks, values))
+        fields = {**_index(holding, optimizer, count), "values": plain, "process": process}
+        partial = gathered(ranks, together(ranks, what, lambda: begin(folder, count) if ranks.is_first else None))[0]
         assert partial is not None
         together(ranks, what, lambda: _require_shared(partial))
-        if ranks.replicas.rank == 0:
-            write_values(ranks, partial, values)
-        index = _index(holding, optimizer, count)
-        finished = together(ranks, what, lambda: _finish(partial, index, process, keep) if first else None)
-        final = gathered(ranks, finished)[0]
-        assert final is not None
-        return final
+        chunks = _staged(ranks, partial, values, copy=not wait)
+        number, processes = ranks.replicas.rank * ranks.count + ranks.local[0], len(ranks.members)
+        save = Save(partial, number, processes, chunks, fields, keep, writer.lock, _lost(ranks), _timeout(source))
+        if wait:
+            _write(ranks, what, save)
+        else:
+            writer.pending = BackgroundSave(save)
+    return final_name(partial)
+
+
+def hold_folder(folder: str | Path, pipe: Pipeline) -> None:
+    """Refuse other runs that write checkpoints into `folder`, until `pipe` is closed; every rank must call it.
+
+    Raises PipelineError, on every rank, if another run holds it.
+    """
+    with pipe.ranks.watch.region(f"taking {folder}"):
+        _hold(pipe.attached(FolderWriter), Path(folder), pipe.ranks)
 
 
 def load_checkpoint(
@@ -97,19 +120,25 @@ def load_checkpoint(
     *,
     required: bool = True,
     random: bool = True,
+    trust: bool = False,
+    fallback: bool = False,
 ) -> Checkpoint:
     """Continue from a checkpoint, saved at any number of ranks, under any schedule, or from a plain model.
 
-    Every rank must call it, and reads only its own part. Tensors are filled in place.
+    Every rank must call it, and reads only its own part. Tensors are filled in place. All files are compared with
+    their checksums first, each rank a share of them.
 
     Args:
-        path: a checkpoint, or a folder of them, whose newest complete one is taken.
+        path: a checkpoint, or a folder of them, whose newest one is taken.
         source: a compiled or loaded pipeline, whose `step_index` is set too; or a plain model in one process.
         optimizer: gets the saved state and options; without it only the model is loaded.
         required: whether to raise if there is none; otherwise the `step` of the result is 0 and its `path` None.
         random: also set the generators of Python, torch and numpy to where the first rank's were.
+        trust: also read checkpoints that contain pickles, which can run any code: those of releases before this
+            format, and those of torch.distributed.checkpoint itself.
+        fallback: of a folder, take the newest checkpoint that is whole, with a warning on standard error.
 
-    Raises PipelineError, on every rank and before anything is changed, if names or shapes differ.
+    Raises PipelineError, on every rank and before anything is changed, if files are damaged or names or shapes differ.
 
     >>> at = zbcompile.load_checkpoint("checkpoints", pipe, optimizer, required=False)      # doctest: +SKIP
     >>> for step in range(at.step, steps): ...                                              # doctest: +SKIP
@@ -117,17 +146,60 @@ def load_checkpoint(
     holding = holding_of(source)
     ranks = holding.ranks
     with ranks.watch.region(f"loading a checkpoint from {path}"):
-        found = gathered(ranks, find_checkpoint(path))[0]
+        if isinstance(source, Pipeline):
+            together(ranks, f"saving before loading {path}", source.attached(FolderWriter).finish)
+        found = _newest_whole(Path(path), ranks, trust, fallback)
         if found is None and not required:
             return Checkpoint(step=0)
         if found is None:
             raise ranks.watch.known_to_all(
                 PipelineError(f"{path} holds no complete checkpoint. Save one with zbcompile.save_checkpoint.")
             )
-        at = together(ranks, f"loading {found}", lambda: _load(found, holding, optimizer, random))
+        at = together(ranks, f"loading {found}", lambda: _load(open_state(found, trust), holding, optimizer, random))
     if isinstance(source, Pipeline):
         source.resume(at.step, (*holding.tensors, *_aliases(holding)))
     return at
+
+
+def _newest_whole(path: Path, ranks: Ranks, trust: bool, fallback: bool) -> Path | None:
+    """The checkpoint to load; None if there is none. Raises PipelineError, on every rank, for a damaged one."""
+    found = gathered(ranks, candidates(path))[0]
+    for number, each in enumerate(found):
+        problem = next(filter(None, gathered(ranks, _problem(each, ranks, trust))), None)
+        if problem is None:
+            return each
+        if not fallback or each == path or number == len(found) - 1:
+            raise ranks.watch.known_to_all(PipelineError(problem))
+        if ranks.is_first:
+            print(f"zbcompile: SKIPPING A DAMAGED CHECKPOINT: {problem}", file=sys.stderr, flush=True)
+    return None
+
+
+def _problem(path: Path, ranks: Ranks, trust: bool) -> str | None:
+    """What is wrong with a checkpoint, as far as this process's share of its files shows."""
+    try:
+        record = open_state(path, trust).record
+        if record is not None:
+            require_whole(record, ranks.replicas.rank * ranks.count + ranks.local[0], len(ranks.members))
+    except PipelineError as error:
+        return str(error)
+    return None
+
+
+def _writer_of(source: Pipeline | nn.Module) -> Any:
+    """As a context, what the pipeline keeps for its checkpoints; for a plain model it ends with the save."""
+    return nullcontext(source.attached(FolderWriter)) if isinstance(source, Pipeline) else closing(FolderWriter())
+
+
+def _hold(writer: FolderWriter, folder: Path, ranks: Ranks) -> None:
+    """Take the lock of the folder, unless it is held. All ranks wait for it in rounds shorter than any timeout."""
+    if writer.folder == folder.absolute():
+        together(ranks, f"writing to {folder}", lambda: writer.lock.require_held() if writer.lock else None)
+        return
+    lock = FolderLock(folder.absolute()) if ranks.is_first else None
+    while not gathered(ranks, together(ranks, f"taking {folder}", lambda: lock is None or lock.attempt(ROUND)))[0]:
+        pass
+    writer.take(folder.absolute(), lock)
 
 
 def _require_shared(partial: Path) -> None:
@@ -138,16 +210,64 @@ def _require_shared(partial: Path) -> None:
         )
 
 
-def _values(holding: Holding, optimizer: Optimizer | None) -> dict[str, Values]:
-    """The values that this process writes. Non-tensor values are written by rank 0 only."""
+def _values(holding: Holding, optimizer: Optimizer | None) -> tuple[dict[str, Tensors], Values]:
+    """The tensors that this process writes, by section and name; and every other value of the optimizer, of all
+    processes, as data."""
     ranks = holding.ranks
     model = {name: tensor for name, tensor in holding.tensors.items() if holding.writes(name)}
     found = together(ranks, "saving the optimizer", lambda: optimizer_values(optimizer, holding) if optimizer else {})
     own = {key: value for key, value in found.items() if holding.writes(_name_in(key, holding))}
-    plain = {key: value for key, value in own.items() if not isinstance(value, torch.Tensor)}
-    tensors = {key: value for key, value in own.items() if key not in plain}
+    tensors = {key: value for key, value in own.items() if isinstance(value, torch.Tensor)}
+    plain = together(
+        ranks,
+        "saving the optimizer",
+        lambda: {f"optimizer.{k}": to_data(v, f"optimizer.{k}", {}) for k, v in own.items() if k not in tensors},
+    )
     everywhere = {key: value for part in gathered(ranks, plain) for key, value in part.items()}
-    return {"model": model, "optimizer": tensors | (everywhere if ranks.is_first else {})}
+    return {"model": model, "optimizer": tensors, "process": {}}, everywhere
+
+
+def _process(extra: Any, ranks: Ranks, values: dict[str, Tensors]) -> Values:
+    """The first rank's generators and `extra` as data; their tensors are added to `values`."""
+    kept = {"random": random_state(ranks.device), "extra": extra} if ranks.is_first else {}
+    return {name: to_data(value, name, values["process"]) for name, value in kept.items()}
+
+
+def _staged(ranks: Ranks, partial: Path, values: Mapping[str, Tensors], copy: bool) -> list[Chunk]:
+    """What this process writes of the values of all, as torch.distributed.checkpoint plans it."""
+    import torch.distributed.checkpoint as dcp
+
+    from zbcompile.persistence.checkpoint_storage import StagingWriter
+
+    writer = StagingWriter(copy)
+    given = {section: tensors for section, tensors in values.items() if tensors}
+    try:
+        with quiet(), ranks.watch.position.waiting("the plan of all ranks"):
+            dcp.save(given, storage_writer=writer, process_group=ranks.everyone, no_dist=ranks.everyone is None)
+    except dcp.CheckpointException as error:  # not an Exception; raised on every rank
+        problem = f"writing to {partial} failed: {first_cause(error)}"
+        raise ranks.watch.known_to_all(PipelineError(problem)) from None
+    return writer.chunks
+
+
+def _write(ranks: Ranks, what: str, save: Save) -> None:
+    """Write at once. If that fails on any rank, the first one removes what was written."""
+    try:
+        together(ranks, what, save.write_own)
+        together(ranks, what, lambda: save.commit() if save.lock else None)
+    except PipelineError:
+        if save.lock:
+            save.abandon()
+        raise
+
+
+def _lost(ranks: Ranks) -> Any:
+    watch = ranks.watch
+    return lambda: isinstance(watch, Watch) and watch.fault is not None
+
+
+def _timeout(source: Pipeline | nn.Module) -> float:
+    return source.options.timeout if isinstance(source, Pipeline) else Options.timeout
 
 
 def _name_in(key: str, holding: Holding) -> str:
@@ -161,8 +281,6 @@ def _name_in(key: str, holding: Holding) -> str:
 def _index(holding: Holding, optimizer: Optimizer | None, step: int) -> Values:
     kinds = gathered(holding.ranks, type(optimizer).__name__ if optimizer else None)  # None if nothing is trained
     return {
-        "format": FORMAT,
-        "version": VERSION,
         "zbcompile": __version__,
         "torch": torch.__version__,
         "step": step,
@@ -177,69 +295,36 @@ def _aliases(holding: Holding) -> dict[str, str]:
     return {m.name: m.first for m in holding.model.members if m.saved and m.first != m.name}
 
 
-def _process_state(extra: Any, device: torch.device) -> bytes:
-    """The generators and `extra`, as bytes that can be read without running foreign code."""
-    buffer = io.BytesIO()
-    torch.save({"random": random_state(device), "extra": extra}, buffer)
-    try:
-        torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
-    except Exception as error:
-        raise PipelineError(
-            f"extra= holds something that is not a number, string, tensor, list or dict: {error}"
-        ) from None
-    return buffer.getvalue()
-
-
-def _finish(partial: Path, index: Mapping[str, Any], process: bytes, keep: int | None) -> Path:
-    write_whole(partial / PROCESS, process)
-    write_whole(partial / INDEX, json.dumps(index, indent=1).encode())
-    return publish(partial, keep)
-
-
-def read_index(path: Path) -> Values:
-    """The content of `checkpoint.json`. Raises PipelineError if the directory is not a checkpoint of this format."""
-    try:
-        index = json.loads((path / INDEX).read_text())
-        if index["format"] == FORMAT and index["version"] == VERSION:
-            return dict(index)
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
-    raise PipelineError(f"{path} is no checkpoint of this release: its {INDEX} does not say {FORMAT!r}, {VERSION}.")
-
-
-def _load(path: Path, holding: Holding, optimizer: Optimizer | None, random: bool) -> Checkpoint:
-    index, saved = read_index(path), describe(path)
-    _require_same_names(path, saved, holding)
-    _require_same_optimizer(path, index, optimizer)
-    process = torch.load(path / PROCESS, weights_only=True)
+def _load(saved: SavedState, holding: Holding, optimizer: Optimizer | None, random: bool) -> Checkpoint:
+    _require_same_names(saved, holding)
+    _require_same_optimizer(saved, optimizer)
     with torch.no_grad():
-        read_values(path, dict(holding.tensors), "model")
+        saved.read(dict(holding.tensors), "model")
     if optimizer is not None:
-        kept = {key.removeprefix("optimizer."): each for key, each in saved.items() if key.startswith("optimizer.")}
-        load_optimizer(optimizer, holding, kept, lambda wanted: read_values(path, wanted, "optimizer"))
-    if random:
-        restore_random_state(process["random"], holding.ranks.device)
-    return Checkpoint(index["step"], process["extra"], path, process["random"])
+        load_optimizer(optimizer, holding, saved.keys("optimizer"), lambda wanted: saved.read(wanted, "optimizer"))
+    generators = saved.process_value("random")
+    if random and generators is not None:
+        restore_random_state(generators, holding.ranks.device)
+    return Checkpoint(saved.step, saved.process_value("extra"), saved.path, generators)
 
 
-def _require_same_names(path: Path, saved: Mapping[str, Any], holding: Holding) -> None:
+def _require_same_names(saved: SavedState, holding: Holding) -> None:
     """Require that the checkpoint holds the whole model, whatever part of it this process needs."""
-    found = {key.removeprefix("model."): each for key, each in saved.items() if key.startswith("model.")}
-    shapes = holding.shapes
+    path, found, shapes = saved.path, saved.keys("model"), holding.shapes
     missing, unexpected = sorted(shapes.keys() - found.keys()), sorted(found.keys() - shapes.keys())
     if missing or unexpected:
         raise PipelineError(
             f"{path} is of another model: missing {missing[:4] or 'nothing'}, unexpected {unexpected[:4] or 'nothing'}."
         )
     for name, shape in shapes.items():
-        size = found[name][1] if found[name] else ()
+        _, size = found[name] or (None, ())
         if tuple(size) != shape:
             raise PipelineError(f"{name} has shape {list(size)} in {path} and {list(shape)} in the model.")
 
 
-def _require_same_optimizer(path: Path, index: Mapping[str, Any], optimizer: Optimizer | None) -> None:
-    if optimizer is not None and index["optimizer"] != type(optimizer).__name__:
+def _require_same_optimizer(saved: SavedState, optimizer: Optimizer | None) -> None:
+    if optimizer is not None and saved.optimizer not in (type(optimizer).__name__, UNKNOWN):
         raise PipelineError(
-            f"{path} was saved with {index['optimizer'] or 'no optimizer'}, and this is {type(optimizer).__name__}. "
+            f"{saved.path} was saved with {saved.optimizer or 'no optimizer'}, and this is {type(optimizer).__name__}. "
             "Use the same optimizer, or load without optimizer= to start with fresh optimizer state."
         )

@@ -8,13 +8,13 @@ This needs only a file system with atomic renames.
 
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from zbcompile.atomic_files import sync_directory
 from zbcompile.errors import PipelineError
 
-INDEX = "checkpoint.json"
+INDEX, PICKLED = "checkpoint.json", ".metadata"
 PARTIAL, DROPPED = ".partial", ".dropped"
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")  # a second one of the same step is step-00000020.1
 
@@ -41,9 +41,11 @@ def latest_checkpoint(folder: str | Path) -> Path | None:
     return next(reversed(checkpoints_in(folder)), None)
 
 
-def find_checkpoint(path: str | Path) -> Path | None:
-    """`path` itself if it is a checkpoint, else the newest one in that folder."""
-    return Path(path) if (Path(path) / INDEX).is_file() else latest_checkpoint(path)
+def candidates(path: str | Path) -> list[Path]:
+    """`path` itself if it is a checkpoint, damaged or not; else those in that folder, newest first."""
+    named = Path(path)
+    held = any((named / name).exists() for name in (INDEX, PICKLED))
+    return [named] if held or (_NAME.fullmatch(named.name) and named.is_dir()) else checkpoints_in(named)[::-1]
 
 
 def begin(folder: Path, step: int) -> Path:
@@ -70,9 +72,14 @@ def _new_name(folder: Path, step: int) -> str:
     return name
 
 
+def final_name(partial: Path) -> Path:
+    """The name that a directory gets once it is complete."""
+    return partial.with_name(partial.name.removeprefix(".").removesuffix(PARTIAL))
+
+
 def publish(partial: Path, keep: int | None) -> Path:
     """Give a directory that is fully written its name, and drop all but the newest `keep` up to it."""
-    final = partial.with_name(partial.name.removeprefix(".").removesuffix(PARTIAL))
+    final = final_name(partial)
     sync_directory(partial)
     partial.rename(final)
     sync_directory(final.parent)
@@ -80,6 +87,17 @@ def publish(partial: Path, keep: int | None) -> Path:
     older = older[: older.index(final) + 1]
     _drop(older[:-keep] if keep is not None else [])
     return final
+
+
+def prune(folder: Path, kept: Collection[Path]) -> list[Path]:
+    """Remove all checkpoints in `folder` but `kept`, and the remains of interrupted saves; what was removed."""
+    remains = [*folder.glob(".step-*"), *(each for each in checkpoints_in(folder) if each not in kept)]
+    try:
+        for path in remains:
+            shutil.rmtree(path) if path.name.startswith(".") else _drop([path])
+    except OSError as error:
+        raise PipelineError(f"{error.filename} cannot be removed: {error.strerror}.") from None
+    return remains
 
 
 def _drop(checkpoints: Sequence[Path]) -> None:

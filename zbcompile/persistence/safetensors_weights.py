@@ -119,6 +119,11 @@ def _load(path: Path, holding: Holding) -> None:
                 local_part(tensor).copy_(_read(*sources[name], tensor))
 
 
+def holds_weights(path: Path) -> bool:
+    """Whether `path` is a file, or a directory that holds weights under the usual names."""
+    return path.is_file() or any((path / name).is_file() for name in (INDEX, SINGLE))
+
+
 def _files_of(path: Path) -> dict[str, Path]:
     """Every tensor's file."""
     if path.is_dir():

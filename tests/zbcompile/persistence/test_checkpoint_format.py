@@ -1,0 +1,221 @@
+"""The format of checkpoints: values that are no tensors, chunks of tensors, damage, and pickles, which are refused."""
+
+import json
+from collections import Counter, OrderedDict
+from pathlib import Path
+from pprint import pformat
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+import zbcompile
+from zbcompile.checkpoints import main
+from zbcompile.model.random_state import random_state
+from zbcompile.persistence.checkpoint_record import INDEX
+from zbcompile.persistence.part_files import Chunk, write_part
+from zbcompile.persistence.plain_values import from_data, to_data
+
+numbers = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(), st.binary())
+hashable = st.one_of(numbers, st.tuples(st.integers(), st.text()))
+values = st.recursive(
+    st.one_of(numbers, st.complex_numbers(allow_nan=False)),
+    lambda inner: st.one_of(
+        st.lists(inner),
+        st.lists(inner).map(tuple),
+        st.dictionaries(hashable, inner),
+        st.dictionaries(st.text(), inner).map(OrderedDict),
+        st.lists(st.integers()).map(Counter),
+    ),
+    max_leaves=8,
+)
+
+
+def typed(value: Any) -> Any:
+    """`value` with the type of everything in it, so that 1, True and 1.0 differ."""
+    if isinstance(value, dict):
+        return type(value), [(typed(key), typed(each)) for key, each in value.items()]
+    return (type(value), [typed(each) for each in value]) if isinstance(value, list | tuple) else (type(value), value)
+
+
+@given(values)
+@settings(max_examples=60)
+def test_values_come_back_as_they_were(value: Any) -> None:
+    data = json.loads(json.dumps(to_data(value, "extra", {}), allow_nan=False))
+    assert typed(from_data(data, {})) == typed(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "place"),
+    [
+        ({"a": [1, object()]}, r"extra\.a\.1 is a builtins\.object"),
+        ({"a": Path("x")}, r"extra\.a is a pathlib"),
+        ([{1: len}], r"extra\.0\.1 is a builtins\.builtin_function"),
+        (torch.ones(2).to_sparse(), "extra is a torch"),
+        ((1, torch.ones(2, device="meta")), r"extra\.1 is a torch"),
+    ],
+)
+def test_what_has_no_form_is_refused_by_its_place(value: Any, place: str, tmp_path: Path) -> None:
+    with pytest.raises(zbcompile.PipelineError, match=place):
+        zbcompile.save_checkpoint(tmp_path, nn.Linear(1, 1), extra=value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_list_that_contains_itself_is_refused(tmp_path: Path) -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    with pytest.raises(zbcompile.PipelineError, match="contains itself"):
+        zbcompile.save_checkpoint(tmp_path, nn.Linear(1, 1), extra=endless)
+
+
+@given(st.data())
+@settings(max_examples=25)
+def test_parts_are_safetensors(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    kinds = (torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.uint8, torch.complex64, torch.float8_e5m2)
+    chunks = [
+        Chunk(f"t{i}", tuple(shape), (0,) * len(shape), torch.randn(shape).to(data.draw(st.sampled_from(kinds))))
+        for i, shape in enumerate(data.draw(st.lists(st.lists(st.integers(0, 3), max_size=3), max_size=4)))
+    ]
+    path = tmp_path_factory.mktemp("part") / "part.safetensors"
+    entries = write_part(path, chunks)
+    assert entries["files"][path.name][0] == path.stat().st_size
+    found = load_file(path)
+    assert found.keys() == {chunk.key for chunk in chunks}
+    for chunk in chunks:
+        assert found[chunk.key].dtype == chunk.values.dtype
+        assert found[chunk.key].shape == chunk.shape
+        assert found[chunk.key].reshape(-1).view(torch.uint8).equal(chunk.values.reshape(-1).view(torch.uint8))
+
+
+class Rotary(nn.Module):
+    """Buffers of dtypes that safetensors does not know, and of none of a tensor's usual shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("angles", torch.randn(3, dtype=torch.complex128))
+        self.register_buffer("count", torch.tensor(7))
+        self.register_buffer("empty", torch.empty(0, 4))
+        self.weight = nn.Parameter(torch.randn(4, 2).t())
+
+
+def test_every_dtype_and_shape(tmp_path: Path) -> None:
+    model, other = Rotary(), Rotary()
+    zbcompile.save_checkpoint(tmp_path, model)
+    zbcompile.load_checkpoint(tmp_path, other)
+    assert all(torch.equal(value, other.state_dict()[name]) for name, value in model.state_dict().items())
+
+
+SCHEDULERS: list[Any] = [
+    lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [1, 3]),
+    lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, 10),
+    lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o),
+    lambda o: torch.optim.lr_scheduler.SequentialLR(
+        o, [torch.optim.lr_scheduler.ConstantLR(o), torch.optim.lr_scheduler.CosineAnnealingLR(o, 5)], [2]
+    ),
+]
+
+
+@pytest.mark.parametrize("make", SCHEDULERS)
+def test_schedulers_and_tensor_options_come_back(make: Any, tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, betas=(0.8, 0.99), amsgrad=True)
+    scheduler = make(optimizer)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    scheduler.step(*((1.0,) if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) else ()))
+    zbcompile.save_checkpoint(tmp_path, model, optimizer, extra=scheduler.state_dict())
+    other = torch.optim.AdamW(model.parameters())
+    at = zbcompile.load_checkpoint(tmp_path, model, other)
+    assert typed(at.extra) == typed(scheduler.state_dict())
+    assert pformat(other.state_dict()) == pformat(optimizer.state_dict())
+
+
+class Bomb:
+    """Unpickling it writes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def pickled(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, trap: Path) -> Path:
+    """A checkpoint as torch.distributed.checkpoint writes it, with a trap in it."""
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    weights, moments = get_state_dict(model, optimizer, options=options)
+    state = {"model": weights, "optimizer": moments, "trap": Bomb(trap)}
+    dcp.save(state, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+@pytest.fixture
+def trained() -> tuple[nn.Linear, torch.optim.Optimizer]:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_pickles_are_read_only_with_trust(
+    trained: tuple[nn.Linear, torch.optim.Optimizer], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old, new, trap = pickled(tmp_path / "old", *trained, tmp_path / "trap"), tmp_path / "new", tmp_path / "trap"
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    for refused in (
+        lambda: zbcompile.load_checkpoint(old, model),
+        lambda: zbcompile.load_checkpoint(old, model, optimizer),
+    ):
+        with pytest.raises(zbcompile.PipelineError, match=r"trust=True.* --trust-checkpoint.* convert .* --trust"):
+            refused()
+    assert main(["convert", str(old), str(new)]) == main(["verify", str(old)]) == 2
+    assert not trap.exists()
+    zbcompile.load_checkpoint(old, model, optimizer, trust=True)
+    assert torch.equal(model.weight, trained[0].weight)
+    assert main(["convert", str(old), str(new), "--trust"]) == main(["verify", str(new)]) == 0
+    zbcompile.load_checkpoint(new, other := nn.Linear(3, 2), others := torch.optim.SGD(other.parameters()))
+    assert pformat(others.state_dict()) == pformat(trained[1].state_dict())
+    assert "whole" in capsys.readouterr().out
+
+
+def test_the_first_format_is_read_with_trust(trained: tuple[nn.Linear, torch.optim.Optimizer], tmp_path: Path) -> None:
+    """With its step, generators and `extra`."""
+    old = pickled(tmp_path / "step-00000003", *trained, tmp_path / "trap")
+    index = {"format": "zbcompile checkpoint", "version": 1, "step": 3, "optimizer": "SGD"}
+    (old / INDEX).write_text(json.dumps(index))
+    torch.save({"random": random_state(torch.device("cpu")), "extra": {"seen": 4}}, old / "process.pt")
+    with pytest.raises(zbcompile.PipelineError, match="of an older release"):
+        zbcompile.load_checkpoint(tmp_path, nn.Linear(3, 2))
+    assert main(["convert", str(tmp_path), str(tmp_path / "new"), "--trust"]) == 0
+    at = zbcompile.load_checkpoint(tmp_path / "new", model := nn.Linear(3, 2))
+    assert (at.step, at.extra) == (3, {"seen": 4})
+    assert torch.equal(model.bias, trained[0].bias)
+
+
+def test_a_folder_falls_back_only_if_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = nn.Linear(2, 2)
+    for step in (1, 2, 3):
+        model.bias.data.fill_(step)
+        newest = zbcompile.save_checkpoint(tmp_path, model, step=step)
+    content = bytearray((newest / "part-00000.safetensors").read_bytes())
+    content[-1] ^= 1
+    (newest / "part-00000.safetensors").write_bytes(content)
+    for path, fallback in ((tmp_path, False), (newest, False), (newest, True)):
+        with pytest.raises(zbcompile.PipelineError, match="its checksum differs"):
+            zbcompile.load_checkpoint(path, model, fallback=fallback)
+    assert zbcompile.load_checkpoint(tmp_path, model, fallback=True).step == 2
+    assert model.bias.tolist() == [2, 2]
+    assert "SKIPPING A DAMAGED CHECKPOINT" in capsys.readouterr().err
+    assert main(["verify", str(tmp_path)]) == 2
+    assert main(["list", str(tmp_path)]) == main(["prune", str(tmp_path), "--keep", "1"]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
+    assert main(["verify", str(tmp_path)]) == 0

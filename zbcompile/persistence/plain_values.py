@@ -1,0 +1,85 @@
+"""Python values as JSON, and back: what a checkpoint holds beside the tensors of a model.
+
+None, booleans, integers, strings, finite floats and lists stand for themselves. Everything else is an object with one
+key, its tag: `{"tuple": [1, 2]}`, `{"dict": {"lr": 0.1}}`, `{"tensor": "extra.rate"}`.
+"""
+
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from zbcompile.errors import PipelineError
+
+Tensors = dict[str, torch.Tensor]
+_MAPPINGS: Mapping[str, type] = {"dict": dict, "ordered": OrderedDict, "counter": Counter}
+_TAGS = {kind: tag for tag, kind in _MAPPINGS.items()}
+_PLAIN = (bool, int, str, type(None))
+
+
+def to_data(value: Any, path: str, tensors: Tensors) -> Any:
+    """`value` as a JSON value; its tensors are added to `tensors` under their place in it, which begins with `path`.
+
+    Raises PipelineError, with the place, for a value that has no such form.
+
+    >>> to_data({"rate": (0.5, None)}, "extra", {})
+    {'dict': {'rate': {'tuple': [0.5, None]}}}
+    """
+    try:
+        return _encode(value, path, tensors)
+    except RecursionError:
+        raise PipelineError(f"{path} is nested too deeply, or contains itself; a checkpoint cannot hold it.") from None
+
+
+def _encode(value: Any, path: str, tensors: Tensors) -> Any:
+    kind = type(value)
+    if kind in _PLAIN or (kind is float and math.isfinite(value)):
+        return value
+    if kind is list or kind is tuple:
+        items = [_encode(each, f"{path}.{i}", tensors) for i, each in enumerate(value)]
+        return items if kind is list else {"tuple": items}
+    if kind in _TAGS:
+        return {_TAGS[kind]: _encode_items(value, path, tensors)}
+    if kind is float or kind is complex:
+        return {kind.__name__: repr(value)}
+    if kind is bytes:
+        return {"bytes": value.hex()}
+    if kind in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided and not value.is_meta:
+        tensors[path] = value
+        return {"tensor": path}
+    raise PipelineError(
+        f"{path} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold; expected None, numbers, "
+        "strings, bytes, dense tensors, or lists, tuples and dicts of these."
+    )
+
+
+def _encode_items(value: Mapping[Any, Any], path: str, tensors: Tensors) -> Any:
+    """A JSON object if every key is a string, else a list of pairs."""
+    if all(type(key) is str for key in value):
+        return {key: _encode(each, f"{path}.{key}", tensors) for key, each in value.items()}
+    pairs = enumerate(value.items())
+    return [[_encode(k, f"{path}.key {i}", tensors), _encode(v, f"{path}.{k}", tensors)] for i, (k, v) in pairs]
+
+
+def from_data(data: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """The value that `to_data` made. Raises KeyError, TypeError or ValueError for data of another form."""
+    if isinstance(data, list):
+        return [from_data(each, tensors) for each in data]
+    if not isinstance(data, dict):
+        return data
+    ((tag, inner),) = data.items()
+    readers: dict[str, Callable[[Any], Any]] = {
+        "tuple": lambda given: tuple(from_data(given, tensors)),
+        "float": float,
+        "complex": complex,
+        "bytes": bytes.fromhex,
+        "tensor": tensors.__getitem__,
+    }
+    return _decode_items(_MAPPINGS[tag], inner, tensors) if tag in _MAPPINGS else readers[tag](inner)
+
+
+def _decode_items(kind: type, inner: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    pairs = inner.items() if isinstance(inner, dict) else [(from_data(key, tensors), each) for key, each in inner]
+    return kind({key: from_data(each, tensors) for key, each in pairs})

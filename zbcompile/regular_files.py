@@ -1,0 +1,58 @@
+"""Reading files that may be anything: only regular files are read, and only after their size is known."""
+
+import hashlib
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from zbcompile.errors import PipelineError
+
+DESCRIPTION = 1 << 28  # bytes: no JSON description of a program or a checkpoint is larger
+_BLOCK = 1 << 20
+
+
+@contextmanager
+def regular_file(path: Path, size: int | None = None, most: int = DESCRIPTION) -> Iterator[BinaryIO]:
+    """Open a file of exactly `size` bytes, or of at most `most` if its size is not known.
+
+    Raises PipelineError for a pipe, a device or a directory, before opening it, for another size, and if reading fails.
+    """
+    try:
+        _require_regular(path, path.stat())
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # a pipe put there meanwhile cannot block
+            found = os.fstat(file.fileno())
+            _require_regular(path, found)
+            _require_size(path, found.st_size, size, most)
+            yield file
+    except OSError as error:
+        raise PipelineError(f"{path} cannot be read ({error.strerror}). Copy all of the directory again.") from None
+
+
+def read_regular(path: Path, size: int | None = None, most: int = DESCRIPTION) -> bytes:
+    """The content of a regular file; see `regular_file`."""
+    with regular_file(path, size, most) as file:
+        return file.read((most if size is None else size) + 1)
+
+
+def sha256_of(path: Path, size: int) -> str:
+    """The SHA-256 of a regular file of `size` bytes, read in blocks."""
+    found = hashlib.sha256()
+    with regular_file(path, size) as file:
+        while block := file.read(_BLOCK):
+            found.update(block)
+    return found.hexdigest()
+
+
+def _require_regular(path: Path, found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise PipelineError(f"{path} is not a regular file; expected the file that was saved. Copy it again.")
+
+
+def _require_size(path: Path, found: int, size: int | None, most: int) -> None:
+    if size is not None and found != size:
+        raise PipelineError(f"{path} has {found} bytes; expected the {size} that were saved. Copy it again.")
+    if found > most and size is None:
+        raise PipelineError(f"{path} has {found} bytes; expected a description of at most {most}.")
