@@ -28,7 +28,7 @@ TARGET is called without arguments and returns (model, args), (model, args, kwar
 zbcompile.Example(model, args, kwargs, loss, target); args are those of one microbatch.
 DIR is new or empty, or holds a program, which is replaced; docs/programs.md describes what is in it. It holds no
 parameters: zbcompile.load(DIR, state_dict=...) takes them, and zbcompile.run those that --weights writes.
-exit status: 0, or 2 with one line on standard error when the request cannot be met.
+exit status: 0, or 2 with one line on standard error if the request cannot be met.
 """
 
 
@@ -69,7 +69,7 @@ def run(request: CompileRequest) -> None:
     program_in(request.output)  # a wrong place is refused before a long compilation
     options = request.options
     if request.weights is not None and request.fake:
-        raise PipelineError("--weights writes the model's own values, and under --fake it has none. Leave one out.")
+        raise PipelineError("--weights writes the model's own values, which it lacks under --fake. Leave one out.")
     schedule = schedule_of(request)
     progress = Progress(sys.stderr, schedule.stages, time.monotonic())
     example = example_of(request)
@@ -88,17 +88,17 @@ def run(request: CompileRequest) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m zbcompile.compile",
-        description="Compile the training step of a model into a directory that every rank loads its part of.",
+        description="Compile the training step of a model into a directory from which every rank loads its part.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("target", metavar="TARGET", help="package.module:name or path/file.py:name")
-    parser.add_argument("--output", metavar="DIR", type=Path, required=True, help="where the program goes")
+    parser.add_argument("--output", metavar="DIR", type=Path, required=True, help="the directory to write")
     parser.add_argument(
         "--weights", metavar="PATH", type=Path, help="write the model's own weights too: .safetensors or a directory"
     )
     add_flags(parser, ("split", "seed", "backend"))
-    parser.add_argument("--debug", action="store_true", help="errors with their traceback")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks of errors")
     add_plan(parser)
     return parser
 

@@ -44,21 +44,21 @@ class Folder:
         return f"{self.name}=DIR  {self.help}; now {self.read() or 'not set'}"
 
 
-CACHE = Folder("ZBCOMPILE_CACHE", "where graphs that a backend has compiled are kept (default: zbcompile in ~/.cache)")
+CACHE = Folder("ZBCOMPILE_CACHE", "the folder of compiled graphs (default: zbcompile in ~/.cache)")
 CHECK = Switch(
     "ZBCOMPILE_CHECK",
-    "check what holds between every two passes of the compiler; what breaks is named with its pass, operation and line",
+    "check the compiler's invariants after every pass; a violation is reported with its pass, operation and line",
 )
 DEBUG_NAN = Switch(
     "ZBCOMPILE_DEBUG_NAN",
-    "stop at the first operation that makes a NaN or an infinity, and name its stage, pass, microbatch and line (slow)",
+    "stop at the first operation that produces a NaN or infinity, and name its stage, pass, microbatch and line (slow)",
 )
 ORDERED = Switch(
     "ZBCOMPILE_ORDERED",
-    "messages over gloo travel as NCCL's do: one connection per direction of two ranks, told apart by order alone",
+    "send messages over gloo as NCCL does: one connection per direction of two ranks, matched by order alone",
 )
 PAIR_STREAMS = Switch(
     "ZBCOMPILE_PAIR_STREAMS",
-    "the halves of a pair that a backend has compiled run on two CUDA streams (takes memory: streams share none)",
+    "run the halves of a compiled pair on two CUDA streams (takes more memory: streams share none)",
 )
 VARIABLES = (CACHE, CHECK, DEBUG_NAN, ORDERED, PAIR_STREAMS)

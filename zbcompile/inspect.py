@@ -32,7 +32,7 @@ TARGET may also be a directory made by zbcompile.compile or pipe.program.save. E
 arguments and returns (model, args), (model, args, kwargs) or
 zbcompile.Example(model, args, kwargs, loss, target); args are those of one microbatch.
 docs/inspect.md explains every table and the fields of --json.
-exit status: 0, or 2 with one line on standard error when the request cannot be met.
+exit status: 0, or 2 with one line on standard error if the request cannot be met.
 """
 
 
@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
         action=_Environment,
         nargs=0,
         default=nothing,
-        help="list the environment variables and end",
+        help="list the environment variables and exit",
     )
     add_plan(parser)
     _add_prediction(parser.add_argument_group("what to predict"))
@@ -98,7 +98,7 @@ def _add_output(group: Any) -> None:
     shown.add_argument(
         "--explain-idle", metavar="RANK", type=int, help="the longest idle intervals and what caused them"
     )
-    shown.add_argument("--critical-path", action="store_true", help="the chain of actions that makes the step's length")
+    shown.add_argument("--critical-path", action="store_true", help="the chain of actions that sets the step's length")
     group.add_argument(
         "--timeline",
         metavar="FILE",
@@ -109,12 +109,12 @@ def _add_output(group: Any) -> None:
         "--measured", metavar="FILE", type=Path, help="a recorded step (pipe.last_step.save) beside its prediction"
     )
     effort = group.add_mutually_exclusive_group()
-    effort.add_argument("--quick", action="store_true", help="a summary without what must be compiled again to predict")
-    effort.add_argument("--thorough", action="store_true", help="compile it again however large the model is")
+    effort.add_argument("--quick", action="store_true", help="leave out predictions that need another compilation")
+    effort.add_argument("--thorough", action="store_true", help="make those predictions however large the model is")
     group.add_argument("--stage", type=int, metavar="N", help="the stage of --diff (default: the first)")
     group.add_argument("--format", choices=FORMATS, default="text", help="of --graph and --graphs (default: text)")
     group.add_argument("--json", action="store_true", help="the summary, the comparison or --passes as JSON")
-    group.add_argument("--debug", action="store_true", help="errors with their traceback")
+    group.add_argument("--debug", action="store_true", help="show tracebacks of errors")
 
 
 if __name__ == "__main__":

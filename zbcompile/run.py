@@ -23,22 +23,22 @@ EPILOG = """the data:
       (args, kwargs)      a tuple and a mapping, what pipe.step takes, or
       {"input_ids": ...}  a mapping of keywords.
   The target of the loss that the program was compiled with is the keyword "target". The function gets those of these
-  keywords that it has parameters for:
+  keywords for which it has parameters:
       start               the number of batches that were trained on before; the first one that it gives is batch
                           number `start`
       seed                --seed, or what the program was compiled with
-      replica, replicas   which replica of the pipeline this is, of how many: each trains on batches of its own
-  When a run is resumed, a function without `start` gives all batches again, and those of the steps before are dropped.
-  Of an iterable with state_dict and load_state_dict (such as a stateful loader) every checkpoint holds the state.
+      replica, replicas   which replica of the pipeline this is, of how many: each trains on its own batches
+  When a run is resumed, a function without `start` gives all batches again, and those trained on before are skipped.
+  If the iterable has state_dict and load_state_dict (a stateful loader), every checkpoint holds its state.
   The generators of Python, torch and numpy are seeded before the function is called, and are part of a checkpoint.
 
 examples:
   python -m zbcompile.run program --data examples/text_batches.py:batches --weights model.safetensors --steps 100
   torchrun --standalone --nproc-per-node 4 -m zbcompile.run program --data examples/text_batches.py:batches \\
       --weights model.safetensors --steps 1000 --lr 3e-4 --checkpoint checkpoints --every 100 --resume
-The second one goes on after a crash or a kill, with the same bits as if it had never stopped: start it again.
+The second one resumes after a crash or a kill, with the same bits as if it had never stopped: start it again.
 docs/running.md describes checkpoints and how to load them elsewhere.
-exit status: 0, or 2 with one line on standard error when the run cannot go on.
+exit status: 0, or 2 with one line on standard error if the run cannot continue.
 """
 
 
@@ -80,8 +80,8 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("directory", metavar="DIR", type=Path, help="a program, as pipe.program.save writes it")
-    parser.add_argument("--data", required=True, metavar="FILE.py:NAME", help="what gives the batches (see below)")
-    parser.add_argument("--steps", required=True, type=int, help="optimizer steps in all, resumed ones included")
+    parser.add_argument("--data", required=True, metavar="FILE.py:NAME", help="the source of the batches (see below)")
+    parser.add_argument("--steps", required=True, type=int, help="optimizer steps in total, resumed ones included")
     parser.add_argument("--seed", type=int, help="of dropout, --init and the data (default: the program's)")
     _add_optimizer(parser.add_argument_group("the optimizer"))
     _add_state(parser.add_argument_group("weights and checkpoints"))
@@ -106,7 +106,7 @@ def _add_optimizer(group: Any) -> None:
         metavar="NAME=VALUE",
         help='any other option of the optimizer, such as "betas=(0.9, 0.95)"; may be repeated',
     )
-    group.add_argument("--warmup", type=int, default=0, metavar="STEPS", help="raise the rate over so many steps")
+    group.add_argument("--warmup", type=int, default=0, metavar="STEPS", help="warm up the rate over this many steps")
     group.add_argument("--decay", choices=DECAYS, default="none", help="lower the rate to 0 at the last step")
     group.add_argument("--clip", type=float, metavar="NORM", help="clip the gradients to this norm over all ranks")
 
@@ -126,17 +126,17 @@ def _add_state(group: Any) -> None:
     group.add_argument(
         "--init",
         metavar="FILE.py:NAME",
-        help="a function init(name, tensor) that fills a tensor in place; --weights come after it",
+        help="a function init(name, tensor) that fills a tensor in place; --weights are loaded after it",
     )
-    group.add_argument("--checkpoint", type=Path, metavar="DIR", help="where checkpoints are written; all ranks see it")
-    group.add_argument("--every", type=int, default=100, metavar="N", help="steps between two (default: 100)")
-    group.add_argument("--keep", type=int, default=3, metavar="N", help="how many are kept (default: 3)")
-    group.add_argument("--resume", action="store_true", help="go on from the newest whole one, if there is one")
+    group.add_argument("--checkpoint", type=Path, metavar="DIR", help="folder of checkpoints, shared by all ranks")
+    group.add_argument("--every", type=int, default=100, metavar="N", help="steps between checkpoints (default: 100)")
+    group.add_argument("--keep", type=int, default=3, metavar="N", help="checkpoints to keep (default: 3)")
+    group.add_argument("--resume", action="store_true", help="continue from the newest whole checkpoint, if any")
     group.add_argument(
         "--trust-checkpoint", action="store_true", help="also read checkpoints with pickles, which can run any code"
     )
     group.add_argument(
-        "--export", type=Path, metavar="PATH", help="write the last weights: .safetensors or a directory"
+        "--export", type=Path, metavar="PATH", help="write the final weights: .safetensors or a directory"
     )
 
 
@@ -158,9 +158,9 @@ def _add_process(group: Any) -> None:
         metavar="|".join((*BACKENDS, "FILE.py:NAME")),
         help="what runs the graphs (docs/backends.md; default: as the program was saved)",
     )
-    group.add_argument("--log-every", type=int, default=10, metavar="N", help="steps between two lines (default: 10)")
+    group.add_argument("--log-every", type=int, default=10, metavar="N", help="steps between log lines (default: 10)")
     add_flags(group, ("timeout", "debug_nan"))
-    group.add_argument("--debug", action="store_true", help="errors with their traceback")
+    group.add_argument("--debug", action="store_true", help="show tracebacks of errors")
 
 
 if __name__ == "__main__":

@@ -117,8 +117,8 @@ class ByFunction:
             ) from error
         if not callable(compiled):
             raise CompileError(
-                f"backend {self.name} returned a {type(compiled).__name__} for {graph.title}; expected a function that "
-                "is called in place of the graph."
+                f"backend {self.name} returned a {type(compiled).__name__} for {graph.title}; expected a function to "
+                "call in place of the graph."
             )
         run = compiled if takes_a_list(compiled) else _unpacking(compiled)
         return _counted(run, graph.results, self.name)
@@ -153,7 +153,7 @@ def check_backend(backend: str | GraphCompiler, exact: bool) -> None:
     if exact and backend == "inductor":
         raise PipelineError(
             'backend="inductor" fuses and reorders arithmetic, so its gradients are not bitwise those of eager; '
-            'exact=True cannot have it. Use exact=False (equal within 2e-6 in fp32), or backend="fx".'
+            'exact=True cannot use it. Use exact=False (equal within 2e-6 in fp32), or backend="fx".'
         )
 
 

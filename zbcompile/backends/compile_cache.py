@@ -62,7 +62,7 @@ class CompileCache:
             writable = False
         if not writable:
             raise PipelineError(
-                f"{self.folder}, the folder for compiled graphs, cannot be written. Set {CACHE.name} to another."
+                f"{self.folder}, the folder for compiled graphs, cannot be written. Set {CACHE.name} to another folder."
             )
 
     def _ensure(self, key: str, make: Make) -> How | None:
@@ -93,7 +93,7 @@ class CompileCache:
             if not mine or self._loads(key, load):
                 return
             reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-            print(f"zbcompile: {self._entry(key)} cannot be loaded ({reason}); making it again.")
+            print(f"zbcompile: {self._entry(key)} cannot be loaded ({reason}); rebuilding it.")
             partial = self._partial(key)
             shutil.rmtree(partial, ignore_errors=True)
             self._entry(key).rename(partial)  # all at once; whoever makes the entry removes it

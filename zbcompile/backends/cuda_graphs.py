@@ -95,7 +95,7 @@ class Recorded:
             self.moved = True
             warnings.warn(
                 f"cuda_graphs: {self.title} was recorded for {PLACES} places of its gradients and now runs without a "
-                "graph where they are new. Keep them in place: optimizer.zero_grad(set_to_none=False).",
+                "graph if they are elsewhere. Keep gradients in place: optimizer.zero_grad(set_to_none=False).",
                 stacklevel=2,
             )
 

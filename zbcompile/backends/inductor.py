@@ -71,8 +71,8 @@ def _processor(cache: CompileCache) -> str:
         compiler, version = cpp_compiler()
     except RuntimeError as error:
         raise PipelineError(
-            'backend="inductor" needs a C++ compiler on the CPU, and none of those that torch looks for works (the '
-            'environment variable CXX, g++, clang++). Install one, or use backend="fx".'
+            'backend="inductor" needs a C++ compiler on the CPU, and torch found none that works (it tries the '
+            'environment variable CXX, g++ and clang++). Install one, or use backend="fx".'
         ) from error
     trial = f"machine-{_digest(torch.__version__, compiler, version)[:16]}"
     ((instructions, _),) = cache.obtain({trial: _try_instructions}, _read_instructions).values()

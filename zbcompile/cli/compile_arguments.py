@@ -65,7 +65,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `Plan`."""
     group = parser.add_argument_group("what to compile")
     add_flags(group, FLAGS, ranks="how many ranks (default: 2, or those of a schedule file)")
-    group.add_argument("--fake", action="store_true", help="build the model without memory (CPU fake tensors)")
+    group.add_argument("--fake", action="store_true", help="build the model of fake tensors (CPU, no memory)")
 
 
 def example_of(plan: Plan) -> Example:

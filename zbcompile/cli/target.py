@@ -42,7 +42,7 @@ def _not_a_target(target: str) -> str:
 def _from_file(path: Path) -> ModuleType:
     """Run a file as Python would: modules next to it can be imported."""
     if not path.is_file():
-        raise PipelineError(f"there is no file {path}; {FORMS}.")
+        raise PipelineError(f"file {path} does not exist; {FORMS}.")
     sys.path.insert(0, str(path.parent.resolve()))
     name = path.stem if path.stem not in sys.modules else f"zbcompile_target_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)

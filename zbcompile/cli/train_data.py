@@ -71,7 +71,7 @@ class Data:
             return next(self._iterator)
         except StopIteration:
             raise PipelineError(
-                f"{self.name} ended after {step} batches; the run needs one for every step. Let it begin again at the "
+                f"{self.name} ended after {step} batches; the run needs one for every step. Let it start over at the "
                 "end, or ask for fewer --steps."
             ) from None
 

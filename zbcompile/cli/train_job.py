@@ -121,7 +121,7 @@ def _first_state(job: Job, pipe: LoadedPipeline, optimizer: Optimizer) -> Checkp
         existing = gathered(pipe.ranks, job.checkpoint and latest_checkpoint(job.checkpoint))[0]
     if existing is not None and not job.resume:
         raise PipelineError(
-            f"{job.checkpoint} holds checkpoints up to {existing.name}. Pass --resume to go on from there, or name "
+            f"{job.checkpoint} holds checkpoints up to {existing.name}. Pass --resume to continue from there, or name "
             "another directory."
         )
     if job.checkpoint is not None:
@@ -133,7 +133,7 @@ def _first_state(job: Job, pipe: LoadedPipeline, optimizer: Optimizer) -> Checkp
         _load_weights(job.weights, pipe, job.trust_checkpoint)
     elif job.init is None:
         raise PipelineError(
-            f"nothing gives the parameters their values; {job.directory} holds the program alone. Pass --weights FILE"
+            f"the parameters have no values; {job.directory} holds only the program. Pass --weights FILE"
             ".safetensors (zbcompile.save_weights writes one), or --init FILE.py:function."
         )
     return Checkpoint(step=0)

@@ -62,7 +62,7 @@ def compile_example(
 def compile_again(inspected: Inspected, schedule: Schedule, choices: Choices) -> Program:
     """The program of the same captured step for another schedule or other choices; raises as `compile_example`."""
     if inspected.drawn is None:
-        raise PipelineError("a program that was read from a directory cannot be compiled again: its model is not here.")
+        raise PipelineError("a program read from a directory cannot be compiled again: it does not hold the model.")
     example, microbatch = inspected.example, one_microbatch(inspected.example)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

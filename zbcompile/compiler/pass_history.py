@@ -72,7 +72,7 @@ class PassHistory:
                         made, whose = made[stage], stage
                     title = "the model" if whose is None else f"stage {whose}"
                     return f"{title} after {name}", _text(made).splitlines()
-        raise AssertionError(f"no pass before {name} was noted")
+        raise AssertionError(f"no pass before {name} was recorded")
 
 
 def _total(name: str, does: str, ran: Sequence[PassCost]) -> PassCost:

@@ -63,8 +63,8 @@ def find_sharding(canonical: Canonical, choices: Choices, manager: PassManager =
         return None
     if choices.exact:
         raise CompileError(
-            f"vocab={choices.vocab} sums over the vocabulary in another order than eager; exact=True cannot have it. "
-            'Use exact=False, or vocab="off".'
+            f"vocab={choices.vocab} sums over the vocabulary in a different order than eager; exact=True cannot use "
+            'it. Use exact=False, or vocab="off".'
         )
     try:
         head = find_head(canonical)

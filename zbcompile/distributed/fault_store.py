@@ -48,7 +48,7 @@ class Board:
         except RuntimeError as error:
             missing = [rank for rank, key in keys.items() if not self._store.check([key])]
             raise PipelineError(
-                f"ranks {missing} did not come within {timeout:g} s to make their part of the pipeline. Every rank "
+                f"ranks {missing} did not make their part of the pipeline within {timeout:g} s. Every rank "
                 "must call zbcompile.pipeline."
             ) from error
         return {rank: self._store.get(key).decode() for rank, key in keys.items()}

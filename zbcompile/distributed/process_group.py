@@ -127,8 +127,8 @@ def _whole(mesh: Any) -> Any:
         return dist.group.WORLD
     if is_bound(dist.group.WORLD):
         raise PipelineError(
-            "mesh= covers a part of the ranks, and the process group is bound to a device, so that only all ranks "
-            "together can make a new group. Call init_process_group without device_id=."
+            "mesh= covers a part of the ranks, and the process group is bound to a device, so only all ranks together "
+            "can make a new group. Call init_process_group without device_id=."
         )
     return dist.new_group(members, use_local_synchronization=True)
 

@@ -199,8 +199,8 @@ class GroupRanks:
         if self.collectives is None:
             if self.replicas.count > 1 and is_bound(dist.group.WORLD):
                 raise PipelineError(
-                    "vocab= beside replicas needs a process group that is not bound to a device, since only all ranks "
-                    "together can make new groups of one that is. Call init_process_group without device_id=."
+                    "vocab= with replicas needs a process group that is not bound to a device, since only all ranks "
+                    "together can make new groups from one that is. Call init_process_group without device_id=."
                 )
             members = dist.get_process_group_ranks(self.group)
             self.collectives = dist.new_group(members, use_local_synchronization=True)

@@ -29,8 +29,8 @@ class Turns:
         """Around one call. Raises PipelineError for a thread that may not run it now."""
         if not self._here.acquire(blocking=False):
             raise PipelineError(
-                f"{doing}: another thread is inside this pipeline. Its calls come one after the other: make them from "
-                "one thread, or hold a lock around each."
+                f"{doing}: another thread is inside this pipeline. Its calls must not overlap: make them from one "
+                "thread, or hold a lock around each."
             )
         try:
             if not _PROCESS.acquire(blocking=self.wait):

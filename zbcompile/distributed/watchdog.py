@@ -181,7 +181,7 @@ class Watch:
 
     def _without_store(self) -> Fault:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            return Fault(self.position.rank, self.position.status().where, "the launcher, which keeps the store, ended")
+            return Fault(self.position.rank, self.position.status().where, "the launcher, which hosts the store, ended")
         here = self.position.status()
         where = self._keeper.where if self._keeper.region == here.region else here.doing
         return Fault(self.board.members[0], where, "its process ended, and with it the store of the process group")

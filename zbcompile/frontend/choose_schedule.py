@@ -40,8 +40,8 @@ def fit_to_batch(schedule: Schedule, options: Options, rows: int, announce: bool
     fitting = [n for n in range(2, 4 * usual + 1) if rows % n == 0 and admits(schedule.name, schedule.ranks, n)]
     count = min((n for n in fitting if n >= usual), default=max(fitting, default=usual))
     if announce:
-        why = f"the smallest {schedule.name} admits from 2 x {schedule.stages} stages on"
+        why = f"the smallest that {schedule.name} admits from 2 x {schedule.stages} stages on"
         if count != usual:
-            why = f"which a batch of {rows} divides into; {usual} would be {why}"
+            why = f"into which a batch of {rows} divides; {usual} would be {why}"
         print(f"zbcompile: microbatches= not given; using {count}, {why}.")
     return build(schedule.name, schedule.ranks, count, chunks=options.chunks)

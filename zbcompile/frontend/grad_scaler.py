@@ -25,7 +25,7 @@ class GradScaler(torch.amp.GradScaler):
             raise PipelineError(f"device={str(device)!r}, but the pipeline is on {pipe.device}. Leave device= out.")
         super().__init__(pipe.device.type, **options)
         if pipe.scaler is not None:
-            raise PipelineError("this pipeline has a GradScaler already; make one per pipeline.")
+            raise PipelineError("this pipeline already has a GradScaler; make one per pipeline.")
         pipe.scaler = self
         self._pipe = pipe
 

@@ -91,7 +91,7 @@ def _group_parts(keyword: str, group: type[Any], flat: dict[str, Any]) -> None:
     if not old:
         return
     if isinstance(flat.get(keyword), group):
-        raise PipelineError(f"{old[0]} and {keyword}={group.__name__}(...) are both given; write it into the latter.")
+        raise PipelineError(f"{old[0]} and {keyword}={group.__name__}(...) are both given; set it in the latter.")
     flat[keyword] = group(**{part: flat.pop(option, OPTIONS[option].default) for part, option in parts.items()})
-    text = f"zbcompile.pipeline({', '.join(old)}) is old; write {keyword}=zbcompile.{flat[keyword]!r}"
+    text = f"zbcompile.pipeline({', '.join(old)}) is deprecated; write {keyword}=zbcompile.{flat[keyword]!r}"
     warnings.warn(text, DeprecationWarning, stacklevel=4)

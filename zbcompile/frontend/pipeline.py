@@ -142,7 +142,7 @@ class Pipeline:
         """As `step`, but returns the loss of every microbatch, not yet divided by their number."""
         with self._watch.region(f"step {self.step_index}"):
             if torch.is_inference_mode_enabled():
-                raise PipelineError("step runs inside torch.inference_mode(), where there are no gradients. Leave it.")
+                raise PipelineError("step is inside torch.inference_mode(), which has no gradients. Call it outside.")
             batch = self._split(args, kwargs, target)
             executable = self._program_for(batch)
             self._compiled.share.require_filled()
@@ -261,7 +261,7 @@ class Pipeline:
         if group is None:
             raise PipelineError("stages() needs a process group: start the script with torchrun.")
         if program.vocabulary is not None:
-            raise PipelineError('torch\'s schedules know no vocabulary passes. Use pipe.step, or vocab="off".')
+            raise PipelineError('torch\'s schedules have no vocabulary passes. Use pipe.step, or vocab="off".')
         if program.shared:
             raise PipelineError(
                 f"{sorted(program.shared)[0]} trains on several stages; torch's schedules cannot sum its gradients "

@@ -89,7 +89,7 @@ def _saved(request: Request) -> Inspected:
     if request.changed or needing:
         options = ", ".join([*request.changed, *needing])
         raise PipelineError(
-            f"{request.target} is a program, compiled already: {options} needs its model. Leave it out, or inspect the "
+            f"{request.target} is a compiled program: {options} needs its model. Leave it out, or inspect the "
             "function that makes the model."
         )
     return read_saved(Path(request.target))
@@ -128,7 +128,7 @@ def _tried(inspected: Inspected, request: Request, basis: Basis) -> Tried:
         return Tried((), (Impossible("--recompute, --vocab, other cuts", reason),), unsharded)
     operations = len(inspected.drawn.line.nodes)
     if operations > MANY_OPERATIONS and not request.thorough:
-        reason = f"the model has {operations:,} operations, so that it takes minutes; --thorough does it"
+        reason = f"the model has {operations:,} operations, so this takes minutes; --thorough does it"
         return Tried((), (Impossible("--recompute, --vocab, other cuts", reason),), unsharded)
     say = announcer()
     with quiet(request):

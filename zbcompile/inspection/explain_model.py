@@ -101,7 +101,7 @@ class _Examination:
             loss = check_loss(self.loss(output, target) if self.loss else loss_in(output))
         except CaptureError as error:
             self.problems.append(str(error))
-            self.found_loss = "none; what follows takes the sum of the outputs for it"
+            self.found_loss = "none; the rest of this report uses the sum of the outputs"
             return sum_of_floats(output)
         self.found_loss = f"a {str(loss.dtype).removeprefix('torch.')} scalar, " + (
             "from loss(output, target)" if self.loss else "returned by forward"

@@ -22,7 +22,7 @@ def format_idle_intervals(timeline: Timeline, rank: int, unit: str) -> str:
     gaps = sorted((gap for gap in timeline.idle if gap.rank == rank), key=lambda gap: gap.start - gap.end)
     total = sum(gap.end - gap.start for gap in gaps)
     share = format_share(total / timeline.finish if timeline.finish else 0)
-    head = f"Rank {rank} stands still for {format_time(total, unit)} of {format_time(timeline.finish, unit)} ({share})"
+    head = f"Rank {rank} is idle for {format_time(total, unit)} of {format_time(timeline.finish, unit)} ({share})"
     if not gaps:
         return f"{head}.\n"
     shown = gaps[:LONGEST]
@@ -33,7 +33,7 @@ def format_idle_intervals(timeline: Timeline, rank: int, unit: str) -> str:
 def require_rank(schedule: Schedule, rank: int) -> None:
     """Raise PipelineError if the rank does not exist."""
     if not 0 <= rank < schedule.ranks:
-        raise PipelineError(f"there is no rank {rank}: {schedule.name} has ranks 0 to {schedule.ranks - 1}.")
+        raise PipelineError(f"rank {rank} does not exist: {schedule.name} has ranks 0 to {schedule.ranks - 1}.")
 
 
 def _interval(timeline: Timeline, gap: Idle, unit: str) -> str:
@@ -41,7 +41,7 @@ def _interval(timeline: Timeline, gap: Idle, unit: str) -> str:
     if gap.step is None:
         return f"{length} of {gap.cause} from {start} on: nothing left to do until the last rank has finished"
     if gap.action is None:
-        return f"{length} of {gap.cause} from {start} on, before {gap.step}: nothing was missing"
+        return f"{length} of {gap.cause} from {start} on, before {gap.step}: its inputs were ready"
     awaited = f"{gap.action} of rank {gap.source}"
     head = f"{length} of {gap.cause} from {start} on, before {gap.step}, which needs {awaited}"
     return "\n".join([head, *(f"  {_leg(legs, unit)}" for legs in by_rank(chain(timeline, gap)))])

@@ -21,7 +21,7 @@ def pass_table(history: PassHistory, as_json: bool) -> str:
     return (
         tabulate(rows, HEADERS, disable_numparse=True, colalign=("left", *("right",) * 4, "left"))
         + f"\n\nOperations of all runs of a pass; {seconds:.2f} seconds in passes. Stages that do the same work as "
-        "another\ngo through `deduplicate` alone. A pass without runs had nothing to do.\n"
+        "another\ngo only through `deduplicate`. A pass without runs had nothing to do.\n"
     )
 
 

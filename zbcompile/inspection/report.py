@@ -34,11 +34,11 @@ def format_summary(summary: Summary, timeline: Timeline) -> str:
         _heading(summary),
         titled("Stages, FLOPs per microbatch (a multiply-add is two)", _stages(summary)),
         _balance(summary),
-        titled("Bytes per microbatch that wait between the passes, and that travel", _bytes(summary)),
-        titled("Bytes of a microbatch that a pass needs while it runs, what waited for it included", _running(summary)),
+        titled("Bytes per microbatch kept between the passes, and sent", _bytes(summary)),
+        titled("Bytes of a microbatch that a pass needs while it runs, including those kept for it", _running(summary)),
         _recomputed(summary),
         _improved(summary),
-        titled(f"Ranks, a step, predicted {summary.prediction.basis}", _ranks(summary)),
+        titled(f"Ranks in one step, predicted {summary.prediction.basis}", _ranks(summary)),
         _verdict(summary),
         _vocabulary(summary),
         _advice(summary),
@@ -217,7 +217,7 @@ def _verdict(s: Summary) -> str:
     p = s.prediction
     step = f"step {format_time(p.step, p.unit)}, bubble {format_share(p.bubble)}"
     peak = f"peak activations {format_bytes(p.peak_bytes)}"
-    sent = f"{p.messages.count} messages of {format_bytes(p.messages.bytes)} altogether"
+    sent = f"{p.messages.count} messages of {format_bytes(p.messages.bytes)} in total"
     lines = _wrap(f"Predicted: {step}, {peak}; {sent}.")
     if (equal := p.equal_stages) is not None:
         work = f"With the same work in equal stages: bubble {format_share(equal.bubble)}"
@@ -231,8 +231,8 @@ def _vocabulary(s: Summary) -> str:
         return ""
     words = f"{v.words[0]} words a rank" if len(set(v.words)) == 1 else f"{', '.join(map(str, v.words))} words by rank"
     passes = f"S {format_count(v.flops['S'])} and T {format_count(v.flops['T'])} FLOPs per microbatch"
-    kept = "logits wait from S to T" if v.keeps_logits else "T makes the logits again"
-    also = f" The embedding {v.embedding} is sharded likewise." if v.embedding else ""
+    kept = "logits wait from S to T" if v.keeps_logits else "T recomputes the logits"
+    also = f" The embedding {v.embedding} is sharded too." if v.embedding else ""
     lines = _wrap(f"Output layer sharded over all ranks: {v.found}; {words}, {passes}; {kept}.{also}")
     steps = (v.unsharded_step, "on the last stage beside the layers that are there now")
     around = (v.redistributed_step, "on the last stage, the layers redistributed around it (--vocab off)")
@@ -246,7 +246,7 @@ def _vocabulary(s: Summary) -> str:
 def _advice(s: Summary) -> str:
     """The causes of lost time, and the remedies."""
     fullest = max(s.per_rank, key=lambda rank: rank.peak_bytes)
-    memory = f"Rank {fullest.rank} is the fullest, with {format_bytes(fullest.peak_bytes)} of activations."
+    memory = f"Rank {fullest.rank} has the highest peak, {format_bytes(fullest.peak_bytes)} of activations."
     lines = _wrap(f"{s.limits} {format_idle(s.idle)} {memory} {s.balance.overweight}".rstrip())
     worth = [a for a in s.alternatives if a.worth]
     rest = [_short(a) for a in s.alternatives if not a.worth]

@@ -46,9 +46,9 @@ def refuse_combinations(request: Request) -> None:
     """Raise PipelineError for options that do not go together."""
     causes = request.explain_idle is not None or request.critical_path or request.diff or request.passes
     if request.stage is not None and not request.diff:
-        raise PipelineError("--stage says which stage --diff shows; for one graph ask for --graph STAGE.PASS.")
+        raise PipelineError("--stage says which stage --diff shows; for one graph use --graph STAGE.PASS.")
     if request.json and (request.graph or request.graphs or request.timeline or (causes and not request.passes)):
-        raise PipelineError("--json writes the summary, the comparison or --passes; leave it out, or the other.")
+        raise PipelineError("--json writes the summary, the comparison or --passes; leave out one of the two.")
     if request.format != "text" and not (request.graph or request.graphs):
         raise PipelineError(f"--format {request.format} is for --graph or --graphs; the summary has --json.")
     if request.format == "html" and request.graph:
@@ -58,7 +58,7 @@ def refuse_combinations(request: Request) -> None:
     if request.measured and (request.graph or request.graphs or request.diff or request.passes or request.compare):
         raise PipelineError("--measured shows a recorded step: alone, or with --timeline, --explain-idle or --json.")
     if request.timeline and (request.graph or request.graphs or causes):
-        raise PipelineError("--timeline draws the step, or with --compare several; leave it out, or the other.")
+        raise PipelineError("--timeline draws the step, or with --compare several; leave out one of the two.")
 
 
 def refuse_files(request: Request) -> None:
@@ -86,7 +86,7 @@ def require_stage(schedule: Schedule, stage: int) -> None:
     """Raise PipelineError if the stage does not exist."""
     if not 0 <= stage < schedule.stages:
         raise PipelineError(
-            f"there is no stage {stage}: {schedule.name} on {schedule.ranks} ranks has stages 0 to "
+            f"stage {stage} does not exist: {schedule.name} on {schedule.ranks} ranks has stages 0 to "
             f"{schedule.stages - 1}."
         )
 

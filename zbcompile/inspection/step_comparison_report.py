@@ -79,9 +79,9 @@ def _what_it_says(c: StepComparison) -> str:
         lost = c.measured_step - c.replayed_step
         share = format_share(lost / c.measured_step if c.measured_step else 0.0)
         lines += _wrap(
-            f"Were every pass to take its mean measured time and messages none, the step would take "
+            "If every pass took its mean measured time and messages took none, the step would take "
             f"{format_time(c.replayed_step, 's')}: {_signed(lost)} ({share} of the step) is messages, the host between "
-            "passes, and microbatches that took longer than others."
+            "passes, and slower microbatches."
         )
     return "\n".join(lines)
 
@@ -133,7 +133,7 @@ def _pictures(predicted: Timeline, measured: Timeline) -> tuple[str, str]:
     """Both steps, on one time axis unless one of them would be too small on it."""
     longest, shortest = (each(predicted.finish, measured.finish) for each in (max, min))
     if shortest * LARGEST_RATIO < longest:
-        title = "Predicted and measured, each on a time axis of its own (dots are idle time)"
+        title = "Predicted and measured, each on its own time axis (dots are idle time)"
         texts = [format_timeline(timeline, WIDTH) for timeline in (predicted, measured)]
     else:
         title = "Predicted and measured, on one time axis (dots are idle time)"

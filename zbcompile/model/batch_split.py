@@ -43,7 +43,7 @@ def _named(paths: Sequence[str], leaves: Sequence[Any], split: Split, partial: b
     for name, value in split.items():
         matches = [i for i, path in enumerate(paths) if _names(name, path)]
         if not matches and not partial:
-            raise PipelineError(f"split= names {name!r}, which no input has; the inputs are {', '.join(paths)}.")
+            raise PipelineError(f"split= names {name!r}, which is not an input; the inputs are {', '.join(paths)}.")
         found |= {paths[i]: _dimension(paths[i], leaves[i], value) for i in matches}
     return found
 
@@ -59,7 +59,7 @@ def _dimension(path: str, leaf: Any, value: bool | int) -> Cut:
         raise PipelineError(f"split={{{path!r}: {value!r}}}; expected False, True or the dimension to cut.")
     dim = 0 if value is True else value
     if not isinstance(leaf, torch.Tensor):
-        raise PipelineError(f"split= asks to cut {path}, which is a {type(leaf).__name__}, no tensor.")
+        raise PipelineError(f"split= asks to cut {path}, which is a {type(leaf).__name__}, not a tensor.")
     if not -leaf.ndim <= dim < leaf.ndim:
         raise PipelineError(f"split= asks to cut dimension {dim} of {path}, which has shape {list(leaf.shape)}.")
     return dim % leaf.ndim
@@ -75,8 +75,8 @@ def _require_agreement(lengths: Mapping[str, int]) -> None:
     rows = ", ".join(f"{path} has {lengths[path]} rows" for path in others)
     raise PipelineError(
         f"{rows}, the batch {size} ({', '.join(batch)}). If every microbatch takes the whole tensor, pass "
-        f"split={dict.fromkeys(others, False)}; with True instead of False it is cut into microbatches by its own "
-        "length, with a number along that dimension."
+        f"split={dict.fromkeys(others, False)}; True instead of False cuts it into microbatches by its own length, a "
+        "number along that dimension."
     )
 
 

@@ -29,8 +29,8 @@ def require_same_tensors(model: nn.Module, bound: Mapping[Slot, tuple[torch.Tens
         now = current.get(slot)
         if now is not tensor:
             raise PipelineError(
-                f"{slot} was replaced by another tensor after compiling; the pipeline would go on with the old "
-                "one. Change it in place (tensor.copy_), use pipe.load_state_dict, or make a new pipeline."
+                f"{slot} was replaced by another tensor after compiling; the pipeline would keep using the old one. "
+                "Change it in place (tensor.copy_), use pipe.load_state_dict, or make a new pipeline."
             )
         if kind_of(now) != kind:
             raise PipelineError(

@@ -205,7 +205,7 @@ def _hold(writer: FolderWriter, folder: Path, ranks: Ranks) -> None:
 def _require_shared(partial: Path) -> None:
     if not partial.is_dir():
         raise PipelineError(
-            f"{partial}, which the first rank has made, is not there for this rank. Checkpoints need a directory that "
+            f"{partial}, which the first rank has made, is not visible to this rank. Checkpoints need a directory that "
             "all ranks share."
         )
 
@@ -325,6 +325,6 @@ def _require_same_names(saved: SavedState, holding: Holding) -> None:
 def _require_same_optimizer(saved: SavedState, optimizer: Optimizer | None) -> None:
     if optimizer is not None and saved.optimizer not in (type(optimizer).__name__, UNKNOWN):
         raise PipelineError(
-            f"{saved.path} was saved with {saved.optimizer or 'no optimizer'}, and this is {type(optimizer).__name__}. "
+            f"{saved.path} was saved with {saved.optimizer or 'no optimizer'}, but this is {type(optimizer).__name__}. "
             "Use the same optimizer, or load without optimizer= to start with fresh optimizer state."
         )

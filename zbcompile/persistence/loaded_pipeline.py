@@ -132,7 +132,7 @@ def _options(program: SavedProgram, asked: Mapping[str, Any]) -> Options:
     saved = {**vars(program.choices), **vars(program.step)}
     if "backend" not in asked and saved["backend"] not in BACKENDS:
         raise PipelineError(
-            f"the program was saved with a backend of its own, {saved['backend']}, which a directory cannot hold. Pass "
+            f"the program was saved with a custom backend, {saved['backend']}, which a directory cannot hold. Pass "
             'backend=: that function, "fx" or "inductor".'
         )
     return Options(**{**saved, "schedule": program.schedule, "max_shapes": 1, **asked})

@@ -52,7 +52,7 @@ def _as_rows(value: Any, name: str, key: str, parameter: torch.Tensor, holding: 
     if value.shape != parameter.shape:
         raise PipelineError(
             f"the optimizer keeps {key} of shape {list(value.shape)} for {name}, of which each rank has rows of shape "
-            f"{list(parameter.shape)}; state of another shape cannot be put together again. Use an optimizer that "
+            f"{list(parameter.shape)}; state of another shape cannot be reassembled. Use an optimizer that "
             'works element by element, such as AdamW, or vocab="off".'
         )
     return like_rows(value, rows)
@@ -96,7 +96,7 @@ def _options_of(name: str, saved: Mapping[str, Any]) -> list[str]:
     found = [key for key in saved if key.startswith(prefix)]
     if not found:
         raise PipelineError(
-            f"the checkpoint has no optimizer state for {name}. It was saved without optimizer=, or by one that did "
+            f"the checkpoint has no optimizer state for {name}. It was saved without optimizer=, or with one that did "
             "not train it. Load it without optimizer=."
         )
     return found

@@ -135,7 +135,7 @@ def _files_of(path: Path) -> dict[str, Path]:
         return dict.fromkeys(_names_in(path), path)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
         raise PipelineError(
-            f"{path} is no safetensors file and no index of such files ({type(error).__name__}: {error})."
+            f"{path} is neither a safetensors file nor an index of such files ({type(error).__name__}: {error})."
         ) from None
 
 

@@ -95,7 +95,7 @@ def format_idle(shares: Mapping[str, float]) -> str:
     """The causes that matter, in words."""
     parts = [f"{cause} {share:.1%}" for cause, share in shares.items() if share >= 0.0005]
     total = sum(shares.values())
-    return f"Ranks stand still {total:.1%} of the time: {', '.join(parts)}." if parts else "No rank stands still."
+    return f"Ranks are idle {total:.1%} of the time: {', '.join(parts)}." if parts else "No rank is idle."
 
 
 def what_limits(timeline: Timeline) -> str:
@@ -109,18 +109,18 @@ def what_limits(timeline: Timeline) -> str:
     if unequal >= waiting:
         return (
             f"What limits this pipeline is its balance: rank {heaviest} has {busy[heaviest] / mean:.2f} times the mean "
-            f"work, and the others wait for it, {_share(unequal, step)} of the step. No order wins that back; a cut "
+            f"work, and the others wait for it, {_share(unequal, step)} of the step. No order recovers that; a cut "
             "that makes the ranks equal does, or an output layer that is sharded over them."
         )
     return _PHASES[_phase(timeline)].format(share=_share(waiting, step), m=timeline.schedule.microbatches)
 
 
 _PHASES = {
-    "phases": "What limits this pipeline is filling and draining it: the busiest rank stands still {share} of the "
-    "step. {m} microbatches are few to spread that over; more of them, or an order that fills faster, shorten it.",
-    "waits": "What limits this pipeline are waits in the middle of the step: the busiest rank stands still {share} of "
+    "phases": "What limits this pipeline is filling and draining it: the busiest rank is idle {share} of the "
+    "step. {m} microbatches are too few to hide that; more of them, or an order that fills faster, shorten it.",
+    "waits": "What limits this pipeline are waits in the middle of the step: the busiest rank is idle {share} of "
     "it. The order does not fit the times of the passes; another schedule may.",
-    "communication": "What limits this pipeline are messages on their way: the busiest rank stands still {share} of "
+    "communication": "What limits this pipeline are messages in flight: the busiest rank is idle {share} of "
     "the step. Smaller boundaries or an order with more passes in flight hide them.",
 }
 

@@ -74,9 +74,9 @@ def _trials(program: Program) -> Iterator[Trial]:
     here = (schedule,)
     if choices.recompute != "full":
         more = replace(choices, recompute="full")
-        yield Trial("B makes everything of F again", "--recompute full", here, more)
+        yield Trial("B recomputes everything of F", "--recompute full", here, more)
     if any(stage.recomputed for stage in program.stages):
-        yield Trial("B makes nothing of F again", "--recompute none", here, replace(choices, recompute="none"))
+        yield Trial("B recomputes nothing of F", "--recompute none", here, replace(choices, recompute="none"))
     if choices.vocab == "off" and not choices.exact:
         yield Trial("output layer sharded over all ranks", "--vocab 1", here, replace(choices, vocab=1))
     if choices.balance != "flops":

@@ -111,7 +111,7 @@ def require_same_schedule(recorded: Schedule, here: Schedule) -> None:
         return
     sizes = [f"{s.name} on {s.ranks} ranks with {s.microbatches} microbatches" for s in (recorded, here)]
     what = "the same name and sizes, but another order" if sizes[0] == sizes[1] else f"here it is {sizes[1]}"
-    raise PipelineError(f"the record is of {sizes[0]}; {what}. Leave out --schedule: the record knows its own.")
+    raise PipelineError(f"the record is of {sizes[0]}; {what}. Leave out --schedule: the record holds its own.")
 
 
 def _bubble(timeline: Timeline) -> float:
@@ -151,6 +151,6 @@ def _other_program(recorded: Mapping[str, Any], here: Mapping[str, Any]) -> Iter
     for key in told:
         was, now = (str(each[key]) for each in (recorded, here))
         values = f"{was} there, {now} here" if len(was) + len(now) < 60 else "not the same"
-        yield f"recorded of another program: {key} {values}"
+        yield f"recorded from another program: {key} {values}"
     if not told and set(differing) & {"graphs", "types"}:
-        yield "recorded of another program: its graphs are others"
+        yield "recorded from another program: its graphs differ"

@@ -76,5 +76,5 @@ def _time_of(step: Step, rank: int, by_name: Mapping[str, Span]) -> tuple[float,
     actions = flatten((step,))
     missing = next((action for action in actions if str(action) not in by_name), None)
     if missing is not None:
-        raise PipelineError(f"the record has no {missing} of rank {rank}; it is damaged, or of another schedule.")
+        raise PipelineError(f"the record has no {missing} of rank {rank}; it is damaged, or from another schedule.")
     return by_name[str(actions[0])].start, by_name[str(actions[-1])].end

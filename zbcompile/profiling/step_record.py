@@ -112,7 +112,7 @@ def read_record(path: str | Path) -> StepRecord:
     """Read what `StepRecord.save` wrote. Raises PipelineError for anything else, OSError if there is no file."""
     text = Path(path).read_text(encoding="utf-8")
     if not is_record(text):
-        raise PipelineError(f"{path} is no record of a step; write one with pipe.record = True; pipe.last_step.save.")
+        raise PipelineError(f"{path} is not a step record; write one with pipe.record = True; pipe.last_step.save.")
     data = json.loads(text)
     if data.get("version") != VERSION:
         raise PipelineError(f"{path} has format version {data.get('version')}; this release reads version {VERSION}.")

@@ -86,7 +86,7 @@ def manifest_from_text(text: str, where: str) -> dict[str, Any]:
             )
         _require_torch(data["torch"], where)
         if data["digest"] != digest_of({key: value for key, value in data.items() if key != "digest"}):
-            raise PipelineError(f"{where} was changed after it was written: its digest does not fit. {AGAIN}.")
+            raise PipelineError(f"{where} was changed after it was written: its digest does not match. {AGAIN}.")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise PipelineError(f"{where} is damaged or incomplete ({error!r}). {AGAIN}.") from None
     return data  # type: ignore[no-any-return]

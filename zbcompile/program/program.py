@@ -111,7 +111,7 @@ class Program:
         cannot hold.
         """
         if self.writer is None:
-            raise PipelineError("this program was loaded from a directory, which holds it already; copy that.")
+            raise PipelineError("this program was loaded from a directory, which already holds it; copy that.")
         self.writer(self, Path(directory))
 
     @cached_property

@@ -36,7 +36,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     if not path.is_file():
         raise PipelineError(
-            f"{folder} has no {MANIFEST}: it is no program, or saving it was interrupted. {AGAIN}: "
+            f"{folder} has no {MANIFEST}: it is not a program, or saving it was interrupted. {AGAIN}: "
             "pipe.program.save(directory)."
         )
     return manifest_from_text(path.read_text(encoding="utf-8", errors="replace"), str(path))
@@ -103,8 +103,8 @@ class _Reader:
             ) from None
         if hashlib.sha256(content).hexdigest() != self.hashes[name]:
             raise PipelineError(
-                f"{path} is not what was saved: its hash differs from the manifest's (truncated, edited, or of another "
-                "program). Copy the directory again, or save it again."
+                f"{path} is not what was saved: its hash differs from the manifest's (truncated, edited, or from "
+                "another program). Copy the directory again, or save it again."
             )
         return content
 
@@ -119,5 +119,5 @@ class _Reader:
             raise
         except MALFORMED as error:
             raise PipelineError(
-                f"{self.folder} holds what no release writes ({type(error).__name__}: {error}). {AGAIN}."
+                f"{self.folder} holds data that no release writes ({type(error).__name__}: {error}). {AGAIN}."
             ) from error

@@ -57,7 +57,7 @@ def _prepare(program: Program, directory: Path, leads: bool) -> None:
 def program_in(directory: Path) -> list[Path]:
     """The files of the program in `directory`, none if it is new. Raises PipelineError if no program can go there."""
     if directory.exists() and not directory.is_dir():
-        raise PipelineError(f"{directory} is a file; expected a directory, or a name that is free.")
+        raise PipelineError(f"{directory} is a file; expected a directory, or a path that does not exist yet.")
     held = sorted(directory.iterdir()) if directory.exists() else []
     for path in held:
         if not path.name.lstrip(".").startswith((MANIFEST, SCHEDULE, "rank-")):
@@ -71,7 +71,7 @@ def program_in(directory: Path) -> list[Path]:
 def _refuse(program: Program) -> None:
     if program.groups:
         raise PipelineError(
-            f"the model's graphs communicate through {len(program.groups)} process group(s), whose names are those of "
+            f"the model's graphs communicate through {len(program.groups)} process group(s), whose names exist only in "
             "this run; a program that holds them cannot be saved. Compile the model where it runs."
         )
     empty = [name for name, tensor in program.model.constants.items() if not has_values(tensor)]

@@ -90,7 +90,7 @@ class ScheduleLike:
         for own, known in zip(given, self._known or (), strict=True):
             if own is not None and _shapes(own) != _shapes(known):
                 raise PipelineError(
-                    f"the step received {_shapes(own)}, the first one {_shapes(known)}; ranks that pass no inputs "
+                    f"the step received {_shapes(own)}, the first step {_shapes(known)}; ranks that pass no inputs "
                     "cannot know of a new shape. Use pipe.step, which takes the whole batch on every rank, or make "
                     "another pipe.as_schedule()."
                 )

@@ -116,7 +116,7 @@ class CompiledPipelineStage(PipelineStage):
         if missing:
             raise PipelineError(
                 f"stage {self.stage_index} reads the input {missing[0]}, which did not reach it: torch's schedules "
-                "hand positional arguments to the first stage only. Pass it to schedule.step as a keyword on every "
+                "pass positional arguments only to the first stage. Pass it to schedule.step as a keyword on every "
                 "rank."
             )
         with undisturbed(self._compiled.device), torch.no_grad():

@@ -150,7 +150,7 @@ def test_an_exact_program_is_not_loaded_with_inductor(tmp_path: Path) -> None:
     pipe = pipeline_of(case)
     train(pipe, case)
     pipe.program.save(tmp_path / "program")
-    with pytest.raises(zbcompile.PipelineError, match="exact=True cannot have it"):
+    with pytest.raises(zbcompile.PipelineError, match="exact=True cannot use it"):
         zbcompile.load(tmp_path / "program", backend="inductor")
 
 
@@ -247,4 +247,4 @@ def test_the_command_fills_the_cache(
     loaded = zbcompile.load(tmp_path / "program", problem_of(CASE.problem).model().state_dict())
     assert_bitwise(train(loaded, CASE), first[0])
     assert main([*given, "--exact"]) == 2
-    assert "exact=True cannot have it" in capsys.readouterr().err
+    assert "exact=True cannot use it" in capsys.readouterr().err

@@ -184,7 +184,7 @@ def test_pictures_of_a_directory(program: Path, tmp_path: Path, command: Command
 def test_what_needs_the_model_is_refused(option: tuple[str, ...], program: Path, command: Command) -> None:
     status, printed, said = command(zbcompile.inspect.main, program, *option)
     assert (status, printed, said.count("\n")) == (2, "", 1)
-    assert f"is a program, compiled already: {option[0]} needs its model" in said
+    assert f"is a compiled program: {option[0]} needs its model" in said
 
 
 def test_a_damaged_directory_is_one_line(program: Path, tmp_path: Path, command: Command) -> None:

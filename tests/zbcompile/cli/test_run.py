@@ -109,7 +109,7 @@ def eager_step_seeded(model: torch.nn.Module, batch: Batch, step: int) -> None:
 
 
 REFUSED = {
-    "no weights": (["--data", f"{DATA}:numbered"], "nothing gives the parameters their values"),
+    "no weights": (["--data", f"{DATA}:numbered"], "the parameters have no values"),
     "no program": (["--data", f"{DATA}:numbered", "--init", f"{DATA}:init"], "has no manifest.json"),
     "no data function": (["--data", f"{DATA}:nothing"], "has no nothing; it defines"),
     "no iterable": (["--data", f"{DATA}:SIZE", "--init", f"{DATA}:init"], "gives a int; expected an iterable"),

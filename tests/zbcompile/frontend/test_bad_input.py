@@ -235,7 +235,7 @@ BAD = (
     Refused(batch_without_tensors, PIPELINE, r"no tensor with a batch dimension"),
     Refused(ambiguous_leaf, PIPELINE, r"kwargs\['mask'\] has shape \[8, 8\].*split=\{"),
     Refused(
-        split_of_unknown_input, PIPELINE, r"'msak', which no input has; the inputs are args\[0\], kwargs\['mask'\]"
+        split_of_unknown_input, PIPELINE, r"'msak', which is not an input; the inputs are args\[0\], kwargs\['mask'\]"
     ),
     Refused(split_of_a_missing_dimension, PIPELINE, r"cut dimension 2 of kwargs\['mask'\], which has shape \[8, 8\]"),
     Refused(split_that_does_not_divide, PIPELINE, r"batch of 8 samples \(kwargs\['mask'\] has 6\).*among \[1, 2\]"),

@@ -164,7 +164,7 @@ def test_groups() -> None:
 
 
 def test_old_keywords_work_and_say_the_new_spelling() -> None:
-    with pytest.warns(DeprecationWarning, match="is old; write") as warned:
+    with pytest.warns(DeprecationWarning, match="is deprecated; write") as warned:
         assert options_from(OLD) == Options(**OLD)  # type: ignore[arg-type]
     first, second = (str(each.message) for each in warned)
     assert "optimizer_state=, boundary_bytes=" in first

@@ -347,7 +347,7 @@ def test_what_a_target_may_return(name: str, tiny: Path, monkeypatch: pytest.Mon
     [
         ("nothing", "names no function; expected package.module:name or path/file.py:name"),
         ("no.such.module:f", "No module named 'no'"),
-        ("no/such/file.py:f", "there is no file no/such/file.py"),
+        ("no/such/file.py:f", "file no/such/file.py does not exist"),
         ("{tiny}:f", "has no f; it defines Net, Branching, two"),
         ("{tiny}:torch", "is a module; expected a function without arguments"),
         ("{tiny}:nothing", "returned a NoneType; expected (model, args)"),
@@ -368,7 +368,7 @@ def test_a_wrong_target_is_one_line(target: str, says: str, tiny: Path, refuse: 
     [
         ("--stage", "1", "which stage --diff shows"),
         ("--format", "dot", "is for --graph or --graphs"),
-        ("--graph", "7.B", "there is no stage 7: zb-v on 2 ranks has stages 0 to 3"),
+        ("--graph", "7.B", "stage 7 does not exist: zb-v on 2 ranks has stages 0 to 3"),
         ("--graph", "1.X", "expected STAGE.PASS such as 1.B"),
         ("--graphs", "{tiny}/graphs", "Not a directory"),
         ("--timeline", "{tiny}/step.svg", "Not a directory"),
@@ -379,7 +379,7 @@ def test_a_wrong_target_is_one_line(target: str, says: str, tiny: Path, refuse: 
         ("--microbatches", "0", "microbatches=0"),
         ("--costs", "missing.json", "no such file"),
         ("--measured", "missing.json", "missing.json: No such file"),
-        ("--measured", "{tiny}", "is no record of a step"),
+        ("--measured", "{tiny}", "is not a step record"),
         ("--compare", "zb-x", "no schedule is called 'zb-x'"),
     ],
 )

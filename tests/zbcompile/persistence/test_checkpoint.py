@@ -204,7 +204,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(zbcompile.PipelineError, match=r"extra is a pathlib\.PosixPath"):
         zbcompile.save_checkpoint(tmp_path, model, extra=Path("x"))
     zbcompile.save_checkpoint(tmp_path, model, optimizer)
-    with pytest.raises(zbcompile.PipelineError, match="saved with AdamW, and this is SGD"):
+    with pytest.raises(zbcompile.PipelineError, match="saved with AdamW, but this is SGD"):
         zbcompile.load_checkpoint(tmp_path, model, torch.optim.SGD(model.parameters()))
     with pytest.raises(zbcompile.PipelineError, match=r"weight has shape \[2, 2\] in .* and \[2, 3\] in the model"):
         zbcompile.load_checkpoint(tmp_path, nn.Linear(3, 2))

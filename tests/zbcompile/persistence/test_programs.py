@@ -161,7 +161,7 @@ def first_call(data: dict[str, Any]) -> dict[str, Any]:
 STAGE = "rank-0001/stage-0001.json"
 Damage = tuple[Callable[[Path], object], str]
 DAMAGES: dict[str, Damage] = {
-    "no manifest": (lambda d: (d / "manifest.json").unlink(), "is no program, or saving it was interrupted"),
+    "no manifest": (lambda d: (d / "manifest.json").unlink(), "is not a program, or saving it was interrupted"),
     "a truncated manifest": (lambda d: truncate(d, "manifest.json"), "is damaged or incomplete"),
     "an edited manifest": (
         lambda d: rewrite(d, "manifest.json", lambda data: data["step"].update(seed=1), digest=False),
@@ -199,7 +199,7 @@ DAMAGES: dict[str, Damage] = {
     ),
     "a graph without nodes": (
         lambda d: rewrite(d, STAGE, lambda data: data["pieces"]["F"].pop("nodes")),
-        "holds what no release writes",
+        "holds data that no release writes",
     ),
 }
 
@@ -403,6 +403,6 @@ def test_a_save_that_is_killed_leaves_a_whole_program_or_none(tmp_path: Path) ->
         process.join()
         refusals.append(refusal(tmp_path))
     assert any(refusals)
-    assert all(not each or "is no program, or saving it was interrupted" in each for each in refusals), refusals
+    assert all(not each or "is not a program, or saving it was interrupted" in each for each in refusals), refusals
     program.save(tmp_path)
     assert bytes_of(tmp_path) == whole

@@ -82,7 +82,7 @@ def test_to_and_from_transformers(tmp_path: Path) -> None:
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     model, path = nn.Linear(2, 2), tmp_path / "model.safetensors"
-    with pytest.raises(zbcompile.PipelineError, match="is no safetensors file"):
+    with pytest.raises(zbcompile.PipelineError, match="is neither a safetensors file"):
         zbcompile.load_weights(path, model)
     zbcompile.save_weights(path, model)
     with pytest.raises(zbcompile.PipelineError, match=r"weight has shape \[2, 2\] in .* and \[2, 3\] in the model"):
@@ -93,5 +93,5 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(zbcompile.PipelineError, match="cannot be read"):
         zbcompile.load_weights(path, model)
     path.write_bytes(b"nothing")
-    with pytest.raises(zbcompile.PipelineError, match="is no safetensors file"):
+    with pytest.raises(zbcompile.PipelineError, match="is neither a safetensors file"):
         zbcompile.load_weights(path, model)

@@ -39,7 +39,7 @@ def test_alternatives_keep_the_stages() -> None:
 def test_one_rank_has_nothing_to_gain() -> None:
     timeline = _timeline("1f1b", 1, 4)
     assert not any(a.worth for a in alternatives(timeline))
-    assert format_idle(idle_by_cause(timeline)) == "No rank stands still."
+    assert format_idle(idle_by_cause(timeline)) == "No rank is idle."
 
 
 def test_a_schedule_of_ones_own_has_no_name_to_build_again() -> None:
@@ -50,10 +50,10 @@ def test_a_schedule_of_ones_own_has_no_name_to_build_again() -> None:
 
 def test_what_limits_a_pipeline_is_told_apart() -> None:
     filling = what_limits(_timeline("gpipe", 4, 4))
-    assert "filling and draining it: the busiest rank stands still 42.9% of the step" in filling
+    assert "filling and draining it: the busiest rank is idle 42.9% of the step" in filling
     schedule = build("1f1b", 2, 64)
     uneven = simulate(schedule, Costs((1, 3), (1, 3), (1, 3)))
     assert "its balance: rank 1 has 1.50 times the mean work" in what_limits(uneven)
     slow = simulate(schedule, Costs.uniform(2, comm=20))
-    assert "messages on their way" in what_limits(slow)
+    assert "messages in flight" in what_limits(slow)
     assert "Little limits this pipeline" in what_limits(_timeline("1f1b", 1, 4))

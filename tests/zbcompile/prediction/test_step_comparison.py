@@ -87,9 +87,9 @@ def test_another_program_is_said_to_be_one() -> None:
     record = simulated_record(Costs.uniform(2))
     basis, predicted = Basis(Costs.uniform(2), "s", ""), simulate(SCHEDULE)
     exact = compare_step(record, predicted, basis, {**MANIFEST, "exact": True})
-    assert exact.notes == ("recorded of another program: exact False there, True here",)
+    assert exact.notes == ("recorded from another program: exact False there, True here",)
     graphs = compare_step(record, predicted, basis, {**MANIFEST, "graphs": ["b"]})
-    assert graphs.notes == ("recorded of another program: its graphs are others",)
+    assert graphs.notes == ("recorded from another program: its graphs differ",)
     with pytest.raises(zbcompile.PipelineError, match="zb-h1 on 2 ranks with 2 microbatches; here it is 1f1b"):
         compare_step(record, simulate(build("1f1b", 2, 2)), basis, MANIFEST)
     with pytest.raises(zbcompile.PipelineError, match="--costs uniform has none"):
@@ -99,8 +99,8 @@ def test_another_program_is_said_to_be_one() -> None:
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
-        (lambda text: "F0.0", "is no record of a step"),
-        (lambda text: text.replace('"zbcompile step"', '"a novel"'), "is no record of a step"),
+        (lambda text: "F0.0", "is not a step record"),
+        (lambda text: text.replace('"zbcompile step"', '"a novel"'), "is not a step record"),
         (lambda text: text.replace('"version": 1', '"version": 9', 1), "has format version 9"),
         (lambda text: text.replace('["F1.1", ', '["F1.7", '), "the record has no F1.1 of rank 1"),
         (lambda text: text.replace('"step_time"', '"time"'), "damaged or incomplete"),

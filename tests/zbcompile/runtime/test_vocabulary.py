@@ -69,7 +69,7 @@ def test_what_cannot_be_is_refused() -> None:
     batch = batches_of(case)[0]
     for options, reason in (
         ({"vocab": 3}, "vocab=3; expected"),
-        ({"vocab": 1, "exact": True}, "exact=True cannot have it"),
+        ({"vocab": 1, "exact": True}, "exact=True cannot use it"),
         ({"vocab": 1, "loss": lambda output, target: output.square().mean()}, "vocab=1: .*Use vocab=.off"),
     ):
         given = {"loss": MODELS["gpt"][1], **options}
