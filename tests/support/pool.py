@@ -1,8 +1,13 @@
 """A pool of worker processes that take the part of ranks.
 
-Starting a process and importing torch takes seconds; a process group takes milliseconds. So the workers are started
-once, when first needed, and each task runs on the first 1, 2 or 4 of them, with a process group of exactly that size
-as WORLD, as under torchrun. A task is a function of a module, found by its import path, with arguments that pickle.
+Starting a process and importing torch takes seconds; a process group takes milliseconds. So one process, the nursery,
+imports what there is to import, and workers are forked from it when first needed. Each task runs on the first 1, 2 or
+4 of them, with a process group of exactly that size as WORLD, as under torchrun. A task is a function of a module,
+found by its import path, with arguments that pickle.
+
+What the nursery has compiled, the workers forked from it find in the shared captures (see `Pool.rehearse`): ranks that
+do the same work need not all do it. That processes compile the same program each on its own is what torchrun's tests
+and `tests/zbcompile/compiler/test_hash_seeds.py` show.
 """
 
 import contextlib
@@ -12,20 +17,23 @@ import importlib
 import multiprocessing
 import os
 import pickle
+import random
 import signal
+import socket
+import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 DIED = "Died"
-READY = b"ready"  # a worker's first message, when its imports are done
-START = 200.0  # seconds within which it must come
+START = 200.0  # seconds within which the nursery must have done its imports, or a rehearsal
+FORKS = sys.platform == "linux"  # elsewhere torch does not survive it, and every worker imports for itself
 GRACE = 15.0  # seconds that the other ranks have once one has failed: an error must reach all of them
 
 
@@ -54,13 +62,41 @@ class Task:
     store: str
 
 
+@dataclass(frozen=True)
+class Start:
+    """The order to start a worker that will run functions of `module`, and that writes its stacks to a file."""
+
+    module: str
+    stacks: str
+
+
 @dataclass
 class Worker:
     """A process with the pipe to it and the file where it writes its stacks when asked."""
 
-    process: BaseProcess
+    pid: int
     pipe: Connection
     stacks: Path
+
+
+@dataclass
+class Nursery:
+    """The process that workers are forked from: what takes its orders and answers them, and what hands out pipes."""
+
+    process: BaseProcess
+    orders: Connection
+    pipes: socket.socket
+
+    def ask(self, order: Task | Start) -> Outcome:
+        self.orders.send_bytes(pickle.dumps(order))
+        if not self.orders.poll(START):
+            raise TaskFailed(f"the nursery of the workers did not answer within {START:.0f} s")
+        return _receive(self.orders)
+
+    def start(self, module: str, stacks: Path) -> Worker:
+        pid = self.ask(Start(module, str(stacks))).value
+        (pipe,) = socket.recv_fds(self.pipes, 1, 1)[1]
+        return Worker(pid, Connection(pipe), stacks)
 
 
 @dataclass
@@ -71,6 +107,20 @@ class Pool:
     workers: list[Worker] = field(default_factory=list)
     group: tuple[int, str] | None = None
     groups: int = 0
+    nursery: Nursery | None = None
+    rehearsed: set[str] = field(default_factory=set)
+
+    def rehearse(self, function: Callable[..., Any], *args: Any) -> None:
+        """Run `function(*args)` in one process without a group, so that the ranks of later tasks find compiled what
+        was compiled for it. Raises TaskFailed if it does."""
+        task = f"{_path(function)} {args}"
+        if not FORKS or task in self.rehearsed:
+            return
+        self.rehearsed.add(task)
+        outcome = self._nursery().ask(Task(_path(function), args, 0, 0, ""))
+        if outcome.error:
+            raise TaskFailed(f"rehearsal: {outcome.trace}")
+        self._end_workers(patience=5)
 
     def run(self, function: Callable[..., Any], *args: Any, ranks: int = 2, timeout: float = 120) -> list[Any]:
         """The result of `function(*args)` on every rank; TaskFailed, with all tracebacks, if one of them raised."""
@@ -81,8 +131,8 @@ class Pool:
 
     def outcomes(self, function: Callable[..., Any], *args: Any, ranks: int = 2, timeout: float = 120) -> list[Outcome]:
         """As `run`, but a rank's exception is an outcome. TaskFailed, with all stacks, if a rank does not end."""
-        self._start(ranks)
-        path = f"{function.__module__}:{function.__qualname__}"
+        path = _path(function)
+        self._start(ranks, function.__module__)
         store = self._store(ranks)
         for rank in range(ranks):
             self.workers[rank].pipe.send_bytes(pickle.dumps(Task(path, args, rank, ranks, store)))
@@ -90,26 +140,41 @@ class Pool:
         if any(outcome.error for outcome in outcomes):
             self.group = None  # it may hold messages that nobody took: the next task gets a new one
         if any(outcome.error == DIED for outcome in outcomes):
-            self.close(patience=0)
+            self._end_workers(patience=0)
         return outcomes
 
     def close(self, patience: float = 5) -> None:
-        """End the workers: a closed pipe asks them to, and what is busy is killed after `patience` seconds."""
+        """End the workers, and the nursery with them."""
+        self._end_workers(patience)
+        if self.nursery is not None:
+            self.nursery.orders.close()
+            self.nursery.process.join(patience)
+            self.nursery.process.kill()
+            self.nursery = None
+            self.rehearsed.clear()
+
+    def _end_workers(self, patience: float) -> None:
+        """An empty message asks them to end; what is busy is killed after `patience` seconds."""
         for worker in self.workers:
+            with contextlib.suppress(OSError):
+                worker.pipe.send_bytes(b"")
+        for worker in self.workers:
+            if not worker.pipe.poll(patience):  # it closes its side when it ends
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(worker.pid, signal.SIGKILL)
             worker.pipe.close()
-        for worker in self.workers:
-            worker.process.join(patience)
-            worker.process.kill()
         self.workers.clear()
         self.group = None
 
-    def _start(self, ranks: int) -> None:
-        """Start the workers that are missing. Their imports take long on a busy machine and count for no time-out."""
-        new = [_start_worker(self.folder / f"stacks-{index}") for index in range(len(self.workers), ranks)]
-        self.workers.extend(new)
-        for worker in new:
-            if not worker.pipe.poll(START) or worker.pipe.recv_bytes() != READY:
-                raise TaskFailed(f"a worker did not start within {START:.0f} s")
+    def _nursery(self) -> Nursery:
+        if self.nursery is None:
+            self.nursery = _start_nursery()
+        return self.nursery
+
+    def _start(self, ranks: int, module: str) -> None:
+        """Start the workers that are missing. Imports take long on a busy machine and count for no time-out."""
+        for index in range(len(self.workers), ranks):
+            self.workers.append(self._nursery().start(module, self.folder / f"stacks-{index}"))
 
     def _store(self, ranks: int) -> str:
         """The file where the group meets: the same one for as long as its size stays and it is healthy."""
@@ -137,11 +202,11 @@ class Pool:
         hanging = [rank for rank in range(ranks) if rank not in found]
         for rank in hanging:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.workers[rank].process.pid or 0, signal.SIGUSR1)
+                os.kill(self.workers[rank].pid, signal.SIGUSR1)
         time.sleep(0.5)
         texts = {rank: outcome.trace or "fine" for rank, outcome in found.items()}
         texts |= {rank: f"still running:\n{self.workers[rank].stacks.read_text()}" for rank in hanging}
-        self.close(patience=0)
+        self._end_workers(patience=0)
         return f"ranks {hanging} did not end in time\n" + "\n".join(f"rank {r}: {texts[r]}" for r in range(ranks))
 
 
@@ -156,13 +221,19 @@ def open_pool() -> Iterator[Pool]:
             pool.close()
 
 
-def _start_worker(stacks: Path) -> Worker:
+def _path(function: Callable[..., Any]) -> str:
+    return f"{function.__module__}:{function.__qualname__}"
+
+
+def _start_nursery() -> Nursery:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=serve, args=(theirs, str(stacks)), daemon=True)
+    pipes, given = socket.socketpair()
+    process = context.Process(target=nurse, args=(theirs, given), daemon=FORKS)  # a daemon may fork, but not spawn
     process.start()
     theirs.close()
-    return Worker(process, ours, stacks)
+    given.close()
+    return Nursery(process, ours, pipes)
 
 
 def _receive(pipe: Connection) -> Outcome:
@@ -172,24 +243,83 @@ def _receive(pipe: Connection) -> Outcome:
         return Outcome(error=DIED, text="the process ended", trace="the process ended in the middle of the task")
 
 
+def nurse(orders: Connection, pipes: socket.socket) -> None:
+    """The nursery's life: rehearse, or start a worker."""
+    with prepared(), contextlib.suppress(EOFError):
+        while True:
+            order: Task | Start = pickle.loads(orders.recv_bytes())
+            if isinstance(order, Start):
+                orders.send_bytes(pickle.dumps(Outcome(_start_worker(order, orders, pipes))))
+            else:
+                orders.send_bytes(pickle.dumps(_rehearse(order)))
+            with contextlib.suppress(ChildProcessError):
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+
+
+@contextlib.contextmanager
+def prepared() -> Iterator[None]:
+    """What every worker imports, and captures that are shared."""
+    torch = importlib.import_module("torch")
+    torch.set_num_threads(1)  # sums and norms change their bits with the number of threads
+    importlib.import_module("zbcompile").pipeline  # noqa: B018  imports the runtime
+    with importlib.import_module("tests.support.shared_captures").shared_captures():
+        yield
+
+
+def _start_worker(order: Start, orders: Connection, pipes: socket.socket) -> int:
+    """The number of a new process; its pipe goes to the pool."""
+    importlib.import_module(order.module)
+    gc.collect()
+    gc.freeze()  # what is there stays: no collection need walk through it
+    ours, theirs = socket.socketpair()
+    if FORKS:
+        pid = os.fork()
+        if not pid:
+            for other in (orders, pipes, ours):
+                other.close()
+            _live(theirs, order.stacks)
+    else:
+        process = multiprocessing.get_context("spawn").Process(target=begin, args=(theirs, order.stacks))
+        process.start()
+        pid = process.pid or 0
+    socket.send_fds(pipes, [b"!"], [ours.fileno()])
+    ours.close()
+    theirs.close()
+    return pid
+
+
+def _live(pipe: socket.socket, stacks: str) -> None:
+    try:
+        serve(Connection(pipe.detach()), stacks)
+    finally:
+        os._exit(0)  # what was begun before the fork is not this process's to end
+
+
+def begin(pipe: socket.socket, stacks: str) -> None:
+    """A worker that was not forked."""
+    with prepared():
+        serve(Connection(pipe.detach()), stacks)
+
+
 def serve(pipe: Connection, stacks: str) -> None:
     """A worker's life: take a task, run it, answer."""
+    random.seed()  # no two alike
     with open(stacks, "w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin by ignoring it
-        torch = importlib.import_module("torch")
-        torch.set_num_threads(1)  # sums and norms change their bits with the number of threads
-        importlib.import_module("zbcompile").pipeline  # noqa: B018  imports the runtime
-        gc.freeze()  # what is imported stays: no collection need walk through it
-        shared = importlib.import_module("tests.support.shared_captures").shared_captures()
-        pipe.send_bytes(READY)
         group = ""
-        with shared, contextlib.suppress(EOFError):
-            while True:
-                task: Task = pickle.loads(pipe.recv_bytes())
+        with contextlib.suppress(EOFError):
+            while order := pipe.recv_bytes():
+                task: Task = pickle.loads(order)
                 outcome = _attempt(task, group)
                 group = task.store
                 pipe.send_bytes(pickle.dumps(outcome))
+
+
+def _rehearse(task: Task) -> Outcome:
+    outcome = _attempt(task, task.store)
+    return replace(outcome, value=None)
 
 
 def _attempt(task: Task, group: str) -> Outcome:

@@ -22,6 +22,8 @@ import torch
 from torch import nn
 
 from zbcompile.compiler.pass_pipeline import Drawn, compile_drawn
+from zbcompile.compiler.vocabulary_decision import choose_sharding
+from zbcompile.compiler.vocabulary_sharding import Sharding
 from zbcompile.passes.capture.canonical import Canonical
 from zbcompile.passes.capture.export import Captured
 from zbcompile.passes.partition.liveness import draw_line
@@ -133,16 +135,29 @@ def _canonical_once() -> Callable[..., Canonical]:
     return canonicalised
 
 
+def _sharding_once() -> Callable[..., Sharding | None]:
+    """As `choose_sharding`, unless somebody watches the passes."""
+    found = Recent()
+
+    def chosen(whole: Canonical, schedule: Any, choices: Any, manager: PassManager = SILENT) -> Sharding | None:
+        if manager.observe is not None:
+            return choose_sharding(whole, schedule, choices, manager)
+        key = id(whole), schedule, repr(choices)
+        return found.get_or_make(key, lambda: (whole, choose_sharding(whole, schedule, choices, manager)))[1]
+
+    return chosen
+
+
 def _once_per_plan(compile_: Callable[..., Program]) -> Callable[..., Program]:
     """As `compile_drawn`, for a line that was drawn before, the same schedule and the same choices."""
     found = Recent()
 
     def compiled(model: Any, microbatch: Any, drawn: Drawn, *plan: Any, **more: Any) -> Program:
         schedule, choices, seconds, *rest = plan
-        if any(rest) or more.get("observe") or drawn.sharding or drawn.canonical.captured.groups:
+        if any(rest) or more.get("observe") or drawn.canonical.captured.groups:
             return compile_(model, microbatch, drawn, *plan, **more)
-        key = id(drawn.line), schedule, repr(choices), tuple(seconds.items())
-        made = found.get_or_make(key, lambda: (drawn.line, compile_(model, microbatch, drawn, *plan)))
+        key = id(drawn.line), id(drawn.sharding), schedule, repr(choices), tuple(seconds.items())
+        made = found.get_or_make(key, lambda: (drawn, compile_(model, microbatch, drawn, *plan)))
         return replace(made[1])
 
     return compiled
@@ -154,6 +169,7 @@ def shared_captures() -> Iterator[None]:
     passes = [(each, replace(each, run=_once(each.run))) for each in (CAPTURE, CAPTURE_INFERENCE)]
     functions = [
         (canonicalise, _canonical_once()),
+        (choose_sharding, _sharding_once()),
         (draw_line, _once_per_object(draw_line)),
         (compile_drawn, _once_per_plan(compile_drawn)),
     ]

@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 
 import zbcompile
 from tests.support.oracle import PROBLEMS, Gradients, Problem, eager_step, optimizer_of
+from tests.support.pool import Pool
 from tests.support.zoo import ZOO
 from zbcompile.compiler.pass_pipeline import Drawn, compile_drawn, draw_step
 from zbcompile.program.program import Program
@@ -86,6 +87,12 @@ def quickly(case: Case) -> Trained:
 
     with mock.patch.multiple("zbcompile.frontend.executables", draw_step=draw_once, compile_drawn=compile_once):
         return pipelined(case)
+
+
+def on_ranks(pool: Pool, training: Callable[[Case], Trained], case: Case) -> Trained:
+    """`case` trained by a process per rank, forked from one that has compiled it."""
+    pool.rehearse(training, replace(case, steps=1))
+    return join(pool.run(training, case, ranks=case.ranks))
 
 
 def compiled_for(case: Case) -> Program:

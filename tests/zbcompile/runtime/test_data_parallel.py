@@ -9,15 +9,16 @@ from torch.distributed.device_mesh import init_device_mesh
 import zbcompile
 from tests.support.oracle import MLP, PROBLEMS, WIDTH
 from tests.support.pool import Pool
-from tests.support.replicated import Gradients as Found
 from tests.support.replicated import (
+    MICROBATCHES,
     in_one_process,
     mesh_of_replicas,
     replicated,
     replicated_in_half_precision,
     summed_in_single_precision,
 )
-from tests.support.training import Case, pipeline_of
+from tests.support.replicated import Gradients as Found
+from tests.support.training import Case, pipeline_of, pipelined
 from zbcompile.distributed.replicas import Replicas
 from zbcompile.runtime.data_parallel import start_reduction
 from zbcompile.runtime.gradient_buffers import Gradients
@@ -49,6 +50,7 @@ def assert_near(ours: Found, theirs: Found) -> None:
 def test_gradients_are_those_of_the_concatenated_batch(
     problem: str, schedule: str, reduction: str, unsynchronised: int, pool: Pool
 ) -> None:
+    pool.rehearse(pipelined, Case(problem, schedule, 2, MICROBATCHES, steps=1))
     runs = pool.run(replicated, problem, schedule, reduction, unsynchronised, ranks=4)
     expected = in_one_process(problem, reduction, unsynchronised + 2)
     names: set[str] = set()

@@ -10,7 +10,7 @@ from itertools import combinations
 import pytest
 
 from tests.support.pool import Pool
-from tests.support.training import Case, assert_bitwise, assert_close, join, pipelined, quickly, reference
+from tests.support.training import Case, assert_bitwise, assert_close, on_ranks, pipelined, quickly, reference
 
 IN_PROCESS = (
     Case("gpt-tied", "1f1b", 1, 1),
@@ -70,7 +70,7 @@ def test_in_one_process(case: Case) -> None:
 @pytest.mark.mostly_slow(every=8)
 @pytest.mark.parametrize("case", PROCESSES, ids=str)
 def test_in_processes(case: Case, pool: Pool) -> None:
-    assert_bitwise(join(pool.run(quickly, case, ranks=case.ranks)), reference(case))
+    assert_bitwise(on_ranks(pool, quickly, case), reference(case))
 
 
 @pytest.mark.mostly_slow(every=7)
@@ -79,7 +79,7 @@ def test_other_models(case: Case, pool: Pool) -> None:
     """Skip connections, loss inside the model, frozen and unused parameters."""
     alone = quickly(case)
     assert_bitwise(alone, reference(case))
-    assert_bitwise(join(pool.run(quickly, case, ranks=case.ranks)), alone)
+    assert_bitwise(on_ranks(pool, quickly, case), alone)
 
 
 DEFAULT = [
@@ -94,4 +94,4 @@ def test_default_is_close_and_the_same_in_processes(case: Case, pool: Pool) -> N
     """Fused accumulation: within 1e-6 of the largest entry of eager; the same bits in one process and in several."""
     alone = pipelined(case)
     assert_close(alone, reference(case))
-    assert_bitwise(join(pool.run(pipelined, case, ranks=case.ranks)), alone)
+    assert_bitwise(on_ranks(pool, pipelined, case), alone)

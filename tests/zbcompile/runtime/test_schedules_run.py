@@ -26,6 +26,7 @@ from tests.support.training import (
     assert_same_tensors,
     gradients_of,
     join,
+    on_ranks,
     pipeline_of,
     pipelined,
     quickly,
@@ -99,7 +100,7 @@ def test_in_one_process(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("case", IN_PROCESSES, ids=str)
 def test_in_processes(case: Case, pool: Pool) -> None:
     """The order that runs in one process runs over messages, with the same bits."""
-    assert_declared(join(pool.run(quickly, case, ranks=case.ranks)), case)
+    assert_declared(on_ranks(pool, quickly, case), case)
 
 
 @pytest.mark.mostly_slow(every=5)
@@ -127,7 +128,7 @@ def test_dropout_is_that_of_a_seeded_eager_run(name: str, pool: Pool) -> None:
     """Bitwise: the generator's state travels with the activations, whatever the order of the actions."""
     case = Case("small-dropout", name, 2, 4, steps=2)
     assert_bitwise(pipelined(case), reference(case))
-    assert_bitwise(join(pool.run(pipelined, case, ranks=case.ranks)), reference(case))
+    assert_bitwise(on_ranks(pool, pipelined, case), reference(case))
 
 
 def folded(case: Case) -> Trained:
@@ -192,6 +193,7 @@ def delayed(case: Case, ordered: bool) -> Trained:
 @pytest.mark.parametrize("case", DELAYED, ids=str)
 def test_late_messages_and_slow_ranks_change_no_bit(case: Case, ordered: bool, pool: Pool) -> None:
     """Also where messages have no tags, and a channel ends one operation before it begins the next."""
+    pool.rehearse(quickly, case)
     assert_declared(join(pool.run(delayed, case, ordered, ranks=case.ranks)), case)
 
 
@@ -201,7 +203,7 @@ def test_late_messages_and_slow_ranks_change_no_bit(case: Case, ordered: bool, p
 )
 def test_default_accumulation_is_the_same_over_messages(case: Case, pool: Pool) -> None:
     """The same bits in one process and in several; the caller's own generator is left as it was."""
-    assert_bitwise(join(pool.run(pipelined, case, ranks=case.ranks)), pipelined(case))
+    assert_bitwise(on_ranks(pool, pipelined, case), pipelined(case))
 
 
 def generator_before_and_after(case: Case) -> bool:

@@ -51,4 +51,5 @@ def test_in_one_process(case: ModelCase, done: Done) -> None:
 @pytest.mark.parametrize("case", IN_PROCESSES, ids=str)
 def test_in_processes(case: ModelCase, pool: Pool) -> None:
     expected = unsplit(case)
+    pool.rehearse(one_step, case)
     assert_same(join(pool.run(one_step, case, ranks=case.ranks), expected[1]), expected)

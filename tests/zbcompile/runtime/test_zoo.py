@@ -15,7 +15,7 @@ from tests.support.training import (
     assert_bitwise,
     assert_close,
     compiled_for,
-    join,
+    on_ranks,
     pipeline_of,
     pipelined,
     quickly,
@@ -83,7 +83,7 @@ def operations_from_nowhere(program: Program) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", PROCESSES, ids=str)
 def test_in_processes(case: Case, pool: Pool) -> None:
-    assert_bitwise(join(pool.run(pipelined, case, ranks=case.ranks)), reference(case))
+    assert_bitwise(on_ranks(pool, pipelined, case), reference(case))
 
 
 @pytest.mark.slow
