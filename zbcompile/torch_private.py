@@ -52,6 +52,11 @@ def group_called(name: str) -> dist.ProcessGroup:
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type, no-any-return]
 
 
+def root_of(mesh: Any) -> Any:
+    """The mesh that a mesh is a part of, or the mesh itself (2.11-2.13)."""
+    return mesh._get_root_mesh()
+
+
 def found_infinities(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
     """What `unscale_` found for an optimizer, one tensor per device; empty before it. No public name says it
     (2.11-2.13)."""

@@ -77,7 +77,7 @@ def with_separate_buffers(captured: Captured) -> Captured:
 
 
 def with_named_groups(captured: Captured) -> Captured:
-    return replace(captured, groups=name_groups(captured.module))
+    return replace(captured, groups=name_groups(captured.module, captured.dimensions))
 
 
 def with_values(captured: Captured) -> Canonical:

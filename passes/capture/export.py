@@ -7,7 +7,7 @@ keeps composite operations (linear, attention, cross entropy) whole.
 import contextlib
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -41,8 +41,9 @@ class Captured:
 
     `names` maps every parameter and buffer FQN to the first FQN of the same tensor (tied parameters share it).
     A training graph has the one output `loss`; of an inference graph `structure` rebuilds the model's output from its
-    leaves, some of which may be `constant_leaves` (None, numbers). `groups` are this process's names of the process
-    groups that collectives in the graph call `group0`, `group1`, and so on, once the graph is canonical.
+    leaves, some of which may be `constant_leaves` (None, numbers). `dimensions` has the dimension of the
+    mesh of each of its process groups, by this process's name of the group; `groups` these names by what the graph
+    calls the groups once it is canonical (`zbcompile.passes.graph.process_groups`).
     `functions` are the calls of autograd.Functions in the graph, which run only while these live.
     """
 
@@ -54,7 +55,8 @@ class Captured:
     constants: Mapping[str, torch.Tensor]
     structure: Any
     constant_leaves: Mapping[str, Any]
-    groups: tuple[str, ...] = ()
+    dimensions: Mapping[str, str] = field(default_factory=dict)
+    groups: Mapping[str, str] = field(default_factory=dict)
     functions: tuple[FunctionCall, ...] = ()
 
 

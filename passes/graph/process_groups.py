@@ -1,9 +1,10 @@
-"""Process groups in graphs. A functional collective names its group, and that name is valid in one process only, while
-the graphs must be equal on all ranks. So graphs say `group0`, `group1`, in order of appearance, and every process
-substitutes its own names when it prepares to run.
+"""Process groups in graphs. A collective names its group, and that name is valid in one process only, while the graphs
+must be equal on all ranks. So graphs call a group of the mesh by its dimension ("tp") and any other `group0`, `group1`,
+in order of appearance, and every process substitutes its own names when it prepares to run.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
 
@@ -11,64 +12,83 @@ from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.torch_private import FUNCTIONAL_COLLECTIVES, LazyGraphModule, OpOverload, arguments_of
 
 WAIT = "wait_tensor"
+GROUP = "group_name"  # the argument by which functional collectives, and custom operators, take their group
 
 
 def is_collective(node: Node) -> bool:
-    """Whether a node is a functional collective, or waits for one."""
-    return isinstance(node.target, OpOverload) and node.target.namespace in FUNCTIONAL_COLLECTIVES
+    """Whether a node communicates with a group, or waits for that."""
+    return _is_functional(node) or _has_group(node)
 
 
 def is_wait(node: Node) -> bool:
     """Whether a node waits for a collective."""
-    return is_collective(node) and node.target.overloadpacket.__name__ == WAIT  # type: ignore[union-attr]
+    return _is_functional(node) and node.target.overloadpacket.__name__ == WAIT  # type: ignore[union-attr]
 
 
 def is_under_way(node: Node) -> bool:
-    """Whether a node's result comes from a collective that has been issued but not yet waited for."""
-    return is_collective(node) and not is_wait(node)
+    """Whether a node's result comes from a collective that has been issued but not yet waited for. A custom operator
+    waits itself."""
+    return _is_functional(node) and not is_wait(node)
 
 
-def name_groups(module: GraphModule) -> tuple[str, ...]:
-    """Rename the process groups in the graph, in place; return the former names, of which the i-th is now `group<i>`.
+def _is_functional(node: Node) -> bool:
+    return isinstance(node.target, OpOverload) and node.target.namespace in FUNCTIONAL_COLLECTIVES
+
+
+def name_groups(module: GraphModule, dimensions: Mapping[str, str]) -> dict[str, str]:
+    """Rename the process groups in the graph, in place: those in `dimensions` to their dimension of the mesh. Return
+    the former name of every new one.
 
     Raises CaptureError for a collective inside a branch (torch.cond), which not all ranks of its group need take.
     """
     _refuse_in_branches(module)
-    found: dict[str, str] = {}
+    labels: dict[str, str] = {}
     for node in module.graph.nodes:
-        at = _group_argument(node)
-        if at is not None:
-            _require_name(node, node.args[at])
-            node.update_arg(at, found.setdefault(str(node.args[at]), f"group{len(found)}"))
-    return tuple(found)
+        group = group_of(node)
+        if group is not None:
+            _require_name(node, group)
+            unknown = f"group{sum(name not in dimensions for name in labels)}"
+            _rename(node, labels.setdefault(str(group), dimensions.get(str(group), unknown)))
+    return {label: name for name, label in labels.items()}
 
 
-def with_groups(module: GraphModule, names: Sequence[str]) -> GraphModule:
-    """The graph with this process's names of its groups; `module` itself if it has no groups."""
-    if not any(_group_argument(node) is not None for node in module.graph.nodes):
+def with_groups(module: GraphModule, names: Mapping[str, str]) -> GraphModule:
+    """The graph with this process's `names` of its groups; `module` itself if it has no groups."""
+    if not any(map(_has_group, module.graph.nodes)):
         return module
-    own = {f"group{i}": name for i, name in enumerate(names)}
     graph = Graph()
     graph.output(graph.graph_copy(module.graph, {}))
-    for node in graph.nodes:
-        at = _group_argument(node)
-        if at is not None:
-            node.update_arg(at, own[str(node.args[at])])
+    for node in filter(_has_group, graph.nodes):
+        _rename(node, names[str(group_of(node))])
     return LazyGraphModule(module, graph, class_name=type(module).__name__)
 
 
-def group_of(node: Node) -> object:
+def group_of(node: Node) -> Any:
     """The name of the group of a collective; None for anything else."""
-    at = _group_argument(node)
-    return None if at is None else node.args[at]
-
-
-def _group_argument(node: Node) -> int | None:
-    """The index of the argument of a collective that is its group."""
-    if not is_collective(node):
+    if not _has_group(node):
         return None
-    names = [argument.name for argument in arguments_of(node.target)]  # type: ignore[arg-type]
-    return names.index("group_name") if "group_name" in names else None
+    at = _position(node)
+    return node.args[at] if at < len(node.args) else node.kwargs.get(GROUP)
+
+
+def groups_in(graph: Graph) -> Iterator[str]:
+    """The names of the groups in a graph."""
+    yield from (str(group_of(node)) for node in graph.nodes if _has_group(node))
+
+
+def _has_group(node: Node) -> bool:
+    return isinstance(node.target, OpOverload) and any(a.name == GROUP for a in arguments_of(node.target))
+
+
+def _position(node: Node) -> int:
+    return [argument.name for argument in arguments_of(node.target)].index(GROUP)  # type: ignore[arg-type]
+
+
+def _rename(node: Node, name: str) -> None:
+    if _position(node) < len(node.args):
+        node.update_arg(_position(node), name)
+    else:
+        node.update_kwarg(GROUP, name)
 
 
 def _require_name(node: Node, group: object) -> None:

@@ -98,9 +98,9 @@ CANONICALISE = _in_turn(
     Pass("drop-dead-code", "drops what no result needs", _on(canonical.drop_dead_code), (model.nothing_unused,)),
     Pass(
         "name-groups",
-        "names process groups group0, group1, ...",
+        "names process groups by their dimension of the mesh",
         canonical.with_named_groups,
-        (model.groups_numbered,),
+        (model.groups_named,),
     ),
     Pass("infer-values", "records values and where gradients flow", canonical.with_values, _CANONICAL),
 )

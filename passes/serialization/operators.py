@@ -1,7 +1,8 @@
 """Operators by name: the allow-list of what a graph read from a file may call.
 
-A saved program is data. The only functions it can name are torch's own tensor operators (`aten`, `prims`), the
-higher-order operators below, `getitem`, and operators of other libraries that the reader has named beforehand.
+A saved program is data. The only functions it can name are torch's own tensor operators (`aten`, `prims`), its
+functional collectives (whose groups are dimensions of a mesh), the higher-order operators below, `getitem`, and
+operators of other libraries that the reader has named beforehand.
 """
 
 import operator
@@ -12,10 +13,9 @@ from typing import Any
 import torch
 
 from zbcompile.passes.errors import CompileError
-from zbcompile.passes.torch_private import HigherOrderOperator, OpOverload, arguments_of
+from zbcompile.passes.torch_private import FUNCTIONAL_COLLECTIVES, HigherOrderOperator, OpOverload, arguments_of
 
-OWN_LIBRARIES = ("aten", "prims")
-OF_A_GROUP = ("_c10d_functional", "_c10d_functional_autograd", "c10d")  # their arguments name a process group
+OWN_LIBRARIES = ("aten", "prims", *FUNCTIONAL_COLLECTIVES)
 HIGHER_ORDER = ("cond",)
 GETITEM = "getitem"
 _NAME = re.compile(r"[A-Za-z_]\w*\.[A-Za-z_]\w*\.[A-Za-z_]\w*")  # library.operator.overload
@@ -29,7 +29,6 @@ def name_of_operator(target: Any) -> str:
     if target is operator.getitem:
         return GETITEM
     if isinstance(target, OpOverload):
-        _refuse_collective(str(target))
         return str(target)
     if isinstance(target, HigherOrderOperator) and target.name() in HIGHER_ORDER:
         return f"higher_order.{target.name()}"
@@ -59,7 +58,6 @@ def operator_named(name: str, foreign: Collection[str] = ()) -> Callable[..., An
         return getattr(torch.ops.higher_order, name.partition(".")[2])  # type: ignore[no-any-return]
     if not _NAME.fullmatch(name):
         raise CompileError(f"{name!r} is not the name of an operator; expected library.operator.overload.")
-    _refuse_collective(name)
     library, function, overload = name.split(".")
     if library not in OWN_LIBRARIES and f"{library}::{function}" not in foreign:
         raise CompileError(
@@ -67,15 +65,6 @@ def operator_named(name: str, foreign: Collection[str] = ()) -> Callable[..., An
             f'module that defines it and pass operators=["{library}::{function}"].'
         )
     return _without_files(name, _found(library, function, overload))
-
-
-def _refuse_collective(name: str) -> None:
-    """Refuse a collective: the name of a process group means nothing in another run or another group."""
-    if name.partition(".")[0] in OF_A_GROUP:
-        raise CompileError(
-            f"{name} is a collective of a process group that exists only in the run that compiled it; a program cannot "
-            "hold it. Use the compiled pipeline without saving it."
-        )
 
 
 def _found(library: str, function: str, overload: str) -> Any:

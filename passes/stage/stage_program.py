@@ -102,7 +102,7 @@ def _buffers(split: Split, choices: Choices) -> dict[str, torch.Tensor]:
         return {name: like(value, dtype=choices.dtype_of_sum(value.dtype)) for name, value in parameters.items()}
 
 
-def bind_groups(program: StageProgram, names: Sequence[str]) -> StageProgram:
+def bind_groups(program: StageProgram, names: Mapping[str, str]) -> StageProgram:
     """`program` with this process's names of the groups in its graphs (`zbcompile.passes.graph.process_groups`)."""
     if not names:
         return program

@@ -50,13 +50,12 @@ def nothing_unused(view: GraphView) -> Iterator[Break]:
             yield Break("is never read", node)
 
 
-@rule("a collective's group is called group0, group1, ..., of which the model's graph lists this process's names")
-def groups_numbered(made: Any, before: Any) -> Iterator[Break]:
+@rule("a collective's group has a name of the model's graph, which lists this process's names of them")
+def groups_named(made: Any, before: Any) -> Iterator[Break]:
     captured = made.captured if isinstance(made, Canonical) else made
-    known = {f"group{i}" for i in range(len(captured.groups))}
     for view in graphs_of(made):
         for node in view.calls:
-            if group_of(node) not in (None, *known):
+            if group_of(node) not in (None, *captured.groups):
                 yield Break(f"names the group {group_of(node)}", node, view.title)
 
 

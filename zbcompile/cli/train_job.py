@@ -14,6 +14,7 @@ from zbcompile.cli.train_data import Data, Start, amount, on_device
 from zbcompile.cli.train_optimizer import make_optimizer, options_of, rate_factor, set_options
 from zbcompile.cli.train_progress import Progress
 from zbcompile.distributed.agreement import gathered, together
+from zbcompile.distributed.mesh import BATCHES
 from zbcompile.distributed.process_group import start_group
 from zbcompile.errors import PipelineError
 from zbcompile.frontend.options import Options
@@ -155,10 +156,10 @@ def _origin(job: Job, at: Checkpoint) -> str:
 def _data(job: Job, pipe: LoadedPipeline, source: Any, at: Checkpoint) -> Data:
     """The data from step `at.step` on. If batches are drawn again to be skipped, so are their random numbers; otherwise
     the generators continue from their restored state."""
-    seed, replicas = pipe.options.seed, pipe.ranks.replicas
+    seed, mesh = pipe.options.seed, pipe.ranks.mesh
     seed_everything(seed)
     state = at.extra["data"] if at.extra else None
-    data = Data(source, job.data, Start(at.step, seed, replicas.rank, replicas.count, state))
+    data = Data(source, job.data, Start(at.step, seed, mesh.index(*BATCHES), mesh.size(*BATCHES), state))
     if at.random is not None and not data.skips:
         restore_random_state(at.random, pipe.device)
     return data

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from zbcompile.compiler.pass_pipeline import make_manager
+from zbcompile.compiler.pass_pipeline import make_manager, on_mesh
 from zbcompile.model.batch import Microbatch
 from zbcompile.passes.capture.export import Captured
 from zbcompile.passes.graph.fx import output_values
@@ -39,15 +39,18 @@ def forward_program(inference: Inference, like: Program, microbatches: int) -> P
     """The program that runs `inference` for a number of microbatches on the ranks of `like`."""
     lowered = lower(forward_only(like.schedule.placement, microbatches))
     return replace(
-        like, stages=forward_programs(inference.stages), lowered=lowered, vocabulary=None, groups=(), writer=None
+        like, stages=forward_programs(inference.stages), lowered=lowered, vocabulary=None, groups={}, writer=None
     )
 
 
-def compile_inference(model: nn.Module, microbatch: Microbatch, like: Program) -> Inference:
-    """Capture `model` in eval mode and cut it so that each parameter is used on the stage where it trains."""
+def compile_inference(
+    model: nn.Module, microbatch: Microbatch, like: Program, dimensions: Mapping[str, str]
+) -> Inference:
+    """Capture `model` in eval mode and cut it so that each parameter is used on the stage where it trains. `dimensions`
+    are those of `Captured`."""
     args, kwargs, _ = microbatch.example
     manager = make_manager()
-    captured = manager.run(CAPTURE_INFERENCE, model, args, kwargs)
+    captured = on_mesh(manager.run(CAPTURE_INFERENCE, model, args, kwargs), dimensions)
     canonical = canonicalise(captured, manager)
     line = draw_line(canonical)
     assigned = assign_by_parameters(canonical, line, like.homes)

@@ -3,7 +3,7 @@
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -64,18 +64,24 @@ def draw_step(
     choices: Choices | None = None,
     schedule: Schedule | None = None,
     observe: Observer | None = None,
+    dimensions: Mapping[str, str] | None = None,
 ) -> Drawn:
     """Capture the training step of `model` for one microbatch's shapes. `vocab="auto"` decides for `schedule`.
 
-    `observe` sees each pass over the model.
+    `observe` sees each pass over the model; `dimensions` are those of `Captured`.
     """
     manager = make_manager(observe)
     args, kwargs, target = microbatch.example
-    captured = manager.run(CAPTURE, model, args, kwargs, target, loss)
+    captured = on_mesh(manager.run(CAPTURE, model, args, kwargs, target, loss), dimensions or {})
     with without_autocast(microbatch):
         canonical = canonicalise(captured, manager)
         raise_first([*mixed_dtypes(canonical), *loss_problems(canonical)])
         return _drawn(captured, canonical, schedule, choices or Choices(), manager)
+
+
+def on_mesh(captured: Captured, dimensions: Mapping[str, str]) -> Captured:
+    """`captured`, for the process groups of a mesh: each with its dimension, by this process's name of it."""
+    return replace(captured, dimensions=dimensions) if dimensions else captured
 
 
 def make_manager(observe: Observer | None = None) -> PassManager:

@@ -1,10 +1,11 @@
 """Agreement of all ranks: a failure on one is raised on all, and ranks that compiled different programs do not
 start."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any, TypeVar
 
+from zbcompile.distributed.mesh import PLACE
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 
@@ -42,18 +43,25 @@ BUILD = "Every rank must build the same model, use the same versions and pass th
 
 
 def require_equal_programs(
-    ranks: Ranks, manifest: Mapping[str, object], what: str = COMPILED, remedy: str = BUILD
+    ranks: Ranks,
+    manifest: Mapping[str, object],
+    what: str = COMPILED,
+    remedy: str = BUILD,
+    of_a_place: Sequence[str] = (),
 ) -> None:
-    """Raise on every rank when the manifests differ, naming what differs and where: the ranks did `what`."""
+    """Raise on every rank when the manifests differ, naming what differs and where: the ranks did `what`. The entries
+    `of_a_place` must be equal along the pipeline and replicas only."""
     with ranks.watch.position.waiting("the comparison of programs"):
         manifests = ranks.gather(dict(manifest))
-    for rank, other in zip(ranks.members, manifests, strict=True):
+    first: dict[object, int] = {}  # the first rank at every place
+    for index, (rank, other) in enumerate(zip(ranks.members, manifests, strict=True)):
+        here = first.setdefault(ranks.mesh.index_of(ranks.mesh.place_of(rank), PLACE), index)
         for key, value in manifests[0].items():
-            if other[key] != value:
-                where, here, there = first_difference(key, value, other[key])
-                first = ranks.members[0]
-                text = f"the ranks {what}: {where} is {here} on rank {first} and {there} on rank {rank}. {remedy}"
-                raise ranks.watch.known_to_all(PipelineError(text))
+            expected, source = (manifests[here][key], here) if key in of_a_place else (value, 0)
+            if other[key] != expected:
+                where, one, there = first_difference(key, expected, other[key])
+                text = f"the ranks {what}: {where} is {one} on rank {ranks.members[source]} and {there} on rank {rank}."
+                raise ranks.watch.known_to_all(PipelineError(f"{text} {remedy}"))
 
 
 def agreed_seconds(ranks: Ranks, seconds: Mapping[str, float]) -> dict[str, float]:

@@ -1,13 +1,16 @@
 """Check that tensors held by several ranks are equal: tied parameters, model copies, replicas. Otherwise a model that
 each rank seeds by itself would train on, with a loss that belongs to no model."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
+from zbcompile.model.placements import CHOSEN, PARTIAL, SHARD
 
+TOLERANCE = {1: 0.2, 2: 0.05, 4: 1e-3, 8: 1e-6}  # by bytes of an element: what sums in another order differ by at most
 CHUNK = 1 << 20  # elements that are summed at a time
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -29,11 +32,90 @@ def require_equal_tensors(ranks: Ranks, tensors: Mapping[str, torch.Tensor]) -> 
         name, (first, second) = next(iter(different.items()))
         others = f" (and {len(different) - 1} more tensors)" if different.keys() - {name} else ""
         text = (
-            f"{name}{others} is shared by ranks {first} and {second}, which hold different values of it. Build the "
-            "model alike on every rank (torch.manual_seed before it), or load one state dict on all of them: "
-            "pipe.load_state_dict(state) after compiling."
+            f"{name}{others} is shared by ranks {first} and {second}{_apart(ranks, first, second)}, which hold "
+            "different values of it. Build the model alike on every rank (torch.manual_seed before it), or load one "
+            "state dict on all of them: pipe.load_state_dict(state) after compiling."
         )
-        raise ranks.watch.known_to_all(PipelineError(text))
+        raise ranks.watch.known_to_all(PipelineError(text + _if_meant(ranks, name, first, second, SHARD)))
+
+
+def _apart(ranks: Ranks, first: int, second: int) -> str:
+    """Along which dimensions of the mesh two ranks differ, if there is more than the pipeline's."""
+    found = _dimensions_between(ranks, first, second)
+    return f" (apart along {', '.join(found)})" if found else ""
+
+
+def _dimensions_between(ranks: Ranks, first: int, second: int) -> list[str]:
+    if not ranks.mesh.beside("pp"):
+        return []
+    one, other = ranks.mesh.place_of(first), ranks.mesh.place_of(second)
+    return [f'"{name}"' for name in one if one[name] != other[name]]
+
+
+def _if_meant(ranks: Ranks, name: str, first: int, second: int, word: str) -> str:
+    """How to say that tensors differ along a dimension by intent."""
+    chosen = [n for n in _dimensions_between(ranks, first, second) if n.strip('"') in CHOSEN]
+    return f' If that is meant, say so: placements={{"{name}": {{{chosen[0]}: "{word}"}}}}.' if chosen else ""
+
+
+def require_equal_losses(ranks: Ranks, losses: torch.Tensor) -> None:
+    """Raise PipelineError on every rank unless the ranks along "tp", the columns, computed the same losses."""
+    values = losses.double()
+    bound = TOLERANCE[losses.element_size()] * values.abs().amax(dim=1, keepdim=True)
+    far = ((values - values[:, :1]).abs() > bound).nonzero()
+    if len(far):
+        microbatch, column = far[0].tolist()
+        raise ranks.watch.known_to_all(
+            PipelineError(
+                f'the loss of microbatch {microbatch} is {values[microbatch, 0]:g} on rank 0 along "tp" and '
+                f"{values[microbatch, column]:g} on rank {column}; these ranks train on one batch and must compute one "
+                'loss. Pass the same batch along "tp"; if every rank has a part of the loss, add the parts up in the '
+                "model."
+            )
+        )
+
+
+def require_equal_gradients(ranks: Ranks, gradients: Mapping[str, tuple[torch.Tensor, Sequence[str]]]) -> None:
+    """Raise PipelineError on every rank if a gradient differs between ranks that should all have computed the whole of
+    it: `gradients` has each with the dimensions along which that is so. Differences by rounding are allowed."""
+    mesh = ranks.mesh
+    if mesh.size(*CHOSEN) == 1:
+        return
+    own = {}
+    for name, (gradient, dimensions) in gradients.items():
+        rest = mesh.beside(*dimensions)
+        own[name, tuple(mesh.index(each) for each in rest)] = projections(gradient)
+    with ranks.watch.position.waiting("the comparison of gradients"):
+        reports = ranks.gather(own)
+    found: dict[Any, tuple[int, list[float]]] = {}
+    for rank, report in zip(ranks.members, reports, strict=True):
+        for key, values in report.items():
+            first, expected = found.setdefault(key, (rank, values))
+            if not _near(values, expected):
+                raise ranks.watch.known_to_all(PipelineError(_gradient_differs(ranks, key[0], first, rank)))
+
+
+def _gradient_differs(ranks: Ranks, name: str, first: int, second: int) -> str:
+    return (
+        f"the gradient of {name} differs between ranks {first} and {second}{_apart(ranks, first, second)}, although "
+        "each should compute the whole of it."
+        f"{_if_meant(ranks, name, first, second, PARTIAL)} (each computes a part, to be summed once per step)."
+    )
+
+
+def projections(tensor: torch.Tensor) -> list[float]:
+    """The tolerance for a tensor, its norm, and sums of its elements under fixed random signs: two tensors that are as
+    far apart as a part of their norm differ that much in one of them."""
+    flat = tensor.detach().reshape(-1).double()
+    generator = torch.Generator(flat.device).manual_seed(0)
+    signs = (torch.rand(flat.numel(), generator=generator, device=flat.device) < 0.5) * 2.0 - 1
+    sums = [float((flat * signs.roll(shift)).sum()) for shift in (0, 1, 7, 31)]
+    return [TOLERANCE[tensor.element_size()], float(flat.norm()), *sums]
+
+
+def _near(values: list[float], expected: list[float]) -> bool:
+    tolerance, norm, *_ = expected
+    return all(abs(a - b) <= tolerance * norm or a != a for a, b in zip(values, expected, strict=True))
 
 
 def checksum(tensor: torch.Tensor) -> int:

@@ -3,7 +3,6 @@
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -15,13 +14,13 @@ from zbcompile.distributed.device_progress import progress_of
 from zbcompile.distributed.fault_store import Board
 from zbcompile.distributed.faults import Position
 from zbcompile.distributed.gpus import require_own_gpus, take_gpu
+from zbcompile.distributed.mesh import PARTS, Mesh, mesh_of
 from zbcompile.distributed.ranks import GroupRanks, LocalRanks, Ranks
 from zbcompile.distributed.replicas import Replicas
 from zbcompile.distributed.watchdog import Watch
 from zbcompile.env import ORDERED
 from zbcompile.errors import PipelineError
 from zbcompile.passes.capture.meta_device import is_on_meta
-from zbcompile.torch_private import is_bound
 
 FindDevice = Callable[[], torch.device]
 
@@ -29,12 +28,10 @@ FindDevice = Callable[[], torch.device]
 def find_ranks(find_device: FindDevice, ranks: int | None, mesh: Any, timeout: float) -> Ranks:
     """The ranks of this process: one of a group if a mesh, a process group or torchrun gives ranks, else all of them.
     `find_device` is asked once this process has its GPU. `timeout`: see `zbcompile.pipeline`."""
-    if mesh is not None:
-        return _group_ranks(find_device, _sides(mesh), ranks, timeout)
     if not is_alone(mesh):
-        if not dist.is_initialized():
+        if mesh is None and not dist.is_initialized():
             start_group(find_device, timeout)
-        return _group_ranks(find_device, Sides(dist.group.WORLD, dist.group.WORLD, Replicas()), ranks, timeout)
+        return _group_ranks(find_device, mesh_of(mesh), ranks, timeout)
     if ranks is None:
         print("zbcompile: neither torchrun nor ranks= gives a number of ranks; running as one rank in this process.")
     count = 1 if ranks is None else ranks
@@ -102,59 +99,22 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     return wanted
 
 
-def _sides(mesh: Any) -> "Sides":
-    """The groups of a mesh: "pp" gives the pipeline's ranks, "dp", if it exists, the replicas."""
-    names = tuple(mesh.mesh_dim_names or ())
-    if "pp" not in names:
-        raise PipelineError(f'mesh= has dimensions {names or "without names"}; expected one called "pp".')
-    others = {name: mesh[name].size() for name in names if name not in ("pp", "dp") and mesh[name].size() > 1}
-    if others:
-        raise PipelineError(
-            f'mesh= has more than one rank in {others}; a pipeline knows the dimensions "pp" and "dp". Use a mesh of '
-            "these two."
-        )
-    group = mesh["pp"].get_group()
-    if "dp" not in names or mesh["dp"].size() == 1:
-        return Sides(group, group, Replicas())
-    replicas = Replicas(mesh["dp"].get_group(), mesh["dp"].get_local_rank(), mesh["dp"].size())
-    return Sides(group, _whole(mesh), replicas)
-
-
-def _whole(mesh: Any) -> Any:
-    """The group of all ranks of a mesh."""
-    members = sorted(mesh.mesh.flatten().tolist())
-    if members == list(range(dist.get_world_size())):
-        return dist.group.WORLD
-    if is_bound(dist.group.WORLD):
-        raise PipelineError(
-            "mesh= covers a part of the ranks, and the process group is bound to a device, so only all ranks together "
-            "can make a new group. Call init_process_group without device_id=."
-        )
-    return dist.new_group(members, use_local_synchronization=True)
-
-
-@dataclass(frozen=True)
-class Sides:
-    """The process groups of a pipeline: its own ranks, those of all replicas, and those that hold the same stages."""
-
-    group: Any
-    everyone: Any
-    replicas: Replicas
-
-
-def _group_ranks(find_device: FindDevice, sides: Sides, ranks: int | None, timeout: float) -> GroupRanks:
-    group, everyone = sides.group, sides.everyone
-    size = dist.get_world_size(group)
+def _group_ranks(find_device: FindDevice, mesh: Mesh, ranks: int | None, timeout: float) -> GroupRanks:
+    size = mesh.size("pp")
     if ranks is not None and ranks != size:
         raise PipelineError(
-            f"ranks={ranks}, but the process group has {size} ranks. Leave ranks= out, or start {ranks} processes."
+            f"ranks={ranks}, but the process group has {size} pipeline ranks. Leave ranks= out, or start {ranks} "
+            "processes."
         )
+    everyone = mesh.group(*mesh.names) or mesh.only_me()
     device, own = find_device(), dist.get_rank()
-    backend = backend_of(group, device)
+    backend = backend_of(everyone, device)
     board = Board(everyone, dist.get_process_group_ranks(everyone), own)
     if device.type == "cuda":
         require_own_gpus(board, device, timeout)
-    groups = {group, everyone} | ({sides.replicas.group} if sides.replicas.group else set())
+    pipeline = mesh.group("pp") or mesh.only_me()
+    replicas = Replicas(mesh.group(*PARTS), mesh.index(*PARTS), mesh.size(*PARTS))
+    groups = {group for group in (pipeline, everyone, replicas.group) if group is not None}
     watch = Watch(Position(own), board, tuple(groups), timeout, backend, progress_of(device))
     ordered = backend == "nccl" or ORDERED.read()
-    return GroupRanks(group, everyone, dist.get_rank(group), size, device, backend, watch, sides.replicas, ordered)
+    return GroupRanks(pipeline, everyone, mesh, device, backend, watch, replicas, ordered)

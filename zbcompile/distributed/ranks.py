@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from zbcompile.distributed.channels import Channels, Ordered, Tagged, open_channels
 from zbcompile.distributed.faults import Position
+from zbcompile.distributed.mesh import Mesh
 from zbcompile.distributed.replicas import Replicas
 from zbcompile.distributed.transport import Mailboxes, PointToPoint, ReceiveBuffers, Transport
 from zbcompile.distributed.watchdog import Alone, Watch
@@ -24,9 +25,9 @@ class Ranks(Protocol):
     """The ranks of a pipeline as one process sees them.
 
     `local` are those that this process plays, of `count` in all; `rank` is the only one, None if it plays all of them.
-    `group` is the pipeline's process group, `everyone` that of all replicas, None without one. `watch` guards what
-    ranks do together, and names in its errors the processes by `members`. Every process must make each of the calls
-    below, in one common order.
+    `group` is the pipeline's process group, `everyone` that of the whole mesh, None without one; `mesh` says which
+    other ranks share the step. `watch` guards what ranks do together, and names in its errors the processes by
+    `members`. Every process must make each of the calls below, in one common order.
     """
 
     @property
@@ -44,20 +45,32 @@ class Ranks(Protocol):
     @property
     def watch(self) -> Alone | Watch: ...
     @property
+    def mesh(self) -> Mesh: ...
+    @property
     def replicas(self) -> Replicas: ...
     @property
     def members(self) -> Sequence[int]: ...
+    @property
+    def number(self) -> int:
+        """The place of this process among `members`."""
+        ...
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process is the first of those that hold the same stages: the one that writes for them."""
+        ...
+
     @property
     def is_first(self) -> bool:
         """Whether this process has the first rank of all: the one that speaks and writes for all."""
         ...
 
     def gather(self, value: Value) -> list[Value]:
-        """The value of every process, those of other replicas included, in the order of `members`."""
+        """The value of every process of the mesh, in the order of `members`."""
         ...
 
     def gather_here(self, value: Value) -> list[Value]:
-        """The value of every process of this replica."""
+        """The value of every process of this pipeline."""
         ...
 
     def broadcast(self, tensor: torch.Tensor, rank: int) -> None:
@@ -65,11 +78,11 @@ class Ranks(Protocol):
         ...
 
     def add_up(self, tensor: torch.Tensor) -> None:
-        """Overwrite `tensor` with its sum over the processes of this replica."""
+        """Overwrite `tensor` with its sum over the processes that train on this batch: of all dimensions but "dp"."""
         ...
 
     def largest(self, tensor: torch.Tensor) -> None:
-        """Overwrite `tensor` with its elementwise maximum over the processes of all replicas."""
+        """Overwrite `tensor` with its elementwise maximum over the processes of the mesh."""
         ...
 
     def transport(self, schedule: Schedule, microbatches: int, buffers: ReceiveBuffers) -> Transport:
@@ -81,8 +94,8 @@ class Ranks(Protocol):
         ...
 
     def watch_over(self, names: Iterable[str]) -> None:
-        """Process groups that the graphs communicate through: they end with this pipeline when one of its ranks
-        fails, so that their other ranks do not wait for it."""
+        """Process groups that the graphs communicate through, by name, and those that the mesh has made: they end with
+        this pipeline when one of its ranks fails, so that their other ranks do not wait for it."""
         ...
 
     def disconnect(self) -> None:
@@ -97,11 +110,14 @@ class LocalRanks:
     count: int
     device: torch.device
     watch: Alone = field(default_factory=lambda: Alone(Position()))
+    mesh: Mesh = field(default_factory=Mesh)
     replicas: Replicas = field(default_factory=Replicas)
     rank: None = None
     group: None = None
     everyone: None = None
     members: Sequence[int] = (0,)
+    number: int = 0
+    leads: bool = True
     is_first: bool = True
 
     @property
@@ -138,13 +154,12 @@ class LocalRanks:
 
 @dataclass
 class GroupRanks:
-    """This process is one rank of a process group: `group` holds the ranks of its pipeline, `everyone` those of all
-    replicas."""
+    """This process is one rank of a process group: `group` holds the ranks of its pipeline, `everyone` those of the
+    whole mesh."""
 
     group: dist.ProcessGroup
     everyone: dist.ProcessGroup
-    rank: int
-    count: int
+    mesh: Mesh
     device: torch.device
     backend: str
     watch: Watch
@@ -158,12 +173,28 @@ class GroupRanks:
         return (self.rank,)
 
     @property
+    def rank(self) -> int:
+        return self.mesh.index("pp")
+
+    @property
+    def count(self) -> int:
+        return self.mesh.size("pp")
+
+    @property
     def members(self) -> Sequence[int]:
         return self.watch.board.members
 
     @property
+    def number(self) -> int:
+        return self.members.index(self.watch.board.rank)
+
+    @property
+    def leads(self) -> bool:
+        return self.mesh.index(*self.mesh.beside("pp")) == 0
+
+    @property
     def is_first(self) -> bool:
-        return self.rank == 0 and self.replicas.rank == 0
+        return self.rank == 0 and self.leads
 
     def gather(self, value: Value) -> list[Value]:
         return _gather(value, self.everyone)
@@ -175,7 +206,7 @@ class GroupRanks:
         dist.broadcast(tensor, group=self.group, group_src=rank)
 
     def add_up(self, tensor: torch.Tensor) -> None:
-        dist.all_reduce(tensor, group=self.group)
+        dist.all_reduce(tensor, group=self.mesh.group(*self.mesh.beside("dp")) or self.group)
 
     def largest(self, tensor: torch.Tensor) -> None:
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.everyone)
@@ -197,10 +228,11 @@ class GroupRanks:
 
     def collective_group(self) -> dist.ProcessGroup:
         if self.collectives is None:
-            if self.replicas.count > 1 and is_bound(dist.group.WORLD):
+            if self.mesh.beside("pp") and is_bound(dist.group.WORLD):
                 raise PipelineError(
-                    "vocab= with replicas needs a process group that is not bound to a device, since only all ranks "
-                    "together can make new groups from one that is. Call init_process_group without device_id=."
+                    "vocab= beside other dimensions of the mesh needs a process group that is not bound to a device, "
+                    "since only all ranks together can make new groups from one that is. Call init_process_group "
+                    "without device_id=."
                 )
             members = dist.get_process_group_ranks(self.group)
             self.collectives = dist.new_group(members, use_local_synchronization=True)
@@ -209,6 +241,7 @@ class GroupRanks:
 
     def watch_over(self, names: Iterable[str]) -> None:
         self.watch.inner = tuple({*self.watch.inner, *map(group_called, names)})
+        self.watch.groups = (*self.watch.groups, *self.mesh.made)
 
     def disconnect(self) -> None:
         """Close the channels; all ranks call it, as NCCL ends a communicator from both its ends."""

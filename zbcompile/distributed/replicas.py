@@ -1,4 +1,4 @@
-"""The replicas of a pipeline: the ranks that hold the same stages."""
+"""The replicas of a pipeline: the ranks that hold the same stages and compute losses of their own."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,7 +11,8 @@ from zbcompile.distributed.packing import as_contiguous
 
 @dataclass
 class Replicas:
-    """The ranks that hold the same stages, one per replica of the pipeline; this process is number `rank` of `count`.
+    """The ranks that hold the same stages, one per loss that the step averages: along "dp", "ep" and "cp" of the mesh.
+    This process is number `rank` of `count`.
 
     `synchronise` is False inside `no_sync`. `partial` says that `.grad` holds this replica's part of the sum: after a
     step without synchronisation. Otherwise all replicas hold the whole sum, and all but the first clear it before they
@@ -24,13 +25,13 @@ class Replicas:
     synchronise: bool = True
     partial: bool = False
 
-    def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Give all replicas the values of the first."""
-        if self.count > 1:
-            for tensor in tensors:
-                flat = as_contiguous(tensor.detach())
-                dist.broadcast(flat, group=self.group, group_src=0)
-
     def forget(self) -> None:
         """Forget the gradients of a failed step."""
         self.partial = False
+
+
+def broadcast(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None) -> None:
+    """Give all ranks of `group` the values of its first."""
+    if group is not None:
+        for tensor in tensors:
+            dist.broadcast(as_contiguous(tensor.detach()), group=group, group_src=0)

@@ -41,19 +41,19 @@ class Evaluation:
         return replace(self.executable, stages=stages)
 
 
-def plan_evaluation(model: nn.Module, batch: Batch, program: Program) -> Evaluation:
-    """Compile the forward for this batch.
+def plan_evaluation(model: nn.Module, batch: Batch, program: Program, dimensions: Mapping[str, str]) -> Evaluation:
+    """Compile the forward for this batch. `dimensions` are those of `Captured`.
 
     It runs in microbatches when every output has one row per sample; an output of another kind (a loss, say) is
     computed on the whole batch, so that it is what the model itself returns. So is a forward that changes buffers,
     which a batch changes once.
     """
-    whole = compile_inference(model, batch.whole, program)
+    whole = compile_inference(model, batch.whole, program, dimensions)
     wanted = program.schedule.microbatches
     count = max(n for n in range(1, wanted + 1) if batch.divides_into(n))
     if count == 1 or not _has_rows(whole, batch.size) or whole.changes_buffers:
         return Evaluation(whole, 1)
-    chunk = compile_inference(model, batch.microbatch(0, count), program)
+    chunk = compile_inference(model, batch.microbatch(0, count), program, dimensions)
     fits = _has_rows(chunk, batch.size // count) and _rest(chunk) == _rest(whole)
     return Evaluation(chunk, count) if fits else Evaluation(whole, 1)
 

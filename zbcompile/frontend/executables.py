@@ -19,11 +19,13 @@ from zbcompile.compiler.pass_pipeline import Drawn, compile_drawn, draw_step
 from zbcompile.distributed.agreement import agreed_seconds, require_equal_programs, together
 from zbcompile.distributed.equal_tensors import require_equal_tensors
 from zbcompile.distributed.ranks import Ranks
+from zbcompile.distributed.replicas import broadcast
 from zbcompile.env import DEBUG_NAN
 from zbcompile.frontend.options import Options
 from zbcompile.frontend.state_dict import own_state
 from zbcompile.model.batch import Microbatch
 from zbcompile.model.materialize import Share
+from zbcompile.model.placements import SHARD, along, require_matches
 from zbcompile.model.resident_tensors import kind_of, require_same_tensors, resident_tensors
 from zbcompile.passes.capture.attention_kernels import attention_kernels
 from zbcompile.passes.capture.unsupported import hook_problems, raise_first
@@ -31,8 +33,9 @@ from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.stage.stage_program import bind_groups
 from zbcompile.passes.torch_private import forward_hooks, global_hooks
-from zbcompile.program.program import Program
+from zbcompile.program.program import OF_A_PLACE, Program
 from zbcompile.program.save import save_program
+from zbcompile.runtime.data_parallel import sums_of
 from zbcompile.runtime.engine import Executable, make_executable
 from zbcompile.runtime.nan_check import inspected
 from zbcompile.runtime.stage_plan import prepare_stage
@@ -112,21 +115,29 @@ class Executables:
 
     def require_equal_shares(self) -> None:
         """Raise PipelineError, on every rank, if ranks start with different values of what they share: parameters and
-        buffers of several stages or model copies, with replicas all of them. Compares once."""
-        program, replicas = self.program, self._ranks.replicas
-        if self._compared or self._ranks.group is None or program is None:
+        buffers of several stages or model copies, and along the dimensions of the mesh all that is not sharded there.
+        Compares once."""
+        program, ranks = self.program, self._ranks
+        if self._compared or ranks.group is None or program is None:
             return
         rows = self.shards.own if self.shards else {}
         held = {slot.name: tensor for slot, (tensor, _) in self._bound.items() if slot.name not in rows}
-        shared = {name: t for name, t in held.items() if self.is_own(name) and self._is_shared(name)}
-        if replicas.count > 1:
-            shared |= {f"{name} (the rows of pipeline rank {self._ranks.rank})": t for name, t in rows.items()}
-        require_equal_tensors(self._ranks, shared)
+        shared = {self._title(name): t for name, t in held.items() if self.is_own(name) and self._is_shared(name)}
+        if ranks.mesh.beside("pp"):
+            shared |= {f"{name} (the rows of pipeline rank {ranks.rank})": t for name, t in rows.items()}
+        require_equal_tensors(ranks, shared)
         self._compared = True
 
     def _is_shared(self, name: str) -> bool:
         assert self.program is not None
-        return self._ranks.replicas.count > 1 or len(self.program.holders(name)) > 1
+        return bool(self._ranks.mesh.beside("pp")) or len(self.program.holders(name)) > 1
+
+    def _title(self, name: str) -> str:
+        """The name, with the ranks that hold this part of it."""
+        assert self.program is not None
+        mesh = self._ranks.mesh
+        parts = [f"{each} rank {mesh.index(each)}" for each in along(self.program.placement(name), SHARD)]
+        return f"{name} (the part of {', '.join(parts)})" if parts else name
 
     def _key(self, microbatch: Microbatch) -> tuple[Any, ...]:
         """The key of a captured graph: shapes, autocast, train or eval and forward hooks of each module, frozen
@@ -142,10 +153,11 @@ class Executables:
                 f"{len(self._kept) + 1}; max_shapes={self._options.max_shapes} are kept)."
             )
         program = self._make_program(microbatch)
-        require_equal_programs(self._ranks, {**program.manifest, **vars(self._options.step)})
+        require_equal_programs(self._ranks, {**program.manifest, **vars(self._options.step)}, of_a_place=OF_A_PLACE)
         if self.program is None:
             self.program = program
             together(self._ranks, "filling the model", lambda: self._make_real(program))
+            require_matches(program.step.placements or {}, program.homes)
             self._copy_first_replica(program)
         return self._prepare(program)
 
@@ -155,7 +167,7 @@ class Executables:
             share = own_state(self._model, self._ranks, program.holders)
             tensors = {**share, **(self.shards.own if self.shards else {})}.values()
             real = [value for value in tensors if isinstance(value, torch.Tensor) and not value.is_meta]
-            self._ranks.replicas.broadcast(real)
+            broadcast(real, self._ranks.mesh.group("dp"))
 
     def _make_real(self, program: Program) -> None:
         """Give this process's share of the model memory and values: of a sharded output layer only its rows."""
@@ -172,7 +184,7 @@ class Executables:
     def _make_program(self, microbatch: Microbatch) -> Program:
         model, options, schedule, ranks = self._model, self._options, self.schedule, self._ranks
         given = model, microbatch, options.loss, self._choices(), schedule
-        drawn = together(ranks, "capturing", lambda: draw_step(*given))
+        drawn = together(ranks, "capturing", lambda: draw_step(*given, dimensions=ranks.mesh.labels))
         seconds = self._measured(drawn)
 
         def compile_() -> Program:
@@ -206,11 +218,14 @@ class Executables:
         bound = replace(program, stages=tuple(bind_groups(each, program.groups) for each in program.stages))
         passes = self._compile_passes(bound)
         stages = {i: prepare_stage(bound.stages[i], resident, device, until, passes.stage(i)) for i in own}
-        self._ranks.watch_over(program.groups)
+        self._ranks.watch_over(program.groups.values())
         if self.debug_nan:
             stages = {i: inspected(stage) for i, stage in stages.items()}
         vocabulary = self._prepare_vocabulary(program, resident, passes)
-        return make_executable(program, stages, self._ranks.local, device, vocabulary)
+        made = make_executable(program, stages, self._ranks.local, device, vocabulary)
+        return replace(
+            made, sums={} if self._ranks.rank is None else sums_of(program, self._ranks.mesh, self._ranks.rank)
+        )
 
     def _compile_passes(self, program: Program) -> CompiledPasses:
         ranks, backend = self._ranks, self._backend

@@ -28,7 +28,7 @@ def _read_example(given: Any) -> Any:
 SCHEDULE = accept(
     lambda given: isinstance(given, str | Schedule), "a name, a schedule file or a Schedule", metavar="NAME"
 )
-MESH = accept(lambda given: isinstance(given, DeviceMesh), 'a DeviceMesh with a "pp" dimension')
+MESH = accept(lambda given: isinstance(given, DeviceMesh), "a DeviceMesh")
 EXAMPLE = Kind(_read_example, "(args, kwargs) of one batch")
 
 
@@ -46,9 +46,10 @@ class Options(Choices, StepOptions):
         loss: `loss(output, target)`. Without it, forward returns the loss, or something with a `.loss`.
         chunks: Stages per rank, for the interleaved schedules.
         example: `(args, kwargs)` of one batch (`target` among the keywords). Compiles at once.
-        mesh: A DeviceMesh with a "pp" dimension and, for data parallelism, a "dp" dimension. Every replica of the
-            pipeline then takes a different batch, and loss and gradients are those of the concatenated batch (the mean
-            or the sum over all of it, by `loss_reduction`).
+        mesh: A DeviceMesh of all processes with any of the dimensions "pp" (the pipeline's ranks), "dp" (replicas),
+            "tp" (tensor parallelism), "cp" (context parallelism) and "ep" (experts), docs/composition.md. Ranks along
+            "dp" and "ep" pass batches of their own, along "pp", "tp" and "cp" the same one. Loss and gradients are
+            those of the concatenated batch (the mean or the sum over all of it and over "cp", by `loss_reduction`).
         timeout: Seconds that a rank waits for another one before all ranks end with an error that names it. In a step,
             a compilation or at the start; a rank that fails or dies ends the other ranks within 5 seconds.
         max_shapes: How many programs are kept. Every new shape of batch compiles one, with a notice; beyond this many

@@ -11,6 +11,7 @@ from torch import nn
 
 from zbcompile.backends.backend import Compilation
 from zbcompile.distributed.agreement import gathered, together
+from zbcompile.distributed.mesh import BATCHES
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.frontend.choose_schedule import choose_schedule, fit_to_batch
@@ -134,7 +135,8 @@ class Pipeline:
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> torch.Tensor:
         """Forward and backward of one batch: gradients accumulate into `.grad`, the loss is returned on every rank.
 
-        Every rank passes the same whole batch. Raises PipelineError for a batch that cannot be split.
+        Every rank passes the same whole batch, along "dp" and "ep" of a mesh a batch of its own. Raises PipelineError
+        for a batch that cannot be split.
         """
         return total_loss(self.step_losses(*args, target=target, **kwargs), self.options.loss_reduction)
 
@@ -191,7 +193,7 @@ class Pipeline:
 
         if key not in self._evaluations:
             with self._watch.position.turn_to(f"compiling eval for {batch.whole.summary()}"):
-                plan = partial(plan_evaluation, self._model, batch, program)
+                plan = partial(plan_evaluation, self._model, batch, program, self._ranks.mesh.labels)
                 self._evaluations.add(key, together(self._ranks, "compiling eval", plan))
         self._compiled.share.require_filled()
         chosen = self._evaluations[key]
@@ -219,11 +221,10 @@ class Pipeline:
     ) -> torch.Tensor:
         """As `torch.nn.utils.clip_grad_norm_` over the whole model: every rank clips its share by the norm of all
         gradients, tied parameters counted once, and returns that norm."""
-        names = [name for name in self._compiled.parameters if name in self.program.trained]
         with self._watch.region("clip_grad_norm_"):
-            split = frozenset(self._compiled.shards.own) if self._compiled.shards else frozenset()
-            held, holders = self._compiled.parameters, self.program.holders
-            norm = total_norm(names, split, held, self._ranks, holders, norm_type, error_if_nonfinite)
+            rows = frozenset(self._compiled.shards.own) if self._compiled.shards else frozenset()
+            held = self._compiled.parameters
+            norm = total_norm(self.program, rows, held, self._ranks, norm_type, error_if_nonfinite)
         nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, norm)
         return norm
 
@@ -239,9 +240,11 @@ class Pipeline:
 
     def from_replicas(self, value: Any) -> list[Any]:
         """What the first rank of every replica passes as `value`, on every rank; every rank must call it."""
-        own = (value,) if 0 in self._ranks.local else ()
+        mesh = self._ranks.mesh
+        own = {mesh.index(*BATCHES): value} if 0 in self._ranks.local and mesh.index("tp", "cp") == 0 else {}
         with self._watch.region("from_replicas"):
-            return [found for part in gathered(self._ranks, own) for found in part]
+            found = {number: each for part in gathered(self._ranks, own) for number, each in part.items()}
+        return [found[number] for number in sorted(found)]
 
     def largest(self, value: torch.Tensor) -> torch.Tensor:
         """The largest of all ranks' and replicas' values, on each of them."""

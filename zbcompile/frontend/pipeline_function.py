@@ -17,6 +17,7 @@ from zbcompile.frontend.options import OPTIONS, Options, document
 from zbcompile.frontend.pipeline import Pipeline
 from zbcompile.model.batch_split import Split
 from zbcompile.model.materialize import Init
+from zbcompile.model.placements import Placements
 from zbcompile.passes.capture.training_step import LossFunction
 from zbcompile.passes.compile_options import Barriers, Recompute
 from zbcompile.runtime.make_engine import make_engine
@@ -42,6 +43,7 @@ class Keywords(TypedDict, total=False):
     chunks: int | None
     example: tuple[tuple[Any, ...], dict[str, Any]] | None
     mesh: DeviceMesh | None
+    placements: Placements | None
     seed: int
     timeout: float
     max_shapes: int

@@ -95,7 +95,7 @@ def save_checkpoint(
         assert partial is not None
         together(ranks, what, lambda: _require_shared(partial))
         chunks = _staged(ranks, partial, values, copy=not wait)
-        number, processes = ranks.replicas.rank * ranks.count + ranks.local[0], len(ranks.members)
+        number, processes = ranks.number, len(ranks.members)
         save = Save(partial, number, processes, chunks, fields, keep, writer.lock, _lost(ranks), _timeout(source))
         if wait:
             _write(ranks, what, save)
@@ -180,7 +180,7 @@ def _problem(path: Path, ranks: Ranks, trust: bool) -> str | None:
     try:
         record = open_state(path, trust).record
         if record is not None:
-            require_whole(record, ranks.replicas.rank * ranks.count + ranks.local[0], len(ranks.members))
+            require_whole(record, ranks.number, len(ranks.members))
     except PipelineError as error:
         return str(error)
     return None

@@ -1,7 +1,7 @@
 """Loading a saved program: every rank reads and checks its own part, and nothing in the files is executed."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch
 
 from zbcompile.backends.types import GraphCompiler
 from zbcompile.distributed.agreement import require_equal_programs, together
+from zbcompile.distributed.mesh import Mesh
 from zbcompile.distributed.process_group import find_ranks, is_alone, own_device
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
@@ -17,6 +18,7 @@ from zbcompile.frontend.pipeline import Pipeline
 from zbcompile.model.batch import Batch, flatten_batch, refuse_input_gradients, require_divisible
 from zbcompile.model.materialize import Init
 from zbcompile.model.model_info import has_values, module_of
+from zbcompile.passes.graph.process_groups import groups_in
 from zbcompile.persistence.checkpoint import load_checkpoint
 from zbcompile.program.manifest import AGAIN, SavedProgram
 from zbcompile.program.program import Program, call_of
@@ -160,7 +162,22 @@ def _read_for(
             "fake tensors, or on the meta device). Pass init=fn(name, tensor), which fills it in place, or compile a "
             "model on a real device."
         )
-    return program
+    return replace(program, groups=_named_here(folder, data["dimensions"], program, ranks.mesh))
+
+
+def _named_here(folder: Path, sizes: Mapping[str, int], program: SavedProgram, mesh: Mesh) -> dict[str, str]:
+    """This process's names of the groups in the graphs, by dimension of the mesh."""
+    pieces = [piece for stage in program.stages for piece in stage.pieces.values()]
+    used = {group for piece in pieces for group in groups_in(piece.module.graph)}
+    if not used <= sizes.keys():
+        raise PipelineError(f"{folder} has graphs for {sorted(used)}, and says {sorted(sizes)}: damaged. {AGAIN}.")
+    for name, size in sizes.items():
+        if name not in mesh.names or mesh.size(name) != size:
+            raise PipelineError(
+                f'{folder} was compiled for {size} ranks along "{name}", but there are {mesh.size(name)}. Pass mesh= '
+                f'with "{name}" of size {size}, or compile it again.'
+            )
+    return {label: name for name, label in mesh.labels.items() if label in sizes}
 
 
 class LoadedPipeline(Pipeline):

@@ -12,6 +12,8 @@ from zbcompile.distributed.ranks import LocalRanks, Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.frontend.pipeline import Pipeline
 from zbcompile.model.model_info import ModelFacts, facts_of
+from zbcompile.model.placements import SHARD, along
+from zbcompile.program.program import Program
 from zbcompile.torch_private import offset_of, with_offset, without_offset
 
 
@@ -63,14 +65,26 @@ def holding_of(source: Pipeline | nn.Module) -> Holding:
 
 def _of_pipeline(pipe: Pipeline) -> Holding:
     facts, ranks, program = pipe.program.model, pipe.ranks, pipe.program
+    _refuse_parts(program, ranks)
     tensors = _once(pipe.state_dict(), facts)
     rows = {name for name, tensor in tensors.items() if is_sharded(tensor)}
 
     def writes(name: str) -> bool:
         owns = program.holders(facts.names.get(name, name))[0] in ranks.local
-        return ranks.replicas.rank == 0 and (name in rows or owns)
+        return ranks.leads and (name in rows or owns)
 
     return Holding(facts, tensors, dict(pipe.named_parameters()), writes, ranks)
+
+
+def _refuse_parts(program: Program, ranks: Ranks) -> None:
+    """Refuse plain parameters of which every rank has a part: nothing says how the whole is put together."""
+    for name in program.homes:
+        split = [f'"{each}"' for each in along(program.placement(name), SHARD) if ranks.mesh.size(each) > 1]
+        if split:
+            raise PipelineError(
+                f"{name} is sharded along {split[0]} by placements=, which does not say which of its dimensions; a "
+                "checkpoint holds whole tensors. Save pipe.state_dict() of every rank, or make it a DTensor."
+            )
 
 
 def _once(state: Mapping[str, Any], facts: ModelFacts) -> dict[str, torch.Tensor]:

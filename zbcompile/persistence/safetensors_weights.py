@@ -68,7 +68,7 @@ def _write_parts(target: Path, holding: Holding, tensors: Mapping[str, torch.Ten
     ranks = holding.ranks
     own = ranks.local[0]
     name = f"model-{own + 1:05d}-of-{ranks.count // len(ranks.local):05d}.safetensors"
-    leads = own == 0 and ranks.replicas.rank == 0
+    leads = own == 0 and ranks.leads
     if leads:
         (target / INDEX).unlink(missing_ok=True)  # without the index, the files that follow are not yet a complete set
     together(ranks, what, lambda: _write(target / name, tensors) if tensors else None)

@@ -47,8 +47,11 @@ class SavedProgram(Program):
         return {**(self.written or {})["program"], "threads": torch.get_num_threads()}
 
 
-def manifest_to_text(program: Program, hashes: Mapping[str, str], operators: list[str]) -> str:
-    """The manifest of `program`. It contains its own digest, so that an edited one is noticed."""
+def manifest_to_text(
+    program: Program, hashes: Mapping[str, str], operators: list[str], dimensions: Mapping[str, int]
+) -> str:
+    """The manifest of `program`, whose graphs communicate along `dimensions` of so many ranks. It contains its own
+    digest, so that an edited one is noticed."""
     data = {
         "format": FORMAT,
         "version": VERSION,
@@ -56,6 +59,7 @@ def manifest_to_text(program: Program, hashes: Mapping[str, str], operators: lis
         "ranks": program.schedule.ranks,
         "device": _device_of(program),
         "operators": operators,
+        "dimensions": dict(dimensions),
         "call": list(program.call),
         "inputs": {path: [list(shape), dtype] for path, (shape, dtype) in program.inputs.items()},
         "step": _options_to_data(program.step),
@@ -133,6 +137,7 @@ def program_from_manifest(data: Mapping[str, Any], lowered: Lowered, device: tor
         vocabulary=vocabulary_from_data(data["vocabulary"], str(device)),
         canonical_targets=(),
         call=tuple(data["call"]),
+        groups=dict.fromkeys(data["dimensions"], ""),  # named by the process that loads it
         step=StepOptions(**data["step"]),
         written=data,
     )

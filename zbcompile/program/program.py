@@ -12,13 +12,17 @@ import torch
 from zbcompile.errors import PipelineError
 from zbcompile.model.batch import Microbatch
 from zbcompile.model.model_info import ModelFacts
+from zbcompile.model.placements import placement_of
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.partition.search import Cuts
+from zbcompile.passes.stage.exchanges import Collective, collectives_of
 from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.passes.vocabulary.shard_program import VocabularyProgram
 from zbcompile.program.step_options import StepOptions
 from zbcompile.schedules.ir.schedule import Lowered, Schedule
 from zbcompile.version import __version__
+
+OF_A_PLACE = ("graphs", "types")  # of a manifest: tensor-parallel ranks may hold parts of different sizes
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,7 @@ class Program:
     `homes` the stages that use each parameter and buffer (tied ones under their first name), `cuts` where the model
     was cut, `model` a description of the model, `call` the form of a microbatch (see `call_of`), `writer` the function
     that saves it, `vocabulary` the output layer if that is sharded over all ranks. `groups`
-    are this process's names of the process groups that the graphs call `group0`, `group1`, and so on.
+    are this process's names of the process groups, by what the graphs call them.
     """
 
     model: ModelFacts
@@ -44,7 +48,7 @@ class Program:
     canonical_targets: tuple[str, ...] = field(repr=False)
     call: tuple[str, ...] = ()
     step: StepOptions = field(default_factory=StepOptions)
-    groups: tuple[str, ...] = field(default=(), compare=False)
+    groups: Mapping[str, str] = field(default_factory=dict, compare=False)
     writer: Callable[["Program", Path], None] | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -68,6 +72,10 @@ class Program:
         sharded = () if self.vocabulary is None else self.vocabulary.parameters
         several = {name for name in trained if self.copies > 1 or len(self.homes[name]) > 1}
         return frozenset(several - set(sharded))
+
+    def placement(self, name: str) -> dict[str, str]:
+        """What a parameter or buffer is along each dimension of the mesh."""
+        return placement_of(name, self.step.placements or {})
 
     @property
     def tied(self) -> dict[str, int]:
@@ -116,7 +124,8 @@ class Program:
 
     @cached_property
     def manifest(self) -> dict[str, Any]:
-        """The part of the program that must be equal on every rank, as plain data."""
+        """The part of the program that must be equal on every rank, as plain data; but `OF_A_PLACE` along the pipeline
+        and replicas only."""
         return {
             "zbcompile": __version__,
             "torch": torch.__version__,
@@ -133,6 +142,7 @@ class Program:
             "cuts": list(self.cuts.after),
             "order": _digest(str(self.lowered.programs)),
             "vocabulary": self._sharding,
+            "collectives": [list(map(_exchange, collectives_of(stage))) for stage in self.stages],
             "graphs": [_digest(stage.pieces["BW"].module.code) for stage in self.stages],
             "types": [_digest(_types(stage.pieces["BW"].module)) for stage in self.stages],
         }
@@ -162,6 +172,10 @@ def _types(module: torch.fx.GraphModule) -> str:
     """Data types and shapes of all that goes into a graph; its code does not show them."""
     values = [node.meta.get("val") for node in module.graph.find_nodes(op="placeholder")]
     return str([(str(v.dtype), tuple(v.shape)) for v in values if isinstance(v, torch.Tensor)])
+
+
+def _exchange(found: Collective) -> str:
+    return f"{found.name}: {found.kind} along {found.dimension}"
 
 
 def _digest(text: str) -> str:

@@ -5,12 +5,14 @@ A directory without a manifest is not a program, so a half-written one is never 
 
 import hashlib
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from zbcompile.atomic_files import sync_directory, write_whole
 from zbcompile.distributed.agreement import gathered, together
+from zbcompile.distributed.mesh import DIMENSIONS
 from zbcompile.distributed.ranks import LocalRanks, Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.model.model_info import has_values
@@ -28,14 +30,29 @@ def save_program(program: Program, directory: Path, ranks: Ranks) -> None:
 
     def write() -> Hashes:
         hashes: Hashes = {}
-        for rank in ranks.local if ranks.replicas.rank == 0 else ():
-            hashes |= _write(directory, files_of(program, rank))
+        for rank in ranks.local:
+            hashes |= _write(directory, files_of(program, rank), ranks.leads)
         return hashes
 
     together(ranks, what, lambda: _prepare(program, directory, ranks.is_first))
     parts = gathered(ranks, together(ranks, what, write))
-    hashes = {name: each for part in parts for name, each in part.items()}
-    together(ranks, what, lambda: _finish(program, directory, hashes) if ranks.is_first else None)
+    hashes = together(ranks, what, lambda: _joined(parts))
+    sizes = {label: ranks.mesh.size(label) for label in program.groups}
+    together(ranks, what, lambda: _finish(program, directory, hashes, sizes) if ranks.is_first else None)
+
+
+def _joined(parts: Sequence[Hashes]) -> Hashes:
+    """The hash of every file. Ranks beside the pipeline share its files, so theirs must be equal."""
+    found: Hashes = {}
+    for name, each in (item for part in parts for item in part.items()):
+        if found.setdefault(name, each) != each:
+            raise PipelineError(
+                f"{name} differs between ranks of one place in the pipeline: along a dimension of the mesh they have "
+                "graphs, constants or unsaved buffers of their own (parts of different sizes, numbers made of the "
+                "rank). A saved program has one for all of them. Shard evenly, and keep what depends on the rank in a "
+                "buffer that the state dict holds."
+            )
+    return found
 
 
 def save_here(program: Program, directory: Path) -> None:
@@ -69,10 +86,12 @@ def program_in(directory: Path) -> list[Path]:
 
 
 def _refuse(program: Program) -> None:
-    if program.groups:
+    foreign = [label for label in program.groups if label not in DIMENSIONS]
+    if foreign:
         raise PipelineError(
-            f"the model's graphs communicate through {len(program.groups)} process group(s), whose names exist only in "
-            "this run; a program that holds them cannot be saved. Compile the model where it runs."
+            f"the model's graphs communicate through {len(foreign)} process group(s) that are no dimension of mesh=; a "
+            "program names its groups by dimension, and cannot be saved with others. Use mesh.get_group(dimension) in "
+            "the model, and pass the whole mesh to zbcompile.pipeline."
         )
     empty = [name for name, tensor in program.model.constants.items() if not has_values(tensor)]
     if empty:
@@ -82,17 +101,18 @@ def _refuse(program: Program) -> None:
         )
 
 
-def _write(directory: Path, files: dict[str, bytes]) -> Hashes:
-    for name, content in files.items():
+def _write(directory: Path, files: dict[str, bytes], writes: bool = True) -> Hashes:
+    """The hashes of files, which this process may have to write."""
+    for name, content in files.items() if writes else ():
         path = directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, content)
-    for folder in {(directory / name).parent for name in files}:
+    for folder in {(directory / name).parent for name in files} if writes else ():
         sync_directory(folder)
     return {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
 
 
-def _finish(program: Program, directory: Path, hashes: Hashes) -> None:
+def _finish(program: Program, directory: Path, hashes: Hashes, sizes: dict[str, int]) -> None:
     shared = _write(directory, {SCHEDULE: to_json(program.lowered).encode()})
-    text = manifest_to_text(program, {**hashes, **shared}, operators_of(program))
+    text = manifest_to_text(program, {**hashes, **shared}, operators_of(program), sizes)
     _write(directory, {MANIFEST: text.encode()})

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zbcompile.model.batch_split import Split
+from zbcompile.model.placements import Placements, read_placements
 from zbcompile.passes.option import SWITCH, Kind, accept, one_of, option, whole
 
 
@@ -28,6 +29,11 @@ SPLIT = Kind(
     'a mapping of inputs to False, True or the dimension to cut, such as {"mask": False}',
     {"metavar": "INPUT=yes|no|DIM", "type": _split_from_text, "action": "append"},
 )
+PLACEMENTS = Kind(
+    read_placements,
+    'a mapping of name patterns to "replicate", "partial" or "shard" along "tp", "cp" or "ep", such as '
+    '{"*norm*": {"tp": "partial"}}',
+)
 BACKENDS = ("fx", "inductor")
 BACKEND = accept(
     lambda given: given in BACKENDS if isinstance(given, str) else callable(given),
@@ -48,6 +54,11 @@ class StepOptions:
         split: How inputs are split into microbatches, by path or keyword name. False (whole in every microbatch), True
             (along dimension 0) or the dimension, each by its own length. Tensors that are not named agree about
             dimension 0, the batch; those without dimensions or with one row go whole into every microbatch.
+        placements: What plain parameters are along "tp", "cp" and "ep" of `mesh`, by patterns of their names:
+            {"*.experts.*": {"ep": "shard"}, "*norm*": {"tp": "partial"}}. "replicate": equal values, and every rank
+            computes the whole gradient (the default along "tp"). "partial": equal values, and the gradient is the sum
+            over the ranks, formed once per step (the default along "cp" and "ep"). "shard": every rank has another
+            part. The first step compares what is said to be equal. DTensors say it themselves.
         backend: What runs the graphs (docs/backends.md). "fx": each operation as it is; "inductor": compiled by torch's
             inductor, once per distinct graph and machine, gradients equal within 2e-6 of the largest entry (fp32); or a
             function `backend(graph_module, example_inputs)` that returns what is called in place of the graph.
@@ -58,5 +69,6 @@ class StepOptions:
     loss_reduction: str = option("mean", one_of("mean", "sum"))
     seed: int = option(0, whole("", least=None))
     split: Split | None = option(None, SPLIT.or_none())
+    placements: Placements | None = option(None, PLACEMENTS.or_none())
     backend: str | Callable[..., Any] = option("fx", BACKEND)
     cuda_graphs: bool = option(False, SWITCH)

@@ -1,4 +1,5 @@
-"""Data parallelism beside the pipeline: replicas of it train on different batches and sum their gradients.
+"""Sums of gradients beside the pipeline: over replicas that train on different batches, and over the ranks of other
+dimensions of the mesh that compute parts of a gradient.
 
 The gradients of a stage are reduced as soon as its last W has run, while the remaining stages and ranks continue. The
 factor 1/replicas of a mean loss enters as the tangent of the loss, like the 1/microbatches, so a reduction is a sum.
@@ -6,15 +7,17 @@ factor 1/replicas of a mean loss enters as the tangent of the loss, like the 1/m
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from itertools import groupby
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from zbcompile.distributed.mesh import Mesh
 from zbcompile.distributed.packing import as_contiguous
 from zbcompile.distributed.replicas import Replicas
+from zbcompile.model.placements import PARTIAL, along
 from zbcompile.program.program import Program
 from zbcompile.runtime.gradient_buffers import Gradients
 from zbcompile.schedules.ir.actions import BW, Action, B, W, flatten
@@ -22,18 +25,39 @@ from zbcompile.schedules.ir.actions import BW, Action, B, W, flatten
 BUCKET_BYTES = 25 << 20  # small gradients travel together up to this size, as in DistributedDataParallel
 
 
-def start_reduction(replicas: Replicas, program: Program, rank: int, gradients: Gradients) -> "Reduction":
-    """The reductions of one step on pipeline rank `rank`."""
+@dataclass(frozen=True)
+class Sum:
+    """Over whom a gradient is summed; `first` says whether this rank is the first of them."""
+
+    group: dist.ProcessGroup
+    first: bool
+
+
+def sums_of(program: Program, mesh: Mesh, rank: int) -> dict[str, Sum]:
+    """The sums of the parameters that pipeline rank `rank` trains, by name, and of its buffers. Makes the groups."""
+    names = [n for n, stages in program.homes.items() if set(stages) & set(program.stages_of(rank))]
+    over = {name: along(program.placement(name), PARTIAL) for name in names}
+    groups = {each: mesh.group(*each) for each in sorted(set(over.values()))}
+    found = {name: (groups[each], mesh.index(*each) == 0) for name, each in over.items()}
+    return {name: Sum(group, first) for name, (group, first) in found.items() if group is not None}
+
+
+def start_reduction(
+    replicas: Replicas, program: Program, rank: int, gradients: Gradients, sums: Mapping[str, Sum]
+) -> "Reduction":
+    """The reductions of one step on pipeline rank `rank`. `sums` has the parameters whose gradients are summed."""
     stages = {stage: program.stages[stage].trained for stage in program.stages_of(rank)}
     sharded = frozenset(() if program.vocabulary is None else program.vocabulary.parameters)
     late = program.shared | sharded  # complete at the end of the step only
-    names = {stage: [name for name in found if name not in late] for stage, found in stages.items()}
-    shared = sorted(sharded | program.shared & {name for found in stages.values() for name in found})
-    if replicas.count > 1 and replicas.rank and not replicas.partial:
-        _clear(gradients.parameters[name] for found in (*names.values(), shared) for name in found)
-    reduces = replicas.count > 1 and replicas.synchronise
+    names = {stage: [name for name in found if name in sums and name not in late] for stage, found in stages.items()}
+    held = {name for found in stages.values() for name in found}
+    shared = sorted(name for name in sharded | program.shared & held if name in sums)
+    if not replicas.partial:
+        later = (name for found in (*names.values(), shared) for name in found if not sums[name].first)
+        _clear(gradients.parameters[name] for name in later)
+    reduces = bool(sums) and replicas.synchronise
     hooks = _last_backwards(program, rank) if reduces else {}
-    return Reduction(replicas, gradients, names, shared, {a: s for s, a in hooks.items()}, reduces)
+    return Reduction(replicas, gradients, names, shared, {a: s for s, a in hooks.items()}, reduces, sums)
 
 
 def _clear(parameters: Iterable[nn.Parameter]) -> None:
@@ -76,6 +100,7 @@ class Reduction:
     shared: Sequence[str]
     last: Mapping[Action, int]
     reduces: bool
+    sums: Mapping[str, Sum]
     buckets: list[Bucket] = field(default_factory=list)
 
     @property
@@ -85,25 +110,37 @@ class Reduction:
 
     def start(self, stage: int) -> None:
         """Begin to reduce a stage's gradients; returns at once."""
-        sums = map(self.gradients.whole_sum, self.names[stage])
-        self.buckets.extend(map(self._send, in_buckets(found for found in sums if found is not None)))
+        names = sorted(self.names[stage], key=lambda name: self.order[self._group(name)])
+        for group, found in groupby(names, key=self._group):
+            sums = map(self.gradients.whole_sum, found)
+            self.buckets.extend(_send(part, group) for part in in_buckets(s for s in sums if s is not None))
 
     def finish(self) -> None:
         """Reduce what several stages share, and wait for everything.
 
         Shared gradients are sent alone: their holders must add in the same order, or they would drift apart.
         """
-        self.replicas.partial = not self.reduces and self.replicas.count > 1
-        if self.reduces:
-            sums = map(self.gradients.whole_sum, self.shared)
-            self.buckets.extend(self._send([found]) for found in sums if found is not None)
+        self.replicas.partial = not self.reduces and bool(self.sums)
+        for name in self.shared if self.reduces else ():
+            found = self.gradients.whole_sum(name)
+            if found is not None:
+                self.buckets.append(_send([found], self._group(name)))
         for bucket in self.buckets:
             bucket.finish()
         self.buckets.clear()
 
-    def _send(self, gradients: Sequence[torch.Tensor]) -> Bucket:
-        flat = _flatten(gradients)
-        return Bucket(gradients, flat, dist.all_reduce(flat, group=self.replicas.group, async_op=True))
+    def _group(self, name: str) -> dist.ProcessGroup:
+        return self.sums[name].group
+
+    @cached_property
+    def order(self) -> dict[dist.ProcessGroup, int]:
+        """The groups, numbered as all of their ranks do: as the parameters come."""
+        return {group: i for i, group in enumerate(dict.fromkeys(each.group for each in self.sums.values()))}
+
+
+def _send(gradients: Sequence[torch.Tensor], group: dist.ProcessGroup) -> Bucket:
+    flat = _flatten(gradients)
+    return Bucket(gradients, flat, dist.all_reduce(flat, group=group, async_op=True))
 
 
 def in_buckets(gradients: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

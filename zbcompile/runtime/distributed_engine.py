@@ -1,6 +1,6 @@
 """This process as one rank of a process group."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,28 +8,32 @@ import torch.distributed as dist
 from torch import nn
 
 from zbcompile.distributed.clocks import clock_of, offset_to_first
+from zbcompile.distributed.equal_tensors import require_equal_gradients, require_equal_losses
 from zbcompile.distributed.ranks import GroupRanks
+from zbcompile.distributed.replicas import broadcast
 from zbcompile.errors import PipelineError
+from zbcompile.model.placements import REPLICATE, along
 from zbcompile.model.seeds import undisturbed
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.profiling.step_record import StepRecord
+from zbcompile.program.program import Program
 from zbcompile.runtime.action_loop import RankRun
 from zbcompile.runtime.data_parallel import Reduction, start_reduction
 from zbcompile.runtime.engine import Executable, StepInput, StepRuns, losses_of
 from zbcompile.runtime.gradient_buffers import Gradients
 from zbcompile.runtime.recorder import Recorder, make_record
 from zbcompile.runtime.shared_gradients import share_losses, sum_shared
-from zbcompile.runtime.stage_plan import CompiledStage
 
 
 @dataclass
 class DistributedEngine:
     """Runs this rank's part of every step. `ahead` is by how many seconds this host's clock is ahead of the first
-    rank's, once a step has been recorded."""
+    rank's, once a step has been recorded. The `first` step compares what must be equal."""
 
     ranks: GroupRanks
     last_step: StepRecord | None = None
     ahead: float | None = None
+    first: bool = True
 
     def step(
         self, executable: Executable, given: StepInput, parameters: Mapping[str, nn.Parameter]
@@ -42,15 +46,19 @@ class DistributedEngine:
             with ranks.watch.position.waiting("the rows of a tied embedding"):
                 executable.vocabulary.begin_step(gradients, program.tied)
         run = StepRuns(executable, given, ranks, transport, recorder).run_of(executable.plans[0], gradients)
-        reduction = start_reduction(ranks.replicas, program, ranks.rank, gradients)
+        reduction = start_reduction(ranks.replicas, program, ranks.rank, gradients, executable.sums)
         run.after = reduction.hooks
         self.carry_out([run])
         losses = losses_of(run)
         self._complete(executable, gradients, reduction)
         with ranks.watch.position.waiting("the end"):
             self.last_step = self._gather(recorder) if recorder else None
-            losses = {ranks.replicas.rank * program.schedule.microbatches + i: loss for i, loss in losses.items()}
-            return share_losses(program, losses, ranks.replicas.count, ranks.device, ranks.everyone)
+            shared = share_losses(program, losses, ranks)
+        if self.first:
+            require_equal_losses(ranks, shared)
+            require_equal_gradients(ranks, _comparable(program, ranks, parameters))
+            self.first = False
+        return list(shared[:, 0].unbind())
 
     def carry_out(self, runs: Sequence[RankRun]) -> None:
         (run,) = runs
@@ -71,7 +79,7 @@ class DistributedEngine:
         with ranks.watch.position.waiting("the sum over replicas"):
             reduction.finish()
             gradients.finish()
-            ranks.replicas.broadcast(_changed_buffers(executable.stages))
+            _share_buffers(executable)
 
     def _start_recording(self, executable: Executable) -> Recorder:
         """All ranks begin together, on clocks that have been compared."""
@@ -87,9 +95,17 @@ class DistributedEngine:
         return make_record(recorder.program, parts, in_process=False)
 
 
-def _changed_buffers(stages: Mapping[int, CompiledStage]) -> Iterator[torch.Tensor]:
-    """The buffers that forwards write: replicas continue with the first one's, as under DistributedDataParallel."""
-    for stage in stages.values():
+def _share_buffers(executable: Executable) -> None:
+    """What forwards write into buffers: replicas continue with the first one's, as under DistributedDataParallel."""
+    for stage in executable.stages.values():
         for slot in stage.program.pieces["F"].outputs:
-            if slot.kind == "mutation":
-                yield stage.resident[Slot("buffer", slot.name)]
+            if slot.kind == "mutation" and slot.name in executable.sums:
+                broadcast([stage.resident[Slot("buffer", slot.name)]], executable.sums[slot.name].group)
+
+
+def _comparable(
+    program: Program, ranks: GroupRanks, parameters: Mapping[str, nn.Parameter]
+) -> dict[str, tuple[torch.Tensor, tuple[str, ...]]]:
+    """The gradients of this rank with the dimensions along which every rank computes the whole of them."""
+    held = {name: p.grad for name, p in parameters.items() if ranks.rank in program.holders(name)}
+    return {n: (g, along(program.placement(n), REPLICATE)) for n, g in held.items() if g is not None}

@@ -1,7 +1,7 @@
 """The common part of all engines: the input of a step, a process's part of a program, and the runs of its ranks."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
@@ -14,6 +14,7 @@ from zbcompile.model.seeds import microbatch_seed
 from zbcompile.profiling.step_record import StepRecord
 from zbcompile.program.program import Program
 from zbcompile.runtime.action_loop import RankRun
+from zbcompile.runtime.data_parallel import Sum
 from zbcompile.runtime.gradient_buffers import Gradients
 from zbcompile.runtime.rank_plan import RankPlan, plan_rank
 from zbcompile.runtime.recorder import Labels, Recorder
@@ -39,13 +40,15 @@ class StepInput:
 
 @dataclass(frozen=True)
 class Executable:
-    """A program with this process's part of it: its compiled stages, the plans of its ranks, and their buffers."""
+    """A program with this process's part of it: its compiled stages, the plans of its ranks, their buffers, and over
+    whom gradients are summed."""
 
     program: Program
     stages: Mapping[int, CompiledStage]
     plans: tuple[RankPlan, ...]
     buffers: ReceiveBuffers
     vocabulary: VocabularyExecutable | None
+    sums: Mapping[str, Sum] = field(default_factory=dict)
 
 
 def make_executable(

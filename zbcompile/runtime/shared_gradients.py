@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from zbcompile.distributed.ranks import GroupRanks
 from zbcompile.program.program import Program
 from zbcompile.runtime.gradient_buffers import Gradients, add_uses
 
@@ -110,17 +111,17 @@ def total_loss(losses: Sequence[torch.Tensor], reduction: str) -> torch.Tensor:
     return total
 
 
-def share_losses(
-    program: Program, own: Mapping[int, torch.Tensor], replicas: int, device: torch.device, group: dist.ProcessGroup
-) -> list[torch.Tensor]:
-    """Give every rank the loss of every microbatch of all replicas, as tensors on the device.
+def share_losses(program: Program, own: Mapping[int, torch.Tensor], ranks: GroupRanks) -> torch.Tensor:
+    """Give every rank the loss of every microbatch of all replicas, as every rank along "tp" computed it: a tensor
+    [replicas x microbatches, tp].
 
     Each has one owner and the other ranks add zeros, which changes no bit, so that no rank ends its step before all
     have run their passes: one that did would update its parameters although another rank has failed.
     """
-    count = program.schedule.microbatches * replicas
-    losses = torch.zeros(count, dtype=getattr(torch, program.loss_dtype), device=device)
+    count, mesh = program.schedule.microbatches, ranks.mesh
+    shape = (ranks.replicas.count * count, mesh.size("tp"))
+    losses = torch.zeros(shape, dtype=getattr(torch, program.loss_dtype), device=ranks.device)
     for microbatch, loss in own.items():
-        losses[microbatch].copy_(loss)
-    dist.all_reduce(losses, group=group)
-    return list(losses.unbind())
+        losses[ranks.replicas.rank * count + microbatch, mesh.index("tp")].copy_(loss)
+    dist.all_reduce(losses, group=ranks.everyone)
+    return losses

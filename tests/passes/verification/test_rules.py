@@ -27,7 +27,7 @@ from zbcompile.passes.split.subgraphs import Piece
 from zbcompile.passes.stage.stage_program import finish_stage
 from zbcompile.passes.torch_private import ASSERTIONS, LazyGraphModule
 from zbcompile.passes.verification.graph_rules import collectives_waited
-from zbcompile.passes.verification.model_rules import groups_numbered
+from zbcompile.passes.verification.model_rules import groups_named
 from zbcompile.passes.verification.rule import verify
 from zbcompile.schedules import build
 
@@ -467,7 +467,7 @@ def exchanged(group: str, starts: bool, waits: bool) -> Captured:
     holder.meta["slot"] = Slot("input", "args[0]")
     module = LazyGraphModule(nn.Module(), graph)
     inputs, outputs = (holder.meta["slot"],), (Slot("output", "0"),)
-    return Captured(module, inputs, outputs, {}, frozenset(), {}, None, {}, groups=("0",))
+    return Captured(module, inputs, outputs, {}, frozenset(), {}, None, {}, groups={"group0": "0"})
 
 
 @pytest.mark.parametrize(
@@ -475,12 +475,12 @@ def exchanged(group: str, starts: bool, waits: bool) -> Captured:
     [
         (exchanged("group0", True, False), "collectives-waited", "all_reduce_default is read by output"),
         (exchanged("group0", False, True), "collectives-waited", "wait_tensor_default waits for a collective that"),
-        (exchanged("17", True, True), "groups-numbered", "all_reduce_default names the group 17"),
+        (exchanged("17", True, True), "groups-named", "all_reduce_default names the group 17"),
     ],
 )
 def test_collectives(damaged: Captured, rule: str, said: str) -> None:
     """None is cut from its wait, and none names the group of one process."""
-    rules = (collectives_waited, groups_numbered)
+    rules = (collectives_waited, groups_named)
     verify("name-groups", rules, exchanged("group0", True, True))
     with pytest.raises(VerificationError, match=f"after the pass name-groups, in the model: {said}.*the rule {rule}: "):
         verify("name-groups", rules, damaged)

@@ -119,7 +119,7 @@ def test_no_bytes(text: Any) -> None:
     [
         ("ranks", "2", "ranks='2'; expected a positive whole number of ranks."),
         ("ranks", 0, "ranks=0; expected a positive whole number of ranks."),
-        ("mesh", "pp", "mesh='pp'; expected a DeviceMesh with a \"pp\" dimension."),
+        ("mesh", "pp", "mesh='pp'; expected a DeviceMesh."),
         ("microbatches", 2.0, "microbatches=2.0; expected a positive whole number of microbatches."),
         ("microbatches", True, "microbatches=True; expected a positive whole number of microbatches."),
         ("example", (1, 2, 3), "example=(1, 2, 3); expected (args, kwargs) of one batch."),

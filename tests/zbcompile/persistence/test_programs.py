@@ -33,7 +33,6 @@ from tests.support.training import (
     train,
 )
 from tests.support.vocabulary_training import VocabularyCase
-from zbcompile.passes.serialization.operators import name_of_operator, operator_named
 from zbcompile.program.manifest import digest_of
 from zbcompile.program.program import Program
 from zbcompile.runtime.stage_plan import arrivals_of
@@ -244,15 +243,6 @@ def test_operators_of_other_libraries_must_be_named(saved: Callable[[Case], Path
     with pytest.raises(zbcompile.CompileError, match=rf'pass operators=\["{named[0]}"\]'):
         zbcompile.load(directory, state)
     assert_bitwise(train(zbcompile.load(directory, state, operators=named), case), reference(case))
-
-
-def test_collectives_are_refused() -> None:
-    with pytest.raises(
-        zbcompile.CompileError, match="is a collective of a process group that exists only in the run that"
-    ):
-        name_of_operator(torch.ops._c10d_functional.wait_tensor.default)
-    with pytest.raises(zbcompile.CompileError, match="a program cannot hold it"):
-        operator_named("_c10d_functional.wait_tensor.default", ["_c10d_functional::wait_tensor"])
 
 
 def test_another_number_of_ranks_is_refused(saved: Callable[[Case], Path]) -> None:

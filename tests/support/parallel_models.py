@@ -1,0 +1,204 @@
+"""Small models parallelised by hand over dimensions of a mesh, beside the same model in one process (`mesh=None`).
+
+Each takes [rows, LENGTH, WIDTH] and gives what `loss` makes a scalar of. Weights are drawn whole, so that every rank's
+part is a part of the one-process model; `whole_gradient` says which part a gradient is.
+"""
+
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+LAYERS, LENGTH, WIDTH, HEADS = 4, 8, 16, 4
+
+
+@torch.library.custom_op("parallel_models::enter", mutates_args=())
+def enter(x: Tensor, group_name: str) -> Tensor:
+    """Megatron's f: the gradients of all ranks are summed."""
+    return x.clone()
+
+
+@torch.library.custom_op("parallel_models::leave", mutates_args=())
+def leave(x: Tensor, group_name: str) -> Tensor:
+    """Megatron's g: the parts of all ranks are summed."""
+    y = x.clone()
+    if group_name:
+        dist.all_reduce(y, group=dist.distributed_c10d._resolve_process_group(group_name))
+    return y
+
+
+for _each, _other in ((enter, leave), (leave, enter)):
+    _each.register_fake(lambda x, group_name: torch.empty_like(x))
+    _each.register_autograd(
+        lambda ctx, gradient, other=_other: (other(gradient.contiguous(), ctx.group), None),
+        setup_context=lambda ctx, inputs, output: setattr(ctx, "group", inputs[1]),
+    )
+
+
+class Along:
+    """One dimension of a mesh; without a mesh one rank."""
+
+    def __init__(self, mesh: Any, name: str) -> None:
+        self.size, self.rank, self.group = 1, 0, ""
+        if mesh is not None:
+            self.size, self.rank = mesh[name].size(), mesh[name].get_local_rank()
+            self.group = mesh[name].get_group().group_name
+
+    def part(self, x: Tensor, dim: int) -> Tensor:
+        return x.chunk(self.size, dim)[self.rank]
+
+    def gather(self, x: Tensor, dim: int) -> Tensor:
+        return x if self.size == 1 else collectives.all_gather_tensor_autograd(x.contiguous(), dim, self.group)
+
+    def scatter_sum(self, x: Tensor, dim: int) -> Tensor:
+        return (
+            x if self.size == 1 else collectives.reduce_scatter_tensor_autograd(x.contiguous(), "sum", dim, self.group)
+        )
+
+    def exchange(self, x: Tensor) -> Tensor:
+        return x if self.size == 1 else collectives.all_to_all_single_autograd(x.contiguous(), None, None, self.group)
+
+
+class Norm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(1 + 0.1 * torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
+
+
+class ParallelMlp(nn.Module):
+    """Columns, then rows: `sequence` keeps what is between the layers split by the sequence."""
+
+    def __init__(self, along: Along, sequence: bool) -> None:
+        super().__init__()
+        self.along, self.sequence = along, sequence
+        self.norm = Norm()
+        self.columns = nn.Parameter(along.part(torch.randn(2 * WIDTH, WIDTH) / 4, 0).clone())
+        self.rows = nn.Parameter(along.part(torch.randn(WIDTH, 2 * WIDTH) / 6, 1).clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        if self.sequence:
+            y = F.linear(F.gelu(F.linear(self.along.gather(y, 1), self.columns)), self.rows)
+            return x + self.along.scatter_sum(y, 1)
+        y = F.linear(F.gelu(F.linear(enter(y, self.along.group), self.columns)), self.rows)
+        return x + leave(y, self.along.group)
+
+
+class TensorParallel(nn.Module):
+    """`sequence`: the input is cut along the sequence, and the loss is that of the gathered output on every rank."""
+
+    PLACEMENTS: ClassVar = {"*.columns": {"tp": "shard"}, "*.rows": {"tp": "shard"}}
+
+    def __init__(self, mesh: Any, sequence: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.along, self.sequence = Along(mesh, "tp"), sequence
+        self.layers = nn.ModuleList(ParallelMlp(self.along, sequence) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.sequence:
+            x = self.along.part(x, 1)
+        for layer in self.layers:
+            x = layer(x)
+        return self.whole(x) if self.sequence else x
+
+    def whole(self, x: Tensor) -> Tensor:
+        """The output of all ranks, of which each differentiates its own part: every rank has the same loss."""
+        others = self.along.gather(x.detach(), 1)
+        return others + F.pad(
+            x - x.detach(), (0, 0, self.along.rank * x.shape[1], LENGTH - (self.along.rank + 1) * x.shape[1])
+        )
+
+
+class Attention(nn.Module):
+    """Causal attention over a sequence that is split over the ranks of "cp"."""
+
+    def __init__(self, along: Along, form: str) -> None:
+        super().__init__()
+        self.along, self.form = along, form
+        self.norm, self.qkv, self.out = Norm(), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1))
+        y = {"gather": self.gathered, "ulysses": self.ulysses, "ring": self.ring}[self.form](q, k, v)
+        return x + self.out(y.transpose(1, 2).flatten(2))
+
+    def gathered(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = self.along.gather(k, 2), self.along.gather(v, 2)
+        return self.weights(q, k, self.along.rank * q.shape[2]).softmax(-1) @ v
+
+    def weights(self, q: Tensor, k: Tensor, ahead: int) -> Tensor:
+        """The scores of queries that are `ahead` positions further on than the keys."""
+        positions = torch.arange(q.shape[2])[:, None] + ahead
+        return (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).masked_fill(positions < torch.arange(k.shape[2]), -1e30)
+
+    def ulysses(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = map(self.heads, (q, k, v))
+        return self.sequence(self.weights(q, k, 0).softmax(-1) @ v)
+
+    def heads(self, x: Tensor) -> Tensor:
+        """From all heads of a part of the sequence to some heads of all of it."""
+        size = self.along.size
+        parts = self.along.exchange(x.unflatten(1, (size, -1)).permute(1, 0, 2, 3, 4).contiguous())
+        return parts.permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+    def sequence(self, x: Tensor) -> Tensor:
+        size = self.along.size
+        parts = self.along.exchange(x.unflatten(2, (size, -1)).permute(2, 0, 1, 3, 4).contiguous())
+        return parts.permute(1, 0, 2, 3, 4).flatten(1, 2)
+
+    def ring(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Keys and values travel round; the softmax is put together from their parts."""
+        rank, size, kv = self.along.rank, self.along.size, torch.stack((k, v))
+        top = torch.full((*q.shape[:3], 1), -1e30)
+        total, sums = torch.zeros_like(q), torch.zeros_like(top)
+        for step in range(size):
+            source = (rank - step) % size
+            scores = self.weights(q, kv[0], (rank - source) * q.shape[2])
+            new = torch.maximum(top, scores.amax(-1, keepdim=True).detach())
+            shares, kept = (scores - new).exp() * (scores > -1e29), (top - new).exp()
+            total, sums, top = total * kept + shares @ kv[1], sums * kept + shares.sum(-1, keepdim=True), new
+            kv = self.onward(kv) if step < size - 1 else kv
+        return total / sums
+
+    def onward(self, kv: Tensor) -> Tensor:
+        """To the next rank, as an all-to-all in which every rank sends to one."""
+        rank, size, count = self.along.rank, self.along.size, kv.shape[0]
+        sent = [count if i == (rank + 1) % size else 0 for i in range(size)]
+        received = [count if i == (rank - 1) % size else 0 for i in range(size)]
+        return collectives.all_to_all_single_autograd(kv.contiguous(), received, sent, self.along.group)
+
+
+class ContextParallel(nn.Module):
+    """Takes its part of the sequence; its loss is that of the part."""
+
+    PLACEMENTS: ClassVar[dict[str, dict[str, str]]] = {}
+
+    def __init__(self, mesh: Any, form: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.along = Along(mesh, "cp")
+        self.layers = nn.ModuleList(Attention(self.along, form) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.along.part(x, 1)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output, self.along.part(target, 1))
+
+
+def part_of(gradient: Tensor, like: Tensor, along: Along) -> Tensor:
+    """This rank's part of a whole gradient."""
+    for dim in range(gradient.ndim):
+        if gradient.shape[dim] != like.shape[dim]:
+            return along.part(gradient, dim)
+    return gradient

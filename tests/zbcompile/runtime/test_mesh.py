@@ -1,0 +1,93 @@
+"""Models parallelised by hand over dimensions of a mesh train as one process does."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import zbcompile
+from tests.support.parallel_models import LENGTH, WIDTH, Along, ContextParallel, TensorParallel, part_of
+from tests.support.pool import Pool
+from zbcompile.passes.stage.exchanges import collectives_of
+
+MICROBATCHES, ROWS = 4, 2
+BOUND = 1e-6  # of the largest entry of each gradient, fp32
+
+
+def model_of(kind: str, mesh: Any) -> Any:
+    name, _, form = kind.partition(" ")
+    return ContextParallel(mesh, form) if name == "cp" else TensorParallel(mesh, form == "sequence")
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(2, MICROBATCHES * ROWS, LENGTH, WIDTH).unbind()
+
+
+def options_of(kind: str, model: Any) -> dict[str, Any]:
+    placements = model.PLACEMENTS | ({"*norm*": {"tp": "partial"}} if kind == "tp sequence" else {})
+    loss = getattr(model, "loss", F.mse_loss)
+    return {"microbatches": MICROBATCHES, "loss": loss, "placements": placements}
+
+
+def errors(pipe: Any, model: Any, whole: nn.Module, along: Along) -> float:
+    """The largest difference of a gradient, relative to the largest entry of the whole one."""
+    expected = dict(whole.named_parameters())
+    found = []
+    for name, parameter in pipe.named_parameters():
+        gradient = expected[name].grad
+        found.append((parameter.grad - part_of(gradient, parameter, along)).abs().max() / gradient.abs().max())
+    return float(max(found))
+
+
+def in_one_process(kind: str) -> tuple[Tensor, nn.Module, Tensor]:
+    model, (x, y) = model_of(kind, None), batch()
+    total = torch.zeros(())
+    for a, b in zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True):
+        loss = getattr(model, "loss", F.mse_loss)(model(a), b) / MICROBATCHES
+        loss.backward()
+        total = total + loss.detach()
+    norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    return total, model, norm
+
+
+def trained(kind: str, schedule: str, names: tuple[str, str], folder: Path) -> tuple[float, float, float, list[str]]:
+    """Two steps: of the loss, a gradient and the norm by how much they differ; the collectives of W."""
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=names)
+    model, (x, y) = model_of(kind, mesh), batch()
+    total, whole, norm = in_one_process(kind)
+    pipe = zbcompile.pipeline(model, mesh=mesh, schedule=schedule, **options_of(kind, model))
+    for _ in range(2):
+        loss = pipe.step(x, target=y)
+    for parameter in whole.parameters():
+        parameter.grad *= 2
+    within = errors(pipe, model, whole, model.along)
+    ours = pipe.clip_grad_norm_(1e9)
+    in_w = [c.kind for stage in pipe.program.stages for c in collectives_of(stage) if c.name == "W"]
+    pipe.close()
+    return float((loss - total).abs() / total), within, float((ours / 2 - norm).abs() / norm), in_w
+
+
+@pytest.mark.parametrize(
+    ("kind", "schedule", "names"),
+    [
+        ("tp plain", "zb-h1", ("pp", "tp")),
+        ("tp sequence", "zb-v", ("tp", "pp")),
+        ("cp gather", "1f1b", ("cp", "pp")),
+        ("cp ulysses", "dualpipe-v", ("pp", "cp")),
+        ("cp ring", "interleaved-zb", ("pp", "cp")),
+    ],
+)
+def test_gradients_are_those_of_one_process(
+    kind: str, schedule: str, names: tuple[str, str], pool: Pool, tmp_path: Path
+) -> None:
+    for loss, gradient, norm, in_w in pool.run(trained, kind, schedule, names, tmp_path, ranks=4):
+        assert loss <= BOUND
+        assert gradient <= BOUND
+        assert norm <= BOUND
+        assert in_w == []

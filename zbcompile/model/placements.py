@@ -1,0 +1,51 @@
+"""What a parameter is along each dimension of the mesh: the same on all its ranks or not, and its gradient likewise."""
+
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from zbcompile.errors import PipelineError
+
+REPLICATE, PARTIAL, SHARD = "replicate", "partial", "shard"
+USUAL = {"dp": PARTIAL, "tp": REPLICATE, "cp": PARTIAL, "ep": PARTIAL}
+CHOSEN = ("tp", "cp", "ep")  # along "dp" every gradient is summed
+Placement = Mapping[str, str]  # by dimension
+Placements = Mapping[str, Placement]  # by pattern of names
+
+
+def read_placements(given: Any) -> dict[str, dict[str, str]]:
+    """`given` as it is kept. Raises ValueError for another dimension or another word."""
+    found = {str(pattern): dict(along) for pattern, along in dict(given).items()}
+    for along in found.values():
+        if not all(name in CHOSEN and word in (REPLICATE, PARTIAL, SHARD) for name, word in along.items()):
+            raise ValueError
+    return found
+
+
+def placement_of(name: str, rules: Placements) -> dict[str, str]:
+    """The placement of a parameter or buffer; of several patterns that fit, the last one counts.
+
+    >>> placement_of("layers.0.norm.weight", {"*norm*": {"tp": "partial"}})
+    {'dp': 'partial', 'tp': 'partial', 'cp': 'partial', 'ep': 'partial'}
+    """
+    found = dict(USUAL)
+    for pattern, along in rules.items():
+        if fnmatchcase(name, pattern):
+            found |= along
+    return found
+
+
+def along(placement: Placement, word: str) -> tuple[str, ...]:
+    """The dimensions along which a placement says `word`."""
+    return tuple(name for name, found in placement.items() if found == word)
+
+
+def require_matches(rules: Placements, names: Iterable[str]) -> None:
+    """Raise PipelineError for a pattern that fits no name."""
+    names = list(names)
+    for pattern in rules:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            shown = ", ".join(names[:4])
+            raise PipelineError(
+                f"placements= has {pattern!r}, which fits no parameter or buffer (there are {shown}, ...)."
+            )
