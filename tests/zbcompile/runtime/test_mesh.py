@@ -73,6 +73,7 @@ def trained(kind: str, schedule: str, names: tuple[str, str], folder: Path) -> t
     return float((loss - total).abs() / total), within, float((ours / 2 - norm).abs() / norm), in_w
 
 
+@pytest.mark.mostly_slow(every=5)
 @pytest.mark.parametrize(
     ("kind", "schedule", "names"),
     [
