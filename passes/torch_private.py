@@ -4,7 +4,6 @@ Supporting a newer torch starts here: run the test suite, and repair what moved 
 """
 
 import contextlib
-import functools
 import itertools
 import re
 from collections.abc import Callable, Iterator
@@ -14,8 +13,6 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
-from torch._C import DispatchKey  # 2.11-2.13: which of an operator's kernels is meant
-from torch._export import utils as _export_utils  # 2.11-2.13: see `quick_decompositions`
 from torch._ops import HigherOrderOperator as HigherOrderOperator  # 2.11-2.13: the class of torch.ops.higher_order.*
 from torch._ops import OpOverload as OpOverload  # 2.11-2.13: the class of torch.ops.aten.*.*
 from torch._subclasses import functional_tensor  # 2.11-2.13: what AOTAutograd functionalises with
@@ -286,57 +283,6 @@ def replaced(owner: type | ModuleType, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, original)
-
-
-@functools.cache
-def _rewritten() -> tuple[OpOverload, ...]:
-    """The operators that torch rewrites in Python while it traces with autograd. Batch norms need it: theirs calls the
-    same kernel and says what it writes, which the schema does not."""
-    packets = [getattr(aten, name) for name in dir(aten)]
-    overloads = [getattr(p, name) for p in packets if hasattr(p, "overloads") for name in p.overloads()]
-    needed = (aten.native_batch_norm.default, aten.cudnn_batch_norm.default)
-    return tuple(op for op in overloads if DispatchKey.Autograd in op.py_kernels and op not in needed)
-
-
-@contextlib.contextmanager
-def eagers_kernels() -> Iterator[None]:
-    """Inside, make torch.export trace the operations that eager runs.
-
-    For some operators (dropout, softshrink, upsampling) torch keeps a second implementation in Python, which tracing
-    alone uses (2.11-2.13: `OpOverload.py_impl`). It is mathematically equal but not bit for bit: the gradient of a
-    dropout, for one, is scaled by another rounding of 1 / (1 - p).
-    """
-    kept = [(operator, dict(operator.py_kernels)) for operator in _rewritten()]
-    try:
-        for operator, _ in kept:
-            for key in (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd):
-                operator.py_kernels.pop(key, None)
-            operator._dispatch_cache.clear()
-        yield
-    finally:
-        for operator, kernels in kept:
-            operator.py_kernels.update(kernels)
-            operator._dispatch_cache.clear()
-
-
-class _Unevaluated:
-    """Placeholder for `Callable` in annotations that are evaluated over and over."""
-
-    def __class_getitem__(cls, _: Any) -> type:
-        return cls
-
-
-@contextlib.contextmanager
-def quick_decompositions() -> Iterator[None]:
-    """Around `run_decompositions`, without torch 2.11-2.13's repeated work: it lists the composite operators
-    once per operator library, and evaluates the annotations of `py_impl` eleven thousand times. This is half the
-    time of capturing a small model."""
-    list_operators = functools.cache(_export_utils._materialize_cpp_cia_ops)
-    with (
-        replaced(_export_utils, "_materialize_cpp_cia_ops", list_operators),
-        replaced(torch._ops, "Callable", _Unevaluated),
-    ):
-        yield
 
 
 def fake_of(value: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> torch.Tensor:

@@ -20,19 +20,14 @@ from zbcompile.passes.capture.custom_functions import FunctionCall
 from zbcompile.passes.capture.export_errors import export_failure
 from zbcompile.passes.capture.meta_device import as_if_on
 from zbcompile.passes.capture.side_effects import Watch
+from zbcompile.passes.capture.torch_private import eagers_kernels, quick_decompositions
 from zbcompile.passes.capture.tracing_flags import told_it_is_eager
 from zbcompile.passes.capture.training_step import Inference, LossFunction, TrainingStep
 from zbcompile.passes.capture.unsupported import problems_of, raise_first, training_problems
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.graph.roles import Kind, Slot
 from zbcompile.passes.graph.strides import copy_with_strides
-from zbcompile.passes.torch_private import (
-    GRAD_MODE_REGION,
-    eagers_kernels,
-    numbered_checkpoints,
-    pytree,
-    quick_decompositions,
-)
+from zbcompile.passes.torch_private import GRAD_MODE_REGION, numbered_checkpoints, pytree
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ The first one decides where every parameter lives; later ones keep to that.
 """
 
 from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -107,6 +108,19 @@ class Executables:
         require_same_tensors(self._model, self._bound)
         raise_first(hook_problems(self._model))
         return self._kept[key]
+
+    @contextmanager
+    def void_if_it_fails(self) -> Iterator[None]:
+        """If a step fails, drop its partial sums: an optimizer that steps nevertheless finds no gradients."""
+        try:
+            yield
+        except BaseException:
+            for parameter in (*self._model.parameters(), *self.parameters.values()):
+                parameter.grad = None
+            self._ranks.replicas.forget()
+            for executable in self:
+                executable.buffers.made.clear()  # a message may still arrive in them
+            raise
 
     def is_own(self, name: str) -> bool:
         """Whether a parameter or buffer lives in this process."""

@@ -19,7 +19,7 @@ from zbcompile.frontend.evaluation import Evaluation, evaluate, plan_evaluation
 from zbcompile.frontend.executables import Executables, Recent, torch_modes
 from zbcompile.frontend.grad_clip import total_norm
 from zbcompile.frontend.options import Options
-from zbcompile.frontend.state_dict import full_state, load_state, own_state, owned_parameters
+from zbcompile.frontend.state_dict import full_state, gather_rows, load_state, owned_parameters, share_state
 from zbcompile.model.batch import Batch, flatten_batch, refuse_input_gradients, require_divisible
 from zbcompile.model.resident_tensors import resident_tensors
 from zbcompile.passes.capture.training_step import LossFunction
@@ -150,7 +150,7 @@ class Pipeline:
             self._compiled.share.require_filled()
             self._compiled.require_equal_shares()
             given = self._step_input(batch, executable.program)
-            with self._as_captured(), self._void_if_it_fails():
+            with self._as_captured(), self._compiled.void_if_it_fails():
                 losses = self._engine.step(executable, given, self._compiled.parameters)
         self.step_index += 1
         if self._records is not None and self.last_step is not None:
@@ -167,19 +167,6 @@ class Pipeline:
             record=self.record,
             scale=None if self.scaler is None else self.scaler.scale,
         )
-
-    @contextmanager
-    def _void_if_it_fails(self) -> Iterator[None]:
-        """If a step fails, drop its partial sums: an optimizer that steps nevertheless finds no gradients."""
-        try:
-            yield
-        except BaseException:
-            for parameter in (*self._model.parameters(), *self._compiled.parameters.values()):
-                parameter.grad = None
-            self._ranks.replicas.forget()
-            for executable in self._compiled:
-                executable.buffers.made.clear()  # a message may still arrive in them
-            raise
 
     def eval(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output in eval mode, without gradients, on every rank. Needs no divisible batch."""
@@ -198,7 +185,8 @@ class Pipeline:
         self._compiled.share.require_filled()
         chosen = self._evaluations[key]
         resident = resident_tensors(self._model, chosen.inference.captured.constants)
-        resident |= {Slot("parameter", name): whole for name, whole in self._gather_rows().items()}
+        rows = gather_rows(self._ranks, self._compiled.shards)
+        resident |= {Slot("parameter", name): whole for name, whole in rows.items()}
         executable = chosen.bind(program, self._ranks, resident, self._compiled.debug_nan)
         with self._as_captured():
             return evaluate(chosen, executable, batch, self._engine, self._compiled.schedule)
@@ -258,22 +246,11 @@ class Pipeline:
         Raises PipelineError in one process (torch's stage needs a process group) and if a parameter trains on
         several stages: torch's schedules have no place to sum its gradients.
         """
-        from zbcompile.torch_pipelining.pipeline_stage import CompiledPipelineStage, StageContext
+        from zbcompile.torch_pipelining.pipeline_stage import StageContext, generated_stages
 
-        program, group = self.program, self._ranks.group
-        if group is None:
-            raise PipelineError("stages() needs a process group: start the script with torchrun.")
-        if program.vocabulary is not None:
-            raise PipelineError('torch\'s schedules have no vocabulary passes. Use pipe.step, or vocab="off".')
-        if program.shared:
-            raise PipelineError(
-                f"{sorted(program.shared)[0]} trains on several stages; torch's schedules cannot sum its gradients "
-                "over them. Use pipe.step, or untie the parameter."
-            )
-        stages = self._compiled.first().stages
-        parameters = self._compiled.parameters
-        context = StageContext(program, group, parameters, self.options.loss_reduction, self.options.seed)
-        return [CompiledPipelineStage(stage, context) for stage in stages.values()]
+        options, parameters = self.options, self._compiled.parameters
+        context = StageContext(self.program, self._ranks.group, parameters, options.loss_reduction, options.seed)
+        return generated_stages(context, self._compiled.first().stages)
 
     def as_schedule(self) -> "ScheduleLike":
         """This pipeline behind the calls of a torch.distributed.pipelining schedule: `step(*args, target=, losses=)`,
@@ -304,9 +281,10 @@ class Pipeline:
         """
         self.program  # noqa: B018  raises before compiling
         if not full:
-            return self._own_state()
+            return share_state(self._model, self._ranks, self.program, self._compiled.shards)
         with self._watch.region("state_dict"):
-            return full_state(self._model, self._ranks, self.program.holders, self._gather_rows())
+            rows = gather_rows(self._ranks, self._compiled.shards)
+            return full_state(self._model, self._ranks, self.program.holders, rows)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load this process's share of a full state dict; strict over the whole model."""
@@ -367,18 +345,3 @@ class Pipeline:
     def _as_captured(self) -> torch.autocast:
         """Turn autocast off: the casts are in the graphs, and autocast would add casts that the model does not make."""
         return torch.autocast(self._ranks.device.type, enabled=False)
-
-    def _gather_rows(self) -> dict[str, torch.Tensor]:
-        """Gather a sharded output layer, in the model's own parameters if these have memory."""
-        group = self._ranks.collective_group() if self._compiled.shards is not None else None
-        if self._compiled.shards is None or group is None:
-            return {}
-        with self._watch.position.waiting("the rows of the output layer"):
-            return self._compiled.shards.gather(group)
-
-    def _own_state(self) -> dict[str, Any]:
-        state = own_state(self._model, self._ranks, self.program.holders)
-        group = self._ranks.group
-        if self._compiled.shards is None or group is None:
-            return state
-        return self._compiled.shards.sharded_state(state, self.program.model.names, group)

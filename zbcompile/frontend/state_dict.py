@@ -9,6 +9,8 @@ from torch import nn
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.passes.capture.export import first_names
+from zbcompile.program.program import Program
+from zbcompile.runtime.vocabulary_parameters import VocabularyShards
 
 Owner = Callable[[str], tuple[int, ...]]
 
@@ -25,6 +27,23 @@ def own_state(model: nn.Module, ranks: Ranks, owners: Owner) -> dict[str, Any]:
     names = first_names(model)
     full = model.state_dict()
     return {key: value for key, value in full.items() if set(owners(names.get(key, key))) & set(ranks.local)}
+
+
+def share_state(model: nn.Module, ranks: Ranks, program: Program, shards: VocabularyShards | None) -> dict[str, Any]:
+    """As `own_state`; the rows of a sharded output layer are DTensors."""
+    state = own_state(model, ranks, program.holders)
+    if shards is None or ranks.group is None:
+        return state
+    return shards.sharded_state(state, program.model.names, ranks.group)
+
+
+def gather_rows(ranks: Ranks, shards: VocabularyShards | None) -> dict[str, torch.Tensor]:
+    """A sharded output layer, whole, in the model's own parameters if these have memory; every rank must call it."""
+    group = ranks.collective_group() if shards is not None else None
+    if shards is None or group is None:
+        return {}
+    with ranks.watch.position.waiting("the rows of the output layer"):
+        return shards.gather(group)
 
 
 def full_state(

@@ -3,22 +3,34 @@
 import contextlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 
 from zbcompile.cli.compile_arguments import RANKS, schedule_of, with_options
 from zbcompile.compiler.compile_example import Inspected
 from zbcompile.errors import PipelineError
-from zbcompile.inspection.report import Compared, format_comparison
+from zbcompile.inspection.report import format_share, format_time, table, wrap
 from zbcompile.inspection.request import Request, compile_for
-from zbcompile.inspection.summary import SCHEMA, prediction_of
+from zbcompile.inspection.summary import SCHEMA, Prediction, prediction_of
 from zbcompile.inspection.units import in_units
 from zbcompile.model.example import Example
 from zbcompile.passes.errors import PartitionError
+from zbcompile.passes.stage.print_python import format_bytes
 from zbcompile.prediction.predict import basis_of, predict
 from zbcompile.schedules import ScheduleError, lower, smallest_microbatches
 from zbcompile.schedules.ir.placement import Placement
 from zbcompile.schedules.simulation.timeline import Timeline
 from zbcompile.schedules.visualization.write import write_comparison
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One line of `--compare`: a prediction, or the reason why there is none."""
+
+    schedule: str
+    stages: int
+    microbatches: int
+    prediction: Prediction | None
+    reason: str = ""
 
 
 def compare(example: Example, request: Request) -> None:
@@ -35,7 +47,7 @@ def compare(example: Example, request: Request) -> None:
     if request.json:
         print(json.dumps({"schema": SCHEMA, "compared": [asdict(line) for line in compared]}, indent=1))
     else:
-        print(format_comparison(compared), end="")
+        print(_format_table(compared), end="")
     if request.timeline:
         print(write_comparison(drawn if request.costs == "uniform" else in_units(drawn), request.timeline))
 
@@ -64,3 +76,31 @@ def _compared(
     drawn.append(predict(program, basis.costs))
     prediction = prediction_of(program, basis, drawn[-1])
     return Compared(schedule.name, schedule.stages, schedule.microbatches, prediction)
+
+
+def _format_table(compared: Sequence[Compared]) -> str:
+    """The table of `--compare`."""
+    headers = ["schedule", "stages", "microbatches", "step", "bubble", "peak activations", "messages", "sent"]
+    rows = [_cells(line, line.prediction) for line in compared if line.prediction]
+    rows_text = table(rows, headers, left=("schedule",)) if rows else ""
+    left_out = [line for c in compared if not c.prediction for line in wrap(_reason(c))]
+    bases = {c.prediction.basis for c in compared if c.prediction}
+    title = f"Predicted {', '.join(sorted(bases))}; one step, on the busiest rank" if bases else ""
+    return "\n\n".join(part for part in (title, rows_text, "\n".join(left_out)) if part) + "\n"
+
+
+def _reason(line: Compared) -> str:
+    return line.reason if line.reason.startswith(line.schedule) else f"{line.schedule}: {line.reason}"
+
+
+def _cells(line: Compared, p: Prediction) -> list[str]:
+    return [
+        line.schedule,
+        str(line.stages),
+        str(line.microbatches),
+        format_time(p.step, p.unit),
+        format_share(p.bubble),
+        format_bytes(p.peak_bytes),
+        str(p.messages.count),
+        format_bytes(p.messages.bytes),
+    ]

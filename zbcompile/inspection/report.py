@@ -2,11 +2,10 @@
 
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from tabulate import tabulate
 
-from zbcompile.inspection.summary import Cut, Prediction, Summary
+from zbcompile.inspection.summary import Cut, Summary
 from zbcompile.passes.stage.print_python import format_bytes
 from zbcompile.prediction.advice import Alternative, format_idle
 from zbcompile.schedules import format_schedule
@@ -15,17 +14,6 @@ from zbcompile.schedules.visualization.text import format_timeline
 
 WIDTH = 100
 _LONGEST_CUT = 50
-
-
-@dataclass(frozen=True)
-class Compared:
-    """One line of `--compare`: a prediction, or the reason why there is none."""
-
-    schedule: str
-    stages: int
-    microbatches: int
-    prediction: Prediction | None
-    reason: str = ""
 
 
 def format_summary(summary: Summary, timeline: Timeline) -> str:
@@ -65,7 +53,7 @@ def _heading(s: Summary) -> str:
     plan = f"{s.schedule} on {', '.join(_number(count, word) for count, word in counts)}"
     details = f"{s.loss_reduction} of their losses, {'exact' if s.exact else 'in-place'} gradient accumulation"
     lines = (model, f"one microbatch: {inputs}", f"{plan}; {details}")
-    return "\n".join(part for line in lines for part in _wrap(line))
+    return "\n".join(part for line in lines for part in wrap(line))
 
 
 def _number(count: int, word: str) -> str:
@@ -73,7 +61,7 @@ def _number(count: int, word: str) -> str:
     return f"{count} {word}{plural * (count != 1)}"
 
 
-def _wrap(text: str, indent: str = "  ") -> list[str]:
+def wrap(text: str, indent: str = "  ") -> list[str]:
     return textwrap.wrap(text, WIDTH, subsequent_indent=indent, break_on_hyphens=False)
 
 
@@ -133,7 +121,7 @@ def _balance(s: Summary) -> str:
     ]
     rows_text = table(rows, ["stage", "rank", "load", "of the mean", "crosses", "graphs"], left=("graphs",))
     count = f"{_number(len(s.stages), 'stage')}, {_number(s.balance.distinct_graphs, 'distinct graph')}"
-    verdict = _wrap(f"{count}; the heaviest rank carries {s.balance.ratio:.2f} times the mean load.")
+    verdict = wrap(f"{count}; the heaviest rank carries {s.balance.ratio:.2f} times the mean load.")
     return titled(f"Cut by {_BASES[s.balance.basis]}", "\n".join([rows_text, "", *verdict]))
 
 
@@ -218,10 +206,10 @@ def _verdict(s: Summary) -> str:
     step = f"step {format_time(p.step, p.unit)}, bubble {format_share(p.bubble)}"
     peak = f"peak activations {format_bytes(p.peak_bytes)}"
     sent = f"{p.messages.count} messages of {format_bytes(p.messages.bytes)} in total"
-    lines = _wrap(f"Predicted: {step}, {peak}; {sent}.")
+    lines = wrap(f"Predicted: {step}, {peak}; {sent}.")
     if (equal := p.equal_stages) is not None:
         work = f"With the same work in equal stages: bubble {format_share(equal.bubble)}"
-        lines += _wrap(f"{work}, by the closed form of {equal.schedule}, {equal.formula}.")
+        lines += wrap(f"{work}, by the closed form of {equal.schedule}, {equal.formula}.")
     return "\n".join(lines)
 
 
@@ -233,13 +221,13 @@ def _vocabulary(s: Summary) -> str:
     passes = f"S {format_count(v.flops['S'])} and T {format_count(v.flops['T'])} FLOPs per microbatch"
     kept = "logits wait from S to T" if v.keeps_logits else "T recomputes the logits"
     also = f" The embedding {v.embedding} is sharded too." if v.embedding else ""
-    lines = _wrap(f"Output layer sharded over all ranks: {v.found}; {words}, {passes}; {kept}.{also}")
+    lines = wrap(f"Output layer sharded over all ranks: {v.found}; {words}, {passes}; {kept}.{also}")
     steps = (v.unsharded_step, "on the last stage beside the layers that are there now")
     around = (v.redistributed_step, "on the last stage, the layers redistributed around it (--vocab off)")
     for step, where in (steps, around):
         if step is not None:
             change = s.prediction.step / step - 1
-            lines += _wrap(f"Whole {where}: step {format_time(step, s.prediction.unit)}; sharded {change:+.1%}.")
+            lines += wrap(f"Whole {where}: step {format_time(step, s.prediction.unit)}; sharded {change:+.1%}.")
     return "\n".join(lines)
 
 
@@ -247,12 +235,12 @@ def _advice(s: Summary) -> str:
     """The causes of lost time, and the remedies."""
     fullest = max(s.per_rank, key=lambda rank: rank.peak_bytes)
     memory = f"Rank {fullest.rank} has the highest peak, {format_bytes(fullest.peak_bytes)} of activations."
-    lines = _wrap(f"{s.limits} {format_idle(s.idle)} {memory} {s.balance.overweight}".rstrip())
+    lines = wrap(f"{s.limits} {format_idle(s.idle)} {memory} {s.balance.overweight}".rstrip())
     worth = [a for a in s.alternatives if a.worth]
     rest = [_short(a) for a in s.alternatives if not a.worth]
-    lines += ["", *(line for a in worth for line in _wrap(f"- {_alternative(a)}"))] if worth else []
-    lines += ["", *_wrap(f"Tried without gain: {'; '.join(rest)}.")] if rest else []
-    lines += [line for each in s.impossible for line in _wrap(f"Not tried: {each.option}: {each.reason}")]
+    lines += ["", *(line for a in worth for line in wrap(f"- {_alternative(a)}"))] if worth else []
+    lines += ["", *wrap(f"Tried without gain: {'; '.join(rest)}.")] if rest else []
+    lines += [line for each in s.impossible for line in wrap(f"Not tried: {each.option}: {each.reason}")]
     return titled("What limits it, and what to try (each predicted)", "\n".join(lines))
 
 
@@ -281,36 +269,8 @@ def _notes(s: Summary) -> str:
     if s.shared_parameters:
         notes.append(f"on several stages, gradients summed over them: {', '.join(s.shared_parameters)}.")
     notes += [f"warning while capturing: {text}" for text in s.warnings]
-    lines = [line for note in notes for line in _wrap(f"- {note}")]
+    lines = [line for note in notes for line in wrap(f"- {note}")]
     return titled("Notes", "\n".join(lines)) if lines else ""
-
-
-def format_comparison(compared: Sequence[Compared]) -> str:
-    """The table of `--compare`."""
-    headers = ["schedule", "stages", "microbatches", "step", "bubble", "peak activations", "messages", "sent"]
-    rows = [_compared(line, line.prediction) for line in compared if line.prediction]
-    rows_text = table(rows, headers, left=("schedule",)) if rows else ""
-    left_out = [line for c in compared if not c.prediction for line in _wrap(_reason(c))]
-    bases = {c.prediction.basis for c in compared if c.prediction}
-    title = f"Predicted {', '.join(sorted(bases))}; one step, on the busiest rank" if bases else ""
-    return "\n\n".join(part for part in (title, rows_text, "\n".join(left_out)) if part) + "\n"
-
-
-def _reason(line: Compared) -> str:
-    return line.reason if line.reason.startswith(line.schedule) else f"{line.schedule}: {line.reason}"
-
-
-def _compared(line: Compared, p: Prediction) -> list[str]:
-    return [
-        line.schedule,
-        str(line.stages),
-        str(line.microbatches),
-        format_time(p.step, p.unit),
-        format_share(p.bubble),
-        format_bytes(p.peak_bytes),
-        str(p.messages.count),
-        format_bytes(p.messages.bytes),
-    ]
 
 
 def format_count(count: float, billion: str = "G") -> str:

@@ -34,10 +34,25 @@ class StageContext:
     """The context of a generated stage beside its own graphs."""
 
     program: Program
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None
     parameters: Mapping[str, nn.Parameter]
     reduction: str
     seed: int
+
+
+def generated_stages(context: StageContext, stages: Mapping[int, CompiledStage]) -> "list[CompiledPipelineStage]":
+    """The stages of this rank for torch's schedules. Raises PipelineError for what these cannot run."""
+    program = context.program
+    if context.group is None:
+        raise PipelineError("stages() needs a process group: start the script with torchrun.")
+    if program.vocabulary is not None:
+        raise PipelineError('torch\'s schedules have no vocabulary passes. Use pipe.step, or vocab="off".')
+    if program.shared:
+        raise PipelineError(
+            f"{sorted(program.shared)[0]} trains on several stages; torch's schedules cannot sum its gradients over "
+            "them. Use pipe.step, or untie the parameter."
+        )
+    return [CompiledPipelineStage(stage, context) for stage in stages.values()]
 
 
 class CompiledPipelineStage(PipelineStage):
