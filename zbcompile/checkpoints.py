@@ -26,9 +26,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m zbcompile.checkpoints",
         description="Look after folders of checkpoints. DIR is a folder, or one checkpoint in it.",
-        epilog="exit status: 0, or 2 with one line on standard error when something is damaged or cannot be done.",
+        epilog="exit status: 0, or 2 with one line on standard error if something is damaged or cannot be done.",
     )
-    parser.add_argument("--debug", action="store_true", help="errors with their traceback")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks of errors")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in (
         ("verify", "compare every file with its checksum"),
@@ -39,7 +39,7 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("folder", metavar="OLD" if name == "convert" else "DIR", type=Path)
         if name == "prune":
-            command.add_argument("--keep", type=int, required=True, metavar="N", help="how many are kept")
+            command.add_argument("--keep", type=int, required=True, metavar="N", help="checkpoints to keep")
         if name == "convert":
             command.add_argument("new", metavar="NEW", type=Path, help="the folder to write the new one into")
             command.add_argument("--trust", action="store_true", help="read pickles, which can run any code")

@@ -26,7 +26,8 @@ def format_idle_intervals(timeline: Timeline, rank: int, unit: str) -> str:
     if not gaps:
         return f"{head}.\n"
     shown = gaps[:LONGEST]
-    title = f"{head}, {len(gaps)} time{'s' * (len(gaps) > 1)}. The longest {len(shown)}, each with what the rank waited for:"
+    times = f"{len(gaps)} time{'s' * (len(gaps) > 1)}"
+    title = f"{head}, {times}. The longest {len(shown)}, each with what the rank waited for:"
     return "\n\n".join([textwrap.fill(title, WIDTH), *(_interval(timeline, gap, unit) for gap in shown)]) + "\n"
 
 

@@ -98,7 +98,7 @@ def require_whole(record: Record, share: int = 0, shares: int = 1) -> None:
 def _checked(path: Path, data: Fields) -> Record:
     files = {name: (_size(size), str(sha256)) for name, (size, sha256) in data["files"].items()}
     for name in files:
-        _require(Path(name).name == name and not name.startswith("."), f"{name!r} is no file of it")
+        _require(Path(name).name == name and not name.startswith("."), f"{name!r} is not one of its files")
     tensors = {name: _tensor(name, entry, files) for name, entry in data["tensors"].items()}
     return Record(path, data, files, tensors)
 
@@ -112,7 +112,7 @@ def _tensor(name: str, entry: Fields, files: Mapping[str, tuple[int, str]]) -> S
         _require(_size(chunk.begin) + bytes_of(chunk, dtype) <= files[chunk.file][0], f"{name} is outside of its file")
     covered = sum(math.prod(chunk.shape) for chunk in chunks)
     distinct = len({chunk.offset for chunk in chunks}) == len(chunks)
-    _require(distinct and covered == math.prod(shape), f"the chunks of {name} do not make it up")
+    _require(distinct and covered == math.prod(shape), f"the chunks of {name} do not cover it")
     return StoredTensor(dtype, shape, chunks)
 
 
@@ -123,7 +123,7 @@ def bytes_of(chunk: StoredChunk, dtype: torch.dtype) -> int:
 
 def _size(value: Any) -> int:
     if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is no size")
+        raise ValueError(f"{value!r} is not a size")
     return value
 
 

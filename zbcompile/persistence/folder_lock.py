@@ -102,7 +102,7 @@ class FolderLock:
         if holder is None or holder.get("token") != self._own["token"]:
             by = "removed" if holder is None else f"taken over by {described(holder)}"
             raise PipelineError(
-                f"the lock of {self.folder} was {by}; this run must not write there any more. Name another folder, or "
+                f"the lock of {self.folder} was {by}; this run must no longer write there. Name another folder, or "
                 "stop one of the runs."
             )
 
