@@ -20,8 +20,8 @@ from tqdm import tqdm
 
 import zbcompile
 from zbcompile.compiler.compile_example import one_microbatch
+from zbcompile.compiler.compile_model import compile_drawn, draw_step
 from zbcompile.compiler.cut_planning import plan_cuts
-from zbcompile.compiler.pass_pipeline import compile_drawn, draw_step
 from zbcompile.passes.compile_options import Choices
 from zbcompile.program.program import Program
 from zbcompile.schedules import build

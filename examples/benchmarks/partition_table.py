@@ -19,9 +19,9 @@ from tqdm import tqdm
 
 import zbcompile
 from zbcompile.compiler.compile_example import one_microbatch
+from zbcompile.compiler.compile_model import Drawn, draw_step
 from zbcompile.compiler.cut_planning import plan_cuts
 from zbcompile.compiler.measure_nodes import measure_line
-from zbcompile.compiler.pass_pipeline import Drawn, draw_step
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.partition.balance import Row, best_cuts, heaviest_piece
 from zbcompile.passes.partition.node_costs import loads_of, measured_seconds

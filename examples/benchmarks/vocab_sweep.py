@@ -29,7 +29,7 @@ from tests.support.vocabulary_models import (  # noqa: E402
     quick_step,
     unsplit,
 )
-from zbcompile.compiler.pass_pipeline import Drawn  # noqa: E402
+from zbcompile.compiler.compile_model import Drawn  # noqa: E402
 from zbcompile.program.program import Program  # noqa: E402
 
 DRAWN: dict[str, Drawn] = {}  # each process captures a model once, and compiles it once per placement of its stages

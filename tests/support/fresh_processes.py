@@ -16,7 +16,7 @@ import torch
 from tests.support.training import Case, Trained, join, problem_of, reference
 from tests.zbcompile.distributed.test_nodes import free_port
 from zbcompile.compiler.compile_example import one_microbatch
-from zbcompile.compiler.pass_pipeline import compile_drawn, draw_step
+from zbcompile.compiler.compile_model import compile_drawn, draw_step
 from zbcompile.model.example import Example
 from zbcompile.passes.compile_options import Choices
 from zbcompile.program.program import StepOptions

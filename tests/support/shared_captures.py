@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from zbcompile.compiler.pass_pipeline import Drawn, compile_drawn
+from zbcompile.compiler.compile_model import Drawn, compile_drawn
 from zbcompile.compiler.vocabulary_decision import choose_sharding
 from zbcompile.compiler.vocabulary_sharding import Sharding
 from zbcompile.passes.capture.canonical import Canonical

@@ -15,7 +15,7 @@ import zbcompile
 from tests.support.oracle import PROBLEMS, Gradients, Problem, eager_step, optimizer_of
 from tests.support.pool import Pool
 from tests.support.zoo import ZOO
-from zbcompile.compiler.pass_pipeline import Drawn, compile_drawn, draw_step
+from zbcompile.compiler.compile_model import Drawn, compile_drawn, draw_step
 from zbcompile.program.program import Program
 from zbcompile.schedules import build, lower
 

@@ -12,7 +12,7 @@ import zbcompile
 from tests.support.oracle import Gradients, eager_step
 from tests.support.vocabulary_training import distance
 from tests.support.zoo import ZOO
-from zbcompile.compiler.pass_pipeline import Drawn, compile_drawn, draw_step
+from zbcompile.compiler.compile_model import Drawn, compile_drawn, draw_step
 from zbcompile.compiler.vocabulary_sharding import insert
 from zbcompile.program.program import Program
 from zbcompile.schedules import lower

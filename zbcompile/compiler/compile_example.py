@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from zbcompile.compiler.compile_model import Drawn, compile_drawn, draw_step, redraw
 from zbcompile.compiler.measure_nodes import measure_line
-from zbcompile.compiler.pass_pipeline import Drawn, compile_drawn, draw_step, redraw
 from zbcompile.errors import PipelineError
 from zbcompile.model.batch import Microbatch
 from zbcompile.model.example import Example

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from zbcompile.compiler.pass_pipeline import make_manager, on_mesh
+from zbcompile.compiler.compile_model import make_manager, on_mesh
 from zbcompile.model.batch import Microbatch
 from zbcompile.passes.capture.export import Captured
 from zbcompile.passes.graph.fx import output_values

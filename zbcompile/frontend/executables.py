@@ -15,8 +15,8 @@ from torch import nn
 from zbcompile.backends.backend import Compilation, make_backend
 from zbcompile.backends.compiled_passes import CompiledPasses, compile_passes
 from zbcompile.backends.cuda_graphs import check_cuda_graphs
+from zbcompile.compiler.compile_model import Drawn, compile_drawn, draw_step
 from zbcompile.compiler.measure_nodes import measure_line
-from zbcompile.compiler.pass_pipeline import Drawn, compile_drawn, draw_step
 from zbcompile.distributed.agreement import agreed_seconds, require_equal_programs, together
 from zbcompile.distributed.equal_tensors import require_equal_tensors
 from zbcompile.distributed.ranks import Ranks

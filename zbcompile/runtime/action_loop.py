@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
+from zbcompile.distributed.boundary_messages import Message
 from zbcompile.distributed.faults import Position
-from zbcompile.distributed.messages import Message
 from zbcompile.distributed.transport import Transport
 from zbcompile.runtime.rank_plan import Instruction, RankPlan
 from zbcompile.runtime.stage_plan import Tensors

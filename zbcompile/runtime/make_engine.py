@@ -3,7 +3,7 @@
 from zbcompile.distributed.ranks import GroupRanks, LocalRanks, Ranks
 from zbcompile.runtime.distributed_engine import DistributedEngine
 from zbcompile.runtime.engine import Engine
-from zbcompile.runtime.in_process import InProcess
+from zbcompile.runtime.in_process_engine import InProcess
 
 
 def make_engine(ranks: Ranks) -> Engine:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from zbcompile.backends.types import Run
-from zbcompile.distributed.messages import HIDDEN_MESSAGE, ROWS_MESSAGE, Buffer, Message
+from zbcompile.distributed.boundary_messages import HIDDEN_MESSAGE, ROWS_MESSAGE, Buffer, Message
 from zbcompile.passes.graph.roles import TensorSpec
 from zbcompile.program.program import Program
 from zbcompile.runtime.overlapped_pairs import Kind, make_pairs

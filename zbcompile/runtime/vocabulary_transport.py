@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from zbcompile.distributed.messages import HIDDEN_MESSAGE, ROWS_MESSAGE, Buffer, Message
+from zbcompile.distributed.boundary_messages import HIDDEN_MESSAGE, ROWS_MESSAGE, Buffer, Message
 from zbcompile.distributed.transport import Tensors, Transport
 from zbcompile.runtime.vocabulary_collectives import Collectives
 from zbcompile.runtime.vocabulary_shard_run import ShardRun

@@ -17,9 +17,9 @@ import zbcompile
 from gpt import GPT, next_byte_loss
 from targets import llama, unet
 from zbcompile.compiler.compile_example import one_microbatch
+from zbcompile.compiler.compile_model import Drawn, draw_step
 from zbcompile.compiler.cut_planning import plan_cuts
 from zbcompile.compiler.measure_nodes import measure_line
-from zbcompile.compiler.pass_pipeline import Drawn, draw_step
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.graph.fx import is_getitem
 from zbcompile.passes.graph.storage import is_view

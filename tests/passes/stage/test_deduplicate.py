@@ -113,7 +113,7 @@ def test_a_renamed_program_is_what_compiling_the_stage_gives(
         made["shared"] = compile_distinct(stages, trainable, make, *rest)
         return made["shared"]
 
-    monkeypatch.setattr("zbcompile.compiler.pass_pipeline.compile_distinct", both)
+    monkeypatch.setattr("zbcompile.compiler.compile_model.compile_distinct", both)
     _compiled(example(), 4, exact, lambda ran: None)
     assert len({program.original for program in made["shared"]}) < 4
     for alone, shared in zip(made["alone"], made["shared"], strict=True):

@@ -16,7 +16,7 @@ from tests.support.oracle import Batch, eager_step
 from tests.support.random_models import WIDTH as RANDOM_WIDTH
 from tests.support.random_models import RandomModel
 from tests.support.training import assert_same_tensors, gradients_of
-from zbcompile.compiler.pass_pipeline import draw_step
+from zbcompile.compiler.compile_model import draw_step
 from zbcompile.model.batch import flatten_batch
 
 WIDTH, ROWS, MICROBATCHES = 8, 8, 4

@@ -19,7 +19,7 @@ from tests.support.vocabulary_models import (
     quick_step,
     unsplit,
 )
-from zbcompile.compiler.pass_pipeline import Drawn
+from zbcompile.compiler.compile_model import Drawn
 from zbcompile.program.program import Program
 
 Done = tuple[dict[str, Drawn], dict[Any, Program], dict[str, Any]]
