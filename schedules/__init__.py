@@ -15,8 +15,9 @@ if TYPE_CHECKING:  # what `__getattr__` resolves, for editors and type checkers;
     from zbcompile.schedules.checking.schedule_rules import Report, check
     from zbcompile.schedules.errors import ScheduleError
     from zbcompile.schedules.execution.memory import peak_memory
+    from zbcompile.schedules.execution.noise import Noise
     from zbcompile.schedules.generators.interlaced import interlaced
-    from zbcompile.schedules.generators.registry import admits, build, names, smallest_microbatches
+    from zbcompile.schedules.generators.registry import admits, names, smallest_microbatches
     from zbcompile.schedules.generators.vocabulary_insertion import with_vocabulary
     from zbcompile.schedules.ir.actions import Action, Pair
     from zbcompile.schedules.ir.costs import Costs, Link, PairTime
@@ -33,6 +34,8 @@ if TYPE_CHECKING:  # what `__getattr__` resolves, for editors and type checkers;
         parse_step,
     )
     from zbcompile.schedules.lowering.lower import lower
+    from zbcompile.schedules.searching.by_name import build
+    from zbcompile.schedules.searching.order_search import Found, bound, search
     from zbcompile.schedules.simulation.closed_forms import ClosedForm, closed_form
     from zbcompile.schedules.simulation.critical_path import Leg, chain, critical_path
     from zbcompile.schedules.simulation.idle_causes import Idle
@@ -59,7 +62,10 @@ _HOME = {
     "execution.memory": ("peak_memory",),
     "visualization.write": ("write_comparison", "write_picture"),
     "ir.placement": ("Placement",),
-    "generators.registry": ("admits", "build", "names", "smallest_microbatches"),
+    "generators.registry": ("admits", "names", "smallest_microbatches"),
+    "execution.noise": ("Noise",),
+    "searching.by_name": ("build",),
+    "searching.order_search": ("Found", "bound", "search"),
     "simulation.simulator": ("simulate",),
     "visualization.svg": ("to_svg",),
     "ir.schedule": (
@@ -82,10 +88,12 @@ __all__ = [
     "Action",
     "ClosedForm",
     "Costs",
+    "Found",
     "Idle",
     "Leg",
     "Link",
     "Lowered",
+    "Noise",
     "Pair",
     "PairTime",
     "Placement",
@@ -95,6 +103,7 @@ __all__ = [
     "Span",
     "Timeline",
     "admits",
+    "bound",
     "build",
     "chain",
     "check",
@@ -115,6 +124,7 @@ __all__ = [
     "parse_step",
     "peak_memory",
     "save",
+    "search",
     "simulate",
     "smallest_microbatches",
     "summary",

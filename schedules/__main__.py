@@ -12,13 +12,14 @@ from tabulate import tabulate
 from zbcompile.schedules.checking.schedule_rules import check
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.generators.interlaced import interlaced
-from zbcompile.schedules.generators.registry import FAMILIES, build, find, names
+from zbcompile.schedules.generators.registry import AUTO, FAMILIES, find, names
 from zbcompile.schedules.generators.vocabulary_insertion import textbook_costs, with_vocabulary
 from zbcompile.schedules.ir.costs import Costs
 from zbcompile.schedules.ir.dependencies import count_messages
 from zbcompile.schedules.ir.files import load, save
 from zbcompile.schedules.ir.schedule import Lowered, Schedule, format_schedule
 from zbcompile.schedules.lowering.lower import lower
+from zbcompile.schedules.searching.by_name import build
 from zbcompile.schedules.simulation.simulator import simulate
 from zbcompile.schedules.simulation.timeline import Timeline
 from zbcompile.schedules.visualization.text import format_timeline, summary
@@ -154,6 +155,7 @@ def _model(options: argparse.Namespace, ranks: int) -> Costs:
 
 def _list(options: argparse.Namespace) -> None:
     rows = [(f.name, f.placement, f"{f.chunks} or more" if f.free_chunks else f.chunks, f.rule.text) for f in FAMILIES]
+    rows.append((AUTO.name, "any", "1 or more", AUTO.rule.text))
     print(tabulate(rows, headers=("schedule", "placement", "stages per rank", "microbatches"), disable_numparse=True))
     print(f"\n`show` and `compare` also know {INTERLACED}: 1F1B whose vocabulary layers all ranks run at the same time")
 

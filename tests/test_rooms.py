@@ -18,7 +18,7 @@ PACKAGE = {"zbcompile": "zbcompile", "passes": "zbcompile.passes", "schedules": 
 ORDER = {
     "schedules": (
         *("errors", "ir", "execution", "generators", "lowering", "checking"),
-        *("simulation", "visualization", "__init__", "__main__"),
+        *("simulation", "searching", "visualization", "__init__", "__main__"),
     ),
     "passes": (
         *("__init__", "errors", "option", "compile_options", "torch_private", "graph", "capture", "partition"),

@@ -14,6 +14,7 @@ from functools import wraps
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from zbcompile.schedules.errors import ScheduleError
+from zbcompile.schedules.execution.noise import Draw
 from zbcompile.schedules.ir.actions import COLLECTIVES, COMPUTE, MESSAGES, Action, F, Pair, Step
 from zbcompile.schedules.ir.costs import Costs
 from zbcompile.schedules.ir.dependencies import RECEIVE_OF, SEND_OF, awaited, needs, target
@@ -110,10 +111,11 @@ def require_fit(program: Schedule | Lowered, costs: Costs) -> None:
         raise ScheduleError(f"costs of {costs.stages} stages for {schedule.stages} stages of {schedule.name}; {hint}")
 
 
-def run(program: Schedule | Lowered, costs: Costs) -> Outcome:
+def run(program: Schedule | Lowered, costs: Costs, draw: Draw | None = None) -> Outcome:
     """Run every rank until it is done or waits for an event that will never happen.
 
     A schedule is run with messages buffered without limit, a lowered program with sends that wait for their receive.
+    With `draw` every action takes its own time.
     """
     require_fit(program, costs)
     schedule, orders = parts(program)
@@ -132,11 +134,13 @@ def run(program: Schedule | Lowered, costs: Costs) -> Outcome:
     routines = []
     for rank, order in enumerate(orders):
         rows = make_rows.of_rank(rank)
-        triples = (
+        triples: Iterable[Any] = (
             _triples(order, rows, costs, schedule.shards, make_rows.awaits)
             if schedule.shards or has_pairs(order)
             else order
         )
+        if draw is not None:
+            triples = _drawn(triples, rows, draw)
         routines.append(_rank(rank, triples, rows, begin[rank], end[rank], happened, waiting, ready))
     while ready:
         rank = ready.popleft()
@@ -209,6 +213,16 @@ def _pair_triples(pair: Pair, rows: Rows, costs: Costs) -> Iterator[Triple]:
     yield "may F", f_stage, f_microbatch
     yield both, b_stage, b_microbatch
     yield "did F", f_stage, f_microbatch
+
+
+def _drawn(triples: Iterable[Triple], rows: Rows, draw: Draw) -> Iterator[Triple]:
+    """Every action with the time and the delay of a draw; of a pair, those of its backward."""
+    for key, stage, microbatch in triples:
+        need, delay, time, make = rows[key][stage]
+        op = key if isinstance(key, str) else key[-1]
+        longer, later = draw.factors(Action(op, stage, microbatch))
+        rows["drawn"] = {stage: (need, delay * later, None if time is None else time * longer, make)}
+        yield "drawn", stage, microbatch
 
 
 class _RowsOf(NamedTuple):

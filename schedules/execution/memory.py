@@ -38,7 +38,7 @@ def most_waiting(schedule: Schedule, rank: int) -> tuple[dict[int, int], ...]:
     """How many microbatches of each of its stages wait on `rank` between F and W, at its peaks: the moments
     at which no other moment has as many or more of every stage.
 
-    >>> from zbcompile.schedules.generators.registry import build
+    >>> from zbcompile.schedules import build
     >>> most_waiting(build("1f1b", ranks=3, microbatches=4), rank=0)
     ({0: 3},)
     """

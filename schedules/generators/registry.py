@@ -1,7 +1,10 @@
-"""Every schedule by name, with its placement, the counts that it admits, and its generator."""
+"""Every schedule by name, with its placement, the counts that it admits, and its generator.
+
+`zbcompile.schedules.searching.by_name` builds them: "auto", the one name without a generator, is a search over others.
+"""
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,11 +39,11 @@ class Family:
     """One name of the registry.
 
     `chunks` is how many stages a rank holds by default, `free_chunks` whether another number is allowed; `options` are
-    the keywords that `build` hands on to the generator.
+    the keywords that `build` hands on to the generator. `generate` is None if the order is searched.
     """
 
     name: str
-    generate: Generator
+    generate: Generator | None
     placement: str = "linear"
     chunks: int = 1
     free_chunks: bool = False
@@ -72,6 +75,7 @@ FAMILIES = (
     Family("dualpipe", dualpipe.dualpipe, placement="dual", rule=WIDE_AND_EVEN),
     Family("dualpipe-v", dualpipe.dualpipe_v, placement="v", chunks=2, rule=WIDE),
 )
+AUTO = Family("auto", None, "looped", chunks=2, free_chunks=True, options=("objective", "moves"))  # or v
 
 
 def names() -> tuple[str, ...]:
@@ -80,17 +84,15 @@ def names() -> tuple[str, ...]:
     >>> "zb-v" in names()
     True
     """
-    return tuple(family.name for family in FAMILIES)
+    return tuple(family.name for family in (*FAMILIES, AUTO))
 
 
 def find(name: str) -> Family:
     """The family called `name` in any spelling; raises `ScheduleError` with the nearest names."""
     spelled = _spelling(name)
-    known = {_spelling(alias): family for family in FAMILIES for alias in (family.name, *family.aliases)}
+    known = {_spelling(alias): family for family in (*FAMILIES, AUTO) for alias in (family.name, *family.aliases)}
     if spelled in known:
         return known[spelled]
-    if spelled == "auto":
-        raise ScheduleError('schedule "auto" (a search for the best order) does not exist yet; choose one of names()')
     near = [known[match].name for match in difflib.get_close_matches(spelled, known, n=3, cutoff=0.5)]
     hint = f"did you mean {' or '.join(dict.fromkeys(near))}?" if near else f"known names: {', '.join(names())}"
     raise ScheduleError(f"no schedule is called {name!r}; {hint}")
@@ -100,7 +102,7 @@ def _spelling(name: str) -> str:
     return "".join(c for c in str(name).lower() if c.isalnum()).removeprefix("schedule")
 
 
-def build(
+def named(
     name: str,
     ranks: int,
     microbatches: int,
@@ -109,16 +111,23 @@ def build(
     chunks: int | None = None,
     **options: Any,
 ) -> Schedule:
-    """Generate the schedule called `name` (any spelling) for `ranks` ranks and `microbatches` microbatches.
-
-    `costs` (one entry per stage) are read by the schedules that adapt to them; `memory_limit` has the unit of
-    `costs.activation`; `chunks` is the number of stages per rank, if the schedule leaves that open. Raises
-    `ScheduleError` for an unknown name, an unknown option, and counts that the schedule does not admit.
-
-    >>> print(*build("1f1b", ranks=2, microbatches=2).orders[1])
-    F1.0 BW1.0 F1.1 BW1.1
-    """
+    """As `zbcompile.schedules.build`, for the schedules that a rule generates."""
     family = find(name)
+    placement = require_admitted(family, ranks, microbatches, chunks, options)
+    if family.generate is None:
+        raise ScheduleError(f"{family.name}: its order is searched, not generated; see zbcompile.schedules.build")
+    if costs is not None and costs.stages != placement.stages:
+        raise ScheduleError(f"{family.name}: costs of {costs.stages} stages for a schedule of {placement.stages}")
+    task = Task(placement, microbatches, costs, memory_limit)
+    schedule = Schedule(family.name, placement, microbatches, family.generate(task, **options))
+    _require_within(schedule, task)
+    return schedule
+
+
+def require_admitted(
+    family: Family, ranks: int, microbatches: int, chunks: int | None, options: Mapping[str, Any]
+) -> Placement:
+    """The placement of a family; raises `ScheduleError` for counts and options that it does not admit."""
     placement = _placement(family, ranks, chunks)
     _require_count("microbatches", microbatches)
     if not family.rule.holds(ranks, microbatches):
@@ -127,12 +136,7 @@ def build(
     if unknown:
         expected = f"expected {', '.join(family.options)}" if family.options else "it has none"
         raise ScheduleError(f"{family.name}: unknown option {', '.join(unknown)}; {expected}")
-    if costs is not None and costs.stages != placement.stages:
-        raise ScheduleError(f"{family.name}: costs of {costs.stages} stages for a schedule of {placement.stages}")
-    task = Task(placement, microbatches, costs, memory_limit)
-    schedule = Schedule(family.name, placement, microbatches, family.generate(task, **options))
-    _require_within(schedule, task)
-    return schedule
+    return placement
 
 
 def _require_within(schedule: Schedule, task: Task) -> None:

@@ -31,6 +31,22 @@ class Placement:
             counts = f"{self.ranks} ranks with {self.chunks} chunks each"
             raise ScheduleError(f"placement {self.kind!r} of {counts}: linear and dual hold 1 chunk a rank, v holds 2")
 
+    @classmethod
+    def parse(cls, text: str, ranks: int) -> "Placement":
+        """The placement written as `linear`, `looped:2` (with its chunks), `v` or `dual`.
+
+        >>> Placement.parse("looped:4", ranks=2).stages
+        8
+        """
+        kind, _, chunks = text.partition(":")
+        if kind not in KINDS or (chunks and not chunks.isdecimal()) or (kind == "looped") != bool(chunks):
+            raise ScheduleError(f"placement {text!r}; expected linear, looped:N (N stages on each rank), v or dual")
+        return cls(kind, ranks, int(chunks or (2 if kind == "v" else 1)))
+
+    def __str__(self) -> str:
+        """As `parse` reads it."""
+        return f"{self.kind}:{self.chunks}" if self.kind == "looped" else self.kind
+
     @property
     def stages(self) -> int:
         return self.ranks if self.kind == "dual" else self.ranks * self.chunks

@@ -121,6 +121,8 @@ def closed_form(name: str) -> ClosedForm:
     M_B*Min(m, p)
     """
     canonical = find(name).name
+    if canonical not in FORMS:
+        raise ScheduleError(f"{canonical} has no closed form: its order is searched; see zbcompile.schedules.bound")
     return FORMS[canonical](canonical)
 
 

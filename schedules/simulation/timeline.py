@@ -1,5 +1,6 @@
 """The result of a simulation: figures at once, spans, memory curves and idle intervals when asked for."""
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -7,6 +8,7 @@ from typing import NamedTuple
 
 from zbcompile.schedules.execution.event_loop import Outcome, parts
 from zbcompile.schedules.execution.memory import deltas
+from zbcompile.schedules.execution.noise import Noise
 from zbcompile.schedules.ir.actions import COMMUNICATION, Step, flatten
 from zbcompile.schedules.ir.costs import Costs
 from zbcompile.schedules.ir.kinds import KINDS
@@ -34,6 +36,7 @@ class Timeline:
     * `work`: the sum of passes (and optimizer) on the busiest rank. `bubble` = 1 - work/makespan, `cost_bubble` =
       1 - work/cost.
     * `peak_memory[rank]`, in the unit of `costs.activation`.
+    * `noise`, `drawn`: what `simulate` was given, and one timeline for each draw; see `quantile`.
     * `spans`: every step, rank by rank in order of time; `idle`: every gap, with its cause.
     """
 
@@ -41,6 +44,13 @@ class Timeline:
     costs: Costs
     run: Outcome
     peak_memory: tuple[float, ...]
+    noise: Noise | None = None
+    drawn: tuple["Timeline", ...] = ()
+
+    def quantile(self, barrier: bool = True) -> float:
+        """The makespan (without `barrier` the cost) that the share `noise.quantile` of the drawn steps stays within."""
+        found = sorted(t.makespan if barrier else t.cost for t in self.drawn or (self,))
+        return found[math.ceil(len(found) * (self.noise.quantile if self.noise else 1)) - 1]
 
     @property
     def schedule(self) -> Schedule:

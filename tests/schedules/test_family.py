@@ -48,7 +48,7 @@ def _critical_path(schedule: Schedule, costs: Costs) -> float:
 
 
 @pytest.mark.mostly_slow(every=8)
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", sorted({*names()} - {"auto"}))  # which promises none without a limit
 def test_peak_memory_is_within_the_promise(name: str) -> None:
     """The closed form's peak, with M_W <= M_B, wherever its conditions hold."""
     peak, generator = closed_form(name).peak, random.Random(name)

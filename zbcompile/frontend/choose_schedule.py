@@ -2,8 +2,9 @@
 
 from zbcompile.errors import PipelineError
 from zbcompile.frontend.options import Options
-from zbcompile.schedules.generators.registry import admits, build, smallest_microbatches
+from zbcompile.schedules.generators.registry import admits, smallest_microbatches
 from zbcompile.schedules.ir.schedule import Schedule
+from zbcompile.schedules.searching.by_name import build
 
 
 def choose_schedule(options: Options, ranks: int) -> Schedule:

@@ -26,13 +26,13 @@ def with_equal_stages(timeline: Timeline) -> EqualStages | None:
     schedule, costs = timeline.schedule, _equal(timeline.costs)
     if not _is_of_its_name(schedule):
         return None
-    form = closed_form(schedule.name)
-    bubble, length = form.bubble, form.makespan
     try:
+        form = closed_form(schedule.name)
+        bubble, length = form.bubble, form.makespan
         if bubble is None or length is None or not bubble.holds(schedule, costs):
             return None
         share = float(bubble.at(schedule, costs))
-    except ScheduleError:  # hops or pairs that differ: closed forms assume equal ones
+    except ScheduleError:  # hops or pairs that differ, where closed forms assume equal ones; or a searched order
         return None
     shown = length.value if costs.comm else length.value.subs(c, 0)
     return EqualStages(schedule.name, f"1 - {form.work}/({shown})", share)

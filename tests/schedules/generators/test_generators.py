@@ -32,6 +32,7 @@ PROMISED_PEAK: dict[str, Callable[[int, int], int]] = {
     "v-min": lambda p, m: min(2 * m, 2 * ((p + 4) // 3)),
     "dualpipe": lambda p, m: p + 1,
     "dualpipe-v": lambda p, m: 2 * p + 1,
+    "auto": lambda p, m: 2 * m,  # without a limit it promises none
 }
 
 

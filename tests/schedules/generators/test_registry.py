@@ -13,7 +13,7 @@ from zbcompile.schedules import Costs, ScheduleError, admits, build, names, smal
 
 LINEAR = ("gpipe", "1f1b", "eager-1f1b", "1f1b-overlap", "zb-h1", "zb-h1-lazy", "zb-h2", "zb-1p", "zb-2p")
 CHUNKED = ("interleaved-1f1b", "interleaved-1f1b-overlap", "interleaved-zb", "zb-v", "v-half", "v-min", "dualpipe-v")
-CANONICAL = (*LINEAR, *CHUNKED, "dualpipe")
+CANONICAL = (*LINEAR, *CHUNKED, "dualpipe", "auto")
 
 
 def test_names_are_the_canonical_ones() -> None:
@@ -46,11 +46,6 @@ def test_unknown_name_shows_the_nearest() -> None:
         build("zb-h3", ranks=2, microbatches=4)
     with pytest.raises(ScheduleError, match="known names: gpipe, "):
         build("?", ranks=2, microbatches=4)
-
-
-def test_auto_is_a_clear_error() -> None:
-    with pytest.raises(ScheduleError, match=r'"auto".*does not exist yet'):
-        build("auto", ranks=2, microbatches=4)
 
 
 @pytest.mark.parametrize(

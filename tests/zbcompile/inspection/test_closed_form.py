@@ -26,7 +26,7 @@ def test_it_is_the_bubble_of_equal_stages(name: str) -> None:
             f, w = map(float, means)
             even = simulate(schedule, Costs.uniform(schedule.stages, f, f, w))
             assert found_here.bubble == pytest.approx(even.bubble, abs=1e-9)
-    assert bool(found) == (name not in ("zb-1p", "zb-2p")) or name == "v-min"  # which asks for p mod 3 = 1
+    assert bool(found) == (name not in ("zb-1p", "zb-2p", "auto")) or name == "v-min"  # which asks for p mod 3 = 1
 
 
 def test_none_for_another_order_of_the_same_name_and_for_unequal_links() -> None:

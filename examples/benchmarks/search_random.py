@@ -1,0 +1,147 @@
+"""The searched order against every name that fits, and against the bound, in random settings.
+
+    python examples/benchmarks/search_random.py --settings 500 --moves 20000 --output found.jsonl
+
+A setting is a model cut into 4 x ranks stages: 2 to 8 ranks, 4 to 32 microbatches, times and activations that spread by
+up to 30 %, a last stage that takes 1 to 3 times as long, hops of 0 to .3 of a rank's forward, a limit of .5 to 2 times
+the memory that 1F1B needs, makespan or cost. What the file holds is not run again; `--output` is the only state.
+"""
+
+import argparse
+import json
+import random
+import statistics
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from zbcompile.schedules import Costs, ScheduleError, build, check, names, search, simulate
+
+CUT = 4  # stages per rank of the finest cut
+TIGHT = 1.0  # memory of 1F1B: below this share a limit is tight
+
+
+def setting(number: int) -> dict[str, Any]:
+    """The setting of this number; the same in every run."""
+    rng = random.Random(number)
+    ranks = rng.randint(2, 8)
+    return {
+        "number": number,
+        "ranks": ranks,
+        "microbatches": rng.randint(4, 32),
+        "spread": rng.uniform(0, 0.3),
+        "head": rng.uniform(1, 3),
+        "hop": rng.uniform(0, 0.3),
+        "memory": rng.uniform(0.5, 2),
+        "barrier": rng.random() < 0.5,
+    }
+
+
+def costs_of(given: dict[str, Any]) -> Costs:
+    """A rank's forward takes about 1, and holds about 1."""
+    rng, stages = random.Random(f"costs {given['number']}"), CUT * given["ranks"]
+
+    def drawn() -> tuple[float, ...]:
+        return tuple(rng.uniform(1 - given["spread"], 1 + given["spread"]) / CUT for _ in range(stages))
+
+    forward, backward, weight = ((*each[:-1], each[-1] * given["head"]) for each in (drawn(), drawn(), drawn()))
+    return Costs(forward, backward, weight, activation=drawn(), comm=given["hop"])
+
+
+def named(given: dict[str, Any], costs: Costs) -> Iterator[tuple[int, float]]:
+    """The objective of every name that fits, on every number of chunks that it admits."""
+    ranks, limit = given["ranks"], given["memory"] * given["ranks"]
+    for name in names():
+        for chunks in (1, 2, CUT):
+            try:
+                cut = costs.resized(chunks * ranks)
+                schedule = build(name, ranks, given["microbatches"], cut, limit, chunks)
+                check(schedule, cut, limit)
+            except ScheduleError:
+                continue
+            if schedule.placement.kind != "dual" and name != "auto":  # two copies of the model are another promise
+                step = simulate(schedule, cut)
+                yield chunks, step.makespan if given["barrier"] else step.cost
+
+
+def run(number: int, moves: int | None, seconds: float) -> dict[str, Any]:
+    """One setting: what was found, the bound, and the best name."""
+    given = setting(number)
+    costs = costs_of(given)
+    limit = given["memory"] * given["ranks"]
+    values = list(named(given, costs))
+    given["best_name"] = min((value for _, value in values), default=None)
+    given["best_usual"] = min((value for chunks, value in values if chunks <= 2), default=None)
+    try:
+        found = search(
+            costs,
+            given["ranks"],
+            given["microbatches"],
+            limit,
+            barrier=given["barrier"],
+            seconds=seconds,
+            moves=moves,
+            seed=number,
+        )
+    except ScheduleError as error:
+        return {**given, "none": str(error)}
+    check(found.schedule, found.simulation.costs, limit)
+    return {
+        **given,
+        "found": found.objective,
+        "bound": found.bound,
+        "placement": str(found.schedule.placement),
+        "origin": found.origin,
+        "moves": found.moves,
+        "seconds": round(found.seconds, 2),
+    }
+
+
+def report(rows: Iterable[dict[str, Any]]) -> str:
+    """The promises, each with what was seen."""
+    rows = [row for row in rows if "found" in row]
+    named_rows = [row for row in rows if row["best_name"] is not None]
+    ratios = [row["found"] / row["best_name"] for row in named_rows]
+    gaps: dict[bool, list[float]] = {True: [], False: []}
+    for row in rows:
+        gaps[row["memory"] < TIGHT].append(row["found"] / row["bound"] - 1)
+    lines = [
+        f"{len(rows)} settings, {len(rows) - len(named_rows)} of which no name fits",
+        f"longer than a name: {sum(ratio > 1 + 1e-9 for ratio in ratios)}",
+        f"below the bound: {sum(row['found'] < row['bound'] * (1 - 1e-9) for row in rows)}",
+        f"proven optimal: {sum(row['found'] <= row['bound'] * (1 + 1e-9) for row in rows)}",
+    ]
+    for what, best in (("at 1, 2 and 4 chunks", "best_name"), ("as built without chunks=", "best_usual")):
+        for where, ranks in (("", range(2, 9)), (" at 4 to 6 ranks", range(4, 7))):
+            values = [row["found"] / row[best] for row in rows if row[best] is not None and row["ranks"] in ranks]
+            if values:
+                figures = f"mean {statistics.mean(values):.4f}, best {min(values):.3f}"
+                lines.append(f"ratio to the best name {what}{where}: {figures}")
+    for tight, values in gaps.items():
+        if values:
+            lines.append(f"median gap, memory {'tight' if tight else 'ample'}: {statistics.median(values):.2%}")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> str:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--settings", type=int, default=500)
+    parser.add_argument("--moves", type=int, help="default: as many as fit into the seconds")
+    parser.add_argument("--seconds", type=float, default=20)
+    parser.add_argument("--output", type=Path, default=Path("search_random.jsonl"))
+    options = parser.parse_args(arguments)
+    lines = options.output.read_text(encoding="utf-8").splitlines() if options.output.exists() else []
+    rows = {row["number"]: row for row in map(json.loads, lines)}
+    with options.output.open("a", encoding="utf-8") as file:
+        for number in tqdm([n for n in range(options.settings) if n not in rows], disable=None):
+            rows[number] = run(number, options.moves, options.seconds)
+            print(json.dumps(rows[number]), file=file, flush=True)
+    text = report(rows[number] for number in sorted(rows) if number < options.settings)
+    print(text)
+    return text
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""Times as they may turn out: passes that take a little longer or shorter, messages that arrive late."""
+
+import random
+from dataclasses import dataclass
+
+from zbcompile.schedules.errors import ScheduleError
+from zbcompile.schedules.ir.actions import Action
+
+
+@dataclass(frozen=True)
+class Noise:
+    """How far a run may differ from its costs.
+
+    * `spread`: of the time of every single pass, relative to its cost (standard deviation);
+    * `links`: by how much of its delay a message is late on average; most are late by less, a few by much more;
+    * `quantile`: what counts of so many `draws`, 0.9: nine of ten steps are no longer. The same `seed`, the same draws.
+    """
+
+    spread: float = 0.1
+    links: float = 0.0
+    quantile: float = 0.9
+    draws: int = 10
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if min(self.spread, self.links) < 0 or not 0 < self.quantile <= 1 or self.draws < 1:
+            raise ScheduleError(f"{self}; expected shares of at least 0, a quantile above 0 and up to 1, and draws")
+
+
+def as_noise(noise: "Noise | float | None") -> Noise | None:
+    """A number is the spread of every pass."""
+    return noise if noise is None or isinstance(noise, Noise) else Noise(spread=noise)
+
+
+class Draw:
+    """One draw: the same factor for an action in whatever order it runs."""
+
+    def __init__(self, noise: Noise, number: int) -> None:
+        self.noise, self.number = noise, number
+        self._letters: dict[tuple[str, int], list[tuple[float, float]]] = {}
+
+    def factors(self, action: Action) -> tuple[float, float]:
+        """What the time of a pass, and the delay of the message that it waits for, are multiplied by."""
+        op, stage, microbatch = action
+        letter = self._letters.setdefault((op, stage), [])
+        if len(letter) <= microbatch:
+            letter += self._more(op, stage, len(letter), 2 * (microbatch + 1))
+        return letter[microbatch]
+
+    def _more(self, op: str, stage: int, start: int, stop: int) -> list[tuple[float, float]]:
+        found = []
+        for m in range(start, stop):
+            generator = random.Random(f"{self.noise.seed} {self.number} {op}{stage}.{m}")
+            time = max(0.0, 1 + self.noise.spread * generator.gauss(0, 1))
+            found.append((time, 1 + self.noise.links * generator.expovariate(1)))
+        return found

@@ -1,0 +1,129 @@
+"""Simulated annealing over words: shift a pass of the critical path, keep what is shorter and sometimes what is not."""
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from zbcompile.schedules.execution.noise import Draw as NoiseDraw
+from zbcompile.schedules.execution.noise import Noise
+from zbcompile.schedules.searching.clock import Clock, Move, Order
+from zbcompile.schedules.searching.problem import Problem, Words
+
+HOT, COLD = 0.3, 0.005  # temperatures at the start and at the end, in mean passes
+MILD, MANY = 0.05, 1500  # where to start above so many passes: there is no time to recover from much disorder
+CRITICAL = 0.85  # share of moves that shift a pass of the critical path
+EVENNESS = 0.01  # how much the mean end of all ranks counts beside the objective: it leads across plateaus
+LOOK = 64  # moves between two looks at the clock on the wall
+
+
+class Draw(NamedTuple):
+    """Times of the passes and delays of their messages, as the costs say or as they may turn out."""
+
+    time: Sequence[float]
+    delay: Sequence[float]
+
+
+def draws_of(problem: Problem, noise: Noise | None) -> list[Draw]:
+    """Of the costs themselves without noise."""
+    delays = [waits[0][1] if waits else 0.0 for waits in problem.waits]
+    if noise is None:
+        return [Draw(problem.time, delays)]
+    found = []
+    for number in range(noise.draws):
+        factors = list(map(NoiseDraw(noise, number).factors, problem.actions))
+        times = [time * longer for time, (longer, _) in zip(problem.time, factors, strict=True)]
+        late = [delay * later for delay, (_, later) in zip(delays, factors, strict=False)]
+        found.append(Draw(times, late))
+    return found
+
+
+class Annealer:
+    """One search from one order. `quantile` of the objective over the draws is what counts; of one draw, its own."""
+
+    def __init__(self, problem: Problem, words: Words, draws: Sequence[Draw], quantile: float, seed: int) -> None:
+        self.problem, self.draws = problem, draws
+        self.order = Order(problem, words)
+        self.clocks = [Clock(self.order, *draw) for draw in draws]
+        self.counted = max(0, math.ceil(quantile * len(draws)) - 1)
+        self.generator = random.Random(seed)
+        self.unit = sum(problem.time) / len(problem.time)
+        self.path: list[int] = []
+        self.value, self.score = self._judge()
+        self.best = self.value
+        self.best_words = [list(word) for word in self.order.words]
+
+    def run(self, progress: Callable[[int], float], target: float, warmth: float = 1.0) -> int:
+        """Move until `progress(moves)` is 1 or the objective is `target`; returns how many moves that took. The best
+        order that was met is in `best_words`."""
+        hot = warmth * (HOT if len(self.problem.time) <= MANY else MILD)
+        moves, temperature = 0, hot * self.unit
+        while self.best > target:
+            if moves % LOOK == 0:
+                done = progress(moves)
+                if done >= 1:
+                    break
+                temperature = self.unit * hot * (COLD / hot) ** done
+            moves += 1
+            self._step(temperature)
+        return moves
+
+    def _step(self, temperature: float) -> None:
+        move = self.order.shifted(self._pick(), self._distance())
+        if move is None:
+            return
+        allowed = self.score - temperature * math.log(1 - self.generator.random())
+        back = self.order.make(move)
+        if self._settle(move, allowed):
+            value, score = self._judge()
+            if score <= allowed:
+                self._accept(value, score)
+                return
+        self._take_back(back)
+
+    def _accept(self, value: float, score: float) -> None:
+        self.value, self.score, self.path = value, score, []
+        for clock in self.clocks:
+            clock.log = []
+        if value < self.best:
+            self.best, self.best_words = value, [list(word) for word in self.order.words]
+
+    def _settle(self, move: Move, allowed: float) -> bool:
+        stop = move.start + len(move.passes)
+        word = self.order.words[move.rank]
+        changed = [*move.passes, *word[stop : stop + 1]]
+        latest = allowed if len(self.clocks) == 1 else math.inf
+        for clock in self.clocks:
+            clock.retail(move.rank, move.start, stop)
+            if not clock.settle(changed, latest):
+                return False
+        return True
+
+    def _take_back(self, back: Move) -> None:
+        self.order.make(back)
+        for clock in self.clocks:
+            clock.undo()
+            clock.retail(back.rank, back.start, back.start + len(back.passes))
+
+    def _judge(self) -> tuple[float, float]:
+        """The objective, and what moves are judged by."""
+        lasts = [clock.last() for clock in self.clocks]
+        value = sorted(map(max, lasts))[self.counted]
+        return value, value + EVENNESS * sum(map(sum, lasts)) / (len(lasts) * len(lasts[0]))
+
+    def _pick(self) -> int:
+        draw = self.generator.random
+        if draw() >= CRITICAL:
+            return int(draw() * len(self.problem.time))
+        if not self.path:
+            passes = len(self.problem.time)
+            clock = self.clocks[int(draw() * len(self.clocks))] if len(self.clocks) > 1 else self.clocks[0]
+            self.path = [n for n in clock.critical() if n < passes]
+        return self.path[int(draw() * len(self.path))]
+
+    def _distance(self) -> int:
+        draw = self.generator.random
+        kind = draw()
+        reach = 1 if kind < 0.5 else 4 if kind < 0.8 else 40
+        far = 1 + int(draw() * reach)
+        return far if draw() < 0.5 else -far

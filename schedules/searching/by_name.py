@@ -1,0 +1,62 @@
+"""Schedules by their names, "auto" among them."""
+
+from typing import Any
+
+from zbcompile.schedules.errors import ScheduleError
+from zbcompile.schedules.generators.registry import Family, find, named, require_admitted
+from zbcompile.schedules.ir.costs import Costs
+from zbcompile.schedules.ir.schedule import Schedule
+from zbcompile.schedules.searching.order_search import search
+
+AUTO_MOVES = 400  # so few that code which builds every name stays quick; `search` takes as many as one likes
+AUTO_SECONDS = 600
+
+
+def build(
+    name: str,
+    ranks: int,
+    microbatches: int,
+    costs: Costs | None = None,
+    memory_limit: float | None = None,
+    chunks: int | None = None,
+    **options: Any,
+) -> Schedule:
+    """Generate the schedule called `name` (any spelling) for `ranks` ranks and `microbatches` microbatches.
+
+    `costs` (one entry per stage) are read by the schedules that adapt to them; `memory_limit` has the unit of
+    `costs.activation`; `chunks` is the number of stages per rank, if the schedule leaves that open. "auto" is
+    `search` with a fixed number of moves. Raises `ScheduleError` for an unknown name, an unknown option, and counts
+    that the schedule does not admit.
+
+    >>> print(*build("1f1b", ranks=2, microbatches=2).orders[1])
+    F1.0 BW1.0 F1.1 BW1.1
+    """
+    family = find(name)
+    if family.generate is not None:
+        return named(name, ranks, microbatches, costs, memory_limit, chunks, **options)
+    return _searched(family, ranks, microbatches, costs, memory_limit, chunks, **options)
+
+
+def _searched(
+    family: Family,
+    ranks: int,
+    microbatches: int,
+    costs: Costs | None,
+    memory_limit: float | None,
+    chunks: int | None,
+    objective: str = "makespan",
+    moves: int = AUTO_MOVES,
+    **unknown: Any,
+) -> Schedule:
+    if objective not in ("cost", "makespan"):
+        raise ScheduleError(f'objective={objective!r}; expected "cost" or "makespan"')
+    if chunks is None and costs is not None and ranks >= 1 and costs.stages % ranks == 0:
+        chunks = costs.stages // ranks
+    placement = require_admitted(family, ranks, microbatches, chunks, unknown)
+    if costs is not None and costs.stages != placement.stages:
+        raise ScheduleError(f"{family.name}: costs of {costs.stages} stages for a schedule of {placement.stages}")
+    costs = costs or Costs.uniform(placement.stages)
+    kinds = {1: ("linear",), 2: ("looped:2", "v")}.get(placement.chunks, (f"looped:{placement.chunks}",))
+    barrier = objective == "makespan"
+    found = search(costs, ranks, microbatches, memory_limit, kinds, barrier, AUTO_SECONDS, moves)
+    return found.schedule

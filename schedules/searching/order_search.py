@@ -1,0 +1,204 @@
+"""From costs to an order: placements, seeds, annealing, and how far from the best the result can be."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from zbcompile.schedules.execution.noise import Noise, as_noise
+from zbcompile.schedules.ir.costs import Costs
+from zbcompile.schedules.ir.placement import Placement
+from zbcompile.schedules.ir.schedule import Schedule
+from zbcompile.schedules.searching.annealing import Annealer, draws_of
+from zbcompile.schedules.searching.lower_bound import lower_bound
+from zbcompile.schedules.searching.problem import Problem, Words
+from zbcompile.schedules.searching.question import problems_of
+from zbcompile.schedules.searching.search_budget import Budget
+from zbcompile.schedules.searching.starting_orders import RULES, Seed, dispatched, named_seeds, one_by_one
+from zbcompile.schedules.simulation.simulator import simulate
+from zbcompile.schedules.simulation.timeline import Timeline
+
+EXACT = 1 + 1e-9  # objectives count as equal up to rounding
+ROUNDS = ((8, 0.25, 1.0), (3, 0.3, 0.7), (1, 0.25, 1.0), (1, 0.2, 0.3))  # orders kept, share of the budget, warmth
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """An order of one problem, what it takes, and where it comes from."""
+
+    problem: Problem = field(repr=False)
+    value: float
+    origin: str
+    words: Words = field(repr=False)
+    schedule: Schedule | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search has found.
+
+    * `schedule`, called "auto", and its `simulation`; `bound`: no order of any admitted placement is shorter;
+    * `objective`: the makespan (without barrier the cost; with noise their quantile), `gap`: objective / bound - 1;
+    * `origin`: the order that it was made from; `moves`: how many were tried, in so many `seconds`;
+    * `names`: what every named schedule that fits takes, by name and placement.
+    """
+
+    schedule: Schedule
+    simulation: Timeline
+    bound: float
+    objective: float
+    origin: str
+    moves: int
+    seconds: float
+    names: dict[tuple[str, str], float]
+
+    @property
+    def gap(self) -> float:
+        return self.objective / self.bound - 1 if self.bound else 0.0
+
+    @property
+    def proven(self) -> bool:
+        """Whether nothing can be shorter."""
+        return self.objective <= self.bound * EXACT
+
+    def __str__(self) -> str:
+        left = "proven optimal" if self.proven else f"{self.gap:.1%} above the bound of {self.bound:.6g}"
+        how = f"from {self.origin} by {self.moves} moves in {self.seconds:.1f} s"
+        lines = [f"auto: {self.objective:.6g} on placement {self.schedule.placement}, {left}; {how}"]
+        if self.names:
+            (name, placement), value = min(self.names.items(), key=lambda item: item[1])
+            lines.append(f"the best name, {name} on {placement}: {value:.6g}, {value / self.objective - 1:.1%} longer")
+        else:
+            lines.append("no named schedule fits")
+        return "\n".join(lines)
+
+
+def search(
+    costs: Costs | Callable[[int], Costs],
+    ranks: int,
+    microbatches: int,
+    memory_limit: float | Sequence[float] | None = None,
+    placements: Sequence[str | Placement] | None = None,
+    barrier: bool = True,
+    seconds: float = 20,
+    moves: int | None = None,
+    seed: int = 0,
+    noise: Noise | float | None = None,
+    barriers: int = 1,
+) -> Found:
+    """Search the shortest order of `microbatches` on `ranks`, and say how far from the best it can be.
+
+    `costs` are those of the whole model cut into the largest number of stages that may be used, merged for fewer, or a
+    function from a number of stages to costs. `placements` ("linear", "looped:2", "v", ...) are all that the costs
+    allow by default; "dual", which keeps two copies of every stage, only on request. `memory_limit` is one number or
+    one for each rank, in the unit of `costs.activation`. With `barrier` the makespan counts, else the cost; with
+    `noise` their quantile over drawn times. `barriers` is that of `with_vocabulary`, for costs with S and T.
+
+    It stops when the bound is met, after `moves` tried changes or after `seconds`; the same seed and number of moves
+    find the same order if the seconds suffice. Ctrl-C returns the best so far. Raises `ScheduleError` if nothing fits,
+    and for costs or placements that do not fit the ranks.
+
+    >>> from zbcompile.schedules import Costs, search
+    >>> found = search(Costs.uniform(2), ranks=2, microbatches=4, placements=["linear"], moves=1000)
+    >>> found.objective, found.bound, found.proven
+    (13, 13, True)
+    """
+    problems = problems_of(costs, ranks, microbatches, memory_limit, placements, barrier, barriers)
+    hunt = _Hunt(problems, Budget(seconds, moves), seed, as_noise(noise))
+    try:
+        hunt.run()
+    except KeyboardInterrupt:
+        if not hunt.pool:
+            raise
+    return hunt.found()
+
+
+def bound(
+    costs: Costs | Callable[[int], Costs],
+    ranks: int,
+    microbatches: int,
+    placement: str | Placement,
+    memory_limit: float | Sequence[float] | None = None,
+    barrier: bool = True,
+    barriers: int = 1,
+) -> float:
+    """What no order on this placement can be shorter than: its makespan, without `barrier` its cost.
+
+    Arguments and errors as of `search`.
+
+    >>> from zbcompile.schedules import Costs, bound
+    >>> bound(Costs.uniform(4), ranks=4, microbatches=8, placement="linear")
+    27
+    """
+    (problem,) = problems_of(costs, ranks, microbatches, memory_limit, (placement,), barrier, barriers)
+    return lower_bound(problem)
+
+
+class _Hunt:
+    """One search: the candidates, the bounds of the placements, and what is left of the budget."""
+
+    def __init__(self, problems: Sequence[Problem], budget: Budget, seed: int, noise: Noise | None) -> None:
+        self.problems, self.budget, self.seed, self.noise = problems, budget, seed, noise
+        self.bounds = {problem: lower_bound(problem) for problem in problems}
+        self.draws = {problem: draws_of(problem, noise) for problem in problems}
+        self.pool: list[Candidate] = []
+        self.names: dict[tuple[str, str], float] = {}
+        self.moves = 0
+
+    def run(self) -> None:
+        for problem in self.problems:
+            self._take(problem, Seed("one microbatch after the other", one_by_one(problem)))
+            for seed in named_seeds(problem):
+                self._take(problem, seed)
+        for number, rule in enumerate(RULES):
+            if self.budget.seeds_spent(number):
+                break
+            for problem in self._open():
+                if (found := dispatched(problem, rule)) is not None:
+                    self._take(problem, found)
+        for keep, share, warmth in ROUNDS:
+            chosen = self._chosen(keep)
+            for candidate in chosen:
+                self._improve(candidate, share / len(chosen), warmth)
+
+    def _open(self) -> list[Problem]:
+        """The problems whose bound is not met."""
+        best = min(candidate.value for candidate in self.pool)
+        return [problem for problem in self.problems if best > self.bounds[problem] * EXACT]
+
+    def _take(self, problem: Problem, seed: Seed) -> None:
+        for schedule in (seed.schedule, None):
+            if schedule is None or problem.costs.overlap or problem.costs.pairs:  # else a pair opened is no longer
+                timeline = simulate(schedule or problem.schedule(seed.words), problem.costs, self.noise)
+                value = timeline.quantile(problem.barrier)
+                self.pool.append(Candidate(problem, value, seed.origin, seed.words, schedule))
+                if seed.schedule is not None:
+                    key = seed.origin, str(problem.placement)
+                    self.names[key] = min(value, self.names.get(key, value))
+
+    def _chosen(self, count: int) -> list[Candidate]:
+        """The best candidates of open problems, each with another order, half of them the best of their placement."""
+        ranked = sorted((c for c in self.pool if c.problem in self._open()), key=lambda c: c.value)
+        distinct = list({(c.value, c.problem): c for c in reversed(ranked)}.values())[::-1]
+        leaders = list({c.problem: c for c in reversed(distinct)}.values())
+        leaders.sort(key=lambda c: c.value)
+        return list(dict.fromkeys((*leaders[: count // 2], *distinct)))[:count]
+
+    def _improve(self, candidate: Candidate, share: float, warmth: float) -> None:
+        problem = candidate.problem
+        quantile = self.noise.quantile if self.noise else 1
+        annealer = Annealer(problem, candidate.words, self.draws[problem], quantile, self.seed + self.moves)
+        try:
+            self.moves += annealer.run(self.budget.slice(share), self.bounds[problem] * EXACT, warmth)
+        finally:
+            if annealer.best < candidate.value:
+                words = annealer.best_words
+                self.pool.append(Candidate(problem, annealer.best, candidate.origin, words))
+
+    def found(self) -> Found:
+        best = min(self.pool, key=lambda candidate: candidate.value)
+        problem = best.problem
+        schedule = best.schedule or problem.schedule(best.words)
+        simulation = simulate(replace(schedule, name="auto"), problem.costs, self.noise)
+        bound = min(min(self.bounds.values()), simulation.quantile(problem.barrier))
+        objective = simulation.quantile(problem.barrier)
+        spent = self.budget.spent
+        return Found(simulation.schedule, simulation, bound, objective, best.origin, self.moves, spent, self.names)

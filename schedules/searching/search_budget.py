@@ -1,0 +1,37 @@
+"""What a search may spend: moves, with the seconds as a cap."""
+
+import time
+from collections.abc import Callable
+
+SEEDS = 0.2  # share of the seconds for orders to start from
+
+
+class Budget:
+    """So many seconds from now on, and so many moves (`None`: as many as fit)."""
+
+    def __init__(self, seconds: float, moves: int | None) -> None:
+        self.start, self.seconds, self.moves = time.monotonic(), seconds, moves
+        self.used = 0.0  # share
+
+    @property
+    def spent(self) -> float:
+        return time.monotonic() - self.start
+
+    def seeds_spent(self, tried: int) -> bool:
+        """Whether so many rules are enough; a rule is worth some hundred moves."""
+        return self.spent > SEEDS * self.seconds or (self.moves is not None and tried * 100 > self.moves)
+
+    def slice(self, share: float) -> Callable[[int], float]:
+        """How much of a share of what is left for moves is done, by the moves made."""
+        begin = self.spent
+        if not self.used:
+            self.rest = max(0.0, self.seconds - begin)
+        self.used += share
+        until = self.seconds - self.rest * (1 - min(1, self.used))
+        moves = None if self.moves is None else max(1, round(self.moves * share))
+
+        def done(made: int) -> float:
+            late = (self.spent - begin) / (until - begin) if until > begin else 1.0
+            return late if moves is None else max(made / moves, float(self.spent >= until))
+
+        return done

@@ -1,0 +1,216 @@
+"""The search: never longer than a name, never below the bound, the same again, and plain errors."""
+
+import random
+from fractions import Fraction
+
+import pytest
+
+from zbcompile.schedules import (
+    Costs,
+    Noise,
+    ScheduleError,
+    bound,
+    build,
+    check,
+    lower,
+    names,
+    parse_schedule,
+    search,
+    simulate,
+)
+from zbcompile.schedules.searching import order_search
+from zbcompile.schedules.searching.annealing import Annealer, draws_of
+from zbcompile.schedules.searching.clock import Clock
+from zbcompile.schedules.searching.problem import Problem
+from zbcompile.schedules.searching.question import problems_of
+from zbcompile.schedules.searching.starting_orders import RULES, dispatched, named_seeds, one_by_one
+
+
+def uneven(generator: random.Random, stages: int, **options) -> Costs:
+    """Stages that differ, and a heavy last one."""
+
+    def drawn() -> tuple[float, ...]:
+        return tuple(generator.uniform(0.7, 1.3) for _ in range(stages))
+
+    forward = drawn()
+    return Costs(
+        (*forward[:-1], 2 * forward[-1]),
+        drawn(),
+        drawn(),
+        activation=drawn(),
+        residue=tuple(generator.uniform(0, 0.7) for _ in range(stages)),
+        comm=generator.choice((0, 0.2)),
+        **options,
+    )
+
+
+@pytest.mark.parametrize("number", range(12))
+def test_never_longer_than_a_name_and_never_below_the_bound(number: int) -> None:
+    generator = random.Random(number)
+    ranks, microbatches, barrier = generator.choice((2, 3, 4)), generator.randint(2, 9), generator.random() < 0.5
+    costs = uneven(generator, 2 * ranks)
+    limit = generator.choice((None, 2.2 * ranks, 1.2 * ranks + 1.5))
+    try:
+        found = search(costs, ranks, microbatches, limit, barrier=barrier, moves=300, seconds=60)
+    except ScheduleError as error:
+        assert "no order fits" in str(error)  # noqa: PT017 whether one fits is up to the draw
+        return
+    used = found.simulation.costs
+    check(lower(found.schedule), used, limit)
+    assert found.schedule.name == "auto"
+    assert found.bound <= found.objective * (1 + 1e-9)
+    for name in sorted({*names()} - {"auto"}):
+        for chunks in (1, 2):
+            try:
+                cut = costs.resized(chunks * ranks)
+                schedule = build(name, ranks, microbatches, cut, limit, chunks)
+                check(schedule, cut, limit)
+            except ScheduleError:
+                continue
+            if schedule.placement.kind != "dual":
+                step = simulate(schedule, cut)
+                assert found.objective <= (step.makespan if barrier else step.cost) * (1 + 1e-9)
+                least = bound(costs, ranks, microbatches, schedule.placement, limit, barrier)
+                assert least <= (step.makespan if barrier else step.cost) * (1 + 1e-9)
+
+
+def test_the_same_seed_and_moves_find_the_same_order() -> None:
+    costs = uneven(random.Random(3), 6)
+    first, second = (search(costs, 3, 7, 6.5, moves=500, seed=4) for _ in range(2))
+    assert first.schedule == second.schedule
+    assert parse_schedule(str(first.schedule)) == first.schedule
+
+
+def test_textbook_costs_are_proven_optimal() -> None:
+    found = search(Costs.uniform(4), 4, 8, placements=["linear"], moves=100)
+    assert (found.objective, found.bound, found.proven, found.gap) == (27, 27, True, 0)
+    assert "proven optimal" in str(found)
+
+
+def test_exact_numbers_stay_exact() -> None:
+    costs = Costs.uniform(3, Fraction(1, 3), Fraction(1, 3), Fraction(1, 3))
+    assert search(costs, 3, 4, moves=200).objective == Fraction(14, 3)
+
+
+@pytest.mark.parametrize("draws", [None, Noise(0.2, links=1.0, draws=3)])
+def test_every_move_is_timed_as_the_simulator_would(draws: Noise | None) -> None:
+    """After hundreds of moves, kept or taken back, every clock and every memory is that of a fresh evaluation."""
+    generator = random.Random(5)
+    costs = uneven(generator, 6, vocab_s=(0.2,) * 6, vocab_t=(0.3,) * 6)
+    (problem,) = problems_of(costs, 3, 5, 9.0, ["v"], True, 1)
+    seed = next(iter(named_seeds(problem)))
+    annealer = Annealer(problem, seed.words, draws_of(problem, draws), 0.9, seed=1)
+    annealer.run(lambda moves: moves / 700, target=0)
+    assert problem.fits(annealer.order.words)
+    for clock in annealer.clocks:
+        fresh = Clock(annealer.order, clock.time, clock.delay)
+        assert fresh.complete
+        assert fresh.end == pytest.approx(clock.end)
+        assert fresh.tail == pytest.approx(clock.tail)
+    schedule = problem.schedule(annealer.best_words)
+    check(lower(schedule), costs)
+    assert simulate(schedule, costs, draws).quantile() == pytest.approx(annealer.best)
+
+
+def test_noise_is_of_the_action_not_of_the_order() -> None:
+    """Two orders are compared under the same times; without spread a draw is the step itself."""
+    schedule, costs = build("zb-h1", 3, 6), Costs.uniform(3, comm=0.5)
+    step = simulate(schedule, costs, Noise(0.2, links=0.5, draws=4))
+    assert len({round(t.busy[0], 9) for t in step.drawn}) == 4
+    other = simulate(build("zb-h2", 3, 6), costs, Noise(0.2, links=0.5, draws=4))
+    assert [t.busy for t in other.drawn] == [pytest.approx(t.busy) for t in step.drawn]
+    assert simulate(schedule, costs, Noise(0)).quantile() == step.makespan
+    assert step.makespan < step.quantile()
+
+
+def test_search_under_noise_is_judged_by_the_quantile() -> None:
+    costs = uneven(random.Random(8), 6)
+    noise = Noise(0.3, links=2.0, draws=5)
+    found = search(costs, 3, 6, placements=["linear"], noise=noise, moves=300)
+    assert found.objective == found.simulation.quantile() <= min(found.names.values())
+
+
+def test_limits_may_differ_by_rank() -> None:
+    costs = Costs.uniform(3, activation=1000)
+    found = search(costs, 3, 6, memory_limit=[3000, 2000, 1000], moves=300)
+    assert all(peak <= limit for peak, limit in zip(found.simulation.peak_memory, (3000, 2000, 1000), strict=True))
+
+
+def test_vocabulary_passes_and_the_optimizer_count() -> None:
+    costs = Costs.uniform(4, optimizer=2)
+    shards = Costs(
+        costs.forward, costs.backward, costs.weight, vocab_s=(0.5,) * 4, vocab_t=(0.5,) * 4, optimizer=(2,) * 4
+    )
+    plain, found = (search(each, 4, 6, placements=["linear"], moves=500) for each in (costs, shards))
+    assert found.schedule.shards == (0, 1, 2, 3)
+    check(lower(found.schedule), shards)
+    assert plain.objective >= plain.bound == 6 * 3 + 3 + 2
+    assert found.objective >= found.bound > plain.bound
+
+
+def test_two_copies_only_on_request() -> None:
+    costs = Costs.uniform(4)
+    assert "dual" not in {placement for _, placement in search(costs, 4, 8, moves=100).names}
+    found = search(costs, 4, 8, placements=["dual"], moves=200)
+    check(lower(found.schedule), costs)
+
+
+def test_every_rule_keeps_within_memory_and_comes_to_an_end() -> None:
+    costs = uneven(random.Random(2), 6)
+    (problem,) = problems_of(costs, 3, 6, 5.0, ["looped:2"], True, 1)
+    assert problem.fits(one_by_one(problem))
+    for rule in RULES:
+        seed = dispatched(problem, rule)
+        if seed is not None:
+            check(problem.schedule(seed.words), costs, 5.0)
+
+
+def test_interrupting_returns_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(order_search.Annealer, "run", interrupted)
+    found = search(uneven(random.Random(1), 4), 4, 8, placements=["linear"])
+    assert found.objective == min(found.names.values()) or found.origin not in names()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"memory_limit": 1.5},
+            r"no order fits\n  placement linear: rank 0 needs 2 for one microbatch, 0\.5 more than",
+        ),
+        ({"memory_limit": [4, 4]}, "memory_limit has 2 entries for 4 ranks"),
+        ({"costs": Costs.uniform(6)}, "costs of 6 stages for 4 ranks; give a multiple of 4"),
+        ({"placements": ["v", "w"]}, "placement 'w'; expected linear, looped:N"),
+        ({"placements": ["looped"]}, "placement 'looped'; expected linear, looped:N"),
+        ({"placements": []}, "placements is empty"),
+        ({"placements": ["looped:3"]}, "cannot be merged into the 12 stages of placement looped:3"),
+        ({"ranks": 0}, "ranks=0; expected a whole number"),
+        ({"noise": -0.5}, "expected shares of at least 0"),
+    ],
+)
+def test_wrong_arguments(arguments: dict, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        search(**{"costs": Costs.uniform(8), "ranks": 4, "microbatches": 6, "moves": 1, **arguments})
+
+
+def test_auto_is_a_name_like_any_other() -> None:
+    schedule = build("Auto", 2, 5, chunks=1)
+    assert schedule.placement.kind == "linear"
+    assert build("auto", 2, 5, Costs.uniform(4)).stages == 4
+    with pytest.raises(ScheduleError, match="auto: unknown option exact; expected objective, moves"):
+        build("auto", 2, 5, exact=True)
+    with pytest.raises(ScheduleError, match="costs of 3 stages for a schedule of 4"):
+        build("auto", 2, 5, Costs.uniform(3))
+
+
+def test_a_circle_is_no_order() -> None:
+    """Words that wait for each other are told from those that run to their end."""
+    costs = Costs.uniform(2)
+    problem = Problem(build("1f1b", 2, 2).placement, 2, costs)
+    words = one_by_one(problem)
+    words[0] = sorted(words[0], key=lambda n: problem.actions[n].op)  # B before F
+    order = Clock.__init__.__globals__["Order"](problem, words)
+    assert not Clock(order, problem.time, [waits[0][1] if waits else 0.0 for waits in problem.waits]).complete
