@@ -25,7 +25,8 @@ from torch.fx.experimental.proxy_tensor import make_fx as make_fx  # 2.11-2.13: 
 from torch.fx.graph import _BoxedCodeGen  # 2.11-2.13: the only code generator that frees inputs as they are used
 from torch.fx.traceback import annotate, get_current_meta, preserve_node_meta
 from torch.utils import _pytree as pytree  # 2.11-2.13: torch.export uses it; torch.utils.pytree is newer
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # 2.11-2.13: sees every operation
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 pytree = pytree
 # 2.11-2.13: a graph module that writes its code when it is first run or printed; most of ours never are. Its `forward`,
@@ -106,6 +107,19 @@ def take_annotations(node: Node) -> dict[str, Any]:
 def fake_mode_of(value: torch.Tensor) -> FakeTensorMode:
     """The mode that a fake tensor belongs to (2.11-2.13)."""
     return value.fake_mode  # type: ignore[attr-defined, no-any-return]
+
+
+def is_fake_of(value: Any, mode: FakeTensorMode) -> bool:
+    """Whether a tensor, or what a subclass wraps, was made in `mode` (2.11-2.13: no public name for subclasses)."""
+    if is_traceable_wrapper_subclass(value):
+        names, _ = value.__tensor_flatten__()
+        return all(is_fake_of(getattr(value, name), mode) for name in names)
+    return isinstance(value, FakeTensor) and value.fake_mode is mode
+
+
+def written_so_far(value: torch.Tensor) -> int:
+    """How often a tensor has been written in place (2.11-2.13: documented, but not a public name)."""
+    return value._version
 
 
 def is_in_place(operation: object) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from zbcompile.passes.capture.autocast import is_autocasts
+from zbcompile.passes.capture.custom_functions import confirm_call
 from zbcompile.passes.capture.export import Captured
 from zbcompile.passes.capture.export_errors import operation_failure
 from zbcompile.passes.capture.mutations import separate_changing_buffers
@@ -189,6 +190,7 @@ class _Values(Interpreter):
             value = super().run_node(n)
         except Exception as error:  # torch.export accepts operations whose shape depends on the data
             raise CaptureError(operation_failure(n, error)) from error
+        confirm_call(n.target, self.fetch_args_kwargs_from_env(n)[0])
         n.meta["differentiable"] = any(t.requires_grad for t in tensors_of(value))
         n.meta["val"] = torch.fx.node.map_aggregate(value, _detached)  # type: ignore[arg-type]
         return value

@@ -16,8 +16,8 @@ from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.fx import GraphModule
 
 from zbcompile.passes.capture.autocast import number_autocast_regions
-from zbcompile.passes.capture.custom_functions import FunctionCall
 from zbcompile.passes.capture.export_errors import export_failure
+from zbcompile.passes.capture.function_calls import FunctionCall
 from zbcompile.passes.capture.meta_device import as_if_on
 from zbcompile.passes.capture.side_effects import Watch
 from zbcompile.passes.capture.torch_private import eagers_kernels, quick_decompositions
@@ -168,7 +168,7 @@ def _exported_on_eagers_path(
 
 
 def _export_once(wrapper: "TrainingStep | Inference", watch: Watch, example: Any) -> torch.export.ExportedProgram:
-    with watch.functions(), numbered_checkpoints(), _without_torchs_warnings():
+    with watch.functions(wrapper), numbered_checkpoints(), _without_torchs_warnings():
         return torch.export.export(wrapper, example, strict=False)
 
 

@@ -19,7 +19,8 @@ from zbcompile.passes.capture.attention_kernels import (
     is_by_formula,
     is_same_choice,
 )
-from zbcompile.passes.capture.custom_functions import FunctionCall, calls_as_operators
+from zbcompile.passes.capture.custom_functions import calls_as_operators
+from zbcompile.passes.capture.function_calls import FunctionCall
 from zbcompile.passes.capture.python_effects import numbers_drawn_outside_torch, output_of_forward
 from zbcompile.passes.graph.source_location import calling_line
 from zbcompile.passes.torch_private import (
@@ -48,9 +49,9 @@ class Watch:
     calls: dict[Hashable, FunctionCall] = field(default_factory=dict)
 
     @contextlib.contextmanager
-    def functions(self) -> Iterator[None]:
-        """Around an export: make every call of an autograd.Function an operator."""
-        with calls_as_operators(self.calls, _is_torchs), _inference_as_no_grad():
+    def functions(self, model: nn.Module) -> Iterator[None]:
+        """Around an export of `model`: make every call of an autograd.Function an operator."""
+        with calls_as_operators(self.calls, model, _is_torchs), _inference_as_no_grad():
             yield
 
     @contextlib.contextmanager

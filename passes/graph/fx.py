@@ -1,7 +1,7 @@
 """Questions about the nodes of an FX graph that every pass asks."""
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,18 +24,27 @@ def is_getitem(node: Node) -> bool:
 
 def is_random(node: Node) -> bool:
     """Whether a node draws random numbers. Such a node moves the generator: never dropped, copied or reordered."""
-    if not isinstance(node.target, OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
+    return draws(node.target, node.args, node.kwargs)
+
+
+def draws(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of an operation draws random numbers."""
+    if not isinstance(operation, OpOverload) or torch.Tag.nondeterministic_seeded not in operation.tags:
         return False
-    return argument_of(node, "dropout_p", 1.0) != 0.0  # attention without dropout carries the tag but draws nothing
+    dropped = _argument(operation, args, kwargs, "dropout_p", 1.0)
+    return bool(dropped != 0.0)  # attention without dropout carries the tag but draws nothing
 
 
 def argument_of(node: Node, name: str, missing: Any) -> Any:
     """The value of the named argument of an operator call, or its default; `missing` if the operator has no argument of
     that name."""
-    for index, declared in enumerate(arguments_of(node.target)):  # type: ignore[arg-type]
+    return _argument(node.target, node.args, node.kwargs, name, missing)
+
+
+def _argument(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str, missing: Any) -> Any:
+    for index, declared in enumerate(arguments_of(operation)):
         if declared.name == name:
-            given = node.args[index] if index < len(node.args) else declared.default_value
-            return node.kwargs.get(name, given)
+            return kwargs.get(name, args[index] if index < len(args) else declared.default_value)
     return missing
 
 

@@ -1,0 +1,190 @@
+"""A call of an autograd.Function, to be repeated with other tensors wherever a graph is traced or values are inferred.
+
+Beside its arguments, a Function may read tensors that surround it: a module that it was given, a closure. Those are
+inputs of the operator too, and take the place of what the code finds. It may also add to `.grad` itself, as layers do
+that delay their weight gradients, or call `backward` inside its own; what was added becomes a gradient.
+"""
+
+import warnings
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from zbcompile.passes.errors import CaptureError
+from zbcompile.passes.graph.fx import draws
+from zbcompile.passes.torch_private import TorchDispatchMode, pytree, tensor_tables
+
+_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+_EMPTY = torch.ops.aten.empty_strided.default
+Autocast = tuple[str, torch.dtype, bool, bool]  # device, dtype, enabled, cached
+
+
+class A_TENSOR:
+    """Stands for a tensor among the arguments of a call."""
+
+
+class Outside:
+    """The tensors that a Function reads without being given them, in the order in which they are first read.
+
+    While torch.export runs, the parameters of a model are others than before and afterwards, so that they are known by
+    their places.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._found: list[Tensor | tuple[dict[str, Tensor], str]] = []
+        self.tensors: list[Tensor] = []
+
+    def note(self, tensor: Tensor) -> None:
+        places = {id(known): (table, name) for table, name, known in tensor_tables(self._model)}
+        self.tensors.append(tensor)
+        self._found.append(places.get(id(tensor), tensor))
+
+    def now(self) -> list[Tensor]:
+        """What the code finds now."""
+        return [found if isinstance(found, Tensor) else found[0][found[1]] for found in self._found]
+
+    @property
+    def key(self) -> Hashable:
+        return tuple(map(id, self.tensors))
+
+
+class Operations(TorchDispatchMode):
+    """Notes the operations that run inside, and whether they draw random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+        self.random = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace != "prim" and func is not _EMPTY:  # those of "prim" are questions about a tensor
+            numbers = pytree.tree_map_only(Tensor, lambda _: "tensor", (args, kwargs))
+            self.seen.append(f"{func} {numbers!r}")
+        self.random = self.random or draws(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+class Inside(TorchFunctionMode):
+    """Gives the code of a Function `replace(tensor)` for every tensor that it uses; `.data` is the detach it means."""
+
+    def __init__(self, replace: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.replace = replace
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.data_ptr:
+            raise CaptureError("a traced tensor has no memory to point to")
+        args, kwargs = pytree.tree_map_only(Tensor, self.replace, (args, kwargs or {}))
+        return args[0].detach() if func == _DATA else func(*args, **kwargs)
+
+    def around(self, function: Any) -> Any:
+        """`function` with its backward inside, too: autograd calls that on its own."""
+        name = "vjp" if function.backward is torch.autograd.Function.backward else "backward"
+
+        def backward(*given: Any) -> Any:
+            with self, warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=".*not a leaf Tensor is being accessed.*")
+                return getattr(function, name)(*given)
+
+        return type(function.__name__, (function,), {name: staticmethod(backward)})
+
+
+@dataclass(eq=False)
+class FunctionCall:
+    """All of a call of `function` but its tensors. `leaves` are its flattened arguments, A_TENSOR for each tensor.
+
+    `kinds` describes those tensors, `operations` what forward did with them, `draws` whether with random numbers, and
+    `deposits` numbers the tensors to whose `.grad` the backward adds.
+    """
+
+    function: type[torch.autograd.Function]
+    leaves: tuple[Any, ...]
+    structure: Any
+    autocast: Autocast
+    outside: Outside
+    kinds: tuple[Hashable, ...]
+    operations: tuple[str, ...] = ()
+    draws: bool = False
+    deposits: tuple[int, ...] = ()
+    name: str = field(default="")
+
+    def __call__(self, tensors: list[Tensor]) -> Any:
+        """What the Function returns for `tensors`: its arguments, then those it finds outside."""
+        count = len(self.kinds)
+        given, leaves = tensors[:count], [*tensors[:count], *map(_leaf_like, tensors[count:])]
+        if self.deposits and any(tensor.requires_grad for tensor in given):
+            given = _collecting(given, tensors, leaves, self.deposits)
+        known = {id(tensor): leaf for tensor, leaf in zip(self.outside.now(), leaves[count:], strict=True)}
+        return self.run(given, Inside(lambda tensor: known.get(id(tensor), tensor)))
+
+    def confirm(self, tensors: list[Tensor]) -> None:
+        """Raise CaptureError if the call, repeated after forward has left it, does something else."""
+        with Operations() as operations:
+            self(tensors)
+        done = tuple(operations.seen)
+        if done[len(done) - len(self.operations) :] != self.operations:
+            raise CaptureError(
+                f"the autograd.Function {self.function.__qualname__} does other operations than when forward "
+                "called it; it reads something that forward had changed for the call. Pass that as an argument."
+            )
+
+    def run(self, given: list[Tensor], inside: Inside) -> Any:
+        tensors = iter(given)
+        leaves = [next(tensors) if leaf is A_TENSOR else leaf for leaf in self.leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self.structure)
+        with torch.autocast(*self.autocast), inside:
+            return inside.around(self.function).apply(*args, **kwargs)
+
+    @property
+    def key(self) -> Hashable:
+        leaves = tuple((type(leaf), _by_value(leaf)) for leaf in self.leaves)
+        done = self.operations, self.draws, self.deposits
+        return self.function, leaves, self.structure, self.autocast, self.outside.key, self.kinds, done
+
+
+def _by_value(leaf: Any) -> Hashable:
+    """What tells arguments apart: numbers by their text (0.0 is not -0.0), what has no value of its own by identity."""
+    plain = type(leaf) in (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
+    return repr(leaf) if plain else id(leaf)
+
+
+def kinds_of(tensors: list[Tensor]) -> tuple[Hashable, ...]:
+    return tuple((t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors)
+
+
+def _leaf_like(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+class _Collect(torch.autograd.Function):
+    """The identity of `x`, whose backward runs after all that uses its result: it then takes what has arrived in the
+    `.grad` of `leaves` for the gradients of `tensors`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, leaves: list[Tensor], *tensors: Tensor) -> Tensor:
+        ctx.leaves = leaves
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        found = [leaf.grad for leaf in ctx.leaves]
+        for leaf in ctx.leaves:
+            leaf.grad = None
+        return (*gradients, None, *found)
+
+
+def _collecting(
+    given: list[Tensor], tensors: list[Tensor], leaves: list[Tensor], deposits: tuple[int, ...]
+) -> list[Tensor]:
+    """The arguments, one of them such that gradients follow what the backward adds to `.grad`."""
+    at = min((i for i, tensor in enumerate(given) if tensor.requires_grad), key=lambda i: i in deposits)
+    added_to = [leaves[i] for i in deposits]
+    start: Any = _Collect.apply(given[at], added_to, *(tensors[i] for i in deposits))  # type: ignore[no-untyped-call]
+    if at in deposits:
+        added_to[deposits.index(at)] = start
+    return [*given[:at], start, *given[at + 1 :]]

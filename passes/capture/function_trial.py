@@ -1,0 +1,115 @@
+"""The trial of an autograd.Function where the model calls it: what it returns, reads, draws and leaves behind, found by
+running forward and backward on fake tensors that nothing traces."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zbcompile.passes.capture.function_calls import (
+    A_TENSOR,
+    Autocast,
+    FunctionCall,
+    Inside,
+    Operations,
+    Outside,
+    kinds_of,
+)
+from zbcompile.passes.errors import CaptureError
+from zbcompile.passes.graph.fx import like
+from zbcompile.passes.graph.source_location import calling_line, failing_line
+from zbcompile.passes.torch_private import (
+    FakeTensorMode,
+    is_fake_of,
+    nowhere_traced,
+    pytree,
+    single_threaded_backward,
+    written_so_far,
+)
+
+
+def tried(function: Any, leaves: Sequence[Any], structure: Any, outside: Outside) -> tuple[FunctionCall, Any]:
+    """The call of `function` that forward makes, and what it returns, with fake tensors.
+
+    Raises CaptureError for what would be lost: changes of its inputs, random numbers in the backward, and whatever
+    cannot be traced.
+    """
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    others = tuple(A_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+    autocast = _autocast_on(tensors[0].device.type if tensors else "cpu")
+    call = FunctionCall(function, others, structure, autocast, outside, kinds_of(tensors))
+    with nowhere_traced(), FakeTensorMode(allow_non_fake_inputs=True) as mode, single_threaded_backward():
+        return call, _Trial(call, mode).run(tensors)
+
+
+def _autocast_on(device: str) -> Autocast:
+    enabled, cached = torch.is_autocast_enabled(device), torch.is_autocast_cache_enabled()
+    return device, torch.get_autocast_dtype(device), enabled, cached
+
+
+class _Trial:
+    def __init__(self, call: FunctionCall, mode: FakeTensorMode) -> None:
+        self.call = call
+        self.mode = mode
+        self.outside: dict[int, Tensor] = {}
+
+    def run(self, tensors: list[Tensor]) -> Any:
+        given = [_fresh(tensor) for tensor in tensors]
+        result = self._forward(given)
+        self._backward([t for t in pytree.tree_leaves(result) if isinstance(t, Tensor) and t.requires_grad], given)
+        leaves = [*given, *self.outside.values()]
+        self.call.deposits = tuple(i for i, t in enumerate(leaves) if t.is_leaf and t.grad is not None)
+        return result
+
+    def _forward(self, given: list[Tensor]) -> Any:
+        before = [written_so_far(tensor) for tensor in given]
+        try:
+            with Operations() as operations:
+                result = self._explained("forward", lambda: self.call.run(given, Inside(self._replaced)))
+        finally:
+            if [written_so_far(tensor) for tensor in given] != before:
+                raise self._refused("changes one of its inputs in place. Let it return a new tensor")
+        self.call.operations, self.call.draws = tuple(operations.seen), operations.random
+        return result
+
+    def _backward(self, results: list[Tensor], given: list[Tensor]) -> None:
+        wanted = [tensor for tensor in given if tensor.requires_grad]
+        if not results:
+            return
+        with Operations() as operations:
+            tangents = [torch.ones_like(result) for result in results]
+            self._explained("backward", lambda: torch.autograd.grad(results, wanted, tangents, allow_unused=True))
+        if operations.random:
+            raise self._refused(
+                "draws random numbers in its backward; a step draws all of them in its forwards. Draw in forward"
+            )
+
+    def _explained(self, part: str, run: Any) -> Any:
+        try:
+            return run()
+        except Exception as error:
+            reason = next(iter(str(error).strip().splitlines()), "")
+            raise self._refused(
+                f"has a {part} that cannot be traced ({failing_line(error)}: {type(error).__name__}: {reason}). "
+                "Write it with torch operations, or as a torch.library.custom_op"
+            ) from error
+
+    def _refused(self, what: str) -> CaptureError:
+        name = f"{self.call.function.__module__}.{self.call.function.__qualname__}"
+        return CaptureError(f"the autograd.Function {name} ({calling_line()}) {what}.")
+
+    def _replaced(self, tensor: Tensor) -> Tensor:
+        """A fake tensor for one from outside: not made by the trial."""
+        if is_fake_of(tensor, self.mode):
+            return tensor
+        if id(tensor) not in self.outside:
+            self.call.outside.note(tensor)
+            self.outside[id(tensor)] = like(tensor).requires_grad_(tensor.requires_grad)
+        return self.outside[id(tensor)]
+
+
+def _fresh(tensor: Tensor) -> Tensor:
+    """A fake tensor like one that autograd knows, a result of something if that is one."""
+    new = like(tensor).requires_grad_(tensor.requires_grad)
+    return new if tensor.is_leaf else new.view_as(new)
