@@ -1,0 +1,127 @@
+"""Every class behind transformers' Auto classes that train with labels, tiny, against eager, in a checkout:
+
+    python examples/benchmarks/transformers_sweep.py [--output transformers.jsonl] [--only GPT2LMHeadModel ...]
+
+Each class is trained for a step under zb-h1 and zb-v, with `exact=True`, and its loss, gradients and buffers are compared
+with eager accumulation bit by bit. A class with experts gets a second row, with their default implementation. The output
+gets a line per row, and what it has already is not run again; `--again KIND` runs those of an outcome once more.
+`--table` prints what docs/models.md shows. `pip install -e .[dev]` has what this needs.
+"""
+
+import argparse
+import importlib
+import json
+import multiprocessing
+import resource
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
+
+import torch  # noqa: E402
+
+from tests.support.compared import KINDS, Outcome, one_line, outcome_of  # noqa: E402
+from tests.support.transformers_models import Entry, entries, problem_of, with_default_experts  # noqa: E402
+
+Row = dict[str, Any]
+_FORK = multiprocessing.get_context("fork")
+SCHEDULES = ("zb-h1", "zb-v")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--output", type=Path, default=Path("transformers.jsonl"))
+    parser.add_argument("--only", nargs="+", help="names of classes, architectures or Auto classes (CAUSAL_LM)")
+    parser.add_argument("--sample", type=int, help="every n-th class")
+    parser.add_argument("--seconds", type=int, default=120, help="of CPU time per row (default: %(default)s)")
+    parser.add_argument("--processes", type=int, default=1, help="rows at a time (default: %(default)s)")
+    parser.add_argument("--again", nargs="+", choices=KINDS, default=[], help="run rows with these outcomes once more")
+    parser.add_argument("--table", action="store_true", help="print the table of the output, and run nothing")
+    return parser.parse_args()
+
+
+def import_everything() -> None:
+    """What every row imports, before the processes of the rows are forked: half of their time. No backward runs here:
+    autograd does not survive a fork."""
+    importlib.import_module("transformers.models.llama.modeling_llama")
+    torch.export.export(torch.nn.Linear(2, 2), (torch.ones(2, 2),)).run_decompositions({})
+
+
+def run(entry: Entry, seconds: int, send: Any) -> None:
+    """In a process of its own, which may hang or crash."""
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    try:
+        problem = problem_of(entry)
+    except Exception as error:
+        send(Outcome("not built", one_line(error)))
+        return
+    send(outcome_of(problem, SCHEDULES))
+
+
+def row_of(entry: Entry, seconds: int) -> Row:
+    ours, theirs = _FORK.Pipe(duplex=False)
+    began = time.perf_counter()
+    process = _FORK.Process(target=run, args=(entry, seconds, theirs.send))
+    process.start()
+    theirs.close()
+    try:
+        outcome = ours.recv() if ours.poll(10 * seconds) else Outcome("crash", "time limit")
+    except EOFError:
+        outcome = Outcome("crash", f"the process ended ({process.exitcode}), or its {seconds} s of CPU time did")
+    process.kill()
+    process.join()
+    return {**asdict(entry), **asdict(outcome), "seconds": round(time.perf_counter() - began, 1)}
+
+
+def wanted(given: argparse.Namespace, done: set[tuple[str, str]]) -> Iterator[Entry]:
+    chosen = [e for e in entries() if not given.only or {e.name, e.architecture, e.task} & set(given.only)]
+    for entry in chosen[:: given.sample or 1]:
+        if (entry.name, entry.experts) not in done:
+            yield entry
+
+
+def table(rows: list[Row]) -> str:
+    """Counts of outcomes by Auto class, and every class that is not bitwise with its reason."""
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    counts = Counter((row["task"], row["kind"]) for row in rows)
+    lines = ["| | " + " | ".join(KINDS) + " |", "|---" * (len(KINDS) + 1) + "|"]
+    for task in tasks:
+        lines.append(f"| {task} | " + " | ".join(str(counts[task, kind]) for kind in KINDS) + " |")
+    lines.append("| all | " + " | ".join(str(sum(r["kind"] == kind for r in rows)) for kind in KINDS) + " |")
+    return "\n".join(lines)
+
+
+def read(path: Path) -> dict[tuple[str, str], Row]:
+    """The last row of each class and kind of experts."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {(row["name"], row["experts"]): row for row in map(json.loads, lines)}
+
+
+def main() -> None:
+    given = arguments()
+    rows = read(given.output)
+    if given.table:
+        print(table(list(rows.values())))
+        return
+    import_everything()
+    done = {key for key, row in rows.items() if row["kind"] not in given.again}
+    with given.output.open("a") as file:
+        for entry in wanted(given, done):
+            row = row_of(entry, given.seconds)
+            rows[entry.name, entry.experts] = row
+            print(json.dumps(row), file=file, flush=True)
+            print(f"{row['seconds']:6.1f} s  {row['name']}: {row['kind']} {row['why'][:200]}", flush=True)
+    print(table(list(rows.values())))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""What became of a model: trained for a step under some schedules, against eager gradient accumulation, bit by bit."""
+
+import copy
+import re
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import zbcompile
+from tests.support.oracle import Batch, Loss, Problem, eager_step
+from tests.support.shared_captures import shared_captures
+from tests.support.training import gradients_of
+
+BOUND = 2e-6  # of the largest entry of each gradient
+ROWS, MICROBATCHES, RANKS = 2, 4, 2
+OURS = (zbcompile.CompileError, zbcompile.PipelineError)
+KINDS = ("bitwise", "within the bound", "refused", "torch.export fails", "eager fails", "not built", "wrong", "crash")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One of `KINDS`, and the reason."""
+
+    kind: str
+    why: str = ""
+
+
+def outcome_of(problem: Problem, schedules: Sequence[str]) -> Outcome:
+    """The worst outcome of `problem` under `schedules`."""
+    try:
+        model = problem.model()
+        (batch,) = problem.batches(1, ROWS * MICROBATCHES)
+    except Exception as error:
+        return Outcome("not built", one_line(error))
+    try:
+        expected = _eager(model, problem.loss, batch)
+        itself = _difference(_eager(model, problem.loss, batch), expected)
+    except Exception as error:
+        return Outcome("eager fails", one_line(error))
+    if itself:
+        return Outcome("eager fails", f"eager differs from itself: {itself[1]} by {itself[0]:.1e}")
+    with shared_captures():
+        found = [_under(schedule, model, problem.loss, batch, expected) for schedule in schedules]
+    return max(found, key=lambda outcome: KINDS.index(outcome.kind))
+
+
+Step = dict[str, Tensor | None]
+
+
+def _eager(model: nn.Module, loss: Loss | None, batch: Batch) -> Step:
+    """The loss, every gradient, and every buffer after the step; `model` stays as it is."""
+    own = copy.deepcopy(model).train()
+    total = eager_step(own, loss, batch, MICROBATCHES, 0)
+    return {"loss": total, **gradients_of(own), **_buffers(own.named_buffers())}
+
+
+def _buffers(named: Any) -> Step:
+    return {f"buffer {name}": tensor.clone() for name, tensor in named}
+
+
+def _under(schedule: str, model: nn.Module, loss: Loss | None, batch: Batch, expected: Step) -> Outcome:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        try:
+            worst = _difference(_pipelined(schedule, model, loss, batch), expected)
+        except OURS as error:
+            return Outcome(*_said(error))
+        except Exception as error:
+            return Outcome("crash", f"{schedule}: {one_line(error)}")
+    if worst is None:
+        return Outcome("bitwise")
+    cause = next((each for each in map(str, (w.message for w in seen)) if each.startswith("zbcompile:")), "")
+    kind = "within the bound" if worst[0] <= BOUND and cause else "wrong"
+    return Outcome(kind, f"{schedule}: {worst[1]} by {worst[0]:.1e} {cause}"[:600])
+
+
+def _pipelined(schedule: str, model: nn.Module, loss: Loss | None, batch: Batch) -> Step:
+    own = copy.deepcopy(model).train()
+    pipe = zbcompile.pipeline(own, schedule=schedule, microbatches=MICROBATCHES, ranks=RANKS, loss=loss, exact=True)
+    target = {} if batch.target is None else {"target": batch.target}
+    total = pipe.step(*batch.args, **batch.kwargs, **target)
+    return {"loss": total, **gradients_of(pipe), **_buffers(own.named_buffers())}
+
+
+def _said(error: Exception) -> tuple[str, str]:
+    """Whose failure an error of ours tells of: one that torch.export raised is its cause."""
+    of_torch = "torch.export" in str(error) and isinstance(error.__cause__, Exception)
+    return ("torch.export fails" if of_torch else "refused"), one_line(error)
+
+
+def _difference(found: Step, expected: Step) -> tuple[float, str] | None:
+    """The largest difference, relative to the largest entry of its tensor, and where; None if every bit is equal."""
+    return max(_differences(found, expected), default=None)
+
+
+def _differences(found: Step, expected: Step) -> Iterator[tuple[float, str]]:
+    for name in found.keys() | expected.keys():
+        ours, theirs = found.get(name), expected.get(name)
+        if ours is None or theirs is None or ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+            if ours is not None or theirs is not None:
+                yield float("inf"), name
+        elif not bool(((ours == theirs) | (ours.isnan() & theirs.isnan())).all()):
+            yield float((ours.double() - theirs.double()).abs().max() / theirs.double().abs().max()), name
+
+
+def one_line(error: BaseException) -> str:
+    return re.sub(r"\s+", " ", f"{type(error).__name__}: {error}")[:600]

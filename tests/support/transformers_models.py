@@ -1,0 +1,92 @@
+"""Every class of transformers behind an Auto class that trains with labels, tiny, as a problem of the oracle."""
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from tests.support.oracle import Problem
+from tests.support.tiny_batches import LABELS, batch_of, loss_of
+from tests.support.tiny_configs import tiny_config
+
+TASKS = (
+    *("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SEQUENCE_CLASSIFICATION", "IMAGE_CLASSIFICATION"),
+    *("SPEECH_SEQ_2_SEQ", "CTC", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM"),
+)
+DETERMINISTIC = "batched_mm"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A class, the Auto class it was found behind, its architecture, and how its experts are computed (if it has any)."""
+
+    task: str
+    name: str
+    architecture: str
+    experts: str = DETERMINISTIC
+
+
+def entries() -> list[Entry]:
+    """One class of every architecture first."""
+    found: dict[str, Entry] = {}
+    for task in TASKS:
+        for architecture, name in _names(task):
+            found.setdefault(name, Entry(task, name, architecture))
+    first: dict[str, str] = {}
+    for entry in found.values():
+        first.setdefault(_folder(entry.architecture), entry.name)
+    return sorted(found.values(), key=lambda entry: entry.name not in first.values())
+
+
+def _names(task: str) -> Iterator[tuple[str, str]]:
+    from transformers.models.auto import modeling_auto
+
+    for architecture, names in getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES").items():
+        for name in (names,) if isinstance(names, str) else names:
+            yield architecture, name
+
+
+def _folder(architecture: str) -> str:
+    from transformers.models.auto.configuration_auto import model_type_to_module_name
+
+    return str(model_type_to_module_name(architecture))
+
+
+def problem_of(entry: Entry) -> Problem:
+    """`entry` as a problem; raises whatever transformers raises for a model that cannot be made so."""
+    make = partial(_make, entry)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = Problem(make, None, _no_batch).model()
+    return Problem(make, loss_of(model), batch_of(model, entry.task))
+
+
+def _no_batch(size: int) -> Any:
+    raise NotImplementedError
+
+
+def _make(entry: Entry) -> nn.Module:
+    import transformers
+
+    kind = getattr(transformers, entry.name)
+    config = tiny_config(kind.config_class, num_labels=LABELS)
+    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = config.pad_token_id = 0
+    model = kind(config)
+    if entry.experts and has_experts(model):
+        model.set_experts_implementation(entry.experts)
+    return model  # type: ignore[no-any-return]
+
+
+def has_experts(model: Any) -> bool:
+    from transformers import PreTrainedModel
+
+    return any(isinstance(m, PreTrainedModel) and m._can_set_experts_implementation() for m in model.modules())
+
+
+def with_default_experts(entry: Entry) -> Entry | None:
+    """The second row of a class that has experts."""
+    return replace(entry, experts="") if entry.experts and has_experts(problem_of(entry).model()) else None
