@@ -2,9 +2,9 @@
 
     python examples/benchmarks/transformers_sweep.py [--output transformers.jsonl] [--only GPT2LMHeadModel ...]
 
-Each class is trained for a step under zb-h1 and zb-v, with `exact=True`, and its loss, gradients and buffers are compared
-with eager accumulation bit by bit. A class with experts gets a second row, with their default implementation. The output
-gets a line per row, and what it has already is not run again; `--again KIND` runs those of an outcome once more.
+Each class is trained for a step under zb-h1 and zb-v, with `exact=True`, and its loss, gradients and buffers are
+compared with eager accumulation bit by bit. A class with experts gets a second row, with their default implementation.
+The output gets a line per row, and what it has already is not run again; `--again KIND` runs an outcome's rows anew.
 `--table` prints what docs/models.md shows. `pip install -e .[dev]` has what this needs.
 """
 
@@ -28,7 +28,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 import torch  # noqa: E402
 
 from tests.support.compared import KINDS, Outcome, one_line, outcome_of  # noqa: E402
-from tests.support.transformers_models import Entry, entries, problem_of, with_default_experts  # noqa: E402
+from tests.support.transformers_models import Entry, entries, problem_of  # noqa: E402
 
 Row = dict[str, Any]
 _FORK = multiprocessing.get_context("fork")

@@ -31,9 +31,15 @@ def calls_attention(function: Any, kwargs: dict[str, Any]) -> bool:
     return function is F.scaled_dot_product_attention or whole
 
 
-def is_by_formula(function: Any, now: Kernels, device: torch.device) -> bool:
-    """Whether `now` leaves a call of attention nothing but its formula."""
-    return function is F.scaled_dot_product_attention and _usable(now, device)[0] == {"math"}
+def is_by_formula(function: Any, now: Kernels, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call of attention has nothing but its formula: `now` leaves no kernel, or, on a CPU, the mask is
+    trained (relative positions), which a trace below autograd cannot see."""
+    if function is not F.scaled_dot_product_attention:
+        return False
+    given = dict(zip(("query", "key", "value", "attn_mask"), args, strict=False)) | kwargs
+    query, mask = given["query"], given.get("attn_mask")
+    trained = mask is not None and mask.requires_grad and query.device.type == "cpu"
+    return trained or _usable(now, query.device)[0] == {"math"}
 
 
 def is_same_choice(before: Kernels, now: Kernels, device: torch.device) -> bool:

@@ -19,6 +19,7 @@ from zbcompile.passes.capture.export_errors import operation_failure
 from zbcompile.passes.capture.mutations import separate_changing_buffers
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.graph.fx import is_random, like, output_values, source_line
+from zbcompile.passes.graph.kernel_layouts import kernels_layouts
 from zbcompile.passes.graph.process_groups import name_groups
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.graph.storage import tensors_of
@@ -202,7 +203,7 @@ def _detached(value: Any) -> Any:
 
 def infer_values(module: GraphModule, captured: Captured, mode: FakeTensorMode) -> None:
     """Set `val` and `differentiable` of every node by one run on fake tensors."""
-    with mode, torch.enable_grad():
+    with mode, torch.enable_grad(), kernels_layouts():
         inputs = [_fake_input(node, captured) for node in module.graph.find_nodes(op="placeholder")]
         values = _Values(module, garbage_collect_values=False)
         values.extra_traceback = False  # our errors name the line

@@ -25,6 +25,7 @@ from zbcompile.passes.capture.tracing_flags import told_it_is_eager
 from zbcompile.passes.capture.training_step import Inference, LossFunction, TrainingStep
 from zbcompile.passes.capture.unsupported import problems_of, raise_first, training_problems
 from zbcompile.passes.errors import CaptureError
+from zbcompile.passes.graph.kernel_layouts import kernels_layouts
 from zbcompile.passes.graph.roles import Kind, Slot
 from zbcompile.passes.graph.strides import copy_with_strides
 from zbcompile.passes.torch_private import GRAD_MODE_REGION, numbered_checkpoints, pytree
@@ -122,7 +123,7 @@ def _export(
 
 
 def _exported(wrapper: "TrainingStep | Inference", watch: Watch, example: Any) -> torch.export.ExportedProgram:
-    with eagers_kernels():
+    with eagers_kernels(), kernels_layouts():
         return _decomposed(wrapper, watch, example)
 
 

@@ -155,11 +155,11 @@ class _Calls(TorchFunctionMode):
         return result
 
     def _attention(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """What a call of attention comes to inside `sdpa_kernel`."""
+        """What eager makes of a call of attention: inside `sdpa_kernel`, or with a mask that is trained."""
         before, now = self.kernels, attention_kernels()
-        device = next(v.device for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor))
-        if is_by_formula(func, now, device):
+        if is_by_formula(func, now, args, kwargs):
             return by_formula
+        device = next(v.device for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor))
         if is_same_choice(before, now, device):
             return func
         self.watch.problem(

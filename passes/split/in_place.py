@@ -2,18 +2,31 @@
 
 Split between F and B, a graph with a write in it would read what F has overwritten, so none may stay. A write into a
 fresh tensor that nothing else reads is the ordinary operation under another name. For any other write the graph must be
-traced again with copies, whose strides, and so whose last bits, may differ.
+traced again with copies. Their strides may differ from those of what they replace, and kernels choose their order of
+summation, and vectorised formulas, by strides: `calculate_alike` tells whether any has another choice.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
-from zbcompile.passes.graph.storage import is_view
+from zbcompile.passes.graph.storage import is_view, tensors_of
 from zbcompile.passes.torch_private import arguments_of, is_in_place
 
 aten = torch.ops.aten
+
+# Without the underscore: what gives each element the same bits in any layout, because it moves it or rounds once.
+_EXACT = frozenset(
+    {
+        *("copy", "clone", "_to_copy", "lift_fresh_copy", "fill", "zero", "masked_fill", "where", "cat", "stack"),
+        *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "zeros", "zeros_like", "new_zeros"),
+        *("ones", "ones_like", "new_ones", "full", "full_like", "new_full", "add", "sub", "mul", "div", "neg"),
+        *("as_strided_scatter", "slice_scatter", "select_scatter", "slice_backward", "select_backward"),
+        *("constant_pad_nd", "bitwise_not", "logical_not", "eq", "ne", "lt", "le", "gt", "ge"),
+    }
+)
 
 
 def in_place_operation(module: GraphModule) -> str:
@@ -59,3 +72,34 @@ def _types(target: Any) -> list[str]:
 def _with_defaults(node: Node) -> tuple[Any, ...]:
     declared = arguments_of(node.target)[len(node.args) :]  # type: ignore[arg-type]
     return (*node.args, *(argument.default_value for argument in declared if not argument.kwarg_only))
+
+
+def calculate_alike(one: GraphModule, other: GraphModule) -> bool:
+    """Whether two traces of one function, with writes and without, run the same kernels on the same layouts, and return
+    the same layouts: then their bits are equal."""
+    return list(_calculations(one)) == list(_calculations(other))
+
+
+def _calculations(module: GraphModule) -> Iterator[tuple[Any, ...]]:
+    """What of a graph depends on layouts, and on which."""
+    for node in module.graph.nodes:
+        layouts = tuple(_layout(each) for each in node.all_input_nodes)
+        if node.op == "output":
+            yield layouts
+        elif node.op == "call_function" and not _is_exact(node):
+            yield _name(node.target), layouts, _layout(node)
+
+
+def _is_exact(node: Node) -> bool:
+    if is_view(node) or _name(node.target) == "<built-in function getitem>":
+        return True
+    return _name(node.target) in _EXACT and bool(node.kwargs.get("alpha", 1) == 1)  # some kernels round a + 3 * b once
+
+
+def _name(target: Any) -> str:
+    return str(target).removeprefix("aten.").split(".")[0].removesuffix("_")
+
+
+def _layout(node: Node) -> Any:
+    values = tensors_of(node.meta.get("val"))
+    return [(value.dtype, value.shape, value.stride()) for value in values]

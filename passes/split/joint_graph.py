@@ -15,12 +15,13 @@ from torch.fx.traceback import preserve_node_meta
 
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.graph.fx import like, output_values
+from zbcompile.passes.graph.kernel_layouts import kernels_layouts
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.graph.strides import boundary_like
 from zbcompile.passes.partition.shared_parameters import SEPARATE_USES, is_use
 from zbcompile.passes.partition.stage_graphs import Stage
 from zbcompile.passes.split.backward_locations import MarkingInterpreter, described_backward
-from zbcompile.passes.split.in_place import in_place_operation, replace_writes_into_fresh
+from zbcompile.passes.split.in_place import calculate_alike, in_place_operation, replace_writes_into_fresh
 from zbcompile.passes.torch_private import FakeTensorMode, functional, make_fx, single_threaded_backward
 
 
@@ -60,7 +61,8 @@ def trace_joint(
     this microbatch's loss). An activation without an entry gets no gradient.
 
     Some composite operations work in place below autograd (see `zbcompile.passes.split.in_place`). If that cannot be
-    undone, the stage is traced again with copies, which `exact` forbids: CaptureError.
+    undone, the stage is traced again with copies. If these change how anything is calculated, `exact` forbids it:
+    CaptureError.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     holders = stage.module.graph.find_nodes(op="placeholder")
@@ -69,11 +71,11 @@ def trace_joint(
         primals = [_leaf(node, trainable) for node in holders]
         arriving = [like(value) for value in tangents.values()]
     run = _Run(stage, len(primals), tuple(tangents))
-    with mode, single_threaded_backward(), preserve_node_meta():
+    with mode, kernels_layouts(), single_threaded_backward(), preserve_node_meta():
         module = make_fx(run)(*primals, *arriving)
         replace_writes_into_fresh(module)
         if in_place_operation(module):
-            module = _trace_functional(run, [*primals, *arriving], in_place_operation(module), exact)
+            module = _trace_functional(run, [*primals, *arriving], module, exact)
     _refuse_mode_dependent(module)
     names = [*(slot for slot in stage.outputs), *run.gradients]
     nodes = module.graph.find_nodes(op="placeholder")
@@ -86,19 +88,20 @@ def trace_joint(
     return Joint(stage, module, tuple(zip(slots, nodes, strict=True)), tuple(outputs), leaving)
 
 
-def _trace_functional(run: "_Run", values: list[Any], found: str, exact: bool) -> GraphModule:
-    if exact:
-        raise CaptureError(
-            f"stage {run.stage.index} contains {found}, which writes in place below autograd (torch's recurrent layers "
-            "do); its split form is not bitwise equal to eager. Use exact=False (equal within 1e-6), or write "
-            "the layer with ordinary tensor operations."
-        )
+def _trace_functional(run: "_Run", values: list[Any], written: GraphModule, exact: bool) -> GraphModule:
+    found = in_place_operation(written)
     try:
         module = make_fx(functional(run))(*values)
     except Exception as error:
         raise CaptureError(_no_functional_form(run, found, error)) from error
     if in_place_operation(module):
         raise CaptureError(_no_functional_form(run, found, None))
+    if exact and not calculate_alike(written, module):
+        raise CaptureError(
+            f"stage {run.stage.index} contains {found}, which writes in place below autograd (torch's recurrent layers "
+            "do); its split form is not bitwise equal to eager. Use exact=False (equal within 1e-6), or write "
+            "the layer with ordinary tensor operations."
+        )
     return module
 
 

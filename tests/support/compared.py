@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 import zbcompile
@@ -88,6 +87,8 @@ def _pipelined(schedule: str, model: nn.Module, loss: Loss | None, batch: Batch)
 
 def _said(error: Exception) -> tuple[str, str]:
     """Whose failure an error of ours tells of: one that torch.export raised is its cause."""
+    if isinstance(error, zbcompile.FaultError):
+        return "crash", one_line(error)
     of_torch = "torch.export" in str(error) and isinstance(error.__cause__, Exception)
     return ("torch.export fails" if of_torch else "refused"), one_line(error)
 

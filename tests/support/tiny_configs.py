@@ -1,8 +1,8 @@
 """Tiny configurations of transformers' models, made from their configuration classes by the names of their fields.
 
 Whatever has a name that means a size is cut down to the size below, in nested configurations too; everything else keeps
-its default. If layers are of several types, there is one of each. Dropping whole layers and masking spectra are off: both
-decide by random numbers what is computed.
+its default. If layers are of several types, there is one of each. Dropping whole layers and masking spectra are off:
+both decide by random numbers what is computed.
 """
 
 import dataclasses
@@ -60,6 +60,7 @@ COMBINED = ("layer_types", "mlp_layer_types", "indexer_types", "layers_block_typ
 _BEGIN = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1, "sep_token_id": 2}
 
 
+_SHIFTED = {"depths": (2, 1), "num_heads": (2, 4)}  # with and without windows to shift
 # What a class without these values cannot do; no rule by name would say it.
 SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
@@ -77,6 +78,9 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "mobilenet_v2": {"depth_multiplier": 0.25},
     "mpnet": {"relative_attention_num_buckets": 32},
     "speech_to_text": {"num_conv_layers": 2},
+    "swin": _SHIFTED,
+    "swinv2": _SHIFTED,
+    "donut-swin": _SHIFTED,
     "wav2vec2-bert": {"vocab_size": VOCABULARY},
     "wav2vec2-conformer": {"vocab_size": VOCABULARY},
     "moshi": {"codebook_size": 64},
@@ -161,7 +165,10 @@ def _types_of_layers(kind: type, whole: Any) -> Mapping[str, Any]:
     lists = {name: list(dict.fromkeys(getattr(whole, name, None) or ())) for name in COMBINED if name in names}
     count = max([2, *map(len, lists.values())])
     made = {name: (found * count)[:count] for name, found in lists.items() if found}
-    return {**made, **{name: count for name in ("num_hidden_layers", "n_layer", "num_layers") if made and name in names}}
+    return {
+        **made,
+        **{name: count for name in ("num_hidden_layers", "n_layer", "num_layers") if made and name in names},
+    }
 
 
 def _tokens(kind: type) -> dict[str, int]:

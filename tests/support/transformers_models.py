@@ -21,7 +21,7 @@ DETERMINISTIC = "batched_mm"
 
 @dataclass(frozen=True)
 class Entry:
-    """A class, the Auto class it was found behind, its architecture, and how its experts are computed (if it has any)."""
+    """A class, the Auto class it was found behind, its architecture, and how its experts, if any, are computed."""
 
     task: str
     name: str

@@ -1,5 +1,6 @@
 """`sdpa_kernel` inside a model, and around its steps: eager's kernel, or a refusal that names the line."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from tests.support.oracle import Batch, eager_step
 from tests.support.training import assert_same_tensors, gradients_of
 from zbcompile.passes.errors import CaptureError
 
-WIDTH, LENGTH, HEADS = 16, 8, 2
+WIDTH, LENGTH, ODD, HEADS = 16, 8, 17, 2
 ALL = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -74,6 +75,35 @@ def test_the_formula_where_the_model_asks_for_it(mask: str) -> None:
     assert kernels_of(pipe) == {False, True}
     if mask != "dropout":
         assert torch.equal(pipe.eval(*given.args), eager.eval()(*given.args))
+
+
+class Biased(nn.Module):
+    """Two attentions whose scores a trained table is added to, by the distance of query and key; an odd length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.ModuleList(nn.Linear(WIDTH, 3 * WIDTH) for _ in range(2))
+        self.tables = nn.ParameterList(torch.randn(HEADS, 2 * ODD - 1) for _ in range(2))
+        self.slopes = nn.ModuleList(nn.Linear(WIDTH, HEADS) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(ODD)
+        for into, table, slope in zip(self.into, self.tables, self.slopes, strict=True):
+            q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in into(x).chunk(3, -1))
+            bias = table[:, places[:, None] - places + ODD - 1]
+            bias = bias - F.softplus(slope(x).transpose(1, 2).mul(2))[:, :, None]
+            x = x + F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2).reshape(x.shape)
+        return x
+
+
+def test_a_mask_that_is_trained() -> None:
+    """Eager computes it by the formula, whose result and gradients have other strides than the kernel's."""
+    torch.manual_seed(0)
+    model, given = Biased(), Batch((torch.randn(4, ODD, WIDTH),), {}, torch.randn(4, ODD, WIDTH))
+    eager = copy.deepcopy(model)
+    pipe = pipeline(model)
+    assert torch.equal(pipe.step(*given.args, target=given.target), eager_step(eager, F.mse_loss, given, 2, 0))
+    assert_same_tensors(gradients_of(pipe), gradients_of(eager), "gradient of")
 
 
 def test_a_region_that_changes_nothing_here() -> None:
