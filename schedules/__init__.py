@@ -39,6 +39,7 @@ if TYPE_CHECKING:  # what `__getattr__` resolves, for editors and type checkers;
     from zbcompile.schedules.simulation.closed_forms import ClosedForm, closed_form
     from zbcompile.schedules.simulation.critical_path import Leg, chain, critical_path
     from zbcompile.schedules.simulation.idle_causes import Idle
+    from zbcompile.schedules.simulation.message_slack import Slack, message_slack
     from zbcompile.schedules.simulation.simulator import simulate
     from zbcompile.schedules.simulation.timeline import Span, Timeline
     from zbcompile.schedules.visualization.chrome_trace import to_chrome_trace
@@ -66,6 +67,7 @@ _HOME = {
     "execution.noise": ("Noise",),
     "searching.by_name": ("build",),
     "searching.order_search": ("Found", "bound", "search"),
+    "simulation.message_slack": ("Slack", "message_slack"),
     "simulation.simulator": ("simulate",),
     "visualization.svg": ("to_svg",),
     "ir.schedule": (
@@ -100,6 +102,7 @@ __all__ = [
     "Report",
     "Schedule",
     "ScheduleError",
+    "Slack",
     "Span",
     "Timeline",
     "admits",
@@ -118,6 +121,7 @@ __all__ = [
     "interlaced",
     "load",
     "lower",
+    "message_slack",
     "names",
     "parse_order",
     "parse_schedule",

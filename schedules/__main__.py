@@ -1,4 +1,4 @@
-"""`python -m zbcompile.schedules`: list schedules, show one, compare several. Needs neither torch nor a GPU."""
+"""`python -m zbcompile.schedules`: list schedules, show one, compare several, search one. No torch, no GPU."""
 
 import argparse
 import os
@@ -19,7 +19,9 @@ from zbcompile.schedules.ir.dependencies import count_messages
 from zbcompile.schedules.ir.files import load, save
 from zbcompile.schedules.ir.schedule import Lowered, Schedule, format_schedule
 from zbcompile.schedules.lowering.lower import lower
+from zbcompile.schedules.searching import search_command
 from zbcompile.schedules.searching.by_name import build
+from zbcompile.schedules.simulation.message_slack import slack_rows
 from zbcompile.schedules.simulation.simulator import simulate
 from zbcompile.schedules.simulation.timeline import Timeline
 from zbcompile.schedules.visualization.text import format_timeline, summary
@@ -35,6 +37,7 @@ EXAMPLES = """examples:
   python -m zbcompile.schedules compare 1f1b zb-h1 zb-v --ranks 8 --microbatches 24 --costs costs.json
   python -m zbcompile.schedules compare 1f1b zb-h1 zb-v --picture compared.svg
   python -m zbcompile.schedules compare 1f1b interlaced --barriers 1
+  python -m zbcompile.schedules search --ranks 4 --microbatches 8 --costs costs.json --memory 40GiB --certify
   python -m zbcompile.schedules formula zb-h1 --ranks 4 --microbatches 8
 
 A costs file is a JSON object with a list per stage, e.g. {"forward": [1, 1], "backward": [1, 1], "weight": [1, 1],
@@ -83,21 +86,27 @@ def _parser() -> argparse.ArgumentParser:
     formula.add_argument("schedule", help="a name in any spelling")
     formula.add_argument("--ranks", type=_count, metavar="N", help="with --microbatches: evaluate, and simulate")
     formula.add_argument("--microbatches", type=_count, metavar="N")
+    formula.add_argument("--chunks", type=_count, metavar="N", help="stages per rank, for the interleaved schedules")
     formula.set_defaults(command=_formula, memory_limit=None, barriers=None)
+    searching = commands.add_parser("search", help="the shortest order for given costs, and its distance from the best")
+    search_command.add_arguments(searching)
+    searching.add_argument("--picture", action="append", default=[], metavar="FILE", help=f"write {', '.join(ENDINGS)}")
+    searching.add_argument("--save", metavar="FILE", help="write the schedule: .csv, .json or .txt")
+    searching.set_defaults(command=_search)
     for command in (show, compare):
         add = command.add_argument
         add("--ranks", type=_count, default=4, metavar="N", help="default 4")
         add("--microbatches", type=_count, default=8, metavar="N", help="default 8")
         add("--memory-limit", type=float, metavar="X", help="for zb-1p and zb-2p, in units of activation")
+        add("--chunks", type=_count, metavar="N", help="stages per rank, for the interleaved schedules")
         add("--barriers", type=int, choices=(1, 2), help="insert vocabulary passes S and T with this many barriers")
-    for command in (show, compare, formula):
+    for command in (show, compare, formula, searching):
         _add_model_arguments(command)
     return parser
 
 
 def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--chunks", type=_count, metavar="N", help="stages per rank, for the interleaved schedules")
     add("--costs", type=Path, metavar="FILE", help="per stage, as JSON (`--help` without a command)")
     add("--times", type=_times, default=(1, 1, 1), metavar="F,B,W", help="times of a rank's share of the model")
     add("--comm", type=float, default=0, metavar="X", help="time of a hop between ranks; default 0")
@@ -181,6 +190,18 @@ def _show(options: argparse.Namespace) -> None:
         print(f"wrote {write_picture(timeline, path)}")
     if options.save:
         save(lowered if options.lowered else schedule, options.save)
+        print(f"wrote {options.save}")
+
+
+def _search(options: argparse.Namespace) -> None:
+    found = search_command.searched(options, _model(options, options.ranks))
+    print(f"\n{_rank_table(found.simulation, check(lower(found.schedule)).receive_buffers or ())}")
+    heads = ("ranks", "messages", "least slack", "median slack", "without slack")
+    print(f"\n{tabulate(slack_rows(found.simulation), headers=heads, floatfmt='.5g')}")
+    for path in options.picture:
+        print(f"wrote {write_picture(found.simulation, path)}")
+    if options.save:
+        save(found.schedule, options.save)
         print(f"wrote {options.save}")
 
 

@@ -38,7 +38,8 @@ class Found:
     * `schedule`, called "auto", and its `simulation`; `bound`: no order of any admitted placement is shorter;
     * `objective`: the makespan (without barrier the cost; with noise their quantile), `gap`: objective / bound - 1;
     * `origin`: the order that it was made from; `moves`: how many were tried, in so many `seconds`;
-    * `names`: what every named schedule that fits takes, by name and placement.
+    * `names`: what every named schedule that fits takes, by name and placement;
+    * `placements`: the bound of each placement, and the best order found on it.
     """
 
     schedule: Schedule
@@ -49,6 +50,13 @@ class Found:
     moves: int
     seconds: float
     names: dict[tuple[str, str], float]
+    placements: dict[str, tuple[float, float]]
+
+    def improved(self, problem: Problem, words: Words, origin: str) -> "Found":
+        """The same with another order."""
+        simulation = simulate(problem.schedule(words), problem.costs, self.simulation.noise)
+        objective = simulation.quantile(problem.barrier)
+        return replace(self, schedule=simulation.schedule, simulation=simulation, objective=objective, origin=origin)
 
     @property
     def gap(self) -> float:
@@ -198,7 +206,9 @@ class _Hunt:
         problem = best.problem
         schedule = best.schedule or problem.schedule(best.words)
         simulation = simulate(replace(schedule, name="auto"), problem.costs, self.noise)
-        bound = min(min(self.bounds.values()), simulation.quantile(problem.barrier))
         objective = simulation.quantile(problem.barrier)
-        spent = self.budget.spent
-        return Found(simulation.schedule, simulation, bound, objective, best.origin, self.moves, spent, self.names)
+        bound = min(min(self.bounds.values()), objective)  # their sums may differ in the last bits
+        on = {p: min(c.value for c in self.pool if c.problem is p) for p in {c.problem: None for c in self.pool}}
+        placements = {str(p.placement): (self.bounds[p], value) for p, value in on.items()}
+        made = best.origin, self.moves, self.budget.spent
+        return Found(simulation.schedule, simulation, bound, objective, *made, self.names, placements)

@@ -125,10 +125,19 @@ class Waits:
 
     def held_up(self, rank: int, index: int) -> Input | None:
         """The last input of a step to arrive; None if all had arrived when the rank ended the step before."""
-        inputs = (needed for action in flatten((self.orders[rank][index],)) for needed in self._inputs(rank, action))
-        last = max(inputs, key=lambda needed: needed.arrived, default=None)
+        last = max(self.inputs(rank, index), key=lambda needed: needed.arrived, default=None)
         free = self.run.end[rank][index - 1] if index else 0
         return last if last is not None and last.arrived > free else None
+
+    def inputs(self, rank: int, index: int) -> Iterator[Input]:
+        """Everything that a step waited for."""
+        for action in flatten((self.orders[rank][index],)):
+            yield from self._inputs(rank, action)
+
+    def is_collective(self, rank: int, index: int) -> bool:
+        """Whether a step waits for every vocabulary shard, or takes what a collective brings."""
+        actions = flatten((self.orders[rank][index],))
+        return any((a.op, a.stage) in self.awaits or KINDS[a.op].made_at for a in actions)
 
     def _inputs(self, rank: int, action: Action) -> Iterator[Input]:
         """Everything that must have been made, here or on another rank, before `action` may begin."""

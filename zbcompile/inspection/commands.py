@@ -9,7 +9,7 @@ from zbcompile.compiler.pass_history import PassHistory
 from zbcompile.errors import PipelineError
 from zbcompile.inspection.compare_schedules import compare
 from zbcompile.inspection.graphs import difference, graph_text, merge_pairs, stage_and_pass, write_graphs
-from zbcompile.inspection.idle_report import format_critical_path, format_idle_intervals
+from zbcompile.inspection.idle_report import format_critical_path, format_idle_intervals, format_slack
 from zbcompile.inspection.pass_table import pass_table
 from zbcompile.inspection.report import format_summary
 from zbcompile.inspection.request import (
@@ -138,7 +138,7 @@ def _tried(inspected: Inspected, request: Request, basis: Basis) -> Tried:
 def _causes(inspected: Inspected, request: Request) -> str:
     timeline, basis = predicted(inspected, request)
     if request.critical_path:
-        return format_critical_path(timeline, basis.unit)
+        return format_critical_path(timeline, basis.unit) + format_slack(timeline, basis.unit)
     return format_idle_intervals(timeline, request.explain_idle or 0, basis.unit)
 
 

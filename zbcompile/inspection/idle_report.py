@@ -9,6 +9,7 @@ from zbcompile.errors import PipelineError
 from zbcompile.inspection.report import WIDTH, format_share, format_time
 from zbcompile.schedules import Idle, Leg, Schedule, Timeline, chain, critical_path
 from zbcompile.schedules.simulation.critical_path import by_rank, time_by_kind
+from zbcompile.schedules.simulation.message_slack import slack_rows
 
 LONGEST = 5
 
@@ -69,6 +70,17 @@ def format_critical_path(timeline: Timeline, unit: str) -> str:
         rows, ("from", "takes", "rank", "actions"), disable_numparse=True, colalign=("right",) * 3 + ("left",)
     )
     return f"{textwrap.fill(title, WIDTH)}\n\n{table}\n\nMaking anything else faster does not shorten the step.\n"
+
+
+def format_slack(timeline: Timeline, unit: str) -> str:
+    """Per link, how late its messages may be without a longer step; empty if no rank sends any."""
+    rows = [
+        (link, count, format_time(least, unit), format_time(middle, unit), none)
+        for link, count, least, middle, none in slack_rows(timeline)
+    ]
+    heads = ("ranks", "messages", "least slack", "median slack", "without slack")
+    title = "A message without slack that is late lengthens the step. On each link:"
+    return f"\n{title}\n\n{tabulate(rows, heads, disable_numparse=True)}\n" if rows else ""
 
 
 def _row(legs: Sequence[Leg], unit: str) -> tuple[str, str, str]:

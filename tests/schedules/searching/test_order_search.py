@@ -2,6 +2,8 @@
 
 import random
 from fractions import Fraction
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
 
 import pytest
 
@@ -18,9 +20,11 @@ from zbcompile.schedules import (
     search,
     simulate,
 )
+from zbcompile.schedules.__main__ import main
 from zbcompile.schedules.searching import order_search
 from zbcompile.schedules.searching.annealing import Annealer, draws_of
-from zbcompile.schedules.searching.clock import Clock
+from zbcompile.schedules.searching.certificate import certify
+from zbcompile.schedules.searching.clock import Clock, Order
 from zbcompile.schedules.searching.problem import Problem
 from zbcompile.schedules.searching.question import problems_of
 from zbcompile.schedules.searching.starting_orders import RULES, dispatched, named_seeds, one_by_one
@@ -212,5 +216,55 @@ def test_a_circle_is_no_order() -> None:
     problem = Problem(build("1f1b", 2, 2).placement, 2, costs)
     words = one_by_one(problem)
     words[0] = sorted(words[0], key=lambda n: problem.actions[n].op)  # B before F
-    order = Clock.__init__.__globals__["Order"](problem, words)
-    assert not Clock(order, problem.time, [waits[0][1] if waits else 0.0 for waits in problem.waits]).complete
+    assert not Clock(
+        Order(problem, words), problem.time, [waits[0][1] if waits else 0.0 for waits in problem.waits]
+    ).complete
+
+
+def test_the_command_line_searches_and_saves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    costs, file = tmp_path / "costs.json", tmp_path / "found.csv"
+    costs.write_text(uneven(random.Random(4), 4).to_json())
+    given = ["--ranks", "2", "--microbatches", "4", "--costs", str(costs), "--moves", "200", "--seconds", "60"]
+    assert main(["search", *given, "--memory", "6,5", "--save", str(file)]) == 0
+    output = capsys.readouterr().out
+    assert output.startswith("auto: ")
+    assert "the best name, " in output
+    assert "least slack" in output
+    assert main(["show", str(file), "--costs", str(costs)]) == 0
+    assert main(["search", *given, "--memory", "1KiB,1"]) == 1
+    assert "rank 1 needs" in capsys.readouterr().err
+    assert main(["search", *given, "--noise", "0.1", "--placements", "v", "--no-barrier"]) == 0
+
+
+def test_a_certificate_agrees() -> None:
+    pytest.importorskip("ortools", reason="an optional extra: pip install zbcompile[certify]")
+    costs = uneven(random.Random(6), 2)
+    (problem,) = problems_of(costs, 2, 3, 4.5, None, True, 1)
+    found = search(costs, 2, 3, 4.5, moves=3000)
+    proof = certify(problem, problem.words(found.schedule), seconds=30)
+    assert proof.optimal
+    assert proof.bound == pytest.approx(found.objective, rel=1e-3)
+
+
+def test_a_certificate_without_the_solver_says_what_to_install() -> None:
+    if find_spec("ortools"):
+        pytest.skip("OR-Tools is installed")
+    (problem,) = problems_of(Costs.uniform(2), 2, 3, None, None, True, 1)
+    with pytest.raises(ScheduleError, match="pip install ortools"):
+        certify(problem)
+
+
+@pytest.mark.parametrize(("script", "arguments"), [("search_random", ["--settings", "2", "--moves", "60"])])
+def test_the_benchmarks_run_and_go_on_where_they_stopped(script: str, arguments: list[str], tmp_path: Path) -> None:
+    file = Path(__file__).parents[3] / "examples" / "benchmarks" / f"{script}.py"
+    spec = spec_from_file_location(script, file)
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    rows = tmp_path / "rows.jsonl"
+    first = module.main([*arguments, "--output", str(rows)])
+    written = rows.read_text()
+    assert "longer than a name: 0" in first
+    assert "below the bound: 0" in first
+    assert module.main([*arguments, "--output", str(rows)]) == first
+    assert rows.read_text() == written
