@@ -53,7 +53,7 @@ def costs_of(given: dict[str, Any]) -> Costs:
 def named(given: dict[str, Any], costs: Costs) -> Iterator[tuple[int, float]]:
     """The objective of every name that fits, on every number of chunks that it admits."""
     ranks, limit = given["ranks"], given["memory"] * given["ranks"]
-    for name in names():
+    for name in sorted({*names()} - {"auto"}):
         for chunks in (1, 2, CUT):
             try:
                 cut = costs.resized(chunks * ranks)
@@ -61,7 +61,7 @@ def named(given: dict[str, Any], costs: Costs) -> Iterator[tuple[int, float]]:
                 check(schedule, cut, limit)
             except ScheduleError:
                 continue
-            if schedule.placement.kind != "dual" and name != "auto":  # two copies of the model are another promise
+            if schedule.placement.kind != "dual":  # two copies of the model are another promise
                 step = simulate(schedule, cut)
                 yield chunks, step.makespan if given["barrier"] else step.cost
 
@@ -127,7 +127,8 @@ def report(rows: Iterable[dict[str, Any]]) -> str:
 
 def main(arguments: list[str] | None = None) -> str:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--settings", type=int, default=500)
+    parser.add_argument("--settings", type=int, default=500, help="up to this number")
+    parser.add_argument("--first", type=int, default=0, help="from this number on")
     parser.add_argument("--moves", type=int, help="default: as many as fit into the seconds")
     parser.add_argument("--seconds", type=float, default=20)
     parser.add_argument("--output", type=Path, default=Path("search_random.jsonl"))
@@ -135,7 +136,7 @@ def main(arguments: list[str] | None = None) -> str:
     lines = options.output.read_text(encoding="utf-8").splitlines() if options.output.exists() else []
     rows = {row["number"]: row for row in map(json.loads, lines)}
     with options.output.open("a", encoding="utf-8") as file:
-        for number in tqdm([n for n in range(options.settings) if n not in rows], disable=None):
+        for number in tqdm([n for n in range(options.first, options.settings) if n not in rows], disable=None):
             rows[number] = run(number, options.moves, options.seconds)
             print(json.dumps(rows[number]), file=file, flush=True)
     text = report(rows[number] for number in sorted(rows) if number < options.settings)

@@ -8,6 +8,8 @@ from typing import Any
 
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.ir.actions import Action, B, F, W
+from zbcompile.schedules.searching.annealing import draws_of
+from zbcompile.schedules.searching.clock import Clock, Order
 from zbcompile.schedules.searching.problem import ROUNDING, Problem, Words
 
 STEPS = 2**14  # of whole numbers in a mean pass: the solver knows no fractions
@@ -101,10 +103,7 @@ class _Model:
 
     def hint(self, words: Words) -> None:
         """Start from an order."""
-        from zbcompile.schedules.searching.clock import Clock, Order
-
-        delays = [waits[0][1] if waits else 0.0 for waits in self.problem.waits]
-        clock = Clock(Order(self.problem, words), self.problem.time, delays)
+        clock = Clock(Order(self.problem, words), *draws_of(self.problem, None)[0])
         for n, begin in enumerate(self.begin):
             self.model.add_hint(begin, int((clock.end[n] - self.problem.time[n]) * self.scale))
 

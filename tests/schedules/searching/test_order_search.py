@@ -216,9 +216,7 @@ def test_a_circle_is_no_order() -> None:
     problem = Problem(build("1f1b", 2, 2).placement, 2, costs)
     words = one_by_one(problem)
     words[0] = sorted(words[0], key=lambda n: problem.actions[n].op)  # B before F
-    assert not Clock(
-        Order(problem, words), problem.time, [waits[0][1] if waits else 0.0 for waits in problem.waits]
-    ).complete
+    assert not Clock(Order(problem, words), *draws_of(problem, None)[0]).complete
 
 
 def test_the_command_line_searches_and_saves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -254,11 +252,14 @@ def test_a_certificate_without_the_solver_says_what_to_install() -> None:
         certify(problem)
 
 
-@pytest.mark.parametrize(("script", "arguments"), [("search_random", ["--settings", "2", "--moves", "60"])])
+@pytest.mark.parametrize(
+    ("script", "arguments"), [("search_random", ["--first", "13", "--settings", "15", "--moves", "60"])]
+)
 def test_the_benchmarks_run_and_go_on_where_they_stopped(script: str, arguments: list[str], tmp_path: Path) -> None:
     file = Path(__file__).parents[3] / "examples" / "benchmarks" / f"{script}.py"
     spec = spec_from_file_location(script, file)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     rows = tmp_path / "rows.jsonl"
