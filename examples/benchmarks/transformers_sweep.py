@@ -12,13 +12,14 @@ import argparse
 import importlib
 import json
 import multiprocessing
+import re
 import resource
 import sys
 import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 import torch  # noqa: E402
 
 from tests.support.compared import KINDS, Outcome, one_line, outcome_of  # noqa: E402
-from tests.support.transformers_models import Entry, entries, problem_of  # noqa: E402
+from tests.support.transformers_models import Entry, entries, has_experts, problem_of  # noqa: E402
 
 Row = dict[str, Any]
 _FORK = multiprocessing.get_context("fork")
@@ -41,7 +42,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", help="names of classes, architectures or Auto classes (CAUSAL_LM)")
     parser.add_argument("--sample", type=int, help="every n-th class")
     parser.add_argument("--seconds", type=int, default=120, help="of CPU time per row (default: %(default)s)")
-    parser.add_argument("--processes", type=int, default=1, help="rows at a time (default: %(default)s)")
     parser.add_argument("--again", nargs="+", choices=KINDS, default=[], help="run rows with these outcomes once more")
     parser.add_argument("--table", action="store_true", help="print the table of the output, and run nothing")
     return parser.parse_args()
@@ -62,9 +62,9 @@ def run(entry: Entry, seconds: int, send: Any) -> None:
     try:
         problem = problem_of(entry)
     except Exception as error:
-        send(Outcome("not built", one_line(error)))
+        send((Outcome("not built", one_line(error)), False))
         return
-    send(outcome_of(problem, SCHEDULES))
+    send((outcome_of(problem, SCHEDULES), has_experts(problem.model())))
 
 
 def row_of(entry: Entry, seconds: int) -> Row:
@@ -73,31 +73,54 @@ def row_of(entry: Entry, seconds: int) -> Row:
     process = _FORK.Process(target=run, args=(entry, seconds, theirs.send))
     process.start()
     theirs.close()
+    outcome, experts = Outcome("crash", "time limit"), False
     try:
-        outcome = ours.recv() if ours.poll(10 * seconds) else Outcome("crash", "time limit")
+        if ours.poll(10 * seconds):
+            outcome, experts = ours.recv()
     except EOFError:
         outcome = Outcome("crash", f"the process ended ({process.exitcode}), or its {seconds} s of CPU time did")
     process.kill()
     process.join()
-    return {**asdict(entry), **asdict(outcome), "seconds": round(time.perf_counter() - began, 1)}
+    seconds_taken = round(time.perf_counter() - began, 1)
+    return {**asdict(entry), **asdict(outcome), "has_experts": experts, "seconds": seconds_taken}
 
 
-def wanted(given: argparse.Namespace, done: set[tuple[str, str]]) -> Iterator[Entry]:
+def wanted(given: argparse.Namespace) -> list[Entry]:
     chosen = [e for e in entries() if not given.only or {e.name, e.architecture, e.task} & set(given.only)]
-    for entry in chosen[:: given.sample or 1]:
-        if (entry.name, entry.experts) not in done:
-            yield entry
+    return chosen[:: given.sample or 1]
+
+
+def run_all(given: argparse.Namespace, rows: dict[tuple[str, str], Row]) -> Iterator[Row]:
+    """The rows that are missing; of a class with experts two."""
+    for entry in wanted(given):
+        for each in (entry, replace(entry, experts="")):
+            known = rows.get((each.name, each.experts))
+            if known is None or known["kind"] in given.again:
+                known = row_of(each, given.seconds)
+                yield known
+            if not known["has_experts"]:
+                break
 
 
 def table(rows: list[Row]) -> str:
-    """Counts of outcomes by Auto class, and every class that is not bitwise with its reason."""
-    tasks = list(dict.fromkeys(row["task"] for row in rows))
-    counts = Counter((row["task"], row["kind"]) for row in rows)
+    """Counts of outcomes by Auto class, then the classes that are not bitwise, with the reason."""
+    counts = Counter((row["task"], row["kind"]) for row in rows) + Counter(("all", row["kind"]) for row in rows)
     lines = ["| | " + " | ".join(KINDS) + " |", "|---" * (len(KINDS) + 1) + "|"]
-    for task in tasks:
+    for task in [*dict.fromkeys(row["task"] for row in rows), "all"]:
         lines.append(f"| {task} | " + " | ".join(str(counts[task, kind]) for kind in KINDS) + " |")
-    lines.append("| all | " + " | ".join(str(sum(r["kind"] == kind for r in rows)) for kind in KINDS) + " |")
-    return "\n".join(lines)
+    return "\n".join([*lines, "", "| outcome | why | classes |", "|---|---|---|", *reasons(rows)])
+
+
+def reasons(rows: list[Row]) -> Iterator[str]:
+    """Classes with the same reason stand together; what stands in brackets or quotes may differ between them."""
+    found: dict[tuple[str, str], list[Row]] = {}
+    for row in sorted(rows, key=lambda row: KINDS.index(row["kind"])):
+        if row["kind"] != "bitwise":
+            alike = re.sub(r"\(.*?\)|'.*?'|\S*\.\S+|[\d.]+(e-\d+)?", "…", row["why"])[:80]
+            found.setdefault((row["kind"], alike), []).append(row)
+    for (kind, _), alike_rows in found.items():
+        names = ", ".join(row["name"] + ("" if row["experts"] else " (default experts)") for row in alike_rows)
+        yield f"| {kind} | {alike_rows[0]['why'][:240].replace('|', '/')} | {names} |"
 
 
 def read(path: Path) -> dict[tuple[str, str], Row]:
@@ -113,11 +136,9 @@ def main() -> None:
         print(table(list(rows.values())))
         return
     import_everything()
-    done = {key for key, row in rows.items() if row["kind"] not in given.again}
     with given.output.open("a") as file:
-        for entry in wanted(given, done):
-            row = row_of(entry, given.seconds)
-            rows[entry.name, entry.experts] = row
+        for row in run_all(given, rows):
+            rows[row["name"], row["experts"]] = row
             print(json.dumps(row), file=file, flush=True)
             print(f"{row['seconds']:6.1f} s  {row['name']}: {row['kind']} {row['why'][:200]}", flush=True)
     print(table(list(rows.values())))

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -30,15 +30,17 @@ class Entry:
 
 
 def entries() -> list[Entry]:
-    """One class of every architecture first."""
+    """One class of every architecture first, of all Auto classes in turn: the first rows of a table stand for all."""
     found: dict[str, Entry] = {}
+    places: dict[str, int] = {}
     for task in TASKS:
-        for architecture, name in _names(task):
+        for place, (architecture, name) in enumerate(_names(task)):
             found.setdefault(name, Entry(task, name, architecture))
+            places.setdefault(name, place)
     first: dict[str, str] = {}
     for entry in found.values():
         first.setdefault(_folder(entry.architecture), entry.name)
-    return sorted(found.values(), key=lambda entry: entry.name not in first.values())
+    return sorted(found.values(), key=lambda entry: (entry.name not in first.values(), places[entry.name]))
 
 
 def _names(task: str) -> Iterator[tuple[str, str]]:
@@ -85,8 +87,3 @@ def has_experts(model: Any) -> bool:
     from transformers import PreTrainedModel
 
     return any(isinstance(m, PreTrainedModel) and m._can_set_experts_implementation() for m in model.modules())
-
-
-def with_default_experts(entry: Entry) -> Entry | None:
-    """The second row of a class that has experts."""
-    return replace(entry, experts="") if entry.experts and has_experts(problem_of(entry).model()) else None
