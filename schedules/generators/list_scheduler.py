@@ -33,7 +33,8 @@ class Floor:
         self.placement = placement = task.placement
         self.costs = costs = task.costs_or_equal
         self.now: float = 0
-        self.ready_at: dict[Action, float] = {Action(F, 0, microbatch): 0 for microbatch in range(task.microbatches)}
+        self.ready_at: dict[tuple[str, int, int], float] = {(F, 0, m): 0 for m in range(task.microbatches)}
+        self._passes = [[(op, s) for s in placement.stages_of(rank) for op in "FBW"] for rank in range(task.ranks)]
         self.started = {(op, stage): 0 for op in (F, B, W) for stage in range(placement.stages)}
         self.memory: list[float] = [0] * placement.ranks
         self._times = {op: costs.times(op) for op in (F, B, W)}
@@ -46,8 +47,9 @@ class Floor:
 
     def ready(self, rank: int) -> list[Action]:
         """Per operation and stage of `rank` the next action, if it could begin now."""
-        heads = (Action(op, stage, self.started[op, stage]) for stage in self.placement.stages_of(rank) for op in "FBW")
-        return list(filter(self.is_ready, heads))
+        now, started, ready_at = self.now, self.started, self.ready_at
+        heads = [(op, stage, started[op, stage]) for op, stage in self._passes[rank]]
+        return [Action(*head) for head in heads if ready_at.get(head, math.inf) <= now]
 
     def time(self, action: Action) -> float:
         return self._times[action.op][action.stage]
@@ -63,11 +65,10 @@ class Floor:
         self.started[op, stage] += 1
         self.memory[rank] += self._memory[op][stage]
         arrivals = []
-        for dependent in self._dependents[op, stage]:
-            ready_at = end + dependent.delay
-            self.ready_at[Action(dependent.op, dependent.stage, microbatch)] = ready_at
-            if dependent.rank != rank:
-                arrivals.append((ready_at, dependent.rank))
+        for other, there, its_rank, delay in self._dependents[op, stage]:
+            self.ready_at[other, there, microbatch] = ready_at = end + delay
+            if its_rank != rank:
+                arrivals.append((ready_at, its_rank))
         return end, arrivals
 
     def _dependents_of(self, op: str, stage: int) -> list[Dependent]:

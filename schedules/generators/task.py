@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import wraps
+from functools import cached_property, wraps
 from typing import Any
 
 from zbcompile.schedules.ir.actions import Step
@@ -34,7 +34,7 @@ class Task:
     def chunks(self) -> int:
         return self.placement.chunks
 
-    @property
+    @cached_property
     def costs_or_equal(self) -> Costs:
         """The given costs, or the textbook's: F, B and W take the same time and messages none."""
         return self.costs or Costs.uniform(self.placement.stages)

@@ -98,11 +98,20 @@ def _from_block(task: Task, block: Callable[[int, int], Block]) -> Orders:
     The best cool-down does not depend on m once there is a steady state, so the search uses 3p microbatches.
     """
     small = replace(task, microbatches=min(task.microbatches, 3 * task.ranks))
-    plain, *others = (_reordered(small, block, size) for size in (0, task.ranks // 2, task.ranks // 2 + 1))
+    squeezed = _squeezed(small, block)
+    plain, *others = (_reordered(small, squeezed, size) for size in (0, task.ranks // 2, task.ranks // 2 + 1))
     limit = _peak(small, plain.orders)
     fitting = [plain, *(each for each in others if _peak(small, each.orders) <= limit)]
     best = min(fitting, key=lambda each: spans(small, each.orders))
-    return best.orders if small == task else _reordered(task, block, best.cool_down).orders
+    return best.orders if small == task else _reordered(task, _squeezed(task, block), best.cool_down).orders
+
+
+class _Squeezed(NamedTuple):
+    """The repeated block, when its actions begin if each rank runs them as early as it can, and its peak."""
+
+    orders: Actions
+    begins: Mapping[Action, float]
+    peak: float
 
 
 class _Reordered(NamedTuple):
@@ -114,10 +123,14 @@ def _peak(task: Task, orders: Orders) -> float:
     return max(peak_memory(task.schedule(orders), task.costs_or_equal))
 
 
-def _reordered(task: Task, block: Callable[[int, int], Block], cool_down: int) -> _Reordered:
-    """The repeated block with its idle gaps filled and a cool-down of the last `cool_down` microbatches."""
+def _squeezed(task: Task, block: Callable[[int, int], Block]) -> _Squeezed:
     orders = _repeated(task.placement, task.microbatches, block)
-    reorder = _Reorder(orders, begins(task, orders), _peak(task, orders), task.microbatches - cool_down)
+    return _Squeezed(orders, begins(task, orders), _peak(task, orders))
+
+
+def _reordered(task: Task, squeezed: _Squeezed, cool_down: int) -> _Reordered:
+    """The squeezed orders with their idle gaps filled and a cool-down of the last `cool_down` microbatches."""
+    reorder = _Reorder(squeezed, task.microbatches - cool_down)
     return _Reordered(cool_down, dispatch(Floor(task), reorder.choose))
 
 
@@ -143,19 +156,18 @@ class _Reorder:
     microbatch `free_from` on, a rank is in its cool-down: backwards as soon as they can, W in the time that is left.
     """
 
-    def __init__(self, orders: Actions, begins: Mapping[Action, float], limit: float, free_from: int) -> None:
-        self._orders = orders
-        self._begins = begins
-        self._limit = limit
+    def __init__(self, squeezed: _Squeezed, free_from: int) -> None:
+        self._orders, self._begins, self._limit = squeezed
         self._free_from = free_from
-        self._reached = [0] * len(orders)
-        self._cooling = [False] * len(orders)
+        self._reached = [0] * len(self._orders)
+        self._cooling = [False] * len(self._orders)
 
     def choose(self, floor: Floor, rank: int) -> Action | None:
         head = self._head(floor, rank)
         if head is None:
             return None
-        self._cooling[rank] |= head.op == B and head.microbatch >= self._free_from
+        if not self._cooling[rank]:
+            self._cooling[rank] = head.op == B and head.microbatch >= self._free_from
         if self._cooling[rank]:
             return min(floor.ready(rank), key=self._cool_down_preference, default=None)
         if floor.is_ready(head):
@@ -167,11 +179,13 @@ class _Reorder:
         return "FBW".index(action.op), self._begins[action]
 
     def _head(self, floor: Floor, rank: int) -> Action | None:
-        order, at = self._orders[rank], self._reached[rank]
-        while at < len(order) and floor.started[order[at].op, order[at].stage] > order[at].microbatch:
-            at += 1
-        self._reached[rank] = at
-        return order[at] if at < len(order) else None
+        order, started = self._orders[rank], floor.started
+        for at in range(self._reached[rank], len(order)):
+            op, stage, microbatch = order[at]
+            if started[op, stage] <= microbatch:
+                self._reached[rank] = at
+                return order[at]
+        return None
 
     def _fits(self, floor: Floor, rank: int, action: Action, head: Action) -> bool:
         """Whether `action` may run before `head`: it delays nothing and no later peak grows beyond the limit."""

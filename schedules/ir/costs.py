@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from zbcompile.schedules.errors import ScheduleError
@@ -109,7 +110,8 @@ class Costs:
                     f"costs: `{name}` has {len(values)} entries, `forward` has {stages}; give one per stage"
                 )
             for stage, value in enumerate(values):
-                _require_amount(f"{name}[{stage}]", value)
+                if not _is_amount(value):
+                    _require_amount(f"{name}[{stage}]", value)
         for name in ("comm", "overlap", "barrier"):
             _require_amount(name, getattr(self, name))
         for name in ("cast", "stats"):
@@ -182,8 +184,12 @@ class Costs:
 
     def added(self, op: str) -> tuple[float, ...]:
         """What the compute operation `op` adds to the memory of its rank (below 0: frees), on every stage."""
-        kind = KINDS[op]
-        return tuple(a - f for a, f in zip(self._sum(kind.adds), self._sum(kind.frees), strict=True))
+        return self._added[op]
+
+    @cached_property
+    def _added(self) -> dict[str, tuple[float, ...]]:
+        changes = {op: zip(self._sum(KINDS[op].adds), self._sum(KINDS[op].frees), strict=True) for op in COMPUTE}
+        return {op: tuple(a - f for a, f in change) for op, change in changes.items()}
 
     def _sum(self, names: Sequence[str]) -> tuple[float, ...]:
         """Per stage the sum of the fields called `names`, 0 without any."""
@@ -266,12 +272,15 @@ class Costs:
         return cls(**data)
 
 
-def _require_amount(where: str, value: float) -> None:
+def _is_amount(value: float) -> bool:
     try:
-        good = value >= 0 and math.isfinite(value)
+        return value >= 0 and math.isfinite(value)
     except TypeError:
-        good = False
-    if not good:
+        return False
+
+
+def _require_amount(where: str, value: float) -> None:
+    if not _is_amount(value):
         raise ScheduleError(f"costs: {where} is {value!r}; expected a finite number that is not negative")
 
 

@@ -3,7 +3,7 @@
 Everything is derived from the table of kinds (`zbcompile.schedules.ir.kinds`).
 """
 
-from collections.abc import Iterator
+from functools import cache
 from typing import NamedTuple
 
 from zbcompile.schedules.ir.actions import BW, CAST, LOOKUP, STATS, SUM, B, F, S, T, W
@@ -56,6 +56,7 @@ class Need(NamedTuple):
     stage: int
 
 
+@cache
 def needs(op: str, stage: int, stages: int) -> tuple[Need, ...]:
     """What a compute action or a collective waits for, apart from what every vocabulary shard must have done.
 
@@ -71,16 +72,15 @@ def needs(op: str, stage: int, stages: int) -> tuple[Need, ...]:
     return tuple(Need(other, stage) for other in kind.after) if before is None else (Need(kind.event, before),)
 
 
-def users(op: str, stage: int, stages: int) -> Iterator[Need]:
+@cache
+def users(op: str, stage: int, stages: int) -> tuple[Need, ...]:
     """The split passes that wait for `op` on `stage`: the inverse of `needs`.
 
-    >>> list(users("F", 3, 4)), [tuple(each) for each in users("B", 2, 4)]
-    ([Need(op='B', stage=3)], [('B', 1), ('W', 2)])
+    >>> users("F", 3, 4), [tuple(each) for each in users("B", 2, 4)]
+    ((Need(op='B', stage=3),), [('B', 1), ('W', 2)])
     """
-    for other in (F, B, W):
-        for at in (stage - 1, stage, stage + 1):
-            if 0 <= at < stages and (op, stage) in needs(other, at, stages):
-                yield Need(other, at)
+    around = [Need(other, at) for other in (F, B, W) for at in (stage - 1, stage, stage + 1) if 0 <= at < stages]
+    return tuple(each for each in around if (op, stage) in needs(*each, stages))
 
 
 def awaited(schedule: Schedule, lowered: bool) -> dict[tuple[str, int], str]:
