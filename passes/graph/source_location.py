@@ -5,6 +5,7 @@ import re
 import sys
 import traceback
 from dataclasses import dataclass
+from functools import cache
 from types import ModuleType
 from typing import cast
 
@@ -20,6 +21,7 @@ def _folder(module: ModuleType) -> str:
 
 _TORCH, _PYTHON = _folder(torch), _folder(os)
 _OWN = tuple(_folder(sys.modules[name]) for name in ("zbcompile", "zbcompile.passes"))  # the packages around this file
+_real = cache(os.path.realpath)  # it asks the system about every folder of a path, and nodes have a dozen frames each
 _FRAME = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+)')
 
 
@@ -58,14 +60,14 @@ def origin_of(node: Node) -> Origin | None:
     if "origin" in node.meta:
         return cast(Origin, node.meta["origin"])
     frames = _frames(stack_trace(node))
-    users = [frame for frame in frames if not os.path.realpath(frame[0]).startswith((_TORCH, *_OWN))]
+    users = [frame for frame in frames if not _real(frame[0]).startswith((_TORCH, *_OWN))]
     path = _module_path(node)
     module = path.removeprefix("model").removeprefix(".")
     if users:
         return Origin(module, *users[-1])
     if frames and not path:  # the training step itself calls the loss, whose frames torch.export leaves out
         return Origin("", "", 0, "loss(output, target)")
-    others = [frame for frame in frames if not os.path.realpath(frame[0]).startswith(_OWN)]
+    others = [frame for frame in frames if not _real(frame[0]).startswith(_OWN)]
     if others:
         return Origin(module, *others[-1])
     return Origin(module, "", 0, "(torch.export keeps no line here)") if module else None
@@ -83,7 +85,7 @@ def failing_line(error: BaseException) -> str:
 
 def _innermost(frames: traceback.StackSummary) -> str:
     for frame in reversed(frames):
-        if not frame.filename.startswith("<") and not _is_foreign(os.path.realpath(frame.filename)):
+        if not frame.filename.startswith("<") and not _is_foreign(_real(frame.filename)):
             return f"{shown_path(frame.filename)}:{frame.lineno}: {frame.line}"
     return ""
 

@@ -142,7 +142,7 @@ def _sharding_once() -> Callable[..., Sharding | None]:
     def chosen(whole: Canonical, schedule: Any, choices: Any, manager: PassManager = SILENT) -> Sharding | None:
         if manager.observe is not None:
             return choose_sharding(whole, schedule, choices, manager)
-        key = id(whole), schedule, repr(choices)
+        key = id(whole), schedule if choices.vocab == "auto" else None, repr(choices)
         return found.get_or_make(key, lambda: (whole, choose_sharding(whole, schedule, choices, manager)))[1]
 
     return chosen

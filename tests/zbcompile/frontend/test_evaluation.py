@@ -74,6 +74,7 @@ def test_output_of_any_structure_for_any_batch_size(with_loss: bool, pool: Pool)
     alone = evaluated(sizes, with_loss)
     for ours, size in zip(alone, sizes, strict=True):
         assert_same_output(ours, expected(size, with_loss))
+    pool.rehearse(evaluated, sizes, with_loss)
     for share in pool.run(evaluated, sizes, with_loss):
         for ours, theirs in zip(share, alone, strict=True):
             assert_same_output(ours, theirs)

@@ -1,6 +1,7 @@
 """Replicas of a pipeline with a sharded output layer train as one process does on the concatenated batch."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,12 @@ from tests.support.replicated import REPLICAS, mesh_of_replicas
 from tests.support.vocabulary_training import VocabularyCase, batches_of, distance
 
 CASE = VocabularyCase("gpt-tied", "1f1b", 2, ranks=2)
+OPTIONS: Any = {
+    "schedule": CASE.schedule,
+    "microbatches": CASE.microbatches,
+    "loss": next_byte_loss,
+    "vocab": CASE.vocab,
+}
 WHOLE = batches_of(replace(CASE, microbatches=REPLICAS * CASE.microbatches))[0]
 
 
@@ -24,11 +31,16 @@ def model() -> nn.Module:
         return GPT(layers=1, width=32, heads=2, length=16, tied=True).double()
 
 
+def compiled() -> None:
+    """What `replicated` compiles, in one process."""
+    half = next(WHOLE.parts(REPLICAS))
+    zbcompile.pipeline(model(), ranks=2, **OPTIONS).compile(*half.args, target=half.target)
+
+
 def replicated() -> tuple[Tensor, dict[str, Tensor], Tensor]:
     """What one rank sees of a step on its replica's half of a batch: loss, gradients, norm of all gradients."""
     mesh = mesh_of_replicas()
-    options = {"microbatches": CASE.microbatches, "loss": next_byte_loss, "vocab": CASE.vocab, "mesh": mesh}
-    pipe = zbcompile.pipeline(model(), schedule=CASE.schedule, **options)
+    pipe = zbcompile.pipeline(model(), mesh=mesh, **OPTIONS)
     own = list(WHOLE.parts(REPLICAS))[mesh["dp"].get_local_rank()]
     loss = pipe.step(*own.args, target=own.target)
     gradients = {name: p.grad.clone() for name, p in pipe.named_parameters() if p.grad is not None}
@@ -41,6 +53,7 @@ def test_gradients_are_those_of_the_concatenated_batch(pool: Pool) -> None:
     expected = model()
     loss = eager_step(expected, next_byte_loss, WHOLE, REPLICAS * CASE.microbatches, 0)
     norm = nn.utils.get_total_norm([p.grad for p in expected.parameters() if p.grad is not None])
+    pool.rehearse(compiled)
     ranks = pool.run(replicated, ranks=4)
     for replica in (ranks[:2], ranks[2:]):
         for its_loss, _, its_norm in replica:

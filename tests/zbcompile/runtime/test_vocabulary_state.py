@@ -18,6 +18,7 @@ from tests.support.pool import Pool
 from tests.support.vocabulary_training import distance
 
 MICROBATCHES, REPLICAS, MOST = 4, 2, 0.05
+OPTIONS: Any = {"schedule": "zb-h1", "microbatches": MICROBATCHES, "loss": next_byte_loss, "vocab": 1}
 Seen = dict[str, Any]
 
 
@@ -32,12 +33,19 @@ def batch_of(rows: int) -> Batch:
     return Batch((tokens[:, :-1].contiguous(),), {}, tokens[:, 1:].contiguous())
 
 
+def compiled() -> None:
+    """What `replica` compiles, in one process."""
+    pipe = zbcompile.pipeline(small(tied=True), ranks=2, **OPTIONS)
+    half = batch_of(2 * MICROBATCHES)
+    pipe.step(*half.args, target=half.target)
+    pipe.eval(*half.args)
+
+
 def replica(folder: str) -> Seen:
     """One step of a tied model on this replica's half of the batch; gradients are clipped, a checkpoint is written."""
     mesh = init_device_mesh("cpu", (REPLICAS, 2), mesh_dim_names=("dp", "pp"))
     own = list(batch_of(2 * REPLICAS * MICROBATCHES).parts(REPLICAS))[mesh["dp"].get_local_rank()]
-    options: Any = {"schedule": "zb-h1", "microbatches": MICROBATCHES, "loss": next_byte_loss, "vocab": 1}
-    pipe = zbcompile.pipeline(small(tied=True), mesh=mesh, **options)
+    pipe = zbcompile.pipeline(small(tied=True), mesh=mesh, **OPTIONS)
     loss = pipe.step(*own.args, target=own.target)
     norm = pipe.clip_grad_norm_(MOST)
     gradients = {name: p.grad for name, p in pipe.named_parameters()}
@@ -50,6 +58,7 @@ def replica(folder: str) -> Seen:
 def test_replicas_clipping_and_a_checkpoint(pool: Pool, tmp_path: Path) -> None:
     """Losses, the norm (each row counted once) and clipped gradients are those of one process on the whole batch; what
     the ranks wrote is put together under eager's keys; each replica evaluates its own half."""
+    pool.rehearse(compiled)
     seen = pool.run(replica, str(tmp_path), ranks=4)
     model, batch = small(tied=True), batch_of(2 * REPLICAS * MICROBATCHES)
     loss = eager_step(model, next_byte_loss, batch, REPLICAS * MICROBATCHES, 0)
@@ -122,6 +131,7 @@ def test_a_rank_makes_its_own_rows_real(pool: Pool, tmp_path: Path) -> None:
     """The rank with fewer layers has more rows; only these get memory, with the values that the whole parameter would
     have; gradients are those of one process with all ranks, and a checkpoint puts unequal rows together again."""
     alone = on_meta(str(tmp_path / "alone"))
+    pool.rehearse(on_meta, str(tmp_path / "rehearsal"))
     seen = pool.run(on_meta, str(tmp_path / "ranks"))
     assert alone["words"] == seen[0]["words"] == seen[1]["words"]
     assert alone["words"][0] > alone["words"][1]
