@@ -56,9 +56,11 @@ def _group_for_workers(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now stays to the end: a garbage collection need not walk through it again and again."""
+    """What is imported by now stays to the end: a garbage collection need not walk through it again and again.
+    Graphs are many small objects, most of which live on: collections are made rarer."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 @pytest.fixture(scope="session", autouse=True)

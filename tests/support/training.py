@@ -74,9 +74,9 @@ def quickly(case: Case) -> Trained:
     """As `pipelined`, but a problem is captured once, and schedules with equal stages on equal ranks share one
     compilation."""
 
-    def draw_once(*given: Any) -> Drawn:
+    def draw_once(*given: Any, **more: Any) -> Drawn:
         if case.problem not in _DRAWN:
-            _DRAWN[case.problem] = draw_step(*given)
+            _DRAWN[case.problem] = draw_step(*given, **more)
         return _DRAWN[case.problem]
 
     def compile_once(model: Any, microbatch: Any, drawn: Any, schedule: Any, *rest: Any) -> Program:

@@ -59,9 +59,9 @@ def one_step(case: ModelCase) -> Step:
 def quick_step(case: ModelCase, drawn: dict[str, Drawn], compiled: dict[Any, Program]) -> Step:
     """As `one_step` in one process, but what was captured and compiled before is used again."""
 
-    def draw_once(*given: Any) -> Drawn:
+    def draw_once(*given: Any, **more: Any) -> Drawn:
         if case.model not in drawn:
-            drawn[case.model] = draw_step(*given)
+            drawn[case.model] = draw_step(*given, **more)
         return drawn[case.model]
 
     def compile_once(model: Any, microbatch: Any, line: Drawn, schedule: Any, *rest: Any) -> Program:
