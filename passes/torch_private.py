@@ -6,6 +6,7 @@ Supporting a newer torch starts here: run the test suite, and repair what moved 
 import contextlib
 import itertools
 import re
+import sys
 from collections.abc import Callable, Iterator
 from operator import attrgetter
 from types import ModuleType
@@ -260,6 +261,42 @@ def buffer_table(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
 # 2.11-2.13: the libraries of the functional collectives, and where their autograd functions are defined.
 FUNCTIONAL_COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd")
 FUNCTIONAL_COLLECTIVES_MODULE = "torch.distributed._functional_collectives"
+
+_FUNCTIONAL = {
+    "all_reduce": "all_reduce_inplace",
+    "all_gather_into_tensor": "all_gather_tensor_inplace",
+    "reduce_scatter_tensor": "reduce_scatter_tensor_inplace",
+    "all_to_all_single": "all_to_all_inplace",
+    "all_gather": "all_gather_inplace",
+}
+
+
+class _Finished:
+    """What a call with `async_op=True` returns: the graph waits where it exchanges."""
+
+    def wait(self) -> bool:
+        return True
+
+
+def functional_instead(func: Any) -> Any:
+    """For an in-place collective of torch.distributed the functional one, which a trace can hold; else `func` (2.11-2.13:
+    the functions by which dynamo replaces them)."""
+    named = _FUNCTIONAL.get(getattr(func, "__name__", ""))
+    if named is None or getattr(func, "__module__", "") != "torch.distributed.distributed_c10d":
+        return func
+    functional = sys.modules[FUNCTIONAL_COLLECTIVES_MODULE]
+    words = {str(op): word for op, word in functional.REDUCE_OP_TO_STR.items()}
+
+    def in_words(given: Any) -> Any:
+        return given if isinstance(given, torch.Tensor | list) else words.get(str(given), given)
+
+    def call(*args: Any, async_op: bool = False, **kwargs: Any) -> _Finished | None:
+        named_args = {name: in_words(given) for name, given in kwargs.items()}
+        getattr(functional, named)(*map(in_words, args), **named_args)
+        return _Finished() if async_op else None
+
+    return call
+
 
 AUTOCAST = "zbcompile.autocast"
 RECOMPUTE = "zbcompile.recompute"

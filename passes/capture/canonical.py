@@ -13,7 +13,7 @@ import torch
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from zbcompile.passes.capture.autocast import is_autocasts
-from zbcompile.passes.capture.custom_functions import confirm_call
+from zbcompile.passes.capture.custom_functions import confirm_call, overwritten_by
 from zbcompile.passes.capture.export import Captured
 from zbcompile.passes.capture.export_errors import operation_failure
 from zbcompile.passes.capture.mutations import separate_changing_buffers
@@ -192,9 +192,20 @@ class _Values(Interpreter):
         except Exception as error:  # torch.export accepts operations whose shape depends on the data
             raise CaptureError(operation_failure(n, error)) from error
         confirm_call(n.target, self.fetch_args_kwargs_from_env(n)[0])
+        _refuse_overwritten(n)
         n.meta["differentiable"] = any(t.requires_grad for t in tensors_of(value))
         n.meta["val"] = torch.fx.node.map_aggregate(value, _detached)  # type: ignore[arg-type]
         return value
+
+
+def _refuse_overwritten(node: Node) -> None:
+    for source in overwritten_by(node):
+        if len(source.users) > 1 or source.op == "placeholder":
+            raise CaptureError(
+                f"an autograd.Function ({source_line(node)}) exchanges in place, in a tensor that the model also reads "
+                f"elsewhere ({source.name}); in the graph only its result is the exchanged one. Let it work on a copy: "
+                "x.clone()."
+            )
 
 
 def _detached(value: Any) -> Any:

@@ -18,9 +18,10 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
+from torch.fx import Node
 from torch.utils.checkpoint import CheckpointFunction
 
-from zbcompile.passes.capture.function_calls import FunctionCall, Outside
+from zbcompile.passes.capture.function_calls import FunctionCall, Inside, Outside
 from zbcompile.passes.capture.function_trial import tried
 from zbcompile.passes.torch_private import composite_operator, instead_of_function_apply, is_traced, pytree
 
@@ -42,6 +43,14 @@ def confirm_call(target: object, args: tuple[Any, ...]) -> None:
         _calls[args[1]].confirm(args[0])
 
 
+def overwritten_by(node: Node) -> list[Node]:
+    """What the exchange of a Function writes into: nothing else may read it, since in the graph it does not change."""
+    if node.target not in (_OPERATOR, _RANDOM):
+        return []
+    tensors, name = node.args
+    return [tensors[i] for i in _calls[str(name)].overwrites]  # type: ignore[index, misc]
+
+
 @contextlib.contextmanager
 def calls_as_operators(
     found: dict[Hashable, FunctionCall], model: nn.Module, ignored: Callable[[type], bool]
@@ -54,7 +63,8 @@ def calls_as_operators(
 
     def apply(original: Callable[..., Any], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not (is_traced() and torch.is_grad_enabled()) or ignored(function):
-            return original(*args, **kwargs)
+            with Inside(lambda tensor: tensor) if is_traced() else contextlib.nullcontext():
+                return original(*args, **kwargs)
         if function is CheckpointFunction:
             return _checkpointed(*args)
         return _as_operator(found, model, function, (args, kwargs))

@@ -16,7 +16,13 @@ from torch.overrides import TorchFunctionMode
 
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.graph.fx import draws
-from zbcompile.passes.torch_private import TorchDispatchMode, pytree, tensor_tables
+from zbcompile.passes.torch_private import (
+    FUNCTIONAL_COLLECTIVES,
+    TorchDispatchMode,
+    functional_instead,
+    pytree,
+    tensor_tables,
+)
 
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _EMPTY = torch.ops.aten.empty_strided.default
@@ -60,17 +66,20 @@ class Operations(TorchDispatchMode):
         super().__init__()
         self.seen: list[str] = []
         self.random = False
+        self.exchanges = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace != "prim" and func is not _EMPTY:  # those of "prim" are questions about a tensor
             numbers = pytree.tree_map_only(Tensor, lambda _: "tensor", (args, kwargs))
             self.seen.append(f"{func} {numbers!r}")
         self.random = self.random or draws(func, args, kwargs or {})
+        self.exchanges = self.exchanges or func.namespace in FUNCTIONAL_COLLECTIVES
         return func(*args, **(kwargs or {}))
 
 
 class Inside(TorchFunctionMode):
-    """Gives the code of a Function `replace(tensor)` for every tensor that it uses; `.data` is the detach it means."""
+    """Gives the code of a Function `replace(tensor)` for every tensor that it uses; `.data` is the detach it means, and
+    an exchange in place a functional one."""
 
     def __init__(self, replace: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -80,7 +89,7 @@ class Inside(TorchFunctionMode):
         if func is Tensor.data_ptr:
             raise CaptureError("a traced tensor has no memory to point to")
         args, kwargs = pytree.tree_map_only(Tensor, self.replace, (args, kwargs or {}))
-        return args[0].detach() if func == _DATA else func(*args, **kwargs)
+        return args[0].detach() if func == _DATA else functional_instead(func)(*args, **kwargs)
 
     def around(self, function: Any) -> Any:
         """`function` with its backward inside, too: autograd calls that on its own."""
@@ -99,7 +108,8 @@ class FunctionCall:
     """All of a call of `function` but its tensors. `leaves` are its flattened arguments, A_TENSOR for each tensor.
 
     `kinds` describes those tensors, `operations` what forward did with them, `draws` whether with random numbers, and
-    `deposits` numbers the tensors to whose `.grad` the backward adds.
+    `deposits` numbers the tensors to whose `.grad` the backward adds, `overwrites` the arguments that an exchange in
+    forward writes into.
     """
 
     function: type[torch.autograd.Function]
@@ -111,6 +121,7 @@ class FunctionCall:
     operations: tuple[str, ...] = ()
     draws: bool = False
     deposits: tuple[int, ...] = ()
+    overwrites: tuple[int, ...] = ()
     name: str = field(default="")
 
     def __call__(self, tensors: list[Tensor]) -> Any:

@@ -68,9 +68,11 @@ class _Trial:
             with Operations() as operations:
                 result = self._explained("forward", lambda: self.call.run(given, Inside(self._replaced)))
         finally:
-            if [written_so_far(tensor) for tensor in given] != before:
+            written = tuple(i for i, tensor in enumerate(given) if written_so_far(tensor) != before[i])
+            if written and not operations.exchanges:
                 raise self._refused("changes one of its inputs in place. Let it return a new tensor")
         self.call.operations, self.call.draws = tuple(operations.seen), operations.random
+        self.call.overwrites = written
         return result
 
     def _backward(self, results: list[Tensor], given: list[Tensor]) -> None:

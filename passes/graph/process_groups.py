@@ -52,6 +52,21 @@ def name_groups(module: GraphModule, dimensions: Mapping[str, str]) -> dict[str,
     return {label: name for name, label in labels.items()}
 
 
+def rename_groups(module: GraphModule, labels: Mapping[str, str]) -> None:
+    """Rename, in place, the process groups that an autograd.Function brought into a stage's graph: `labels` has what
+    the model's graph calls each. Raises CaptureError for a group that it does not know."""
+    for node in filter(_has_group, module.graph.nodes):
+        group = group_of(node)
+        _require_name(node, group)
+        if group in labels:
+            _rename(node, labels[group])
+        elif group not in labels.values():
+            raise CaptureError(
+                f"{node.target} communicates, inside an autograd.Function, with a process group that is no dimension "
+                "of the mesh. Pass mesh= to zbcompile.pipeline, and use mesh.get_group(dimension) in the model."
+            )
+
+
 def with_groups(module: GraphModule, names: Mapping[str, str]) -> GraphModule:
     """The graph with this process's `names` of its groups; `module` itself if it has no groups."""
     if not any(map(_has_group, module.graph.nodes)):

@@ -5,7 +5,7 @@ goes through STAGE_PASSES. The compiler runs these very objects.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 import torch
@@ -36,12 +36,13 @@ from zbcompile.passes.vocabulary.trunk import cut_off
 
 @dataclass(frozen=True)
 class StageTask:
-    """The inputs of the passes of a stage, beside the stage itself: trainable parameters, choices, and the fake
-    gradients that arrive."""
+    """The inputs of the passes of a stage, beside the stage itself: trainable parameters, choices, the fake gradients
+    that arrive, and what the graphs call each process group of this process."""
 
     trainable: frozenset[str]
     choices: Choices
     tangents: Mapping[str, torch.Tensor]
+    dimensions: Mapping[str, str] = field(default_factory=dict)
 
 
 _GRAPH = (graph.operations_in_order, graph.calls_only, graph.roles_complete, graph.roles_allowed)
@@ -121,7 +122,7 @@ STAGE_PASSES = (
     Pass(
         "joint",
         "traces the backward after the forward",
-        lambda before, task: trace_joint(before, task.trainable, task.tangents, task.choices.exact),
+        lambda before, task: trace_joint(before, task.trainable, task.tangents, task.choices.exact, task.dimensions),
         _JOINT,
     ),
     Pass("simplify", "drops double transposes and equal views", lambda before, task: simplify(before), _REWRITTEN),

@@ -6,6 +6,7 @@ gradient really arrives: other strides, other kernels, other bits.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.fx.traceback import preserve_node_meta
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.graph.fx import like, output_values
 from zbcompile.passes.graph.kernel_layouts import kernels_layouts
+from zbcompile.passes.graph.process_groups import rename_groups
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.graph.strides import boundary_like
 from zbcompile.passes.partition.shared_parameters import SEPARATE_USES, is_use
@@ -53,7 +55,11 @@ class Joint:
 
 
 def trace_joint(
-    stage: Stage, trainable: frozenset[str], tangents: Mapping[str, torch.Tensor], exact: bool = False
+    stage: Stage,
+    trainable: frozenset[str],
+    tangents: Mapping[str, torch.Tensor],
+    exact: bool = False,
+    dimensions: Mapping[str, str] = MappingProxyType({}),
 ) -> Joint:
     """Trace forward and backward of `stage`.
 
@@ -77,6 +83,7 @@ def trace_joint(
         if in_place_operation(module):
             module = _trace_functional(run, [*primals, *arriving], module, exact)
     _refuse_mode_dependent(module)
+    rename_groups(module, dimensions)
     names = [*(slot for slot in stage.outputs), *run.gradients]
     nodes = module.graph.find_nodes(op="placeholder")
     outputs = [

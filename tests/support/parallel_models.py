@@ -38,12 +38,38 @@ for _each, _other in ((enter, leave), (leave, enter)):
     )
 
 
+class Enter(torch.autograd.Function):
+    """The same pair as Megatron writes it, with the calls of torch.distributed, which work in place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        dist.all_reduce(gradient.contiguous(), group=ctx.group)
+        return gradient, None
+
+
+class Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        dist.all_reduce(x.contiguous(), group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient, None
+
+
 class Along:
     """One dimension of a mesh; without a mesh one rank."""
 
     def __init__(self, mesh: Any, name: str) -> None:
-        self.size, self.rank, self.group = 1, 0, ""
+        self.size, self.rank, self.group, self.processes = 1, 0, "", None
         if mesh is not None:
+            self.processes = mesh[name].get_group()
             self.size, self.rank = mesh[name].size(), mesh[name].get_local_rank()
             self.group = mesh[name].get_group().group_name
 
@@ -72,34 +98,38 @@ class Norm(nn.Module):
 
 
 class ParallelMlp(nn.Module):
-    """Columns, then rows: `sequence` keeps what is between the layers split by the sequence."""
+    """Columns, then rows, with a pair of operators ("plain") or of functions around them; "sequence" keeps what is
+    between the layers split by the sequence."""
 
-    def __init__(self, along: Along, sequence: bool) -> None:
+    def __init__(self, along: Along, form: str) -> None:
         super().__init__()
-        self.along, self.sequence = along, sequence
+        self.along, self.form = along, form
         self.norm = Norm()
         self.columns = nn.Parameter(along.part(torch.randn(2 * WIDTH, WIDTH) / 4, 0).clone())
         self.rows = nn.Parameter(along.part(torch.randn(WIDTH, 2 * WIDTH) / 6, 1).clone())
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(x)
-        if self.sequence:
+        if self.form == "sequence":
             y = F.linear(F.gelu(F.linear(self.along.gather(y, 1), self.columns)), self.rows)
             return x + self.along.scatter_sum(y, 1)
+        if self.form == "functions" and self.along.size > 1:
+            y = F.linear(F.gelu(F.linear(Enter.apply(y, self.along.processes), self.columns)), self.rows)
+            return x + Leave.apply(y, self.along.processes)
         y = F.linear(F.gelu(F.linear(enter(y, self.along.group), self.columns)), self.rows)
         return x + leave(y, self.along.group)
 
 
 class TensorParallel(nn.Module):
-    """`sequence`: the input is cut along the sequence, and the loss is that of the gathered output on every rank."""
+    """ "sequence": the input is cut along the sequence, and the loss is that of the gathered output on every rank."""
 
     PLACEMENTS: ClassVar = {"*.columns": {"tp": "shard"}, "*.rows": {"tp": "shard"}}
 
-    def __init__(self, mesh: Any, sequence: bool) -> None:
+    def __init__(self, mesh: Any, form: str) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.along, self.sequence = Along(mesh, "tp"), sequence
-        self.layers = nn.ModuleList(ParallelMlp(self.along, sequence) for _ in range(LAYERS))
+        self.along, self.sequence = Along(mesh, "tp"), form == "sequence"
+        self.layers = nn.ModuleList(ParallelMlp(self.along, form) for _ in range(LAYERS))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.sequence:

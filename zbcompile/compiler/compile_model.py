@@ -2,8 +2,9 @@
 `zbcompile.passes.pass_list.passes_in_order`."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -36,6 +37,7 @@ from zbcompile.passes.pass_list.passes_in_order import (
 )
 from zbcompile.passes.pass_list.run_passes import Observer, PassManager
 from zbcompile.passes.stage.deduplicate import Renaming, StageCompiler, compile_distinct
+from zbcompile.passes.stage.exchanges import collectives_of
 from zbcompile.passes.stage.stage_program import StageProgram, tensor_spec
 from zbcompile.passes.vocabulary.shard_program import VocabularyProgram
 from zbcompile.program.program import Program, call_of
@@ -155,7 +157,7 @@ def compile_drawn(
         canonical_targets=_targets(line),
         vocabulary=vocabulary,
         call=call_of(microbatch),
-        groups=canonical.captured.groups,
+        groups=_groups(canonical, programs),
         writer=save_here,
     )
 
@@ -172,7 +174,8 @@ def _compile_stages(
     def rename(program: StageProgram, to: Renaming) -> StageProgram:
         return manager.run(DEDUPLICATE, program, to, stage=to.stage)  # type: ignore[no-any-return]
 
-    make: StageCompiler = functools.partial(compile_stage, trainable, choices, manager=manager)
+    labels = _labels(canonical)
+    make: StageCompiler = functools.partial(compile_stage, trainable, choices, manager=manager, labels=labels)
     try:
         return compile_distinct(stages, trainable, make, behind, rename)
     except CompileError:
@@ -181,15 +184,30 @@ def _compile_stages(
         raise CaptureError(backward_failure(canonical, error)) from error
 
 
+def _labels(canonical: Canonical) -> dict[str, str]:
+    """What the graphs call each process group, by this process's name of it."""
+    captured = canonical.captured
+    return {**captured.dimensions, **{name: label for label, name in captured.groups.items()}}
+
+
+def _groups(canonical: Canonical, programs: Sequence[StageProgram]) -> dict[str, str]:
+    """This process's names of the groups in the graphs of the stages."""
+    names = {label: name for name, label in _labels(canonical).items()}
+    used = {each.dimension for program in programs for each in collectives_of(program)}
+    return {label: name for label, name in names.items() if label in used}
+
+
 def compile_stage(
     trainable: frozenset[str],
     choices: Choices,
     stage: Stage,
     tangents: Mapping[str, torch.Tensor],
     manager: PassManager | None = None,
+    labels: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[StageProgram, Mapping[str, torch.Tensor]]:
-    """One stage's program, and the fake gradient of each activation that it receives."""
-    task = StageTask(trainable, choices, tangents)
+    """One stage's program, and the fake gradient of each activation that it receives. `labels`: what the graphs call
+    each process group of this process."""
+    task = StageTask(trainable, choices, tangents, labels)
     made = (manager or make_manager()).run_all(STAGE_PASSES, stage, task, stage=stage.index)
     *_, pieces, program = made
     return program, pieces.joint.gradient_of_input

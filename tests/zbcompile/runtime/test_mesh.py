@@ -21,7 +21,7 @@ BOUND = 1e-6  # of the largest entry of each gradient, fp32
 
 def model_of(kind: str, mesh: Any) -> Any:
     name, _, form = kind.partition(" ")
-    return ContextParallel(mesh, form) if name == "cp" else TensorParallel(mesh, form == "sequence")
+    return ContextParallel(mesh, form) if name == "cp" else TensorParallel(mesh, form)
 
 
 def batch() -> tuple[Tensor, Tensor]:
@@ -73,11 +73,12 @@ def trained(kind: str, schedule: str, names: tuple[str, str], folder: Path) -> t
     return float((loss - total).abs() / total), within, float((ours / 2 - norm).abs() / norm), in_w
 
 
-@pytest.mark.mostly_slow(every=5)
+@pytest.mark.mostly_slow(every=6)
 @pytest.mark.parametrize(
     ("kind", "schedule", "names"),
     [
         ("tp plain", "zb-h1", ("pp", "tp")),
+        ("tp functions", "zb-h1", ("pp", "tp")),
         ("tp sequence", "zb-v", ("tp", "pp")),
         ("cp gather", "1f1b", ("cp", "pp")),
         ("cp ulysses", "dualpipe-v", ("pp", "cp")),
