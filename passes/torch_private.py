@@ -279,8 +279,8 @@ class _Finished:
 
 
 def functional_instead(func: Any) -> Any:
-    """For an in-place collective of torch.distributed the functional one, which a trace can hold; else `func` (2.11-2.13:
-    the functions by which dynamo replaces them)."""
+    """For an in-place collective of torch.distributed the functional one, which a trace can hold; else `func`
+    (2.11-2.13: the functions by which dynamo replaces them)."""
     named = _FUNCTIONAL.get(getattr(func, "__name__", ""))
     if named is None or getattr(func, "__module__", "") != "torch.distributed.distributed_c10d":
         return func

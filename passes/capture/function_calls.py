@@ -127,7 +127,8 @@ class FunctionCall:
     def __call__(self, tensors: list[Tensor]) -> Any:
         """What the Function returns for `tensors`: its arguments, then those it finds outside."""
         count = len(self.kinds)
-        given, leaves = tensors[:count], [*tensors[:count], *map(_leaf_like, tensors[count:])]
+        given = [tensor.clone() if i in self.overwrites else tensor for i, tensor in enumerate(tensors[:count])]
+        leaves = [*given, *map(_leaf_like, tensors[count:])]
         if self.deposits and any(tensor.requires_grad for tensor in given):
             given = _collecting(given, tensors, leaves, self.deposits)
         known = {id(tensor): leaf for tensor, leaf in zip(self.outside.now(), leaves[count:], strict=True)}
