@@ -14,7 +14,7 @@ import zbcompile
 from tests.support.functions import WAYS, WIDTH, Ways
 from tests.support.oracle import Batch, eager_step
 from tests.support.training import assert_same_tensors, gradients_of
-from zbcompile.compiler.pass_pipeline import Drawn, draw_step
+from zbcompile.compiler.compile_model import Drawn, draw_step
 from zbcompile.model.batch import flatten_batch
 
 ROWS, MICROBATCHES = 16, 8
