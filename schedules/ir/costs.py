@@ -4,7 +4,6 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from functools import cached_property
 from typing import Any, NamedTuple
 
 from zbcompile.schedules.errors import ScheduleError
@@ -184,12 +183,8 @@ class Costs:
 
     def added(self, op: str) -> tuple[float, ...]:
         """What the compute operation `op` adds to the memory of its rank (below 0: frees), on every stage."""
-        return self._added[op]
-
-    @cached_property
-    def _added(self) -> dict[str, tuple[float, ...]]:
-        changes = {op: zip(self._sum(KINDS[op].adds), self._sum(KINDS[op].frees), strict=True) for op in COMPUTE}
-        return {op: tuple(a - f for a, f in change) for op, change in changes.items()}
+        kind = KINDS[op]
+        return tuple(a - f for a, f in zip(self._sum(kind.adds), self._sum(kind.frees), strict=True))
 
     def _sum(self, names: Sequence[str]) -> tuple[float, ...]:
         """Per stage the sum of the fields called `names`, 0 without any."""
