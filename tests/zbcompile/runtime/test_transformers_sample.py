@@ -1,0 +1,24 @@
+"""Twenty classes of transformers, one step each under zb-h1 and zb-v, against eager: losses, gradients and buffers.
+
+All classes: `examples/benchmarks/transformers_sweep.py`. Those of the zoo train for two steps in `test_zoo.py`.
+"""
+
+import pytest
+
+from tests.support.compared import Outcome, outcome_of
+from tests.support.transformers_models import entries, problem_of
+
+SAMPLE = (
+    *("ApertusForCausalLM", "BartForCausalLM", "BigBirdForCausalLM", "BioGptForCausalLM", "Cohere2ForCausalLM"),
+    *("CohereForCausalLM", "CTRLLMHeadModel", "DogeForCausalLM", "GPTJForCausalLM", "GPTNeoXForCausalLM"),
+    *("GraniteForCausalLM", "Lfm2ForCausalLM", "DiffLlamaForCausalLM", "FlexOlmoForCausalLM", "FalconForCausalLM"),
+    *("AlbertForMaskedLM", "BeitForImageClassification", "BitForImageClassification", "SwinForImageClassification"),
+    "CLIPForImageClassification",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAMPLE)
+def test_bitwise(name: str) -> None:
+    (entry,) = (each for each in entries() if each.name == name)
+    assert outcome_of(problem_of(entry), ("zb-h1", "zb-v")) == Outcome("bitwise")
