@@ -131,6 +131,9 @@ def _add_state(group: Any) -> None:
     group.add_argument("--checkpoint", type=Path, metavar="DIR", help="folder of checkpoints, shared by all ranks")
     group.add_argument("--every", type=int, default=100, metavar="N", help="steps between checkpoints (default: 100)")
     group.add_argument("--keep", type=int, default=3, metavar="N", help="checkpoints to keep (default: 3)")
+    group.add_argument(
+        "--save-async", action="store_true", help="keep training while a checkpoint is written (takes memory)"
+    )
     group.add_argument("--resume", action="store_true", help="continue from the newest whole checkpoint, if any")
     group.add_argument(
         "--trust-checkpoint", action="store_true", help="also read checkpoints with pickles, which can run any code"

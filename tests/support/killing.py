@@ -1,6 +1,7 @@
 """Runs that are killed with SIGKILL at chosen moments and started again, and what must come out of them.
 
     python -m tests.support.killing --moments 50        from the repository's root; prints every kill
+    python -m tests.support.killing --moments 50 --phase save --save-async      all kills while checkpoints are written
 
 Ranks are real processes, forked from one that has imported torch, so that a start takes a fraction of a second.
 """
@@ -15,7 +16,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -42,6 +43,7 @@ class Site:
     """One training run: its program, its checkpoints, what it prints and the weights that it leaves."""
 
     folder: Path
+    more: tuple[str, ...] = ()
     lengths: dict[str, float] = field(
         default_factory=lambda: {"step": 0.05, "save": 0.05, "resume": 1.0, "compile": 3.0}
     )
@@ -59,7 +61,7 @@ class Site:
             *(str(self.folder / "program"), "--data", f"{PARTS}:batches", "--init", f"{PARTS}:init"),
             *("--steps", str(STEPS), "--lr", "0.01", "--seed", "3", "--log-every", "1"),
             *("--checkpoint", str(self.folder / "checkpoints"), "--every", str(EVERY), "--keep", "2", "--resume"),
-            *("--export", str(self.weights), "--timeout", "60"),
+            *("--export", str(self.weights), "--timeout", "60", *self.more),
         ]
 
 
@@ -136,7 +138,7 @@ def run(site: Site, kill: Kill | None) -> None:
 def moment(site: Site, kill: Kill, since: float) -> bool:
     """Whether the phase has begun: some steps after the start, in the first or the second save after it."""
     if kill.phase == "save":
-        return printed(site).count("saved") >= int(2 * kill.late) and writes(site, since)
+        return printed(site).count("sav") >= int(2 * kill.late) and writes(site, since)
     return printed(site).count("loss") > int(8 * kill.late)
 
 
@@ -222,24 +224,27 @@ def kill_one(started: list[BaseProcess], rank: int) -> None:
     raise Killed
 
 
-def random_kills(count: int, seed: int) -> list[Kill]:
-    """Moments in all phases, in turn, each somewhere in its phase."""
+def random_kills(count: int, seed: int, phases: Sequence[str] = PHASES) -> list[Kill]:
+    """Moments in the phases, in turn, each somewhere in its phase."""
     chance = random.Random(seed)
-    return [Kill(PHASES[i % len(PHASES)], chance.random(), chance.randrange(RANKS)) for i in range(count)]
+    return [Kill(phases[i % len(phases)], chance.random(), chance.randrange(RANKS)) for i in range(count)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Kill runs at random moments; all must end with the same weights.")
     parser.add_argument("--moments", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--phase", choices=PHASES, nargs="+", default=PHASES)
+    parser.add_argument("--save-async", action="store_true", help="checkpoints are written in a thread")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        undisturbed = Site(Path(folder) / "undisturbed")
+        more = ("--save-async",) if options.save_async else ()
+        undisturbed = Site(Path(folder) / "undisturbed", more)
         undisturbed.folder.mkdir()
         finish(undisturbed, [])
-        kills, done, number = random_kills(options.moments, options.seed), 0, 0
+        kills, done, number = random_kills(options.moments, options.seed, options.phase), 0, 0
         while done < options.moments:
-            site = Site(Path(folder) / f"run-{number}", dict(undisturbed.lengths))
+            site = Site(Path(folder) / f"run-{number}", more, dict(undisturbed.lengths))
             site.folder.mkdir()
             met = finish(site, kills[done : done + len(PHASES)], print)
             same = site.weights.read_bytes() == undisturbed.weights.read_bytes()

@@ -42,6 +42,7 @@ class Job:
     checkpoint: Path | None = None
     every: int = 100
     keep: int = 3
+    save_async: bool = False
     resume: bool = False
     trust_checkpoint: bool = False
     export: Path | None = None
@@ -179,5 +180,6 @@ def _steps(job: Job, pipe: LoadedPipeline, optimizer: Optimizer, data: Data, pro
         optimizer.zero_grad()
         progress.step(step + 1, loss, amount(batch))
         if job.checkpoint is not None and ((step + 1) % job.every == 0 or step + 1 == job.steps):
-            written = save_checkpoint(job.checkpoint, pipe, optimizer, extra={"data": data.state()}, keep=job.keep)
-            progress.say(f"step {step + 1} of {job.steps}: saved {written}")
+            extra, wait = {"data": data.state()}, not job.save_async
+            written = save_checkpoint(job.checkpoint, pipe, optimizer, extra=extra, keep=job.keep, wait=wait)
+            progress.say(f"step {step + 1} of {job.steps}: {'saved' if wait else 'saving'} {written}")

@@ -131,7 +131,7 @@ class FolderWriter:
         self.lock: FolderLock | None = None
         self.pending: BackgroundSave | None = None
 
-    def take(self, folder: Path, lock: FolderLock | None) -> None:
+    def take(self, folder: Path | None, lock: FolderLock | None) -> None:
         """Keep the lock of `folder`, which the first process has, in place of that of another folder."""
         if self.lock is not None:
             self.lock.close()
@@ -148,5 +148,4 @@ class FolderWriter:
         try:
             self.finish()
         finally:
-            if self.lock is not None:
-                self.lock.close()
+            self.take(None, None)

@@ -87,8 +87,8 @@ class FolderLock:
 
     def _hold(self, handle: int) -> None:
         try:
-            os.write(handle, json.dumps(self._own).encode())
-            os.fsync(handle)
+            with open(os.dup(handle), "wb") as file:
+                file.write(json.dumps(self._own).encode())
         except OSError:  # a full disk
             self.path.unlink(missing_ok=True)
             raise

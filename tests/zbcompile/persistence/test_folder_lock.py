@@ -1,0 +1,114 @@
+"""One writer per folder: who is refused, and when a holder counts as lost."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from zbcompile.errors import PipelineError
+from zbcompile.persistence.folder_lock import NAME, FolderLock, read_holder
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from zbcompile.persistence.folder_lock import FolderLock
+lock = FolderLock(Path(sys.argv[1]), beat=0.1, patience=1.0)
+print(lock.attempt(0), flush=True)
+sys.stdin.readline()
+try:
+    lock.require_held()
+    print("held", flush=True)
+except Exception as error:
+    print(error, flush=True)
+"""
+
+
+class Holder:
+    """Another process that holds the folder."""
+
+    def __init__(self, folder: Path, **environment: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", HOLD, str(folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **environment},
+        )
+        assert self.said() == "True"
+
+    def said(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def go_on(self) -> str:
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        return self.said()
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[Holder]:
+    found = Holder(tmp_path)
+    yield found
+    found.process.kill()
+    found.process.wait()
+
+
+def lock_of(folder: Path) -> FolderLock:
+    return FolderLock(folder, beat=0.1, patience=1.0)
+
+
+def test_a_live_holder_is_named(holder: Holder, tmp_path: Path) -> None:
+    with pytest.raises(PipelineError, match=rf"written by another run: host .*, process {holder.process.pid}, since 2"):
+        lock_of(tmp_path).attempt(30)
+    assert holder.go_on() == "held"
+    holder.process.wait()
+    assert not (tmp_path / NAME).exists()
+
+
+def test_an_ended_one_is_replaced_at_once(holder: Holder, tmp_path: Path) -> None:
+    holder.process.kill()  # and not waited for: a zombie counts as ended
+    lock, began = lock_of(tmp_path), time.monotonic()
+    assert lock.attempt(30)
+    assert time.monotonic() - began < 1
+    lock.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_silent_one_is_replaced_and_notices(holder: Holder, tmp_path: Path) -> None:
+    holder.process.send_signal(signal.SIGSTOP)
+    lock = lock_of(tmp_path)
+    assert not lock.attempt(0)
+    assert lock.attempt(30)
+    holder.process.send_signal(signal.SIGCONT)
+    assert f"taken over by host {os.uname().nodename}, process {os.getpid()}" in holder.go_on()
+    holder.process.wait()
+    lock.require_held()
+    lock.close()
+
+
+def test_one_of_the_same_elastic_job_is_replaced_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-7")
+    first = Holder(tmp_path)
+    try:
+        assert lock_of(tmp_path).attempt(0)
+    finally:
+        first.process.kill()
+        first.process.wait()
+
+
+def test_a_lock_that_cannot_be_read_is_waited_for(tmp_path: Path) -> None:
+    (tmp_path / NAME).write_bytes(b"\x00\xff")
+    lock = lock_of(tmp_path)
+    assert not lock.attempt(0)
+    assert lock.attempt(30)
+    holder = read_holder(tmp_path / NAME)
+    assert holder is not None
+    assert holder["pid"] == os.getpid()
+    lock.close()
