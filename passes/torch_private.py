@@ -138,6 +138,11 @@ def arguments_of(operation: OpOverload) -> list[Any]:
     return list(operation._schema.arguments)
 
 
+def returns_tensors(operation: OpOverload) -> bool:
+    """Whether an operator returns a tensor, or several (`OpOverload._schema`: 2.11-2.13)."""
+    return any("Tensor" in str(each.type) for each in operation._schema.returns)
+
+
 class _DirectCodeGen(_BoxedCodeGen):
     """Calls the C function behind an operator, by a global name: the way through `torch.ops` and the operator's own
     Python `__call__` take a microsecond, at thousands of operations per step (2.11-2.13: `_op` is what that calls)."""

@@ -30,8 +30,8 @@ def cannot_write(path: Path, error: OSError) -> PipelineError:
     return PipelineError(f"{path} cannot be written: {error.strerror}. Nothing that was complete before has changed.")
 
 
-def sync_directory(path: Path) -> None:
-    """fsync the directory so that renames are durable."""
+def sync(path: Path) -> None:
+    """fsync a file, or a directory so that renames in it are durable."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -15,6 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 from zbcompile.passes.errors import CompileError
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.graph.source_location import Origin, origin_of
+from zbcompile.passes.serialization.allocation import require_true_values
 from zbcompile.passes.serialization.arguments import argument_from_data, argument_to_data
 from zbcompile.passes.serialization.operators import is_foreign, name_of_operator, operator_named
 from zbcompile.passes.serialization.values import ValueReader, ValueWriter
@@ -109,7 +110,9 @@ def _graph_from_data(data: Data, reading: Reading, prefix: str, class_name: str)
         _remember(nodes[each["name"]], each, values)
         if each["op"] == "get_attr":
             held[each["target"]] = _attribute(data, each["target"], reading, prefix)
-    return LazyGraphModule(held, graph, class_name=class_name)
+    module = LazyGraphModule(held, graph, class_name=class_name)
+    require_true_values(module, values.mode)
+    return module
 
 
 def _attribute(data: Data, name: str, reading: Reading, prefix: str) -> Any:

@@ -2,7 +2,8 @@
 
 A saved program is data. The only functions it can name are torch's own tensor operators (`aten`, `prims`), its
 functional collectives (whose groups are dimensions of a mesh), the higher-order operators below, `getitem`, and
-operators of other libraries that the reader has named beforehand.
+operators of other libraries that the reader has named beforehand. Of torch's own only those whose effect is their
+result: not those that set a seed, a mode or the metadata of a tensor.
 """
 
 import operator
@@ -13,11 +14,18 @@ from typing import Any
 import torch
 
 from zbcompile.passes.errors import CompileError
-from zbcompile.passes.torch_private import FUNCTIONAL_COLLECTIVES, HigherOrderOperator, OpOverload, arguments_of
+from zbcompile.passes.torch_private import (
+    FUNCTIONAL_COLLECTIVES,
+    HigherOrderOperator,
+    OpOverload,
+    arguments_of,
+    returns_tensors,
+)
 
 OWN_LIBRARIES = ("aten", "prims", *FUNCTIONAL_COLLECTIVES)
 HIGHER_ORDER = ("cond",)
 GETITEM = "getitem"
+CHECKS = ("_assert_async", "_assert_scalar", "_assert_tensor_metadata")  # return nothing, and change nothing
 _NAME = re.compile(r"[A-Za-z_]\w*\.[A-Za-z_]\w*\.[A-Za-z_]\w*")  # library.operator.overload
 
 
@@ -64,7 +72,10 @@ def operator_named(name: str, foreign: Collection[str] = ()) -> Callable[..., An
             f"the program calls {library}::{function}, which is not an operator of torch. If you trust it, import the "
             f'module that defines it and pass operators=["{library}::{function}"].'
         )
-    return _without_files(name, _found(library, function, overload))
+    found = _found(library, function, overload)
+    if library in OWN_LIBRARIES and function not in CHECKS:
+        _require_pure(name, found)
+    return found  # type: ignore[no-any-return]
 
 
 def _found(library: str, function: str, overload: str) -> Any:
@@ -77,8 +88,12 @@ def _found(library: str, function: str, overload: str) -> Any:
         ) from None
 
 
-def _without_files(name: str, found: Any) -> Any:
-    """aten has operators that map and write files; no model needs them."""
-    if not isinstance(found, OpOverload) or any(argument.name == "filename" for argument in arguments_of(found)):
+def _require_pure(name: str, found: Any) -> None:
+    """Refuse operators of aten that map files, or have another effect than the tensors that they return or write."""
+    if (
+        not isinstance(found, OpOverload)
+        or any(argument.name == "filename" for argument in arguments_of(found))
+        or not returns_tensors(found)
+        or torch.Tag.inplace_view in found.tags
+    ):
         raise CompileError(f"{name} is not an operator that a program may call.")
-    return found

@@ -44,7 +44,7 @@ class ValueReader:
 
     bytes: list[int]
     device: torch.device
-    mode: FakeTensorMode = field(default_factory=FakeTensorMode)
+    mode: FakeTensorMode = field(default_factory=lambda: FakeTensorMode(allow_non_fake_inputs=True))
     storages: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def read(self, data: Any) -> Any:

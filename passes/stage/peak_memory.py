@@ -25,6 +25,11 @@ def transient_bytes(stage: StageProgram, name: str) -> int:
     """
     piece = stage.pieces[name]
     kept = {slot for later in LATER[name] for slot in stage.pieces[later].inputs}
+    return peak_bytes(piece, kept)
+
+
+def peak_bytes(piece: Piece, kept: Set[Slot] = frozenset()) -> int:
+    """The same of a graph alone; `kept` are inputs that a later pass reads."""
     return _Walk(piece, kept).peak()
 
 

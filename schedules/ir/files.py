@@ -144,6 +144,7 @@ def from_json(text: str) -> Document:
             raise ScheduleError(f"JSON version {data['version']}; this release reads version {JSON_VERSION}")
         orders = _orders(data["orders"])
         placement, passes = Placement(**data["placement"]), (data.get("barriers", 1), data.get("lookups", False))
+        _require_counts(placement, data["microbatches"], orders)
         schedule = Schedule(data["name"], placement, data["microbatches"], orders, *passes)
         program = Lowered(schedule, _orders(data["programs"])) if "programs" in data else schedule
         return Document(program, Costs.from_dict(data["costs"]) if "costs" in data else None)
@@ -151,6 +152,14 @@ def from_json(text: str) -> Document:
         raise ScheduleError(f"invalid JSON: {error}") from None
     except (KeyError, TypeError) as error:
         raise ScheduleError(f"JSON that describes no schedule: {error!r}; write it with `to_json`") from None
+
+
+def _require_counts(placement: Placement, microbatches: int, orders: Sequence[Sequence[Step]]) -> None:
+    """Counts are bounded by the actions that are there, before anything is made for each of them."""
+    actions = len(orders) + sum(map(len, orders)) * 2
+    if placement.ranks != len(orders) or max(placement.stages, microbatches) > actions:
+        counts = f"{placement.ranks} ranks with {placement.chunks} chunks and {microbatches} microbatches"
+        raise ScheduleError(f"{counts}, but orders of {len(orders)} ranks with at most {actions} actions")
 
 
 def _orders(rows: Sequence[Sequence[str]]) -> tuple[tuple[Step, ...], ...]:

@@ -4,20 +4,27 @@ only read.
 An entry is a folder that gets its final name once it is complete: it is made under another name and renamed. Its maker
 holds a lock of the operating system, which ends with the process, so a killed one leaves neither a lock nor half an
 entry; its remains are removed by the next process that makes this entry.
+
+What is in an entry is executed. So its files are compared with checksums, which stand beside it, before it is loaded;
+and the folder must be this user's, with nobody else allowed to write there.
 """
 
 import contextlib
 import fcntl
+import json
 import os
 import shutil
+import stat
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
+from zbcompile.atomic_files import cannot_write, sync, write_whole
 from zbcompile.env import CACHE
 from zbcompile.errors import PipelineError
+from zbcompile.regular_files import read_regular, sha256_of
 
 Loaded = TypeVar("Loaded")
 How = Literal["compiled", "loaded"]
@@ -41,9 +48,10 @@ class CompileCache:
 
         Missing ones are made, from the `first` on; one that another process is making is left to it, and waited for
         when there is nothing else to do. An entry that cannot be loaded is dropped and made again, with a
-        notice. Raises PipelineError if the folder cannot be written.
+        notice. Raises PipelineError if the folder belongs to somebody else, or cannot be written and something is
+        missing in it.
         """
-        self._prepare()
+        self._prepare(wanted)
         pending = [*list(wanted)[first:], *list(wanted)[:first]]
         found: dict[str, tuple[Loaded, How]] = {}
         while pending:
@@ -54,15 +62,25 @@ class CompileCache:
                 time.sleep(PAUSE)
         return {key: found[key] for key in wanted}
 
-    def _prepare(self) -> None:
+    def _prepare(self, wanted: Iterable[str]) -> None:
         try:
-            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # its contents are executed
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             writable = os.access(self.folder, os.W_OK)
+            self._require_own()
         except OSError:
             writable = False
-        if not writable:
+        if not writable and not all(map(self.has, wanted)):
             raise PipelineError(
                 f"{self.folder}, the folder for compiled graphs, cannot be written. Set {CACHE.name} to another folder."
+            )
+
+    def _require_own(self) -> None:
+        found = self.folder.stat()
+        if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise PipelineError(
+                f"{self.folder}, the folder for compiled graphs, belongs to user {found.st_uid} and has mode "
+                f"{stat.filemode(found.st_mode)}: others could put code there. Set {CACHE.name} to a folder of "
+                "your own (chmod go-w)."
             )
 
     def _ensure(self, key: str, make: Make) -> How | None:
@@ -80,6 +98,7 @@ class CompileCache:
     def _load(self, key: str, how: How, load: Load[Loaded]) -> tuple[Loaded, How] | None:
         """The loaded entry; None if it was dropped."""
         try:
+            self._require_same_files(key)
             return load(key, self._entry(key)), how
         except Exception as error:  # damaged bytes, and names that a later version moved, raise anything
             if how == "compiled":
@@ -100,6 +119,7 @@ class CompileCache:
 
     def _loads(self, key: str, load: Load[Loaded]) -> bool:
         try:
+            self._require_same_files(key)
             load(key, self._entry(key))
         except Exception:
             return not self.has(key)  # dropped by another process
@@ -111,7 +131,18 @@ class CompileCache:
             shutil.rmtree(partial)
         partial.mkdir()
         make(partial)
-        partial.rename(self._entry(key))
+        try:
+            write_whole(self._sums(key), json.dumps(_checksums(partial)).encode())
+            partial.rename(self._entry(key))
+            sync(self.folder)
+        except OSError as error:  # such as a full disk
+            raise cannot_write(partial, error) from None
+
+    def _require_same_files(self, key: str) -> None:
+        entry = self._entry(key)
+        for name, (size, sha256) in json.loads(read_regular(self._sums(key))).items():
+            if sha256_of(entry / name, size) != sha256:
+                raise PipelineError(f"the checksum of {name} differs")
 
     @contextlib.contextmanager
     def _lock(self, key: str) -> Iterator[bool]:
@@ -127,8 +158,23 @@ class CompileCache:
     def _entry(self, key: str) -> Path:
         return self.folder / key
 
+    def _sums(self, key: str) -> Path:
+        return self.folder / f"{key}.sums"
+
     def _partial(self, key: str) -> Path:
         return self.folder / f"{key}.partial"
+
+
+def _checksums(folder: Path) -> dict[str, tuple[int, str]]:
+    """Bytes and SHA-256 of every file; all of them, and the folders, are on the disk afterwards."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        sync(path)
+        if path.is_file():
+            size = path.stat().st_size
+            found[str(path.relative_to(folder))] = size, sha256_of(path, size)
+    sync(folder)
+    return found
 
 
 def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:

@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from zbcompile.atomic_files import sync_directory
+from zbcompile.atomic_files import sync
 from zbcompile.errors import PipelineError
 
 INDEX, PICKLED = "checkpoint.json", ".metadata"
@@ -80,9 +80,9 @@ def final_name(partial: Path) -> Path:
 def publish(partial: Path, keep: int | None) -> Path:
     """Give a directory that is fully written its name, and drop all but the newest `keep` up to it."""
     final = final_name(partial)
-    sync_directory(partial)
+    sync(partial)
     partial.rename(final)
-    sync_directory(final.parent)
+    sync(final.parent)
     older = checkpoints_in(final.parent)
     older = older[: older.index(final) + 1]
     _drop(older[:-keep] if keep is not None else [])

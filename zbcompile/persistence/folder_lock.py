@@ -186,5 +186,6 @@ def _renew(handle: int, stopped: threading.Event, beat: float) -> None:
 
 def _release(stopped: threading.Event, path: Path, token: str) -> None:
     stopped.set()
-    if (read_holder(path) or {}).get("token") == token:
-        path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # a lock that stays is replaced at once when its process has ended
+        if (read_holder(path) or {}).get("token") == token:
+            path.unlink(missing_ok=True)

@@ -44,6 +44,7 @@ def load(
     debug_nan: bool = False,
     backend: str | GraphCompiler | None = None,
     cuda_graphs: bool | None = None,
+    max_bytes: int | None = None,
 ) -> "LoadedPipeline":
     """The pipeline that `pipe.program.save(directory)` saved, without the model's source; it runs the same bits.
 
@@ -61,6 +62,9 @@ def load(
             that defines them first.
         backend, cuda_graphs: as for `zbcompile.pipeline`; default: as the program was saved. The directory holds
             graphs, never compiled code: inductor compiles them here, or finds them in its cache (docs/backends.md).
+
+        max_bytes: the most that this process may allocate for the program; default: the memory of its device. A
+            rank's part that states more, or whose graphs make more than it states, is refused before it runs.
 
     Nothing in the directory is executed: graphs are data that name operators of torch, and of `operators`.
 
@@ -82,7 +86,9 @@ def load(
         ranks = found.data["ranks"]
     here = find_ranks(lambda: found.device, ranks, mesh, timeout)
     with here.watch.region(f"loading {folder}"):
-        program = together(here, f"loading {folder}", lambda: _read_for(folder, found, here, operators, init))
+        program = together(
+            here, f"loading {folder}", lambda: _read_for(folder, found, here, operators, init, max_bytes)
+        )
         same = {
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
@@ -141,7 +147,12 @@ def _options(program: SavedProgram, asked: Mapping[str, Any]) -> Options:
 
 
 def _read_for(
-    folder: Path, manifest: _Manifest, ranks: Ranks, operators: Collection[str], init: Init | None
+    folder: Path,
+    manifest: _Manifest,
+    ranks: Ranks,
+    operators: Collection[str],
+    init: Init | None,
+    max_bytes: int | None,
 ) -> SavedProgram:
     """This process's part of the program, which must be one for its device and number of ranks."""
     data = manifest.require()
@@ -154,7 +165,7 @@ def _read_for(
         raise PipelineError(
             f"{folder} was compiled for {data['device']}, but this process's device is {ranks.device}. {AGAIN} there."
         )
-    program = read_program(folder, data, ranks.local, ranks.device, operators)
+    program = read_program(folder, data, ranks.local, ranks.device, operators, max_bytes)
     unfilled = [name for name, tensor in program.model.unsaved.items() if not has_values(tensor)]
     if unfilled and init is None:
         raise PipelineError(

@@ -26,7 +26,7 @@ from zbcompile.program.stage_outlines import (
 from zbcompile.program.step_options import StepOptions
 from zbcompile.schedules.ir.schedule import Lowered
 
-FORMAT, VERSION = "zbcompile program", 1
+FORMAT, VERSION = "zbcompile program", 2
 AGAIN = "Compile and save the program again"
 
 
@@ -48,10 +48,10 @@ class SavedProgram(Program):
 
 
 def manifest_to_text(
-    program: Program, hashes: Mapping[str, str], operators: list[str], dimensions: Mapping[str, int]
+    program: Program, files: Mapping[str, tuple[int, str]], operators: list[str], dimensions: Mapping[str, int]
 ) -> str:
-    """The manifest of `program`, whose graphs communicate along `dimensions` of so many ranks. It contains its own
-    digest, so that an edited one is noticed."""
+    """The manifest of `program`, whose graphs communicate along `dimensions` of so many ranks; `files` has bytes and
+    SHA-256. It contains its own digest, so that an edited one is noticed."""
     data = {
         "format": FORMAT,
         "version": VERSION,
@@ -72,7 +72,7 @@ def manifest_to_text(
         "homes": {name: list(stages) for name, stages in program.homes.items()},
         "stages": [outline_to_data(stage) for stage in program.stages],
         "vocabulary": vocabulary_to_data(program.vocabulary),
-        "files": dict(sorted(hashes.items())),
+        "files": {name: list(each) for name, each in sorted(files.items())},
     }
     return to_text({**data, "digest": digest_of(data)}, 2)
 
@@ -91,9 +91,22 @@ def manifest_from_text(text: str, where: str) -> dict[str, Any]:
         _require_torch(data["torch"], where)
         if data["digest"] != digest_of({key: value for key, value in data.items() if key != "digest"}):
             raise PipelineError(f"{where} was changed after it was written: its digest does not match. {AGAIN}.")
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        _require_counts(data)
+    except PipelineError:
+        raise
+    except Exception as error:  # of JSON that anyone may have written
         raise PipelineError(f"{where} is damaged or incomplete ({error!r}). {AGAIN}.") from None
     return data  # type: ignore[no-any-return]
+
+
+def _require_counts(data: Mapping[str, Any]) -> None:
+    """Counts are bounded by what is listed one by one, before anything is made for each of them."""
+    ranks, stages, files = data["ranks"], len(data["stages"]), data["files"]
+    if type(ranks) is not int or not 1 <= ranks <= len(files) or not ranks <= 2 * stages:
+        raise ValueError(f"{ranks!r} ranks, but {len(files)} files and {stages} stages")
+    for size, sha256 in files.values():
+        if type(size) is not int or size < 0 or not isinstance(sha256, str):
+            raise ValueError(f"{size!r} is no size of a file, or {sha256!r} no hash")
 
 
 def _require_torch(release: str, where: str) -> None:

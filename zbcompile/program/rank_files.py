@@ -17,10 +17,12 @@ from zbcompile.passes.serialization.graph_modules import (
     tensors_in,
 )
 from zbcompile.passes.split.subgraphs import Piece
+from zbcompile.program.allocation import rank_bytes
 from zbcompile.program.program import Program
 
 MANIFEST, SCHEDULE = "manifest.json", "schedule.json"
 VOCABULARY = "vocabulary"
+SPREAD = 1024  # a constant with gaps between its elements takes at most so many times their memory
 Pieces = dict[str, Piece]
 
 
@@ -62,6 +64,7 @@ def files_of(program: Program, rank: int) -> dict[str, bytes]:
         "buffers": {m.name: [m.dtype, list(m.shape)] for m in members if m.kind == "buffer"},
         "unfilled": sorted(name for name in _unsaved(program, members) if not has_values(program.model.unsaved[name])),
         "strides": strides,
+        "bytes": rank_bytes(program, rank),
     }
     files = {index_file(rank): to_text(index, 2).encode(), tensor_file(rank): content}
     for stem, pieces in graphs.items():
@@ -112,11 +115,12 @@ def _prefix(stem: str, piece: str) -> str:
 @dataclass(frozen=True)
 class RankPart:
     """One rank's part, read back: the graphs by the stem of their file, tensors by the names that `files_of` gave them,
-    and the names of buffers that were saved without values."""
+    the names of buffers that were saved without values, and the bytes that it says it allocates."""
 
     pieces: dict[str, Pieces]
     tensors: dict[str, torch.Tensor]
     unfilled: tuple[str, ...]
+    bytes: int
 
     def named(self, kind: str) -> dict[str, torch.Tensor]:
         """The tensors of one kind ("constant", "buffer") by name."""
@@ -142,7 +146,7 @@ def part_from_files(
         }
         for stem, data in graphs.items()
     }
-    return RankPart(pieces, tensors, tuple(index["unfilled"]))
+    return RankPart(pieces, tensors, tuple(index["unfilled"]), int(index["bytes"]))
 
 
 Strides = dict[str, list[int]]
@@ -163,6 +167,8 @@ def _laid_out(tensor: torch.Tensor, stride: list[int]) -> torch.Tensor:
     """`tensor` with other strides; along a stride of 0 one entry represents all."""
     if list(tensor.stride()) == stride:
         return tensor
+    if sum((size - 1) * step for size, step in zip(tensor.shape, stride, strict=True)) >= SPREAD * tensor.numel():
+        raise ValueError(f"strides {stride} spread a tensor of {tensor.numel()} elements too far")
     core = tensor[tuple(slice(0, 1) if step == 0 else slice(None) for step in stride)]
     made = torch.empty_strided(core.shape, stride, dtype=tensor.dtype, device=tensor.device)
     return made.copy_(core).expand(tensor.shape)

@@ -12,6 +12,7 @@ import torch
 from zbcompile.errors import PipelineError
 from zbcompile.model.model_info import on_meta
 from zbcompile.passes.errors import CompileError
+from zbcompile.program.allocation import memory_of, rank_bytes, require_consistent
 from zbcompile.program.manifest import AGAIN, SavedProgram, manifest_from_text, program_from_manifest
 from zbcompile.program.rank_files import (
     MANIFEST,
@@ -24,29 +25,33 @@ from zbcompile.program.rank_files import (
     part_from_files,
     tensor_file,
 )
-from zbcompile.schedules import ScheduleError
+from zbcompile.regular_files import read_regular
+from zbcompile.schedules import check
 from zbcompile.schedules.ir.files import from_json
 from zbcompile.schedules.ir.schedule import Lowered
-
-MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError, SyntaxError, ScheduleError)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a program directory. Raises PipelineError if it is missing or damaged."""
     path = folder / MANIFEST
-    if not path.is_file():
+    if not path.exists():
         raise PipelineError(
             f"{folder} has no {MANIFEST}: it is not a program, or saving it was interrupted. {AGAIN}: "
             "pipe.program.save(directory)."
         )
-    return manifest_from_text(path.read_text(encoding="utf-8", errors="replace"), str(path))
+    return manifest_from_text(read_regular(path).decode(errors="replace"), str(path))
 
 
 def read_program(
-    folder: Path, manifest: dict[str, Any], own: Sequence[int], device: torch.device, operators: Collection[str] = ()
+    folder: Path,
+    manifest: dict[str, Any],
+    own: Sequence[int],
+    device: torch.device,
+    operators: Collection[str] = (),
+    max_bytes: int | None = None,
 ) -> SavedProgram:
     """The program with the graphs of the ranks `own`, its tensors on `device`. Raises as `load` does."""
-    reader = _Reader(folder, manifest["files"])
+    reader = _Reader(folder, manifest["files"], memory_of(device) if max_bytes is None else max_bytes)
     return reader.sound(lambda: _assemble(manifest, reader, own, device, operators))
 
 
@@ -56,6 +61,9 @@ def _assemble(
     lowered = from_json(reader.bytes(SCHEDULE).decode()).program
     if not isinstance(lowered, Lowered):
         raise ValueError(f"{SCHEDULE} has no communication")
+    if (lowered.schedule.ranks, lowered.schedule.stages) != (data["ranks"], len(data["stages"])):
+        raise ValueError(f"{SCHEDULE} is of another number of ranks or stages")
+    check(lowered, weight_order="any")
     program = program_from_manifest(data, lowered, device)
     for rank in own:
         files = graph_files(program, rank)
@@ -63,6 +71,8 @@ def _assemble(
         content = reader.bytes(tensor_file(rank))
         part = part_from_files(reader.json(index_file(rank)), graphs, files, content, device, operators)
         program = _with_part(program, rank, part)
+        require_consistent(program, rank)
+        reader.require_allowed(rank, rank_bytes(program, rank), part.bytes)
     return program
 
 
@@ -87,21 +97,17 @@ def _with_part(program: SavedProgram, rank: int, part: RankPart) -> SavedProgram
 class _Reader:
     """Reads files of a program directory and compares each with its hash."""
 
-    def __init__(self, folder: Path, hashes: Mapping[str, str]) -> None:
+    def __init__(self, folder: Path, files: Mapping[str, tuple[int, str]], max_bytes: int) -> None:
         self.folder = folder
-        self.hashes = hashes
+        self.files = files
+        self.max_bytes = max_bytes
 
     def bytes(self, name: str) -> bytes:
         """The content of a file. Raises PipelineError if it is missing or was changed."""
-        path = self.folder / name
-        try:
-            content = path.read_bytes()
-        except OSError as error:
-            raise PipelineError(
-                f"{path} cannot be read ({error.strerror}); the program is incomplete. Copy all of the directory, or "
-                "save it again."
-            ) from None
-        if hashlib.sha256(content).hexdigest() != self.hashes[name]:
+        path, (size, sha256) = self.folder / name, self.files[name]
+        self._require_limit(f"{path} has {size} bytes", size)
+        content = read_regular(path, size)
+        if hashlib.sha256(content).hexdigest() != sha256:
             raise PipelineError(
                 f"{path} is not what was saved: its hash differs from the manifest's (truncated, edited, or from "
                 "another program). Copy the directory again, or save it again."
@@ -111,13 +117,25 @@ class _Reader:
     def json(self, name: str) -> Any:
         return json.loads(self.bytes(name))
 
+    def require_allowed(self, rank: int, counted: int, stated: int) -> None:
+        """Require that a rank's part allocates no more than it says, and than is allowed."""
+        if counted > stated:
+            raise PipelineError(f"rank {rank} of {self.folder} allocates {counted} bytes, and says {stated}. {AGAIN}.")
+        self._require_limit(f"rank {rank} of {self.folder} allocates {counted} bytes", counted)
+
+    def _require_limit(self, what: str, size: int) -> None:
+        if size > self.max_bytes:
+            raise PipelineError(
+                f"{what}, more than max_bytes={self.max_bytes} allows (default: the memory of the device). If you "
+                "trust the program, pass a higher max_bytes= to load."
+            )
+
     def sound(self, make: Callable[[], SavedProgram]) -> SavedProgram:
         """Run `make`; report data that it cannot interpret as a damaged directory."""
         try:
             return make()
         except (PipelineError, CompileError):
             raise
-        except MALFORMED as error:
-            raise PipelineError(
-                f"{self.folder} holds data that no release writes ({type(error).__name__}: {error}). {AGAIN}."
-            ) from error
+        except Exception as error:  # of data that anyone may have written
+            problem = f"{type(error).__name__}: {error}".partition("\n")[0]
+            raise PipelineError(f"{self.folder} holds data that no release writes ({problem}). {AGAIN}.") from error

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from zbcompile.atomic_files import sync_directory, write_whole
+from zbcompile.atomic_files import sync, write_whole
 from zbcompile.distributed.agreement import gathered, together
 from zbcompile.distributed.mesh import DIMENSIONS
 from zbcompile.distributed.ranks import LocalRanks, Ranks
@@ -21,7 +21,7 @@ from zbcompile.program.program import Program
 from zbcompile.program.rank_files import MANIFEST, SCHEDULE, files_of, operators_of
 from zbcompile.schedules.ir.files import to_json
 
-Hashes = dict[str, str]
+Hashes = dict[str, tuple[int, str]]  # bytes and SHA-256 of files
 
 
 def save_program(program: Program, directory: Path, ranks: Ranks) -> None:
@@ -108,8 +108,8 @@ def _write(directory: Path, files: dict[str, bytes], writes: bool = True) -> Has
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, content)
     for folder in {(directory / name).parent for name in files} if writes else ():
-        sync_directory(folder)
-    return {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+        sync(folder)
+    return {name: (len(content), hashlib.sha256(content).hexdigest()) for name, content in files.items()}
 
 
 def _finish(program: Program, directory: Path, hashes: Hashes, sizes: dict[str, int]) -> None:

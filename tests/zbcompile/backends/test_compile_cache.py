@@ -133,6 +133,39 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
         CompileCache(tmp_path / "file" / "cache").obtain({"a": make}, names)
 
 
+def test_a_folder_that_others_may_write_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o770)
+    with pytest.raises(PipelineError, match=r"drwxrwx---: others could put code there"):
+        CompileCache(tmp_path).obtain({"a": make}, names)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: tmp_path.stat().st_uid + 1)
+    with pytest.raises(PipelineError, match="belongs to user"):
+        CompileCache(tmp_path).obtain({"a": make}, names)
+
+
+def test_a_read_only_folder_is_used_if_nothing_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = CompileCache(tmp_path)
+    cache.obtain({"a": make}, names)
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert cache.obtain({"a": make}, names) == {"a": (["whole"], "loaded")}
+    with pytest.raises(PipelineError, match="cannot be written"):
+        cache.obtain({"a": make, "b": make}, names)
+
+
+def test_a_flipped_bit_is_noticed_before_anything_is_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cache = CompileCache(tmp_path)
+    cache.obtain({"a": make}, names)
+    for damaged in (tmp_path / "a" / "whole", tmp_path / "a.sums"):
+        content = bytearray(damaged.read_bytes())
+        content[-3] ^= 4
+        damaged.write_bytes(content)
+        assert cache.obtain({"a": make}, names) == {"a": (["whole"], "compiled")}
+        assert "cannot be loaded (" in capsys.readouterr().out
+
+
 def test_where_the_folder_is(tmp_path: Path) -> None:
     assert cache_folder({"ZBCOMPILE_CACHE": str(tmp_path)}) == tmp_path
     assert cache_folder({"XDG_CACHE_HOME": "/somewhere"}) == Path("/somewhere/zbcompile")

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import multiprocessing
+import os
 import random
 import shutil
 import time
@@ -144,7 +145,8 @@ def rewrite(directory: Path, name: str, change: Callable[[dict[str, Any]], None]
         data["digest"] = digest_of(data)
     (directory / name).write_text(json.dumps(data))
     if name != "manifest.json" and digest:
-        new = hashlib.sha256((directory / name).read_bytes()).hexdigest()
+        content = (directory / name).read_bytes()
+        new = [len(content), hashlib.sha256(content).hexdigest()]
         rewrite(directory, "manifest.json", lambda manifest: manifest["files"].update({name: new}))
 
 
@@ -157,6 +159,42 @@ def first_call(data: dict[str, Any]) -> dict[str, Any]:
     return next(node for node in data["pieces"]["F"]["nodes"] if node["op"] == "call_function")
 
 
+def edit_byte(directory: Path, name: str) -> None:
+    content = (directory / name).read_bytes()
+    (directory / name).write_bytes(content[:-3] + b" " + content[-2:])
+
+
+def replace_file(directory: Path, make: Callable[[Path], object]) -> None:
+    (directory / STAGE).unlink()
+    make(directory / STAGE)
+
+
+def call(directory: Path, operator: str, *args: Any) -> None:
+    """Let the first operation of the last stage be another one."""
+    rewrite(directory, STAGE, lambda data: first_call(data).update(target=operator, args=[*args], kwargs={}))
+
+
+def allocate(directory: Path, stated: int | None) -> None:
+    """Let the last stage also make a tensor of 40 TB; its size is written, and `stated` for the rank."""
+
+    def add(data: dict[str, Any]) -> None:
+        graph = data["pieces"]["F"]
+        size = 10**13
+        graph["storages"].append(4 * size)
+        value = ["float32", "cpu", [size], [1], len(graph["storages"]) - 1, 0]
+        made = {"op": "call_function", "name": "large", "target": "aten.empty.memory_format", "args": [[size]]}
+        graph["nodes"].insert(graph["nodes"].index(first_call(data)), {**made, "value": value})
+
+    rewrite(directory, STAGE, add)
+    if stated is not None:
+        rewrite(directory, "rank-0001/rank.json", lambda data: data.update(bytes=stated))
+
+
+def repeat_forward(data: dict[str, Any]) -> None:
+    for rows in (data["orders"], data["programs"]):
+        rows[0].insert(1, rows[0][0])
+
+
 STAGE = "rank-0001/stage-0001.json"
 Damage = tuple[Callable[[Path], object], str]
 DAMAGES: dict[str, Damage] = {
@@ -166,16 +204,43 @@ DAMAGES: dict[str, Damage] = {
         lambda d: rewrite(d, "manifest.json", lambda data: data["step"].update(seed=1), digest=False),
         "was changed after it was written",
     ),
-    "another format": (lambda d: rewrite(d, "manifest.json", lambda data: data.update(version=99)), "reads version 1"),
+    "another format": (lambda d: rewrite(d, "manifest.json", lambda data: data.update(version=99)), "reads version 2"),
     "another torch": (
         lambda d: rewrite(d, "manifest.json", lambda data: data.update(torch="1.0.0")),
         "compiled with torch 1.0.0 and this is torch",
     ),
     "a missing file": (lambda d: (d / STAGE).unlink(), "cannot be read .* Copy all of the directory"),
     "a missing rank": (lambda d: shutil.rmtree(d / "rank-0001"), "cannot be read"),
-    "a truncated graph": (lambda d: truncate(d, STAGE), "is not what was saved"),
-    "truncated constants": (lambda d: truncate(d, "rank-0000/constants.safetensors"), "is not what was saved"),
-    "an edited schedule": (lambda d: truncate(d, "schedule.json"), "is not what was saved"),
+    "a truncated graph": (lambda d: truncate(d, STAGE), "bytes; expected the"),
+    "truncated constants": (lambda d: truncate(d, "rank-0000/constants.safetensors"), "bytes; expected the"),
+    "an edited graph": (lambda d: edit_byte(d, STAGE), "is not what was saved"),
+    "an edited schedule": (lambda d: edit_byte(d, "schedule.json"), "is not what was saved"),
+    "a pipe": (lambda d: replace_file(d, os.mkfifo), "is not a regular file"),
+    "a device": (lambda d: replace_file(d, lambda path: path.symlink_to("/dev/zero")), "is not a regular file"),
+    "a sparse file of 40 GB": (lambda d: os.truncate(d / STAGE, 40 << 30), "has 42949672960 bytes; expected the"),
+    "a sparse manifest": (lambda d: os.truncate(d / "manifest.json", 40 << 30), "expected a description of at most"),
+    "a seed": (lambda d: call(d, "aten.manual_seed.default"), "is not an operator that a program may call"),
+    "a mode": (lambda d: call(d, "aten.set_grad_enabled.default"), "is not an operator that a program may call"),
+    "metadata": (lambda d: call(d, "aten.resize_.default"), "is not an operator that a program may call"),
+    "more memory than is written": (
+        lambda d: call(d, "aten.empty.memory_format", [10**13]),
+        "is not of the dtype and shape that are written for it",
+    ),
+    "more memory than is stated": (lambda d: allocate(d, stated=None), r"allocates \d{14} bytes, and says"),
+    "more memory than there is": (lambda d: allocate(d, stated=10**15), "more than max_bytes="),
+    "100,000,000 ranks": (
+        lambda d: rewrite(d, "manifest.json", lambda data: data.update(ranks=10**8)),
+        "100000000 ran",
+    ),
+    "100,000,000 chunks": (
+        lambda d: rewrite(d, "schedule.json", lambda data: data["placement"].update(kind="looped", chunks=10**8)),
+        "with 100000000 chunks and 2 microbatches, but",
+    ),
+    "an F that is repeated": (lambda d: rewrite(d, "schedule.json", repeat_forward), r"rank 0, step 1: F0\.0"),
+    "a number where there is a name": (
+        lambda d: rewrite(d, STAGE, lambda data: data["pieces"].update(F=7)),
+        "holds data that no release writes",
+    ),
     "a foreign operator": (
         lambda d: rewrite(d, STAGE, lambda data: first_call(data).update(target="other.evil.default")),
         r'pass operators=\["other::evil"\]',
@@ -218,7 +283,7 @@ def load_parts(directory: str) -> None:
 
 def test_a_damaged_part_is_refused_on_every_rank(saved: Callable[[Case], Path], pool: Pool, tmp_path: Path) -> None:
     shutil.copytree(saved(SMALL), tmp_path / "program")
-    truncate(tmp_path / "program", STAGE)
+    edit_byte(tmp_path / "program", STAGE)
     outcomes = pool.outcomes(load_parts, str(tmp_path / "program"))
     assert [outcome.error for outcome in outcomes] == ["PipelineError"] * 2
     assert all("stage-0001.json is not what was saved" in outcome.text for outcome in outcomes)

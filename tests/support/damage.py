@@ -1,0 +1,194 @@
+"""Bits flipped in checkpoints, programs and compiled graphs, and disks that are full at every write.
+
+    python -m tests.support.damage --checkpoints 500 --programs 150 --caches 150 --disks      from the repository's root
+
+A flipped bit must be refused with one line of ours (or, in a cache, be repaired with a notice); it is silent if what
+was damaged is used and its values differ, raw if another exception than ours comes out.
+"""
+
+import argparse
+import errno
+import os
+import random
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+import zbcompile
+from zbcompile.persistence.checkpoint_directory import checkpoints_in
+
+OURS = (zbcompile.PipelineError, zbcompile.CompileError)
+Counts = Counter[str]
+
+
+def flip_bit(folder: Path, chance: random.Random) -> tuple[Path, bytes]:
+    """Flip one bit of one file, weighted by size; the file and what it held."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size)
+    (path,) = chance.choices(files, [path.stat().st_size ** 0.5 for path in files])
+    before = path.read_bytes()
+    content = bytearray(before)
+    content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
+    path.write_bytes(content)
+    return path, before
+
+
+def outcome_of(use: Callable[[], bool]) -> str:
+    """What came of using something damaged; `use` says whether its values are the right ones."""
+    try:
+        return "without effect" if use() else "silent"
+    except OURS as error:
+        return "refused" if "\n" not in str(error) else "refused in several lines"
+    except Exception as error:
+        return f"raw {type(error).__name__}"
+
+
+def flip_checkpoints(folder: Path, flips: int, seed: int = 0) -> Counts:
+    """Bits of a checkpoint with an optimizer, generators and extra."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    path = zbcompile.save_checkpoint(folder, model, optimizer, extra={"seen": [1, 2.5, torch.ones(4)]}, step=7)
+    expected, counts, chance = described(model, optimizer, path), Counter[str](), random.Random(seed)
+
+    def use() -> bool:
+        other = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        return described(other, torch.optim.Adam(other.parameters()), path) == expected
+
+    for _ in range(flips):
+        damaged, before = flip_bit(path, chance)
+        counts[outcome_of(use)] += 1
+        damaged.write_bytes(before)
+    assert use()
+    return counts
+
+
+def described(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> str:
+    at = zbcompile.load_checkpoint(path, model, optimizer, random=False)
+    torch.set_printoptions(threshold=10_000, precision=12)
+    return repr((at.step, at.extra, at.random, model.state_dict(), optimizer.state_dict()["param_groups"])) + repr(
+        sorted((number, sorted(kept.items())) for number, kept in optimizer.state_dict()["state"].items())
+    )
+
+
+def flip_programs(folder: Path, flips: int, seed: int = 0) -> Counts:
+    """Bits of a saved program; its loss is compared."""
+    program, chance, counts = save_program(folder), random.Random(seed), Counter[str]()
+    expected = loss_of(program)
+    for _ in range(flips):
+        damaged, before = flip_bit(program, chance)
+        counts[outcome_of(lambda: loss_of(program) == expected)] += 1
+        damaged.write_bytes(before)
+    return counts
+
+
+def save_program(folder: Path) -> Path:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    pipe = zbcompile.pipeline(model, schedule="zb-h1", ranks=2, microbatches=4, loss=nn.functional.mse_loss)
+    pipe.compile(torch.ones(4, 4), target=torch.ones(4, 4)).program.save(folder / "program")
+    return folder / "program"
+
+
+def loss_of(program: Path, **options: Any) -> float:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    pipe = zbcompile.load(program, model.state_dict(), **options)
+    try:
+        return float(pipe.step(torch.ones(4, 4), target=torch.ones(4, 4)))
+    finally:
+        pipe.close()
+
+
+def flip_caches(folder: Path, flips: int, seed: int = 0) -> Counts:
+    """Bits of graphs that inductor has compiled: they are compiled again, with a notice."""
+    program, chance, counts = save_program(folder), random.Random(seed), Counter[str]()
+    cache = folder / "cache"
+    with mock.patch.dict(os.environ, {"ZBCOMPILE_CACHE": str(cache)}):
+        expected = loss_of(program, backend="inductor")
+        shutil.copytree(cache, whole := folder / "whole")
+        for _ in range(flips):
+            flip_bit(cache, chance)
+            outcome = outcome_of(lambda: loss_of(program, backend="inductor") == expected)
+            counts[outcome] += 1
+            shutil.rmtree(cache)
+            shutil.copytree(whole, cache)
+    return counts
+
+
+CALLS = ("os.fsync", "os.replace", "os.mkdir", "os.rename", "os.unlink", "os.open", "io.open")
+
+
+@contextmanager
+def full_at(number: int, folder: Path) -> Iterator[list[str]]:
+    """The `number`th call inside that writes in `folder` meets a full disk; gives the calls that were made."""
+    made: list[str] = []
+
+    def failing(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if writes(name, args, folder):
+                made.append(name)
+                if len(made) == number + 1:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(args[0]))
+            return real(*args, **kwargs)
+
+        return call
+
+    with mock.patch.multiple("os", **{n[3:]: failing(n, getattr(os, n[3:])) for n in CALLS if n.startswith("os.")}):
+        yield made
+
+
+def writes(name: str, args: tuple[Any, ...], folder: Path) -> bool:
+    if name == "os.open":
+        return str(args[0]).startswith(str(folder)) and bool(args[1] & (os.O_WRONLY | os.O_RDWR))
+    return name == "os.fsync" or str(args[0]).startswith(str(folder))
+
+
+def fill_disks(folder: Path) -> Counts:
+    """A full disk at every call of a save in turn: one message with a path, and the checkpoint before stays."""
+    counts, model = Counter[str](), nn.Linear(4, 4)
+    first = zbcompile.save_checkpoint(folder, model, step=1)
+    for number in range(1000):
+        with full_at(number, folder) as made:
+            outcome = outcome_of(lambda: zbcompile.save_checkpoint(folder, model, step=2).is_dir())
+        if len(made) <= number:
+            return counts
+        left = [path.name for path in folder.iterdir() if path.name.startswith(".step")]
+        counts[outcome if not left else f"{outcome}, and left {left} at call {number}, {made[-1]}"] += 1
+        for path in checkpoints_in(folder):
+            zbcompile.load_checkpoint(path, model)
+            if path != first:
+                shutil.rmtree(path)
+        assert first.exists()
+    raise AssertionError("a save never ended")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("checkpoints", "programs", "caches"):
+        parser.add_argument(f"--{name}", type=int, default=0, metavar="FLIPS")
+    parser.add_argument("--disks", action="store_true")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    campaigns = {"checkpoints": flip_checkpoints, "programs": flip_programs, "caches": flip_caches}
+    for name, run in campaigns.items():
+        if flips := getattr(options, name):
+            with tempfile.TemporaryDirectory() as folder:
+                print(f"{flips} bits flipped in {name}: {dict(run(Path(folder), flips, options.seed))}", flush=True)
+    if options.disks:
+        with tempfile.TemporaryDirectory() as folder:
+            print(f"full disks: {dict(fill_disks(Path(folder)))}")
+
+
+if __name__ == "__main__":
+    main()
