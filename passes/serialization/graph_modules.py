@@ -15,9 +15,9 @@ from torch.fx import Graph, GraphModule, Node
 from zbcompile.passes.errors import CompileError
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.graph.source_location import Origin, origin_of
-from zbcompile.passes.serialization.allocation import require_true_values
 from zbcompile.passes.serialization.arguments import argument_from_data, argument_to_data
 from zbcompile.passes.serialization.operators import is_foreign, name_of_operator, operator_named
+from zbcompile.passes.serialization.true_values import require_true_values
 from zbcompile.passes.serialization.values import ValueReader, ValueWriter
 from zbcompile.passes.split.subgraphs import Piece
 from zbcompile.passes.torch_private import LazyGraphModule

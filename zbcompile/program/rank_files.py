@@ -17,8 +17,8 @@ from zbcompile.passes.serialization.graph_modules import (
     tensors_in,
 )
 from zbcompile.passes.split.subgraphs import Piece
-from zbcompile.program.allocation import rank_bytes
 from zbcompile.program.program import Program
+from zbcompile.program.rank_memory import rank_bytes
 
 MANIFEST, SCHEDULE = "manifest.json", "schedule.json"
 VOCABULARY = "vocabulary"

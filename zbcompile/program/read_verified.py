@@ -12,7 +12,6 @@ import torch
 from zbcompile.errors import PipelineError
 from zbcompile.model.model_info import on_meta
 from zbcompile.passes.errors import CompileError
-from zbcompile.program.allocation import memory_of, rank_bytes, require_consistent
 from zbcompile.program.manifest import AGAIN, SavedProgram, manifest_from_text, program_from_manifest
 from zbcompile.program.rank_files import (
     MANIFEST,
@@ -25,6 +24,7 @@ from zbcompile.program.rank_files import (
     part_from_files,
     tensor_file,
 )
+from zbcompile.program.rank_memory import memory_of, rank_bytes, require_consistent
 from zbcompile.regular_files import read_regular
 from zbcompile.schedules import check
 from zbcompile.schedules.ir.files import from_json
