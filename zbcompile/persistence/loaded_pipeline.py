@@ -82,8 +82,8 @@ def load(
     Options(**asked)  # a wrong value is refused before anything is read
     folder = Path(directory)
     found = _manifest_of(folder)
-    if ranks is None and found.data and is_alone(mesh):
-        ranks = found.data["ranks"]
+    if ranks is None and is_alone(mesh):
+        ranks = found.require()["ranks"]
     here = find_ranks(lambda: found.device, ranks, mesh, timeout)
     with here.watch.region(f"loading {folder}"):
         program = together(

@@ -2,6 +2,7 @@
 
 import io
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -60,7 +61,10 @@ def test_options_of_a_run(small_program: Program, tmp_path: Path, capsys: pytest
     assert all(line.endswith("tokens/s") for line in lines if "loss" in line)
     assert main(command(program, tmp_path, "first", 4, "numbered", *more)) == 0
     assert "step 4 of 4: resumed from" in capsys.readouterr().out
-    for weights in ("first.safetensors", "first", "first/step-00000004"):
+    (tmp_path / "mixed").mkdir()
+    shutil.copy(tmp_path / "first.safetensors", tmp_path / "mixed" / "model.safetensors")
+    (tmp_path / "mixed" / ".metadata").write_bytes(b"cos\nabort\n(tR.")  # a pickle beside weights is not looked at
+    for weights in ("first.safetensors", "first", "first/step-00000004", "mixed"):
         again = [str(program), "--data", f"{DATA}:numbered", "--weights", str(tmp_path / weights), "--steps", "1"]
         assert main([*again, "--export", str(tmp_path / "last.safetensors"), "--optimizer", "sgd", "--lr", "0"]) == 0
         assert_same_tensors(

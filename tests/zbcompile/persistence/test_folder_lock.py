@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from torch import nn
 
+import zbcompile
 from zbcompile.errors import PipelineError
 from zbcompile.persistence.folder_lock import NAME, FolderLock, read_holder
 
@@ -70,6 +72,15 @@ def test_a_live_holder_is_named(holder: Holder, tmp_path: Path) -> None:
     assert holder.go_on() == "held"
     holder.process.wait()
     assert not (tmp_path / NAME).exists()
+
+
+def test_a_second_run_cannot_save_but_load(holder: Holder, tmp_path: Path) -> None:
+    folder, model = tmp_path / "other", nn.Linear(2, 2)
+    saved = zbcompile.save_checkpoint(folder, model, step=1)
+    (folder / NAME).symlink_to(tmp_path / NAME)
+    with pytest.raises(PipelineError, match=rf"written by another run: host .*, process {holder.process.pid}"):
+        zbcompile.save_checkpoint(folder, model, step=2)
+    assert zbcompile.load_checkpoint(folder, model).path == saved
 
 
 def test_an_ended_one_is_replaced_at_once(holder: Holder, tmp_path: Path) -> None:
