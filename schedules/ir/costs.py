@@ -229,6 +229,7 @@ class Costs:
         if self.pairs:
             raise ScheduleError(f"costs: explicit `pairs` are for {self.stages} stages, not {stages}; use `overlap`")
         values: dict[str, Any] = {name: _resized(getattr(self, name), stages) for name in PER_STAGE}
+        values |= {name: _of_shards(getattr(self, name), stages) for name in ("vocab_s", "vocab_t", "vocab_state")}
         last = [((stage + 1) * self.stages - 1) // stages for stage in range(stages)]
         values["message"] = tuple(self.message[stage] for stage in last)  # what leaves the last of the merged stages
         return replace(self, **values)
@@ -277,6 +278,13 @@ def _is_amount(value: float) -> bool:
 def _require_amount(where: str, value: float) -> None:
     if not _is_amount(value):
         raise ScheduleError(f"costs: {where} is {value!r}; expected a finite number that is not negative")
+
+
+def _of_shards(values: tuple[float, ...], stages: int) -> tuple[float, ...]:
+    """A rank's shard of the vocabulary is the same, however the model is cut: what any of the merged stages names."""
+    size, parts = max(1, len(values) // stages), max(1, stages // len(values))
+    merged = (max(values[i : i + size]) for i in range(0, len(values), size))
+    return tuple(value for value in merged for _ in range(parts))
 
 
 def _resized(values: tuple[float, ...], stages: int) -> tuple[float, ...]:

@@ -12,6 +12,7 @@ from zbcompile.schedules.searching.problem import Problem, Words
 
 HOT, COLD = 0.3, 0.005  # temperatures at the start and at the end, in mean passes
 MILD, MANY = 0.05, 1500  # where to start above so many passes: there is no time to recover from much disorder
+HUGE, LATE = 20_000, 200  # above so many passes only the last so many of the critical path: little follows from them
 CRITICAL = 0.85  # share of moves that shift a pass of the critical path
 EVENNESS = 0.01  # how much the mean end of all ranks counts beside the objective: it leads across plateaus
 LOOK = 64  # moves between two looks at the clock on the wall
@@ -113,12 +114,13 @@ class Annealer:
 
     def _pick(self) -> int:
         draw = self.generator.random
-        if draw() >= CRITICAL:
+        if draw() >= CRITICAL and len(self.problem.time) <= HUGE:
             return int(draw() * len(self.problem.time))
         if not self.path:
             passes = len(self.problem.time)
             clock = self.clocks[int(draw() * len(self.clocks))] if len(self.clocks) > 1 else self.clocks[0]
-            self.path = [n for n in clock.critical() if n < passes]
+            path = clock.critical()  # from its end
+            self.path = [n for n in (path if passes <= HUGE else path[:LATE]) if n < passes]
         return self.path[int(draw() * len(self.path))]
 
     def _distance(self) -> int:

@@ -149,7 +149,8 @@ def _round_trip(problem: Problem, ways: _Ways, stage: int, microbatch: int) -> f
     """From the begin of F of a stage to the end of its B, if nothing is in the way."""
     first, last = (problem.number[Action(op, stage, microbatch)] for op in (F, B))
     begin = {first: 0.0}
-    for n in ways.order:
+    each = len(ways.order) // problem.microbatches  # `order` goes microbatch by microbatch
+    for n in ways.order[microbatch * each : (microbatch + 1) * each]:
         if any(e in begin for e, _ in problem.waits[n]):
             begin[n] = max(begin[e] + ways.time[e] + delay for e, delay in problem.waits[n] if e in begin)
     return begin[last] + problem.time[last]

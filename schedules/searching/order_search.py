@@ -7,17 +7,18 @@ from zbcompile.schedules.execution.noise import Noise, as_noise
 from zbcompile.schedules.ir.costs import Costs
 from zbcompile.schedules.ir.placement import Placement
 from zbcompile.schedules.ir.schedule import Schedule
-from zbcompile.schedules.searching.annealing import Annealer, draws_of
+from zbcompile.schedules.searching.annealing import MANY, Annealer, draws_of
 from zbcompile.schedules.searching.lower_bound import lower_bound
 from zbcompile.schedules.searching.problem import Problem, Words
 from zbcompile.schedules.searching.question import problems_of
-from zbcompile.schedules.searching.search_budget import Budget
+from zbcompile.schedules.searching.search_budget import Budget, Progress
 from zbcompile.schedules.searching.starting_orders import RULES, Seed, dispatched, named_seeds, one_by_one
 from zbcompile.schedules.simulation.simulator import simulate
 from zbcompile.schedules.simulation.timeline import Timeline
 
 EXACT = 1 + 1e-9  # objectives count as equal up to rounding
 ROUNDS = ((8, 0.25, 1.0), (3, 0.3, 0.7), (1, 0.25, 1.0), (1, 0.2, 0.3))  # orders kept, share of the budget, warmth
+FEW_MOVES = ((3, 0.3, 1.0), (1, 0.7, 0.7))  # the same where a move takes long
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,6 +117,8 @@ def search(
     except KeyboardInterrupt:
         if not hunt.pool:
             raise
+    finally:
+        hunt.progress.end()
     return hunt.found()
 
 
@@ -150,6 +153,7 @@ class _Hunt:
         self.pool: list[Candidate] = []
         self.names: dict[tuple[str, str], float] = {}
         self.moves = 0
+        self.progress = Progress()
 
     def run(self) -> None:
         for problem in self.problems:
@@ -162,7 +166,8 @@ class _Hunt:
             for problem in self._open():
                 if (found := dispatched(problem, rule)) is not None:
                     self._take(problem, found)
-        for keep, share, warmth in ROUNDS:
+        largest = max(len(problem.time) for problem in self.problems)
+        for keep, share, warmth in ROUNDS if largest <= MANY else FEW_MOVES:
             chosen = self._chosen(keep)
             for candidate in chosen:
                 self._improve(candidate, share / len(chosen), warmth)
@@ -173,6 +178,8 @@ class _Hunt:
         return [problem for problem in self.problems if best > self.bounds[problem] * EXACT]
 
     def _take(self, problem: Problem, seed: Seed) -> None:
+        if self.pool:
+            self.progress.show(min(c.value for c in self.pool), min(self.bounds.values()), self.budget.spent)
         for schedule in (seed.schedule, None):
             if schedule is None or problem.costs.overlap or problem.costs.pairs:  # else a pair opened is no longer
                 timeline = simulate(schedule or problem.schedule(seed.words), problem.costs, self.noise)
@@ -195,11 +202,21 @@ class _Hunt:
         quantile = self.noise.quantile if self.noise else 1
         annealer = Annealer(problem, candidate.words, self.draws[problem], quantile, self.seed + self.moves)
         try:
-            self.moves += annealer.run(self.budget.slice(share), self.bounds[problem] * EXACT, warmth)
+            self.moves += annealer.run(self._shown(self.budget.slice(share)), self.bounds[problem] * EXACT, warmth)
         finally:
             if annealer.best < candidate.value:
                 words = annealer.best_words
                 self.pool.append(Candidate(problem, annealer.best, candidate.origin, words))
+
+    def _shown(self, done: Callable[[int], float]) -> Callable[[int], float]:
+        """The same, with progress shown on the way."""
+        best = min(candidate.value for candidate in self.pool)
+
+        def shown(made: int) -> float:
+            self.progress.show(best, min(self.bounds.values()), self.budget.spent)
+            return done(made)
+
+        return shown
 
     def found(self) -> Found:
         best = min(self.pool, key=lambda candidate: candidate.value)

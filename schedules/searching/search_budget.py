@@ -1,9 +1,27 @@
 """What a search may spend: moves, with the seconds as a cap."""
 
+import sys
 import time
 from collections.abc import Callable
 
 SEEDS = 0.2  # share of the seconds for orders to start from
+
+
+class Progress:
+    """One line on a terminal that says how far a search is; nothing elsewhere."""
+
+    def __init__(self) -> None:
+        self.shown, self.due = sys.stderr.isatty(), 0.0
+
+    def show(self, best: float, bound: float, spent: float) -> None:
+        if self.shown and spent >= self.due:
+            self.due = spent + 0.5
+            left = f", {best / bound - 1:.1%} above the bound" if bound > 0 else ""
+            print(f"\rsearch: {best:.6g}{left}, {spent:.0f} s ", end="", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        if self.shown and self.due:
+            print(file=sys.stderr)
 
 
 class Budget:

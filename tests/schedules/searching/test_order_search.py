@@ -22,7 +22,7 @@ from zbcompile.schedules import (
 )
 from zbcompile.schedules.__main__ import main
 from zbcompile.schedules.searching import order_search
-from zbcompile.schedules.searching.annealing import Annealer, draws_of
+from zbcompile.schedules.searching.annealing import HUGE, Annealer, draws_of
 from zbcompile.schedules.searching.certificate import certify
 from zbcompile.schedules.searching.clock import Clock, Order
 from zbcompile.schedules.searching.problem import Problem
@@ -269,3 +269,12 @@ def test_the_benchmarks_run_and_go_on_where_they_stopped(script: str, arguments:
     assert "below the bound: 0" in first
     assert module.main([*arguments, "--output", str(rows)]) == first
     assert rows.read_text() == written
+
+
+def test_a_large_step_is_searched_at_its_end_and_never_longer_than_a_name() -> None:
+    """More passes than are annealed as a whole: every name is tried, moves stay near the end of the critical path."""
+    costs = uneven(random.Random(9), 16)
+    found = search(costs, 16, 430, placements=["linear"], moves=10, seconds=600)
+    assert len(found.schedule.orders[0]) * 16 > HUGE
+    assert found.bound <= found.objective <= min(found.names.values())
+    check(found.schedule, costs)
