@@ -111,11 +111,15 @@ def fake_mode_of(value: torch.Tensor) -> FakeTensorMode:
 
 
 def is_fake_of(value: Any, mode: FakeTensorMode) -> bool:
-    """Whether a tensor, or what a subclass wraps, was made in `mode` (2.11-2.13: no public name for subclasses)."""
+    """Whether a tensor, or what a subclass or torch.func wraps, was made in `mode` (2.11-2.13: no public names)."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(value):
+        return is_fake_of(torch._C._functorch.get_unwrapped(value), mode)
     if is_traceable_wrapper_subclass(value):
         names, _ = value.__tensor_flatten__()
         return all(is_fake_of(getattr(value, name), mode) for name in names)
-    return isinstance(value, FakeTensor) and value.fake_mode is mode
+    if isinstance(value, FakeTensor):
+        return value.fake_mode is mode
+    return bool(value.is_meta)  # of which torch makes a fake one
 
 
 def written_so_far(value: torch.Tensor) -> int:
@@ -236,6 +240,11 @@ def nowhere_traced() -> Iterator[None]:
         for _ in range(torch.overrides._len_torch_function_stack()):
             stack.enter_context(torch.overrides._pop_mode_temporarily())
         yield
+
+
+def below_autograd() -> bool:
+    """Whether a kernel runs where autograd cannot act, whatever is enabled (2.11-2.13: no public name)."""
+    return torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality)
 
 
 def composite_operator(schema: str, kernel: Callable[..., Any], draws: bool = False) -> OpOverload:

@@ -23,14 +23,24 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from zbcompile.passes.capture.function_calls import FunctionCall, Inside, Outside
 from zbcompile.passes.capture.function_trial import tried
-from zbcompile.passes.torch_private import composite_operator, instead_of_function_apply, is_traced, pytree
+from zbcompile.passes.graph.fx import like
+from zbcompile.passes.torch_private import (
+    below_autograd,
+    composite_operator,
+    instead_of_function_apply,
+    is_traced,
+    pytree,
+)
 
 _numbers = itertools.count()
 _calls: "WeakValueDictionary[str, FunctionCall]" = WeakValueDictionary()
 
 
 def _kernel(tensors: list[torch.Tensor], name: str) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(_calls[name](tensors)) if isinstance(leaf, torch.Tensor)]
+    call = _calls[name]
+    if below_autograd():  # a graph is rewritten, and forward may compute gradients itself
+        return [like(result) for result in call.results]
+    return [leaf for leaf in pytree.tree_leaves(call(tensors)) if isinstance(leaf, torch.Tensor)]
 
 
 _OPERATOR = composite_operator("function(Tensor[] tensors, str call) -> Tensor[]", _kernel)

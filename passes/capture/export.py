@@ -69,12 +69,8 @@ def capture(
     """
     raise_first(training_problems(model, loss))
     watch = Watch()
-    try:
+    with _judged(watch):
         captured = trace_training(model, args, kwargs, target, loss, watch)
-    except CaptureError:
-        raise_first(watch.problems)  # what was seen during the trace explains the failure better
-        raise
-    raise_first(watch.problems)
     for text in watch.warnings:
         warnings.warn(f"zbcompile: {text}", stacklevel=2)
     return captured
@@ -101,13 +97,22 @@ def capture_inference(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     watch = Watch()
     model.eval()
     try:
-        with torch.no_grad(), _without_fast_path():
-            captured = _export(Inference(model, watch), watch, args, kwargs, None)
+        with torch.no_grad(), _without_fast_path(), _judged(watch):
+            return _export(Inference(model, watch), watch, args, kwargs, None)
     finally:
         for module, training in modes.items():
             module.training = training
+
+
+@contextlib.contextmanager
+def _judged(watch: Watch) -> Iterator[None]:
+    """Around a trace: raise what was seen during it, which explains a failure better than the failure does."""
+    try:
+        yield
+    except CaptureError:
+        raise_first(watch.problems)
+        raise
     raise_first(watch.problems)
-    return captured
 
 
 def _export(

@@ -18,8 +18,11 @@ from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.graph.fx import draws
 from zbcompile.passes.torch_private import (
     FUNCTIONAL_COLLECTIVES,
+    FakeTensor,
     TorchDispatchMode,
+    fake_mode_of,
     functional_instead,
+    is_fake_of,
     pytree,
     tensor_tables,
 )
@@ -109,7 +112,7 @@ class FunctionCall:
 
     `kinds` describes those tensors, `operations` what forward did with them, `draws` whether with random numbers, and
     `deposits` numbers the tensors to whose `.grad` the backward adds, `overwrites` the arguments that an exchange in
-    forward writes into.
+    forward writes into. `results` are fake tensors like what it returns.
     """
 
     function: type[torch.autograd.Function]
@@ -122,6 +125,7 @@ class FunctionCall:
     draws: bool = False
     deposits: tuple[int, ...] = ()
     overwrites: tuple[int, ...] = ()
+    results: tuple[Tensor, ...] = ()
     name: str = field(default="")
 
     def __call__(self, tensors: list[Tensor]) -> Any:
@@ -132,7 +136,14 @@ class FunctionCall:
         if self.deposits and any(tensor.requires_grad for tensor in given):
             given = _collecting(given, tensors, leaves, self.deposits)
         known = {id(tensor): leaf for tensor, leaf in zip(self.outside.now(), leaves[count:], strict=True)}
-        return self.run(given, Inside(lambda tensor: known.get(id(tensor), tensor)))
+        mode = next((fake_mode_of(tensor) for tensor in tensors if isinstance(tensor, FakeTensor)), None)
+
+        def replace(tensor: Tensor) -> Tensor:
+            if mode is not None and id(tensor) not in known and not is_fake_of(tensor, mode):
+                raise self._changed("reads another tensor")
+            return known.get(id(tensor), tensor)
+
+        return self.run(given, Inside(replace))
 
     def confirm(self, tensors: list[Tensor]) -> None:
         """Raise CaptureError if the call, repeated after forward has left it, does something else."""
@@ -140,10 +151,13 @@ class FunctionCall:
             self(tensors)
         done = tuple(operations.seen)
         if done[len(done) - len(self.operations) :] != self.operations:
-            raise CaptureError(
-                f"the autograd.Function {self.function.__qualname__} does other operations than when forward "
-                "called it; it reads something that forward had changed for the call. Pass that as an argument."
-            )
+            raise self._changed("does other operations")
+
+    def _changed(self, what: str) -> CaptureError:
+        return CaptureError(
+            f"the autograd.Function {self.function.__qualname__} {what} than when forward called it, since something "
+            "around it has changed meanwhile. Pass that as an argument."
+        )
 
     def run(self, given: list[Tensor], inside: Inside) -> Any:
         tensors = iter(given)

@@ -57,7 +57,9 @@ class _Trial:
     def run(self, tensors: list[Tensor]) -> Any:
         given = [_fresh(tensor) for tensor in tensors]
         result = self._forward(given)
-        self._backward([t for t in pytree.tree_leaves(result) if isinstance(t, Tensor) and t.requires_grad], given)
+        results = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        self._backward([tensor for tensor in results if tensor.requires_grad], given)
+        self.call.results = tuple(tensor.detach() for tensor in results)
         leaves = [*given, *self.outside.values()]
         self.call.deposits = tuple(i for i, t in enumerate(leaves) if t.is_leaf and t.grad is not None)
         return result

@@ -1,7 +1,10 @@
 """torch.autograd.Function in a model: loss and gradients are eager's, bit by bit, wherever the model is cut."""
 
 import copy
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -9,18 +12,22 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import Function
 
 import zbcompile
-from tests.support.functions import WAYS, WIDTH, Ways
+from tests.support.functions import WAYS, WIDTH, AsVjp, Needed, Reversed, Saving, Ways
 from tests.support.oracle import Batch, eager_step
 from tests.support.training import assert_same_tensors, gradients_of
 from zbcompile.compiler.compile_model import Drawn, draw_step
 from zbcompile.model.batch import flatten_batch
+from zbcompile.passes.capture.export import Captured, capture
+from zbcompile.passes.errors import CaptureError
+from zbcompile.passes.pass_list.canonicalise import canonicalise
 
 ROWS, MICROBATCHES = 16, 8
 
 
-def as_eager(model: nn.Module, batch: Tensor, **options: Any) -> None:
+def as_eager(model: nn.Module, batch: Tensor, **options: Any) -> zbcompile.Pipeline:
     eager, target = copy.deepcopy(model), torch.ones(len(batch), WIDTH)
     options = {"ranks": 1, "microbatches": MICROBATCHES, **options}
     pipe = zbcompile.pipeline(model, loss=F.mse_loss, exact=True, **options)
@@ -29,6 +36,7 @@ def as_eager(model: nn.Module, batch: Tensor, **options: Any) -> None:
     assert torch.equal(loss, wanted)
     assert_same_tensors(gradients_of(pipe), {n: p.grad for n, p in eager.named_parameters()}, "gradient")
     assert not any("zbcompile" in str(node.target) for node in nodes_of(pipe))
+    return pipe
 
 
 def nodes_of(pipe: zbcompile.Pipeline) -> Iterator[torch.fx.Node]:
@@ -45,7 +53,7 @@ def all_ways() -> tuple[Ways, Drawn]:
     return model, draw_step(model, flatten_batch((rows,), {}, rows, None).microbatch(0, MICROBATCHES), F.mse_loss)
 
 
-SCHEDULES = {"1f1b": (11, 4), "zb-h1": (10, 4), "interleaved-1f1b": (1, 8), "zb-v": (2, 8), "dualpipe-v": (3, 8)}
+SCHEDULES = {"1f1b": (12, 4), "zb-h1": (11, 4), "interleaved-1f1b": (1, 8), "zb-v": (2, 8), "dualpipe-v": (3, 8)}
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -62,3 +70,156 @@ def test_all_ways_on_one_stage(all_ways: tuple[Ways, Drawn]) -> None:
     model, drawn = all_ways
     with mock.patch("zbcompile.frontend.executables.draw_step", return_value=drawn):
         as_eager(copy.deepcopy(model), torch.randn(ROWS, WIDTH), schedule="1f1b")
+
+
+def test_frozen_and_tied_weights() -> None:
+    """Gradients follow what needs one in each call, and are added over stages."""
+    model = Ways("saving", "needs_input_grad", "nested", "module", "with_setup", "saving")
+    for i in (0, 1, 3):
+        model.steps[i].layer.weight.requires_grad_(False)
+    model.steps[5].layer = model.steps[2].layer
+    as_eager(model, torch.randn(ROWS, WIDTH), schedule="zb-v", ranks=2, balance=["steps.1", "steps.3", "norms.3"])
+
+
+def test_a_saved_program_has_none_of_it(tmp_path: Path) -> None:
+    batch = torch.randn(ROWS, WIDTH)
+    pipe = as_eager(Ways("saving", "module", "random"), batch, schedule="zb-h1", ranks=2)
+    pipe.program.save(tmp_path)
+    assert zbcompile.load(tmp_path).program.stages
+
+
+def test_evaluation_runs_forward() -> None:
+    model = Ways("saving", "module", "no_grad", "non_differentiable")
+    pipe = zbcompile.pipeline(model, schedule="zb-h1", ranks=2, microbatches=2, loss=F.mse_loss)
+    batch = torch.randn(4, WIDTH)
+    pipe.compile(batch, target=batch)
+    model.eval()
+    torch.testing.assert_close(pipe.eval(batch), model(batch))
+
+
+class Repeated(nn.Module):
+    """Equal layers, each a Function's call and an ordinary layer."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
+
+    def forward(self, x: Any) -> Any:
+        for layer in self.layers:
+            x = torch.tanh(layer(Saving.apply(x, layer.weight, layer.bias, 0.5)))
+        return x
+
+
+def test_equal_stages_are_compiled_once() -> None:
+    cuts = ["layers.1", "layers.2", "layers.3"]
+    pipe = as_eager(Repeated(5), torch.randn(ROWS, WIDTH), schedule="1f1b", ranks=4, balance=cuts)
+    assert [stage.original for stage in pipe.program.stages] == [0, 2, 2, 3]
+
+
+def test_a_region_with_re_entry_is_recomputed() -> None:
+    names = ("saving", "reentrant_checkpoint", "saving", "reentrant_checkpoint")
+    kept = {}
+    for recompute in ("none", "hints"):
+        torch.manual_seed(0)
+        pipe = as_eager(Ways(*names), torch.ones(ROWS, WIDTH), schedule="zb-h1", ranks=2, recompute=recompute)
+        kept[recompute] = sum(stage.crossing.kept for stage in pipe.program.stages)
+    assert kept["hints"] < kept["none"]
+
+
+def captured(run: Callable[[Any, nn.ModuleList], Any]) -> Captured:
+    """The capture of a model of two layers, of which the second is frozen."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+            self.layers[1].requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Any:
+            return run(torch.tanh(self.layers[0](x)), self.layers)
+
+    return capture(Model(), (torch.ones(2, WIDTH),), {}, torch.ones(2, WIDTH), F.mse_loss)
+
+
+SHARED = {  # whether two calls, added up, are one operator
+    "equal": (True, lambda x, layers: Reversed.apply(x, 2.0) + Reversed.apply(x.sin(), 2.0)),
+    "number": (False, lambda x, layers: Reversed.apply(x, 2.0) + Reversed.apply(x, 3.0)),
+    "kind of number": (False, lambda x, layers: Reversed.apply(x, 1) + Reversed.apply(x, True)),
+    "sign of zero": (False, lambda x, layers: Reversed.apply(x, 0.0) + Reversed.apply(x, -0.0)),
+    "needs a gradient": (
+        False,
+        lambda x, layers: Needed.apply(x, layers[0].weight) + Needed.apply(x, layers[1].weight),
+    ),
+    "shape": (False, lambda x, layers: AsVjp.apply(x) + AsVjp.apply(x[:1])),
+    "strides": (False, lambda x, layers: AsVjp.apply(x @ x.T).sum() + AsVjp.apply((x @ x.T).T)[0, 0] + x),
+    "dtype": (False, lambda x, layers: AsVjp.apply(x) + AsVjp.apply(x.double()).float()),
+    "function": (False, lambda x, layers: AsVjp.apply(x) + Reversed.apply(x, 1.0)),
+}
+
+
+@pytest.mark.parametrize("case", SHARED)
+def test_calls_share_an_operator_if_they_are_equal(case: str) -> None:
+    expected, run = SHARED[case]
+    found = captured(run)
+    assert (len(found.functions) == 1) is expected
+    calls = found.module.graph.find_nodes(op="call_function", target=torch.ops.zbcompile.function.default)
+    assert {node.args[1] for node in calls} == {call.name for call in found.functions}
+
+
+AROUND = SimpleNamespace(scale=1.0, table=torch.ones(WIDTH))
+
+
+def double(ctx: Any, x: Tensor) -> Tensor:
+    return x * 2
+
+
+def half(ctx: Any, gradient: Tensor) -> Tensor:
+    return gradient * 0.5
+
+
+def marked(ctx: Any, x: Tensor) -> Tensor:
+    ctx.mark_dirty(x)
+    return x.mul_(2)
+
+
+def branching(ctx: Any, gradient: Tensor) -> Tensor:
+    return gradient if gradient.sum() > 0 else gradient * 2
+
+
+def by_hand(ctx: Any, x: Tensor) -> Tensor:
+    x.data.mul_(2)
+    return x.clone()
+
+
+NUMPY = r"numpy.*Write it with torch operations, or as a torch\.library\.custom_op"
+REFUSED: dict[str, tuple[Any, Any, str]] = {
+    "numpy": (double, lambda ctx, g: torch.from_numpy(g.numpy()), r"Odd .*test_custom.*backward that cannot.*" + NUMPY),
+    "numpy in forward": (lambda ctx, x: torch.from_numpy(x.numpy()), half, r"forward that cannot be traced.*" + NUMPY),
+    "item": (
+        double,
+        lambda ctx, g: g * g.sum().item(),
+        r"backward that cannot .*test_custom_fun.*item\(\)",
+    ),
+    "a value decides": (double, branching, r"backward that cannot be traced .*if gradient\.sum\(\) > 0"),
+    "address": (double, lambda ctx, g: g * g.data_ptr(), r"backward that cannot be traced .*no memory to point to"),
+    "random backward": (double, lambda ctx, g: g * torch.rand_like(g), r"draws random numbers in its backward"),
+    "dirty": (marked, half, r"changes one of its inputs in place"),
+    "dirty in secret": (by_hand, half, r"changes one of its inputs in place"),
+    "number of gradients": (double, lambda ctx, g: (g, g), r"backward that cannot .*incorrect number of gradients"),
+    "state around": (lambda ctx, x: x * AROUND.scale, half, r"other operations than when forward called it"),
+    "tensor around": (lambda ctx, x: x * AROUND.table, half, r"reads another tensor than when forward called it"),
+    "random module": (lambda ctx, x: x * random.random(), half, r"Python's random module .*pass it as an input"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case: str) -> None:
+    forward, backward, expected = REFUSED[case]
+    odd = type("Odd", (Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)})
+
+    def run(x: Any, layers: nn.ModuleList) -> Any:
+        with mock.patch.multiple(AROUND, scale=2.0, table=torch.zeros(WIDTH)):
+            return layers[1](odd.apply(x))
+
+    with pytest.raises(CaptureError, match=expected):
+        canonicalise(captured(run))

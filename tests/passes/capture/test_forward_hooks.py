@@ -113,7 +113,7 @@ def test_a_hook_that_forward_installs_is_captured_once(capsys: pytest.CaptureFix
     assert "compiling again" not in capsys.readouterr().out
 
 
-def llama() -> nn.Module:
+def llama(reentrant: bool) -> nn.Module:
     """With every hook that transformers installs by itself, at a call or when forward first runs."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -122,13 +122,14 @@ def llama() -> nn.Module:
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4}
     model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, use_cache=False, output_hidden_states=True)).train()
     model.enable_input_require_grads()
-    model.activation_checkpointing_enable({"use_reentrant": False})
+    model.activation_checkpointing_enable({"use_reentrant": reentrant})
     return model  # type: ignore[no-any-return]
 
 
-def test_hooks_that_transformers_installs() -> None:
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_hooks_that_transformers_installs(reentrant: bool) -> None:
     tokens = torch.randint(64, (8, 12), generator=torch.Generator().manual_seed(0))
-    eager, model = llama(), llama()
+    eager, model = llama(reentrant), llama(reentrant)
     eager_step(eager, None, Batch((), {"input_ids": tokens, "labels": tokens}), 4, 0)
     pipe = zbcompile.pipeline(model, schedule="zb-h1", microbatches=4, ranks=2, exact=True)
     pipe.step(input_ids=tokens, labels=tokens)
