@@ -5,7 +5,7 @@ imports what there is to import, and workers are forked from it when first neede
 4 of them, with a process group of exactly that size as WORLD, as under torchrun. A task is a function of a module,
 found by its import path, with arguments that pickle.
 
-What the nursery has compiled, the workers forked from it find in the shared captures (see `Pool.rehearse`): ranks that
+What the nursery has compiled, the workers forked from it find in the shared captures (see `Pool.alone`): ranks that
 do the same work need not all do it. That processes compile the same program each on its own is what torchrun's tests
 and `tests/zbcompile/compiler/test_hash_seeds.py` show.
 """
@@ -25,7 +25,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -110,17 +110,22 @@ class Pool:
     nursery: Nursery | None = None
     rehearsed: set[str] = field(default_factory=set)
 
-    def rehearse(self, function: Callable[..., Any], *args: Any) -> None:
-        """Run `function(*args)` in one process without a group, so that the ranks of later tasks find compiled what
-        was compiled for it. Raises TaskFailed if it does."""
-        task = f"{_path(function)} {args}"
-        if not FORKS or task in self.rehearsed:
-            return
-        self.rehearsed.add(task)
+    def alone(self, function: Callable[..., Any], *args: Any) -> Any:
+        """The result of `function(*args)` in one process without a group. The ranks of later tasks find compiled what
+        was compiled for it. Raises TaskFailed, with the traceback, if it raises."""
+        if not FORKS:
+            return function(*args)
         outcome = self._nursery().ask(Task(_path(function), args, 0, 0, ""))
         if outcome.error:
-            raise TaskFailed(f"rehearsal: {outcome.trace}")
+            raise TaskFailed(f"alone: {outcome.trace}")
+        self.rehearsed.add(f"{_path(function)} {args}")
         self._end_workers(patience=5)
+        return outcome.value
+
+    def rehearse(self, function: Callable[..., Any], *args: Any) -> None:
+        """`alone` for the sake of the ranks, where they are forked, unless that has been done."""
+        if FORKS and f"{_path(function)} {args}" not in self.rehearsed:
+            self.alone(function, *args)
 
     def run(self, function: Callable[..., Any], *args: Any, ranks: int = 2, timeout: float = 120) -> list[Any]:
         """The result of `function(*args)` on every rank; TaskFailed, with all tracebacks, if one of them raised."""
@@ -253,7 +258,7 @@ def nurse(orders: Connection, pipes: socket.socket) -> None:
             if isinstance(order, Start):
                 orders.send_bytes(pickle.dumps(Outcome(_start_worker(order, orders, pipes))))
             else:
-                orders.send_bytes(pickle.dumps(_rehearse(order)))
+                orders.send_bytes(pickle.dumps(_attempt(order, order.store)))
             with contextlib.suppress(ChildProcessError):
                 while os.waitpid(-1, os.WNOHANG)[0]:
                     pass
@@ -318,11 +323,6 @@ def serve(pipe: Connection, stacks: str) -> None:
                 outcome = _attempt(task, group)
                 group = task.store
                 pipe.send_bytes(pickle.dumps(outcome))
-
-
-def _rehearse(task: Task) -> Outcome:
-    outcome = _attempt(task, task.store)
-    return replace(outcome, value=None)
 
 
 def _attempt(task: Task, group: str) -> Outcome:

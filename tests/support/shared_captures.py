@@ -26,6 +26,7 @@ from zbcompile.compiler.vocabulary_decision import choose_sharding
 from zbcompile.compiler.vocabulary_sharding import Sharding
 from zbcompile.passes.capture.canonical import Canonical
 from zbcompile.passes.capture.export import Captured
+from zbcompile.passes.graph.process_groups import is_collective
 from zbcompile.passes.partition.liveness import draw_line
 from zbcompile.passes.pass_list.canonicalise import canonicalise
 from zbcompile.passes.pass_list.passes_in_order import CAPTURE, CAPTURE_INFERENCE
@@ -130,9 +131,16 @@ def _canonical_once() -> Callable[..., Canonical]:
     def canonicalised(captured: Captured, manager: PassManager = SILENT) -> Canonical:
         if manager.observe is not None:
             return canonicalise(captured, manager)
-        return found.get_or_make(id(captured), lambda: (captured, canonicalise(captured, manager)))[1]
+        mesh = () if _is_local(captured) else tuple(sorted(captured.dimensions.items()))
+        key = id(captured.module), mesh
+        return found.get_or_make(key, lambda: (captured, canonicalise(captured, manager)))[1]
 
     return canonicalised
+
+
+def _is_local(captured: Captured) -> bool:
+    """Whether nothing in it communicates: then it is the same on every mesh."""
+    return not captured.functions and not any(map(is_collective, captured.module.graph.nodes))
 
 
 def _sharding_once() -> Callable[..., Sharding | None]:

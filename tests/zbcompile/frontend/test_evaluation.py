@@ -71,10 +71,9 @@ def assert_same_output(ours: Any, theirs: Any) -> None:
 def test_output_of_any_structure_for_any_batch_size(with_loss: bool, pool: Pool) -> None:
     """Sizes: what the step takes, one that its microbatches do not divide, a prime, a single sample."""
     sizes = (8, 6, 7, 1)
-    alone = evaluated(sizes, with_loss)
+    alone = pool.alone(evaluated, sizes, with_loss)
     for ours, size in zip(alone, sizes, strict=True):
         assert_same_output(ours, expected(size, with_loss))
-    pool.rehearse(evaluated, sizes, with_loss)
     for share in pool.run(evaluated, sizes, with_loss):
         for ours, theirs in zip(share, alone, strict=True):
             assert_same_output(ours, theirs)

@@ -10,6 +10,7 @@ from zbcompile.inspection.closed_form import with_equal_stages
 from zbcompile.schedules import Costs, Link, build, names, simulate
 
 
+@pytest.mark.mostly_slow(every=6)
 @pytest.mark.parametrize("name", names())
 def test_it_is_the_bubble_of_equal_stages(name: str) -> None:
     """Whatever the stages cost: the same work spread evenly, simulated, has the bubble that the formula gives."""

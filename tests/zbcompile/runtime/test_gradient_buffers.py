@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import zbcompile
 from tests.support.oracle import MLP, PROBLEMS, WIDTH, Batch, eager_step
 from tests.support.pool import Pool
-from tests.support.training import Case, assert_same_tensors, gradients_of, on_ranks, pipeline_of, pipelined, reference
+from tests.support.training import Case, assert_same_tensors, gradients_of, join, pipeline_of, pipelined, reference
 
 MICROBATCHES = 4
 
@@ -27,7 +27,7 @@ def test_none_where_eager_has_none(exact: bool, pool: Pool) -> None:
     theirs = reference(case).gradients[0]
     expected = {name for name, gradient in theirs.items() if gradient is None}
     assert expected == {f"{n}.{p}" for n in ("layers.1", "unused", "observed") for p in ("weight", "bias")}
-    for ours in (pipelined(case), on_ranks(pool, pipelined, case)):
+    for ours in (pool.alone(pipelined, case), join(pool.run(pipelined, case))):
         assert {name for name, gradient in ours.gradients[0].items() if gradient is None} == expected
 
 
@@ -96,8 +96,7 @@ def freeze_between_steps() -> None:
 
 @pytest.mark.slow
 def test_freeze_between_steps(pool: Pool) -> None:
-    freeze_between_steps()
-    pool.rehearse(freeze_between_steps)
+    pool.alone(freeze_between_steps)
     pool.run(freeze_between_steps)
 
 
@@ -155,6 +154,5 @@ def test_buffers_that_forward_changes(pool: Pool) -> None:
     torch.manual_seed(0)
     other = Buffered()
     eager_step(other, F.mse_loss, batch_of("mlp"), MICROBATCHES, 0)
-    pool.rehearse(buffers_after_training)
-    for ours in (buffers_after_training(), *pool.run(buffers_after_training)):
+    for ours in (pool.alone(buffers_after_training), *pool.run(buffers_after_training)):
         assert_same_tensors(ours, other.state_dict(), "state dict:")

@@ -10,7 +10,7 @@ from itertools import combinations
 import pytest
 
 from tests.support.pool import Pool
-from tests.support.training import Case, assert_bitwise, assert_close, on_ranks, pipelined, quickly, reference
+from tests.support.training import Case, assert_bitwise, assert_close, join, on_ranks, pipelined, quickly, reference
 
 IN_PROCESS = (
     Case("gpt-tied", "1f1b", 1, 1),
@@ -77,9 +77,9 @@ def test_in_processes(case: Case, pool: Pool) -> None:
 @pytest.mark.parametrize("case", OTHER_MODELS, ids=str)
 def test_other_models(case: Case, pool: Pool) -> None:
     """Skip connections, loss inside the model, frozen and unused parameters."""
-    alone = quickly(case)
+    alone = pool.alone(quickly, case)
     assert_bitwise(alone, reference(case))
-    assert_bitwise(on_ranks(pool, quickly, case), alone)
+    assert_bitwise(join(pool.run(quickly, case, ranks=case.ranks)), alone)
 
 
 DEFAULT = [
@@ -92,6 +92,6 @@ DEFAULT = [
 @pytest.mark.parametrize("case", DEFAULT, ids=str)
 def test_default_is_close_and_the_same_in_processes(case: Case, pool: Pool) -> None:
     """Fused accumulation: within 1e-6 of the largest entry of eager; the same bits in one process and in several."""
-    alone = pipelined(case)
+    alone = pool.alone(pipelined, case)
     assert_close(alone, reference(case))
-    assert_bitwise(on_ranks(pool, pipelined, case), alone)
+    assert_bitwise(join(pool.run(pipelined, case, ranks=case.ranks)), alone)

@@ -127,8 +127,8 @@ def test_any_number_of_chunks(name: str, ranks: int, chunks: int) -> None:
 def test_dropout_is_that_of_a_seeded_eager_run(name: str, pool: Pool) -> None:
     """Bitwise: the generator's state travels with the activations, whatever the order of the actions."""
     case = Case("small-dropout", name, 2, 4, steps=2)
-    assert_bitwise(pipelined(case), reference(case))
-    assert_bitwise(on_ranks(pool, pipelined, case), reference(case))
+    assert_bitwise(pool.alone(pipelined, case), reference(case))
+    assert_bitwise(join(pool.run(pipelined, case, ranks=case.ranks)), reference(case))
 
 
 def folded(case: Case) -> Trained:
@@ -203,7 +203,8 @@ def test_late_messages_and_slow_ranks_change_no_bit(case: Case, ordered: bool, p
 )
 def test_default_accumulation_is_the_same_over_messages(case: Case, pool: Pool) -> None:
     """The same bits in one process and in several; the caller's own generator is left as it was."""
-    assert_bitwise(on_ranks(pool, pipelined, case), pipelined(case))
+    alone = pool.alone(pipelined, case)
+    assert_bitwise(join(pool.run(pipelined, case, ranks=case.ranks)), alone)
 
 
 def generator_before_and_after(case: Case) -> bool:
