@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor as FakeTensor  # 2.11-2.13:
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode  # 2.11-2.13: shapes without memory
 from torch.fx import Node
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.experimental import proxy_tensor  # 2.11-2.13: which node a tensor is in a graph being traced
 from torch.fx.experimental.proxy_tensor import make_fx as make_fx  # 2.11-2.13: documented as functorch.make_fx
 from torch.fx.graph import _BoxedCodeGen  # 2.11-2.13: the only code generator that frees inputs as they are used
 from torch.fx.traceback import annotate, get_current_meta, preserve_node_meta
@@ -229,7 +229,7 @@ def instead_of_function_apply(apply: Callable[..., Any]) -> Iterator[None]:
 
 def is_traced() -> bool:
     """Whether operations that are called now are traced (2.11-2.13: no public name)."""
-    return get_proxy_mode() is not None
+    return proxy_tensor.get_proxy_mode() is not None
 
 
 @contextlib.contextmanager
@@ -359,6 +359,44 @@ def storage_key(value: torch.Tensor) -> int:
     """A key shared by tensors, also fake ones, that alias one storage (2.11-2.13: a fake storage has no data
     pointer)."""
     return value.untyped_storage()._cdata
+
+
+@contextlib.contextmanager
+def outside_of_trace() -> Iterator[None]:
+    """In the middle of a trace: operations inside run as always, on real tensors (2.11-2.13)."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
+        yield
+
+
+def traced_node(tensor: torch.Tensor) -> tuple[Node, torch.nn.Module] | None:
+    """The node that a tensor is in the graph that is being traced, and the module that holds the graph's constants;
+    None if the tensor is not of this trace (2.11-2.13)."""
+    mode = proxy_tensor.get_proxy_mode()
+    if mode is None or not isinstance(tensor, FakeTensor):
+        return None
+    proxy = getattr(proxy_tensor.get_proxy_slot(tensor, mode.tracer, None), "proxy", None)
+    return None if proxy is None else (proxy.node, mode.tracer.root)  # type: ignore[union-attr]
+
+
+def is_part_of_vmap(function: object) -> bool:
+    """Whether a traced function opens or closes a vmap (2.11-2.13: what torch.export writes around one)."""
+    return getattr(function, "__module__", "") == "torch._functorch.predispatch"
+
+
+class NoTensor:
+    """A class without instances, in place of that of fake tensors."""
+
+
+@contextlib.contextmanager
+def asked_for_fake_tensors(answer: Callable[[Any], type]) -> Iterator[None]:
+    """Inside, `torch._subclasses.FakeTensor`, by which models tell a trace, is what `answer` returns to its caller
+    (2.11-2.13: torch has no public name; a property on a module is the only way to know who asks)."""
+    package, original = torch._subclasses, type(torch._subclasses)
+    package.__class__ = type(original.__name__, (original,), {"FakeTensor": property(answer)})
+    try:
+        yield
+    finally:
+        package.__class__ = original
 
 
 def single_threaded_backward() -> contextlib.AbstractContextManager[None]:

@@ -18,10 +18,12 @@ from torch.fx import GraphModule
 from zbcompile.passes.capture.autocast import number_autocast_regions
 from zbcompile.passes.capture.export_errors import export_failure
 from zbcompile.passes.capture.function_calls import FunctionCall
+from zbcompile.passes.capture.guards import Guards, separate_guards
 from zbcompile.passes.capture.meta_device import as_if_on
+from zbcompile.passes.capture.questions import Given, Questions
 from zbcompile.passes.capture.side_effects import Watch
 from zbcompile.passes.capture.torch_private import eagers_kernels, quick_decompositions
-from zbcompile.passes.capture.tracing_flags import told_it_is_eager
+from zbcompile.passes.capture.tracing_flags import EAGER, ways_to_trace
 from zbcompile.passes.capture.training_step import Inference, LossFunction, TrainingStep
 from zbcompile.passes.capture.unsupported import problems_of, raise_first, training_problems
 from zbcompile.passes.errors import CaptureError
@@ -40,7 +42,8 @@ class Captured:
     leaves, some of which may be `constant_leaves` (None, numbers). `dimensions` has the dimension of the
     mesh of each of its process groups, by this process's name of the group; `groups` these names by what the graph
     calls the groups once it is canonical (`zbcompile.passes.graph.process_groups`).
-    `functions` are the calls of autograd.Functions in the graph, which run only while these live.
+    `functions` are the calls of autograd.Functions in the graph, which run only while these live. The graph is right
+    only for microbatches that answer `guards` alike, if forward asked about the values of its inputs.
     """
 
     module: GraphModule
@@ -54,6 +57,7 @@ class Captured:
     dimensions: Mapping[str, str] = field(default_factory=dict)
     groups: Mapping[str, str] = field(default_factory=dict)
     functions: tuple[FunctionCall, ...] = ()
+    guards: Guards | None = None
 
 
 def capture(
@@ -62,13 +66,15 @@ def capture(
     kwargs: dict[str, Any],
     target: Any = None,
     loss: LossFunction | None = None,
+    given: Given | None = None,
 ) -> Captured:
-    """Capture the training step of `model` for ONE microbatch, in the mode (train or eval) its modules are in.
+    """Capture the training step of `model` for ONE microbatch, in the mode (train or eval) its modules are in. Where
+    forward asks about the values of its inputs, the answers are the microbatch's own, or those `given`.
 
     Raises CaptureError for what cannot be captured or would lose gradients.
     """
     raise_first(training_problems(model, loss))
-    watch = Watch()
+    watch = Watch(questions=Questions(given=given))
     with _judged(watch):
         captured = trace_training(model, args, kwargs, target, loss, watch)
     for text in watch.warnings:
@@ -90,11 +96,13 @@ def trace_training(
     return replace(captured, outputs=tuple(as_loss.get(slot, slot) for slot in captured.outputs))
 
 
-def capture_inference(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
-    """Capture the model alone in eval mode; every module's mode is restored."""
+def capture_inference(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], given: Given | None = None
+) -> Captured:
+    """Capture the model alone in eval mode; every module's mode is restored. `given` as for `capture`."""
     raise_first(problems_of(model))
     modes = {module: module.training for module in model.modules()}
-    watch = Watch()
+    watch = Watch(questions=Questions(given=given))
     model.eval()
     try:
         with torch.no_grad(), _without_fast_path(), _judged(watch):
@@ -120,11 +128,26 @@ def _export(
 ) -> Captured:
     # Copies: torch.export silently merges inputs that are the same object.
     example = pytree.tree_map_only(torch.Tensor, copy_with_strides, (args, kwargs, target))
+    watch.questions.example = pytree.tree_leaves(example)
     with as_if_on(wrapper.model, _device_of(example)) as adapted:
-        example = pytree.tree_map_only(torch.Tensor, adapted, example)
-        program = _exported(wrapper, watch, example)
-        captured = _with_roles(program, wrapper.model, example)
-        return replace(captured, functions=tuple(watch.calls.values()))
+        traced = pytree.tree_map_only(torch.Tensor, adapted, example)
+        program = _exported(wrapper, watch, traced)
+        captured = _with_roles(program, wrapper.model, example, watch.questions)
+    _check_answers(captured.guards, watch.questions, example)
+    return replace(captured, functions=tuple(watch.calls.values()))
+
+
+def _check_answers(guards: Guards | None, questions: Questions, example: Any) -> None:
+    """The answers were computed operation by operation, as forward asked; the graph that asks later must agree."""
+    if guards is None:
+        return
+    if questions.given is None:
+        paths, leaves, _ = flatten_inputs(example)
+        wrong = guards.different(dict(zip(paths, leaves, strict=True)))
+    else:
+        wrong = guards.lines[0] if questions.given != guards.given else ""
+    if wrong:
+        raise CaptureError(f"forward asks about values in a way that a graph cannot repeat: {wrong}.")
 
 
 def _exported(wrapper: "TrainingStep | Inference", watch: Watch, example: Any) -> torch.export.ExportedProgram:
@@ -156,20 +179,28 @@ def _diagnosed(model: nn.Module, watch: Watch) -> Iterator[None]:
 def _exported_on_eagers_path(
     wrapper: "TrainingStep | Inference", watch: Watch, example: Any
 ) -> torch.export.ExportedProgram:
-    """Export as in eager mode; a model that asks whether it is traced is told so only if it cannot be captured
-    otherwise."""
-    asked: list[str] = []
-    try:
-        with told_it_is_eager(asked):
-            return _export_once(wrapper, watch, example)
-    except Exception as error:
-        if isinstance(error, CaptureError) or not asked:
+    """Export as in eager mode; in another way only if the model cannot be captured otherwise."""
+    asked: dict[str, str] = {}
+    given = watch.questions.given
+    for way in ways_to_trace(lambda: watch.questions.read_numbers, asked) if given is None else (given.way,):
+        watch.questions.way = way
+        watch.warnings.clear()
+        try:
+            with way.told(asked):
+                program = _export_once(wrapper, watch, example)
+            break
+        except CaptureError:
             raise
-    program = _export_once(wrapper, watch, example)
-    watch.warning(
-        f"forward asks torch whether it is being traced ({asked[0]}), and can be captured only if the answer is yes. "
-        "It may take a different path than in eager mode, with different last bits, even with exact=True."
-    )
+        except Exception as caught:
+            error = caught
+    else:
+        raise error
+    if way.hides != EAGER:
+        line = next(iter(asked.values()))
+        watch.warning(
+            f"forward asks torch whether it is being traced ({line}), and can be captured only if the answer is yes. "
+            "It may take a different path than in eager mode, with different last bits, even with exact=True."
+        )
     return program
 
 
@@ -236,18 +267,23 @@ def _detach_after(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
     node.replace_all_uses_with(detached, delete_user_cb=lambda user: user is not detached)
 
 
-def _with_roles(program: torch.export.ExportedProgram, model: nn.Module, example: Any) -> Captured:
+def _with_roles(
+    program: torch.export.ExportedProgram, model: nn.Module, example: Any, questions: Questions
+) -> Captured:
     names = first_names(model)
+    inputs, constants = _input_slots(program, names, example), _constants(program)
+    guards = separate_guards(program.graph_module, inputs, questions, constants)
     outputs, constant_leaves = _output_slots(program, names)
     return Captured(
         module=program.graph_module,
-        inputs=_input_slots(program, names, example),
-        outputs=outputs,
+        inputs=inputs,
+        outputs=outputs[: len(outputs) - len(questions.answers)],
         names=names,
         trainable=frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad),
-        constants=_constants(program),
-        structure=program.call_spec.out_spec,
+        constants=constants,
+        structure=program.call_spec.out_spec.child(0),
         constant_leaves=constant_leaves,
+        guards=guards,
     )
 
 

@@ -22,6 +22,7 @@ from zbcompile.passes.capture.attention_kernels import (
 from zbcompile.passes.capture.custom_functions import calls_as_operators
 from zbcompile.passes.capture.function_calls import FunctionCall
 from zbcompile.passes.capture.python_effects import numbers_drawn_outside_torch, output_of_forward
+from zbcompile.passes.capture.questions import NOT_ANSWERED, Questions
 from zbcompile.passes.graph.source_location import calling_line
 from zbcompile.passes.torch_private import (
     FUNCTIONAL_COLLECTIVES_MODULE,
@@ -40,13 +41,15 @@ _GRADIENTS = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backwar
 class Watch:
     """What was seen: `problems` forbid the capture, `warnings` are worth telling the user.
 
-    `shape_from_data` is the first line that made a tensor whose shape depends on the data.
+    `shape_from_data` is the first line that made a tensor whose shape depends on the data, `questions` are those that
+    forward asks about its inputs.
     """
 
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     shape_from_data: str = ""
     calls: dict[Hashable, FunctionCall] = field(default_factory=dict)
+    questions: Questions = field(default_factory=Questions)
 
     @contextlib.contextmanager
     def functions(self, model: nn.Module) -> Iterator[None]:
@@ -55,8 +58,9 @@ class Watch:
             yield
 
     @contextlib.contextmanager
-    def forward(self, model: nn.Module) -> Iterator[None]:
+    def forward(self, model: nn.Module, inputs: Any) -> Iterator[None]:
         """Around the model's forward inside an export."""
+        self.questions.begin(inputs)
         buffers, attributes = _buffers(model), _attributes(model)
         parameters = {id(parameter) for parameter in model.parameters()}
         python = numbers_drawn_outside_torch(model, self.problem), output_of_forward(self.warning)
@@ -120,6 +124,9 @@ class _Calls(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _DATA:
             return args[0].detach()
+        answer = self.watch.questions.ask(func, args, kwargs or {})
+        if answer is not NOT_ANSWERED:
+            return answer
         if func in _HOOKS:
             self.watch.problem(
                 f"forward calls {func.__name__} on an activation ({calling_line()}); gradients of a compiled stage do "

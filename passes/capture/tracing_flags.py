@@ -6,34 +6,62 @@ values themselves instead of leaving both to the attention kernel: other kernels
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
 from zbcompile.passes.graph.source_location import calling_line
-from zbcompile.passes.torch_private import replaced
+from zbcompile.passes.torch_private import FakeTensor, NoTensor, asked_for_fake_tensors, replaced
+
+FAKES, FLAGS = "fakes", "flags"
+EAGER = (FAKES, FLAGS)
 
 
-@contextlib.contextmanager
-def told_it_is_eager(asked: list[str]) -> Iterator[None]:
-    """Inside, `torch.compiler.is_compiling()` and `is_exporting()` return False to all code but torch's own.
+class Way(NamedTuple):
+    """How a model is traced: `hides` says what it is told as in eager mode, the rest is the truth; `numbers` whether it
+    gets the numbers that it reads from its inputs. They are left open if it can be captured so, since a number that is
+    only logged decides nothing."""
 
-    The first line of the model that asks, if any does, is added to `asked`.
-    """
-    with contextlib.ExitStack() as stack:
-        for question in ("is_compiling", "is_exporting"):
-            answer = _answer(getattr(torch.compiler, question), asked)
-            stack.enter_context(replaced(torch.compiler, question, answer))
-        yield
+    hides: tuple[str, ...]
+    numbers: bool
+
+    @contextlib.contextmanager
+    def told(self, asked: dict[str, str]) -> Iterator[None]:
+        """Inside, with FLAGS, `torch.compiler.is_compiling()` and `is_exporting()` return False to all code but torch's
+        own; with FAKES no tensor is an instance of `torch._subclasses.FakeTensor`.
+
+        The first line of the model that asks either, if any does, is added to `asked`.
+        """
+        with contextlib.ExitStack() as stack:
+            if FAKES in self.hides:
+                answer = _answer(lambda: FakeTensor, NoTensor, FAKES, asked)
+                stack.enter_context(asked_for_fake_tensors(answer))
+            for question in ("is_compiling", "is_exporting") if FLAGS in self.hides else ():
+                answer = _answer(getattr(torch.compiler, question), False, FLAGS, asked)
+                stack.enter_context(replaced(torch.compiler, question, answer))
+            yield
 
 
-def _answer(truth: Callable[[], bool], asked: list[str]) -> Callable[[], bool]:
-    def answer() -> bool:
+EAGERS_WAY = Way(EAGER, numbers=False)
+
+
+def ways_to_trace(reads_numbers: Callable[[], bool], asked: Mapping[str, str]) -> Iterator[Way]:
+    """What to try next after each failure, beginning with what eager mode does."""
+    for hides, more in ((EAGER, None), ((FLAGS,), FAKES), ((), FLAGS)):
+        if more is None or more in asked:
+            yield Way(hides, numbers=False)
+            if reads_numbers():
+                yield Way(hides, numbers=True)
+
+
+def _answer(truth: Callable[[], Any], eagers: Any, kind: str, asked: dict[str, str]) -> Callable[..., Any]:
+    def answer(*_: Any) -> Any:
         if _asker().partition(".")[0] == "torch":
             return truth()
-        if not asked:
-            asked.append(calling_line())
-        return False
+        if kind not in asked:
+            asked[kind] = calling_line()
+        return eagers
 
     return answer
 

@@ -28,7 +28,8 @@ def register_dataclasses(value: Any) -> None:
 
 
 class TrainingStep(nn.Module):
-    """The model followed by its loss. Everything else the model returns is dropped."""
+    """The model followed by its loss. Everything else the model returns is dropped. Beside the result stand the tensors
+    that forward asked about."""
 
     def __init__(self, model: nn.Module, loss: LossFunction | None, watch: Watch) -> None:
         super().__init__()
@@ -36,25 +37,26 @@ class TrainingStep(nn.Module):
         self.loss = loss
         self.watch = watch
 
-    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> torch.Tensor:
-        with self.watch.forward(self.model):
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> tuple[Any, list[torch.Tensor]]:
+        with self.watch.forward(self.model, (args, kwargs, target)):
             output = self.model(*args, **kwargs)
-            return check_loss(loss_in(output) if self.loss is None else self.loss(output, target))
+            loss = check_loss(loss_in(output) if self.loss is None else self.loss(output, target))
+        return loss, self.watch.questions.tensors
 
 
 class Inference(nn.Module):
-    """The model alone, returning whatever it returns."""
+    """The model alone, returning whatever it returns, and beside it the tensors that forward asked about."""
 
     def __init__(self, model: nn.Module, watch: Watch) -> None:
         super().__init__()
         self.model = model
         self.watch = watch
 
-    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Any:
-        with self.watch.forward(self.model):
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> tuple[Any, list[torch.Tensor]]:
+        with self.watch.forward(self.model, (args, kwargs, target)):
             output = self.model(*args, **kwargs)
         register_dataclasses(output)
-        return output
+        return output, self.watch.questions.tensors
 
 
 def loss_in(output: Any) -> torch.Tensor:

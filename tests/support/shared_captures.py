@@ -24,6 +24,7 @@ from torch import nn
 from zbcompile.compiler.compile_model import Drawn, compile_drawn
 from zbcompile.compiler.vocabulary_decision import choose_sharding
 from zbcompile.compiler.vocabulary_sharding import Sharding
+from zbcompile.model.batch import input_tensors
 from zbcompile.passes.capture.canonical import Canonical
 from zbcompile.passes.capture.export import Captured
 from zbcompile.passes.graph.process_groups import is_collective
@@ -107,16 +108,27 @@ def _once(capture: Callable[..., Any]) -> Callable[..., Any]:
         key = sketch(*given)
         if key is None:
             return capture(*given)
-        if key in found:
-            return found.get_or_make(key, lambda: None)
+        made = found.get_or_make(key, lambda: None)
+        if made is not None and _fits(made, given):
+            return made
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             made = capture(*given)
         for warning in seen:
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
-        return made if seen else found.get_or_make(key, lambda: made)
+        if not seen:
+            found[key] = made
+        return made
 
     return captured
+
+
+def _fits(made: Captured, given: tuple[Any, ...]) -> bool:
+    """Whether a graph that was captured before is right for the values of this microbatch, too."""
+    if made.guards is None:
+        return True
+    args, kwargs, target = (*given[1:], None)[:3]
+    return not made.guards.different(input_tensors(args, kwargs, target))
 
 
 def _once_per_object(function: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -211,6 +211,21 @@ def _text(size: int) -> Batch:
     return Batch((), {"input_ids": tokens, "labels": tokens})
 
 
+def _full_text(size: int) -> Batch:
+    """Masks of ones, as tokenizers give them to rows of equal length."""
+    batch = _text(size)
+    return Batch((), {**batch.kwargs, "attention_mask": torch.ones(size, LENGTH, dtype=torch.int64)})
+
+
+def _half_padded_text(size: int) -> Batch:
+    """Every second pair of rows is full, so that microbatches go different ways."""
+    batch = _padded_text(size)
+    full = (torch.arange(size) // 2 % 2 == 0)[:, None]
+    tokens, mask, labels = (batch.kwargs[name] for name in ("input_ids", "attention_mask", "labels"))
+    mask, labels = mask.where(~full, 1), labels.where(~full, tokens)
+    return Batch((), {"input_ids": tokens, "attention_mask": mask, "labels": labels})
+
+
 def _short_text(size: int) -> Batch:
     """A scan over time is as many operations as there are tokens."""
     tokens = torch.randint(3, VOCABULARY, (size, 7))
@@ -266,8 +281,12 @@ def _sequences(size: int) -> Batch:
 ZOO: Mapping[str, Problem] = {
     "llama": Problem(_llama, None, _padded_text),
     "llama-unpadded": Problem(_llama, None, _text),
+    "llama-full": Problem(_llama, None, _full_text),
+    "llama-half-padded": Problem(_llama, None, _half_padded_text),
     "gpt2": Problem(_gpt2, None, _text),
+    "gpt2-full": Problem(_gpt2, None, _full_text),
     "bert": Problem(_bert, None, _masked_text),
+    "bert-full": Problem(_bert, None, _full_text),
     "vit": Problem(_vit, _of_logits, _classes),
     "t5": Problem(_t5, None, _translation),
     "whisper": Problem(_whisper, None, _speech),

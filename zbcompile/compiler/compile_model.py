@@ -2,6 +2,7 @@
 `zbcompile.passes.pass_list.passes_in_order`."""
 
 import functools
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -18,11 +19,12 @@ from zbcompile.model.model_info import facts_of
 from zbcompile.passes.capture.canonical import Canonical
 from zbcompile.passes.capture.differentiability import backward_failure, loss_problems, mixed_dtypes
 from zbcompile.passes.capture.export import Captured
+from zbcompile.passes.capture.questions import Given
 from zbcompile.passes.capture.training_step import LossFunction
 from zbcompile.passes.capture.unsupported import raise_first
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import CaptureError, CompileError
-from zbcompile.passes.graph.fx import output_values
+from zbcompile.passes.graph.fx import call_text, node_numbers, output_values
 from zbcompile.passes.partition.liveness import Line, draw_line
 from zbcompile.passes.partition.shared_parameters import refuse_mutation_of_copies, refuse_shared_mutation
 from zbcompile.passes.partition.stage_graphs import Assignment, Stage, assign_by_cuts, assign_by_parameters
@@ -67,14 +69,15 @@ def draw_step(
     schedule: Schedule | None = None,
     observe: Observer | None = None,
     dimensions: Mapping[str, str] | None = None,
+    given: Given | None = None,
 ) -> Drawn:
     """Capture the training step of `model` for one microbatch's shapes. `vocab="auto"` decides for `schedule`.
 
-    `observe` sees each pass over the model; `dimensions` are those of `Captured`.
+    `observe` sees each pass over the model; `dimensions` are those of `Captured`, `given` answers for `capture`.
     """
     manager = make_manager(observe)
     args, kwargs, target = microbatch.example
-    captured = on_mesh(manager.run(CAPTURE, model, args, kwargs, target, loss), dimensions or {})
+    captured = on_mesh(manager.run(CAPTURE, model, args, kwargs, target, loss, given), dimensions or {})
     with without_autocast(microbatch):
         canonical = canonicalise(captured, manager)
         raise_first([*mixed_dtypes(canonical), *loss_problems(canonical)])
@@ -155,6 +158,8 @@ def compile_drawn(
         loss_dtype=vocabulary.loss_dtype if vocabulary else _loss_dtype(stages[-1]),
         inputs={path: (tuple(t.shape), str(t.dtype)) for path, t in microbatch.tensors.items()},
         canonical_targets=_targets(line),
+        operations=_operations(drawn),
+        guards=captured.guards,
         vocabulary=vocabulary,
         call=call_of(microbatch),
         groups=_groups(canonical, programs),
@@ -217,6 +222,21 @@ def _assign_like(like: Program, canonical: Canonical, line: Line) -> Assignment:
     if _targets(line) == like.canonical_targets:  # the same operations on other shapes: the same cuts
         return assign_by_cuts(line, like.cuts)
     return assign_by_parameters(canonical, line, like.homes)
+
+
+def is_drawn_as(program: Program, drawn: Drawn) -> bool:
+    """Whether `drawn` is the graph that `program` was compiled from, for the same model and shapes: then the answers in
+    which they differ decide nothing."""
+    constants, new = program.model.constants, drawn.captured.constants
+    same = constants.keys() == new.keys() and all(torch.equal(constants[name], new[name]) for name in new)
+    return same and program.operations == _operations(drawn)
+
+
+def _operations(drawn: Drawn) -> str:
+    graph = (drawn.sharding.whole if drawn.sharding else drawn.canonical).module.graph
+    numbers = node_numbers(graph)
+    text = "\n".join(call_text(node, numbers) for node in graph.nodes)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _targets(line: Line) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from torch import nn
 from zbcompile.compiler.compile_model import make_manager, on_mesh
 from zbcompile.model.batch import Microbatch
 from zbcompile.passes.capture.export import Captured
+from zbcompile.passes.capture.questions import Given
 from zbcompile.passes.graph.fx import output_values
 from zbcompile.passes.graph.process_groups import with_groups
 from zbcompile.passes.partition.liveness import draw_line
@@ -44,13 +45,13 @@ def forward_program(inference: Inference, like: Program, microbatches: int) -> P
 
 
 def compile_inference(
-    model: nn.Module, microbatch: Microbatch, like: Program, dimensions: Mapping[str, str]
+    model: nn.Module, microbatch: Microbatch, like: Program, dimensions: Mapping[str, str], given: Given | None = None
 ) -> Inference:
     """Capture `model` in eval mode and cut it so that each parameter is used on the stage where it trains. `dimensions`
-    are those of `Captured`."""
+    are those of `Captured`, `given` answers for `capture_inference`."""
     args, kwargs, _ = microbatch.example
     manager = make_manager()
-    captured = on_mesh(manager.run(CAPTURE_INFERENCE, model, args, kwargs), dimensions)
+    captured = on_mesh(manager.run(CAPTURE_INFERENCE, model, args, kwargs, given), dimensions)
     canonical = canonicalise(captured, manager)
     line = draw_line(canonical)
     assigned = assign_by_parameters(canonical, line, like.homes)

@@ -5,6 +5,7 @@ An evaluation is a forward-only program: the same actions, messages and buffers 
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,11 @@ from torch import nn
 
 from zbcompile.compiler.inference import Inference, compile_inference, forward_program
 from zbcompile.distributed.ranks import Ranks
+from zbcompile.frontend.answers import ByAnswers, captured_alike
 from zbcompile.model.batch import Batch
+from zbcompile.passes.capture.guards import Guards
+from zbcompile.passes.capture.questions import Given
+from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.program.program import Program
 from zbcompile.runtime.engine import Engine, Executable, StepInput, StepRuns, make_executable
@@ -27,10 +32,12 @@ Resident = Mapping[Slot, torch.Tensor]
 
 @dataclass
 class Evaluation:
-    """The evaluation of one shape of batch: `count` equal chunks, each through `inference`."""
+    """The evaluation of one shape of batch: `count` equal chunks, each through `inference`; right for batches that
+    answer `guards` alike."""
 
     inference: Inference
     count: int
+    guards: Guards | None
     executable: Executable | None = None
 
     def bind(self, program: Program, ranks: Ranks, resident: Resident, debug_nan: bool) -> Executable:
@@ -41,21 +48,46 @@ class Evaluation:
         return replace(self.executable, stages=stages)
 
 
-def plan_evaluation(model: nn.Module, batch: Batch, program: Program, dimensions: Mapping[str, str]) -> Evaluation:
-    """Compile the forward for this batch. `dimensions` are those of `Captured`.
+def choose_evaluation(
+    found: ByAnswers[Evaluation], model: nn.Module, batch: Batch, program: Program, ranks: Ranks
+) -> Evaluation:
+    """The evaluation in `found` for the answers of a batch to what forward asks; compiled if there is none."""
+
+    def add(new: int | None) -> None:
+        with ranks.watch.position.turn_to(f"compiling eval for {batch.whole.summary()}"):
+            plan = partial(plan_evaluation, model, batch, program, ranks.mesh.labels)
+            made = captured_alike(ranks, "compiling eval", plan, lambda each: each.guards, leads=new is not None)
+            found.add(made.guards, made)
+
+    (answers,), _ = found.find(ranks, [batch.whole.tensors], add)
+    return found[answers]
+
+
+def plan_evaluation(
+    model: nn.Module, batch: Batch, program: Program, dimensions: Mapping[str, str], given: Given | None = None
+) -> Evaluation:
+    """Compile the forward for this batch, with its own answers to what forward asks, or those `given`. `dimensions` are
+    those of `Captured`.
 
     It runs in microbatches when every output has one row per sample; an output of another kind (a loss, say) is
     computed on the whole batch, so that it is what the model itself returns. So is a forward that changes buffers,
-    which a batch changes once.
+    which a batch changes once. What forward asks is answered for the batch as a whole, as in eager mode.
     """
-    whole = compile_inference(model, batch.whole, program, dimensions)
+    whole = compile_inference(model, batch.whole, program, dimensions, given)
+    guards = whole.captured.guards
     wanted = program.schedule.microbatches
     count = max(n for n in range(1, wanted + 1) if batch.divides_into(n))
     if count == 1 or not _has_rows(whole, batch.size) or whole.changes_buffers:
-        return Evaluation(whole, 1)
-    chunk = compile_inference(model, batch.microbatch(0, count), program, dimensions)
+        return Evaluation(whole, 1, guards)
+    alike = guards.given if guards else None
+    try:
+        chunk = compile_inference(model, batch.microbatch(0, count), program, dimensions, alike)
+    except CaptureError:
+        if guards is None:
+            raise
+        return Evaluation(whole, 1, guards)  # a chunk asks other questions
     fits = _has_rows(chunk, batch.size // count) and _rest(chunk) == _rest(whole)
-    return Evaluation(chunk, count) if fits else Evaluation(whole, 1)
+    return Evaluation(chunk, count, guards) if fits else Evaluation(whole, 1, guards)
 
 
 def _has_rows(inference: Inference, size: int) -> bool:

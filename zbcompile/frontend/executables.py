@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,20 +15,23 @@ from torch import nn
 from zbcompile.backends.backend import Compilation, make_backend
 from zbcompile.backends.compiled_passes import CompiledPasses, compile_passes
 from zbcompile.backends.cuda_graphs import check_cuda_graphs
-from zbcompile.compiler.compile_model import Drawn, compile_drawn, draw_step
+from zbcompile.compiler.compile_model import Drawn, compile_drawn, draw_step, is_drawn_as
 from zbcompile.compiler.measure_nodes import measure_line
 from zbcompile.distributed.agreement import agreed_seconds, require_equal_programs, together
 from zbcompile.distributed.equal_tensors import require_equal_tensors
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.distributed.replicas import broadcast
 from zbcompile.env import DEBUG_NAN
+from zbcompile.frontend.answers import ByAnswers, captured_alike
 from zbcompile.frontend.options import Options
+from zbcompile.frontend.recent import Recent
 from zbcompile.frontend.state_dict import own_state
-from zbcompile.model.batch import Microbatch
+from zbcompile.model.batch import Batch, Microbatch
 from zbcompile.model.materialize import Share
 from zbcompile.model.placements import SHARD, along, require_matches
 from zbcompile.model.resident_tensors import kind_of, require_same_tensors, resident_tensors
 from zbcompile.passes.capture.attention_kernels import attention_kernels
+from zbcompile.passes.capture.questions import Given
 from zbcompile.passes.capture.unsupported import hook_problems, raise_first
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.graph.roles import Slot
@@ -38,6 +41,7 @@ from zbcompile.program.program import OF_A_PLACE, Program
 from zbcompile.program.save import save_program
 from zbcompile.runtime.data_parallel import sums_of
 from zbcompile.runtime.engine import Executable, make_executable
+from zbcompile.runtime.mixed_answers import mix
 from zbcompile.runtime.nan_check import inspected
 from zbcompile.runtime.stage_plan import prepare_stage
 from zbcompile.runtime.vocabulary_collectives import Roots
@@ -62,49 +66,69 @@ class Executables:
         check_cuda_graphs(options.cuda_graphs, ranks.device)
         self.compilations: list[Compilation] = []
         self.parameters: dict[str, nn.Parameter] = {}
-        self._kept: Recent[Any, Executable] = Recent(options.max_shapes)
+        self._kept: Recent[Any, ByAnswers[Executable]] = Recent(options.max_shapes)
+        self._mixed: Recent[Any, tuple[list[Executable], Executable]] = Recent(options.max_shapes)
         self._bound: dict[Slot, tuple[torch.Tensor, str]] = {}
-        self._last: Executable
+        self._last: ByAnswers[Executable]
         self._last_state: tuple[Any, ...] | None = None
         self._compared = False
 
     def __iter__(self) -> Iterator[Executable]:
-        return iter(self._kept)
+        return (executable for found in self._kept for executable in found)
 
     def first(self) -> Executable:
         """The one that was made first."""
-        return self._kept.first()
+        return self._kept.first().first()
 
     def adopt(self, program: Program) -> Executable:
         """Run `program`, which was compiled elsewhere."""
         self.program = program
         together(self._ranks, "filling the model", lambda: self._make_real(program))
         executable = self._prepare(program)
-        self._kept.add((), executable)
+        self._last = self._by_answers()
+        self._last.add(program.guards, executable)
+        self._kept.add((), self._last)
         return executable
 
-    def get(self, microbatch: Microbatch) -> Executable:
-        """The executable for microbatches of these shapes; compiled if there is none. Raises PipelineError and
-        CaptureError if the model is no longer the one that was compiled."""
+    def get(self, batch: Batch) -> Executable:
+        """The executable for the microbatches of a batch, by their shapes and by their answers to what forward asks;
+        compiled if there is none. Raises PipelineError and CaptureError if the model is no longer the one that was
+        compiled."""
+        microbatch = batch.microbatch(0, self.schedule.microbatches)
         if self._last_state is None or self._state(microbatch) != self._last_state:
             self._last = self._look_up(microbatch)
             self._last_state = self._state(microbatch)
-        return self._last
+        return self._answered(self._last, batch) if self._last.asks else self._last.first()
+
+    def _by_answers(self) -> ByAnswers[Executable]:
+        return ByAnswers(self._options.max_shapes)
+
+    def _answered(self, found: ByAnswers[Executable], batch: Batch) -> Executable:
+        count = self.schedule.microbatches
+        microbatches = [batch.microbatch(i, count) for i in range(count)]
+
+        def add(new: int | None) -> None:
+            self._add(found, microbatches[new or 0], leads=new is not None)
+
+        own, needed = found.find(self._ranks, [each.tensors for each in microbatches], add)
+        key = tuple(own), tuple(needed)
+        chosen, everywhere = [found[each] for each in own], [found[each] for each in needed]
+        if key not in self._mixed or any(a is not b for a, b in zip(self._mixed[key][0], everywhere, strict=True)):
+            self._mixed.add(key, (everywhere, mix(chosen, everywhere, found.guards[0].lines[0])))
+        return self._mixed[key][1]
 
     def _state(self, microbatch: Microbatch) -> tuple[Any, ...]:
         """Cache key: if unchanged since the last step, reuse the last executable."""
         hooks = bool(global_hooks())
         return microbatch.signature, torch_modes(self._ranks.device), hooks, fingerprint(self._model)
 
-    def _look_up(self, microbatch: Microbatch) -> Executable:
+    def _look_up(self, microbatch: Microbatch) -> ByAnswers[Executable]:
         key = self._key(microbatch)
         if key not in self._kept:
-            with self._ranks.watch.position.turn_to(f"compiling for microbatches of {microbatch.summary()}"):
-                executable = self._compile(microbatch)
+            found = self._by_answers()
+            self._add(found, microbatch, leads=True)
             key = self._key(microbatch)  # forward may have installed hooks, as transformers' do when they first run
-            dropped = self._kept.add(key, executable)
-            if dropped and self._ranks.is_first:
-                print(f"zbcompile: evicted the least recently used program; max_shapes={self._options.max_shapes}.")
+            self._note_eviction(self._kept.add(key, found))
         require_same_tensors(self._model, self._bound)
         raise_first(hook_problems(self._model))
         return self._kept[key]
@@ -121,6 +145,20 @@ class Executables:
             for executable in self:
                 executable.buffers.made.clear()  # a message may still arrive in them
             raise
+
+    def _add(self, found: ByAnswers[Executable], microbatch: Microbatch, leads: bool) -> None:
+        """Compile for a microbatch whose answers are new, on all ranks; only some of them may have met it (`leads`)."""
+        with self._ranks.watch.position.turn_to(f"compiling for microbatches of {microbatch.summary()}"):
+            drawn = self._drawn(microbatch, leads)
+            guards = drawn.captured.guards
+            reason = guards.unlike(found.guards) if guards is not None and found.asks else ""
+            same = next((each for each in found if is_drawn_as(each.program, drawn)), None)
+            executable = same or self._compile(microbatch, drawn, reason)
+            self._note_eviction(found.add(guards, executable))
+
+    def _note_eviction(self, dropped: bool) -> None:
+        if dropped and self._ranks.is_first:
+            print(f"zbcompile: evicted the least recently used program; max_shapes={self._options.max_shapes}.")
 
     def is_own(self, name: str) -> bool:
         """Whether a parameter or buffer lives in this process."""
@@ -160,13 +198,13 @@ class Executables:
         trains = tuple(parameter.requires_grad for parameter in self._model.parameters())
         return microbatch.signature, modules, trains, torch_modes(self._ranks.device)
 
-    def _compile(self, microbatch: Microbatch) -> Executable:
+    def _compile(self, microbatch: Microbatch, drawn: Drawn, reason: str) -> Executable:
         if self.program is not None and self._ranks.is_first:
             print(
-                f"zbcompile: compiling again for microbatches of {microbatch.summary()} (program "
-                f"{len(self._kept) + 1}; max_shapes={self._options.max_shapes} are kept)."
+                f"zbcompile: compiling again for {reason or f'microbatches of {microbatch.summary()}'} (program "
+                f"{len(list(self)) + 1}; max_shapes={self._options.max_shapes} are kept)."
             )
-        program = self._make_program(microbatch)
+        program = self._make_program(microbatch, drawn)
         require_equal_programs(self._ranks, {**program.manifest, **vars(self._options.step)}, of_a_place=OF_A_PLACE)
         if self.program is None:
             self.program = program
@@ -195,10 +233,17 @@ class Executables:
             self.shards = VocabularyShards(bounds, {name: whole[name] for name in sharded}, rank, device)
             self.shards.fill(self.share)
 
-    def _make_program(self, microbatch: Microbatch) -> Program:
+    def _drawn(self, microbatch: Microbatch, leads: bool) -> Drawn:
+        """The captured step, with the same answers on all ranks."""
+
+        def draw(given: Given | None) -> Drawn:
+            step = self._model, microbatch, self._options.loss, self._choices(), self.schedule
+            return draw_step(*step, dimensions=self._ranks.mesh.labels, given=given)
+
+        return captured_alike(self._ranks, "capturing", draw, lambda drawn: drawn.captured.guards, leads)
+
+    def _make_program(self, microbatch: Microbatch, drawn: Drawn) -> Program:
         model, options, schedule, ranks = self._model, self._options, self.schedule, self._ranks
-        given = model, microbatch, options.loss, self._choices(), schedule
-        drawn = together(ranks, "capturing", lambda: draw_step(*given, dimensions=ranks.mesh.labels))
         seconds = self._measured(drawn)
 
         def compile_() -> Program:
@@ -268,44 +313,3 @@ class Executables:
 def torch_modes(device: torch.device) -> Hashable:
     """The torch modes that capture freezes into the graphs: autocast, and the kernels that attention may take."""
     return torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type), attention_kernels()
-
-
-Key = TypeVar("Key")
-Value = TypeVar("Value")
-
-
-class Recent(Generic[Key, Value]):
-    """At most `limit` entries. Adding one more evicts the least recently used entry, but never the first."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self._entries: dict[Key, Value] = {}
-        self._first: Key | None = None
-
-    def __contains__(self, key: Key) -> bool:
-        return key in self._entries
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __iter__(self) -> Iterator[Value]:
-        return iter(self._entries.values())
-
-    def __getitem__(self, key: Key) -> Value:
-        self._entries[key] = value = self._entries.pop(key)
-        return value
-
-    def first(self) -> Value:
-        """The entry that was added first."""
-        return self._entries[self._first]  # type: ignore[index]
-
-    def add(self, key: Key, value: Value) -> bool:
-        """Add an entry; return whether another one was evicted for it."""
-        if not self._entries:
-            self._first = key
-        self._entries[key] = value
-        old = [other for other in self._entries if other not in (self._first, key)]
-        if len(self._entries) > self.limit and old:
-            del self._entries[old[0]]
-            return True
-        return False

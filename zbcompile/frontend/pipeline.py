@@ -3,22 +3,23 @@
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import torch
 from torch import nn
 
 from zbcompile.backends.backend import Compilation
-from zbcompile.distributed.agreement import gathered, together
+from zbcompile.distributed.agreement import gathered
 from zbcompile.distributed.mesh import BATCHES
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
+from zbcompile.frontend.answers import ByAnswers
 from zbcompile.frontend.choose_schedule import choose_schedule, fit_to_batch
-from zbcompile.frontend.evaluation import Evaluation, evaluate, plan_evaluation
-from zbcompile.frontend.executables import Executables, Recent, torch_modes
+from zbcompile.frontend.evaluation import Evaluation, choose_evaluation, evaluate
+from zbcompile.frontend.executables import Executables, torch_modes
 from zbcompile.frontend.grad_clip import total_norm
 from zbcompile.frontend.options import Options
+from zbcompile.frontend.recent import Recent
 from zbcompile.frontend.state_dict import full_state, gather_rows, load_state, owned_parameters, share_state
 from zbcompile.model.batch import Batch, flatten_batch, refuse_input_gradients, require_divisible
 from zbcompile.model.resident_tensors import resident_tensors
@@ -66,7 +67,7 @@ class Pipeline:
         with self._watch.region("making the pipeline"):
             schedule = choose_schedule(options, self._ranks.count)
             self._compiled = Executables(model, options, self._ranks, schedule)
-        self._evaluations: Recent[Any, Evaluation] = Recent(options.max_shapes)
+        self._evaluations: Recent[Any, ByAnswers[Evaluation]] = Recent(options.max_shapes)
 
     if not TYPE_CHECKING:  # with it, type checkers would allow any name
 
@@ -179,11 +180,9 @@ class Pipeline:
         key = (batch.whole.signature, torch_modes(self._ranks.device))
 
         if key not in self._evaluations:
-            with self._watch.position.turn_to(f"compiling eval for {batch.whole.summary()}"):
-                plan = partial(plan_evaluation, self._model, batch, program, self._ranks.mesh.labels)
-                self._evaluations.add(key, together(self._ranks, "compiling eval", plan))
+            self._evaluations.add(key, ByAnswers(self._options.max_shapes))
+        chosen = choose_evaluation(self._evaluations[key], self._model, batch, program, self._ranks)
         self._compiled.share.require_filled()
-        chosen = self._evaluations[key]
         resident = resident_tensors(self._model, chosen.inference.captured.constants)
         rows = gather_rows(self._ranks, self._compiled.shards)
         resident |= {Slot("parameter", name): whole for name, whole in rows.items()}
@@ -340,7 +339,7 @@ class Pipeline:
         return self._program_for(self._split(args, kwargs, None)).program
 
     def _program_for(self, batch: Batch) -> Executable:
-        return self._compiled.get(batch.microbatch(0, self._compiled.schedule.microbatches))
+        return self._compiled.get(batch)
 
     def _as_captured(self) -> torch.autocast:
         """Turn autocast off: the casts are in the graphs, and autocast would add casts that the model does not make."""

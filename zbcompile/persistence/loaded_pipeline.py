@@ -220,7 +220,20 @@ class LoadedPipeline(Pipeline):
                 f"the program was compiled for microbatches of {_listed(self.program.call)}; received "
                 f"{_listed(given)}. Pass such batches, or compile and save a program for these."
             )
+        self._require_answers(batch)
         return self._executable
+
+    def _require_answers(self, batch: Batch) -> None:
+        guards, count = self.program.guards, self.program.schedule.microbatches
+        if guards is None:
+            return
+        for index in range(count):
+            found = guards.different(batch.microbatch(index, count).tensors)
+            if found:
+                raise PipelineError(
+                    f"microbatch {index} gives another answer than the one that the program was compiled for: {found}. "
+                    "Pass batches that answer alike, or compile and save a program for these."
+                )
 
     def _program_for_eval(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
         raise PipelineError(

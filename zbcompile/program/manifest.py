@@ -3,7 +3,7 @@ its fields."""
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -16,6 +16,7 @@ from zbcompile.model.model_info import Member, ModelFacts
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.option import read_options
 from zbcompile.passes.partition.search import Cuts
+from zbcompile.passes.serialization.guard_data import guards_from_data, guards_to_data
 from zbcompile.program.program import Program
 from zbcompile.program.stage_outlines import (
     outline_from_data,
@@ -72,6 +73,7 @@ def manifest_to_text(
         "homes": {name: list(stages) for name, stages in program.homes.items()},
         "stages": [outline_to_data(stage) for stage in program.stages],
         "vocabulary": vocabulary_to_data(program.vocabulary),
+        "guards": guards_to_data(program.guards),
         "files": {name: list(each) for name, each in sorted(files.items())},
     }
     return to_text({**data, "digest": digest_of(data)}, 2)
@@ -132,8 +134,11 @@ def digest_of(data: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(data, sort_keys=True, allow_nan=False).encode()).hexdigest()
 
 
-def program_from_manifest(data: Mapping[str, Any], lowered: Lowered, device: torch.device) -> SavedProgram:
-    """The program, still without graphs. Raises KeyError, TypeError or ValueError for data of another form."""
+def program_from_manifest(
+    data: Mapping[str, Any], lowered: Lowered, device: torch.device, operators: Collection[str]
+) -> SavedProgram:
+    """The program, still without the graphs of its stages; it may call `operators` of other libraries. Raises KeyError,
+    TypeError or ValueError for data of another form."""
     members = tuple(Member(n, k, tuple(shape), tuple(stride), *rest) for n, k, shape, stride, *rest in data["model"])
     cuts: dict[str, Any] = {
         name: tuple(each) if isinstance(each, list) else each for name, each in data["cuts"].items()
@@ -149,6 +154,7 @@ def program_from_manifest(data: Mapping[str, Any], lowered: Lowered, device: tor
         inputs={path: (tuple(shape), dtype) for path, (shape, dtype) in data["inputs"].items()},
         vocabulary=vocabulary_from_data(data["vocabulary"], str(device)),
         canonical_targets=(),
+        guards=guards_from_data(data["guards"], device, operators),
         call=tuple(data["call"]),
         groups=dict.fromkeys(data["dimensions"], ""),  # named by the process that loads it
         step=StepOptions(**data["step"]),

@@ -13,6 +13,7 @@ from zbcompile.errors import PipelineError
 from zbcompile.model.batch import Microbatch
 from zbcompile.model.model_info import ModelFacts
 from zbcompile.model.placements import placement_of
+from zbcompile.passes.capture.guards import Guards
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.partition.search import Cuts
 from zbcompile.passes.stage.exchanges import Collective, collectives_of
@@ -32,8 +33,9 @@ class Program:
     `stages[i]` is the program of stage i, `lowered.programs[rank]` the actions of a rank with their communication,
     `homes` the stages that use each parameter and buffer (tied ones under their first name), `cuts` where the model
     was cut, `model` a description of the model, `call` the form of a microbatch (see `call_of`), `writer` the function
-    that saves it, `vocabulary` the output layer if that is sharded over all ranks. `groups`
-    are this process's names of the process groups, by what the graphs call them.
+    that saves it, `vocabulary` the output layer if that is sharded over all ranks, `guards` what forward asks about its
+    inputs, with the answers that the program was compiled for, `operations` a hash of the graph before it was cut.
+    `groups` are this process's names of the process groups, by what the graphs call them.
     """
 
     model: ModelFacts
@@ -46,6 +48,8 @@ class Program:
     inputs: Mapping[str, tuple[tuple[int, ...], str]]
     vocabulary: VocabularyProgram | None
     canonical_targets: tuple[str, ...] = field(repr=False)
+    operations: str = field(default="", repr=False)
+    guards: Guards | None = None
     call: tuple[str, ...] = ()
     step: StepOptions = field(default_factory=StepOptions)
     groups: Mapping[str, str] = field(default_factory=dict, compare=False)
@@ -144,6 +148,7 @@ class Program:
             "vocabulary": self._sharding,
             "collectives": [list(map(_exchange, collectives_of(stage))) for stage in self.stages],
             "graphs": [_digest(stage.pieces["BW"].module.code) for stage in self.stages],
+            "guards": [] if self.guards is None else [_digest(self.guards.text), repr(self.guards.given.answers)],
             "types": [_digest(_types(stage.pieces["BW"].module)) for stage in self.stages],
         }
 
@@ -152,7 +157,8 @@ class Program:
         found = self.vocabulary
         if found is None:
             return []
-        graphs = [_digest(each[name].module.code) for each in found.pieces for name in sorted(each)]
+        modules = [each[name].module for each in found.pieces for name in sorted(each)]
+        graphs = [_digest(module.code + _types(module)) for module in modules]
         return [found.weight, found.barriers, list(map(list, found.bounds)), graphs]
 
 

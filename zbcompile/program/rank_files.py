@@ -16,6 +16,7 @@ from zbcompile.passes.serialization.graph_modules import (
     piece_to_data,
     tensors_in,
 )
+from zbcompile.passes.serialization.guard_data import guards_piece
 from zbcompile.passes.split.subgraphs import Piece
 from zbcompile.program.program import Program
 from zbcompile.program.rank_memory import rank_bytes
@@ -77,6 +78,7 @@ def operators_of(program: Program) -> list[str]:
     """The operators that the graphs call, as `library::operator`, if the library is not torch's own."""
     groups = [stage.pieces for stage in program.stages] + list(program.vocabulary.pieces if program.vocabulary else ())
     pieces = [piece for group in groups for piece in group.values()]
+    pieces += [guards_piece(program.guards)] if program.guards else []
     return sorted(set().union(*(foreign_operators(piece_to_data(piece)) for piece in pieces)))
 
 

@@ -64,7 +64,7 @@ def _assemble(
     if (lowered.schedule.ranks, lowered.schedule.stages) != (data["ranks"], len(data["stages"])):
         raise ValueError(f"{SCHEDULE} is of another number of ranks or stages")
     check(lowered, weight_order="any")
-    program = program_from_manifest(data, lowered, device)
+    program = program_from_manifest(data, lowered, device, operators)
     for rank in own:
         files = graph_files(program, rank)
         graphs = {stem: reader.json(graph_file(rank, stem)) for stem in files}

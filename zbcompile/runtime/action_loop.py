@@ -93,7 +93,7 @@ class RankRun:
             return other.begin_backward(op, microbatch, self._taken(backward))
 
         values: list[Any] = one.begin_forward(forward.action.microbatch, self._taken(forward))
-        run = self.plan.merged[forward.action.stage, op, backward.action.stage]
+        run = self.plan.merged[forward.action, backward.action]
         self._pass_on(backward, other.end_backward(op, microbatch, run([*values, take, give])))
 
     def _forward(self, to: Instruction) -> None:

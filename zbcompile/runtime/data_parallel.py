@@ -109,11 +109,13 @@ class Reduction:
         return {action: partial(self.start, stage) for action, stage in self.last.items()}
 
     def start(self, stage: int) -> None:
-        """Begin to reduce a stage's gradients; returns at once."""
+        """Begin to reduce a stage's gradients; returns at once. What no microbatch here trained, those of another
+        replica did: it takes part with zeros."""
         names = sorted(self.names[stage], key=lambda name: self.order[self._group(name)])
         for group, found in groupby(names, key=self._group):
-            sums = map(self.gradients.whole_sum, found)
-            self.buckets.extend(_send(part, group) for part in in_buckets(s for s in sums if s is not None))
+            sums = ((name, self.gradients.whole_sum(name)) for name in found)
+            whole = (self.gradients.buffer(name, stage) if own is None else own for name, own in sums)
+            self.buckets.extend(_send(part, group) for part in in_buckets(whole))
 
     def finish(self) -> None:
         """Reduce what several stages share, and wait for everything.

@@ -97,10 +97,13 @@ class DistributedEngine:
 
 def _share_buffers(executable: Executable) -> None:
     """What forwards write into buffers: replicas continue with the first one's, as under DistributedDataParallel."""
-    for stage in executable.stages.values():
+    found: dict[str, torch.Tensor] = {}
+    for stage in (stage for stages in (executable.stages, *executable.beside) for stage in stages.values()):
         for slot in stage.program.pieces["F"].outputs:
             if slot.kind == "mutation" and slot.name in executable.sums:
-                broadcast([stage.resident[Slot("buffer", slot.name)]], executable.sums[slot.name].group)
+                found[slot.name] = stage.resident[Slot("buffer", slot.name)]
+    for name in sorted(found):
+        broadcast([found[name]], executable.sums[name].group)
 
 
 def _comparable(

@@ -16,7 +16,7 @@ from zbcompile.program.program import Program
 from zbcompile.runtime.action_loop import RankRun
 from zbcompile.runtime.data_parallel import Sum
 from zbcompile.runtime.gradient_buffers import Gradients
-from zbcompile.runtime.rank_plan import RankPlan, plan_rank
+from zbcompile.runtime.rank_plan import RankPlan, Stages, plan_rank
 from zbcompile.runtime.recorder import Labels, Recorder
 from zbcompile.runtime.stage_plan import CompiledStage
 from zbcompile.runtime.stage_run import StageRun
@@ -41,7 +41,11 @@ class StepInput:
 @dataclass(frozen=True)
 class Executable:
     """A program with this process's part of it: its compiled stages, the plans of its ranks, their buffers, and over
-    whom gradients are summed."""
+    whom gradients are summed.
+
+    `variants`, if there are any, are the stages for each microbatch: the graphs of its own answers to forward's
+    questions. `beside` are all stages that run in the same step: for some microbatches, or in other replicas.
+    """
 
     program: Program
     stages: Mapping[int, CompiledStage]
@@ -49,6 +53,8 @@ class Executable:
     buffers: ReceiveBuffers
     vocabulary: VocabularyExecutable | None
     sums: Mapping[str, Sum] = field(default_factory=dict)
+    variants: tuple[Stages, ...] = ()
+    beside: tuple[Stages, ...] = ()
 
 
 def make_executable(
@@ -103,6 +109,8 @@ class StepRuns:
             stage: StageRun(executable.stages[stage], gradients, microbatches, self._loss_factor, self._seeds)
             for stage in executable.program.stages_of(plan.rank)
         }
+        for stage, run in runs.items():
+            run.variants = [stages[stage] for stages in executable.variants]
         observe = Labels(self.recorder) if profiler_is_on() else self.recorder
         position, transport = self.ranks.watch.position, self.transport
         if executable.vocabulary is None or self._collectives is None:

@@ -10,7 +10,7 @@ All of these take one list: the forward's inputs, a function that takes its resu
 backward's inputs. They return the backward's results.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -27,14 +27,22 @@ from zbcompile.schedules.ir.actions import Action, Pair
 Kind = tuple[int, str, int]  # the stage of the forward, the operation of the backward and its stage
 
 
-def make_pairs(steps: Sequence[Sequence[Action]], stages: Mapping[int, CompiledStage]) -> dict[Kind, Run]:
-    """A function per kind of pair in the order of a rank. A rank with two model copies runs at most four kinds."""
-    kinds = kinds_of_pairs(steps)
-    if not kinds:
+def make_pairs(
+    steps: Sequence[Sequence[Action]], stage_of: Callable[[Action], CompiledStage]
+) -> dict[tuple[Action, Action], Run]:
+    """A function per pair in the order of a rank, the same one for pairs of the same stages. A rank with two model
+    copies has at most four, unless its microbatches run different graphs."""
+    pairs = [step for step in steps if isinstance(step, Pair)]
+    if not pairs:
         return {}
-    device = stages[next(iter(kinds))[0]].device
+    device = stage_of(pairs[0].forward).device
     aside = torch.get_device_module(device).Stream(device) if PAIR_STREAMS.read() else None
-    return {(f, op, b): _pair_of(stages[f], op, stages[b], aside) for f, op, b in kinds}
+    made: dict[tuple[int, str, int], Run] = {}
+    for pair in pairs:
+        one, op, other = stage_of(pair.forward), pair.backward.op, stage_of(pair.backward)
+        if (id(one), op, id(other)) not in made:
+            made[id(one), op, id(other)] = _pair_of(one, op, other, aside)
+    return {(f, b): made[id(stage_of(f)), b.op, id(stage_of(b))] for f, b in pairs}
 
 
 def kinds_of_pairs(steps: Iterable[object]) -> dict[Kind, None]:

@@ -9,7 +9,7 @@ reports the end of a send only to a wait; once the send is known to be over, tha
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from zbcompile.backends.types import Run
 from zbcompile.distributed.boundary_messages import HIDDEN_MESSAGE, ROWS_MESSAGE, Buffer, Message
 from zbcompile.passes.graph.roles import TensorSpec
 from zbcompile.program.program import Program
-from zbcompile.runtime.overlapped_pairs import Kind, make_pairs
+from zbcompile.runtime.overlapped_pairs import make_pairs
 from zbcompile.runtime.stage_plan import Arrival, CompiledStage, arrivals_of
 from zbcompile.schedules.ir.actions import COMPUTE, MESSAGES, RECEIVES, SENDS, Action, B, F, Pair, Step
 from zbcompile.schedules.ir.dependencies import RECEIVE_OF, SEND_OF, awaited, source, target, travels_as
@@ -49,11 +49,11 @@ class Instruction(NamedTuple):
 @dataclass(frozen=True)
 class RankPlan:
     """The instructions of one rank; a pair is a tuple of two, and of the send of what its forward makes. `merged` runs
-    its pairs, by their kind."""
+    its pairs, by their two actions."""
 
     rank: int
     instructions: tuple[tuple[Instruction, ...], ...]
-    merged: Mapping[Kind, Run]
+    merged: Mapping[tuple[Action, Action], Run]
 
     @property
     def buffers(self) -> dict[TensorSpec, int]:
@@ -65,10 +65,17 @@ class RankPlan:
         return counts
 
 
-def plan_rank(program: Program, rank: int, stages: Mapping[int, CompiledStage]) -> RankPlan:
-    """Plan the actions of `rank`, whose compiled stages are among `stages`."""
+Stages = Mapping[int, CompiledStage]
+
+
+def plan_rank(program: Program, rank: int, stages: Stages, variants: Sequence[Stages] = ()) -> RankPlan:
+    """Plan the actions of `rank`, whose compiled stages are among `stages`; `variants` has others per microbatch."""
     steps = [step if isinstance(step, Pair) else (step,) for step in program.lowered.programs[rank]]
-    buffers = _assign_buffers(program, rank, stages)
+
+    def stage_of(action: Action) -> CompiledStage:
+        return (variants[action.microbatch] if variants else stages)[action.stage]
+
+    buffers = _assign_buffers(program, rank, stage_of)
     completes = _completions(program, rank, buffers)
     collectives = awaited(program.schedule, lowered=True) if program.vocabulary is not None else {}
 
@@ -88,7 +95,7 @@ def plan_rank(program: Program, rank: int, stages: Mapping[int, CompiledStage]) 
             return Instruction(action, carries=makes, peer=peer)
         return Instruction(action, needs, makes, peer == rank, peer=peer, completes=completes.get(action, ()))
 
-    pairs = make_pairs(steps, stages)
+    pairs = make_pairs(steps, stage_of)
     return RankPlan(rank, tuple(tuple(map(instruction, step)) for step in _send_within_pairs(steps)), pairs)
 
 
@@ -140,10 +147,10 @@ def _flat(steps: Sequence[Step]) -> list[Action]:
 
 
 def _assign_buffers(
-    program: Program, rank: int, stages: Mapping[int, CompiledStage]
+    program: Program, rank: int, stage_of: Callable[[Action], CompiledStage]
 ) -> dict[Action, tuple[Buffer, ...]]:
     """A buffer for every tensor of every receive; each comes back after its last reader, in the order of actions."""
-    arrivals = {stage: _with_generator(stages[stage]) for stage in program.stages_of(rank)}
+    arrivals: dict[int, dict[str, tuple[Arrival, ...]]] = {}  # by what runs, of which there is little
     free: dict[TensorSpec, list[int]] = defaultdict(list)
     made: dict[TensorSpec, int] = defaultdict(int)
     live: dict[tuple[int, int], list[tuple[Buffer, frozenset[str]]]] = defaultdict(list)
@@ -151,7 +158,10 @@ def _assign_buffers(
     for action in _flat(program.lowered.programs[rank]):
         waiting = live[action.stage, action.microbatch]
         if action.op in RECEIVES:
-            found = arrivals[action.stage][travels_as(action.op)]
+            stage = stage_of(action)
+            if id(stage) not in arrivals:
+                arrivals[id(stage)] = _with_generator(stage)
+            found = arrivals[id(stage)][travels_as(action.op)]
             assigned[action] = tuple(_take_buffer(arrival, free, made) for arrival in found)
             waiting += [(b, a.readers) for b, a in zip(assigned[action], found, strict=True) if b.number >= 0]
         elif action.op in PASSES:

@@ -19,7 +19,8 @@ Frame = list[torch.Tensor | None]
 @dataclass
 class StageRun:
     """The mutable part of a stage during one step: `frames[microbatch]` holds what waits for B and W, `outputs[leaf]`
-    the parts of the model's output that this stage makes, by microbatch.
+    the parts of the model's output that this stage makes, by microbatch. `variants`, if there are any, say for each
+    microbatch what runs in place of `stage`.
 
     Its methods are called without gradient recording (`torch.no_grad`).
     """
@@ -32,11 +33,16 @@ class StageRun:
     frames: dict[int, Frame] = field(default_factory=dict)
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     outputs: dict[str, dict[int, torch.Tensor]] = field(default_factory=dict)
-    accumulators: list[tuple[int, torch.Tensor]] = field(default_factory=list)
+    accumulators: dict[tuple[tuple[int, str], ...], list[tuple[int, torch.Tensor]]] = field(default_factory=dict)
+    variants: Sequence[CompiledStage] = ()
+
+    def of(self, microbatch: int) -> CompiledStage:
+        """The stage as it runs for a microbatch."""
+        return self.variants[microbatch] if self.variants else self.stage
 
     def forward(self, microbatch: int, arrived: Tensors) -> Tensors:
         """F: `arrived` and the result are the boundary tensors in the order of the stage's `receives` and `sends`."""
-        call = self.stage.calls["F"]
+        call = self.of(microbatch).calls["F"]
         return self.end_forward(microbatch, call.run(self.begin_forward(microbatch, arrived)))
 
     def backward(self, microbatch: int, arrived: Tensors) -> Tensors:
@@ -49,12 +55,12 @@ class StageRun:
 
     def weight(self, microbatch: int) -> None:
         """W: the weight gradients that B left for later."""
-        call = self.stage.calls["W"]
+        call = self.of(microbatch).calls["W"]
         self._end(call, microbatch, call.run(self._take(call, self.frames.pop(microbatch))))
 
     def begin_forward(self, microbatch: int, arrived: Tensors) -> Tensors:
         """The inputs of F, in the order of its graph."""
-        stage = self.stage
+        stage = self.of(microbatch)
         frame = self.frames[microbatch] = list(stage.template)
         if stage.loss_factor is not None:
             frame[stage.loss_factor] = self.loss_factor
@@ -70,7 +76,8 @@ class StageRun:
 
     def end_forward(self, microbatch: int, results: Sequence[torch.Tensor]) -> Tensors:
         """Store the results of F; the tensors to pass on."""
-        stage, call = self.stage, self.stage.calls["F"]
+        stage = self.of(microbatch)
+        call = stage.calls["F"]
         frame = self.frames[microbatch]
         for at, place in call.saves:
             frame[place] = results[at]
@@ -90,15 +97,16 @@ class StageRun:
     def begin_backward(self, name: str, microbatch: int, arrived: Tensors) -> Tensors:
         """The inputs of B or BW, in the order of its graph."""
         frame = self.frames[microbatch] if name == "B" else self.frames.pop(microbatch)
-        specs = self.stage.program.gradients_in.values()
-        for place, value, spec in zip(self.stage.tangents, arrived, specs, strict=True):
+        stage = self.of(microbatch)
+        specs = stage.program.gradients_in.values()
+        for place, value, spec in zip(stage.tangents, arrived, specs, strict=True):
             frame[place] = laid_out(value, spec)
         arrived.clear()
-        return self._take(self.stage.calls[name], frame)
+        return self._take(stage.calls[name], frame)
 
     def end_backward(self, name: str, microbatch: int, results: Sequence[torch.Tensor]) -> Tensors:
         """Store the results of B or BW; the tensors to pass on."""
-        call = self.stage.calls[name]
+        call = self.of(microbatch).calls[name]
         if call.saves:
             frame = self.frames[microbatch]
             for at, place in call.saves:
@@ -107,13 +115,14 @@ class StageRun:
         return [laid_out(results[at], spec) for at, spec in call.sends]
 
     def _backward(self, name: str, microbatch: int, arrived: Tensors) -> Tensors:
-        run = self.stage.calls[name].run
+        run = self.of(microbatch).calls[name].run
         return self.end_backward(name, microbatch, run(self.begin_backward(name, microbatch, arrived)))
 
     def _position_generator(self, microbatch: int, arrived: Tensors) -> None:
-        if self.stage.generator_arrives:
-            self.stage.relay.continue_from(arrived.pop(), self.seeds[microbatch])
-        elif self.stage.program.random or self.stage.generator_leaves:
+        stage = self.of(microbatch)
+        if stage.generator_arrives:
+            stage.relay.continue_from(arrived.pop(), self.seeds[microbatch])
+        elif stage.program.random or stage.generator_leaves:
             torch.manual_seed(self.seeds[microbatch])
 
     def _take(self, call: Call, frame: Frame) -> Tensors:
@@ -128,10 +137,10 @@ class StageRun:
 
     def _add_accumulators(self, call: Call, frame: Frame) -> None:
         """W and BW add into the same buffers, which exist from the first of them on."""
-        if not self.accumulators:
-            index = self.stage.index
-            self.accumulators += [(place, self.gradients.buffer(name, index)) for place, name in call.accumulators]
-        for place, buffer in self.accumulators:
+        index, wanted = self.stage.index, call.accumulators
+        if wanted not in self.accumulators:
+            self.accumulators[wanted] = [(place, self.gradients.buffer(name, index)) for place, name in wanted]
+        for place, buffer in self.accumulators[wanted]:
             frame[place] = buffer
 
     def _end(self, call: Call, microbatch: int, results: Sequence[torch.Tensor]) -> None:
@@ -140,11 +149,12 @@ class StageRun:
 
     def live_bytes(self) -> int:
         """Bytes of the distinct storages that the frames hold, without parameters, inputs and the loss factor."""
-        held = (frame[place] for frame in self.frames.values() for place in self.stage.passing)
+        held = (frame[place] for i, frame in self.frames.items() for place in self.of(i).passing)
         return _storage_bytes((value for value in held if value is not None), self._not_counted())
 
     def _not_counted(self) -> set[int]:
-        whole = [*self.stage.resident.values(), self.loss_factor, *(t for mb in self.inputs for t in mb.values())]
+        resident = [t for stage in (self.stage, *self.variants) for t in stage.resident.values()]
+        whole = [*resident, self.loss_factor, *(t for mb in self.inputs for t in mb.values())]
         return {t.untyped_storage().data_ptr() for t in whole}
 
     def check_empty(self) -> None:

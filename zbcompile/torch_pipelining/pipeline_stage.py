@@ -52,6 +52,11 @@ def generated_stages(context: StageContext, stages: Mapping[int, CompiledStage])
             f"{sorted(program.shared)[0]} trains on several stages; torch's schedules cannot sum its gradients over "
             "them. Use pipe.step, or untie the parameter."
         )
+    if program.guards is not None:
+        raise PipelineError(
+            f"forward decides by the values of its inputs ({program.guards.lines[0]}), and torch's schedules would run "
+            "one answer for all batches. Use pipe.step."
+        )
     return [CompiledPipelineStage(stage, context) for stage in stages.values()]
 
 

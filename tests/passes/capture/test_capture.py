@@ -458,11 +458,11 @@ def test_a_weight_that_autocast_casts_on_two_stages() -> None:
 
 
 def test_a_model_that_must_be_told_that_it_is_traced() -> None:
-    """It looks at values otherwise, which no trace can; what it then does instead is warned of."""
+    """It looks at activations otherwise, which no trace can; what it then does instead is warned of."""
 
     class Looking(Layers):
         def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x if torch.compiler.is_compiling() or x.sum() < 9 else -x)
+            return super().forward(x if torch.compiler.is_compiling() or self.layers[0](x).sum() < 9 else -x)
 
     with pytest.warns(
         UserWarning, match=r"asks torch whether it is being traced \(.*test_capture\.py:\d+: return super"

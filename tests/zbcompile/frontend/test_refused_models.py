@@ -98,7 +98,8 @@ def freezes_while_it_runs() -> None:
 def data_dependent_control_flow() -> None:
     class Branching(MLP):
         def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x if x.sum() > 0 else -x)
+            result = super().forward(x)
+            return result if result.sum() > 0 else -result
 
     train(Branching())
 

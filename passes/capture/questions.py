@@ -1,0 +1,121 @@
+"""Questions that forward asks about the values of its inputs, such as `if mask.all():`.
+
+Capture takes eager's answer for the microbatch at hand. The tensor that was asked becomes an output of the traced
+graph, from which `zbcompile.passes.capture.guards` cuts what every other microbatch is asked.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from zbcompile.passes.capture.input_values import UNKNOWN, InputValues
+from zbcompile.passes.capture.tracing_flags import EAGERS_WAY, Way
+from zbcompile.passes.graph.source_location import calling_line
+from zbcompile.passes.torch_private import FakeTensor, outside_of_trace, pytree, traced_node
+
+Answer = Any  # a bool or a number
+NOT_ANSWERED = object()
+
+
+def _is_true(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(()) != 0
+
+
+def _contains(tensor: torch.Tensor, element: Any) -> torch.Tensor:
+    return (tensor == element).any()
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return (one == other).all()
+
+
+def _close(one: torch.Tensor, other: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return torch.isclose(one, other, *args, **kwargs).all()
+
+
+def _number(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(()).clone()
+
+
+_Make = Callable[..., torch.Tensor]
+_T = torch.Tensor
+DECISIONS: Mapping[Any, _Make] = {  # what is asked of a tensor -> the tensor that has the answer
+    **dict.fromkeys((_T.__bool__, _T.is_nonzero, torch.is_nonzero), _is_true),
+    **dict.fromkeys((_T.equal, torch.equal), _equal),
+    **dict.fromkeys((_T.allclose, torch.allclose), _close),
+    _T.__contains__: _contains,
+}
+NUMBERS: Mapping[Any, tuple[_Make, Callable[[Any], Any]]] = {  # a trace reads lists number by number
+    _T.item: (_number, lambda value: value),
+    _T.__int__: (_number, int),
+    _T.__index__: (_number, int),
+}
+
+
+@dataclass(frozen=True)
+class Given:
+    """The answers of another rank, or another shape, and the way in which its model was traced to ask for them."""
+
+    way: Way
+    answers: tuple[Answer, ...]
+
+
+@dataclass
+class Questions:
+    """The questions of one trace. `example` is the microbatch at hand, flat; `given` are answers to use in place of its
+    own. `way` is how the model is traced, `read_numbers` whether it read numbers that were left open. `answers`,
+    `lines` and `tensors` are what was asked."""
+
+    example: Sequence[Any] = ()
+    given: Given | None = None
+    way: Way = EAGERS_WAY
+    read_numbers: bool = False
+    answers: list[Answer] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    _values: InputValues | None = None
+
+    def begin(self, inputs: Any) -> None:
+        """A forward begins, on these fake inputs; it may be traced several times."""
+        self.answers, self.lines, self.tensors = [], [], []
+        pairs = zip(pytree.tree_leaves(inputs), self.example, strict=True)
+        traced = {fake: real for fake, real in pairs if isinstance(fake, FakeTensor)}
+        nodes = {found[0]: real for fake, real in traced.items() if (found := traced_node(fake))}
+        self._values = InputValues({node: UNKNOWN if isinstance(r, FakeTensor) else r for node, r in nodes.items()})
+
+    def ask(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """The answer to a call that asks about inputs; NOT_ANSWERED for any other call."""
+        if function in DECISIONS:
+            return self._answer(DECISIONS[function], bool, args, kwargs)
+        if function not in NUMBERS:
+            return NOT_ANSWERED
+        if args[0].is_floating_point():  # it hardly ever has the same value twice: no two batches would share a program
+            return NOT_ANSWERED
+        if not self.way.numbers:
+            self.read_numbers = True
+            return NOT_ANSWERED
+        return self._answer(*NUMBERS[function], args, kwargs)
+
+    def _answer(self, make: _Make, convert: Callable[[Any], Any], args: Any, kwargs: Any) -> Any:
+        asked = [each for each in (*args, *kwargs.values()) if isinstance(each, FakeTensor)]
+        if not asked or any(self._value(each) is None for each in asked):
+            return NOT_ANSWERED
+        tensor = make(*args, **kwargs)
+        value = self._value(tensor)
+        if self.given is not None and len(self.answers) < len(self.given.answers):
+            answer = self.given.answers[len(self.answers)]
+        elif isinstance(value, torch.Tensor):
+            with outside_of_trace():
+                answer = value.tolist()
+        else:
+            return NOT_ANSWERED
+        self.answers.append(answer)
+        self.lines.append(calling_line())
+        self.tensors.append(tensor)
+        return convert(answer)
+
+    def _value(self, tensor: torch.Tensor) -> Any:
+        found = traced_node(tensor)
+        return None if found is None or self._values is None else self._values.of(*found)

@@ -1,0 +1,122 @@
+"""What forward asks about the values of its inputs, and the guards that ask it again."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from zbcompile.passes.capture.export import capture
+from zbcompile.passes.capture.guards import Guards, read_answers
+from zbcompile.passes.errors import CaptureError
+
+ROWS, WIDTH = 3, 4
+Question = Callable[[Tensor, Tensor], Any]
+
+
+def _written(mask: Tensor, ids: Tensor) -> bool:
+    counts = torch.zeros(ROWS, dtype=torch.int64)
+    counts[1] = mask[0].sum()
+    counts += mask.sum(1)
+    return bool((counts > 3).any())
+
+
+DECISIONS: tuple[Question, ...] = (
+    lambda mask, ids: bool(mask.all()),
+    lambda mask, ids: bool(mask.bool().any(1).all()),
+    lambda mask, ids: bool(mask.sum() == mask.numel()),
+    lambda mask, ids: 5 in ids,
+    lambda mask, ids: torch.equal(mask[0], mask[1]),
+    lambda mask, ids: torch.allclose(mask.float(), ids.float() / 2),
+    lambda mask, ids: (ids.diff(dim=-1) > 0).any().is_nonzero(),
+    lambda mask, ids: bool(torch.vmap(lambda row: row.sum())(mask).max() > 2),
+    lambda mask, ids: bool((ids * torch.arange(WIDTH)).sum() % 2),
+    _written,
+)
+NUMBERS: tuple[Question, ...] = (
+    lambda mask, ids: mask.sum().item(),
+    lambda mask, ids: int(ids.max()),
+    lambda mask, ids: len(range(mask.sum(1).min())),
+)
+
+
+class Asking(nn.Module):
+    """Asks about its inputs; `decides` says whether the answers matter."""
+
+    def __init__(self, questions: tuple[Question, ...], decides: bool = True) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, 1)
+        self.questions, self.decides = questions, decides
+        self.said: list[Any] = []
+
+    def forward(self, x: Tensor, mask: Tensor, ids: Tensor) -> Tensor:
+        said = [ask(mask, ids) for ask in self.questions]
+        self.said[:] = said
+        total = self.layer(x).sum()
+        for answer in said if self.decides else ():
+            total = total * 2 if answer else total + 1
+        return total
+
+
+def inputs(seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, 3 + seed % 5, (ROWS, WIDTH), generator=generator)
+    return torch.ones(ROWS, WIDTH), (torch.rand(ROWS, WIDTH, generator=generator) > 0.2 * (seed % 3)).long(), ids
+
+
+def asked(guards: Guards, given: tuple[Tensor, ...]) -> list[Any]:
+    return list(read_answers(guards.begin({f"args[{i}]": value for i, value in enumerate(given)})))
+
+
+@pytest.mark.parametrize("questions", [DECISIONS, NUMBERS], ids=["decisions", "numbers"])
+def test_guards_answer_as_eager_does(questions: tuple[Question, ...]) -> None:
+    """For a hundred microbatches; the answers of one of them, given to the capture of another, give the same graph."""
+    model = Asking(questions)
+    guards = capture(model, inputs(0), {}).guards
+    assert guards is not None
+    for seed in range(100):
+        model(*inputs(seed))
+        assert asked(guards, inputs(seed)) == model.said
+    other = capture(model, inputs(1), {})
+    assert other.guards is not None
+    told = capture(model, inputs(0), {}, given=other.guards.given)
+    assert told.module.code == other.module.code
+    assert told.guards is not None
+    assert told.guards.given == other.guards.given != guards.given
+
+
+def test_numbers_that_are_only_read_stay_open() -> None:
+    """A program per batch, for a number that is only logged, would be absurd."""
+    with pytest.warns(UserWarning, match="reads a number out of a tensor"):
+        captured = capture(Asking(NUMBERS[:1], decides=False), inputs(0), {})
+    assert captured.guards is None
+
+
+class Asks(nn.Module):
+    def __init__(self, question: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.layer, self.question = nn.Linear(WIDTH, 1), question
+        self.register_buffer("kept", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scratch = torch.zeros(ROWS)
+        scratch.copy_(self.layer(x)[:, 0])
+        result = self.layer(x).sum()
+        return result * 2 if self.question(self, x, scratch) else result
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        lambda self, x, scratch: self.layer(x).sum() > 0,
+        lambda self, x, scratch: self.layer.weight.sum() > x.sum(),
+        lambda self, x, scratch: self.kept > 0,
+        lambda self, x, scratch: torch.rand(()) > 0.5,
+        lambda self, x, scratch: scratch.sum() > 0,
+    ],
+    ids=["activation", "parameter", "buffer", "random", "written"],
+)
+def test_other_questions_are_refused_by_line(question: Any) -> None:
+    with pytest.raises(CaptureError, match=r"test_questions\.py:\d+: .*makes a Python number, or a decision"):
+        capture(Asks(question), (torch.ones(ROWS, WIDTH),), {})

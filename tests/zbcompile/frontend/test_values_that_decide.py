@@ -1,0 +1,136 @@
+"""Models that decide by the values of their inputs: every microbatch runs the graphs of its own answer."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zbcompile
+from tests.support.deciding import KINDS, WIDTH, Attending, Eager, alone, batch_of, follow, followed, replicated_answers
+from tests.support.pool import Pool
+from zbcompile.errors import PipelineError
+
+
+@pytest.mark.parametrize(("schedule", "kinds"), [("zb-h1", KINDS), ("dualpipe-v", KINDS[1:])])
+def test_a_stream_whose_mask_changes(schedule: str, kinds: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    """Two programs serve all batches, also those that mix both kinds."""
+    pipe = follow(kinds, schedule, 4, ranks=2)
+    assert len(list(pipe._compiled)) == 2
+    first, second = (each.program for each in pipe._compiled)
+    assert (first.cuts, first.homes) == (second.cuts, second.homes)
+    said = capsys.readouterr().out
+    assert said.count(f"compiling again for the answer {kinds[0] != 'full'} to") == 1
+    assert "deciding.py:" in said
+    assert "if mask.all():" in said
+
+
+def test_replicas_with_different_answers(pool: Pool) -> None:
+    """What one replica alone has trained is summed with the other's zeros; both compile the same programs."""
+    kinds = ("full", "padded")
+    expected = alone(kinds)
+    for found in pool.run(replicated_answers, kinds, ranks=2):
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-6, atol=1e-7)
+
+
+def test_on_two_ranks(pool: Pool) -> None:
+    assert pool.run(followed, "zb-h1", ranks=2) == [2, 2]
+
+
+def test_an_evaluation_answers_for_its_whole_batch() -> None:
+    """Eager evaluates the whole batch at once, so one padded sample decides for all of them."""
+    model = Attending()
+    pipe = follow(KINDS[:1], "gpipe", 2, model=model, ranks=2)
+    eager = copy.deepcopy(model).eval()
+    for kind in ("full", "both", "padded", "full"):
+        x, mask, _ = batch_of(kind, 2, seed=9)
+        torch.testing.assert_close(pipe.eval(x, mask), eager(x, mask), rtol=1e-6, atol=1e-6)
+    assert [len(found) for found in pipe._evaluations] == [2]
+
+
+OPTIONS = {"schedule": "1f1b", "ranks": 2, "microbatches": 4, "loss": nn.functional.mse_loss, "exact": True}
+
+
+class Curious(nn.Module):
+    """Asks what decides nothing, and reads a number that decides how often a layer runs."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.last = nn.Sequential(nn.Linear(WIDTH, width), nn.Linear(width, WIDTH))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        if 0 in mask:
+            self.seen = "padding"
+        hidden = x.mean(1)
+        for _ in range(int(mask.sum(1).min())):
+            hidden = self.layer(hidden).tanh()
+        return self.last(hidden)
+
+
+def test_numbers_that_decide_and_answers_that_do_not(capsys: pytest.CaptureFixture[str]) -> None:
+    """A layer runs two, three or four times, within one batch; `eager` runs it as often."""
+    torch.manual_seed(0)
+    model = Curious(8 * WIDTH)
+    eager = Eager(copy.deepcopy(model), 4)
+    pipe = zbcompile.pipeline(model, max_shapes=4, **OPTIONS)
+    x, mask, target = batch_of("padded", 4)  # four or three of five
+    mask[:2] = 1
+    assert torch.equal(pipe.step(x, mask, target=target), eager.step(x, mask, target))
+    mask[:4] = torch.tensor([1, 1, 0, 0, 0])
+    assert torch.equal(pipe.step(x, mask, target=target), eager.step(x, mask, target))
+    assert len(list(pipe._compiled)) == 4
+    assert "the answer 2 to" in capsys.readouterr().out
+    mask[0] = torch.tensor([1, 0, 0, 0, 0])
+    with pytest.raises(PipelineError, match=r"test_values_that_decide.* take more programs than max_shapes=4"):
+        pipe.step(x, mask, target=target)
+
+
+def test_programs_that_cannot_share_a_step() -> None:
+    """The layer runs on one stage or on two: its gradients are summed at the end of the step, or during it."""
+    pipe = zbcompile.pipeline(Curious(WIDTH), **OPTIONS)
+    x, mask, target = batch_of("full", 4)
+    pipe.step(x, mask, target=target)
+    mask[:2, 1:] = 0
+    with pytest.raises(
+        PipelineError, match=r"differ in their answers to .*\.py:\d+: .*, and train different parameters"
+    ):
+        pipe.step(x, mask, target=target)
+
+
+class Deaf(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
+
+    def forward(self, x: Tensor, flag: Tensor) -> Tensor:
+        if flag:
+            self.said = 1
+        return self.layers[1](self.layers[0](x).relu())
+
+
+def test_an_answer_that_decides_nothing_compiles_nothing() -> None:
+    options = {"schedule": "1f1b", "ranks": 2, "microbatches": 2, "loss": nn.functional.mse_loss}
+    pipe = zbcompile.pipeline(Deaf(), **options)
+    x = torch.randn(4, WIDTH)
+    for flag in (True, False, True):
+        pipe.step(x, torch.tensor(flag), target=x)
+    assert len({id(each) for each in pipe._compiled}) == 1
+
+
+def test_a_saved_program_refuses_other_answers(tmp_path: Path) -> None:
+    """In one line, before anything runs; with the answers that it was compiled for it runs the same bits."""
+    pipe = follow(("padded",), "zb-h1", 2, ranks=2)
+    pipe.program.save(tmp_path / "program")
+    loaded = zbcompile.load(tmp_path / "program", state_dict=pipe.state_dict(full=True))
+    x, mask, target = batch_of("padded", 2, seed=5)
+    loaded.step_index = pipe.step_index
+    assert torch.equal(loaded.step(x, mask, target=target), pipe.step(x, mask, target=target))
+    for kind, number in (("full", 0), ("both", 0)):
+        x, mask, target = batch_of(kind, 2)
+        with pytest.raises(
+            PipelineError, match=rf"microbatch {number} gives another answer.*mask\.all.*True, not False"
+        ):
+            loaded.step(x, mask, target=target)

@@ -1,0 +1,134 @@
+"""What was compiled for one shape, by the answers of its microbatches to what forward asks about them.
+
+Every step asks all of its microbatches, before its first action. The ranks tell each other what they found: a rank that
+met a new answer cannot compile alone, and one that only hears of it captures with the answers of that rank.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Generic, TypeVar
+
+import torch
+
+from zbcompile.distributed.agreement import gathered, together
+from zbcompile.distributed.ranks import Ranks
+from zbcompile.errors import PipelineError
+from zbcompile.frontend.recent import Recent
+from zbcompile.passes.capture.guards import Guards, read_answers
+from zbcompile.passes.capture.questions import Given
+
+Value = TypeVar("Value")
+Tensors = Mapping[str, torch.Tensor]
+ALWAYS = ""  # the key of what asks nothing
+
+
+class ByAnswers(Generic[Value]):
+    """At most `limit` values, each with its guards."""
+
+    def __init__(self, limit: int) -> None:
+        self._kept: Recent[str, tuple[Guards | None, Value]] = Recent(limit)
+
+    def __iter__(self) -> Iterator[Value]:
+        return (value for _, value in self._kept)
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __getitem__(self, key: str) -> Value:
+        return self._kept[key][1]
+
+    @property
+    def asks(self) -> bool:
+        """Whether the values depend on answers."""
+        return any(guards is not None for guards, _ in self._kept)
+
+    @property
+    def guards(self) -> list[Guards]:
+        return [guards for guards, _ in self._kept if guards is not None]
+
+    def first(self) -> Value:
+        """The value that was added first."""
+        return self._kept.first()[1]
+
+    def add(self, guards: Guards | None, value: Value) -> bool:
+        """Add a value; return whether another one was evicted for it."""
+        return self._kept.add(ALWAYS if guards is None else repr(guards.given), (guards, value))
+
+    def matching(self, microbatches: Sequence[Tensors]) -> list[str | None]:
+        """The key of the value that is right for each microbatch, None if there is none."""
+        if not len(self):
+            return [None] * len(microbatches)
+        if not self.asks:
+            return [ALWAYS] * len(microbatches)
+        begun = [self._begin(tensors) for tensors in microbatches]  # a device computes them all before one is read
+        return [self._match(tensors) for tensors in begun]
+
+    def _begin(self, microbatch: Tensors) -> dict[str, list[torch.Tensor]]:
+        found: dict[str, list[torch.Tensor]] = {}
+        for guards in self.guards:
+            if guards.text not in found:
+                with suppress(RuntimeError, IndexError):  # asked only after another answer, it may not fit this one
+                    found[guards.text] = guards.begin(microbatch)
+        return found
+
+    def _match(self, begun: Mapping[str, list[torch.Tensor]]) -> str | None:
+        answers = {text: read_answers(tensors) for text, tensors in begun.items()}
+        for guards in self.guards:
+            if guards.text in answers and not guards.first_difference(answers[guards.text]):
+                return repr(guards.given)
+        return None
+
+    def find(
+        self, ranks: Ranks, microbatches: Sequence[Tensors], add: Callable[[int | None], None]
+    ) -> tuple[list[str], list[str]]:
+        """The keys for this process's microbatches, and all keys that any rank needs, alike on all ranks.
+
+        `add(i)` adds the value for microbatch i together with all ranks; those without a new answer pass None. Raises
+        PipelineError if ranks of one pipeline answer differently, or if one step needs more values than are kept.
+        """
+        for _ in range(self._kept.limit + 1):
+            own = self.matching(microbatches)
+            found = gathered(ranks, (ranks.mesh.index("dp"), own)) if self.asks else [(0, own)]
+            _require_equal_answers(ranks, found, self.guards)
+            needed = sorted({key for _, keys in found for key in keys if key is not None})
+            if not any(None in keys for _, keys in found):
+                for key in needed:
+                    self._kept[key]
+                return [key for key in own if key is not None], needed
+            add(own.index(None) if None in own else None)
+        raise PipelineError(
+            f"the answers of this batch to {self.guards[0].lines[0]} take more programs than "
+            f"max_shapes={self._kept.limit} keeps. Raise it, or decide by a tensor operation (torch.where)."
+        )
+
+
+def _require_equal_answers(ranks: Ranks, found: Sequence[tuple[int, list[str | None]]], guards: list[Guards]) -> None:
+    """Ranks beside each other along "dp" only may differ; all others send each other what their graphs compute."""
+    first: dict[int, tuple[int, list[str | None]]] = {}
+    for rank, (replica, keys) in zip(ranks.members, found, strict=False):
+        other, expected = first.setdefault(replica, (rank, keys))
+        if keys != expected:
+            text = (
+                f"ranks {other} and {rank} answer {guards[0].lines[0]} differently, but work on the same microbatches. "
+                "Pass batches that answer alike; every rank of a pipeline must pass the same one."
+            )
+            raise ranks.watch.known_to_all(PipelineError(text))
+
+
+def captured_alike(
+    ranks: Ranks,
+    what: str,
+    capture: Callable[[Given | None], Value],
+    guards_of: Callable[[Value], Guards | None],
+    leads: bool,
+) -> Value:
+    """What `capture` makes on every rank with the answers of the first rank that `leads`: it has a microbatch with
+    answers of its own, the others capture with those."""
+    made = together(ranks, what, lambda: capture(None) if leads else None)
+    own = guards_of(made) if made is not None else None
+    mine = (leads, own.given if own else None)
+    found = gathered(ranks, mine)
+    first = next(each for each in found if each[0])
+    if any(each != first for each in found):
+        made = together(ranks, what, lambda: made if mine == first else capture(first[1]))
+    return made  # type: ignore[return-value]

@@ -1,0 +1,44 @@
+"""A table of what was used last."""
+
+from collections.abc import Iterator
+from typing import Generic, TypeVar
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+
+class Recent(Generic[Key, Value]):
+    """At most `limit` entries. Adding one more evicts the least recently used entry, but never the first."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._entries: dict[Key, Value] = {}
+        self._first: Key | None = None
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Value]:
+        return iter(self._entries.values())
+
+    def __getitem__(self, key: Key) -> Value:
+        self._entries[key] = value = self._entries.pop(key)
+        return value
+
+    def first(self) -> Value:
+        """The entry that was added first."""
+        return self._entries[self._first]  # type: ignore[index]
+
+    def add(self, key: Key, value: Value) -> bool:
+        """Add an entry; return whether another one was evicted for it."""
+        if not self._entries:
+            self._first = key
+        self._entries[key] = value
+        old = [other for other in self._entries if other not in (self._first, key)]
+        if len(self._entries) > self.limit and old:
+            del self._entries[old[0]]
+            return True
+        return False
