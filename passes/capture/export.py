@@ -195,7 +195,7 @@ def _exported_on_eagers_path(
             error = caught
     else:
         raise error
-    if way.hides != EAGER:
+    if way.hides != EAGER and asked:
         line = next(iter(asked.values()))
         watch.warning(
             f"forward asks torch whether it is being traced ({line}), and can be captured only if the answer is yes. "
