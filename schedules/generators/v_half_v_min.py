@@ -99,11 +99,10 @@ def _from_block(task: Task, block: Callable[[int, int], Block]) -> Orders:
     """
     small = replace(task, microbatches=min(task.microbatches, 3 * task.ranks))
     squeezed = _squeezed(small, block)
-    plain, *others = (_reordered(small, squeezed, size) for size in (0, task.ranks // 2, task.ranks // 2 + 1))
-    limit = _peak(small, plain.orders)
-    fitting = [plain, *(each for each in others if _peak(small, each.orders) <= limit)]
-    best = min(fitting, key=lambda each: spans(small, each.orders))
-    return best.orders if small == task else _reordered(task, _squeezed(task, block), best.cool_down).orders
+    made = {size: _reordered(small, squeezed, size) for size in (0, task.ranks // 2, task.ranks // 2 + 1)}
+    limit = _peak(small, made[0])
+    best = min((size for size in made if _peak(small, made[size]) <= limit), key=lambda size: spans(small, made[size]))
+    return made[best] if small == task else _reordered(task, _squeezed(task, block), best)
 
 
 class _Squeezed(NamedTuple):
@@ -112,11 +111,6 @@ class _Squeezed(NamedTuple):
     orders: Actions
     begins: Mapping[Action, float]
     peak: float
-
-
-class _Reordered(NamedTuple):
-    cool_down: int
-    orders: Orders
 
 
 def _peak(task: Task, orders: Orders) -> float:
@@ -128,10 +122,10 @@ def _squeezed(task: Task, block: Callable[[int, int], Block]) -> _Squeezed:
     return _Squeezed(orders, begins(task, orders), _peak(task, orders))
 
 
-def _reordered(task: Task, squeezed: _Squeezed, cool_down: int) -> _Reordered:
+def _reordered(task: Task, squeezed: _Squeezed, cool_down: int) -> Orders:
     """The squeezed orders with their idle gaps filled and a cool-down of the last `cool_down` microbatches."""
     reorder = _Reorder(squeezed, task.microbatches - cool_down)
-    return _Reordered(cool_down, dispatch(Floor(task), reorder.choose))
+    return dispatch(Floor(task), reorder.choose)
 
 
 def _repeated(placement: Placement, microbatches: int, block: Callable[[int, int], Block]) -> Actions:
