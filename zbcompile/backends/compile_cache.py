@@ -129,13 +129,14 @@ class CompileCache:
         partial = self._partial(key)
         if partial.exists():  # its maker was killed: the lock was free
             shutil.rmtree(partial)
-        partial.mkdir()
-        make(partial)
         try:
+            partial.mkdir()
+            make(partial)
             write_whole(self._sums(key), json.dumps(_checksums(partial)).encode())
             partial.rename(self._entry(key))
             sync(self.folder)
         except OSError as error:  # such as a full disk
+            shutil.rmtree(partial, ignore_errors=True)
             raise cannot_write(partial, error) from None
 
     def _require_same_files(self, key: str) -> None:

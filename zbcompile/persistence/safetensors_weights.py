@@ -2,6 +2,7 @@
 
 import json
 import struct
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,6 +18,7 @@ from zbcompile.distributed.agreement import gathered, together
 from zbcompile.errors import PipelineError
 from zbcompile.frontend.pipeline import Pipeline
 from zbcompile.persistence.local_tensors import Holding, holding_of, is_sharded, local_part
+from zbcompile.regular_files import DESCRIPTION, read_regular, regular_file
 from zbcompile.torch_private import offset_of
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -110,13 +112,18 @@ def _load(path: Path, holding: Holding) -> None:
     files = _files_of(path)
     with ExitStack() as stack:
         try:
-            opened = {file: stack.enter_context(safe_open(file, "pt")) for file in sorted(set(files.values()))}
+            opened = {file: stack.enter_context(_opened(file)) for file in sorted(set(files.values()))}
             sources = _sources(path, {name: opened[file] for name, file in files.items()}, holding)
         except (OSError, SafetensorError) as error:
             raise PipelineError(f"{path} cannot be read: {error}. Copy it again.") from None
         with torch.no_grad():
             for name, tensor in holding.tensors.items():
                 local_part(tensor).copy_(_read(*sources[name], tensor))
+
+
+def _opened(path: Path) -> Any:
+    with regular_file(path, most=sys.maxsize):
+        return safe_open(path, "pt")
 
 
 def holds_weights(path: Path) -> bool:
@@ -130,10 +137,10 @@ def _files_of(path: Path) -> dict[str, Path]:
         path = path / (INDEX if (path / INDEX).is_file() else SINGLE)
     try:
         if path.suffix == ".json":
-            listed = json.loads(path.read_text())["weight_map"]
+            listed = json.loads(read_regular(path))["weight_map"]
             return {name: path.parent / file for name, file in listed.items()}
         return dict.fromkeys(_names_in(path), path)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+    except (PipelineError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
         raise PipelineError(
             f"{path} is neither a safetensors file nor an index of such files ({type(error).__name__}: {error})."
         ) from None
@@ -141,8 +148,10 @@ def _files_of(path: Path) -> dict[str, Path]:
 
 def _names_in(path: Path) -> Iterator[str]:
     """The names in a file, from its header alone."""
-    with path.open("rb") as file:
+    with regular_file(path, most=sys.maxsize) as file:
         (length,) = struct.unpack("<Q", file.read(8))
+        if length > DESCRIPTION:
+            raise ValueError(f"a header of {length} bytes")
         yield from (name for name in json.loads(file.read(length)) if name != "__metadata__")
 
 
