@@ -36,7 +36,8 @@ class Candidate:
 class Found:
     """What a search has found.
 
-    * `schedule`, called "auto", and its `simulation`; `bound`: no order of any admitted placement is shorter;
+    * `schedule`, called "auto", and its `simulation`; `bound`: no order of any admitted placement is shorter under the
+      costs as they are;
     * `objective`: the makespan (without barrier the cost; with noise their quantile), `gap`: objective / bound - 1;
     * `origin`: the order that it was made from; `moves`: how many were tried, in so many `seconds`;
     * `names`: what every named schedule that fits takes, by name and placement;
@@ -65,8 +66,8 @@ class Found:
 
     @property
     def proven(self) -> bool:
-        """Whether nothing can be shorter."""
-        return self.objective <= self.bound * EXACT
+        """Whether nothing can be shorter; never under noise, which the bound does not know."""
+        return self.simulation.noise is None and self.objective <= self.bound * EXACT
 
     def __str__(self) -> str:
         left = "proven optimal" if self.proven else f"{self.gap:.1%} above the bound of {self.bound:.6g}"
@@ -175,7 +176,11 @@ class _Hunt:
     def _open(self) -> list[Problem]:
         """The problems whose bound is not met."""
         best = min(candidate.value for candidate in self.pool)
-        return [problem for problem in self.problems if best > self.bounds[problem] * EXACT]
+        return [problem for problem in self.problems if best > self._target(problem)]
+
+    def _target(self, problem: Problem) -> float:
+        """What cannot be improved on; under noise nothing is known of it."""
+        return self.bounds[problem] * EXACT if self.noise is None else 0.0
 
     def _take(self, problem: Problem, seed: Seed) -> None:
         if self.pool:
@@ -202,7 +207,7 @@ class _Hunt:
         quantile = self.noise.quantile if self.noise else 1
         annealer = Annealer(problem, candidate.words, self.draws[problem], quantile, self.seed + self.moves)
         try:
-            self.moves += annealer.run(self._shown(self.budget.slice(share)), self.bounds[problem] * EXACT, warmth)
+            self.moves += annealer.run(self._shown(self.budget.slice(share)), self._target(problem), warmth)
         finally:
             if annealer.best < candidate.value:
                 words = annealer.best_words
@@ -224,7 +229,9 @@ class _Hunt:
         schedule = best.schedule or problem.schedule(best.words)
         simulation = simulate(replace(schedule, name="auto"), problem.costs, self.noise)
         objective = simulation.quantile(problem.barrier)
-        bound = min(min(self.bounds.values()), objective)  # their sums may differ in the last bits
+        bound = min(self.bounds.values())
+        if objective < bound <= objective * EXACT and self.noise is None:  # sums differ in their last bits
+            bound = objective
         on = {p: min(c.value for c in self.pool if c.problem is p) for p in {c.problem: None for c in self.pool}}
         placements = {str(p.placement): (self.bounds[p], value) for p, value in on.items()}
         made = best.origin, self.moves, self.budget.spent

@@ -288,3 +288,11 @@ def test_a_large_step_is_searched_at_its_end_and_never_longer_than_a_name() -> N
     assert len(found.schedule.orders[0]) * 16 > HUGE
     assert found.bound <= found.objective <= min(found.names.values())
     check(found.schedule, costs)
+
+
+def test_under_noise_nothing_is_called_proven() -> None:
+    """The bound is that of the costs as they are: it neither ends such a search nor proves anything."""
+    found = search(Costs.uniform(2), 2, 4, placements=["linear"], noise=Noise(0.3, draws=3), moves=130)
+    assert found.moves >= 130
+    assert found.bound == 13
+    assert not found.proven
