@@ -27,14 +27,13 @@ from torch.fx.graph import _BoxedCodeGen  # 2.11-2.13: the only code generator t
 from torch.fx.traceback import annotate, get_current_meta, preserve_node_meta
 from torch.utils import _pytree as pytree  # 2.11-2.13: torch.export uses it; torch.utils.pytree is newer
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # 2.11-2.13: sees every operation
-from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import _disable_current_modes
 
 pytree = pytree
 # 2.11-2.13: a graph module that writes its code when it is first run or printed; most of ours never are. Its `forward`,
 # kept as a function, goes a long way round: `boxed` has a short one.
 LazyGraphModule = LazyGraphModule
 aten = torch.ops.aten
-_OPERATORS = torch.library.Library("zbcompile", "DEF")
 
 # 2.11-2.13: what torch.export makes of checks of shapes and values, its own and the model's.
 ASSERTIONS = (aten._assert_tensor_metadata.default, aten._assert_scalar.default, aten._assert_async.msg)
@@ -108,23 +107,6 @@ def take_annotations(node: Node) -> dict[str, Any]:
 def fake_mode_of(value: torch.Tensor) -> FakeTensorMode:
     """The mode that a fake tensor belongs to (2.11-2.13)."""
     return value.fake_mode  # type: ignore[attr-defined, no-any-return]
-
-
-def is_fake_of(value: Any, mode: FakeTensorMode) -> bool:
-    """Whether a tensor, or what a subclass or torch.func wraps, was made in `mode` (2.11-2.13: no public names)."""
-    if torch._C._functorch.is_functorch_wrapped_tensor(value):
-        return is_fake_of(torch._C._functorch.get_unwrapped(value), mode)
-    if is_traceable_wrapper_subclass(value):
-        names, _ = value.__tensor_flatten__()
-        return all(is_fake_of(getattr(value, name), mode) for name in names)
-    if isinstance(value, FakeTensor):
-        return value.fake_mode is mode
-    return bool(value.is_meta)  # of which torch makes a fake one
-
-
-def written_so_far(value: torch.Tensor) -> int:
-    """How often a tensor has been written in place (2.11-2.13: documented, but not a public name)."""
-    return value._version
 
 
 def is_in_place(operation: object) -> bool:
@@ -205,57 +187,6 @@ def tensor_hooks(tensor: torch.Tensor) -> list[str]:
     """The kinds of hook registered on `tensor` (2.11-2.13: torch offers no public way to ask)."""
     kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
     return [kind.strip("_") for kind in kinds if getattr(tensor, kind, None)]
-
-
-@contextlib.contextmanager
-def instead_of_function_apply(apply: Callable[..., Any]) -> Iterator[None]:
-    """Inside, `apply(original, cls, args, kwargs)` runs for every call of an autograd.Function.
-
-    torch.export traces through `forward` and silently loses `backward` (2.11-2.13). Models keep `MyFunction.apply` in a
-    variable, so what that calls in turn is replaced: the method of the C base class, by one of the class between.
-    """
-
-    between: Any = torch.autograd.function._SingleLevelFunction
-
-    def replacement(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        return apply(super(between, cls).apply, cls, args, kwargs)
-
-    between.apply = classmethod(replacement)
-    try:
-        yield
-    finally:
-        del between.apply
-
-
-def is_traced() -> bool:
-    """Whether operations that are called now are traced (2.11-2.13: no public name)."""
-    return proxy_tensor.get_proxy_mode() is not None
-
-
-@contextlib.contextmanager
-def nowhere_traced() -> Iterator[None]:
-    """Inside, operations are neither traced nor seen by any mode (2.11-2.13: no public name for either kind)."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_disable_current_modes())
-        for _ in range(torch.overrides._len_torch_function_stack()):
-            stack.enter_context(torch.overrides._pop_mode_temporarily())
-        yield
-
-
-def below_autograd() -> bool:
-    """Whether a kernel runs where autograd cannot act, whatever is enabled (2.11-2.13: no public name)."""
-    return torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality)
-
-
-def composite_operator(schema: str, kernel: Callable[..., Any], draws: bool = False) -> OpOverload:
-    """Define an operator of ours whose `kernel` runs above autograd; `draws` if it may draw random numbers.
-
-    torch.export keeps such operators whole (2.11-2.13: as it keeps its own composite ones)."""
-    name = schema.partition("(")[0]
-    _OPERATORS.define(schema, tags=(torch.Tag.nondeterministic_seeded,) if draws else ())
-    _OPERATORS.impl(name, kernel, "CompositeImplicitAutograd")
-    operator: OpOverload = getattr(torch.ops.zbcompile, name).default
-    return operator
 
 
 def tensor_tables(model: torch.nn.Module) -> Iterator[tuple[dict[str, torch.Tensor], str, torch.Tensor]]:

@@ -23,14 +23,14 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from zbcompile.passes.capture.function_calls import FunctionCall, Inside, Outside
 from zbcompile.passes.capture.function_trial import tried
-from zbcompile.passes.graph.fx import like
-from zbcompile.passes.torch_private import (
+from zbcompile.passes.capture.torch_private import (
     below_autograd,
     composite_operator,
     instead_of_function_apply,
     is_traced,
-    pytree,
 )
+from zbcompile.passes.graph.fx import like
+from zbcompile.passes.torch_private import pytree
 
 _numbers = itertools.count()
 _calls: "WeakValueDictionary[str, FunctionCall]" = WeakValueDictionary()

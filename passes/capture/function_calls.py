@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from zbcompile.passes.capture.torch_private import is_fake_of
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.graph.fx import draws
 from zbcompile.passes.torch_private import (
@@ -22,7 +23,6 @@ from zbcompile.passes.torch_private import (
     TorchDispatchMode,
     fake_mode_of,
     functional_instead,
-    is_fake_of,
     pytree,
     tensor_tables,
 )

@@ -16,16 +16,14 @@ from zbcompile.passes.capture.function_calls import (
     Outside,
     kinds_of,
 )
+from zbcompile.passes.capture.torch_private import is_fake_of, nowhere_traced, written_so_far
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.graph.fx import like
 from zbcompile.passes.graph.source_location import calling_line, failing_line
 from zbcompile.passes.torch_private import (
     FakeTensorMode,
-    is_fake_of,
-    nowhere_traced,
     pytree,
     single_threaded_backward,
-    written_so_far,
 )
 
 

@@ -1,17 +1,20 @@
-"""The private PyTorch names behind what capture changes in torch.export while it runs."""
+"""The private PyTorch names behind what capture changes in torch.export while it runs, and behind its operators."""
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch._C import DispatchKey  # 2.11-2.13: which of an operator's kernels is meant
 from torch._export import utils as _export_utils  # 2.11-2.13: see `quick_decompositions`
+from torch.fx.experimental import proxy_tensor
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
-from zbcompile.passes.torch_private import OpOverload, replaced
+from zbcompile.passes.torch_private import FakeTensor, FakeTensorMode, OpOverload, replaced
 
 aten = torch.ops.aten
+_OPERATORS = torch.library.Library("zbcompile", "DEF")
 
 
 @functools.cache
@@ -63,3 +66,71 @@ def quick_decompositions() -> Iterator[None]:
         replaced(torch._ops, "Callable", _Unevaluated),
     ):
         yield
+
+
+@contextlib.contextmanager
+def instead_of_function_apply(apply: Callable[..., Any]) -> Iterator[None]:
+    """Inside, `apply(original, cls, args, kwargs)` runs for every call of an autograd.Function.
+
+    torch.export traces through `forward` and silently loses `backward` (2.11-2.13). Models keep `MyFunction.apply` in a
+    variable, so what that calls in turn is replaced: the method of the C base class, by one of the class between.
+    """
+
+    between: Any = torch.autograd.function._SingleLevelFunction
+
+    def replacement(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return apply(super(between, cls).apply, cls, args, kwargs)
+
+    between.apply = classmethod(replacement)
+    try:
+        yield
+    finally:
+        del between.apply
+
+
+def is_traced() -> bool:
+    """Whether operations that are called now are traced (2.11-2.13: no public name)."""
+    return proxy_tensor.get_proxy_mode() is not None
+
+
+@contextlib.contextmanager
+def nowhere_traced() -> Iterator[None]:
+    """Inside, operations are neither traced nor seen by any mode (2.11-2.13: no public name for either kind)."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_disable_current_modes())
+        for _ in range(torch.overrides._len_torch_function_stack()):
+            stack.enter_context(torch.overrides._pop_mode_temporarily())
+        yield
+
+
+def below_autograd() -> bool:
+    """Whether a kernel runs where autograd cannot act, whatever is enabled (2.11-2.13: no public name)."""
+    return torch._C._dispatch_tls_is_dispatch_key_excluded(DispatchKey.AutogradFunctionality)
+
+
+def composite_operator(schema: str, kernel: Callable[..., Any], draws: bool = False) -> OpOverload:
+    """Define an operator of ours whose `kernel` runs above autograd; `draws` if it may draw random numbers.
+
+    torch.export keeps such operators whole (2.11-2.13: as it keeps its own composite ones)."""
+    name = schema.partition("(")[0]
+    _OPERATORS.define(schema, tags=(torch.Tag.nondeterministic_seeded,) if draws else ())
+    _OPERATORS.impl(name, kernel, "CompositeImplicitAutograd")
+    operator: OpOverload = getattr(torch.ops.zbcompile, name).default
+    return operator
+
+
+def is_fake_of(value: Any, mode: FakeTensorMode) -> bool:
+    """Whether a tensor, or what a subclass or torch.func wraps, was made in `mode` (2.11-2.13: no public names)."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(value):
+        return is_fake_of(torch._C._functorch.get_unwrapped(value), mode)
+    if is_traceable_wrapper_subclass(value):
+        names, _ = value.__tensor_flatten__()
+        return all(is_fake_of(getattr(value, name), mode) for name in names)
+    if isinstance(value, FakeTensor):
+        return value.fake_mode is mode
+    return bool(value.is_meta)  # of which torch makes a fake one
+
+
+def written_so_far(value: torch.Tensor) -> int:
+    """How often a tensor has been written in place (2.11-2.13: documented, but not a public name)."""
+    return value._version
