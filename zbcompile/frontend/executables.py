@@ -54,7 +54,7 @@ class Executables:
     """What a pipeline runs, by the shapes of its microbatches. `program` is the first one's (None before), `share` this
     process's share of the model, `shards` that of an output layer that is sharded over the ranks; `compilations` say
     what the backend did for each program. `parameters` are those that the next step trains, by name: the model's, of a
-    sharded output layer this rank's rows."""
+    sharded output layer this rank's rows; `trained` the names of those that get a gradient in any program."""
 
     def __init__(self, model: nn.Module, options: Options, ranks: Ranks, schedule: Schedule) -> None:
         self.program: Program | None = None
@@ -66,6 +66,7 @@ class Executables:
         check_cuda_graphs(options.cuda_graphs, ranks.device)
         self.compilations: list[Compilation] = []
         self.parameters: dict[str, nn.Parameter] = {}
+        self.trained: set[str] = set()
         self._kept: Recent[Any, ByAnswers[Executable]] = Recent(options.max_shapes)
         self._mixed: Recent[Any, tuple[list[Executable], Executable]] = Recent(options.max_shapes)
         self._bound: dict[Slot, tuple[torch.Tensor, str]] = {}
@@ -82,7 +83,7 @@ class Executables:
 
     def adopt(self, program: Program) -> Executable:
         """Run `program`, which was compiled elsewhere."""
-        self.program = program
+        self.program, self.trained = program, set(program.trained)
         together(self._ranks, "filling the model", lambda: self._make_real(program))
         executable = self._prepare(program)
         self._last = self._by_answers()
@@ -205,6 +206,7 @@ class Executables:
                 f"{len(list(self)) + 1}; max_shapes={self._options.max_shapes} are kept)."
             )
         program = self._make_program(microbatch, drawn)
+        self.trained |= program.trained
         require_equal_programs(self._ranks, {**program.manifest, **vars(self._options.step)}, of_a_place=OF_A_PLACE)
         if self.program is None:
             self.program = program

@@ -1,6 +1,6 @@
 """The norm of all gradients of a pipeline, each parameter counted once, and clipping by it."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import nn
@@ -13,13 +13,14 @@ from zbcompile.program.program import Program
 
 def total_norm(
     program: Program,
+    trained: Collection[str],
     rows: frozenset[str],
     parameters: Mapping[str, nn.Parameter],
     ranks: Ranks,
     norm_type: float,
     error_if_nonfinite: bool,
 ) -> torch.Tensor:
-    """The norm of the gradients of the trained `parameters`, on every rank: bit for bit that of
+    """The norm of the gradients of the `trained` among `parameters`, on every rank: bit for bit that of
     `torch.nn.utils.get_total_norm` over the whole model, for the same gradients.
 
     Each rank contributes the norms of the parameters of which it is the first holder, and zeros for all other ones; so
@@ -28,7 +29,7 @@ def total_norm(
     """
     listed = [
         (name, rank, part)
-        for name in (name for name in parameters if name in program.trained)
+        for name in (name for name in parameters if name in trained)
         for rank in (range(ranks.count) if name in rows else program.holders(name)[:1])
         for part in range(ranks.mesh.size(*along(program.placement(name), SHARD)))
     ]

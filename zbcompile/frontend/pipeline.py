@@ -211,7 +211,9 @@ class Pipeline:
         with self._watch.region("clip_grad_norm_"):
             rows = frozenset(self._compiled.shards.own) if self._compiled.shards else frozenset()
             held = self._compiled.parameters
-            norm = total_norm(self.program, rows, held, self._ranks, norm_type, error_if_nonfinite)
+            norm = total_norm(
+                self.program, self._compiled.trained, rows, held, self._ranks, norm_type, error_if_nonfinite
+            )
         nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, norm)
         return norm
 
