@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from zbcompile.passes.torch_private import FakeTensorMode, replaced
+from zbcompile.passes.torch_private import LOG_SOFTMAX_BACKWARD, FakeTensorMode, replaced
 
 aten = torch.ops.aten
 
@@ -30,7 +30,7 @@ CONTIGUOUS = frozenset(
         *(aten.pow.Scalar, aten.isin.Tensor_Scalar, aten.log_sigmoid_forward.default),
         *(aten.normal.float_Tensor, aten.poisson.default),
         *(aten.mse_loss_backward.default, aten.smooth_l1_loss_backward.default, aten.huber_loss_backward.default),
-        aten._log_softmax_backward_data.default,
+        LOG_SOFTMAX_BACKWARD,
     }
 )
 
