@@ -173,6 +173,16 @@ def forward_hooks(module: torch.nn.Module) -> tuple[int, ...]:
     return tuple(number for kind in _FORWARD_HOOKS for number in getattr(module, kind, ()))
 
 
+def forward_hook_functions(module: torch.nn.Module) -> list[Any]:
+    """The hooks in the forward of `module` (2.11-2.13: no public way)."""
+    return [hook for kind in _FORWARD_HOOKS for hook in getattr(module, kind, {}).values()]
+
+
+def own_parameters(module: torch.nn.Module) -> list[torch.Tensor | None]:
+    """The parameters of `module` itself (2.11-2.13)."""
+    return list(module._parameters.values())
+
+
 def backward_hooks(module: torch.nn.Module) -> list[str]:
     """The kinds of backward hook registered on `module` itself (2.11-2.13: torch offers no public way to ask)."""
     return [kind.strip("_") for kind in _BACKWARD_HOOKS if getattr(module, kind, None)]

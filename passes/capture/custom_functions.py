@@ -21,6 +21,7 @@ from torch import nn
 from torch.fx import Node
 from torch.utils.checkpoint import CheckpointFunction
 
+from zbcompile.passes.capture.distributed_regions import RegionCall
 from zbcompile.passes.capture.function_calls import FunctionCall, Inside, Outside
 from zbcompile.passes.capture.function_trial import tried
 from zbcompile.passes.capture.torch_private import (
@@ -33,7 +34,7 @@ from zbcompile.passes.graph.fx import like
 from zbcompile.passes.torch_private import pytree
 
 _numbers = itertools.count()
-_calls: "WeakValueDictionary[str, FunctionCall]" = WeakValueDictionary()
+_calls: "WeakValueDictionary[str, FunctionCall | RegionCall]" = WeakValueDictionary()
 
 
 def _kernel(tensors: list[torch.Tensor], name: str) -> list[torch.Tensor]:
@@ -97,11 +98,24 @@ def _as_operator(found: dict[Hashable, FunctionCall], model: nn.Module, function
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     new, result = tried(function, leaves, structure, Outside(model))
     call = found.setdefault(new.key, new)
-    name = call.name or f"{function.__qualname__}#{next(_numbers)}"
-    call.name = name
-    _calls[name] = call
+    return _emitted(call, [*tensors, *new.outside.tensors], result, function.__qualname__)
+
+
+def emit_into(found: dict[Hashable, Any]) -> Callable[[RegionCall, list[torch.Tensor], Any], Any]:
+    """What makes the operators of modules that compute with DTensors; `found` as for `calls_as_operators`."""
+
+    def emit(call: RegionCall, tensors: list[torch.Tensor], result: Any) -> Any:
+        return _emitted(found.setdefault(call.key, call), tensors, result, type(call.module).__name__)
+
+    return emit
+
+
+def _emitted(call: Any, tensors: list[torch.Tensor], result: Any, title: str) -> Any:
+    """The results of the operator, put together as those of the call itself are."""
+    call.name = call.name or f"{title}#{next(_numbers)}"
+    _calls[call.name] = call
     operator = _RANDOM if call.draws else _OPERATOR
-    results = iter(operator([*tensors, *new.outside.tensors], name))
+    results = iter(operator(tensors, call.name))
     leaves, structure = pytree.tree_flatten(result)
     leaves = [next(results) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     return pytree.tree_unflatten(leaves, structure)

@@ -16,6 +16,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.fx import GraphModule
 
 from zbcompile.passes.capture.autocast import number_autocast_regions
+from zbcompile.passes.capture.distributed_regions import regions_of
 from zbcompile.passes.capture.export_errors import export_failure
 from zbcompile.passes.capture.function_calls import FunctionCall
 from zbcompile.passes.capture.guards import Guards, separate_guards
@@ -205,7 +206,8 @@ def _exported_on_eagers_path(
 
 
 def _export_once(wrapper: "TrainingStep | Inference", watch: Watch, example: Any) -> torch.export.ExportedProgram:
-    with watch.functions(wrapper), numbered_checkpoints(), _without_torchs_warnings():
+    regions = regions_of(wrapper.model, *example[:2])
+    with watch.functions(wrapper, regions), numbered_checkpoints(), _without_torchs_warnings():
         return torch.export.export(wrapper, example, strict=False)
 
 

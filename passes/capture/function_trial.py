@@ -35,13 +35,13 @@ def tried(function: Any, leaves: Sequence[Any], structure: Any, outside: Outside
     """
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     others = tuple(A_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-    autocast = _autocast_on(tensors[0].device.type if tensors else "cpu")
+    autocast = autocast_on(tensors[0].device.type if tensors else "cpu")
     call = FunctionCall(function, others, structure, autocast, outside, kinds_of(tensors))
     with nowhere_traced(), FakeTensorMode(allow_non_fake_inputs=True) as mode, single_threaded_backward():
         return call, _Trial(call, mode).run(tensors)
 
 
-def _autocast_on(device: str) -> Autocast:
+def autocast_on(device: str) -> Autocast:
     enabled, cached = torch.is_autocast_enabled(device), torch.is_autocast_cache_enabled()
     return device, torch.get_autocast_dtype(device), enabled, cached
 

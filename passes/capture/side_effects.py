@@ -19,7 +19,8 @@ from zbcompile.passes.capture.attention_kernels import (
     is_by_formula,
     is_same_choice,
 )
-from zbcompile.passes.capture.custom_functions import calls_as_operators
+from zbcompile.passes.capture.custom_functions import calls_as_operators, emit_into
+from zbcompile.passes.capture.distributed_regions import Regions, modules_as_operators
 from zbcompile.passes.capture.function_calls import FunctionCall
 from zbcompile.passes.capture.python_effects import numbers_drawn_outside_torch, output_of_forward
 from zbcompile.passes.capture.questions import NOT_ANSWERED, Questions
@@ -52,9 +53,11 @@ class Watch:
     questions: Questions = field(default_factory=Questions)
 
     @contextlib.contextmanager
-    def functions(self, model: nn.Module) -> Iterator[None]:
-        """Around an export of `model`: make every call of an autograd.Function an operator."""
-        with calls_as_operators(self.calls, model, _is_torchs), _inference_as_no_grad():
+    def functions(self, model: nn.Module, regions: Regions) -> Iterator[None]:
+        """Around an export of `model`: make every call of an autograd.Function an operator, and of the modules in
+        `regions`."""
+        modules = modules_as_operators(regions, emit_into(self.calls))
+        with calls_as_operators(self.calls, model, _is_torchs), modules, _inference_as_no_grad():
             yield
 
     @contextlib.contextmanager

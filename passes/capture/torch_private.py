@@ -88,6 +88,13 @@ def instead_of_function_apply(apply: Callable[..., Any]) -> Iterator[None]:
         del between.apply
 
 
+def instead_of_module_call(call: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
+    """Inside, `call(original, module, args, kwargs)` runs for every call of a module, hooks included (2.11-2.13:
+    torch.export replaces `__call__` by one that calls the original, and that calls this)."""
+    original = torch.nn.Module._call_impl
+    return replaced(torch.nn.Module, "_call_impl", lambda module, *args, **kwargs: call(original, module, args, kwargs))
+
+
 def is_traced() -> bool:
     """Whether operations that are called now are traced (2.11-2.13: no public name)."""
     return proxy_tensor.get_proxy_mode() is not None

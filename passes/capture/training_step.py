@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zbcompile.passes.capture.distributed_regions import Pending
 from zbcompile.passes.capture.side_effects import Watch
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.torch_private import pytree
@@ -40,7 +41,11 @@ class TrainingStep(nn.Module):
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> tuple[Any, list[torch.Tensor]]:
         with self.watch.forward(self.model, (args, kwargs, target)):
             output = self.model(*args, **kwargs)
-            loss = check_loss(loss_in(output) if self.loss is None else self.loss(output, target))
+            if isinstance(output, Pending):
+                loss = output.finish(loss_in) if self.loss is None else output.finish(self.loss, target)
+            else:
+                loss = loss_in(output) if self.loss is None else self.loss(output, target)
+            loss = check_loss(loss)
         return loss, self.watch.questions.tensors
 
 
@@ -55,6 +60,8 @@ class Inference(nn.Module):
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> tuple[Any, list[torch.Tensor]]:
         with self.watch.forward(self.model, (args, kwargs, target)):
             output = self.model(*args, **kwargs)
+            if isinstance(output, Pending):
+                output = output.finish(lambda whole: whole.full_tensor())
         register_dataclasses(output)
         return output, self.watch.questions.tensors
 

@@ -90,6 +90,10 @@ class Options(Choices, StepOptions):
     def step(self) -> StepOptions:
         return replace(_part(self, StepOptions), backend=backend_name(self.backend))
 
+    def with_placements(self, found: Mapping[str, Mapping[str, str]]) -> "Options":
+        """The options of a model whose DTensors say these placements."""
+        return replace(self, placements={**(self.placements or {}), **found}) if found else self
+
 
 OPTIONS = options_of(Options)
 PARAGRAPHS = paragraphs_of(Options)

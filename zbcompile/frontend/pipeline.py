@@ -22,6 +22,7 @@ from zbcompile.frontend.options import Options
 from zbcompile.frontend.recent import Recent
 from zbcompile.frontend.state_dict import full_state, gather_rows, load_state, owned_parameters, share_state
 from zbcompile.model.batch import Batch, flatten_batch, refuse_input_gradients, require_divisible
+from zbcompile.model.distributed_tensors import Parts
 from zbcompile.model.resident_tensors import resident_tensors
 from zbcompile.passes.capture.training_step import LossFunction
 from zbcompile.passes.graph.roles import Slot
@@ -66,6 +67,9 @@ class Pipeline:
         self._records: list[StepRecord] | None = None
         with self._watch.region("making the pipeline"):
             schedule = choose_schedule(options, self._ranks.count)
+            self._parts = Parts(model, self._ranks.mesh.labels)
+            options = options.with_placements(self._parts.placements)
+            self._options = options
             self._compiled = Executables(model, options, self._ranks, schedule)
         self._evaluations: Recent[Any, ByAnswers[Evaluation]] = Recent(options.max_shapes)
 
@@ -126,6 +130,7 @@ class Pipeline:
     def compile(self, *args: Any, target: Any = None, **kwargs: Any) -> "Pipeline":
         """Compile for the shapes of this batch (as `step` takes it) without running it."""
         with self._watch.region("compiling"):
+            self._parts.take_gradients()
             self._program_for(self._split(args, kwargs, target))
         return self
 
@@ -153,6 +158,7 @@ class Pipeline:
             given = self._step_input(batch, executable.program)
             with self._as_captured(), self._compiled.void_if_it_fails():
                 losses = self._engine.step(executable, given, self._compiled.parameters)
+            self._parts.give_gradients()
         self.step_index += 1
         if self._records is not None and self.last_step is not None:
             self._records.append(self.last_step)
@@ -208,14 +214,18 @@ class Pipeline:
     ) -> torch.Tensor:
         """As `torch.nn.utils.clip_grad_norm_` over the whole model: every rank clips its share by the norm of all
         gradients, tied parameters counted once, and returns that norm."""
+        self._parts.take_gradients()
         with self._watch.region("clip_grad_norm_"):
             rows = frozenset(self._compiled.shards.own) if self._compiled.shards else frozenset()
             held = self._compiled.parameters
             norm = total_norm(
                 self.program, self._compiled.trained, rows, held, self._ranks, norm_type, error_if_nonfinite
             )
-        nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, norm)
+        nn.utils.clip_grads_with_norm_([held[name] for name in self._own_names()], max_norm, norm)
         return norm
+
+    def _own_names(self) -> list[str]:
+        return [name for name, _ in owned_parameters(self._model, self._ranks, self.program.holders)]
 
     @contextmanager
     def recording(self) -> Iterator[list[StepRecord]]:
@@ -270,10 +280,10 @@ class Pipeline:
         return iter([parameter for _, parameter in self.named_parameters()])
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This process's parameters under the model's own names."""
+        """This process's parameters under the model's own names; DTensors if the model had them as such."""
         self.program  # noqa: B018  raises before compiling
-        found = self._compiled.parameters
-        return iter([(n, found[n]) for n, _ in owned_parameters(self._model, self._ranks, self.program.holders)])
+        found = {**self._compiled.parameters, **self._parts.parameters}
+        return iter([(name, found[name]) for name in self._own_names()])
 
     def state_dict(self, full: bool = False) -> dict[str, Any]:
         """Eager's state dict: this process's share, or with `full=True` all of it, on every rank.
@@ -282,14 +292,17 @@ class Pipeline:
         """
         self.program  # noqa: B018  raises before compiling
         if not full:
-            return share_state(self._model, self._ranks, self.program, self._compiled.shards)
+            own = share_state(self._model, self._ranks, self.program, self._compiled.shards)
+            return self._parts.shown(own, self.program.model.names)
         with self._watch.region("state_dict"):
             rows = gather_rows(self._ranks, self._compiled.shards)
-            return full_state(self._model, self._ranks, self.program.holders, rows)
+            whole = full_state(self._model, self._ranks, self.program.holders, rows)
+            return self._parts.shown(whole, self.program.model.names)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load this process's share of a full state dict; strict over the whole model."""
         self.program  # noqa: B018  raises before compiling
+        state = self._parts.cut(state, self.program.model.names)
         load_state(self._model, self._ranks, self.program.holders, state)
         if self._compiled.shards is not None:
             self._compiled.shards.load(state)

@@ -1,0 +1,215 @@
+"""Modules that compute with DTensors: each call is one operator of the captured graph, as that of an autograd.Function.
+
+A module parallelised by `torch.distributed.tensor.parallel` turns plain tensors into DTensors, computes, and gives
+plain tensors back. Its forward, with the parameters' parts wrapped, is the kernel of the operator; tracing a joint
+graph runs DTensor's real forward and backward, of which plain operations and collectives are left. If DTensors pass
+from one module to the next, the smallest module around them is the operator: so no cut ever meets a DTensor.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from zbcompile.passes.capture.function_calls import A_TENSOR, Autocast, Operations
+from zbcompile.passes.capture.function_trial import autocast_on
+from zbcompile.passes.capture.torch_private import below_autograd, instead_of_module_call, is_traced, nowhere_traced
+from zbcompile.passes.errors import CaptureError
+from zbcompile.passes.graph.fx import like
+from zbcompile.passes.torch_private import FakeTensorMode, forward_hook_functions, own_parameters, pytree
+
+PART = "part_of"  # see `zbcompile.model.distributed_tensors`
+
+
+def has_parts(model: nn.Module) -> bool:
+    """Whether a model's parameters are parts of DTensors."""
+    return any(hasattr(tensor, PART) for tensor in model.parameters())
+
+
+@dataclass(eq=False)
+class RegionCall:
+    """A call of `module`, but for its tensors. `tail` is what follows it if its result is a DTensor: the loss.
+    `results` are fake tensors of what it returns."""
+
+    module: nn.Module
+    leaves: tuple[Any, ...]
+    structure: Any
+    names: tuple[str, ...]
+    parts: tuple[Any, ...]
+    autocast: Autocast
+    tail: Callable[..., Any] | None = None
+    results: tuple[torch.Tensor, ...] = ()
+    name: str = ""
+    draws: bool = False
+    overwrites: tuple[int, ...] = ()
+
+    def __call__(self, tensors: list[torch.Tensor]) -> Any:
+        if below_autograd():  # only shapes are wanted, and DTensor's composite operations need autograd above them
+            return [torch.empty_strided(r.shape, r.stride(), dtype=r.dtype, device=r.device) for r in self.results]
+        count = len(tensors) - len(self.names)
+        given = iter(tensors[:count])
+        leaves = [next(given) if leaf is A_TENSOR else leaf for leaf in self.leaves]
+        args, kwargs, rest = pytree.tree_unflatten(leaves, self.structure)
+        pairs = zip(self.names, self.parts, tensors[count:], strict=True)
+        state = {name: tensor if part is None else part.wrap(tensor) for name, part, tensor in pairs}
+        with torch.autocast(*self.autocast):
+            result = torch.func.functional_call(self.module, state, args, kwargs)
+            return result if self.tail is None else self.tail(result, *rest)
+
+    def confirm(self, tensors: list[torch.Tensor]) -> None:
+        """Nothing surrounds a module's call that it could read: its parameters are given."""
+
+    @property
+    def key(self) -> Any:
+        return id(self)
+
+
+@dataclass
+class _Entry:
+    """A module's call in the trial."""
+
+    module: nn.Module
+    plain: bool
+    touches: bool
+    result: Any = None
+    inner: list["_Entry"] = field(default_factory=list)
+
+
+class _Trial(TorchFunctionMode):
+    """Runs the model on fake DTensors and notes which module's code meets them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.root = _Entry(model, True, False)
+        self.stack = [self.root]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _any_distributed((args, kwargs)):
+            self.stack[-1].touches = True
+        return func(*args, **(kwargs or {}))
+
+    def call(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        entry = _Entry(module, not _any_distributed((args, kwargs)), _is_parallelised(module))
+        self.stack[-1].inner.append(entry)
+        self.stack.append(entry)
+        try:
+            result = original(module, *args, **kwargs)
+        finally:
+            self.stack.pop()
+        entry.result = result
+        return result
+
+
+def _any_distributed(value: Any) -> bool:
+    return any(hasattr(leaf, "device_mesh") and hasattr(leaf, "to_local") for leaf in pytree.tree_leaves(value))
+
+
+def _is_parallelised(module: nn.Module) -> bool:
+    """Whether a module has parts of its own, or hooks of torch's parallel styles."""
+    hooks = forward_hook_functions(module)
+    own = any(hasattr(tensor, PART) for tensor in own_parameters(module))
+    return own or any(getattr(hook, "__module__", "").startswith("torch.distributed.tensor") for hook in hooks)
+
+
+Regions = dict[int, dict[str, Any]]  # id of a module -> its parameters by name, each with what it is a part of
+
+
+def regions_of(model: nn.Module, args: Any, kwargs: Any) -> Regions:
+    """The modules whose calls are operators."""
+    if not has_parts(model):
+        return {}
+    trial = _Trial(model)
+    with (
+        instead_of_module_call(trial.call),
+        nowhere_traced(),
+        FakeTensorMode(allow_non_fake_inputs=True),
+        torch.no_grad(),
+    ):
+        args, kwargs = pytree.tree_map_only(torch.Tensor, like, (args, kwargs))
+        state = {name: _wrapped(tensor) for name, tensor in model.named_parameters()}
+        with trial:
+            torch.func.functional_call(model, state, args, kwargs)
+    whole = trial.root.inner[0]
+    found = _cover(whole, whole.result) or [model]
+    return {id(m): {name: getattr(p, PART, None) for name, p in m.named_parameters()} for m in found}
+
+
+def _wrapped(tensor: torch.Tensor) -> Any:
+    part = getattr(tensor, PART, None)
+    return like(tensor) if part is None else part.wrap(like(tensor))
+
+
+def _cover(entry: _Entry, last: Any) -> list[nn.Module] | None:
+    """The smallest modules, plain outside, that contain all DTensors of a call; None if there are none such: DTensors
+    enter or leave. What the model returns, `last`, goes to the loss, and counts as plain."""
+    if not entry.touches:
+        found = [_cover(inner, last) for inner in entry.inner]
+        if all(each is not None for each in found):
+            return [module for each in found for module in each or []]
+    leaves_plain = entry.result is last or not _any_distributed(entry.result)
+    return [entry.module] if entry.plain and leaves_plain else None
+
+
+Emit = Callable[[RegionCall, list[torch.Tensor], Any], Any]
+
+
+@contextlib.contextmanager
+def modules_as_operators(regions: Regions, emit: Emit) -> Iterator[None]:
+    """Inside, calls of these modules are operators: `emit(call, tensors, result)` makes one."""
+
+    def call(original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if id(module) not in regions or not is_traced():
+            return original(module, *args, **kwargs)
+        return _Emission(module, regions[id(module)], emit).of(args, kwargs)
+
+    with instead_of_module_call(call) if regions else contextlib.nullcontext():
+        yield
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A DTensor that leaves the model: the module that makes it becomes one operator with what follows."""
+
+    emission: "_Emission"
+    args: Any
+    kwargs: Any
+
+    def finish(self, tail: Callable[..., Any], *rest: Any) -> Any:
+        """`tail(the DTensor, *rest)`, which must be plain."""
+        return self.emission.of(self.args, self.kwargs, tail, rest)
+
+
+@dataclass(frozen=True)
+class _Emission:
+    """Makes the operator of a module's call; `parts` says what its parameters are parts of."""
+
+    module: nn.Module
+    parts: dict[str, Any]
+    emit: Emit
+
+    def of(self, args: Any, kwargs: Any, tail: Callable[..., Any] | None = None, rest: Any = ()) -> Any:
+        leaves, structure = pytree.tree_flatten((args, kwargs, rest))
+        held = dict(self.module.named_parameters())
+        tensors = [*(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), *held.values()]
+        others = tuple(A_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
+        parts = tuple(self.parts[name] for name in held)
+        autocast = autocast_on(tensors[0].device.type)
+        call = RegionCall(self.module, others, structure, tuple(held), parts, autocast, tail)
+        result = _tried(call, tensors)
+        if not _any_distributed(result):
+            return self.emit(call, tensors, result)
+        if tail is not None:
+            raise CaptureError("the loss is a DTensor; let the loss function return loss.full_tensor().")
+        return Pending(self, args, kwargs)
+
+
+def _tried(call: RegionCall, tensors: list[torch.Tensor]) -> Any:
+    with nowhere_traced(), FakeTensorMode(allow_non_fake_inputs=True), Operations() as operations:
+        result = call([like(tensor).requires_grad_(tensor.requires_grad) for tensor in tensors])
+    call.draws = operations.random
+    call.results = tuple(leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor))
+    return result

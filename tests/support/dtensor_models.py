@@ -1,0 +1,94 @@
+"""A Llama-like model with torch's own tensor-parallel plans, and what one process and eager DTensor compute."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+VOCABULARY, WIDTH, HEADS, LENGTH, LAYERS = 12, 16, 4, 6, 4
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (each(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        return self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.gate, self.down = nn.Linear(WIDTH, 26), nn.Linear(WIDTH, 26), nn.Linear(26, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.attention, self.second, self.mlp = nn.RMSNorm(WIDTH), Attention(), nn.RMSNorm(WIDTH), Mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.first(x))
+        return x + self.mlp(self.second(x))
+
+
+class Llama(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.norm, self.head = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    return loss.full_tensor() if hasattr(loss, "full_tensor") else loss
+
+
+def parallelised(mesh: Any, kind: str) -> Llama:
+    """ "plain": columns and rows; "sequence": with sequence parallelism; "loss": and the loss on sharded logits."""
+    model, split = Llama(), kind != "plain"
+    along = Shard(1) if split else Replicate()
+    rows = RowwiseParallel(output_layouts=along)
+    plan: dict[str, Any] = {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=along),
+        "head": ColwiseParallel(
+            input_layouts=along,
+            output_layouts=Shard(-1) if kind == "loss" else Replicate(),
+            use_local_output=kind != "loss",
+        ),
+        **{f"blocks.*.attention.{name}": ColwiseParallel() for name in "qkv"},
+        **{f"blocks.*.mlp.{name}": ColwiseParallel() for name in ("up", "gate")},
+        "blocks.*.attention.o": rows,
+        "blocks.*.mlp.down": rows,
+    }
+    if split:
+        inside = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+        plan |= {
+            "blocks.*.first": SequenceParallel(),
+            "blocks.*.second": SequenceParallel(),
+            "norm": SequenceParallel(),
+        }
+        plan |= {"blocks.*.attention": inside, "blocks.*.mlp": inside}
+    return parallelize_module(model, mesh, plan)  # type: ignore[return-value]

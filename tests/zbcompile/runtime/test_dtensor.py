@@ -1,0 +1,90 @@
+"""Models with DTensors, parallelised by torch's own plans, train in a pipeline unchanged."""
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
+
+import zbcompile
+from tests.support.dtensor_models import LENGTH, VOCABULARY, Llama, loss_of, parallelised
+from tests.support.pool import Pool
+from zbcompile.passes.stage.exchanges import collectives_of
+
+MICROBATCHES, ROWS = 4, 2
+BOUND = 1e-6  # of the largest entry of each gradient, fp32
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    return torch.randint(VOCABULARY, (2, MICROBATCHES * ROWS, LENGTH)).unbind()  # type: ignore[return-value]
+
+
+def accumulated(model: nn.Module) -> Tensor:
+    total = torch.zeros(())
+    for x, y in zip(*(each.chunk(MICROBATCHES) for each in batch()), strict=True):
+        loss = loss_of(model(x), y) / MICROBATCHES
+        loss.backward()
+        total = total + loss.detach()
+    return total
+
+
+def whole(gradient: Any) -> Tensor:
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+
+
+def trained(kind: str, schedule: str, exact: bool) -> dict[str, Any]:
+    """What differs from one process, from eager DTensor in bits, and where collectives are."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    one = Llama()
+    expected = accumulated(one)
+    around = loss_parallel() if kind == "loss" else contextlib.nullcontext()
+    eager, model = parallelised(mesh["tp"], kind), parallelised(mesh["tp"], kind)
+    with around:
+        accumulated(eager)
+        pipe = zbcompile.pipeline(
+            model, mesh=mesh, schedule=schedule, microbatches=MICROBATCHES, loss=loss_of, exact=exact
+        )
+        x, y = batch()
+        loss = pipe.step(x, target=y)
+    theirs, ones = dict(eager.named_parameters()), dict(one.named_parameters())
+    far, unequal = 0.0, []
+    for name, parameter in pipe.named_parameters():
+        assert isinstance(parameter.grad, DTensor) == isinstance(theirs[name], DTensor)
+        gradient, other = whole(parameter.grad), ones[name].grad
+        assert other is not None
+        far = max(far, float((gradient - other).abs().max() / other.abs().max()))
+        unequal += [] if torch.equal(gradient, whole(theirs[name].grad)) else [name]
+    norm = pipe.clip_grad_norm_(1e9)
+    state = pipe.state_dict(full=True)
+    pipe.load_state_dict(one.state_dict())
+    pipe.close()
+    total = nn.utils.get_total_norm([p.grad for p in one.parameters() if p.grad is not None])
+    return {
+        "loss": float((loss - expected).abs() / expected),
+        "far": far,
+        "unequal": unequal,
+        "norm": float((norm - total).abs() / total),
+        "state": all(torch.equal(whole(state[name]), value) for name, value in one.state_dict().items()),
+        "in W": [c.kind for stage in pipe.program.stages for c in collectives_of(stage) if c.name == "W"],
+        "in B": sum(c.name == "B" for stage in pipe.program.stages for c in collectives_of(stage)),
+    }
+
+
+@pytest.mark.mostly_slow(every=3)
+@pytest.mark.parametrize(
+    ("kind", "schedule", "exact"),
+    [("plain", "zb-h1", True), ("sequence", "zb-v", False), ("loss", "1f1b", False)],
+)
+def test_gradients_are_those_of_one_process(kind: str, schedule: str, exact: bool, pool: Pool) -> None:
+    for seen in pool.run(trained, kind, schedule, exact, ranks=4):
+        assert seen["loss"] <= BOUND
+        assert seen["far"] <= BOUND
+        assert seen["norm"] <= BOUND
+        assert seen["state"]
+        assert seen["in W"] == []
+        assert not exact or seen["unequal"] == []
