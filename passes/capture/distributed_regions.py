@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from zbcompile.passes.capture.function_calls import A_TENSOR, Autocast, Operations
 from zbcompile.passes.capture.function_trial import autocast_on
-from zbcompile.passes.capture.torch_private import below_autograd, instead_of_module_call, is_traced, nowhere_traced
+from zbcompile.passes.capture.torch_private import instead_of_module_call, is_traced, nowhere_traced
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.graph.fx import like
 from zbcompile.passes.torch_private import FakeTensorMode, forward_hook_functions, own_parameters, pytree
@@ -32,8 +32,9 @@ def has_parts(model: nn.Module) -> bool:
 
 @dataclass(eq=False)
 class RegionCall:
-    """A call of `module`, but for its tensors. `tail` is what follows it if its result is a DTensor: the loss.
-    `results` are fake tensors of what it returns."""
+    """A call of `module`, but for its tensors. `before` are calls that hand it DTensors, each with the number of
+    its tensors; `tail` is what follows it if its result is a DTensor: the loss. `results` are fake tensors of what it
+    returns."""
 
     module: nn.Module
     leaves: tuple[Any, ...]
@@ -41,6 +42,7 @@ class RegionCall:
     names: tuple[str, ...]
     parts: tuple[Any, ...]
     autocast: Autocast
+    before: tuple[tuple["RegionCall", int], ...]
     tail: Callable[..., Any] | None = None
     results: tuple[torch.Tensor, ...] = ()
     name: str = ""
@@ -48,17 +50,23 @@ class RegionCall:
     overwrites: tuple[int, ...] = ()
 
     def __call__(self, tensors: list[torch.Tensor]) -> Any:
-        if below_autograd():  # only shapes are wanted, and DTensor's composite operations need autograd above them
-            return [torch.empty_strided(r.shape, r.stride(), dtype=r.dtype, device=r.device) for r in self.results]
-        count = len(tensors) - len(self.names)
-        given = iter(tensors[:count])
-        leaves = [next(given) if leaf is A_TENSOR else leaf for leaf in self.leaves]
+        count = sum(leaf is A_TENSOR for leaf in self.leaves)
+        given, end = iter(tensors[:count]), count + len(self.names)
+        earlier = self._earlier(tensors[end:])
+        kinds = {A_TENSOR: given, Pending: earlier}
+        leaves = [next(kinds[leaf]) if leaf is A_TENSOR or leaf is Pending else leaf for leaf in self.leaves]
         args, kwargs, rest = pytree.tree_unflatten(leaves, self.structure)
-        pairs = zip(self.names, self.parts, tensors[count:], strict=True)
+        pairs = zip(self.names, self.parts, tensors[count:end], strict=True)
         state = {name: tensor if part is None else part.wrap(tensor) for name, part, tensor in pairs}
         with torch.autocast(*self.autocast):
             result = torch.func.functional_call(self.module, state, args, kwargs)
             return result if self.tail is None else self.tail(result, *rest)
+
+    def _earlier(self, tensors: list[torch.Tensor]) -> Iterator[Any]:
+        """The DTensors that calls before this one hand on."""
+        for call, count in self.before:
+            yield call(tensors[:count])
+            tensors = tensors[count:]
 
     def confirm(self, tensors: list[torch.Tensor]) -> None:
         """Nothing surrounds a module's call that it could read: its parameters are given."""
@@ -73,7 +81,7 @@ class _Entry:
     """A module's call in the trial."""
 
     module: nn.Module
-    plain: bool
+    given: list[Any]  # the DTensors among its arguments
     touches: bool
     result: Any = None
     inner: list["_Entry"] = field(default_factory=list)
@@ -84,7 +92,7 @@ class _Trial(TorchFunctionMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.root = _Entry(model, True, False)
+        self.root = _Entry(model, [], False)
         self.stack = [self.root]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -93,7 +101,7 @@ class _Trial(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def call(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-        entry = _Entry(module, not _any_distributed((args, kwargs)), _is_parallelised(module))
+        entry = _Entry(module, _distributed_in((args, kwargs)), _is_parallelised(module))
         self.stack[-1].inner.append(entry)
         self.stack.append(entry)
         try:
@@ -104,8 +112,12 @@ class _Trial(TorchFunctionMode):
         return result
 
 
+def _distributed_in(value: Any) -> list[Any]:
+    return [leaf for leaf in pytree.tree_leaves(value) if hasattr(leaf, "device_mesh") and hasattr(leaf, "to_local")]
+
+
 def _any_distributed(value: Any) -> bool:
-    return any(hasattr(leaf, "device_mesh") and hasattr(leaf, "to_local") for leaf in pytree.tree_leaves(value))
+    return bool(_distributed_in(value))
 
 
 def _is_parallelised(module: nn.Module) -> bool:
@@ -144,14 +156,24 @@ def _wrapped(tensor: torch.Tensor) -> Any:
 
 
 def _cover(entry: _Entry, last: Any) -> list[nn.Module] | None:
-    """The smallest modules, plain outside, that contain all DTensors of a call; None if there are none such: DTensors
-    enter or leave. What the model returns, `last`, goes to the loss, and counts as plain."""
+    """The smallest modules that contain all DTensors of a call, or hand them to the next such module; None if there
+    are none such: DTensors enter or leave. What the model returns, `last`, goes to the loss, and counts as plain."""
     if not entry.touches:
-        found = [_cover(inner, last) for inner in entry.inner]
+        found = [_cover(each, last) or _handed_on(each, entry.inner, last) for each in entry.inner]
         if all(each is not None for each in found):
             return [module for each in found for module in each or []]
     leaves_plain = entry.result is last or not _any_distributed(entry.result)
-    return [entry.module] if entry.plain and leaves_plain else None
+    return [entry.module] if leaves_plain and not entry.given else None
+
+
+def _handed_on(entry: _Entry, siblings: list[_Entry], last: Any) -> list[nn.Module] | None:
+    """A module whose DTensors come from modules called beside it, and go to exactly one of these."""
+    if not entry.given and not _any_distributed(entry.result):
+        return _cover(entry, last)
+    known = all(any(each.result is given for each in siblings) for given in entry.given)
+    readers = sum(any(given is entry.result for given in each.given) for each in siblings)
+    leaves_well = entry.result is last or not _any_distributed(entry.result) or readers == 1
+    return [entry.module] if known and leaves_well else None
 
 
 Emit = Callable[[RegionCall, list[torch.Tensor], Any], Any]
@@ -172,11 +194,13 @@ def modules_as_operators(regions: Regions, emit: Emit) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Pending:
-    """A DTensor that leaves the model: the module that makes it becomes one operator with what follows."""
+    """A DTensor that leaves a module: the call becomes one operator with what reads it."""
 
     emission: "_Emission"
     args: Any
     kwargs: Any
+    call: RegionCall
+    tensors: list[torch.Tensor]
 
     def finish(self, tail: Callable[..., Any], *rest: Any) -> Any:
         """`tail(the DTensor, *rest)`, which must be plain."""
@@ -194,17 +218,26 @@ class _Emission:
     def of(self, args: Any, kwargs: Any, tail: Callable[..., Any] | None = None, rest: Any = ()) -> Any:
         leaves, structure = pytree.tree_flatten((args, kwargs, rest))
         held = dict(self.module.named_parameters())
-        tensors = [*(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), *held.values()]
-        others = tuple(A_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
+        before = [leaf for leaf in leaves if isinstance(leaf, Pending)]
+        own = [*(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), *held.values()]
+        tensors = [*own, *(tensor for each in before for tensor in each.tensors)]
+        others = tuple(_stands_for(leaf) for leaf in leaves)
         parts = tuple(self.parts[name] for name in held)
         autocast = autocast_on(tensors[0].device.type)
-        call = RegionCall(self.module, others, structure, tuple(held), parts, autocast, tail)
+        earlier = tuple((each.call, len(each.tensors)) for each in before)
+        call = RegionCall(self.module, others, structure, tuple(held), parts, autocast, earlier, tail)
         result = _tried(call, tensors)
         if not _any_distributed(result):
             return self.emit(call, tensors, result)
         if tail is not None:
             raise CaptureError("the loss is a DTensor; let the loss function return loss.full_tensor().")
-        return Pending(self, args, kwargs)
+        return Pending(self, args, kwargs, call, tensors)
+
+
+def _stands_for(leaf: Any) -> Any:
+    if isinstance(leaf, Pending):
+        return Pending
+    return A_TENSOR if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _tried(call: RegionCall, tensors: list[torch.Tensor]) -> Any:

@@ -19,6 +19,7 @@ from zbcompile.passes.partition.shared_parameters import separate_uses
 from zbcompile.passes.partition.stage_graphs import cut
 from zbcompile.passes.pass_list.run_passes import Pass
 from zbcompile.passes.recompute.recompute import recompute
+from zbcompile.passes.split.defer_sums import defer_sums
 from zbcompile.passes.split.joint_graph import trace_joint
 from zbcompile.passes.split.simplify import simplify
 from zbcompile.passes.split.split import split
@@ -37,12 +38,13 @@ from zbcompile.passes.vocabulary.trunk import cut_off
 @dataclass(frozen=True)
 class StageTask:
     """The inputs of the passes of a stage, beside the stage itself: trainable parameters, choices, the fake gradients
-    that arrive, and what the graphs call each process group of this process."""
+    that arrive, what the graphs call each process group of this process, and the parameters of several stages."""
 
     trainable: frozenset[str]
     choices: Choices
     tangents: Mapping[str, torch.Tensor]
     dimensions: Mapping[str, str] = field(default_factory=dict)
+    several: frozenset[str] = frozenset()
 
 
 _GRAPH = (graph.operations_in_order, graph.calls_only, graph.roles_complete, graph.roles_allowed)
@@ -126,6 +128,12 @@ STAGE_PASSES = (
         _JOINT,
     ),
     Pass("simplify", "drops double transposes and equal views", lambda before, task: simplify(before), _REWRITTEN),
+    Pass(
+        "defer-sums",
+        "leaves sums of weight gradients over ranks to the end of the step",
+        lambda before, task: defer_sums(before, task.several),
+        _REWRITTEN,
+    ),
     Pass(
         "recompute",
         "lets the backward recompute values",

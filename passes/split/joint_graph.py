@@ -5,7 +5,7 @@ gradient really arrives: other strides, other kernels, other bits.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -43,7 +43,8 @@ class Joint:
     """Forward and backward of a stage. Inputs are the stage's and its tangents; outputs the stage's and gradients.
 
     Outputs of kind `virtual_gradient` are for the split alone. `gradient_of_input` maps each activation that gets a
-    gradient to the fake tensor of that gradient. `recomputed` is set by the pass of that name.
+    gradient to the fake tensor of that gradient. `recomputed` is set by the pass of that name,
+    `deferred` by `zbcompile.passes.split.defer_sums`.
     """
 
     stage: Stage
@@ -52,6 +53,7 @@ class Joint:
     outputs: tuple[tuple[Slot, Node], ...]
     gradient_of_input: Mapping[str, torch.Tensor]
     recomputed: Recomputed | None = None
+    deferred: Mapping[str, str] = field(default_factory=dict)
 
 
 def trace_joint(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from zbcompile.passes.graph.fx import is_getitem, is_random, operations_behind
+from zbcompile.passes.graph.process_groups import is_collective
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.split.convolution import cut_convolutions, merge_convolutions
 from zbcompile.passes.split.joint_graph import Joint
@@ -88,6 +89,7 @@ def closure(joint: Joint) -> Assignment:
     early |= operations_behind(node for node in proxies if not is_cheap(node) and node not in forward)
     inserted = [node for node in everything if "recomputed" in node.meta]  # by the recompute pass: all of it in B
     early |= operations_behind(inserted)
+    early |= operations_behind(node for node in everything if is_collective(node))  # W waits for no other rank
     backward = _close(early - forward, joint) & everything
     return _assign(joint, forward, backward, everything - forward - backward)
 

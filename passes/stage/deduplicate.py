@@ -176,6 +176,7 @@ def renamed(program: StageProgram, to: Renaming) -> StageProgram:
         parameters=to.all_names(program.parameters, "parameter"),
         buffers=to.all_names(program.buffers, "buffer"),
         trained=to.all_names(program.trained, "parameter"),
+        deferred=dict(zip(to.all_names(tuple(program.deferred), "parameter"), program.deferred.values(), strict=True)),
     )
 
 

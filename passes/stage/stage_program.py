@@ -1,7 +1,7 @@
 """The compiled form of one stage: its graphs, what they keep and send, and what they cost."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -29,7 +29,8 @@ class StageProgram:
     arrive and leave in F; `gradients_in` and `gradients_out` the gradients that arrive and leave in B, by the name of
     their activation. `flops` is per pass and microbatch, a multiply-add is two. `original` is the stage that was
     compiled: another one where its graphs are used, renamed. `recomputed` says what B recomputes, None if nothing;
-    `improvements` what the split did beyond the dependency closure.
+    `improvements` what the split did beyond the dependency closure; `deferred` along which dimension of the mesh the
+    gradient of a parameter is still to be summed.
     """
 
     stage: int
@@ -47,6 +48,7 @@ class StageProgram:
     improvements: tuple[Improvement, ...]
     flops: Mapping[str, int]
     recomputed: Recomputed | None = None
+    deferred: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def receive_bytes(self) -> int:
@@ -84,6 +86,7 @@ def finish_stage(split: Split, choices: Choices) -> StageProgram:
         improvements=split.improvements,
         flops=_flops(raw, mode),
         recomputed=split.joint.recomputed,
+        deferred=dict(split.joint.deferred),
     )
 
 

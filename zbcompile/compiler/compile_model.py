@@ -3,6 +3,7 @@
 
 import functools
 import hashlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -180,7 +181,11 @@ def _compile_stages(
         return manager.run(DEDUPLICATE, program, to, stage=to.stage)  # type: ignore[no-any-return]
 
     labels = _labels(canonical)
-    make: StageCompiler = functools.partial(compile_stage, trainable, choices, manager=manager, labels=labels)
+    held = Counter(name for stage in stages for name in stage.named("parameter"))
+    several = frozenset(name for name, count in held.items() if count > 1)
+    make: StageCompiler = functools.partial(
+        compile_stage, trainable, choices, manager=manager, labels=labels, several=several
+    )
     try:
         return compile_distinct(stages, trainable, make, behind, rename)
     except CompileError:
@@ -209,10 +214,11 @@ def compile_stage(
     tangents: Mapping[str, torch.Tensor],
     manager: PassManager | None = None,
     labels: Mapping[str, str] = MappingProxyType({}),
+    several: frozenset[str] = frozenset(),
 ) -> tuple[StageProgram, Mapping[str, torch.Tensor]]:
     """One stage's program, and the fake gradient of each activation that it receives. `labels`: what the graphs call
-    each process group of this process."""
-    task = StageTask(trainable, choices, tangents, labels)
+    each process group of this process; `several`: the parameters of several stages."""
+    task = StageTask(trainable, choices, tangents, labels, several)
     made = (manager or make_manager()).run_all(STAGE_PASSES, stage, task, stage=stage.index)
     *_, pieces, program = made
     return program, pieces.joint.gradient_of_input

@@ -12,7 +12,7 @@ import torch
 from zbcompile.errors import PipelineError
 from zbcompile.model.batch import Microbatch
 from zbcompile.model.model_info import ModelFacts
-from zbcompile.model.placements import placement_of
+from zbcompile.model.placements import PARTIAL, placement_of
 from zbcompile.passes.capture.guards import Guards
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.partition.search import Cuts
@@ -79,7 +79,8 @@ class Program:
 
     def placement(self, name: str) -> dict[str, str]:
         """What a parameter or buffer is along each dimension of the mesh."""
-        return placement_of(name, self.step.placements or {})
+        late = {stage.deferred[name]: PARTIAL for stage in self.stages if name in stage.deferred}
+        return placement_of(name, self.step.placements or {}) | late
 
     @property
     def tied(self) -> dict[str, int]:

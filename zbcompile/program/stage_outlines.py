@@ -24,6 +24,7 @@ def outline_to_data(stage: StageProgram) -> dict[str, Any]:
     data |= {name: list(getattr(stage, name)) for name in NAMES}
     data |= {key: {name: _spec_to_data(spec) for name, spec in getattr(stage, key).items()} for key in BOUNDARIES}
     data["flops"] = dict(stage.flops)
+    data["deferred"] = dict(stage.deferred)
     data["crossing"] = asdict(stage.crossing)
     data["improvements"] = [asdict(each) for each in stage.improvements]
     data["recomputed"] = asdict(stage.recomputed) if stage.recomputed else None
@@ -41,6 +42,7 @@ def outline_from_data(data: dict[str, Any], device: str) -> StageProgram:
         crossing=Crossing(**data["crossing"]),
         improvements=tuple(Improvement(**each) for each in data["improvements"]),
         flops=data["flops"],
+        deferred=data["deferred"],
         recomputed=Recomputed(**data["recomputed"]) if data["recomputed"] else None,
     )
 
