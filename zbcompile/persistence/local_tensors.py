@@ -77,13 +77,13 @@ def _of_pipeline(pipe: Pipeline) -> Holding:
 
 
 def _refuse_parts(program: Program, ranks: Ranks) -> None:
-    """Refuse plain parameters of which every rank has a part: nothing says how the whole is put together."""
+    """Refuse parameters of which ranks beside the pipeline hold different parts."""
     for name in program.homes:
         split = [f'"{each}"' for each in along(program.placement(name), SHARD) if ranks.mesh.size(each) > 1]
         if split:
             raise PipelineError(
-                f"{name} is sharded along {split[0]} by placements=, which does not say which of its dimensions; a "
-                "checkpoint holds whole tensors. Save pipe.state_dict() of every rank, or make it a DTensor."
+                f"{name} is sharded along {split[0]} of the mesh; checkpoints know the shares of pipeline ranks only. "
+                "Save pipe.state_dict() of every rank, for DTensors with torch.distributed.checkpoint."
             )
 
 
