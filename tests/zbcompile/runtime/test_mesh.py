@@ -1,5 +1,6 @@
 """Models parallelised by hand over dimensions of a mesh train as one process does."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -93,3 +94,33 @@ def test_gradients_are_those_of_one_process(
         assert gradient <= BOUND
         assert norm <= BOUND
         assert in_w == []
+
+
+def bad_mesh(names: tuple[str, ...], shape: tuple[int, ...]) -> None:
+    zbcompile.pipeline(nn.Linear(2, 2), mesh=init_device_mesh("cpu", shape, mesh_dim_names=names), schedule="1f1b")
+
+
+def different_weights() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    model, (x, y) = model_of("tp plain", mesh), batch()
+    nn.init.constant_(model.layers[0].norm.weight, float(mesh["tp"].get_local_rank()))
+    zbcompile.pipeline(model, mesh=mesh, schedule="1f1b", **options_of("tp plain", model)).step(x, target=y)
+
+
+def undeclared_part() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    model, (x, y) = model_of("tp sequence", mesh), batch()
+    options = options_of("tp sequence", model) | {"placements": model.PLACEMENTS}
+    zbcompile.pipeline(model, mesh=mesh, schedule="1f1b", **options).step(x, target=y)
+
+
+def test_bad_input_is_one_error_on_every_rank(pool: Pool) -> None:
+    cases: list[tuple[Any, tuple[Any, ...], str]] = [
+        (bad_mesh, (("pp", "fsdp"), (2, 2)), 'has a dimension "fsdp" of size 2'),
+        (bad_mesh, (("pp", "tp"), (2, 1)), r"has 2 ranks \(pp=2 x tp=1\), but there are 4 processes"),
+        (different_weights, (), r'layers.0.norm.weight.*is shared by ranks 0 and 1 \(apart along "tp"\)'),
+        (undeclared_part, (), r'the gradient of .*norm.weight differs.*"tp": "partial"'),
+    ]
+    for function, args, says in cases:
+        for outcome in pool.outcomes(function, *args, ranks=4):
+            assert re.search(says, outcome.text), outcome
