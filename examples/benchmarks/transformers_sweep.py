@@ -5,11 +5,13 @@
 Each class is trained for a step under zb-h1 and zb-v, with `exact=True`, and its loss, gradients and buffers are
 compared with eager accumulation bit by bit. A class with experts gets a second row, with their default implementation.
 The output gets a line per row, and what it has already is not run again; `--again KIND` runs an outcome's rows anew.
-`--table` prints what docs/models.md shows. `pip install -e .[dev]` has what this needs.
+`--table` prints what docs/models.md shows. `pip install -e .[dev]` has what this needs. `--family timm` does the same
+with architectures of timm, if it is installed.
 """
 
 import argparse
 import importlib
+import importlib.util
 import json
 import multiprocessing
 import re
@@ -28,6 +30,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
 import torch  # noqa: E402
 
+from tests.support import timm_models  # noqa: E402
 from tests.support.compared import KINDS, Outcome, one_line, outcome_of  # noqa: E402
 from tests.support.transformers_models import Entry, entries, has_experts, problem_of  # noqa: E402
 
@@ -39,6 +42,7 @@ SCHEDULES = ("zb-h1", "zb-v")
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--output", type=Path, default=Path("transformers.jsonl"))
+    parser.add_argument("--family", choices=["transformers", "timm"], default="transformers")
     parser.add_argument("--only", nargs="+", help="names of classes, architectures or Auto classes (CAUSAL_LM)")
     parser.add_argument("--sample", type=int, help="every n-th class")
     parser.add_argument("--seconds", type=int, default=120, help="of CPU time per row (default: %(default)s)")
@@ -54,13 +58,19 @@ def import_everything() -> None:
     torch.export.export(torch.nn.Linear(2, 2), (torch.ones(2, 2),)).run_decompositions({})
 
 
+def entries_of(family: str) -> list[Entry]:
+    if family == "transformers":
+        return entries()
+    return [Entry(family, name, name) for name in timm_models.ARCHITECTURES]
+
+
 def run(entry: Entry, seconds: int, send: Any) -> None:
     """In a process of its own, which may hang or crash."""
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     try:
-        problem = problem_of(entry)
+        problem = timm_models.problem_of(entry.name) if entry.task == "timm" else problem_of(entry)
     except Exception as error:
         send((Outcome("not built", one_line(error)), False))
         return
@@ -86,7 +96,9 @@ def row_of(entry: Entry, seconds: int) -> Row:
 
 
 def wanted(given: argparse.Namespace) -> list[Entry]:
-    chosen = [e for e in entries() if not given.only or {e.name, e.architecture, e.task} & set(given.only)]
+    chosen = [
+        e for e in entries_of(given.family) if not given.only or {e.name, e.architecture, e.task} & set(given.only)
+    ]
     return chosen[:: given.sample or 1]
 
 
@@ -134,6 +146,9 @@ def main() -> None:
     rows = read(given.output)
     if given.table:
         print(table(list(rows.values())))
+        return
+    if importlib.util.find_spec(given.family) is None:
+        print(f"{given.family} is not installed: nothing was run.")
         return
     import_everything()
     with given.output.open("a") as file:
