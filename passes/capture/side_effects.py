@@ -90,7 +90,8 @@ class Watch:
                 now = "nothing" if new is None else f"{new.dtype} {list(new.shape)}"
                 self.problem(
                     f"forward replaces buffer {name} of {type(module).__name__} ({old.dtype} {list(old.shape)}) by "
-                    f"{now}; a compiled graph needs it to keep its shape and dtype."
+                    f"{now}; a compiled graph needs it to keep its shape and dtype. If it does after the first "
+                    "call, call the model once before compiling."
                 )
                 continue
             with torch.no_grad():

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch._C import DispatchKey  # 2.11-2.13: which of an operator's kernels is meant
 from torch._export import utils as _export_utils  # 2.11-2.13: see `quick_decompositions`
+from torch._inductor import config as inductor_config  # 2.11-2.13: documented as torch._inductor.config
 from torch.fx.experimental import proxy_tensor
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
@@ -34,6 +35,9 @@ def eagers_kernels() -> Iterator[None]:
     For some operators (dropout, softshrink, upsampling) torch keeps a second implementation in Python, which tracing
     alone uses (2.11-2.13: `OpOverload.py_impl`). It is mathematically equal but not bit for bit: the gradient of a
     dropout, for one, is scaled by another rounding of 1 / (1 - p).
+
+    Random numbers that nothing needs are drawn in eager too; torch.export forgets them unless inductor's fallback to
+    eager's random numbers is asked for (2.11-2.13: `Graph.eliminate_dead_code` looks there).
     """
     kept = [(operator, dict(operator.py_kernels)) for operator in _rewritten()]
     try:
@@ -41,7 +45,8 @@ def eagers_kernels() -> Iterator[None]:
             for key in (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd):
                 operator.py_kernels.pop(key, None)
             operator._dispatch_cache.clear()
-        yield
+        with inductor_config.patch(fallback_random=True):
+            yield
     finally:
         for operator, kernels in kept:
             operator.py_kernels.update(kernels)
