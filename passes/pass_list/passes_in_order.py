@@ -101,7 +101,7 @@ CANONICALISE = _in_turn(
     Pass("drop-dead-code", "drops what no result needs", _on(canonical.drop_dead_code), (model.nothing_unused,)),
     Pass(
         "name-groups",
-        "names process groups by their dimension of the mesh",
+        "names groups by dimension of the mesh",
         canonical.with_named_groups,
         (model.groups_named,),
     ),
@@ -130,7 +130,7 @@ STAGE_PASSES = (
     Pass("simplify", "drops double transposes and equal views", lambda before, task: simplify(before), _REWRITTEN),
     Pass(
         "defer-sums",
-        "leaves sums of weight gradients over ranks to the end of the step",
+        "sums over ranks once per step",
         lambda before, task: defer_sums(before, task.several),
         _REWRITTEN,
     ),
