@@ -74,7 +74,8 @@ def run(entry: Entry, seconds: int, send: Any) -> None:
     except Exception as error:
         send((Outcome("not built", one_line(error)), False))
         return
-    send((outcome_of(problem, SCHEDULES), has_experts(problem.model())))
+    outcome = outcome_of(problem, SCHEDULES)
+    send((outcome, outcome.kind != "not built" and has_experts(problem.model())))
 
 
 def row_of(entry: Entry, seconds: int) -> Row:

@@ -1,4 +1,4 @@
-"""Architectures of timm, tiny, as problems of the oracle: convolutions, transformers, mixers, and mixtures."""
+"""Architectures of timm, tiny, as problems of the oracle: convolutions, transformers, and mixtures of both."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -12,7 +12,6 @@ from tests.support.tiny_batches import LABELS
 
 PATCHES = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 4, "drop_rate": 0.1}
 WINDOWS = {"img_size": 32, "window_size": 4, "embed_dim": 16, "depths": (2, 1), "num_heads": (2, 4), "drop_rate": 0.1}
-MIXERS = {"img_size": 64, "embed_dim": 32, "num_blocks": 2, "drop_rate": 0.1}
 
 ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
     "test_vit": {"img_size": 64, "drop_rate": 0.1},
@@ -34,9 +33,6 @@ ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
     "xcit_nano_12_p8_224": PATCHES,
     "swin_tiny_patch4_window7_224": WINDOWS,
     "swinv2_tiny_window8_256": WINDOWS,
-    "mixer_s16_224": MIXERS,
-    "gmlp_s16_224": MIXERS,
-    "resmlp_12_224": MIXERS,
 }
 
 
