@@ -36,7 +36,8 @@ class Net(nn.Module):
 
 class Branching(Net):
     def forward(self, x):
-        return super().forward(x) if x.sum() > 0 else x.mean()
+        out = super().forward(x)
+        return out if out.sum() > 0 else -out
 
 def two(): return Net(), (torch.ones(2, 8),)
 def three(): return Net(), (torch.ones(2, 8),), {"scale": 2.0}

@@ -115,7 +115,7 @@ def save_in_the_background(program: str, folder: str) -> None:
     batch = PROBLEM.batches(1, SIZE)[0]
     pipe.step(*batch.args, target=batch.target)
     optimizer.step()
-    zbcompile.save_checkpoint(folder, pipe, optimizer, wait=False)
+    zbcompile.save_checkpoint(folder, pipe, optimizer)
     pipe.step(*batch.args, target=batch.target)
     with mock.patch("os.fsync", full_disk if torch.distributed.get_rank() else os.fsync):
         zbcompile.save_checkpoint(folder, pipe, optimizer, wait=False)
