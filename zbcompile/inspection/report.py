@@ -1,11 +1,13 @@
 """Tables for a terminal: at most 100 columns, no colour."""
 
 import textwrap
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 from tabulate import tabulate
 
 from zbcompile.inspection.summary import Cut, Summary
+from zbcompile.passes.stage.exchanges import Collective
 from zbcompile.passes.stage.print_python import format_bytes
 from zbcompile.prediction.advice import Alternative, format_idle
 from zbcompile.schedules import format_schedule
@@ -26,6 +28,7 @@ def format_summary(summary: Summary, timeline: Timeline) -> str:
         titled("Bytes of a microbatch that a pass needs while it runs, including those kept for it", _running(summary)),
         _recomputed(summary),
         _improved(summary),
+        _collectives(summary),
         titled(f"Ranks in one step, predicted {summary.prediction.basis}", _ranks(summary)),
         _verdict(summary),
         _vocabulary(summary),
@@ -179,6 +182,25 @@ def _improved(s: Summary) -> str:
 
 def _signed_bytes(count: int) -> str:
     return f"{'-' if count < 0 else '+' if count else ''}{format_bytes(abs(count))}"
+
+
+def _collectives(s: Summary) -> str:
+    """What stages exchange with ranks beside the pipeline; equal exchanges of a pass are one row."""
+    counts = Counter((n, c.name, c.dimension, c.kind, c.bytes) for n, c in _exchanges(s))
+    if not counts:
+        return ""
+    rows = [
+        [str(stage), name, dimension, kind, str(count), format_bytes(count * size)]
+        for (stage, name, dimension, kind, size), count in counts.items()
+    ]
+    headers = ["stage", "pass", "along", "collective", "count", "bytes"]
+    title = "Exchanges with ranks beside the pipeline, per microbatch"
+    return titled(title, table(rows, headers, left=("pass", "along", "collective")))
+
+
+def _exchanges(s: Summary) -> Iterator[tuple[int, Collective]]:
+    for stage in s.stages:
+        yield from ((stage.stage, each) for each in stage.collectives if each.name != "BW")  # B and W in one
 
 
 def _ranks(s: Summary) -> str:

@@ -11,6 +11,7 @@ from zbcompile.passes.graph.fx import output_values
 from zbcompile.passes.graph.source_location import Origin, origin_of, shown_path
 from zbcompile.passes.split.joint_graph import Recomputed
 from zbcompile.passes.split.split import Improvement
+from zbcompile.passes.stage.exchanges import Collective, collectives_of
 from zbcompile.passes.stage.peak_memory import transient_bytes
 from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.prediction.advice import Alternative, alternatives, idle_by_cause, what_limits
@@ -66,7 +67,7 @@ class StageSummary:
     them and the pass that needs them; `kept` waits between F and B, `residue` between B and W. `running` is the most
     that a pass needs while it runs, of what waited for it and of what it makes (`zbcompile.passes.stage.peak_memory`).
     `recomputed` says what B makes again; None if nothing. `improvements` are what the split did beyond the dependency
-    closure (docs/split.md).
+    closure (docs/split.md). `collectives` are what its passes exchange with ranks beside the pipeline.
     """
 
     stage: int
@@ -88,6 +89,7 @@ class StageSummary:
     random: bool
     recomputed: Recomputed | None
     improvements: tuple[Improvement, ...]
+    collectives: tuple[Collective, ...]
 
 
 @dataclass(frozen=True)
@@ -290,6 +292,7 @@ def _stage(stage: StageProgram, program: Program, sizes: Mapping[str, tuple[int,
         random=stage.random,
         recomputed=stage.recomputed,
         improvements=stage.improvements,
+        collectives=tuple(collectives_of(stage)),
     )
 
 

@@ -414,3 +414,35 @@ def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--help"])
     assert stopped.value.code == 0
     assert "python -m zbcompile.inspect examples/targets.py:gpt --graph 1.B" in capsys.readouterr().out
+
+
+EXCHANGING = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._functional_collectives import all_reduce
+
+class Exchanging(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+    def forward(self, x):
+        for layer in self.layers:
+            x = all_reduce(layer(x), "sum", dist.group.WORLD)
+        return x.square().mean()
+
+def exchanging():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return Exchanging(), (torch.ones(2, 8),)
+"""
+
+
+def test_exchanges_beside_the_pipeline(tmp_path: Path, inspect: Callable[..., str]) -> None:
+    (path := tmp_path / "exchanging.py").write_text(EXCHANGING)
+    try:
+        text = inspect(f"{path}:exchanging", "--schedule", "zb-h1", "--ranks", "2", "--quick")
+    finally:
+        torch.distributed.destroy_process_group()
+    rows = text.partition("Exchanges with ranks beside the pipeline")[2].split("\n\n")[1].splitlines()[2:]
+    sent = ["group0", "all_reduce", "1", "64", "B"]
+    assert [row.split() for row in rows] == [[str(stage), name, *sent] for stage in (0, 1) for name in ("F", "B")]
