@@ -1,5 +1,6 @@
 """Guards: the questions of a captured graph as a small graph of their own, from inputs to answers."""
 
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -31,15 +32,16 @@ class Guards:
 
     @cached_property
     def text(self) -> str:
-        """Equal for questions of the same kind, however they are answered."""
+        """Equal for questions of the same kind, with the same constants, however they are answered."""
         numbers = node_numbers(self.module.graph)
         calls = [call_text(node, numbers) for node in self.module.graph.nodes]
-        return "; ".join((*map(str, self.inputs), *calls))
+        values = [f"{name} = {_content(tensor)}" for name, tensor in self.constants.items()]
+        return "; ".join((*map(str, self.inputs), *values, *calls))
 
     def begin(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """The tensors with the answers for a microbatch, given by input path. A device may still be computing them."""
         given = [tensors[s.name] if s.kind == "input" else self.constants[s.name] for s in self.inputs]
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(given[0].device.type, enabled=False):  # the casts are in the graph
             return list(self.module(*given))
 
     def different(self, tensors: Mapping[str, torch.Tensor]) -> str:
@@ -63,6 +65,11 @@ class Guards:
 
 def read_answers(tensors: Iterable[torch.Tensor]) -> Answers:
     return tuple(tensor.tolist() for tensor in tensors)
+
+
+def _content(tensor: torch.Tensor) -> str:
+    content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return f"{tensor.dtype} {list(tensor.shape)} {hashlib.sha256(bytes(content.tolist())).hexdigest()}"
 
 
 def separate_guards(

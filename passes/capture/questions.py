@@ -35,6 +35,10 @@ def _close(one: torch.Tensor, other: torch.Tensor, *args: Any, **kwargs: Any) ->
     return torch.isclose(one, other, *args, **kwargs).all()
 
 
+def _has_other_shape(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape != other.shape
+
+
 def _number(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(()).clone()
 
@@ -47,6 +51,7 @@ DECISIONS: Mapping[Any, _Make] = {  # what is asked of a tensor -> the tensor th
     **dict.fromkeys((_T.allclose, torch.allclose), _close),
     _T.__contains__: _contains,
 }
+_EQUAL = (_T.equal, torch.equal)
 NUMBERS: Mapping[Any, tuple[_Make, Callable[[Any], Any]]] = {  # a trace reads lists number by number
     _T.item: (_number, lambda value: value),
     _T.__int__: (_number, int),
@@ -87,6 +92,10 @@ class Questions:
 
     def ask(self, function: Any, args: Any, kwargs: Any) -> Any:
         """The answer to a call that asks about inputs; NOT_ANSWERED for any other call."""
+        if "input" in kwargs:  # torch's name for the first argument
+            args, kwargs = (kwargs["input"], *args), {name: each for name, each in kwargs.items() if name != "input"}
+        if function in _EQUAL and _has_other_shape(*args, **kwargs):  # shapes are fixed: that is no question
+            return False
         if function in DECISIONS:
             return self._answer(DECISIONS[function], bool, args, kwargs)
         if function not in NUMBERS:

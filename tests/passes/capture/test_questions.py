@@ -32,6 +32,8 @@ DECISIONS: tuple[Question, ...] = (
     lambda mask, ids: (ids.diff(dim=-1) > 0).any().is_nonzero(),
     lambda mask, ids: bool(torch.vmap(lambda row: row.sum())(mask).max() > 2),
     lambda mask, ids: bool((ids * torch.arange(WIDTH)).sum() % 2),
+    lambda mask, ids: torch.is_nonzero(input=mask.sum() - 9),
+    lambda mask, ids: torch.equal(other=mask[0], input=mask[2]),
     _written,
 )
 NUMBERS: tuple[Question, ...] = (
@@ -91,6 +93,35 @@ def test_numbers_that_are_only_read_stay_open() -> None:
     with pytest.warns(UserWarning, match="reads a number out of a tensor"):
         captured = capture(Asking(NUMBERS[:1], decides=False), inputs(0), {})
     assert captured.guards is None
+
+
+def test_tensors_of_other_shapes_are_not_equal() -> None:
+    """Also if all elements are, once broadcast; shapes are fixed, so that is no question."""
+    model = Asking((lambda mask, ids: torch.equal(mask, mask.new_ones(1)), lambda mask, ids: mask.equal(mask[:, :1])))
+    captured = capture(model, inputs(0), {})
+    assert captured.guards is None
+    assert "mul" not in captured.module.code  # which True leads to
+
+
+def test_questions_with_other_constants_are_other_questions() -> None:
+    def text(limit: float) -> str:
+        guards = capture(Asking((lambda mask, ids: bool(mask.sum() > torch.tensor(limit)),)), inputs(0), {}).guards
+        assert guards is not None
+        return guards.text
+
+    assert text(3.0) == text(3.0) != text(5.0)
+
+
+def test_autocast_around_a_step_changes_no_answer() -> None:
+    """The graph that asks has the casts that the model makes: here none."""
+
+    def full_row(mask: Tensor, ids: Tensor) -> bool:
+        return bool((mask * 1.001 @ torch.ones(WIDTH, 1)).max() > 4.002)  # bfloat16 makes 1 of 1.001
+
+    guards = capture(Asking((full_row,)), inputs(0), {}).guards
+    assert guards is not None
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert asked(guards, inputs(0)) == [True]
 
 
 class Asks(nn.Module):
