@@ -11,12 +11,14 @@ from typing import Generic, TypeVar
 import torch
 
 from zbcompile.distributed.agreement import gathered, together
+from zbcompile.distributed.mesh import BATCHES
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.frontend.recent import Recent
 from zbcompile.passes.capture.guards import Guards, read_answers
 from zbcompile.passes.capture.questions import Given
 
+Key = TypeVar("Key")
 Value = TypeVar("Value")
 Tensors = Mapping[str, torch.Tensor]
 ALWAYS = ""  # the key of what asks nothing
@@ -35,7 +37,8 @@ class ByAnswers(Generic[Value]):
         return len(self._kept)
 
     def __getitem__(self, key: str) -> Value:
-        return self._kept[key][1]
+        """Not a use of it: all ranks must evict alike, so only `find` notes what any of them uses."""
+        return self._kept.peek(key)[1]
 
     @property
     def asks(self) -> bool:
@@ -53,6 +56,10 @@ class ByAnswers(Generic[Value]):
     def add(self, guards: Guards | None, value: Value) -> bool:
         """Add a value; return whether another one was evicted for it."""
         return self._kept.add(ALWAYS if guards is None else repr(guards.given), (guards, value))
+
+    def evict(self) -> bool:
+        """Evict the least recently used value but the first; return whether there was one."""
+        return self._kept.evict()
 
     def matching(self, microbatches: Sequence[Tensors]) -> list[str | None]:
         """The key of the value that is right for each microbatch, None if there is none."""
@@ -88,7 +95,7 @@ class ByAnswers(Generic[Value]):
         """
         for _ in range(self._kept.limit + 1):
             own = self.matching(microbatches)
-            found = gathered(ranks, (ranks.mesh.index("dp"), own)) if self.asks else [(0, own)]
+            found = gathered(ranks, (ranks.mesh.index(*BATCHES), own)) if self.asks else [(0, own)]
             _require_equal_answers(ranks, found, self.guards)
             needed = sorted({key for _, keys in found for key in keys if key is not None})
             if not any(None in keys for _, keys in found):
@@ -102,8 +109,52 @@ class ByAnswers(Generic[Value]):
         )
 
 
+class ByShape(Generic[Key, Value]):
+    """What was compiled, by shape and answers: at most `limit` values of all shapes together. The very first stays, if
+    need be beside `limit` values of the shape in use."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._shapes: Recent[Key, ByAnswers[Value]] = Recent(limit)
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._shapes
+
+    def __iter__(self) -> Iterator[Value]:
+        return (value for found in self._shapes for value in found)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._shapes))
+
+    def __getitem__(self, key: Key) -> ByAnswers[Value]:
+        return self._shapes[key]
+
+    def first(self) -> Value:
+        """The value that was added first."""
+        return self._shapes.first().first()
+
+    def new(self) -> ByAnswers[Value]:
+        """What one shape begins with."""
+        return ByAnswers(self._limit)
+
+    def add(self, key: Key, found: ByAnswers[Value]) -> bool:
+        """Add a shape; return whether another value was evicted for it."""
+        return any([self._shapes.add(key, found), self.trim(found)])
+
+    def trim(self, used: ByAnswers[Value]) -> bool:
+        """After a value was added to `used`, which is the shape in use: whether another shape's was evicted for it."""
+        evicted = False
+        while len(self) > self._limit and self._evict(used):
+            evicted = True
+        return evicted
+
+    def _evict(self, used: ByAnswers[Value]) -> bool:
+        others = (found for found in self._shapes if found is not used)
+        return any(found.evict() for found in others) or self._shapes.evict(used)
+
+
 def _require_equal_answers(ranks: Ranks, found: Sequence[tuple[int, list[str | None]]], guards: list[Guards]) -> None:
-    """Ranks beside each other along "dp" only may differ; all others send each other what their graphs compute."""
+    """Ranks with batches of their own may differ; all others send each other what their graphs compute."""
     first: dict[int, tuple[int, list[str | None]]] = {}
     for rank, (replica, keys) in zip(ranks.members, found, strict=False):
         other, expected = first.setdefault(replica, (rank, keys))

@@ -86,7 +86,8 @@ def plan_evaluation(
         if guards is None:
             raise
         return Evaluation(whole, 1, guards)  # a chunk asks other questions
-    fits = _has_rows(chunk, batch.size // count) and _rest(chunk) == _rest(whole)
+    asks = guards is None and chunk.captured.guards is not None  # nobody would ask the other chunks
+    fits = not asks and _has_rows(chunk, batch.size // count) and _rest(chunk) == _rest(whole)
     return Evaluation(chunk, count, guards) if fits else Evaluation(whole, 1, guards)
 
 

@@ -22,7 +22,7 @@ from zbcompile.distributed.equal_tensors import require_equal_tensors
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.distributed.replicas import broadcast
 from zbcompile.env import DEBUG_NAN
-from zbcompile.frontend.answers import ByAnswers, captured_alike
+from zbcompile.frontend.answers import ByAnswers, ByShape, captured_alike
 from zbcompile.frontend.options import Options
 from zbcompile.frontend.recent import Recent
 from zbcompile.frontend.state_dict import own_state
@@ -67,7 +67,7 @@ class Executables:
         self.compilations: list[Compilation] = []
         self.parameters: dict[str, nn.Parameter] = {}
         self.trained: set[str] = set()
-        self._kept: Recent[Any, ByAnswers[Executable]] = Recent(options.max_shapes)
+        self._kept: ByShape[Any, Executable] = ByShape(options.max_shapes)
         self._mixed: Recent[Any, tuple[list[Executable], Executable]] = Recent(options.max_shapes)
         self._bound: dict[Slot, tuple[torch.Tensor, str]] = {}
         self._last: ByAnswers[Executable]
@@ -75,18 +75,18 @@ class Executables:
         self._compared = False
 
     def __iter__(self) -> Iterator[Executable]:
-        return (executable for found in self._kept for executable in found)
+        return iter(self._kept)
 
     def first(self) -> Executable:
         """The one that was made first."""
-        return self._kept.first().first()
+        return self._kept.first()
 
     def adopt(self, program: Program) -> Executable:
         """Run `program`, which was compiled elsewhere."""
         self.program, self.trained = program, set(program.trained)
         together(self._ranks, "filling the model", lambda: self._make_real(program))
         executable = self._prepare(program)
-        self._last = self._by_answers()
+        self._last = self._kept.new()
         self._last.add(program.guards, executable)
         self._kept.add((), self._last)
         return executable
@@ -101,19 +101,19 @@ class Executables:
             self._last_state = self._state(microbatch)
         return self._answered(self._last, batch) if self._last.asks else self._last.first()
 
-    def _by_answers(self) -> ByAnswers[Executable]:
-        return ByAnswers(self._options.max_shapes)
-
     def _answered(self, found: ByAnswers[Executable], batch: Batch) -> Executable:
         count = self.schedule.microbatches
         microbatches = [batch.microbatch(i, count) for i in range(count)]
 
         def add(new: int | None) -> None:
             self._add(found, microbatches[new or 0], leads=new is not None)
+            self._note_eviction(self._kept.trim(found))
 
         own, needed = found.find(self._ranks, [each.tensors for each in microbatches], add)
         key = tuple(own), tuple(needed)
         chosen, everywhere = [found[each] for each in own], [found[each] for each in needed]
+        if all(each is chosen[0] for each in everywhere):
+            return chosen[0]
         if key not in self._mixed or any(a is not b for a, b in zip(self._mixed[key][0], everywhere, strict=True)):
             self._mixed.add(key, (everywhere, mix(chosen, everywhere, found.guards[0].lines[0])))
         return self._mixed[key][1]
@@ -126,7 +126,7 @@ class Executables:
     def _look_up(self, microbatch: Microbatch) -> ByAnswers[Executable]:
         key = self._key(microbatch)
         if key not in self._kept:
-            found = self._by_answers()
+            found = self._kept.new()
             self._add(found, microbatch, leads=True)
             key = self._key(microbatch)  # forward may have installed hooks, as transformers' do when they first run
             self._note_eviction(self._kept.add(key, found))
@@ -158,6 +158,8 @@ class Executables:
             self._note_eviction(found.add(guards, executable))
 
     def _note_eviction(self, dropped: bool) -> None:
+        if dropped:
+            self._mixed = Recent(self._options.max_shapes)  # they hold what was evicted
         if dropped and self._ranks.is_first:
             print(f"zbcompile: evicted the least recently used program; max_shapes={self._options.max_shapes}.")
 

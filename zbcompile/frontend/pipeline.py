@@ -13,13 +13,12 @@ from zbcompile.distributed.agreement import gathered
 from zbcompile.distributed.mesh import BATCHES
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
-from zbcompile.frontend.answers import ByAnswers
+from zbcompile.frontend.answers import ByShape
 from zbcompile.frontend.choose_schedule import choose_schedule, fit_to_batch
 from zbcompile.frontend.evaluation import Evaluation, choose_evaluation, evaluate
 from zbcompile.frontend.executables import Executables, torch_modes
 from zbcompile.frontend.grad_clip import total_norm
 from zbcompile.frontend.options import Options
-from zbcompile.frontend.recent import Recent
 from zbcompile.frontend.state_dict import full_state, gather_rows, load_state, owned_parameters, share_state
 from zbcompile.model.batch import Batch, flatten_batch, refuse_input_gradients, require_divisible
 from zbcompile.model.distributed_tensors import Parts
@@ -71,7 +70,7 @@ class Pipeline:
             options = options.with_placements(self._parts.placements)
             self._options = options
             self._compiled = Executables(model, options, self._ranks, schedule)
-        self._evaluations: Recent[Any, ByAnswers[Evaluation]] = Recent(options.max_shapes)
+        self._evaluations: ByShape[Any, Evaluation] = ByShape(options.max_shapes)
 
     if not TYPE_CHECKING:  # with it, type checkers would allow any name
 
@@ -186,8 +185,10 @@ class Pipeline:
         key = (batch.whole.signature, torch_modes(self._ranks.device))
 
         if key not in self._evaluations:
-            self._evaluations.add(key, ByAnswers(self._options.max_shapes))
-        chosen = choose_evaluation(self._evaluations[key], self._model, batch, program, self._ranks)
+            self._evaluations.add(key, self._evaluations.new())
+        found = self._evaluations[key]
+        chosen = choose_evaluation(found, self._model, batch, program, self._ranks)
+        self._evaluations.trim(found)
         self._compiled.share.require_filled()
         resident = resident_tensors(self._model, chosen.inference.captured.constants)
         rows = gather_rows(self._ranks, self._compiled.shards)

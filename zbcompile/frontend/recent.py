@@ -28,6 +28,10 @@ class Recent(Generic[Key, Value]):
         self._entries[key] = value = self._entries.pop(key)
         return value
 
+    def peek(self, key: Key) -> Value:
+        """The entry, without a use of it."""
+        return self._entries[key]
+
     def first(self) -> Value:
         """The entry that was added first."""
         return self._entries[self._first]  # type: ignore[index]
@@ -37,8 +41,11 @@ class Recent(Generic[Key, Value]):
         if not self._entries:
             self._first = key
         self._entries[key] = value
-        old = [other for other in self._entries if other not in (self._first, key)]
-        if len(self._entries) > self.limit and old:
+        return len(self._entries) > self.limit and self.evict(value)
+
+    def evict(self, kept: Value | None = None) -> bool:
+        """Evict the least recently used entry, but never the first or the value `kept`; whether there was one."""
+        old = [key for key, value in self._entries.items() if key != self._first and value is not kept]
+        if old:
             del self._entries[old[0]]
-            return True
-        return False
+        return bool(old)

@@ -1,6 +1,7 @@
 """Models that decide by the values of their inputs: every microbatch runs the graphs of its own answer."""
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ import zbcompile
 from tests.support.deciding import KINDS, WIDTH, Attending, Eager, alone, batch_of, follow, followed, replicated_answers
 from tests.support.pool import Pool
 from zbcompile.errors import PipelineError
+from zbcompile.frontend.answers import ByAnswers
+from zbcompile.passes.capture.export import capture
 
 
 @pytest.mark.parametrize(("schedule", "kinds"), [("zb-h1", KINDS), ("dualpipe-v", KINDS[1:])])
@@ -47,7 +50,7 @@ def test_an_evaluation_answers_for_its_whole_batch() -> None:
     for kind in ("full", "both", "padded", "full"):
         x, mask, _ = batch_of(kind, 2, seed=9)
         torch.testing.assert_close(pipe.eval(x, mask), eager(x, mask), rtol=1e-6, atol=1e-6)
-    assert [len(found) for found in pipe._evaluations] == [2]
+    assert len(pipe._evaluations) == 2
 
 
 OPTIONS = {"schedule": "1f1b", "ranks": 2, "microbatches": 4, "loss": nn.functional.mse_loss, "exact": True}
@@ -98,6 +101,58 @@ def test_programs_that_cannot_share_a_step() -> None:
         PipelineError, match=r"differ in their answers to .*\.py:\d+: .*, and train different parameters"
     ):
         pipe.step(x, mask, target=target)
+
+
+def test_all_shapes_together_keep_so_many_programs() -> None:
+    """Two shapes with two answers each: at most two programs, and the first beside two of the shape in use."""
+    torch.manual_seed(0)
+    model = Curious(WIDTH)
+    eager = Eager(copy.deepcopy(model), 2)
+    pipe = zbcompile.pipeline(model, max_shapes=2, **{**OPTIONS, "ranks": 1, "microbatches": 2})
+    for rows, most in ((2, 2), (4, 3)):
+        for length in (1, 2):
+            x, mask, target = (each[:rows] for each in batch_of("full", 2))
+            mask[:, length:] = 0
+            assert torch.equal(pipe.step(x, mask, target=target), eager.step(x, mask, target))
+            assert len(list(pipe._compiled)) <= most
+
+
+class OneRow(nn.Module):
+    """Asks only in a microbatch of one sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        full = (mask == 1).all(1, keepdim=True)
+        if x.shape[0] > 1:
+            return self.layer(x) * torch.where(full, 2.0, 0.5)
+        return self.layer(x) * (2.0 if full else 0.5)
+
+
+def test_a_chunk_of_an_evaluation_that_asks() -> None:
+    """Nobody would ask the other chunks: the batch runs as a whole."""
+    model = OneRow()
+    pipe = zbcompile.pipeline(model, **{**OPTIONS, "ranks": 1, "microbatches": 2, "schedule": "gpipe"})
+    x, mask = torch.randn(4, WIDTH), torch.ones(4, WIDTH)
+    pipe.compile(x, mask, target=x)
+    mask[1] = 0
+    torch.testing.assert_close(pipe.eval(x[:2], mask[:2]), model(x[:2], mask[:2]))
+
+
+def test_only_what_all_ranks_use_counts_as_used() -> None:
+    """A replica's own answers must not change what it evicts: the others would keep other programs."""
+    kept: ByAnswers[int] = ByAnswers(3)
+    x = torch.ones(1, WIDTH)
+    guards = capture(OneRow(), (x, x), {}, x, nn.functional.mse_loss).guards
+    assert guards is not None
+    answers = [replace(guards, given=replace(guards.given, answers=(number,))) for number in range(4)]
+    for number in range(3):
+        kept.add(answers[number], number)
+    assert kept[repr(answers[1].given)] == 1
+    kept.add(answers[3], 3)
+    assert list(kept) == [0, 2, 3]
 
 
 class Deaf(nn.Module):
