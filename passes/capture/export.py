@@ -183,18 +183,23 @@ def _exported_on_eagers_path(
     """Export as in eager mode; in another way only if the model cannot be captured otherwise."""
     asked: dict[str, str] = {}
     given = watch.questions.given
+    error: Exception | None = None  # none in the end if all went well: its traceback would keep this frame alive
     for way in ways_to_trace(lambda: watch.questions.read_numbers, asked) if given is None else (given.way,):
         watch.questions.way = way
         watch.warnings.clear()
+        watch.unanswered = ""
         try:
             with way.told(asked):
                 program = _export_once(wrapper, watch, example)
-            break
+            error = CaptureError(watch.unanswered) if watch.unanswered else None
+            if error is None:
+                break
         except CaptureError:
             raise
         except Exception as caught:
             error = caught
     else:
+        assert error is not None
         raise error
     if way.hides != EAGER and asked:
         line = next(iter(asked.values()))

@@ -57,6 +57,7 @@ NUMBERS: Mapping[Any, tuple[_Make, Callable[[Any], Any]]] = {  # a trace reads l
     _T.__int__: (_number, int),
     _T.__index__: (_number, int),
 }
+QUESTIONS = frozenset((*DECISIONS, *NUMBERS, _T.__float__, _T.__complex__))  # answered here or not
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from zbcompile.passes.capture.custom_functions import calls_as_operators, emit_i
 from zbcompile.passes.capture.distributed_regions import Regions, modules_as_operators
 from zbcompile.passes.capture.function_calls import FunctionCall
 from zbcompile.passes.capture.python_effects import numbers_drawn_outside_torch, output_of_forward
-from zbcompile.passes.capture.questions import NOT_ANSWERED, Questions
+from zbcompile.passes.capture.questions import NOT_ANSWERED, QUESTIONS, Questions
 from zbcompile.passes.graph.source_location import calling_line
 from zbcompile.passes.torch_private import (
     FUNCTIONAL_COLLECTIVES_MODULE,
@@ -43,12 +43,13 @@ class Watch:
     """What was seen: `problems` forbid the capture, `warnings` are worth telling the user.
 
     `shape_from_data` is the first line that made a tensor whose shape depends on the data, `questions` are those that
-    forward asks about its inputs.
+    forward asks about its inputs. `unanswered` says which question failed: a forward that goes on has caught the error.
     """
 
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     shape_from_data: str = ""
+    unanswered: str = ""
     calls: dict[Hashable, FunctionCall] = field(default_factory=dict)
     questions: Questions = field(default_factory=Questions)
 
@@ -155,7 +156,7 @@ class _Calls(TorchFunctionMode):
             )
         if calls_attention(func, kwargs or {}):
             func = self._attention(func, args, kwargs or {})
-        result = func(*args, **(kwargs or {}))
+        result = self._result(func, args, kwargs or {})
         if func is torch.Tensor.item and not isinstance(result, int | float):  # known only when a step runs
             self.watch.warning(
                 f"forward reads a number out of a tensor ({calling_line()}); a compiled step runs no Python, so what "
@@ -164,6 +165,18 @@ class _Calls(TorchFunctionMode):
         if not self.watch.shape_from_data and _has_unknown_shape(result):
             self.watch.shape_from_data = calling_line()
         return result
+
+    def _result(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        try:
+            return func(*args, **kwargs)
+        except Exception:
+            if func in QUESTIONS and not self.watch.unanswered:
+                self.watch.unanswered = (
+                    f"forward makes a Python number, or a decision, from the values of a tensor ({calling_line()}), "
+                    "and catches the error that this raises in a capture; eager raises none. Use a tensor "
+                    "operation (torch.where), or do it outside of forward."
+                )
+            raise
 
     def _attention(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """What eager makes of a call of attention: inside `sdpa_kernel`, or with a mask that is trained."""

@@ -151,3 +151,27 @@ class Asks(nn.Module):
 def test_other_questions_are_refused_by_line(question: Any) -> None:
     with pytest.raises(CaptureError, match=r"test_questions\.py:\d+: .*makes a Python number, or a decision"):
         capture(Asks(question), (torch.ones(ROWS, WIDTH),), {})
+
+
+def _caught(read: Callable[[Tensor], Any]) -> Question:
+    def ask(mask: Tensor, ids: Tensor) -> Any:
+        try:
+            return read(mask.sum())
+        except Exception:
+            return 0
+
+    return ask
+
+
+@pytest.mark.parametrize("read", [float, complex])
+def test_a_failed_question_that_forward_catches_is_refused_by_line(read: Any) -> None:
+    """Else what it does after the failure would be captured, which eager never does."""
+    with pytest.raises(CaptureError, match=r"test_questions\.py:\d+: .*catches the error"):
+        capture(Asking((_caught(read),)), inputs(0), {})
+
+
+@pytest.mark.parametrize("read", [bool, int])
+def test_a_question_in_a_try_block_is_answered(read: Any) -> None:
+    guards = capture(Asking((_caught(read),)), inputs(0), {}).guards
+    assert guards is not None
+    assert asked(guards, inputs(0)) == [read(inputs(0)[1].sum())]
