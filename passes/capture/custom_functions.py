@@ -23,7 +23,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from zbcompile.passes.capture.distributed_regions import RegionCall
 from zbcompile.passes.capture.function_calls import FunctionCall, Inside, Outside
-from zbcompile.passes.capture.function_trial import tried
+from zbcompile.passes.capture.function_trial import confirm, tried
 from zbcompile.passes.capture.torch_private import (
     below_autograd,
     composite_operator,
@@ -50,8 +50,9 @@ _RANDOM = composite_operator("random_function(Tensor[] tensors, str call) -> Ten
 
 def confirm_call(target: object, args: tuple[Any, ...]) -> None:
     """Raise CaptureError if a Function whose operator `target` is does something else than where forward called it."""
-    if target in (_OPERATOR, _RANDOM):
-        _calls[args[1]].confirm(args[0])
+    call = _calls[args[1]] if target in (_OPERATOR, _RANDOM) else None
+    if isinstance(call, FunctionCall):
+        confirm(call)
 
 
 def overwritten_by(node: Node) -> list[Node]:
@@ -68,8 +69,9 @@ def calls_as_operators(
 ) -> Iterator[None]:
     """Inside, what torch.export traces of a Function's call is one operator; equal calls have equal names.
 
-    `found` receives the calls by their keys and must live as long as the graph. A call without gradients is its forward
-    alone, which is traced through like any other code; so are Functions that are `ignored`.
+    `found` receives the calls by their keys and must live as long as the graph. A call without gradients, or for
+    arguments that need none, is its forward alone, which is traced through like any other code; so are Functions that
+    are `ignored`.
     """
 
     def apply(original: Callable[..., Any], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -78,16 +80,24 @@ def calls_as_operators(
                 return original(*args, **kwargs)
         if function is CheckpointFunction:
             return _checkpointed(*args)
+        if not _gets_gradients(args):  # traced through, since a result may share memory with an argument
+            with torch.no_grad(), Inside(lambda tensor: tensor):
+                return original(*args, **kwargs)
         return _as_operator(found, model, function, (args, kwargs))
 
     with instead_of_function_apply(apply):
         yield
 
 
+def _gets_gradients(args: tuple[Any, ...]) -> bool:
+    """Whether autograd calls the backward of a Function: never for what is nested in an argument, or around it."""
+    return any(isinstance(value, torch.Tensor) and value.requires_grad for value in args)
+
+
 def _checkpointed(run: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
     """`torch.utils.checkpoint` with re-entry: a region that the backward recomputes. As in eager, nothing inside gets a
     gradient unless one of its inputs does."""
-    if not any(isinstance(value, torch.Tensor) and value.requires_grad for value in args):
+    if not _gets_gradients(args):
         with torch.no_grad():
             return run(*args)
     return torch.utils.checkpoint.checkpoint(run, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)

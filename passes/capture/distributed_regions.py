@@ -68,9 +68,6 @@ class RegionCall:
             yield call(tensors[:count])
             tensors = tensors[count:]
 
-    def confirm(self, tensors: list[torch.Tensor]) -> None:
-        """Nothing surrounds a module's call that it could read: its parameters are given."""
-
     @property
     def key(self) -> Any:
         return id(self)

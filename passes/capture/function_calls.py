@@ -6,7 +6,7 @@ that delay their weight gradients, or call `backward` inside its own; what was a
 """
 
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from zbcompile.passes.capture.torch_private import is_fake_of
+from zbcompile.passes.capture.torch_private import is_fake_of, nowhere_traced
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.graph.fx import draws
 from zbcompile.passes.torch_private import (
@@ -44,12 +44,12 @@ class Outside:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
+        self.model = model
         self._found: list[Tensor | tuple[dict[str, Tensor], str]] = []
         self.tensors: list[Tensor] = []
 
     def note(self, tensor: Tensor) -> None:
-        places = {id(known): (table, name) for table, name, known in tensor_tables(self._model)}
+        places = {id(known): (table, name) for table, name, known in tensor_tables(self.model)}
         self.tensors.append(tensor)
         self._found.append(places.get(id(tensor), tensor))
 
@@ -63,7 +63,7 @@ class Outside:
 
 
 class Operations(TorchDispatchMode):
-    """Notes the operations that run inside, and whether they draw random numbers."""
+    """Notes the operations that run inside with their numbers, and whether they draw random ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,11 +73,19 @@ class Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace != "prim" and func is not _EMPTY:  # those of "prim" are questions about a tensor
-            numbers = pytree.tree_map_only(Tensor, lambda _: "tensor", (args, kwargs))
+            numbers = pytree.tree_map_only(Tensor, _in_words, (args, kwargs))
             self.seen.append(f"{func} {numbers!r}")
         self.random = self.random or draws(func, args, kwargs or {})
         self.exchanges = self.exchanges or func.namespace in FUNCTIONAL_COLLECTIVES
         return func(*args, **(kwargs or {}))
+
+
+def _in_words(tensor: Tensor) -> str:
+    """A tensor that Python has just made of numbers, as torch.tensor does, is not fake: it differs by these."""
+    if type(tensor) is not Tensor or tensor.is_meta or tensor.is_sparse:
+        return "tensor"
+    with nowhere_traced():
+        return f"{tensor.dtype} {tensor.tolist()}"
 
 
 class Inside(TorchFunctionMode):
@@ -110,9 +118,10 @@ class Inside(TorchFunctionMode):
 class FunctionCall:
     """All of a call of `function` but its tensors. `leaves` are its flattened arguments, A_TENSOR for each tensor.
 
-    `kinds` describes those tensors, `operations` what forward did with them, `draws` whether with random numbers, and
-    `deposits` numbers the tensors to whose `.grad` the backward adds, `overwrites` the arguments that an exchange in
-    forward writes into. `results` are fake tensors like what it returns.
+    `kinds` describes those tensors, `tried_with` are fake ones like them, `operations` is what forward and backward did
+    with these, `draws` whether forward drew random numbers, and `deposits` numbers the tensors to whose `.grad` the
+    backward adds, `overwrites` the arguments that an exchange in forward writes into. `results` are fake tensors like
+    what it returns.
     """
 
     function: type[torch.autograd.Function]
@@ -121,6 +130,7 @@ class FunctionCall:
     autocast: Autocast
     outside: Outside
     kinds: tuple[Hashable, ...]
+    tried_with: tuple[Tensor, ...] = ()
     operations: tuple[str, ...] = ()
     draws: bool = False
     deposits: tuple[int, ...] = ()
@@ -140,20 +150,12 @@ class FunctionCall:
 
         def replace(tensor: Tensor) -> Tensor:
             if mode is not None and id(tensor) not in known and not is_fake_of(tensor, mode):
-                raise self._changed("reads another tensor")
+                raise self.changed("reads another tensor")
             return known.get(id(tensor), tensor)
 
         return self.run(given, Inside(replace))
 
-    def confirm(self, tensors: list[Tensor]) -> None:
-        """Raise CaptureError if the call, repeated after forward has left it, does something else."""
-        with Operations() as operations:
-            self(tensors)
-        done = tuple(operations.seen)
-        if done[len(done) - len(self.operations) :] != self.operations:
-            raise self._changed("does other operations")
-
-    def _changed(self, what: str) -> CaptureError:
+    def changed(self, what: str) -> CaptureError:
         return CaptureError(
             f"the autograd.Function {self.function.__qualname__} {what} than when forward called it, since something "
             "around it has changed meanwhile. Pass that as an argument."
@@ -179,7 +181,7 @@ def _by_value(leaf: Any) -> Hashable:
     return repr(leaf) if plain else id(leaf)
 
 
-def kinds_of(tensors: list[Tensor]) -> tuple[Hashable, ...]:
+def kinds_of(tensors: Sequence[Tensor]) -> tuple[Hashable, ...]:
     return tuple((t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import Function
 
 import zbcompile
-from tests.support.functions import WAYS, WIDTH, AsVjp, Needed, Reversed, Saving, Ways
+from tests.support.functions import WAYS, WIDTH, AsVjp, Needed, Passed, Reversed, Saving, Ways
 from tests.support.oracle import Batch, eager_step
 from tests.support.training import assert_same_tensors, gradients_of
 from zbcompile.compiler.compile_model import Drawn, draw_step
@@ -166,6 +166,24 @@ def test_calls_share_an_operator_if_they_are_equal(case: str) -> None:
     assert {node.args[1] for node in calls} == {call.name for call in found.functions}
 
 
+class Aliasing(nn.Module):
+    """Changes what a Function returned for an argument without a gradient: its argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Any) -> Any:
+        copy = x.clone()
+        result: Any = Passed.apply(copy)
+        result.add_(1.0)
+        return self.layer(x) * copy + result
+
+
+def test_a_result_without_gradient_is_still_its_argument() -> None:
+    as_eager(Aliasing(), torch.randn(ROWS, WIDTH))
+
+
 AROUND = SimpleNamespace(scale=1.0, table=torch.ones(WIDTH))
 
 
@@ -191,6 +209,21 @@ def by_hand(ctx: Any, x: Tensor) -> Tensor:
     return x.clone()
 
 
+def scaling(ctx: Any, x: Tensor) -> Tensor:
+    ctx.scale = AROUND.scale
+    return x.view_as(x)
+
+
+def keeping(ctx: Any, x: Tensor) -> Tensor:
+    ctx.x = x
+    return x * 2
+
+
+def counting(ctx: Any, x: Tensor) -> Tensor:
+    AROUND.table.add_(1)
+    return x * 2
+
+
 NUMPY = r"numpy.*Write it with torch operations, or as a torch\.library\.custom_op"
 REFUSED: dict[str, tuple[Any, Any, str]] = {
     "numpy": (double, lambda ctx, g: torch.from_numpy(g.numpy()), r"Odd .*test_custom.*backward that cannot.*" + NUMPY),
@@ -207,6 +240,16 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "dirty in secret": (by_hand, half, r"changes one of its inputs in place"),
     "number of gradients": (double, lambda ctx, g: (g, g), r"backward that cannot .*incorrect number of gradients"),
     "state around": (lambda ctx, x: x * AROUND.scale, half, r"other operations than when forward called it"),
+    "state for backward": (scaling, lambda ctx, g: g * ctx.scale, r"other operations than when forward called it"),
+    "state as a tensor": (lambda ctx, x: x * torch.tensor(AROUND.scale), half, r"other operations than when forward"),
+    "more operations later": (
+        lambda ctx, x: (x if AROUND.scale == 2.0 else x.sin()) * 2,
+        half,
+        r"other operations than when forward called it",
+    ),
+    "writes around": (counting, half, r"test_custom.*changes a tensor around it in place"),
+    "writes around in backward": (double, counting, r"test_custom.*changes a tensor around it in place"),
+    "writes an input in backward": (keeping, lambda ctx, g: g * ctx.x.mul_(2), r"in place, in its backward"),
     "tensor around": (lambda ctx, x: x * AROUND.table, half, r"reads another tensor than when forward called it"),
     "random module": (lambda ctx, x: x * random.random(), half, r"Python's random module .*pass it as an input"),
 }
