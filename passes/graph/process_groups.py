@@ -9,6 +9,7 @@ from typing import Any
 from torch.fx import Graph, GraphModule, Node
 
 from zbcompile.passes.errors import CaptureError
+from zbcompile.passes.graph.fx import source_line
 from zbcompile.passes.torch_private import FUNCTIONAL_COLLECTIVES, LazyGraphModule, OpOverload, arguments_of
 
 WAIT = "wait_tensor"
@@ -47,6 +48,11 @@ def name_groups(module: GraphModule, dimensions: Mapping[str, str]) -> dict[str,
         group = group_of(node)
         if group is not None:
             _require_name(node, group)
+            if dimensions.get(str(group)) == "pp":
+                raise CaptureError(
+                    f"{source_line(node)} communicates with the ranks of the pipeline, of which only one runs that "
+                    "operation; it would wait for ever. Use a group of another dimension of the mesh."
+                )
             unknown = f"group{sum(name not in dimensions for name in labels)}"
             _rename(node, labels.setdefault(str(group), dimensions.get(str(group), unknown)))
     return {label: name for name, label in labels.items()}

@@ -4,7 +4,7 @@ Most stages of a transformer are the same few layers again, with other parameter
 computes without its names; where two stages agree in it, `renamed` turns the program of one into that of the other.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -47,20 +47,21 @@ def compile_distinct(
     compile_stage: StageCompiler,
     behind: Tangents | None = None,
     rename: "Callable[[StageProgram, Renaming], StageProgram] | None" = None,
+    apart: frozenset[str] = frozenset(),
 ) -> tuple[StageProgram, ...]:
     """The programs of all stages, made from the last to the first: a stage's tangents are the gradients of the next.
 
     `behind` are the gradients that arrive at the last stage; None if it makes the loss.
     `compile_stage(stage, tangents)` gives a program and the fake gradient of each activation that the stage receives;
     it is called once per distinct graph; `rename` (default: `renamed`) makes the program of a stage that has the graph
-    of another one.
+    of another one. A stage shares graphs only with those that have parameters of `apart` in the same places.
     """
     made: dict[str, tuple[Stage, Tangents, Compiled]] = {}
     programs: list[StageProgram] = []
     gradients = behind
     for stage in reversed(stages):
         tangents = tangents_of(stage, gradients)
-        key = same_work(stage, trainable, tangents)
+        key = same_work(stage, trainable, tangents, apart)
         if key not in made:
             made[key] = (stage, tangents, compile_stage(stage, tangents))
         first, of_first, (program, leaving) = made[key]
@@ -72,7 +73,7 @@ def compile_distinct(
     return tuple(reversed(programs))
 
 
-def same_work(stage: Stage, trainable: frozenset[str], tangents: Tangents) -> str:
+def same_work(stage: Stage, trainable: frozenset[str], tangents: Tangents, apart: frozenset[str] = frozenset()) -> str:
     """A text that is equal for two stages whose compiled programs differ only in names.
 
     It has every operation with its arguments, the shapes, strides, dtypes and devices of all values, what is trained,
@@ -84,7 +85,7 @@ def same_work(stage: Stage, trainable: frozenset[str], tangents: Tangents) -> st
     lines = []
     for node in stage.module.graph.nodes:
         region = str(regions[node.meta.get(_REGION)])
-        lines.append(f"{region} {_describe(node, numbers, names, trainable, stage.module)}")
+        lines.append(f"{region} {_describe(node, numbers, names, (trainable, apart), stage.module)}")
     results = [numbers[node] if isinstance(node, Node) else repr(node) for node in output_values(stage.module.graph)]
     lines += [f"{_anonymous(slot, names)} {value}" for slot, value in zip(stage.outputs, results, strict=True)]
     lines += [f"{_anonymous(Slot('tangent', name), names)} {_spec(value)}" for name, value in tangents.items()]
@@ -100,14 +101,15 @@ def _describe(
     node: Node,
     numbers: Mapping[Node, NodeNumber],
     names: Mapping[Any, str],
-    trainable: frozenset[str],
+    kinds: Sequence[frozenset[str]],
     module: GraphModule,
 ) -> str:
     steering = {key: value for key, value in node.meta.items() if key not in _NOT_WORK}
     what = [numbers[node], node.op, _spec(node.meta.get("val")), repr(sorted(steering.items()))]
     if node.op == "placeholder":
         slot: Slot = node.meta["slot"]
-        return " ".join([*what, _anonymous(slot, names), str(slot.kind == "parameter" and slot.name in trainable)])
+        of = [str(slot.kind == "parameter" and slot.name in kind) for kind in kinds]
+        return " ".join([*what, _anonymous(slot, names), *of])
     if node.op == "get_attr":  # a branch or a constant of the graph: the same only if it is the same object
         return " ".join([*what, str(id(attrgetter(str(node.target))(module)))])
     return " ".join([*what, call_text(node, numbers)])

@@ -187,7 +187,8 @@ def _compile_stages(
         compile_stage, trainable, choices, manager=manager, labels=labels, several=several
     )
     try:
-        return compile_distinct(stages, trainable, make, behind, rename)
+        apart = several if set(labels.values()) - {"pp", "dp"} else frozenset()  # they defer no sums over ranks
+        return compile_distinct(stages, trainable, make, behind, rename, apart)
     except CompileError:
         raise
     except Exception as error:  # torch's own words name neither the operation nor its line

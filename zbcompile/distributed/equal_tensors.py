@@ -12,6 +12,7 @@ from zbcompile.model.placements import CHOSEN, PARTIAL, SHARD
 
 TOLERANCE = {1: 0.2, 2: 0.05, 4: 1e-3, 8: 1e-6}  # by bytes of an element: what sums in another order differ by at most
 CHUNK = 1 << 20  # elements that are summed at a time
+_ODD = 0x9E3779B97F4A7C1
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -127,8 +128,14 @@ def checksum(tensor: torch.Tensor) -> int:
     value = tensor.detach()
     flat = (torch.view_as_real(value) if value.is_complex() else value).contiguous().view(-1)
     bits = flat.view(_INTEGER[flat.element_size()])
-    weights = torch.arange(1, 2 * CHUNK, 2, device=bits.device) * 0x9E3779B97F4A7C1  # odd: no bit is lost
+    weights = _mixed(torch.arange(1, CHUNK + 1, device=bits.device) * _ODD) | 1  # odd: no bit is lost
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for part in bits.split(CHUNK):
-        total = total * 0x100000001B3 + (part.to(torch.int64) * weights[: len(part)]).sum()
+        weight = weights[: len(part)]
+        total = total * _ODD + (_mixed(part.to(torch.int64) * weight) * weight).sum()
     return int(total)
+
+
+def _mixed(bits: torch.Tensor) -> torch.Tensor:
+    """Let high bits reach low ones: in a sum of products alone, two flipped signs cancel out."""
+    return (bits ^ (bits >> 31 & 0x1FFFFFFFF)) * _ODD

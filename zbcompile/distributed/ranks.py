@@ -241,7 +241,7 @@ class GroupRanks:
 
     def watch_over(self, names: Iterable[str]) -> None:
         self.watch.inner = tuple({*self.watch.inner, *map(group_called, names)})
-        self.watch.groups = (*self.watch.groups, *self.mesh.made)
+        self.watch.groups = tuple({*self.watch.groups, *self.mesh.made, *self.mesh.groups.values()})
 
     def disconnect(self) -> None:
         """Close the channels; all ranks call it, as NCCL ends a communicator from both its ends."""

@@ -1,7 +1,7 @@
 """The replicas of a pipeline: the ranks that hold the same stages and compute losses of their own."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -14,20 +14,20 @@ class Replicas:
     """The ranks that hold the same stages, one per loss that the step averages: along "dp", "ep" and "cp" of the mesh.
     This process is number `rank` of `count`.
 
-    `synchronise` is False inside `no_sync`. `partial` says that `.grad` holds this replica's part of the sum: after a
-    step without synchronisation. Otherwise all replicas hold the whole sum, and all but the first clear it before they
-    add to it, so that the next reduction counts it once.
+    `synchronise` is False inside `no_sync`. `partial` are the parameters whose `.grad` holds this replica's part of the
+    sum: those of steps without synchronisation. Of the others all replicas hold the whole sum, and all but the first
+    clear it before they add to it, so that the next reduction counts it once.
     """
 
     group: dist.ProcessGroup | None = None
     rank: int = 0
     count: int = 1
     synchronise: bool = True
-    partial: bool = False
+    partial: set[str] = field(default_factory=set)
 
     def forget(self) -> None:
         """Forget the gradients of a failed step."""
-        self.partial = False
+        self.partial.clear()
 
 
 def broadcast(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None) -> None:

@@ -281,14 +281,13 @@ class Executables:
         bound = replace(program, stages=tuple(bind_groups(each, program.groups) for each in program.stages))
         passes = self._compile_passes(bound)
         stages = {i: prepare_stage(bound.stages[i], resident, device, until, passes.stage(i)) for i in own}
-        self._ranks.watch_over(program.groups.values())
         if self.debug_nan:
             stages = {i: inspected(stage) for i, stage in stages.items()}
         vocabulary = self._prepare_vocabulary(program, resident, passes)
         made = make_executable(program, stages, self._ranks.local, device, vocabulary)
-        return replace(
-            made, sums={} if self._ranks.rank is None else sums_of(program, self._ranks.mesh, self._ranks.rank)
-        )
+        sums = {} if self._ranks.rank is None else sums_of(program, self._ranks.mesh, self._ranks.rank)
+        self._ranks.watch_over(program.groups.values())
+        return replace(made, sums=sums)
 
     def _compile_passes(self, program: Program) -> CompiledPasses:
         ranks, backend = self._ranks, self._backend

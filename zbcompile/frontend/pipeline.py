@@ -151,13 +151,16 @@ class Pipeline:
             if torch.is_inference_mode_enabled():
                 raise PipelineError("step is inside torch.inference_mode(), which has no gradients. Call it outside.")
             batch = self._split(args, kwargs, target)
+            self._parts.take_gradients()
             executable = self._program_for(batch)
             self._compiled.share.require_filled()
             self._compiled.require_equal_shares()
             given = self._step_input(batch, executable.program)
-            with self._as_captured(), self._compiled.void_if_it_fails():
-                losses = self._engine.step(executable, given, self._compiled.parameters)
-            self._parts.give_gradients()
+            try:
+                with self._as_captured(), self._compiled.void_if_it_fails():
+                    losses = self._engine.step(executable, given, self._compiled.parameters)
+            finally:
+                self._parts.give_gradients()
         self.step_index += 1
         if self._records is not None and self.last_step is not None:
             self._records.append(self.last_step)
@@ -199,9 +202,9 @@ class Pipeline:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Steps inside accumulate into `.grad` without summing over the replicas; the first step after it does.
+        """Steps inside accumulate into `.grad` without summing over ranks of the mesh; the first step after it does.
 
-        Inside, `.grad` holds this replica's part. Without data parallelism it changes nothing.
+        Inside, `.grad` holds this rank's part. Without a mesh beyond "pp" it changes nothing.
         """
         replicas = self._ranks.replicas
         before, replicas.synchronise = replicas.synchronise, False
@@ -261,7 +264,10 @@ class Pipeline:
         from zbcompile.torch_pipelining.pipeline_stage import StageContext, generated_stages
 
         options, parameters = self.options, self._compiled.parameters
-        context = StageContext(self.program, self._ranks.group, parameters, options.loss_reduction, options.seed)
+        beside = self._ranks.mesh.beside("pp", "dp")
+        context = StageContext(
+            self.program, self._ranks.group, parameters, options.loss_reduction, options.seed, beside
+        )
         return generated_stages(context, self._compiled.first().stages)
 
     def as_schedule(self) -> "ScheduleLike":

@@ -83,7 +83,9 @@ class Parts:
         for name, local in self._trained():
             whole = self.parts[name].whole
             local.requires_grad_(whole.requires_grad)
-            local.grad = None if whole.grad is None else whole.grad.to_local()
+            given = None if whole.grad is None else whole.grad.to_local()
+            if given is None or local.grad is None or given.data_ptr() != local.grad.data_ptr():
+                local.grad = given
 
     def give_gradients(self) -> None:
         """Let the DTensors have the gradients of the plain parameters, in the same memory."""

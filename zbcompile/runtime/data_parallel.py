@@ -17,6 +17,7 @@ from torch import nn
 from zbcompile.distributed.mesh import Mesh
 from zbcompile.distributed.packing import as_contiguous
 from zbcompile.distributed.replicas import Replicas
+from zbcompile.errors import PipelineError
 from zbcompile.model.placements import PARTIAL, along
 from zbcompile.program.program import Program
 from zbcompile.runtime.gradient_buffers import Gradients
@@ -52,12 +53,23 @@ def start_reduction(
     names = {stage: [name for name in found if name in sums and name not in late] for stage, found in stages.items()}
     held = {name for found in stages.values() for name in found}
     shared = sorted(name for name in sharded | program.shared & held if name in sums)
-    if not replicas.partial:
-        later = (name for found in (*names.values(), shared) for name in found if not sums[name].first)
-        _clear(gradients.parameters[name] for name in later)
     reduces = bool(sums) and replicas.synchronise
+    summed = {name for found in (*names.values(), shared) for name in found}
+    if reduces:
+        _require_all(name for name in replicas.partial - summed if gradients.parameters[name].grad is not None)
+    _clear(gradients.parameters[name] for name in summed - replicas.partial if not sums[name].first)
     hooks = _last_backwards(program, rank) if reduces else {}
     return Reduction(replicas, gradients, names, shared, {a: s for s, a in hooks.items()}, reduces, sums)
+
+
+def _require_all(parts: Iterable[str]) -> None:
+    """Refuse a step that would leave parts unsummed."""
+    left = sorted(parts)
+    if left:
+        raise PipelineError(
+            f"inside no_sync, a batch trained {left[0]}, which this batch does not train, so that its gradient would "
+            "never be summed over the ranks. End no_sync with a batch that trains the same parameters."
+        )
 
 
 def _clear(parameters: Iterable[nn.Parameter]) -> None:
@@ -122,7 +134,8 @@ class Reduction:
 
         Shared gradients are sent alone: their holders must add in the same order, or they would drift apart.
         """
-        self.replicas.partial = not self.reduces and bool(self.sums)
+        summed = {name for found in (*self.names.values(), self.shared) for name in found}
+        self.replicas.partial = set() if self.reduces else self.replicas.partial | summed
         for name in self.shared if self.reduces else ():
             found = self.gradients.whole_sum(name)
             if found is not None:

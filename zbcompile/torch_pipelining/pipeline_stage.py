@@ -31,13 +31,14 @@ Tensors = list[torch.Tensor]
 
 @dataclass(frozen=True)
 class StageContext:
-    """The context of a generated stage beside its own graphs."""
+    """The context of a generated stage beside its own graphs; `beside`: the dimensions of the mesh that need sums."""
 
     program: Program
     group: dist.ProcessGroup | None
     parameters: Mapping[str, nn.Parameter]
     reduction: str
     seed: int
+    beside: tuple[str, ...]
 
 
 def generated_stages(context: StageContext, stages: Mapping[int, CompiledStage]) -> "list[CompiledPipelineStage]":
@@ -51,6 +52,11 @@ def generated_stages(context: StageContext, stages: Mapping[int, CompiledStage])
         raise PipelineError(
             f"{sorted(program.shared)[0]} trains on several stages; torch's schedules cannot sum its gradients over "
             "them. Use pipe.step, or untie the parameter."
+        )
+    if context.beside:
+        raise PipelineError(
+            f'the mesh has several ranks along "{context.beside[0]}", and torch\'s schedules do not sum gradients over '
+            "them. Use pipe.step."
         )
     if program.guards is not None:
         raise PipelineError(
