@@ -9,7 +9,7 @@ from tests.support.compared import Outcome, outcome_of
 from tests.support.transformers_models import entries, problem_of
 
 SAMPLE = (
-    *("ApertusForCausalLM", "BartForCausalLM", "BigBirdForCausalLM", "BioGptForCausalLM", "Cohere2ForCausalLM"),
+    *("ApertusForCausalLM", "BartForCausalLM", "BlenderbotForCausalLM", "BioGptForCausalLM", "Cohere2ForCausalLM"),
     *("CohereForCausalLM", "CTRLLMHeadModel", "DogeForCausalLM", "GPTJForCausalLM", "GPTNeoXForCausalLM"),
     *("GraniteForCausalLM", "Lfm2ForCausalLM", "DiffLlamaForCausalLM", "FlexOlmoForCausalLM", "FalconForCausalLM"),
     *("AlbertForMaskedLM", "BeitForImageClassification", "BitForImageClassification", "SwinForImageClassification"),
