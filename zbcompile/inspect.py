@@ -61,11 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("target", metavar="TARGET", help="package.module:name, path/file.py:name, or a directory")
     nothing = argparse.SUPPRESS  # as for --help, no value is left behind
     parser.add_argument(
-        "--env",
-        action=_Environment,
-        nargs=0,
-        default=nothing,
-        help="list the environment variables and exit",
+        "--env", action=_Environment, nargs=0, default=nothing, help="list the environment variables and exit"
     )
     add_plan(parser)
     _add_prediction(parser.add_argument_group("what to predict"))

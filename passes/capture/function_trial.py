@@ -22,11 +22,7 @@ from zbcompile.passes.capture.torch_private import is_fake_of, nowhere_traced, w
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.graph.fx import like
 from zbcompile.passes.graph.source_location import calling_line, failing_line
-from zbcompile.passes.torch_private import (
-    FakeTensorMode,
-    pytree,
-    single_threaded_backward,
-)
+from zbcompile.passes.torch_private import FakeTensorMode, pytree, single_threaded_backward
 
 
 def tried(function: Any, leaves: Sequence[Any], structure: Any, outside: Outside) -> tuple[FunctionCall, Any]:

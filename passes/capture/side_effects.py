@@ -25,11 +25,7 @@ from zbcompile.passes.capture.function_calls import FunctionCall
 from zbcompile.passes.capture.python_effects import numbers_drawn_outside_torch, output_of_forward
 from zbcompile.passes.capture.questions import NOT_ANSWERED, QUESTIONS, Questions
 from zbcompile.passes.graph.source_location import calling_line
-from zbcompile.passes.torch_private import (
-    FUNCTIONAL_COLLECTIVES_MODULE,
-    buffer_table,
-    replaced,
-)
+from zbcompile.passes.torch_private import FUNCTIONAL_COLLECTIVES_MODULE, buffer_table, replaced
 
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _TRAINS = (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]

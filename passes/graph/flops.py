@@ -60,10 +60,7 @@ _MISSING = {
     **dict.fromkeys(GROUPED_PRODUCTS, _grouped_product),
 }
 # transformers' own operators for experts, which exist once that module is imported.
-_OF_TRANSFORMERS = {
-    "grouped_mm_fallback": _grouped_product,
-    "grouped_mm_fallback_backward": _grouped_product_backward,
-}
+_OF_TRANSFORMERS = {"grouped_mm_fallback": _grouped_product, "grouped_mm_fallback_backward": _grouped_product_backward}
 
 
 def count_flops(module: GraphModule, mode: FakeTensorMode) -> dict[Node, int]:

@@ -66,11 +66,7 @@ class Residency:
     the peaks of the schedule (see `zbcompile.schedules.execution.memory.most_waiting`)."""
 
     def __init__(
-        self,
-        canonical: Canonical,
-        line: Line,
-        waiting: Sequence[Sequence[Mapping[int, int]]],
-        optimizer_state: float,
+        self, canonical: Canonical, line: Line, waiting: Sequence[Sequence[Mapping[int, int]]], optimizer_state: float
     ) -> None:
         length = len(line.nodes)
         trainable = canonical.captured.trainable

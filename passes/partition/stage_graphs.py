@@ -149,12 +149,7 @@ class _Builder:
 
 
 def _build(
-    canonical: Canonical,
-    line: Line,
-    assigned: Assignment,
-    rule: _Copying,
-    boundaries: list[list[Node]],
-    stage: int,
+    canonical: Canonical, line: Line, assigned: Assignment, rule: _Copying, boundaries: list[list[Node]], stage: int
 ) -> Stage:
     arriving = boundaries[stage - 1] if stage else []
     builder = _Builder(canonical, rule, arriving)

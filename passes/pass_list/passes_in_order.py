@@ -78,10 +78,7 @@ CANONICALISE = _in_turn(
     Pass("copy", "copies the graph, inputs named by role", canonical.copy_graph, _COPIED),
     Pass("keep-marks", "records checkpoint and autocast regions", _on(canonical.keep_marks)),
     Pass(
-        "merge-tied",
-        "one input per tensor, tied or not",
-        _on(canonical.merge_tied_placeholders),
-        (graph.roles_unique,),
+        "merge-tied", "one input per tensor, tied or not", _on(canonical.merge_tied_placeholders), (graph.roles_unique,)
     ),
     Pass("drop-checks", "drops checks of shapes", _on(canonical.drop_checks), (model.no_runtime_checks,)),
     Pass(
@@ -99,26 +96,15 @@ CANONICALISE = _in_turn(
     Pass("order-draws", "draws a mask in the order of its memory", _on(draw_in_memory_order)),
     Pass("drop-no-ops", "drops casts to the same dtype and the like", _on(canonical.drop_no_ops)),
     Pass("drop-dead-code", "drops what no result needs", _on(canonical.drop_dead_code), (model.nothing_unused,)),
-    Pass(
-        "name-groups",
-        "names groups by dimension of the mesh",
-        canonical.with_named_groups,
-        (model.groups_named,),
-    ),
+    Pass("name-groups", "names groups by dimension of the mesh", canonical.with_named_groups, (model.groups_named,)),
     Pass("infer-values", "records values and where gradients flow", canonical.with_values, _CANONICAL),
 )
 TRUNK = Pass("trunk", "removes a sharded output layer", cut_off, _CANONICAL)
 CUT = Pass(
-    "cut",
-    "makes one graph per stage",
-    cut,
-    (*_PURE, model.boundaries_agree, model.results_once, model.draws_kept),
+    "cut", "makes one graph per stage", cut, (*_PURE, model.boundaries_agree, model.results_once, model.draws_kept)
 )
 SEPARATE_USES = Pass(
-    "separate-uses",
-    "marks parameters on several stages (exact)",
-    separate_uses,
-    (*_PURE, model.boundaries_agree),
+    "separate-uses", "marks parameters on several stages (exact)", separate_uses, (*_PURE, model.boundaries_agree)
 )
 STAGE_PASSES = (
     Pass(
@@ -129,10 +115,7 @@ STAGE_PASSES = (
     ),
     Pass("simplify", "drops double transposes and equal views", lambda before, task: simplify(before), _REWRITTEN),
     Pass(
-        "defer-sums",
-        "sums over ranks once per step",
-        lambda before, task: defer_sums(before, task.several),
-        _REWRITTEN,
+        "defer-sums", "sums over ranks once per step", lambda before, task: defer_sums(before, task.several), _REWRITTEN
     ),
     Pass(
         "recompute",
@@ -162,8 +145,5 @@ OVERLAP = Pass(
     (graph.operations_in_order, graph.collectives_waited, shard.halves_complete),
 )
 
-PASSES = (
-    *(CAPTURE, *CANONICALISE, TRUNK, CUT, SEPARATE_USES),
-    *(*STAGE_PASSES, DEDUPLICATE, SHARD, OVERLAP),
-)
+PASSES = (*(CAPTURE, *CANONICALISE, TRUNK, CUT, SEPARATE_USES), *(*STAGE_PASSES, DEDUPLICATE, SHARD, OVERLAP))
 PASS_NAMES = tuple(each.name for each in PASSES)

@@ -9,16 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from zbcompile.passes.vocabulary.shard import (
-    Parameters,
-    Scanned,
-    Shard,
-    Updates,
-    finite,
-    joined,
-    local,
-    raw_logits,
-)
+from zbcompile.passes.vocabulary.shard import Parameters, Scanned, Shard, Updates, finite, joined, local, raw_logits
 
 Tensor = torch.Tensor
 

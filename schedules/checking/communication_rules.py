@@ -8,16 +8,7 @@ from typing import NamedTuple, cast
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.execution.deadlock import culprit_error, require_finished
 from zbcompile.schedules.execution.event_loop import Outcome, has_pairs, run
-from zbcompile.schedules.ir.actions import (
-    COMMUNICATION,
-    COMPUTE,
-    MESSAGES,
-    RECEIVES,
-    SENDS,
-    Action,
-    Step,
-    flatten,
-)
+from zbcompile.schedules.ir.actions import COMMUNICATION, COMPUTE, MESSAGES, RECEIVES, SENDS, Action, Step, flatten
 from zbcompile.schedules.ir.costs import Costs
 from zbcompile.schedules.ir.dependencies import RECEIVE_OF, SEND_OF, source, target
 from zbcompile.schedules.ir.kinds import KINDS

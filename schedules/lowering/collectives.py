@@ -19,18 +19,7 @@ from typing import NamedTuple
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.execution.deadlock import culprit_error
 from zbcompile.schedules.execution.event_loop import Outcome
-from zbcompile.schedules.ir.actions import (
-    CAST,
-    COLLECTIVES,
-    LOOKUP,
-    SPREAD,
-    STATS,
-    SUM,
-    Action,
-    F,
-    Step,
-    flatten,
-)
+from zbcompile.schedules.ir.actions import CAST, COLLECTIVES, LOOKUP, SPREAD, STATS, SUM, Action, F, Step, flatten
 from zbcompile.schedules.ir.dependencies import needs
 from zbcompile.schedules.ir.schedule import Lowered, Schedule
 

@@ -30,14 +30,7 @@ from zbcompile.passes.partition.liveness import Line, draw_line
 from zbcompile.passes.partition.shared_parameters import refuse_mutation_of_copies, refuse_shared_mutation
 from zbcompile.passes.partition.stage_graphs import Assignment, Stage, assign_by_cuts, assign_by_parameters
 from zbcompile.passes.pass_list.canonicalise import canonicalise
-from zbcompile.passes.pass_list.passes_in_order import (
-    CAPTURE,
-    CUT,
-    DEDUPLICATE,
-    SEPARATE_USES,
-    STAGE_PASSES,
-    StageTask,
-)
+from zbcompile.passes.pass_list.passes_in_order import CAPTURE, CUT, DEDUPLICATE, SEPARATE_USES, STAGE_PASSES, StageTask
 from zbcompile.passes.pass_list.run_passes import Observer, PassManager
 from zbcompile.passes.stage.deduplicate import Renaming, StageCompiler, compile_distinct
 from zbcompile.passes.stage.exchanges import collectives_of

@@ -15,13 +15,7 @@ from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.passes.vocabulary.embedding import VocabularyLookup, find_lookup
 from zbcompile.passes.vocabulary.logits import NotShardable
 from zbcompile.passes.vocabulary.output_layer import VocabularyHead, find_head
-from zbcompile.passes.vocabulary.shard_program import (
-    Bounds,
-    Tiling,
-    VocabularyProgram,
-    even_bounds,
-    levelled_bounds,
-)
+from zbcompile.passes.vocabulary.shard_program import Bounds, Tiling, VocabularyProgram, even_bounds, levelled_bounds
 from zbcompile.schedules.execution.memory import peak_memory
 from zbcompile.schedules.generators.vocabulary_insertion import with_vocabulary
 from zbcompile.schedules.ir.costs import Costs

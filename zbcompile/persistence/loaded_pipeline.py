@@ -89,11 +89,7 @@ def load(
         program = together(
             here, f"loading {folder}", lambda: _read_for(folder, found, here, operators, init, max_bytes)
         )
-        same = {
-            "torch": torch.__version__,
-            "threads": torch.get_num_threads(),
-            "digest": program.digest,
-        }
+        same = {"torch": torch.__version__, "threads": torch.get_num_threads(), "digest": program.digest}
         require_equal_programs(here, same, "loaded different programs", SAME)
     pipe = LoadedPipeline(program, _options(program, asked), make_engine(here))
     with here.watch.region(f"filling {folder}"):

@@ -132,13 +132,7 @@ class GroupCollectives:
         self.shard = shard
 
     def post(self, op: str, rank: int, microbatch: int) -> None:
-        job = {
-            CAST: self._cast,
-            STATS: self._stats,
-            SUM: self._sum,
-            LOOKUP: self._lookup,
-            SPREAD: self._spread,
-        }[op]
+        job = {CAST: self._cast, STATS: self._stats, SUM: self._sum, LOOKUP: self._lookup, SPREAD: self._spread}[op]
         if self._thread is not None:
             self.complete[op, microbatch] = self._thread.submit(torch.no_grad()(job), microbatch)
         else:

@@ -35,10 +35,7 @@ class CompiledShard:
 
 
 def prepare_shard(
-    program: VocabularyGraphs,
-    rank: int,
-    resident: Mapping[Slot, torch.Tensor],
-    runs: Mapping[str, Run] | None = None,
+    program: VocabularyGraphs, rank: int, resident: Mapping[Slot, torch.Tensor], runs: Mapping[str, Run] | None = None
 ) -> CompiledShard:
     """Bind a shard's graphs to its tensors. `runs` are what a backend made of them, by pass."""
     calls = runs or {name: boxed(piece.module).forward for name, piece in program.pieces[rank].items()}
