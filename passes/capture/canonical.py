@@ -149,8 +149,8 @@ def _integer(node: Node) -> bool:
 
 
 def _copies_for_itself(node: Node) -> bool:
-    """Whether a copy is the only reader of its input, as torch.export makes of dropout that drops nothing. If there
-    are other readers, the copy determines the order in which gradients are added."""
+    """Whether a copy or an alias is the only reader of its input, as torch.export makes of dropout that drops nothing.
+    If there are other readers, it determines the order in which gradients are added: a slice of everything is one."""
     source = node.args[0]
     return source.op == "call_function" and len(source.users) == 1 and _same_tensor(node)  # type: ignore[union-attr]
 
@@ -162,7 +162,7 @@ _NO_OPS: dict[Any, Callable[[Node], bool]] = {
     aten.dropout.default: _drops_nothing,
     aten.clone.default: _copies_for_itself,
     aten.detach.default: _integer,
-    aten.alias.default: lambda node: True,
+    aten.alias.default: lambda node: _integer(node) or _copies_for_itself(node),
 }
 
 

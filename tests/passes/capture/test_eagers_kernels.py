@@ -107,3 +107,25 @@ def test_unused_random_numbers_are_drawn_as_in_eager() -> None:
     expected = eager_gradients(compiled)
     found = run_in_order(compiled, ORDERS["delayed"])
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []  # type: ignore[arg-type]
+
+
+class Chunks(nn.Module):
+    """Attention over chunks of a sequence that has one chunk only: each slice is all of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(16, 16) / 4 for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x @ self.weights[0]
+        query, context = x[:, 0:9], x[:, 0:9]
+        mixed = torch.softmax(query @ self.weights[1] @ (context @ self.weights[2]).mT, -1) @ context
+        return torch.tanh(mixed @ self.weights[3] + x)
+
+
+def test_a_slice_of_everything_groups_gradients_as_in_eager() -> None:
+    torch.manual_seed(0)
+    compiled = compile_middle(Chunks(), torch.randn(4, 9, 16))
+    expected = eager_gradients(compiled)
+    found = run_in_order(compiled, ORDERS["delayed"])
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []  # type: ignore[arg-type]
