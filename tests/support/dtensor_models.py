@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-VOCABULARY, WIDTH, HEADS, LENGTH, LAYERS = 12, 16, 4, 6, 4
+VOCABULARY, WIDTH, HEADS, LENGTH, LAYERS = 13, 16, 4, 6, 4
 
 
 class Attention(nn.Module):
@@ -30,7 +30,7 @@ class Attention(nn.Module):
 class Mlp(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.gate, self.down = nn.Linear(WIDTH, 26), nn.Linear(WIDTH, 26), nn.Linear(26, WIDTH)
+        self.up, self.gate, self.down = nn.Linear(WIDTH, 28), nn.Linear(WIDTH, 28), nn.Linear(28, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.silu(self.gate(x)) * self.up(x))
@@ -47,11 +47,11 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, layers: int = LAYERS) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.blocks = nn.ModuleList(Block() for _ in range(layers))
         self.norm, self.head = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -66,9 +66,9 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
     return loss.full_tensor() if hasattr(loss, "full_tensor") else loss
 
 
-def parallelised(mesh: Any, kind: str) -> Llama:
+def parallelised(mesh: Any, kind: str, layers: int = LAYERS) -> Llama:
     """ "plain": columns and rows; "sequence": with sequence parallelism; "loss": and the loss on sharded logits."""
-    model, split = Llama(), kind != "plain"
+    model, split = Llama(layers), kind != "plain"
     along = Shard(1) if split else Replicate()
     rows = RowwiseParallel(output_layouts=along)
     plan: dict[str, Any] = {

@@ -21,7 +21,7 @@ from zbcompile.frontend.grad_clip import total_norm
 from zbcompile.frontend.options import Options
 from zbcompile.frontend.state_dict import full_state, gather_rows, load_state, owned_parameters, share_state
 from zbcompile.model.batch import Batch, flatten_batch, refuse_input_gradients, require_divisible
-from zbcompile.model.distributed_tensors import Parts
+from zbcompile.model.distributed_tensors import Part, Parts
 from zbcompile.model.resident_tensors import resident_tensors
 from zbcompile.passes.capture.training_step import LossFunction
 from zbcompile.passes.graph.roles import Slot
@@ -276,6 +276,11 @@ class Pipeline:
         from zbcompile.torch_pipelining.as_schedule import ScheduleLike
 
         return ScheduleLike(self)
+
+    @property
+    def parts(self) -> Mapping[str, Part]:
+        """What the plain tensors that the pipeline trains are parts of, by the first name of each DTensor."""
+        return self._parts.parts
 
     @property
     def ranks(self) -> Ranks:

@@ -3,17 +3,18 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 import torch
 from torch import nn
 
+from zbcompile.distributed.mesh import Mesh
 from zbcompile.distributed.ranks import LocalRanks, Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.frontend.pipeline import Pipeline
 from zbcompile.model.model_info import ModelFacts, facts_of
 from zbcompile.model.placements import SHARD, along
-from zbcompile.program.program import Program
 from zbcompile.torch_private import offset_of, with_offset, without_offset
 
 
@@ -21,21 +22,18 @@ from zbcompile.torch_private import offset_of, with_offset, without_offset
 class Holding:
     """The share of one process.
 
-    `tensors` are the entries of eager's state dict that live here, `parameters` what an optimizer trains here. A rank's
-    rows of a sharded output layer are a DTensor in `tensors`. `writes(name)` says whether this process writes the
-    tensor: of several that hold the same one, exactly one does; of rows every rank.
+    `tensors` are the entries of eager's state dict that live here, `parameters` what an optimizer trains here, `shapes`
+    those of everything that a checkpoint of the whole model holds, None if only another rank knows. Parts of DTensors,
+    and a rank's rows of a sharded output layer, are DTensors; what is sharded by hand has a name of its own on each
+    rank. `writes(name)` says whether this process writes the tensor: of several that hold the same, exactly one does.
     """
 
     model: ModelFacts
+    shapes: Mapping[str, tuple[int, ...] | None]
     tensors: Mapping[str, torch.Tensor]
     parameters: Mapping[str, nn.Parameter]
     writes: Callable[[str], bool]
     ranks: Ranks
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor of the whole model's state dict, tied ones once."""
-        return {m.name: m.shape for m in self.model.members if m.saved and m.first == m.name}
 
     @cached_property
     def _names(self) -> dict[int, str]:
@@ -60,31 +58,50 @@ def holding_of(source: Pipeline | nn.Module) -> Holding:
     facts = facts_of(source, {})
     device = next((tensor.device for tensor in source.parameters()), torch.device("cpu"))
     tensors = _once(source.state_dict(), facts)
-    return Holding(facts, tensors, dict(source.named_parameters()), lambda _: True, LocalRanks(1, device))
+    return Holding(
+        facts, _shapes(facts), tensors, dict(source.named_parameters()), lambda _: True, LocalRanks(1, device)
+    )
+
+
+def _shapes(facts: ModelFacts) -> dict[str, tuple[int, ...]]:
+    """Every tensor of the model's state dict, tied ones once."""
+    return {m.name: m.shape for m in facts.members if m.saved and m.first == m.name}
 
 
 def _of_pipeline(pipe: Pipeline) -> Holding:
-    facts, ranks, program = pipe.program.model, pipe.ranks, pipe.program
-    _refuse_parts(program, ranks)
-    tensors = _once(pipe.state_dict(), facts)
-    rows = {name for name, tensor in tensors.items() if is_sharded(tensor)}
+    facts, ranks, mesh = pipe.program.model, pipe.ranks, pipe.ranks.mesh
+    shapes: dict[str, tuple[int, ...] | None] = {}
+    stored: dict[str, str] = {}  # the name in a checkpoint by the model's own
+    split = {name: _split_along(name, pipe) for name in facts.names}
+    for name, shape in _shapes(facts).items():
+        by_hand = () if name in pipe.parts else split[name]
+        for place in product(*(range(mesh.size(each)) for each in by_hand)):
+            shapes[_of_place(name, by_hand, place, mesh)] = None
+        stored[name] = _of_place(name, by_hand, tuple(map(mesh.index, by_hand)), mesh)
+        shapes[stored[name]] = tuple(pipe.parts[name].whole.shape) if name in pipe.parts else shape
+    own = {stored[name]: tensor for name, tensor in _once(pipe.state_dict(), facts).items()}
+    rows = {name for name, tensor in own.items() if is_sharded(tensor) and name not in pipe.parts}
+    names = {each: name for name, each in stored.items()}
 
     def writes(name: str) -> bool:
-        owns = program.holders(facts.names.get(name, name))[0] in ranks.local
-        return ranks.leads and (name in rows or owns)
+        same = [each for each in mesh.beside("pp") if each not in split[names[name]]]
+        owns = name in rows or pipe.program.holders(names[name])[0] in ranks.local
+        return owns and mesh.index(*same) == 0
 
-    return Holding(facts, tensors, dict(pipe.named_parameters()), writes, ranks)
+    trained = {stored[name]: parameter for name, parameter in pipe.named_parameters()}
+    return Holding(facts, shapes, own, trained, writes, ranks)
 
 
-def _refuse_parts(program: Program, ranks: Ranks) -> None:
-    """Refuse parameters of which ranks beside the pipeline hold different parts."""
-    for name in program.homes:
-        split = [f'"{each}"' for each in along(program.placement(name), SHARD) if ranks.mesh.size(each) > 1]
-        if split:
-            raise PipelineError(
-                f"{name} is sharded along {split[0]} of the mesh; checkpoints know the shares of pipeline ranks only. "
-                "Save pipe.state_dict() of every rank, for DTensors with torch.distributed.checkpoint."
-            )
+def _split_along(name: str, pipe: Pipeline) -> tuple[str, ...]:
+    """The dimensions along which every rank has another part."""
+    return tuple(each for each in along(pipe.program.placement(name), SHARD) if pipe.ranks.mesh.size(each) > 1)
+
+
+def _of_place(name: str, by_hand: tuple[str, ...], place: tuple[int, ...], mesh: Mesh) -> str:
+    """The name of the part at one place along the dimensions over which a tensor is sharded by hand: only the model
+    knows how it would become whole."""
+    where = [f"{each} {index} of {mesh.size(each)}" for each, index in zip(by_hand, place, strict=True)]
+    return f"{name} ({', '.join(where)})" if where else name
 
 
 def _once(state: Mapping[str, Any], facts: ModelFacts) -> dict[str, torch.Tensor]:
@@ -92,7 +109,7 @@ def _once(state: Mapping[str, Any], facts: ModelFacts) -> dict[str, torch.Tensor
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether this is a rank's rows of something larger, a DTensor."""
+    """Whether this is a part of something larger, a DTensor."""
     return hasattr(tensor, "device_mesh")
 
 

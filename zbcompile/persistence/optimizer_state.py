@@ -49,6 +49,8 @@ def _as_rows(value: Any, name: str, key: str, parameter: torch.Tensor, holding: 
     rows = holding.tensors.get(name)
     if rows is None or not is_sharded(rows) or not isinstance(value, torch.Tensor) or not value.dim():
         return value
+    if is_sharded(parameter):  # torch's optimizers keep DTensors for it
+        return value
     if value.shape != parameter.shape:
         raise PipelineError(
             f"the optimizer keeps {key} of shape {list(value.shape)} for {name}, of which each rank has rows of shape "
@@ -110,7 +112,7 @@ def _room(described: Any, name: str, parameter: torch.Tensor | None, holding: Ho
     rows = holding.tensors.get(name)
     if parameter is not None and rows is not None and tuple(size) == tuple(rows.shape):
         own = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-        return like_rows(own, rows) if is_sharded(rows) else own
+        return like_rows(own, rows) if is_sharded(rows) and not is_sharded(own) else own
     return torch.empty(size, dtype=dtype)
 
 
@@ -123,9 +125,10 @@ def _numbered(optimizer: Optimizer, holding: Holding, keys: Mapping[str, list[st
         names = [holding.name_of(parameter) for parameter in group["params"]]
         options = _options(names[0], values) if names else {k: v for k, v in group.items() if k not in MEMBERS}
         groups.append({**options, "params": list(range(number, number + len(names)))})
-        for index, name in enumerate(names, number):
+        for index, (name, parameter) in enumerate(zip(names, group["params"], strict=True), number):
             if keys[name]:
-                state[index] = _nested({key: values[f"state.{name}.{key}"] for key in keys[name]})
+                found = {key: values[f"state.{name}.{key}"] for key in keys[name]}
+                state[index] = _nested(found if is_sharded(parameter) else _local(found))
         number += len(names)
     return {"state": state, "param_groups": groups}
 
@@ -135,13 +138,18 @@ def _options(name: str, values: Values) -> Values:
     return {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}
 
 
+def _local(found: Values) -> Values:
+    """`found` with sharded values as this process's part."""
+    return {key: local_part(value) if isinstance(value, torch.Tensor) else value for key, value in found.items()}
+
+
 def _nested(found: Values) -> Values:
-    """`found` with its dotted keys as nested mappings, and sharded values as this process's part."""
+    """`found` with its dotted keys as nested mappings."""
     nested: Values = {}
     for key, value in found.items():
         *path, last = key.split(".")
         inner = nested
         for part in path:
             inner = inner.setdefault(part, {})
-        inner[last] = local_part(value) if isinstance(value, torch.Tensor) else value
+        inner[last] = value
     return nested

@@ -15,11 +15,11 @@ from torch import nn
 
 from zbcompile.atomic_files import write_whole
 from zbcompile.distributed.agreement import gathered, together
+from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.frontend.pipeline import Pipeline
 from zbcompile.persistence.local_tensors import Holding, holding_of, is_sharded, local_part
 from zbcompile.regular_files import DESCRIPTION, read_regular, regular_file
-from zbcompile.torch_private import offset_of
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -35,7 +35,7 @@ def save_weights(path: str | Path, source: Pipeline | nn.Module) -> None:
 
     >>> zbcompile.save_weights("model.safetensors", pipe)                   # doctest: +SKIP
     """
-    holding, target = holding_of(source), Path(path)
+    holding, target = _of_whole_tensors(source), Path(path)
     what = f"writing {target}"
     with holding.ranks.watch.region(what):
         tensors = _whole_tensors(holding)
@@ -45,18 +45,34 @@ def save_weights(path: str | Path, source: Pipeline | nn.Module) -> None:
             _write_parts(target, holding, tensors, what)
 
 
+def _of_whole_tensors(source: Pipeline | nn.Module) -> Holding:
+    holding = holding_of(source)
+    for name in holding.shapes.keys() - holding.model.names.keys():
+        raise PipelineError(
+            f"{name} is sharded by hand; files of weights hold whole tensors. Make it a DTensor, or use "
+            "zbcompile.save_checkpoint, which keeps a part of each rank."
+        )
+    return holding
+
+
 def _whole_tensors(holding: Holding) -> dict[str, torch.Tensor]:
-    """What this process writes, on the CPU; rows of several ranks are put together on the first one."""
+    """What this process writes, on the CPU; sharded tensors are put together."""
     found = {}
     for name, tensor in sorted(holding.tensors.items()):
+        whole = tensor.detach()
         if is_sharded(tensor):
             with holding.ranks.watch.position.waiting(name):
-                parts = gathered(holding.ranks, local_part(tensor).cpu())
-            if 0 in holding.ranks.local and holding.writes(name):
-                found[name] = torch.cat(parts)
-        elif holding.writes(name):
-            found[name] = tensor.detach().cpu().contiguous()
+                whole = _put_together(tensor, holding.ranks)
+        if holding.ranks.leads and holding.writes(name):
+            found[name] = whole.cpu().contiguous()
     return found
+
+
+def _put_together(tensor: Any, ranks: Ranks) -> torch.Tensor:
+    """A sharded tensor from all its ranks: rows of the output layer lie on those of the pipeline."""
+    if tensor.device_mesh.mesh_dim_names:
+        return tensor.detach().full_tensor()  # type: ignore[no-any-return]
+    return torch.cat(ranks.gather_here(local_part(tensor).detach().cpu()))
 
 
 def _write_single(target: Path, holding: Holding, tensors: Mapping[str, torch.Tensor], what: str) -> None:
@@ -100,7 +116,7 @@ def load_weights(path: str | Path, source: Pipeline | nn.Module) -> None:
 
     >>> zbcompile.load_weights("model.safetensors", pipe)                   # doctest: +SKIP
     """
-    holding = holding_of(source)
+    holding = _of_whole_tensors(source)
     what = f"loading {path}"
     with holding.ranks.watch.region(what):
         together(holding.ranks, what, lambda: _load(Path(path), holding))
@@ -172,16 +188,14 @@ def _sources(path: Path, given: Mapping[str, Any], holding: Holding) -> dict[str
     for first, shape in holding.shapes.items():
         size = given[known[first][0]].get_slice(known[first][0]).get_shape()
         if tuple(size) != shape:
-            raise PipelineError(f"{first} has shape {size} in {path} and {list(shape)} in the model.")
+            raise PipelineError(f"{first} has shape {size} in {path} and {list(shape or ())} in the model.")
     return {first: (found[0], given[found[0]]) for first, found in known.items()}
 
 
 def _read(key: str, file: Any, tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor in a file that this process needs: all of it, or its rows of a sharded one."""
+    """The part of a tensor in a file that this process needs: all of it, or its chunk of a sharded one."""
     if not is_sharded(tensor):
         return file.get_tensor(key)  # type: ignore[no-any-return]
-    mesh = tensor.device_mesh  # type: ignore[attr-defined]
-    each = -(-tensor.shape[0] // mesh.size())
-    offset = offset_of(tensor.to_local())  # type: ignore[attr-defined]
-    low = min(mesh.get_local_rank() * each, tensor.shape[0]) if offset is None else offset[0]
-    return file.get_slice(key)[low : low + local_part(tensor).shape[0]]  # type: ignore[no-any-return]
+    (chunk,) = tensor.__create_chunk_list__()  # type: ignore[attr-defined]
+    places = zip(chunk.offsets, chunk.sizes, strict=True)
+    return file.get_slice(key)[tuple(slice(low, low + size) for low, size in places)]  # type: ignore[no-any-return]

@@ -1,29 +1,22 @@
 """Models with DTensors, parallelised by torch's own plans, train in a pipeline unchanged."""
 
 import contextlib
-import functools
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 import zbcompile
 from tests.support.dtensor_models import LENGTH, VOCABULARY, Llama, loss_of, parallelised
+from tests.support.meshes import mesh_of
 from tests.support.pool import Pool
 from zbcompile.passes.stage.exchanges import collectives_of
 
 MICROBATCHES, ROWS = 4, 2
 BOUND = 1e-6  # of the largest entry of each gradient, fp32
-
-
-@functools.cache
-def pipelines_and_parts() -> DeviceMesh:
-    """One mesh a process: torch takes equal meshes for the same one, whose groups have other names."""
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
 
 
 def batch() -> tuple[Tensor, Tensor]:
@@ -46,7 +39,7 @@ def whole(gradient: Any) -> Tensor:
 
 def trained(kind: str, schedule: str, exact: bool) -> dict[str, Any]:
     """What differs from one process, from eager DTensor in bits, and where collectives are."""
-    mesh = pipelines_and_parts()
+    mesh = mesh_of(pp=2, tp=2)
     one = Llama()
     expected = accumulated(one)
     around = loss_parallel() if kind == "loss" else contextlib.nullcontext()

@@ -1,0 +1,129 @@
+"""Checkpoints of models whose tensors are sharded beside the pipeline: saved on one mesh, loaded on another."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import zbcompile
+from tests.support.dtensor_models import LENGTH, VOCABULARY, Llama, loss_of, parallelised
+from tests.support.meshes import mesh_of
+from tests.support.parallel_models import LENGTH as POSITIONS
+from tests.support.parallel_models import WIDTH, TensorParallel
+from tests.support.pool import Pool
+from tests.support.training import assert_same_tensors
+
+ROWS, MICROBATCHES = 8, 4
+State = dict[str, Tensor]
+Sizes = dict[str, int]
+
+
+def begun(sizes: Sizes, seed: int) -> tuple[Any, torch.optim.Optimizer]:
+    """A pipeline that has trained one step."""
+    mesh = mesh_of(**sizes)
+    model = parallelised(mesh["tp"], "plain", layers=1) if "tp" in sizes else Llama(layers=1)
+    pipe = zbcompile.pipeline(model, mesh=mesh, schedule="zb-h1", microbatches=MICROBATCHES, loss=loss_of)
+    torch.manual_seed(seed)
+    x, y = torch.randint(VOCABULARY, (2, ROWS, LENGTH)).unbind()
+    pipe.compile(x, target=y)
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01)
+    pipe.step(x, target=y)
+    optimizer.step()
+    optimizer.zero_grad()
+    return pipe, optimizer
+
+
+def whole(value: Any) -> Tensor:
+    return (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
+
+
+def contents(named: Any, optimizer: torch.optim.Optimizer) -> State:
+    """Parameters and moments, whole."""
+    found = {}
+    for name, parameter in named:
+        found[name] = whole(parameter)
+        found |= {f"{name}.{key}": whole(value) for key, value in optimizer.state[parameter].items()}
+    return found
+
+
+def saved(sizes: Sizes, folder: Path) -> State:
+    pipe, optimizer = begun(sizes, seed=1)
+    zbcompile.save_checkpoint(folder, pipe, optimizer)
+    zbcompile.save_weights(folder / "weights", pipe)
+    pipe.close()
+    return contents(pipe.named_parameters(), optimizer)
+
+
+def require_weights(folder: Path, source: Any, found: State) -> None:
+    """The file of weights has what the checkpoint has."""
+    for parameter in source.parameters():
+        torch.nn.init.zeros_(parameter)
+    zbcompile.load_weights(folder / "weights", source)
+    weights = {name: whole(parameter) for name, parameter in source.named_parameters()}
+    assert_same_tensors(weights, {name: found[name] for name in weights}, "weight")
+
+
+def loaded(sizes: Sizes, folder: Path) -> State:
+    pipe, optimizer = begun(sizes, seed=2)
+    zbcompile.load_checkpoint(folder, pipe, optimizer)
+    found = contents(pipe.named_parameters(), optimizer)
+    require_weights(folder, pipe, found)
+    optimizer.step()  # with the state that was loaded
+    pipe.close()
+    return found
+
+
+def in_one_process(folder: Path) -> State:
+    model = Llama(layers=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model(torch.zeros(1, LENGTH, dtype=torch.long)).sum().backward()
+    optimizer.step()
+    zbcompile.load_checkpoint(folder, model, optimizer)
+    found = contents(model.named_parameters(), optimizer)
+    require_weights(folder, model, found)
+    return found
+
+
+@pytest.mark.mostly_slow(every=3)
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [({"pp": 2, "tp": 2}, {"tp": 2, "dp": 2}), ({"pp": 2, "tp": 2}, {"pp": 4}), ({"dp": 2, "tp": 2}, {"tp": 4})],
+)
+def test_parameters_and_moments_of_another_mesh(one: Sizes, other: Sizes, pool: Pool, tmp_path: Path) -> None:
+    """The rows of embedding and head are uneven along "tp"."""
+    parts = pool.run(saved, one, tmp_path, ranks=4)
+    expected = {name: value for part in parts for name, value in part.items()}
+    assert_same_tensors(in_one_process(tmp_path), expected, "saved")
+    for part in pool.run(loaded, other, tmp_path, ranks=4):
+        assert_same_tensors(part, {name: expected[name] for name in part}, "saved")
+
+
+def by_hand(folder: Path, again: bool) -> State:
+    mesh = mesh_of(pp=2, tp=2)
+    model = TensorParallel(mesh, "plain")
+    torch.manual_seed(int(again))
+    x, y = torch.randn(2, ROWS, POSITIONS, WIDTH).unbind()
+    options: dict[str, Any] = {"loss": F.mse_loss, "placements": model.PLACEMENTS, "microbatches": MICROBATCHES}
+    pipe = zbcompile.pipeline(model, mesh=mesh, schedule="zb-h1", **options)
+    pipe.compile(x, target=y)
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01)
+    pipe.step(x, target=y)
+    optimizer.step()
+    if again:
+        zbcompile.load_checkpoint(folder, pipe, optimizer)
+    else:
+        zbcompile.save_checkpoint(folder, pipe, optimizer)
+    pipe.close()
+    return contents(pipe.named_parameters(), optimizer)
+
+
+def test_what_is_sharded_by_hand_is_kept_rank_by_rank(pool: Pool, tmp_path: Path) -> None:
+    before = pool.run(by_hand, tmp_path, False, ranks=4)
+    for one, other in zip(before, pool.run(by_hand, tmp_path, True, ranks=4), strict=True):
+        assert_same_tensors(other, one, "saved")
+    with pytest.raises(zbcompile.PipelineError, match=re.escape("unexpected ['layers.0.columns (tp 0 of 2)'")):
+        zbcompile.load_checkpoint(tmp_path, TensorParallel(None, "plain"))
