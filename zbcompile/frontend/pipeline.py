@@ -1,7 +1,7 @@
 """The pipeline object: a model's training step, compiled for the shapes it meets."""
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
@@ -18,11 +18,14 @@ from zbcompile.frontend.choose_schedule import choose_schedule, fit_to_batch
 from zbcompile.frontend.evaluation import Evaluation, choose_evaluation, evaluate
 from zbcompile.frontend.executables import Executables, torch_modes
 from zbcompile.frontend.grad_clip import total_norm
+from zbcompile.frontend.optimizers import Optimizers
 from zbcompile.frontend.options import Options
 from zbcompile.frontend.state_dict import full_state, gather_rows, load_state, owned_parameters, share_state
 from zbcompile.model.batch import Batch, flatten_batch, refuse_input_gradients, require_divisible
 from zbcompile.model.distributed_tensors import Part, Parts
 from zbcompile.model.resident_tensors import resident_tensors
+from zbcompile.optimizer.parameter_groups import Predicate
+from zbcompile.optimizer.pipeline_optimizer import PipelineOptimizer, Wanted
 from zbcompile.passes.capture.training_step import LossFunction
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.profiling.step_record import StepRecord
@@ -70,6 +73,7 @@ class Pipeline:
             options = options.with_placements(self._parts.placements)
             self._options = options
             self._compiled = Executables(model, options, self._ranks, schedule)
+            self._optimizers = Optimizers(model, self._ranks, self._parts, self._compiled)
         self._evaluations: ByShape[Any, Evaluation] = ByShape(options.max_shapes)
 
     if not TYPE_CHECKING:  # with it, type checkers would allow any name
@@ -157,7 +161,7 @@ class Pipeline:
             self._compiled.require_equal_shares()
             given = self._step_input(batch, executable.program)
             try:
-                with self._as_captured(), self._compiled.void_if_it_fails():
+                with self._as_captured(), self._compiled.void_if_it_fails(), self._optimizers.step():
                     losses = self._engine.step(executable, given, self._compiled.parameters)
             finally:
                 self._parts.give_gradients()
@@ -227,6 +231,40 @@ class Pipeline:
             )
         nn.utils.clip_grads_with_norm_([held[name] for name in self._own_names()], max_norm, norm)
         return norm
+
+    def optimizer(
+        self,
+        kind: type[torch.optim.Optimizer],
+        *,
+        params: Predicate | None = None,
+        groups: Sequence[Mapping[str, Any]] | None = None,
+        zero: int = 0,
+        clip: float | None = None,
+        early: bool = False,
+        validate: str = "before",
+        **options: Any,
+    ) -> PipelineOptimizer:
+        """An optimizer over this pipeline's parameters; it can be made before or after compiling. Every rank calls it.
+
+        docs/optimizer.md says more. `torch.optim.AdamW(pipe.parameters())` works as well, without what this adds.
+
+        Args:
+            kind: a class of torch optimizers; `options` are its own, such as `lr`.
+            params: a predicate of a parameter's name and the parameter: those that this optimizer trains, default all.
+            groups: as torch's, but "params" is a predicate. The first group that takes a parameter has it; the others
+                are in a last group with `options`.
+            zero: 0, or with "dp" in the mesh 1 to divide the optimizer's state among replicas, 2 its gradients too.
+            clip: the norm to which `optimizer.step()` clips all its gradients, None for no limit.
+            early: update each stage within `pipe.step`. Not available yet.
+            validate: "before", or "after" to check the norm behind the updates. Not available yet.
+
+        Raises PipelineError, on every rank.
+
+        >>> optimizer = pipe.optimizer(torch.optim.AdamW, lr=1e-3, clip=1.0)            # doctest: +SKIP
+        >>> pipe.step(inputs, target=targets); optimizer.step(); optimizer.zero_grad()  # doctest: +SKIP
+        """
+        wanted = Wanted(kind, options, params, groups, zero, clip, early, validate)
+        return self._optimizers.make(wanted)
 
     def _own_names(self) -> list[str]:
         return [name for name, _ in owned_parameters(self._model, self._ranks, self.program.holders)]
@@ -366,7 +404,9 @@ class Pipeline:
         return self._program_for(self._split(args, kwargs, None)).program
 
     def _program_for(self, batch: Batch) -> Executable:
-        return self._compiled.get(batch)
+        found = self._compiled.get(batch)
+        self._optimizers.bind()
+        return found
 
     def _as_captured(self) -> torch.autocast:
         """Turn autocast off: the casts are in the graphs, and autocast would add casts that the model does not make."""

@@ -59,9 +59,9 @@ class Gradients:
         return self.lookups[name]
 
     def _needs_buffer(self, parameter: nn.Parameter) -> bool:
-        """Whether `.grad` has another dtype than the sum (torch wants the parameter's there), or odd strides."""
+        """Whether `.grad` has another dtype than the sum, or odd strides."""
         odd = parameter.grad is not None and parameter.grad.stride() != parameter.stride()
-        return odd or self.choices.dtype_of_sum(parameter.dtype) != parameter.dtype
+        return odd or self.choices.dtype_of_sum(parameter.dtype) != grad_dtype(parameter)
 
     def _zeros(self, name: str) -> torch.Tensor:
         parameter = self.parameters[name]
@@ -76,7 +76,8 @@ class Gradients:
 
     def _accumulate(self, name: str, gradient: torch.Tensor) -> None:
         parameter = self.parameters[name]
-        if self.choices.dtype_of_sum(parameter.dtype) == parameter.dtype:
+        own = grad_dtype(parameter)
+        if torch.promote_types(self.choices.dtype_of_sum(parameter.dtype), own) == own:
             accumulate(parameter, gradient)
         else:
             self.buffers.setdefault(name, self._zeros(name)).add_(gradient)
@@ -121,9 +122,15 @@ def accumulate(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         if parameter.grad is not None:
             parameter.grad.add_(gradient)
         elif gradient.stride() == parameter.stride():
-            parameter.grad = gradient.to(parameter.dtype)
+            parameter.grad = gradient.to(grad_dtype(parameter))
         else:
-            parameter.grad = torch.empty_like(parameter, requires_grad=False).copy_(gradient)
+            parameter.grad = torch.empty_like(parameter, dtype=grad_dtype(parameter), requires_grad=False)
+            parameter.grad.copy_(gradient)
+
+
+def grad_dtype(parameter: nn.Parameter) -> torch.dtype:
+    """The dtype of `.grad`: the parameter's, unless its `grad_dtype` says another (torch 2.10 has it)."""
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
 
 
 def add_uses(later: Sequence[torch.Tensor], earlier: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:

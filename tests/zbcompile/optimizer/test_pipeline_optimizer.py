@@ -1,0 +1,206 @@
+"""What `pipe.optimizer` returns updates as the same torch optimizer does in eager mode, in every bit."""
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Adam, AdamW, Muon, RMSprop
+from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
+
+import zbcompile
+from tests.support.oracle import PROBLEMS, eager_step
+from tests.support.training import ROWS, Case, assert_same_tensors, pipeline_of
+
+MICROBATCHES, STEPS = 4, 3
+CLIP = 0.05  # below the norm of every step
+DECAYED: list[dict[str, Any]] = [{"params": lambda name, p: p.ndim < 2, "weight_decay": 0.0, "lr": 3e-3}]
+
+
+def eager_optimizer(model: nn.Module, kind: type[torch.optim.Optimizer], **options: Any) -> torch.optim.Optimizer:
+    flat = [p for p in model.parameters() if p.ndim < 2]
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    return kind([{"params": flat, "weight_decay": 0.0, "lr": 3e-3}, {"params": matrices}], **options)
+
+
+def clip(model: nn.Module) -> Tensor:
+    """As torch clips, by the norm in double precision."""
+    gradients = [p.grad.double().flatten() for p in model.parameters() if p.grad is not None]
+    norm = torch.cat(gradients).norm().float()
+    nn.utils.clip_grads_with_norm_(model.parameters(), CLIP, norm)
+    return norm
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (AdamW, {"lr": 1e-2, "weight_decay": 0.1}),
+        (SGD, {"lr": 0.1, "momentum": 0.9}),
+        (RMSprop, {"lr": 1e-2}),
+        (Adagrad, {"lr": 1e-2}),
+        (Adam, {"lr": 1e-2, "amsgrad": True}),
+    ],
+)
+def test_groups_schedulers_and_clipping_are_those_of_eager(
+    kind: type[torch.optim.Optimizer], options: dict[str, Any], compiled: bool
+) -> None:
+    problem = PROBLEMS["small-tied"]
+    batches = problem.batches(STEPS, MICROBATCHES * ROWS)
+    model, pipe = problem.model(), pipeline_of(Case("small-tied", "zb-v", 2, MICROBATCHES))
+    if compiled:
+        pipe.compile(*batches[0].args, target=batches[0].target)
+    theirs, ours = eager_optimizer(model, kind, **options), pipe.optimizer(kind, groups=DECAYED, clip=CLIP, **options)
+    rates = CosineAnnealingLR(theirs, STEPS), CosineAnnealingLR(ours, STEPS)
+    for step, batch in enumerate(batches):
+        expected = eager_step(model, problem.loss, batch, MICROBATCHES, step)
+        assert torch.equal(pipe.step(*batch.args, target=batch.target), expected)
+        norm = clip(model)
+        for each in (theirs, ours, *rates):
+            each.step()
+        assert ours.norm is not None
+        assert torch.equal(ours.norm, norm)
+        assert all(p.grad is not None for p in pipe.parameters())
+        theirs.zero_grad()
+        ours.zero_grad()
+        assert all(p.grad is None for p in pipe.parameters())
+    assert_same_tensors(pipe.state_dict(full=True), model.state_dict(), "state dict:")
+    assert [group["lr"] for group in ours.param_groups] == [group["lr"] for group in theirs.param_groups]
+    assert len(ours.state) == len(theirs.state)
+
+
+def in_half_precision(dtype: torch.dtype) -> nn.Module:
+    return PROBLEMS["mlp"].model().to(dtype)
+
+
+@dataclass
+class Masters:
+    """The reference for parameters in half precision: float32 masters, updated from float32 sums, rounded once."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "Masters":
+        for parameter in model.parameters():
+            parameter.grad_dtype = torch.float32
+        return cls(model, AdamW([nn.Parameter(p.detach().float()) for p in model.parameters()], lr=1e-2))
+
+    def step(self) -> None:
+        masters = self.optimizer.param_groups[0]["params"]
+        for master, parameter in zip(masters, self.model.parameters(), strict=True):
+            master.grad, parameter.grad = parameter.grad, None
+        self.optimizer.step()
+        with torch.no_grad():
+            for master, parameter in zip(masters, self.model.parameters(), strict=True):
+                parameter.copy_(master)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_has_masters_in_single_precision(dtype: torch.dtype) -> None:
+    """Also after the parameters were written from outside, and after the state went through a state dict."""
+    problem, model = PROBLEMS["mlp"], in_half_precision(dtype)
+    theirs = Masters.of(model)
+    pipe = zbcompile.pipeline(
+        in_half_precision(dtype), schedule="zb-h1", ranks=2, microbatches=MICROBATCHES, loss=problem.loss, exact=True
+    )
+    ours = pipe.optimizer(AdamW, lr=1e-2)
+    for step, batch in enumerate(problem.batches(4, MICROBATCHES * ROWS)):
+        half = type(batch)(tuple(x.to(dtype) for x in batch.args), {}, batch.target.to(dtype))
+        eager_step(model, problem.loss, half, MICROBATCHES, step)
+        pipe.step(*half.args, target=half.target)
+        assert {p.grad.dtype for p in pipe.parameters()} == {torch.float32}  # type: ignore[union-attr]
+        theirs.step()
+        ours.step()
+        ours.zero_grad()
+        assert_same_tensors(pipe.state_dict(full=True), model.state_dict(), f"state dict after step {step}:")
+        if step == 1:
+            kept = copy.deepcopy(ours.state_dict())
+            assert {each["master"].dtype for each in kept["state"].values()} == {torch.float32}
+            for master in ours.param_groups[0]["params"]:
+                master.detach().zero_()
+            ours.load_state_dict(kept)
+        if step == 2:
+            changed = {name: value + 1 for name, value in model.state_dict().items()}
+            model.load_state_dict(changed)
+            pipe.load_state_dict(changed)
+            for master, parameter in zip(theirs.optimizer.param_groups[0]["params"], model.parameters(), strict=True):
+                master.detach().copy_(parameter)
+
+
+def test_matrices_and_the_rest_have_an_optimizer_each() -> None:
+    """And two optimizers at once leave each other's gradients alone."""
+    problem = PROBLEMS["mlp"]
+    model, pipe = problem.model(), pipeline_of(Case("mlp", "zb-h1", 2, MICROBATCHES))
+    theirs = [
+        Muon([p for p in model.parameters() if p.ndim == 2], lr=1e-2),
+        SGD([p for p in model.parameters() if p.ndim != 2], lr=1e-2),
+    ]
+    ours = [
+        pipe.optimizer(Muon, params=lambda _, p: p.ndim == 2, lr=1e-2),
+        pipe.optimizer(SGD, params=lambda _, p: p.ndim != 2, lr=1e-2),
+    ]
+    for step, batch in enumerate(problem.batches(STEPS, MICROBATCHES * ROWS)):
+        eager_step(model, problem.loss, batch, MICROBATCHES, step)
+        pipe.step(*batch.args, target=batch.target)
+        for each in (*theirs, *ours):
+            each.step()
+            each.zero_grad()
+    assert_same_tensors(pipe.state_dict(full=True), model.state_dict(), "state dict:")
+
+
+class Odd(torch.optim.Optimizer):
+    """Nobody knows how this one updates."""
+
+    def __init__(self, params: Any, lr: float = 1.0) -> None:
+        super().__init__(params, {"lr": lr})
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda pipe: pipe.optimizer(AdamW, early=True), "early=True is not available yet; leave early= out."),
+        (lambda pipe: pipe.optimizer(AdamW, validate="after"), "validate='after' is not available yet"),
+        (lambda pipe: pipe.optimizer(AdamW, validate="never"), 'validate=\'never\'; expected "before" or "after"'),
+        (lambda pipe: pipe.optimizer(AdamW, zero=3), "zero=3; expected 0, 1 or 2"),
+        (lambda pipe: pipe.optimizer(AdamW, zero=1), 'the mesh has no dimension "dp"'),
+        (lambda pipe: pipe.optimizer(Odd, zero=2), "Odd is not known to update element by element"),
+        (lambda pipe: pipe.optimizer(AdamW, clip=0.0), "clip=0.0; expected a norm above 0"),
+        (lambda pipe: pipe.optimizer(AdamW, learning_rate=1), "AdamW cannot be made: .*learning_rate"),
+        (lambda pipe: pipe.optimizer(AdamW(pipe.options.loss and [torch.ones(1)])), "expected a class of torch"),
+        (lambda pipe: pipe.optimizer(AdamW, groups=[{"params": []}]), 'has a group whose "params" is \\[\\]'),
+        (lambda pipe: pipe.optimizer(AdamW).step(), "is not compiled yet, so its optimizer is empty"),
+        (lambda pipe: pipe.optimizer(AdamW).load_state_dict({}), "is not compiled yet, so its optimizer is empty"),
+        (lambda pipe: pipe.optimizer(AdamW).add_param_group({"params": []}), "fixed. Pass them as"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(make: Callable[[Any], Any], message: str) -> None:
+    pipe = pipeline_of(Case("mlp", "zb-h1", 2, MICROBATCHES))
+    with pytest.raises(zbcompile.PipelineError, match=message) as raised:
+        make(pipe)
+    assert "\n" not in str(raised.value)
+
+
+def test_an_optimizer_that_cannot_take_a_parameter_says_so_once_it_is_known() -> None:
+    pipe = pipeline_of(Case("mlp", "zb-h1", 2, MICROBATCHES))
+    pipe.optimizer(Muon)
+    batch = PROBLEMS["mlp"].batches(1, MICROBATCHES * ROWS)[0]
+    with pytest.raises(zbcompile.PipelineError, match=r"Muon cannot be made: .*2D"):
+        pipe.step(*batch.args, target=batch.target)
+
+
+def test_a_scheduler_may_cycle_momentum_before_anything_is_compiled() -> None:
+    pipe = pipeline_of(Case("mlp", "zb-h1", 2, MICROBATCHES))
+    optimizer = pipe.optimizer(AdamW, lr=1e-3)
+    rate = OneCycleLR(optimizer, max_lr=1e-2, total_steps=10)
+    before: Mapping[str, Any] = dict(optimizer.param_groups[0])
+    batch = PROBLEMS["mlp"].batches(1, MICROBATCHES * ROWS)[0]
+    pipe.step(*batch.args, target=batch.target)
+    after = optimizer.param_groups[0]
+    assert {key: after[key] for key in before if key != "params"} == {k: v for k, v in before.items() if k != "params"}
+    optimizer.step()
+    rate.step()
+    assert after["lr"] > before["lr"]

@@ -1,0 +1,68 @@
+"""The optimizers of a pipeline, from before it is compiled to the end of each of its steps."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from zbcompile.distributed.ranks import Ranks
+from zbcompile.frontend.executables import Executables
+from zbcompile.frontend.state_dict import owned_parameters
+from zbcompile.model.distributed_tensors import Parts
+from zbcompile.optimizer.pipeline_optimizer import PipelineOptimizer, Wanted
+from zbcompile.optimizer.trained_parameters import TrainedParameters
+
+
+@dataclass
+class Optimizers:
+    """Those that `pipe.optimizer` has made."""
+
+    model: nn.Module
+    ranks: Ranks
+    parts: Parts
+    compiled: Executables
+    made: list[PipelineOptimizer] = field(default_factory=list)
+
+    def make(self, wanted: Wanted) -> PipelineOptimizer:
+        """One more."""
+        found = PipelineOptimizer(wanted, self.ranks)
+        if self.compiled.program is not None:
+            with self.ranks.watch.region("making the optimizer"):
+                found.bind(self._trained())
+        self.made.append(found)
+        return found
+
+    def bind(self) -> None:
+        """Tell those that do not know it what the pipeline trains, now that it is compiled."""
+        for each in self.made:
+            if not each.bound:
+                each.bind(self._trained())
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around a step of the pipeline: its gradients go to the optimizers, unless it fails."""
+        try:
+            yield
+        except BaseException:
+            for each in self.made:
+                each.drop()
+            raise
+        for each in self.made:
+            each.take()
+
+    def _trained(self) -> TrainedParameters:
+        program, rows = self.compiled.program, self.compiled.shards
+        assert program is not None
+        names = [name for name, _ in owned_parameters(self.model, self.ranks, program.holders)]
+        own = {name: self.compiled.parameters[name] for name in names}
+        return TrainedParameters(
+            program=program,
+            ranks=self.ranks,
+            sums=self.compiled.first().sums,
+            model={**dict(self.model.named_parameters()), **self.parts.parameters},
+            own=own,
+            shown={**own, **{name: p for name, p in self.parts.parameters.items() if name in own}},
+            rows=frozenset(rows.own) if rows else frozenset(),
+            take_gradients=self.parts.take_gradients,
+        )

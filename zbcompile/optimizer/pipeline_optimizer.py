@@ -1,0 +1,179 @@
+"""The optimizer of a pipeline: a torch optimizer that exists before the pipeline is compiled, over parameters, or parts
+of them, that are known afterwards."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from zbcompile.distributed.agreement import require_equal_programs, together
+from zbcompile.distributed.ranks import Ranks
+from zbcompile.errors import PipelineError
+from zbcompile.optimizer.gradient_norm import norm_of_all
+from zbcompile.optimizer.parameter_groups import Predicate, divide_into_groups, read_groups
+from zbcompile.optimizer.trained_parameters import TrainedParameters
+from zbcompile.optimizer.update_rules import ELEMENTS, require_divisible, rule_of
+from zbcompile.optimizer.whole_parameters import WholeParameters
+
+State = dict[str, Any]
+MASTER = "master"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What was asked of `pipe.optimizer`, which explains every field."""
+
+    kind: type[Optimizer]
+    options: Mapping[str, Any]
+    params: Predicate | None = None
+    groups: Sequence[Mapping[str, Any]] | None = None
+    zero: int = 0
+    clip: float | None = None
+    early: bool = False
+    validate: str = "before"
+
+    def __post_init__(self) -> None:
+        _require_known(self)
+
+    def make(self, groups: Sequence[State]) -> Optimizer:
+        """The torch optimizer over these groups."""
+        try:
+            return self.kind([dict(each) for each in groups], **self.options)
+        except (TypeError, ValueError) as error:
+            raise PipelineError(f"{self.kind.__name__} cannot be made: {error}") from error
+
+
+def _require_known(wanted: Wanted) -> None:
+    if not (isinstance(wanted.kind, type) and issubclass(wanted.kind, Optimizer)):
+        raise PipelineError(
+            f"pipe.optimizer received {getattr(wanted.kind, '__name__', type(wanted.kind).__name__)}; expected a class "
+            "of torch optimizers, such as torch.optim.AdamW."
+        )
+    if wanted.zero not in (0, 1, 2):
+        raise PipelineError(f"zero={wanted.zero!r}; expected 0, 1 or 2.")
+    if wanted.clip is not None and not wanted.clip > 0:
+        raise PipelineError(f"clip={wanted.clip!r}; expected a norm above 0, or None.")
+    if wanted.validate not in ("before", "after"):
+        raise PipelineError(f'validate={wanted.validate!r}; expected "before" or "after".')
+    for name, usual in (("early", False), ("validate", "before")):
+        if getattr(wanted, name) != usual:
+            raise PipelineError(f"{name}={getattr(wanted, name)!r} is not available yet; leave {name}= out.")
+
+
+class PipelineOptimizer(Optimizer):
+    """What `pipe.optimizer` returns: a `torch.optim.Optimizer` with the options, groups and state of another one.
+
+    Before the pipeline is compiled the groups have no parameters. `norm` is the norm by which the last step clipped.
+    """
+
+    norm: torch.Tensor | None = None
+
+    def __init__(self, wanted: Wanted, ranks: Ranks) -> None:
+        self.wanted = wanted
+        self._ranks = ranks
+        self._update: WholeParameters | None = None
+        self._numbers: dict[str, int] = {}
+        self._rule = require_divisible(wanted.kind, wanted.zero, ranks.mesh) if wanted.zero else rule_of(wanted.kind)
+        if wanted.zero:
+            raise PipelineError(f"zero={wanted.zero} is not available yet; pass zero=0.")
+        self._predicates, options = read_groups(wanted.groups)
+        inner = wanted.make([{**each, "params": []} for each in options])
+        super().__init__(inner.param_groups, inner.defaults)
+        self._adopt(inner)
+
+    def _adopt(self, inner: Optimizer) -> None:
+        """Let `inner` do the updates; whoever has changed a group of this optimizer has changed its options."""
+        for group, made in zip(self.param_groups, inner.param_groups, strict=True):
+            group.update(made)
+        self._inner = inner
+        inner.param_groups = self.param_groups
+        self.state = inner.state
+
+    @property
+    def bound(self) -> bool:
+        """Whether the pipeline is compiled, so that the parameters are known."""
+        return self._update is not None
+
+    def bind(self, trained: TrainedParameters) -> None:
+        """Take the parameters of a compiled pipeline; every rank must call it. Raises PipelineError on every rank."""
+        together(self._ranks, "making the optimizer", lambda: self._bind(trained))
+        said = {key: repr(getattr(self.wanted, key)) for key in ("zero", "clip")}
+        made = {"optimizer": self.wanted.kind.__name__, **said, "groups": self._numbers}
+        remedy = "Every rank must make the same optimizer."
+        require_equal_programs(self._ranks, made, "made different optimizers", remedy)
+
+    def _bind(self, trained: TrainedParameters) -> None:
+        wanted, plain = self.wanted, self._rule == ELEMENTS
+        self._numbers = divide_into_groups(trained.model, self._predicates, wanted.params)
+        for name in () if plain else self._numbers:
+            trained.require_whole(name, wanted.kind.__name__)
+        update = WholeParameters(trained, self._numbers, plain)
+        tensors = update.groups(self._numbers, len(self.param_groups))
+        groups = zip(self.param_groups, tensors, strict=True)
+        self._adopt(wanted.make([{**group, "params": members} for group, members in groups]))
+        self._update = update
+
+    def take(self) -> None:
+        """Take the gradients that a step of the pipeline has left."""
+        if self._update is not None:
+            self._update.take()
+
+    def drop(self) -> None:
+        """Forget all gradients: a step has failed."""
+        if self._update is not None:
+            self._update.drop()
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Clip, if that was asked for, and update. Every rank must call it."""
+        if closure is not None:
+            raise PipelineError("optimizer.step received a closure; call pipe.step before it instead.")
+        update = self._bound_update()
+        with self._ranks.watch.region("the optimizer's step"), torch.no_grad():
+            update.begin()
+            if self.wanted.clip is not None:
+                self.norm = norm_of_all(update.counted(), self._ranks)
+                update.clip(self.wanted.clip, self.norm)
+            self._inner.step()
+            update.end()
+
+    def _bound_update(self) -> WholeParameters:
+        if self._update is None:
+            raise PipelineError("the pipeline is not compiled yet, so its optimizer is empty. Run a step first.")
+        return self._update
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As `torch.optim.Optimizer.zero_grad`."""
+        super().zero_grad(set_to_none)
+        if set_to_none:
+            self.drop()
+
+    def add_param_group(self, param_group: State) -> None:
+        if hasattr(self, "_inner"):
+            raise PipelineError("the groups of a pipeline's optimizer are fixed. Pass them as pipe.optimizer(groups=).")
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> State:
+        """This process's options and state, in the form of torch's optimizers, for the same number of ranks;
+        `zbcompile.save_checkpoint` writes one that any number can read. The float32 master of a parameter in half
+        precision is the `master` of its state."""
+        found = super().state_dict()
+        for number, tensor in enumerate(self._members()):
+            if number in found["state"] and self._bound_update().is_master(tensor):
+                found["state"][number] = {**found["state"][number], MASTER: tensor.detach()}
+        return found
+
+    def load_state_dict(self, state_dict: State) -> None:
+        """Continue from what `state_dict` returned on this rank."""
+        self._bound_update()
+        kept = {number: dict(each) for number, each in state_dict["state"].items()}
+        masters = {number: each.pop(MASTER) for number, each in kept.items() if MASTER in each}
+        self._inner.load_state_dict({**state_dict, "state": kept})
+        self.param_groups, self.state = self._inner.param_groups, self._inner.state
+        for number, master in masters.items():
+            self._members()[number].detach().copy_(master)
+
+    def _members(self) -> list[nn.Parameter]:
+        return [member for group in self.param_groups for member in group["params"]]

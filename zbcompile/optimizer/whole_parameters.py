@@ -1,0 +1,84 @@
+"""An optimizer that is not divided: every process updates all that it holds.
+
+Parameters in half precision have a master in float32, which is updated and rounded once; their gradients are float32
+too (`Parameter.grad_dtype`, torch 2.10 has it).
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+
+import torch
+from torch import nn
+
+from zbcompile.optimizer.trained_parameters import TrainedParameters
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+class WholeParameters:
+    """What an optimizer updates of the parameters called `names`: `tensors` has the parameter, or its master, by name.
+
+    If it updates element by element, parts of DTensors serve; otherwise it is given the DTensors.
+    """
+
+    def __init__(self, trained: TrainedParameters, names: Collection[str], plain: bool) -> None:
+        self.trained = trained
+        self.own = {name: p for name, p in trained.own.items() if name in names}
+        self.given = {name: p if plain else trained.shown[name] for name, p in self.own.items()}
+        for name in self.own:
+            if self.own[name].dtype in HALF:
+                sum_in_single_precision(self.own[name], trained.shown[name])
+        halves = {name: p for name, p in self.given.items() if p.dtype in HALF}
+        self.masters = {name: nn.Parameter(p.detach().float()) for name, p in halves.items()}
+        self.tensors: dict[str, nn.Parameter] = {**self.given, **self.masters}
+
+    def groups(self, numbers: Mapping[str, int], count: int) -> list[list[nn.Parameter]]:
+        """The tensors of each group."""
+        return [[tensor for name, tensor in self.tensors.items() if numbers[name] == i] for i in range(count)]
+
+    def is_master(self, tensor: torch.Tensor) -> bool:
+        """Whether this is the master of a parameter."""
+        return any(tensor is master for master in self.masters.values())
+
+    def counted(self) -> Iterator[torch.Tensor]:
+        """The gradients that this process counts in the norm of all."""
+        found = {name: p.grad for name, p in self.own.items() if self.trained.counts(name)}
+        return (gradient for gradient in found.values() if gradient is not None)
+
+    def clip(self, limit: float, norm: torch.Tensor) -> None:
+        """Scale all gradients so that their norm, which is `norm`, stays below `limit`."""
+        nn.utils.clip_grads_with_norm_(list(self.own.values()), limit, norm)
+
+    def take(self) -> None:
+        """Let masters have the gradients of their parameters, in the same memory."""
+        for name, master in self.masters.items():
+            master.grad = self.given[name].grad
+
+    def begin(self) -> None:
+        """Before an update."""
+        self.trained.take_gradients()
+        self.take()
+        for name, master in self.masters.items():
+            refresh(master.detach(), self.given[name].detach())
+
+    def end(self) -> None:
+        """After an update: round the masters."""
+        for name, master in self.masters.items():
+            self.given[name].detach().copy_(master.detach())
+
+    def drop(self) -> None:
+        """Forget all gradients."""
+        for name, own in self.own.items():
+            own.grad = self.trained.shown[name].grad = self.tensors[name].grad = None
+
+
+def sum_in_single_precision(*parameters: torch.Tensor) -> None:
+    """Make `.grad` of a parameter float32."""
+    for parameter in parameters:
+        before, parameter.grad = parameter.grad, None
+        parameter.grad_dtype = torch.float32
+        parameter.grad = None if before is None else before.float()
+
+
+def refresh(master: torch.Tensor, values: torch.Tensor) -> None:
+    """Let `master` begin with `values` wherever it does not round to them: there somebody else has written since."""
+    master.copy_(torch.where(master.to(values.dtype) == values, master, values.to(master.dtype)))
