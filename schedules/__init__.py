@@ -12,135 +12,86 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # what `__getattr__` resolves, for editors and type checkers; a test keeps the lists equal
-    from zbcompile.schedules.checking.schedule_rules import Report, check
-    from zbcompile.schedules.errors import ScheduleError
-    from zbcompile.schedules.execution.memory import peak_memory
-    from zbcompile.schedules.execution.noise import Noise
-    from zbcompile.schedules.generators.interlaced import interlaced
-    from zbcompile.schedules.generators.registry import admits, names, smallest_microbatches
-    from zbcompile.schedules.generators.vocabulary_insertion import with_vocabulary
-    from zbcompile.schedules.ir.actions import Action, Pair
-    from zbcompile.schedules.ir.costs import Costs, Link, PairTime
-    from zbcompile.schedules.ir.files import from_csv, from_json, load, save, to_csv, to_json
-    from zbcompile.schedules.ir.placement import Placement
-    from zbcompile.schedules.ir.schedule import (
-        Lowered,
-        Schedule,
-        format_order,
-        format_schedule,
-        format_step,
-        parse_order,
-        parse_schedule,
-        parse_step,
+    from zbcompile.schedules.checking.schedule_rules import Report as Report, check as check
+    from zbcompile.schedules.errors import ScheduleError as ScheduleError
+    from zbcompile.schedules.execution.memory import peak_memory as peak_memory
+    from zbcompile.schedules.execution.noise import Noise as Noise
+    from zbcompile.schedules.generators.interlaced import interlaced as interlaced
+    from zbcompile.schedules.generators.registry import (
+        admits as admits,
+        names as names,
+        smallest_microbatches as smallest_microbatches,
     )
-    from zbcompile.schedules.lowering.lower import lower
-    from zbcompile.schedules.searching.by_name import build
-    from zbcompile.schedules.searching.order_search import Found, bound, search
-    from zbcompile.schedules.simulation.closed_forms import ClosedForm, closed_form
-    from zbcompile.schedules.simulation.critical_path import Leg, chain, critical_path
-    from zbcompile.schedules.simulation.idle_causes import Idle
-    from zbcompile.schedules.simulation.message_slack import Slack, message_slack
-    from zbcompile.schedules.simulation.simulator import simulate
-    from zbcompile.schedules.simulation.timeline import Span, Timeline
-    from zbcompile.schedules.visualization.chrome_trace import to_chrome_trace
-    from zbcompile.schedules.visualization.html import to_html
-    from zbcompile.schedules.visualization.svg import to_svg
-    from zbcompile.schedules.visualization.text import format_timeline, summary
-    from zbcompile.schedules.visualization.write import write_comparison, write_picture
+    from zbcompile.schedules.generators.vocabulary_insertion import with_vocabulary as with_vocabulary
+    from zbcompile.schedules.ir.actions import Action as Action, Pair as Pair
+    from zbcompile.schedules.ir.costs import Costs as Costs, Link as Link, PairTime as PairTime
+    from zbcompile.schedules.ir.files import (
+        from_csv as from_csv,
+        from_json as from_json,
+        load as load,
+        save as save,
+        to_csv as to_csv,
+        to_json as to_json,
+    )
+    from zbcompile.schedules.ir.placement import Placement as Placement
+    from zbcompile.schedules.ir.schedule import (
+        Lowered as Lowered,
+        Schedule as Schedule,
+        format_order as format_order,
+        format_schedule as format_schedule,
+        format_step as format_step,
+        parse_order as parse_order,
+        parse_schedule as parse_schedule,
+        parse_step as parse_step,
+    )
+    from zbcompile.schedules.lowering.lower import lower as lower
+    from zbcompile.schedules.searching.by_name import build as build
+    from zbcompile.schedules.searching.order_search import Found as Found, bound as bound, search as search
+    from zbcompile.schedules.simulation.closed_forms import ClosedForm as ClosedForm, closed_form as closed_form
+    from zbcompile.schedules.simulation.critical_path import Leg as Leg, chain as chain, critical_path as critical_path
+    from zbcompile.schedules.simulation.idle_causes import Idle as Idle
+    from zbcompile.schedules.simulation.message_slack import Slack as Slack, message_slack as message_slack
+    from zbcompile.schedules.simulation.simulator import simulate as simulate
+    from zbcompile.schedules.simulation.timeline import Span as Span, Timeline as Timeline
+    from zbcompile.schedules.visualization.chrome_trace import to_chrome_trace as to_chrome_trace
+    from zbcompile.schedules.visualization.html import to_html as to_html
+    from zbcompile.schedules.visualization.svg import to_svg as to_svg
+    from zbcompile.schedules.visualization.text import format_timeline as format_timeline, summary as summary
+    from zbcompile.schedules.visualization.write import (
+        write_comparison as write_comparison,
+        write_picture as write_picture,
+    )
 
 _HOME = {
-    "ir.actions": ("Action", "Pair"),
-    "checking.schedule_rules": ("Report", "check"),
-    "simulation.closed_forms": ("ClosedForm", "closed_form"),
-    "ir.costs": ("Costs", "Link", "PairTime"),
-    "simulation.critical_path": ("Leg", "chain", "critical_path"),
-    "errors": ("ScheduleError",),
-    "ir.files": ("from_csv", "from_json", "load", "save", "to_csv", "to_json"),
-    "visualization.html": ("to_html",),
-    "simulation.idle_causes": ("Idle",),
-    "generators.interlaced": ("interlaced",),
-    "lowering.lower": ("lower",),
-    "execution.memory": ("peak_memory",),
-    "visualization.write": ("write_comparison", "write_picture"),
-    "ir.placement": ("Placement",),
-    "generators.registry": ("admits", "names", "smallest_microbatches"),
-    "execution.noise": ("Noise",),
-    "searching.by_name": ("build",),
-    "searching.order_search": ("Found", "bound", "search"),
-    "simulation.message_slack": ("Slack", "message_slack"),
-    "simulation.simulator": ("simulate",),
-    "visualization.svg": ("to_svg",),
-    "ir.schedule": (
-        "Lowered",
-        "Schedule",
-        "format_order",
-        "format_schedule",
-        "format_step",
-        "parse_order",
-        "parse_schedule",
-        "parse_step",
-    ),
-    "simulation.timeline": ("Span", "Timeline"),
-    "visualization.text": ("format_timeline", "summary"),
-    "visualization.chrome_trace": ("to_chrome_trace",),
-    "generators.vocabulary_insertion": ("with_vocabulary",),
+    "checking.schedule_rules": "Report check",
+    "errors": "ScheduleError",
+    "execution.memory": "peak_memory",
+    "execution.noise": "Noise",
+    "generators.interlaced": "interlaced",
+    "generators.registry": "admits names smallest_microbatches",
+    "generators.vocabulary_insertion": "with_vocabulary",
+    "ir.actions": "Action Pair",
+    "ir.costs": "Costs Link PairTime",
+    "ir.files": "from_csv from_json load save to_csv to_json",
+    "ir.placement": "Placement",
+    "ir.schedule": "Lowered Schedule format_order format_schedule format_step parse_order parse_schedule parse_step",
+    "lowering.lower": "lower",
+    "searching.by_name": "build",
+    "searching.order_search": "Found bound search",
+    "simulation.closed_forms": "ClosedForm closed_form",
+    "simulation.critical_path": "Leg chain critical_path",
+    "simulation.idle_causes": "Idle",
+    "simulation.message_slack": "Slack message_slack",
+    "simulation.simulator": "simulate",
+    "simulation.timeline": "Span Timeline",
+    "visualization.chrome_trace": "to_chrome_trace",
+    "visualization.html": "to_html",
+    "visualization.svg": "to_svg",
+    "visualization.text": "format_timeline summary",
+    "visualization.write": "write_comparison write_picture",
 }
-_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
-__all__ = [
-    "Action",
-    "ClosedForm",
-    "Costs",
-    "Found",
-    "Idle",
-    "Leg",
-    "Link",
-    "Lowered",
-    "Noise",
-    "Pair",
-    "PairTime",
-    "Placement",
-    "Report",
-    "Schedule",
-    "ScheduleError",
-    "Slack",
-    "Span",
-    "Timeline",
-    "admits",
-    "bound",
-    "build",
-    "chain",
-    "check",
-    "closed_form",
-    "critical_path",
-    "format_order",
-    "format_schedule",
-    "format_step",
-    "format_timeline",
-    "from_csv",
-    "from_json",
-    "interlaced",
-    "load",
-    "lower",
-    "message_slack",
-    "names",
-    "parse_order",
-    "parse_schedule",
-    "parse_step",
-    "peak_memory",
-    "save",
-    "search",
-    "simulate",
-    "smallest_microbatches",
-    "summary",
-    "to_chrome_trace",
-    "to_csv",
-    "to_html",
-    "to_json",
-    "to_svg",
-    "with_vocabulary",
-    "write_comparison",
-    "write_picture",
-]
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}
+__all__ = sorted(_MODULE_OF)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> object:

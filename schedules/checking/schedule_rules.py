@@ -92,7 +92,9 @@ def _check_actions(schedule: Schedule, rank: int, order: Sequence[Step]) -> Mapp
 
     Returns, for every stage of the rank, its microbatches in the order in which they were finished.
     """
-    progress, rules, last = _progress(schedule, rank), _rules(schedule), BITS[W]
+    rules, last = _rules(schedule), BITS[W]
+    own = schedule.placement.stages_of(rank)
+    progress = {stage: dict.fromkeys(schedule.microbatches_of(stage, rank), 0) for stage in own}
     finished: dict[int, list[int]] = {stage: [] for stage in progress}
     index, action = 0, None
     try:
@@ -138,12 +140,6 @@ def _whole(schedule: Schedule, stage: int) -> Done:
     return _bits(done for op in (*ops, *shard) for done in KINDS[op].does)
 
 
-def _progress(schedule: Schedule, rank: int) -> dict[int, dict[int, Done]]:
-    """Of every stage of `rank`, every microbatch that runs through it there."""
-    stages = schedule.placement.stages_of(rank)
-    return {stage: dict.fromkeys(schedule.microbatches_of(stage, rank), 0) for stage in stages}
-
-
 def _numbered(schedule: Schedule, order: Sequence[Step]) -> Iterable[tuple[int, Any]]:
     """The actions that every microbatch has, with the index of their step."""
     if not has_pairs(order) and not schedule.ops & ONCE:
@@ -157,7 +153,8 @@ def _check_once(schedule: Schedule, rank: int, order: Sequence[Step]) -> None:
     for op in schedule.ops & ONCE:
         for stage in schedule.placement.stages_of(rank):
             places = [index for index, step in enumerate(order) if step == (op, stage, 0)]
-            needed = [i for i, s in enumerate(order) for a in flatten((s,)) if _counts(a, KINDS[op].after, stage)]
+            actions = [(i, a) for i, step in enumerate(order) for a in flatten((step,)) if a.stage == stage]
+            needed = [i for i, a in actions if {*KINDS[op].after} & {*KINDS[a.op].does}]
             if len(places) != 1 or places[0] < max(needed, default=0):
                 what = "comes before what it depends on" if len(places) == 1 else f"appears {len(places)} times"
                 text = f"{schedule.name}: rank {rank}: {Action(op, stage, 0)} {what}; expected once, after all"
@@ -167,10 +164,6 @@ def _check_once(schedule: Schedule, rank: int, order: Sequence[Step]) -> None:
             if step[0] == op and (step[1] not in schedule.placement.stages_of(rank) or step[2] != 0):
                 text = f"{schedule.name}: rank {rank}: {step} is not of this rank, or its microbatch is not 0"
                 raise culprit_error(text, schedule.orders, rank, index)
-
-
-def _counts(action: Action, ops: Sequence[str], stage: int) -> bool:
-    return action.stage == stage and bool({*ops} & {*KINDS[action.op].does})
 
 
 def _wrong_action(

@@ -84,12 +84,6 @@ def operations(program: Schedule | Lowered) -> frozenset[str]:
     return schedule.ops & KINDS.keys() | (communication if isinstance(program, Lowered) else frozenset())
 
 
-def bands_of(schedule: Schedule, ops: frozenset[str]) -> tuple[str, ...]:
-    """The operations that have events when these operations run."""
-    known = WAITED_FOR if schedule.shards else [op for op in WAITED_FOR if KINDS[op].scope != "shard"]
-    return tuple(op for op in known if op in ops or op in COMPUTE)
-
-
 def has_pairs(order: Sequence[Step]) -> bool:
     return Pair in set(map(type, order))
 
@@ -102,10 +96,8 @@ def require_fit(program: Schedule | Lowered, costs: Costs) -> None:
     for rank, order in enumerate(orders):
         if not set(map(type, order)) <= {Action, Pair}:
             index, step = next((i, step) for i, step in enumerate(order) if type(step) not in (Action, Pair))
-            what = (
-                f"rank {rank}, step {index}: {step!r} is not a step; expected Action(op, stage, microbatch) or a Pair"
-            )
-            raise ScheduleError(f"{schedule.name}: {what}")
+            what = f"{step!r} is not a step; expected Action(op, stage, microbatch) or a Pair"
+            raise ScheduleError(f"{schedule.name}: rank {rank}, step {index}: {what}")
     if costs.stages != schedule.stages:
         hint = f"see costs.resized({schedule.stages})"
         raise ScheduleError(f"costs of {costs.stages} stages for {schedule.stages} stages of {schedule.name}; {hint}")
@@ -120,7 +112,9 @@ def run(program: Schedule | Lowered, costs: Costs, draw: Draw | None = None) -> 
     require_fit(program, costs)
     schedule, orders = parts(program)
     lowered, ops = isinstance(program, Lowered), operations(program)
-    events = Events(schedule.stages, schedule.microbatches, bands_of(schedule, ops))
+    known = (op for op in WAITED_FOR if schedule.shards or KINDS[op].scope != "shard")
+    bands = tuple(op for op in known if op in ops or op in COMPUTE)  # what has events when these operations run
+    events = Events(schedule.stages, schedule.microbatches, bands)
     happened: list[Any] = [None] * (events.nothing + events.microbatches)
     happened[: events.microbatches] = [0] * events.microbatches
     begin: list[list[Any]] = [[] for _ in orders]
@@ -258,7 +252,8 @@ class _RowsOf(NamedTuple):
             there = target(op, stage, events.stages)
             return (0 if there is None else events.first(RECEIVE_OF[kind.takes], there), 0, 0, make)
         made = needs(op, stage, events.stages) if kind.role == "collective" else ()
-        here = [each for each in made if self._runs_on(rank, each.stage)]
+        count = self.events.microbatches
+        here = [n for n in made if rank in {self.schedule.rank_of(n.stage, m) for m in (0, count - 1)}]
         return (events.first(*here[0]) if here else 0, 0, 0, make)
 
     def _entrance(self, rank: int, op: str, stage: int) -> tuple[int, float]:
@@ -275,9 +270,6 @@ class _RowsOf(NamedTuple):
             return (self.events.first(other, at), 0)
         need = self.events.first(SEND_OF[other] if self.lowered else other, at)
         return (need, self.costs.hop(min(stage, at), there, rank))
-
-    def _runs_on(self, rank: int, stage: int) -> bool:
-        return rank in {self.schedule.rank_of(stage, m) for m in (0, self.events.microbatches - 1)}
 
 
 P = ParamSpec("P")

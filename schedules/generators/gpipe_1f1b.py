@@ -1,7 +1,8 @@
 """GPipe and the 1F1B family: one stage a rank, the backward fused."""
 
+from zbcompile.schedules.generators.interleaved import interleaved_one_f_one_b, overlapped_interleaved
 from zbcompile.schedules.generators.order_writer import Writer
-from zbcompile.schedules.generators.task import Order, Task, each_rank
+from zbcompile.schedules.generators.task import Order, Orders, Task, each_rank
 
 
 @each_rank
@@ -30,25 +31,8 @@ def one_f_one_b(task: Task, rank: int) -> Order:
         F0.0  F0.1         BW0.0         F0.2  BW0.1         BW0.2
               F1.0  BW1.0  F1.1   BW1.1        F1.2   BW1.2
     """
-    return _alternate(task, rank, warm_up=task.ranks - 1 - rank)
-
-
-@each_rank
-def eager_one_f_one_b(task: Task, rank: int) -> Order:
-    """1F1B with a warm-up twice as long, 2(p-1-r) forwards, so that messages travel while the ranks compute.
-
-    Bubble (p-1)(T_F+T_B+T_W) + 2(p-1) hops, independent of m, while that of 1F1B grows with it; peak 2(p-r)-1
-    activations on rank r (Megatron-LM's and AWS Neuron's "eager 1F1B"). On 2 ranks, 4 microbatches::
-
-        F0.0  F0.1  F0.2   BW0.0         F0.3  BW0.1         BW0.2         BW0.3
-              F1.0  BW1.0  F1.1   BW1.1        F1.2   BW1.2  F1.3   BW1.3
-    """
-    return _alternate(task, rank, warm_up=2 * (task.ranks - 1 - rank))
-
-
-def _alternate(task: Task, rank: int, warm_up: int) -> Order:
     write = Writer(task.microbatches)
-    for _ in range(min(task.microbatches, warm_up)):
+    for _ in range(min(task.microbatches, task.ranks - 1 - rank)):
         write.f(rank)
     while write.has_b(rank):
         if write.has_f(rank):
@@ -57,8 +41,19 @@ def _alternate(task: Task, rank: int, warm_up: int) -> Order:
     return tuple(write.order)
 
 
-@each_rank
-def overlapped_one_f_one_b(task: Task, rank: int) -> Order:
+def eager_one_f_one_b(task: Task) -> Orders:
+    """1F1B with a warm-up twice as long, 2(p-1-r) forwards, so that messages travel while the ranks compute.
+
+    Bubble (p-1)(T_F+T_B+T_W) + 2(p-1) hops, independent of m, while that of 1F1B grows with it; peak 2(p-r)-1
+    activations on rank r (Megatron-LM's and AWS Neuron's "eager 1F1B"). On 2 ranks, 4 microbatches::
+
+        F0.0  F0.1  F0.2   BW0.0         F0.3  BW0.1         BW0.2         BW0.3
+              F1.0  BW1.0  F1.1   BW1.1        F1.2   BW1.2  F1.3   BW1.3
+    """
+    return interleaved_one_f_one_b(task)
+
+
+def overlapped_one_f_one_b(task: Task) -> Orders:
     """1F1B in pairs (F|BW) that share the rank, for models whose own communication one half can hide from the other.
 
     Warm-up of 2(p-1-r)+1 forwards: the extra one makes the two halves of a pair independent. Peak 2(p-r) activations on
@@ -67,11 +62,4 @@ def overlapped_one_f_one_b(task: Task, rank: int) -> Order:
         F0.0  F0.1  F0.2          (F0.3|BW0.0)  BW0.1         BW0.2  BW0.3
               F1.0  (F1.1|BW1.0)  (F1.2|BW1.1)  (F1.3|BW1.2)  BW1.3
     """
-    write = Writer(task.microbatches)
-    for _ in range(min(task.microbatches, 2 * (task.ranks - 1 - rank) + 1)):
-        write.f(rank)
-    while write.has_f(rank):
-        write.pair(rank, rank)
-    while write.has_b(rank):
-        write.bw(rank)
-    return tuple(write.order)
+    return overlapped_interleaved(task)

@@ -1,7 +1,8 @@
 """The interleaved schedules: v chunks a rank, stage s on rank s mod p (Narayanan et al., arXiv 2104.04473, figure 4).
 
 All of them run the forwards of a rank in the same order: microbatches in groups, a whole group on the first chunk, then
-on the second, and so on; backwards the same with the chunks reversed.
+on the second, and so on; backwards the same with the chunks reversed. With one chunk they are eager 1F1B, 1F1B in pairs
+and ZB-H1.
 """
 
 from collections.abc import Iterator
@@ -62,8 +63,8 @@ def interleaved_zero_bubble(task: Task, rank: int) -> Order:
     """Interleaved with every backward split and the warm-up cut to what that needs (torch's InterleavedZeroBubble).
 
     Warm-up of (v-1)g + p-1-r chunk forwards; the oldest pending W follows each B once r backwards are done. Bubble
-    (p-1)(T_F+T_B-T_W)/v, peak vp chunk activations on every rank: the memory of 1F1B. With one chunk it is ZB-H1. On 2
-    ranks, 2 chunks, 2 microbatches::
+    (p-1)(T_F+T_B-T_W)/v, peak vp chunk activations on every rank: the memory of 1F1B. On 2 ranks, 2 chunks, 2
+    microbatches::
 
         F0.0  F0.1  F2.0  F2.1        B2.0  W2.0  B2.1  W2.1  B0.0  W0.0  B0.1  W0.1
               F1.0  F1.1  F3.0  B3.0  F3.1  B3.1  W3.0  B1.0  W3.1  B1.1  W1.0  W1.1
@@ -86,7 +87,7 @@ def _start(task: Task, rank: int, extra: int) -> tuple[Writer, Iterator[int], It
     The second list of backwards is for the weight gradients, which follow in the same order.
     """
     stages = task.placement.stages_of(rank)
-    group = task.microbatches // rounds(task.ranks, task.microbatches)
+    group = task.microbatches // rounds(task.ranks, task.microbatches) if task.chunks > 1 else 1
     write = Writer(task.microbatches)
     forwards = _in_groups(stages, group, task.microbatches)
     for stage in _take(forwards, (task.chunks - 1) * group + extra):

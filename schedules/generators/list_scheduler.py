@@ -6,7 +6,7 @@ V-Half and V-Min) state what a rank prefers and read the order off the clock.
 
 import heapq
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -41,6 +41,10 @@ class Floor:
         self._memory = {op: costs.added(op) for op in (F, B, W)}
         self._dependents = {(op, stage): self._dependents_of(op, stage) for op, stage in self.started}
 
+    def next(self, op: str, stage: int) -> Action:
+        """The action of `op` on `stage` that comes next."""
+        return Action(op, stage, self.started[op, stage])
+
     def is_ready(self, action: Action) -> bool:
         """Whether `action` could begin now."""
         return self.ready_at.get(action, math.inf) <= self.now
@@ -58,27 +62,45 @@ class Floor:
         """What `action` adds to the memory of its rank (below 0: frees)."""
         return self._memory[action.op][action.stage]
 
+    def has_room(self, rank: int, forward: Action, limit: float) -> bool:
+        """Whether `forward` fits into the limit of its rank and leaves room for the oldest microbatch to finish its
+        forwards there, which can therefore always proceed: no limit ends in a deadlock (banker's algorithm)."""
+        stages = self.placement.stages_of(rank)
+        oldest = min(self.started[B, stage] for stage in stages)
+        owed = [Action(F, stage, oldest) for stage in stages if self.started[F, stage] <= oldest]
+        needed = sum(map(self.added, (forward, *(action for action in owed if action != forward))))
+        return self.memory[rank] + needed <= limit * (1 + 1e-9)  # sums of sizes count as equal up to rounding
+
     def start(self, rank: int, action: Action) -> tuple[float, list[tuple[float, int]]]:
         """Run `action` now; return its end, and the times at which it makes something ready on other ranks."""
-        op, stage, microbatch = action
+        op, stage, _ = action
         end = self.now + self._times[op][stage]
         self.started[op, stage] += 1
         self.memory[rank] += self._memory[op][stage]
+        return end, self._delivered(rank, action, end)
+
+    def _delivered(self, rank: int, action: Action, end: float) -> list[tuple[float, int]]:
+        """Make ready what waits for `action`, which ends at `end`; return when that arrives on other ranks."""
+        op, stage, microbatch = action
         arrivals = []
         for other, there, its_rank, delay in self._dependents[op, stage]:
             self.ready_at[other, there, microbatch] = ready_at = end + delay
             if its_rank != rank:
                 arrivals.append((ready_at, its_rank))
-        return end, arrivals
+        return arrivals
 
     def _dependents_of(self, op: str, stage: int) -> list[Dependent]:
         """What waits for `op` on `stage`."""
-        here, rank = self.placement.rank(stage), self.placement.rank
-        found = users(op, stage, self.placement.stages)
-        return [Dependent(*use, rank(use.stage), self._hop(stage, use.stage, here)) for use in found]
+        here, found = self.placement.rank(stage), []
+        for other, at in users(op, stage, self.placement.stages):
+            there = self.placement.rank(at)
+            found.append(Dependent(other, at, there, self.costs.hop(min(stage, at), here, there)))
+        return found
 
-    def _hop(self, stage: int, other: int, here: int) -> float:
-        return self.costs.hop(min(stage, other), here, self.placement.rank(other))
+
+def oldest(actions: Iterable[Action]) -> Action | None:
+    """The one of the earliest microbatch, of several the one of the latest stage; None without any."""
+    return min(actions, key=lambda action: (action.microbatch, -action.stage), default=None)
 
 
 class State(Protocol):

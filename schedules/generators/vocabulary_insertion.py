@@ -11,8 +11,8 @@ from dataclasses import replace
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.execution.event_loop import run
 from zbcompile.schedules.execution.memory import peak_memory
-from zbcompile.schedules.generators.list_scheduler import dispatch
-from zbcompile.schedules.generators.task import Orders
+from zbcompile.schedules.generators.list_scheduler import dispatch, oldest
+from zbcompile.schedules.generators.task import Orders, Task
 from zbcompile.schedules.generators.v_half_v_min import BLOCKS, repeated_with_barriers
 from zbcompile.schedules.generators.vocabulary_list_scheduler import VocabularyClock
 from zbcompile.schedules.ir.actions import BW, Action, B, F, Pair, S, Step, T, W, flatten
@@ -43,13 +43,13 @@ def with_vocabulary(
     extra = (0 if schedule.name in FLOATING else barriers) if extra is None else extra
     limits = _limits(schedule, costs, extra)
     found = [_inserted(schedule, orders, costs, barriers) for orders in _shifted(schedule, barriers, extra)]
-    if _is_split(schedule):
-        found.append(_greedy(schedule, costs, barriers, limits))
+    if all(isinstance(step, Action) and step.op != BW for order in schedule.orders for step in order):
+        found.append(_greedy(schedule, costs, barriers, limits))  # all split, no pairs: can be ordered one by one
     candidates = [replace(schedule, orders=orders, barriers=barriers) for orders in found if orders is not None]
     fitting = [each for each in candidates if _fits(each, costs, limits)]
     if not fitting:
         raise ScheduleError(f"{schedule.name}: no order with {barriers} barriers fits; raise extra={extra}")
-    return min(fitting, key=lambda each: _makespan(each, costs))
+    return min(fitting, key=lambda each: max(ends[-1] for ends in run(each, costs).end))
 
 
 def textbook_costs(stages: int) -> Costs:
@@ -66,11 +66,6 @@ def _require_possible(schedule: Schedule, barriers: int) -> None:
         raise ScheduleError(f"{schedule.name} already has vocabulary passes")
 
 
-def _is_split(schedule: Schedule) -> bool:
-    """Whether every backward is split and nothing is paired: such passes can be ordered one by one."""
-    return all(isinstance(step, Action) and step.op != BW for order in schedule.orders for step in order)
-
-
 def _limits(schedule: Schedule, costs: Costs, extra: int) -> list[float]:
     stages_of = schedule.placement.stages_of
     own = [sum(costs.activation[stage] for stage in stages_of(rank)) for rank in range(schedule.ranks)]
@@ -80,10 +75,6 @@ def _limits(schedule: Schedule, costs: Costs, extra: int) -> list[float]:
 def _fits(schedule: Schedule, costs: Costs, limits: Sequence[float]) -> bool:
     passes = replace(costs, vocab_state=(0,) * costs.stages)
     return all(p <= limit * (1 + 1e-9) for p, limit in zip(peak_memory(schedule, passes), limits, strict=True))
-
-
-def _makespan(schedule: Schedule, costs: Costs) -> float:
-    return max(ends[-1] for ends in run(schedule, costs).end)
 
 
 def _shifted(schedule: Schedule, barriers: int, extra: int) -> list[Orders]:
@@ -113,7 +104,6 @@ def forwards_ahead(order: Sequence[Step], count: int) -> tuple[Step, ...]:
 
 def _inserted(schedule: Schedule, orders: Orders, costs: Costs, barriers: int) -> Orders | None:
     """Keep every rank's order of F, B and W, and put S and T between them; None if that cannot run to its end."""
-    clock = VocabularyClock(schedule.placement, schedule.microbatches, costs, barriers)
     reached = [0] * schedule.ranks
 
     def choose(clock: VocabularyClock, rank: int) -> Step | None:
@@ -127,13 +117,17 @@ def _inserted(schedule: Schedule, orders: Orders, costs: Costs, barriers: int) -
                 return head
         return _ready(clock, T, rank)
 
-    found = dispatch(clock, choose)
-    return found if _complete(schedule, found) else None
+    return _dispatched(schedule, costs, barriers, choose)
 
 
-def _complete(schedule: Schedule, orders: Orders) -> bool:
+def _dispatched(
+    schedule: Schedule, costs: Costs, barriers: int, choose: Callable[[VocabularyClock, int], Step | None]
+) -> Orders | None:
+    """What the ranks choose; None if they do not get to the end of the step."""
+    clock = VocabularyClock(Task(schedule.placement, schedule.microbatches, costs), barriers)
+    orders = dispatch(clock, choose)
     passes = [len(flatten(order)) - 2 * schedule.microbatches for order in orders]
-    return passes == [len(flatten(order)) for order in schedule.orders]
+    return orders if passes == [len(flatten(order)) for order in schedule.orders] else None
 
 
 def _ready(clock: VocabularyClock, op: str, rank: int) -> Action | None:
@@ -151,40 +145,13 @@ def _vocabulary_pass(clock: VocabularyClock, rank: int) -> Action | None:
 
 def _greedy(schedule: Schedule, costs: Costs, barriers: int, limits: Sequence[float]) -> Orders | None:
     """Every rank runs the best that is ready: S, B, late forwards, early ones inside the memory limit, T, W."""
-    clock = VocabularyClock(schedule.placement, schedule.microbatches, costs, barriers)
-    found = dispatch(clock, _preferences(limits))
-    return found if _complete(schedule, found) else None
 
-
-def _preferences(limits: Sequence[float]) -> Callable[[VocabularyClock, int], Step | None]:
     def choose(clock: VocabularyClock, rank: int) -> Step | None:
-        urgent = _vocabulary_pass(clock, rank)
-        if urgent is not None:
-            return urgent
-        stages = clock.placement.stages_of(rank)[::-1]
-        last = stages[0]
-        if last == clock.last and _may_forward(clock, rank, last, limits[rank]):
-            return clock.next(F, last)
-        backwards = [clock.next(B, stage) for stage in stages if clock.is_ready(clock.next(B, stage))]
-        if backwards:
-            return min(backwards, key=lambda action: (action.microbatch, -action.stage))
-        for stage in stages:
-            if _may_forward(clock, rank, stage, limits[rank]):
-                return clock.next(F, stage)
-        state = _ready(clock, T, rank)
-        weights = [clock.next(W, stage) for stage in stages if clock.is_ready(clock.next(W, stage))]
-        return state or min(weights, key=lambda action: (action.microbatch, -action.stage), default=None)
+        ready = clock.ready(rank)
+        forwards = (a for a in reversed(ready) if a.op == F and clock.has_room(rank, a, limits[rank]))
+        forward = next(forwards, None)  # of the latest stage
+        late = forward if forward is not None and forward.stage == clock.last else None
+        backward, weight = (oldest(action for action in ready if action.op == op) for op in (B, W))
+        return _vocabulary_pass(clock, rank) or late or backward or forward or _ready(clock, T, rank) or weight
 
-    return choose
-
-
-def _may_forward(clock: VocabularyClock, rank: int, stage: int, limit: float) -> bool:
-    """Whether the next forward is ready, and fits so that the oldest microbatch can still finish its forwards."""
-    forward = clock.next(F, stage)
-    if not clock.is_ready(forward):
-        return False
-    stages = clock.placement.stages_of(rank)
-    oldest = min(clock.started[B, each] for each in stages)
-    owed = [each for each in stages if clock.started[F, each] <= oldest and Action(F, each, oldest) != forward]
-    needed = clock.costs.activation[stage] + sum(clock.costs.activation[each] for each in owed)
-    return clock.memory[rank] + needed <= limit * (1 + 1e-9)
+    return _dispatched(schedule, costs, barriers, choose)

@@ -1,11 +1,11 @@
 """The handcrafted zero-bubble schedules with one stage a rank (Qi et al., Zero Bubble, arXiv 2401.10241, section 2)."""
 
+from zbcompile.schedules.generators.interleaved import interleaved_zero_bubble
 from zbcompile.schedules.generators.order_writer import Writer
-from zbcompile.schedules.generators.task import Order, Task, each_rank
+from zbcompile.schedules.generators.task import Order, Orders, Task, each_rank
 
 
-@each_rank
-def zb_h1(task: Task, rank: int) -> Order:
+def zb_h1(task: Task) -> Orders:
     """1F1B with every backward split and W running r microbatches behind B on rank r (figure 3, top).
 
     Bubble (p-1)(T_F+T_B-T_W) for T_W <= min(T_F, T_B), peak (p-r) activations + r residues: no more than 1F1B. With one
@@ -14,17 +14,7 @@ def zb_h1(task: Task, rank: int) -> Order:
         F0.0  F0.1        B0.0  W0.0  F0.2  B0.1  W0.1  B0.2  W0.2
               F1.0  B1.0  F1.1  B1.1  W1.0  F1.2  B1.2  W1.1  W1.2
     """
-    write = Writer(task.microbatches)
-    for _ in range(min(task.microbatches, task.ranks - 1 - rank)):
-        write.f(rank)
-    for backward in range(task.microbatches):
-        if write.has_f(rank):
-            write.f(rank)
-        write.b(rank)
-        if backward >= rank:
-            write.w(rank)
-    write.flush(rank)
-    return tuple(write.order)
+    return interleaved_zero_bubble(task)
 
 
 @each_rank

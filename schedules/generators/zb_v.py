@@ -2,12 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
-from zbcompile.schedules.generators.list_scheduler import Floor, begins, dispatch, spans
+from zbcompile.schedules.generators.list_scheduler import Floor, begins, dispatch, oldest, spans
 from zbcompile.schedules.generators.order_writer import Writer
 from zbcompile.schedules.generators.task import Order, Orders, Task
 from zbcompile.schedules.ir.actions import Action, B, F, W, flatten
-from zbcompile.schedules.ir.costs import Costs
 
 
 def zb_v(task: Task) -> Orders:
@@ -83,44 +83,23 @@ def _dispatched(task: Task, handcrafted: Orders) -> list[Orders]:
     clock = begins(replace(task, microbatches=2 * p - 1), handcrafted)
     classes = {(B, False): 0, (B, True): 1, (F, True): 2, (F, False): 3}
 
-    def by_clock(action: Action) -> tuple[float, float]:
-        return 0, clock[action]
-
-    def backwards_first(action: Action) -> tuple[float, float]:
+    def backwards_first(action: Action) -> tuple[int, int]:
         return classes[action.op, action.stage >= p], action.microbatch
 
-    return [dispatch(Floor(task), _never_wait(prefer)) for prefer in (by_clock, backwards_first)]
+    return [dispatch(Floor(task), _never_wait(prefer)) for prefer in (clock.__getitem__, backwards_first)]
 
 
-def _never_wait(prefer: Callable[[Action], tuple[float, float]]) -> Callable[[Floor, int], Action | None]:
-    """Choose the preferred F or B that fits into memory, else the oldest W."""
+def _never_wait(prefer: Callable[[Action], Any]) -> Callable[[Floor, int], Action | None]:
+    """Choose the preferred F or B that fits into the memory of 1F1B (p microbatches on both chunks of a rank), else the
+    oldest W."""
 
     def choose(floor: Floor, rank: int) -> Action | None:
+        limit = floor.placement.ranks * sum(floor.costs.activation[s] for s in floor.placement.stages_of(rank))
         ready = floor.ready(rank)
-        passes = [action for action in ready if action.op == B or (action.op == F and _has_room(floor, rank, action))]
-        if passes:
-            return min(passes, key=prefer)
-        weights = [action for action in ready if action.op == W]
-        return min(weights, key=lambda action: (action.microbatch, -action.stage), default=None)
+        passes = [a for a in ready if a.op == B or (a.op == F and floor.has_room(rank, a, limit))]
+        return min(passes, key=prefer) if passes else oldest(action for action in ready if action.op == W)
 
     return choose
-
-
-def _has_room(floor: Floor, rank: int, forward: Action) -> bool:
-    """Whether `forward` fits into p microbatches' memory and leaves room for the oldest one to finish its forwards.
-
-    The oldest unfinished microbatch can therefore always proceed: no limit ends in a deadlock (banker's algorithm).
-    """
-    stages = floor.placement.stages_of(rank)
-    oldest = min(floor.started[B, stage] for stage in stages)
-    owed = [stage for stage in stages if floor.started[F, stage] <= oldest and Action(F, stage, oldest) != forward]
-    reserve = sum(floor.costs.activation[stage] for stage in owed)
-    return floor.memory[rank] + floor.added(forward) + reserve <= _limit(floor.costs, stages)
-
-
-def _limit(costs: Costs, stages: tuple[int, ...]) -> float:
-    """The memory of 1F1B: p microbatches on both chunks of a rank (stages = 2p)."""
-    return costs.stages // 2 * sum(costs.activation[stage] for stage in stages)
 
 
 def _shortest(task: Task, candidates: list[Orders]) -> Orders:

@@ -10,19 +10,6 @@ from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.ir.actions import BW, COMPUTE
 from zbcompile.schedules.ir.kinds import KINDS
 
-PER_STAGE = (
-    "forward",
-    "backward",
-    "weight",
-    "activation",
-    "residue",
-    "vocab_s",
-    "vocab_t",
-    "vocab_state",
-    "optimizer",
-    "message",
-)
-
 
 class Link(NamedTuple):
     """Messages from rank `source` to rank `destination` take latency + size / bandwidth (`None`: no size term)."""
@@ -88,16 +75,12 @@ class Costs:
 
     def __post_init__(self) -> None:
         stages = len(self.forward)
+        defaults = {"residue": self.activation or (1,) * stages, "activation": (1,) * stages, "message": (1,) * stages}
         for name in PER_STAGE:
-            object.__setattr__(self, name, tuple(getattr(self, name)) or self._default(name, stages))
+            object.__setattr__(self, name, tuple(getattr(self, name)) or defaults.get(name, (0,) * stages))
         object.__setattr__(self, "links", tuple(Link(*link) for link in self.links))
         object.__setattr__(self, "pairs", tuple(PairTime(*pair) for pair in self.pairs))
         self._validate(stages)
-
-    def _default(self, name: str, stages: int) -> tuple[float, ...]:
-        if name == "residue":
-            return self.activation
-        return (int(name in ("activation", "message")),) * stages
 
     def _validate(self, stages: int) -> None:
         if not stages:
@@ -105,26 +88,21 @@ class Costs:
         for name in PER_STAGE:
             values = getattr(self, name)
             if len(values) != stages:
-                raise ScheduleError(
-                    f"costs: `{name}` has {len(values)} entries, `forward` has {stages}; give one per stage"
-                )
+                counts = f"`{name}` has {len(values)} entries, `forward` has {stages}"
+                raise ScheduleError(f"costs: {counts}; give one per stage")
             for stage, value in enumerate(values):
                 if not _is_amount(value):
                     _require_amount(f"{name}[{stage}]", value)
-        for name in ("comm", "overlap", "barrier"):
-            _require_amount(name, getattr(self, name))
-        for name in ("cast", "stats"):
-            if getattr(self, name) is not None:
-                _require_amount(name, getattr(self, name))
+        for name in ("comm", "overlap", "barrier", "cast", "stats"):
+            _require_amount(name, 0 if getattr(self, name) is None else getattr(self, name))
         if self.overlap > 1:
             raise ScheduleError(f"costs: `overlap` is {self.overlap}; expected a share from 0 to 1")
         for link in self.links:
             _require_amount(f"latency of link {link.source}->{link.destination}", link.latency)
         for bandwidth in (self.bandwidth, *(link.bandwidth for link in self.links)):
             if bandwidth is not None and not bandwidth > 0:
-                raise ScheduleError(
-                    f"costs: a bandwidth is {bandwidth}; expected a positive number, or none to ignore sizes"
-                )
+                expected = "a positive number, or none to ignore sizes"
+                raise ScheduleError(f"costs: a bandwidth is {bandwidth}; expected {expected}")
         for pair in self.pairs:
             _require_amount(f"time of pair (F{pair.forward_stage}|BW{pair.backward_stage})", pair.time)
 
@@ -266,6 +244,9 @@ class Costs:
             if not isinstance(data.get(name, []), Sequence):
                 raise ScheduleError(f"costs: `{name}` is {data[name]!r}; expected a list")
         return cls(**data)
+
+
+PER_STAGE = tuple(field.name for field in fields(Costs) if field.type == tuple[float, ...])
 
 
 def _is_amount(value: float) -> bool:

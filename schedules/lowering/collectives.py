@@ -78,9 +78,10 @@ def check_collectives(lowered: Lowered) -> None:
     shards = {schedule.rank_of(shard, 0): shard for shard in schedule.shards}
     posted = {rank: _posted(program) for rank, program in enumerate(lowered.programs)}
     for rank, found in posted.items():
-        expected = _expected(schedule) if rank in shards else set()
+        kinds = collectives_of(schedule) if rank in shards else ()
+        expected = {(op, m) for op in kinds for m in range(schedule.microbatches)}
         for (op, microbatch), index in found:
-            if (op, microbatch) not in expected or (schedule.shards and _shard(lowered, rank, index) != shards[rank]):
+            if (op, microbatch) not in expected or lowered.programs[rank][index][1] != shards[rank]:
                 _refuse(lowered, rank, index, "appears twice, or belongs to no shard of this rank")
             expected.discard((op, microbatch))
         if expected:
@@ -93,19 +94,10 @@ def check_collectives(lowered: Lowered) -> None:
                 _refuse(lowered, rank, index, f"is posted where rank {first} posts {one[0]} of microbatch {one[1]}")
 
 
-def _expected(schedule: Schedule) -> set[tuple[str, int]]:
-    return {(op, m) for op in collectives_of(schedule) for m in range(schedule.microbatches)}
-
-
 def _posted(program: Sequence[Step]) -> list[tuple[tuple[str, int], int]]:
     """The collectives of one rank, each with the index of its step."""
     found = ((step, index) for index, step in enumerate(program) if step[0] in COLLECTIVES)
     return [((str(step[0]), step[2]), index) for step, index in found if isinstance(step, Action)]
-
-
-def _shard(lowered: Lowered, rank: int, index: int) -> int:
-    step = lowered.programs[rank][index]
-    return step.stage if isinstance(step, Action) else -1
 
 
 def _refuse(lowered: Lowered, rank: int, index: int, reason: str) -> None:

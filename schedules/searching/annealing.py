@@ -5,8 +5,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from zbcompile.schedules.execution.noise import Draw as NoiseDraw
-from zbcompile.schedules.execution.noise import Noise
+from zbcompile.schedules.execution.noise import Draw as NoiseDraw, Noise
 from zbcompile.schedules.searching.clock import Clock, Move, Order
 from zbcompile.schedules.searching.problem import Problem, Words
 

@@ -152,15 +152,11 @@ class Problem:
         word: list[int] = []
         opened = (each for a in order for each in ((a._replace(op=B), a._replace(op=W)) if a.op == BW else (a,)))
         for op, stage, _ in opened:
-            base = self._first_microbatch(rank, stage)
-            k = reached.get((op, stage), base)
+            second_copy = self.placement.kind == "dual" and self.placement.rank(stage) != rank
+            k = reached.get((op, stage), self.microbatches // 2 if second_copy else 0)
             reached[op, stage] = k + 1
             word.append(self.number[Action(op, stage, k)])
         return word
-
-    def _first_microbatch(self, rank: int, stage: int) -> int:
-        second = self.placement.kind == "dual" and self.placement.rank(stage) != rank
-        return self.microbatches // 2 if second else 0
 
     def fits(self, words: Words) -> bool:
         return self.limits is None or all(

@@ -7,7 +7,7 @@ from itertools import product
 from typing import NamedTuple
 
 from zbcompile.schedules.errors import ScheduleError
-from zbcompile.schedules.generators.list_scheduler import Floor, dispatch
+from zbcompile.schedules.generators.list_scheduler import Floor, dispatch, oldest
 from zbcompile.schedules.generators.registry import FAMILIES, Family, named
 from zbcompile.schedules.generators.task import Task
 from zbcompile.schedules.generators.vocabulary_insertion import with_vocabulary
@@ -152,12 +152,8 @@ class _Chooser:
 
     def _weight(self, floor: Floor, rank: int, arrival: float) -> Action | None:
         """The oldest W, if it is worth it."""
-        ready = [Action(W, s, floor.started[W, s]) for s in self.stages[rank]]
-        ready = [action for action in ready if floor.is_ready(action)]
-        if not ready:
-            return None
-        oldest = min(ready, key=lambda action: (action.microbatch, -action.stage))
-        return oldest if arrival - floor.now >= self.rule.gap * floor.time(oldest) else None
+        first = oldest(filter(floor.is_ready, (floor.next(W, stage) for stage in self.stages[rank])))
+        return first if first is not None and arrival - floor.now >= self.rule.gap * floor.time(first) else None
 
 
 def _ahead(problem: Problem, share: float) -> list[float]:

@@ -145,12 +145,9 @@ def _circulation(count: Any) -> Any:
     return 2 * (p - 1) + 2 * (count - 1 - ceiling((count - 1) / p))
 
 
-def _messages(value: Any) -> Formula:
-    return Formula(sympy.Piecewise((0, Eq(p, 1)), (value, true)), true, "one tensor for each boundary between ranks")
-
-
 def _form(name: str, cost: Formula | None, peak: Formula, messages: Any, makespan: Formula | None = None) -> ClosedForm:
-    return ClosedForm(name, cost, makespan or cost, peak, _messages(messages))
+    count = Formula(Piecewise((0, Eq(p, 1)), (messages, true)), true, "one tensor for each boundary between ranks")
+    return ClosedForm(name, cost, makespan or cost, peak, count)
 
 
 def _gpipe(name: str) -> ClosedForm:
@@ -190,20 +187,12 @@ def _interleaved_overlap(name: str) -> ClosedForm:
     return _form(name, length, peak, LOOPED)
 
 
-def _zb_h1_length(hops: Any, valid: Boolean) -> Formula:
-    return Formula((m + p - 1) * (T_F + T_B) + Max(1, m - p + 1) * T_W + hops * c, valid, f"{PAPER}; hops: {MEASURED}")
-
-
-def _zb_h1(name: str) -> ClosedForm:
-    hops = _circulation(Min(m, p + 1))
-    cost, makespan = (_zb_h1_length(hops, And(fits, HOPS_HIDE | FREE_HOPS)) for fits in (SMALL_W, W_FITS))
-    return _form(name, cost, Formula(Min(m, p) * M_B, Le(M_W, M_B)), LINEAR, makespan)
-
-
-def _zb_h1_lazy(name: str) -> ClosedForm:
-    hops = _circulation(m)
-    cost, makespan = (_zb_h1_length(hops, And(fits, HOPS_HIDE | FREE_HOPS)) for fits in (SMALL_W, W_FITS))
-    return _form(name, cost, Formula(Min(m, p) * M_B, Le(M_W, M_B)), LINEAR, makespan)
+def _zb_h1(circulating: Any) -> Callable[[str], ClosedForm]:
+    """`circulating`: the microbatches that pay for their hops (see `_circulation`)."""
+    value = (m + p - 1) * (T_F + T_B) + Max(1, m - p + 1) * T_W + _circulation(circulating) * c
+    valid = (And(fits, HOPS_HIDE | FREE_HOPS) for fits in (SMALL_W, W_FITS))
+    cost, makespan = (Formula(value, each, f"{PAPER}; hops: {MEASURED}") for each in valid)
+    return lambda name: _form(name, cost, Formula(Min(m, p) * M_B, Le(M_W, M_B)), LINEAR, makespan)
 
 
 def _zb_h2(name: str) -> ClosedForm:
@@ -243,22 +232,11 @@ def _v_min(name: str) -> ClosedForm:
     return _form(name, length, Formula(floor((p + 4) / 3) * M_B, And(EQUAL_TIMES, Ge(m, 2 * p))), VEE)
 
 
-def _dual_idle(depth: Any, chunks: int) -> Any:
-    return (depth - 1) * (T_P + (T_B - 2 * T_W) / chunks)
-
-
 def _dual_form(name: str, depth: Any, chunks: int, pairs: Any, messages: Any, peak: Any) -> ClosedForm:
     valid = And(Eq(T_F, T_B), Le(T_W, T_F), FREE_HOPS)
-    value = m * T - pairs * (T / chunks - T_P) + _dual_idle(depth, chunks)
+    idle = (depth - 1) * (T_P + (T_B - 2 * T_W) / chunks)
+    value = m * T - pairs * (T / chunks - T_P) + idle
     return _form(name, Formula(value, valid, DUALPIPE), Formula(peak * M_B / chunks, Le(M_W, M_B), DUALPIPE), messages)
-
-
-def _dualpipe(name: str) -> ClosedForm:
-    return _dual_form(name, p / 2, 1, m - p - 1, LINEAR, p + 1)
-
-
-def _dualpipe_v(name: str) -> ClosedForm:
-    return _dual_form(name, p, 2, 2 * (m - p) - 1, VEE, 2 * p + 1)
 
 
 def _automatic(factor: int) -> Callable[[str], ClosedForm]:
@@ -274,8 +252,8 @@ FORMS: Mapping[str, Callable[[str], ClosedForm]] = {
     "1f1b-overlap": _overlap,
     "interleaved-1f1b": _interleaved,
     "interleaved-1f1b-overlap": _interleaved_overlap,
-    "zb-h1": _zb_h1,
-    "zb-h1-lazy": _zb_h1_lazy,
+    "zb-h1": _zb_h1(Min(m, p + 1)),
+    "zb-h1-lazy": _zb_h1(m),
     "zb-h2": _zb_h2,
     "zb-1p": _automatic(1),
     "zb-2p": _automatic(2),
@@ -283,6 +261,6 @@ FORMS: Mapping[str, Callable[[str], ClosedForm]] = {
     "zb-v": _zb_v,
     "v-half": _v_half,
     "v-min": _v_min,
-    "dualpipe": _dualpipe,
-    "dualpipe-v": _dualpipe_v,
+    "dualpipe": lambda name: _dual_form(name, p / 2, 1, m - p - 1, LINEAR, p + 1),
+    "dualpipe-v": lambda name: _dual_form(name, p, 2, 2 * (m - p) - 1, VEE, 2 * p + 1),
 }

@@ -60,14 +60,6 @@ class Input(NamedTuple):
     arrived: float
 
 
-def idle_intervals(waits: "Waits") -> tuple[Idle, ...]:
-    """Every interval in which a rank stands still, from the first start to the last end of all ranks, with its cause.
-
-    On each rank the intervals add up to that time less the rank's passes.
-    """
-    return tuple(idle for rank in range(waits.schedule.ranks) for idle in waits.of_rank(rank))
-
-
 class Waits:
     """Follows waits back through a finished run."""
 
@@ -87,6 +79,8 @@ class Waits:
         self.awaits = awaited(self.schedule, self.lowered) if self.shards else {}
 
     def of_rank(self, rank: int) -> Iterator[Idle]:
+        """Every interval in which `rank` stands still, from the first start to the last end of all ranks. They add up
+        to that time less the rank's passes."""
         order, begin, end = self.orders[rank], self.run.begin[rank], self.run.end[rank]
         ops = [{action.op for action in flatten((step,))} for step in order]
         first_backward = next((i for i, kinds in enumerate(ops) if B in {KINDS[op].event for op in kinds}), len(order))
@@ -108,13 +102,11 @@ class Waits:
             return
         made = gap.start if step[0] in SENDS else min(max(needed.made, gap.start), gap.end)
         if made > gap.start:
-            cause = phase or ("imbalance" if self._has_more_work(self._root(needed), rank) else "wait")
+            more = self.busy[self._root(needed)] > self.busy[rank] * (1 + 1e-9)  # sums differ in their last bits
+            cause = phase or ("imbalance" if more else "wait")
             yield Idle(rank, gap.start, made, cause, step, needed.action, needed.rank)
         if gap.end > made:
             yield Idle(rank, made, gap.end, "communication", step, needed.action, needed.rank)
-
-    def _has_more_work(self, rank: int, other: int) -> bool:
-        return self.busy[rank] > self.busy[other] * (1 + 1e-9)  # sums of floats differ in their last bits
 
     def _root(self, needed: Input) -> int:
         """The rank that was busy: go back from what was waited for while its rank stood still before it."""

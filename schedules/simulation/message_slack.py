@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 from zbcompile.schedules.execution.event_loop import parts
 from zbcompile.schedules.ir.actions import COMMUNICATION, Action
-from zbcompile.schedules.simulation.idle_causes import Input
 from zbcompile.schedules.simulation.timeline import Timeline
 
 
@@ -54,14 +53,9 @@ def _latest_begins(timeline: Timeline) -> list[list[float]]:
         if index:
             ends[rank][index - 1] = min(ends[rank][index - 1], least)
         for needed in waits.inputs(rank, index):
-            _lower(ends, needed, least)
+            made_by = least - (needed.arrived - needed.made)  # early enough for its way
+            ends[needed.rank][needed.step] = min(ends[needed.rank][needed.step], made_by)
     return begins
-
-
-def _lower(ends: list[list[float]], needed: Input, begin: float) -> None:
-    """What is needed must have been made early enough for its way."""
-    by = begin - (needed.arrived - needed.made)
-    ends[needed.rank][needed.step] = min(ends[needed.rank][needed.step], by)
 
 
 def slack_rows(timeline: Timeline) -> list[tuple[str, int, float, float, int]]:

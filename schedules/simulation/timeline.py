@@ -13,7 +13,7 @@ from zbcompile.schedules.ir.actions import COMMUNICATION, Step, flatten
 from zbcompile.schedules.ir.costs import Costs
 from zbcompile.schedules.ir.kinds import KINDS
 from zbcompile.schedules.ir.schedule import Lowered, Schedule
-from zbcompile.schedules.simulation.idle_causes import CAUSES, Cause, Idle, Waits, idle_intervals
+from zbcompile.schedules.simulation.idle_causes import CAUSES, Cause, Idle, Waits
 
 
 class Span(NamedTuple):
@@ -107,7 +107,7 @@ class Timeline:
 
     @cached_property
     def idle(self) -> tuple[Idle, ...]:
-        return idle_intervals(self.waits)
+        return tuple(idle for rank in range(self.schedule.ranks) for idle in self.waits.of_rank(rank))
 
     @cached_property
     def waits(self) -> Waits:
@@ -123,9 +123,7 @@ class Timeline:
     @cached_property
     def idle_by_cause(self) -> tuple[dict[Cause, float], ...]:
         """For every rank how long it stands still for each cause."""
-        totals: tuple[dict[Cause, float], ...] = tuple(
-            dict.fromkeys(self.causes, 0) for _ in range(self.schedule.ranks)
-        )
+        totals: tuple[dict[Cause, float], ...] = tuple(dict.fromkeys(self.causes, 0) for _ in self.run.end)
         for gap in self.idle:
             totals[gap.rank][gap.cause] += gap.end - gap.start
         return totals

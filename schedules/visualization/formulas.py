@@ -1,14 +1,12 @@
 """The closed forms of a schedule as text, with their conditions and, for given numbers, the simulator's values beside
 theirs."""
 
-from collections.abc import Iterator
 from typing import Any
 
 from zbcompile.schedules.ir.dependencies import count_messages
 from zbcompile.schedules.simulation.closed_forms import T_P, ClosedForm, Formula
 from zbcompile.schedules.simulation.timeline import Timeline
 
-FIGURES = ("makespan", "bubble", "cost", "cost bubble", "peak memory", "messages")
 SYMBOLS = """p ranks, m microbatches, v stages a rank; T_F, T_B, T_W: the times of a rank's share of the model; c: a hop
 between ranks; M_B: memory of a microbatch on a rank from F to B, M_W: from B to W"""
 
@@ -25,25 +23,20 @@ def format_closed_form(form: ClosedForm, timeline: Timeline | None = None) -> st
         lines.append(f"{form.name} has no closed-form makespan: its order follows the costs; `show` simulates it")
     for figure, formula in known.items():
         bubble = f"1 - {form.work}/{'cost' if figure.startswith('cost') else 'makespan'}"
-        lines += ["", f"{figure} = {bubble if 'bubble' in figure else formula.value}", *_details(formula)]
+        always = formula.valid == True  # noqa: E712 sympy's true is not True
+        condition = "always" if always else f"if {formula.valid}"
+        lines += ["", f"{figure} = {bubble if 'bubble' in figure else formula.value}"]
+        lines.append(f"    holds {condition}{'; ' * bool(formula.source)}{formula.source}")
         if timeline is not None:
             lines.append(f"    {_numbers(formula, timeline, figure)}")
     return "\n".join(lines)
 
 
-def _details(formula: Formula) -> Iterator[str]:
-    condition = "always" if formula.valid == True else f"if {formula.valid}"  # noqa: E712 sympy's true is not True
-    yield f"    holds {condition}{'; ' * bool(formula.source)}{formula.source}"
-
-
-def _numbers(formula: Formula, timeline: Timeline, figure: str) -> str:
-    simulated = f"simulated {_figure(timeline, figure):g}"
-    if not formula.holds(timeline.schedule, timeline.costs):
+def _numbers(formula: Formula, t: Timeline, figure: str) -> str:
+    found = {"makespan": t.makespan, "bubble": t.bubble, "cost": t.cost, "cost bubble": t.cost_bubble}
+    found |= {"peak memory": max(t.peak_memory), "messages": count_messages(t.schedule)}
+    simulated = f"simulated {found[figure]:g}"
+    if not formula.holds(t.schedule, t.costs):
         return f"{simulated}; the condition does not hold here"
-    value: Any = formula.at(timeline.schedule, timeline.costs)
+    value: Any = formula.at(t.schedule, t.costs)
     return f"here {value}{'' if value.is_integer else f' = {float(value):g}'}, {simulated}"
-
-
-def _figure(t: Timeline, figure: str) -> float:
-    lengths = {"makespan": t.makespan, "bubble": t.bubble, "cost": t.cost, "cost bubble": t.cost_bubble}
-    return {**lengths, "peak memory": max(t.peak_memory), "messages": count_messages(t.schedule)}[figure]

@@ -115,34 +115,31 @@ class _Drawing:
             yield f'<text class="label" x="{self.LEFT - 8}" y="{label_y:g}">rank {rank}</text>'
             yield from self.memory(rank)
         yield from self.idle()
-        yield from self.compact() if len(self.timeline.spans) > COMPACT else self.each_span()
+        spans = self.timeline.spans
+        yield from self.compact() if len(spans) > COMPACT else (line for span in spans for line in self.span(span))
         yield "</svg>"
 
-    def each_span(self) -> Iterator[str]:
-        for span in self.timeline.spans:
-            yield from self.span(span)
+    def boxes(self, span: Span) -> Iterator[tuple[Action, float, float, float, float]]:
+        """Actions with x, y, width and height; a pair is drawn as two halves, one above the other."""
+        x, width = self.x(span.start), max(0.3, round((span.end - span.start) * self.scale, 2))
+        actions = flatten((span.step,))
+        height = self.bar / len(actions)
+        for half, action in enumerate(actions):
+            yield action, x, self.y(span.rank) + half * height, width, height
 
     def compact(self) -> Iterator[str]:
         """One path for all steps of a rank that look alike: a viewer that stalls on 50,000 boxes draws this at once."""
         paths: dict[tuple[int, str], list[str]] = {}
         for span in self.timeline.spans:
-            x, width = self.x(span.start), max(0.3, round((span.end - span.start) * self.scale, 2))
-            actions = flatten((span.step,))
-            height = self.bar / len(actions)
-            for half, action in enumerate(actions):
-                box = f"M{x:g},{self.y(span.rank) + half * height:g}h{width:g}v{height:g}h-{width:g}z"
+            for action, x, y, width, height in self.boxes(span):
+                box = f"M{x:g},{y:g}h{width:g}v{height:g}h-{width:g}z"
                 paths.setdefault((span.rank, self.fill(action)), []).append(box)
         for (_, fill), boxes in paths.items():
             yield f'<path class="span" fill="url(#{fill})" d="{"".join(boxes)}"/>'
 
     def span(self, span: Span) -> Iterator[str]:
-        """A pair is drawn as two halves, one above the other."""
-        actions = flatten((span.step,))
-        x, width = self.x(span.start), max(0.3, round((span.end - span.start) * self.scale, 2))
-        height = self.bar / len(actions)
-        for half, action in enumerate(actions):
-            y = self.y(span.rank) + half * height
-            title = f"{span.step} on rank {span.rank}: {span.start:g} to {span.end:g}"
+        title = f"{span.step} on rank {span.rank}: {span.start:g} to {span.end:g}"
+        for action, x, y, width, height in self.boxes(span):
             box = f'x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}"'
             yield f'<rect class="span" fill="url(#{self.fill(action)})" {box}><title>{escape(title)}</title></rect>'
             yield from self.step_label(action, x + width / 2, y + height / 2, width, height)

@@ -1,7 +1,8 @@
 """Write a timeline as a picture, by the ending of the file."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.simulation.timeline import Timeline
@@ -16,25 +17,22 @@ ENDINGS = (".txt", ".svg", ".html", ".json")
 
 def write_picture(timeline: Timeline, path: str | Path) -> Path:
     """Write `path`: .txt, .svg, .html, or .json (Chrome / Perfetto trace). `ScheduleError` for any other ending."""
-    path = Path(path)
-    drawers = dict(zip(ENDINGS, (format_timeline, to_svg, to_html, to_chrome_trace), strict=True))
-    if path.suffix not in drawers:
-        raise ScheduleError(_unknown(path, ENDINGS))
-    path.write_text(drawers[path.suffix](timeline) + "\n", encoding="utf-8")
-    return path
+    return _write(Path(path), timeline, (format_timeline, to_svg, to_html, to_chrome_trace))
 
 
 def write_comparison(timelines: Sequence[Timeline], path: str | Path) -> Path:
     """Write the timelines under each other on one time axis: .txt, .svg or .html; `ScheduleError` for other endings."""
-    path = Path(path)
-    drawers = dict(zip(ENDINGS, (compare_text, compare_svg, compare_html), strict=False))
-    if path.suffix not in drawers or not timelines:
-        raise ScheduleError(_unknown(path, drawers) if timelines else f"picture {path.name}: nothing to draw")
-    path.write_text(drawers[path.suffix](timelines) + "\n", encoding="utf-8")
+    if not timelines:
+        raise ScheduleError(f"picture {Path(path).name}: nothing to draw")
+    return _write(Path(path), timelines, (compare_text, compare_svg, compare_html))
+
+
+def _write(path: Path, drawn: Any, by_ending: Sequence[Callable[[Any], str]]) -> Path:
+    drawers = dict(zip(ENDINGS, by_ending, strict=False))
+    if path.suffix not in drawers:
+        svg = path.with_suffix(".svg").name
+        way = f"for pixels write {svg}, then `rsvg-convert {svg} -o {path.stem}.png`, or open it in a browser"
+        expected = f"expected one of {', '.join(drawers)}"
+        raise ScheduleError(f"picture {path.name}: the ending selects the format; {expected}; {way}")
+    path.write_text(drawers[path.suffix](drawn) + "\n", encoding="utf-8")
     return path
-
-
-def _unknown(path: Path, endings: Iterable[str]) -> str:
-    svg = path.with_suffix(".svg").name
-    way = f"for pixels write {svg}, then `rsvg-convert {svg} -o {path.stem}.png`, or open it in a browser"
-    return f"picture {path.name}: the ending selects the format; expected one of {', '.join(endings)}; {way}"
