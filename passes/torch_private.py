@@ -14,11 +14,15 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
-from torch._ops import HigherOrderOperator as HigherOrderOperator  # 2.11-2.13: the class of torch.ops.higher_order.*
-from torch._ops import OpOverload as OpOverload  # 2.11-2.13: the class of torch.ops.aten.*.*
+from torch._ops import (
+    HigherOrderOperator as HigherOrderOperator,  # 2.11-2.13: the class of torch.ops.higher_order.*
+    OpOverload as OpOverload,  # 2.11-2.13: the class of torch.ops.aten.*.*
+)
 from torch._subclasses import functional_tensor  # 2.11-2.13: what AOTAutograd functionalises with
-from torch._subclasses.fake_tensor import FakeTensor as FakeTensor  # 2.11-2.13: no public name for the class
-from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode  # 2.11-2.13: shapes without memory
+from torch._subclasses.fake_tensor import (
+    FakeTensor as FakeTensor,  # 2.11-2.13: no public name for the class
+    FakeTensorMode as FakeTensorMode,  # 2.11-2.13: shapes without memory
+)
 from torch.fx import Node
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 from torch.fx.experimental import proxy_tensor  # 2.11-2.13: which node a tensor is in a graph being traced
@@ -26,8 +30,10 @@ from torch.fx.experimental.proxy_tensor import make_fx as make_fx  # 2.11-2.13: 
 from torch.fx.graph import _BoxedCodeGen  # 2.11-2.13: the only code generator that frees inputs as they are used
 from torch.fx.traceback import annotate, get_current_meta, preserve_node_meta
 from torch.utils import _pytree as pytree  # 2.11-2.13: torch.export uses it; torch.utils.pytree is newer
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # 2.11-2.13: sees every operation
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import (
+    TorchDispatchMode as TorchDispatchMode,  # 2.11-2.13: sees every operation
+    _disable_current_modes,
+)
 
 pytree = pytree
 # 2.11-2.13: a graph module that writes its code when it is first run or printed; most of ours never are. Its `forward`,

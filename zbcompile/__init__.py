@@ -6,13 +6,10 @@ from typing import TYPE_CHECKING
 from zbcompile.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from zbcompile import passes as passes
-    from zbcompile import schedules as schedules
-    from zbcompile.errors import FaultError as FaultError
-    from zbcompile.errors import PipelineError as PipelineError
+    from zbcompile import passes as passes, schedules as schedules
+    from zbcompile.errors import FaultError as FaultError, PipelineError as PipelineError
     from zbcompile.frontend.grad_scaler import GradScaler as GradScaler
-    from zbcompile.frontend.option_groups import Memory as Memory
-    from zbcompile.frontend.option_groups import Vocab as Vocab
+    from zbcompile.frontend.option_groups import Memory as Memory, Vocab as Vocab
     from zbcompile.frontend.pipeline import Pipeline as Pipeline
     from zbcompile.frontend.pipeline_function import pipeline as pipeline
     from zbcompile.frontend.trace_steps import trace as trace
@@ -20,16 +17,19 @@ if TYPE_CHECKING:
     from zbcompile.inspection.explanation import Explanation as Explanation
     from zbcompile.model.example import Example as Example
     from zbcompile.model.seeds import microbatch_seed as microbatch_seed
-    from zbcompile.passes.errors import CaptureError as CaptureError
-    from zbcompile.passes.errors import CompileError as CompileError
-    from zbcompile.passes.errors import PartitionError as PartitionError
-    from zbcompile.persistence.checkpoint import Checkpoint as Checkpoint
-    from zbcompile.persistence.checkpoint import load_checkpoint as load_checkpoint
-    from zbcompile.persistence.checkpoint import save_checkpoint as save_checkpoint
+    from zbcompile.passes.errors import (
+        CaptureError as CaptureError,
+        CompileError as CompileError,
+        PartitionError as PartitionError,
+    )
+    from zbcompile.persistence.checkpoint import (
+        Checkpoint as Checkpoint,
+        load_checkpoint as load_checkpoint,
+        save_checkpoint as save_checkpoint,
+    )
     from zbcompile.persistence.checkpoint_directory import latest_checkpoint as latest_checkpoint
     from zbcompile.persistence.loaded_pipeline import load as load
-    from zbcompile.persistence.safetensors_weights import load_weights as load_weights
-    from zbcompile.persistence.safetensors_weights import save_weights as save_weights
+    from zbcompile.persistence.safetensors_weights import load_weights as load_weights, save_weights as save_weights
     from zbcompile.schedules.errors import ScheduleError as ScheduleError
 
 _HOME = {

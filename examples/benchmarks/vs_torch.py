@@ -27,8 +27,7 @@ import torch
 import torch.distributed as dist
 from tabulate import tabulate
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining import schedules as torch_schedules
+from torch.distributed.pipelining import PipelineStage, schedules as torch_schedules
 
 import zbcompile
 from zbcompile.schedules import build

@@ -26,11 +26,13 @@ from zbcompile.passes.split.split import split
 from zbcompile.passes.stage.deduplicate import renamed
 from zbcompile.passes.stage.overlap import merge
 from zbcompile.passes.stage.stage_program import finish_stage
-from zbcompile.passes.verification import graph_rules as graph
-from zbcompile.passes.verification import model_rules as model
-from zbcompile.passes.verification import piece_rules as piece
-from zbcompile.passes.verification import shard_rules as shard
-from zbcompile.passes.verification import stage_rules as stage
+from zbcompile.passes.verification import (
+    graph_rules as graph,
+    model_rules as model,
+    piece_rules as piece,
+    shard_rules as shard,
+    stage_rules as stage,
+)
 from zbcompile.passes.vocabulary.shard_program import make_vocabulary
 from zbcompile.passes.vocabulary.trunk import cut_off
 

@@ -18,8 +18,8 @@ from zbcompile.passes.vocabulary.shard_program import (
     OF_LOOKUP,
     STATISTICS,
     TANGENT,
+    VocabularyProgram as VocabularyGraphs,
 )
-from zbcompile.passes.vocabulary.shard_program import VocabularyProgram as VocabularyGraphs
 
 Values = dict[Slot, torch.Tensor]
 

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from itertools import combinations, pairwise
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from zbcompile.passes.partition.balance import CHUNK_SHARE, PIECE_SLACK, Row, best_cuts, heaviest_piece
 from zbcompile.schedules.ir.placement import Placement

@@ -5,8 +5,7 @@ from functools import cache
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from tests.support.vocabulary_case import LOSSES, Made, Model, eager, far, head_of, hidden_of, problem, sharded

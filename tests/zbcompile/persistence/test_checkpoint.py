@@ -15,8 +15,7 @@ from tests.support.checkpointing import PROBLEM, State, begin, state_of, train_e
 from tests.support.oracle import optimizer_of
 from tests.support.pool import Pool
 from tests.support.training import assert_same_tensors
-from zbcompile.persistence.checkpoint_directory import begin as begin_checkpoint
-from zbcompile.persistence.checkpoint_directory import checkpoints_in, publish
+from zbcompile.persistence.checkpoint_directory import begin as begin_checkpoint, checkpoints_in, publish
 from zbcompile.persistence.checkpoint_record import INDEX, read_record
 from zbcompile.persistence.checkpoint_storage import CheckpointReader
 

@@ -10,13 +10,13 @@ from tests.support.oracle import MLP, PROBLEMS, WIDTH
 from tests.support.pool import Pool
 from tests.support.replicated import (
     MICROBATCHES,
+    Gradients as Found,
     in_one_process,
     mesh_of_replicas,
     replicated,
     replicated_in_half_precision,
     summed_in_single_precision,
 )
-from tests.support.replicated import Gradients as Found
 from tests.support.training import Case, pipeline_of, pipelined
 from zbcompile.distributed.replicas import Replicas
 from zbcompile.runtime.data_parallel import Sum, start_reduction

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 import zbcompile
 from tests.support.oracle import Batch, eager_step
-from tests.support.random_models import WIDTH as RANDOM_WIDTH
-from tests.support.random_models import RandomModel
+from tests.support.random_models import WIDTH as RANDOM_WIDTH, RandomModel
 from tests.support.training import assert_same_tensors, gradients_of
 from zbcompile.compiler.compile_model import draw_step
 from zbcompile.model.batch import flatten_batch

@@ -9,8 +9,15 @@ import torch.distributed as dist
 import zbcompile
 from tests.support.oracle import PROBLEMS
 from tests.support.pool import Pool
-from tests.support.training import Case, assert_same_tensors, gradients_of, join, pipeline_of, reference
-from tests.support.training import Trained as Share
+from tests.support.training import (
+    Case,
+    Trained as Share,
+    assert_same_tensors,
+    gradients_of,
+    join,
+    pipeline_of,
+    reference,
+)
 
 CASE = Case("mlp", "1f1b", 2, 4, steps=2)
 
