@@ -2,21 +2,17 @@
 
 import argparse
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TextIO
 
 from zbcompile.backends.backend import make_backend
 from zbcompile.backends.compiled_passes import compile_passes
-from zbcompile.cli.compile_arguments import Plan, add_plan, compiled, example_of, schedule_of
+from zbcompile.cli.compile_arguments import Plan, add_plan, announcer, compiled, example_of, schedule_of
 from zbcompile.cli.exit_status import exit_status
 from zbcompile.cli.option_flags import add_flags, split_options
 from zbcompile.distributed.process_group import device_of, is_alone
 from zbcompile.errors import PipelineError
-from zbcompile.passes.pass_list.passes_in_order import STAGE_PASSES
-from zbcompile.passes.pass_list.run_passes import Ran
 from zbcompile.persistence.safetensors_weights import save_weights
 from zbcompile.program.save import program_in
 
@@ -40,22 +36,6 @@ class CompileRequest(Plan):
     weights: Path | None
 
 
-@dataclass
-class Progress:
-    """Says on a stream which stage is ready, and after how long; stages with equal graphs are compiled once."""
-
-    stream: TextIO
-    stages: int
-    began: float
-
-    def __call__(self, ran: Ran) -> None:
-        if ran.name == STAGE_PASSES[-1].name:
-            self.say(f"compiled stage {ran.stage} of 0 to {self.stages - 1}")
-
-    def say(self, text: str) -> None:
-        print(f"{time.monotonic() - self.began:7.1f} s  {text}", file=self.stream, flush=True)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     request = CompileRequest(**split_options(_parser().parse_args(arguments)))
@@ -71,17 +51,17 @@ def run(request: CompileRequest) -> None:
     if request.weights is not None and request.fake:
         raise PipelineError("--weights writes the model's own values, which it lacks under --fake. Leave one out.")
     schedule = schedule_of(request)
-    progress = Progress(sys.stderr, schedule.stages, time.monotonic())
+    say = announcer(always=True)
     example = example_of(request)
     backend = make_backend(options.backend, device_of(example.model))
-    progress.say(f"{type(example.model).__name__} is built; capturing it for {schedule.name}, {schedule.ranks} ranks")
-    program = compiled(example, schedule, request, progress).program
+    say(f"{type(example.model).__name__} is built; capturing it for {schedule.name}, {schedule.ranks} ranks")
+    program = compiled(example, schedule, request, say).program
     replace(program, step=options.step).save(request.output)
     if request.weights is not None:
         save_weights(request.weights, example.model)
-    progress.say("saved")
+    say("saved")
     if backend.compiler is not None:
-        progress.say(str(compile_passes(program, range(schedule.ranks), backend).compilation))
+        say(str(compile_passes(program, range(schedule.ranks), backend).compilation))
     print(request.output)
 
 

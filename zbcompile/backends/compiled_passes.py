@@ -33,15 +33,8 @@ class CompiledPasses:
     runs: Mapping[Place, Run]
     compilation: Compilation
 
-    def stage(self, stage: int) -> dict[str, Run] | None:
-        """The calls of a stage by pass; None if its graphs run as FX code."""
-        return self._of("stage", stage)
-
-    def shard(self, rank: int) -> dict[str, Run] | None:
-        """The calls of a vocabulary shard by pass; None if its graphs run as FX code."""
-        return self._of("shard", rank)
-
-    def _of(self, kind: str, owner: int) -> dict[str, Run] | None:
+    def of(self, kind: str, owner: int) -> dict[str, Run] | None:
+        """The calls of a "stage", or of a rank's "shard", by pass; None if its graphs run as FX code."""
         return {place.name: run for place, run in self.runs.items() if place[1:] == (kind, owner)} or None
 
 
@@ -56,8 +49,7 @@ def compile_passes(
     ordered = {(action.op, action.stage) for rank in ranks for action in flatten(program.lowered.programs[rank])}
     now = {p: piece for p, piece in passes.items() if p.kind == "shard" or (p.name, p.owner) in ordered}
     runs, compilation = backend.compile(now, min(ranks))
-    later = {place: backend.later(piece) for place, piece in passes.items() if place not in now}
-    calls = runs | later
+    calls = runs | {place: backend.later(piece) for place, piece in passes.items() if place not in now}
     if cuda_graphs:
         pool = torch.cuda.graph_pool_handle()
         calls = {place: record(str(place), run, passes[place], pool) for place, run in calls.items()}
@@ -65,8 +57,6 @@ def compile_passes(
 
 
 def _passes_of(program: Program, ranks: Sequence[int]) -> dict[Place, Piece]:
-    stages = {stage: program.stages[stage].pieces for rank in ranks for stage in program.stages_of(rank)}
-    shards = {rank: program.vocabulary.pieces[rank] for rank in ranks} if program.vocabulary else {}
-    owners = [("stage", i, pieces) for i, pieces in stages.items()]
-    owners += [("shard", i, pieces) for i, pieces in shards.items()]
+    owners = [("stage", stage, program.stages[stage].pieces) for rank in ranks for stage in program.stages_of(rank)]
+    owners += [("shard", rank, program.vocabulary.pieces[rank]) for rank in ranks] if program.vocabulary else []
     return {Place(name, kind, owner): piece for kind, owner, pieces in owners for name, piece in pieces.items()}

@@ -61,8 +61,10 @@ def _load(key: str, folder: Path) -> Run:
 def make_inductor(device: torch.device) -> Inductor:
     """Inductor with the tools of this machine. Raises PipelineError if there is no C++ compiler."""
     cache = CompileCache(cache_folder())
-    machine = _processor(cache) if device.type == "cpu" else _accelerator(device)
-    return Inductor(cache, machine)
+    if device.type == "cpu":
+        return Inductor(cache, _processor(cache))
+    found = torch.cuda.get_device_properties(device)
+    return Inductor(cache, f"{torch.version.cuda} {found.name} {found.major}.{found.minor}")
 
 
 def _processor(cache: CompileCache) -> str:
@@ -87,11 +89,6 @@ def _try_instructions(folder: Path) -> None:
 def _read_instructions(key: str, folder: Path) -> str:
     with inductor_files_in(folder):  # what torch tries although it is told (AMX, bfloat16) was compiled there
         return vector_instructions((folder / INSTRUCTIONS).read_text())
-
-
-def _accelerator(device: torch.device) -> str:
-    properties = torch.cuda.get_device_properties(device)
-    return f"{torch.version.cuda} {properties.name} {properties.major}.{properties.minor}"
 
 
 def _digest(*parts: str) -> str:

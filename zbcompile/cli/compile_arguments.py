@@ -2,16 +2,15 @@
 
 import argparse
 import contextlib
-import io
-import logging
 import sys
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
 from zbcompile.cli.option_flags import add_flags, flag_of
-from zbcompile.cli.quiet import logging_disabled
+from zbcompile.cli.quiet import silenced
 from zbcompile.cli.target import load_example
 from zbcompile.compiler.compile_example import Inspected, compile_example
 from zbcompile.errors import PipelineError
@@ -20,7 +19,8 @@ from zbcompile.frontend.options import OPTIONS, Options
 from zbcompile.model.example import Example
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.option import options_of
-from zbcompile.passes.pass_list.run_passes import Observer
+from zbcompile.passes.pass_list.passes_in_order import STAGE_PASSES
+from zbcompile.passes.pass_list.run_passes import Observer, Ran
 from zbcompile.passes.torch_private import FakeTensorMode
 from zbcompile.schedules import Schedule
 
@@ -74,10 +74,28 @@ def example_of(plan: Plan) -> Example:
         return load_example(plan.target)
 
 
-def compiled(example: Example, schedule: Schedule, plan: Plan, observe: Observer | None = None) -> Inspected:
-    """Compile; if that fails torch prints whole graphs, which only `--debug` shows."""
+def announcer(always: bool = False) -> Callable[[str], None]:
+    """Reports progress on standard error, with the seconds since now: on a terminal, or `always`."""
+    stream, began = sys.stderr, time.monotonic()
+    if not (always or stream.isatty()):
+        return lambda text: None
+    return lambda text: print(f"{time.monotonic() - began:7.1f} s  {text}", file=stream, flush=True)
+
+
+def compiled(
+    example: Example, schedule: Schedule, plan: Plan, say: Callable[[str], None], observe: Observer | None = None
+) -> Inspected:
+    """Compile and `say` which stage is ready (stages with equal graphs are compiled once); `observe` sees what each
+    pass makes. If it fails torch prints whole graphs, which only `--debug` shows."""
+
+    def watch(ran: Ran) -> None:
+        if ran.name == STAGE_PASSES[-1].name:
+            say(f"compiled stage {ran.stage} of 0 to {schedule.stages - 1}")
+        if observe is not None:
+            observe(ran)
+
     with quiet(plan):
-        return compile_example(example, schedule, plan.options.choices, observe)
+        return compile_example(example, schedule, plan.options.choices, watch)
 
 
 def schedule_of(plan: Plan, wanted: str | Schedule | None = None) -> Schedule:
@@ -87,12 +105,6 @@ def schedule_of(plan: Plan, wanted: str | Schedule | None = None) -> Schedule:
     return choose_schedule(options, options.ranks or own)
 
 
-@contextlib.contextmanager
-def quiet(plan: Plan) -> Iterator[None]:
+def quiet(plan: Plan) -> contextlib.AbstractContextManager[None]:
     """Hide everything that torch prints, unless with `--debug`."""
-    if plan.debug:
-        yield
-        return
-    streams = contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO())
-    with logging_disabled(logging.WARNING), streams[0], streams[1]:
-        yield
+    return contextlib.nullcontext() if plan.debug else silenced()

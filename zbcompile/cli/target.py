@@ -27,16 +27,15 @@ def load_example(target: str) -> Example:
 def load_object(target: str) -> Any:
     """Import what `target` names. Raises PipelineError if it cannot be found or imported."""
     where, _, name = target.rpartition(":")
-    if not where or not name:
-        raise PipelineError(_not_a_target(target))
-    module = _from_file(Path(where)) if where.endswith(".py") else _from_package(where)
-    return _attribute(module, name, where)
-
-
-def _not_a_target(target: str) -> str:
     if os.path.isdir(target):
-        return f"{target} is a directory without a program (it has no manifest.json); {FORMS}."
-    return f"{target!r} names no function; {FORMS}."
+        raise PipelineError(f"{target} is a directory without a program (it has no manifest.json); {FORMS}.")
+    if not where or not name:
+        raise PipelineError(f"{target!r} names no function; {FORMS}.")
+    module = _from_file(Path(where)) if where.endswith(".py") else _from_package(where)
+    try:
+        return reduce(getattr, name.split("."), module)
+    except AttributeError:
+        raise PipelineError(f"{where} has no {name}; {_functions_of(module)}") from None
 
 
 def _from_file(path: Path) -> ModuleType:
@@ -68,20 +67,10 @@ def _said(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".rstrip(": ")
 
 
-def _attribute(module: ModuleType, name: str, where: str) -> Any:
-    try:
-        return reduce(getattr, name.split("."), module)
-    except AttributeError:
-        raise PipelineError(f"{where} has no {name}{_functions_of(module)}") from None
-
-
 def _functions_of(module: ModuleType) -> str:
-    own = [
-        n
-        for n, value in vars(module).items()
-        if callable(value) and getattr(value, "__module__", "") == module.__name__
-    ]
-    return f"; it defines {', '.join(own[:8])}{', ...' if len(own) > 8 else ''}" if own else "; it defines no function"
+    found = ((name, value) for name, value in vars(module).items() if callable(value))
+    own = [name for name, value in found if getattr(value, "__module__", "") == module.__name__]
+    return f"it defines {', '.join(own[:8])}{', ...' if len(own) > 8 else ''}" if own else "it defines no function"
 
 
 def _call(maker: Any, target: str) -> Any:
@@ -98,8 +87,5 @@ def _as_example(result: Any, target: str) -> Example:
         return result
     if isinstance(result, tuple) and len(result) in (2, 3):
         return Example(*result)
-    raise PipelineError(f"{target} returned {_what(result)}; {RETURNS}.")
-
-
-def _what(result: Any) -> str:
-    return f"a tuple of {len(result)}" if isinstance(result, tuple) else f"a {type(result).__name__}"
+    what = f"a tuple of {len(result)}" if isinstance(result, tuple) else f"a {type(result).__name__}"
+    raise PipelineError(f"{target} returned {what}; {RETURNS}.")

@@ -89,9 +89,8 @@ def _mesh(job: Job) -> Any:
     world = dist.get_world_size()
     if world % job.replicas:
         raise PipelineError(f"--replicas {job.replicas} does not divide the {world} processes that were started.")
-    return init_device_mesh(
-        device_for(job.directory).type, (job.replicas, world // job.replicas), mesh_dim_names=("dp", "pp")
-    )
+    shape = job.replicas, world // job.replicas
+    return init_device_mesh(device_for(job.directory).type, shape, mesh_dim_names=("dp", "pp"))
 
 
 def _train(job: Job, pipe: LoadedPipeline, source: Any) -> None:
@@ -105,7 +104,8 @@ def _train(job: Job, pipe: LoadedPipeline, source: Any) -> None:
     at = _first_state(job, pipe, optimizer)
     set_options(optimizer, asked)
     progress = Progress(at.step, job.steps, job.log_every, pipe.is_first)
-    progress.say(f"step {at.step} of {job.steps}: {_origin(job, at)}")
+    origin = f"the weights of {job.weights or job.init}" if at.path is None else f"resumed from {at.path}"
+    progress.say(f"step {at.step} of {job.steps}: {origin}")
     with pipe.ranks.watch.region(f"opening {job.data}"):
         data = together(pipe.ranks, f"opening {job.data}", lambda: _data(job, pipe, source, at))
     try:
@@ -148,10 +148,6 @@ def _load_weights(path: Path, pipe: LoadedPipeline, trust: bool) -> None:
         return
     load_checkpoint(path, pipe, random=False, trust=trust)
     pipe.step_index = 0
-
-
-def _origin(job: Job, at: Checkpoint) -> str:
-    return f"the weights of {job.weights or job.init}" if at.path is None else f"resumed from {at.path}"
 
 
 def _data(job: Job, pipe: LoadedPipeline, source: Any, at: Checkpoint) -> Data:

@@ -189,13 +189,7 @@ def flop_costs(schedule: Schedule, vocabulary: VocabularyProgram, stages: tuple[
     """Times in FLOPs; a pass without any counts as one."""
     passes = {op: tuple(stage.flops[op] or 1 for stage in stages) for op in ("F", "B", "W")}
     costs = Costs(passes["F"], passes["B"], passes["W"])
-    return with_vocabulary_costs(costs, schedule, vocabulary, 1.0)
-
-
-def with_vocabulary_costs(costs: Costs, schedule: Schedule, vocabulary: VocabularyProgram, speed: float) -> Costs:
-    """`costs` with S and T of every rank's shard, at `speed` FLOPs a second."""
-    times = [{op: count / speed for op, count in flops.items()} for flops in vocabulary.flops]
-    return with_shard_times(costs, schedule, vocabulary, times)
+    return with_shard_times(costs, schedule, vocabulary, vocabulary.flops)
 
 
 def with_shard_times(

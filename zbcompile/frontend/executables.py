@@ -280,7 +280,7 @@ class Executables:
         device, until = self._ranks.device, program.random_until
         bound = replace(program, stages=tuple(bind_groups(each, program.groups) for each in program.stages))
         passes = self._compile_passes(bound)
-        stages = {i: prepare_stage(bound.stages[i], resident, device, until, passes.stage(i)) for i in own}
+        stages = {i: prepare_stage(bound.stages[i], resident, device, until, passes.of("stage", i)) for i in own}
         if self.debug_nan:
             stages = {i: inspected(stage) for i, stage in stages.items()}
         vocabulary = self._prepare_vocabulary(program, resident, passes)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from statistics import mean
+from typing import Any
 
 from zbcompile.schedules import Costs, Schedule, ScheduleError, build, closed_form
 from zbcompile.schedules.simulation.closed_forms import c
@@ -39,17 +40,9 @@ def with_equal_stages(timeline: Timeline) -> EqualStages | None:
 
 
 def _equal(costs: Costs) -> Costs:
-    def even(times: tuple[float, ...]) -> tuple[float, ...]:
-        return (mean(map(Fraction, times)),) * costs.stages  # type: ignore[return-value]  # exact: forms ask for ==
-
-    return replace(
-        costs,
-        forward=even(costs.forward),
-        backward=even(costs.backward),
-        weight=even(costs.weight),
-        activation=(),
-        residue=(),
-    )
+    names = ("forward", "backward", "weight")  # as fractions, because closed forms ask for ==
+    even: dict[str, Any] = {name: (mean(map(Fraction, getattr(costs, name))),) * costs.stages for name in names}
+    return replace(costs, activation=(), residue=(), **even)
 
 
 def _is_of_its_name(schedule: Schedule) -> bool:

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from zbcompile.cli.compile_arguments import example_of, quiet, schedule_of, with_options
+from zbcompile.cli.compile_arguments import announcer, example_of, quiet, schedule_of, with_options
 from zbcompile.compiler.compile_example import Inspected, read_saved
 from zbcompile.compiler.pass_history import PassHistory
 from zbcompile.errors import PipelineError
@@ -14,7 +14,6 @@ from zbcompile.inspection.pass_table import pass_table
 from zbcompile.inspection.report import format_summary
 from zbcompile.inspection.request import (
     Request,
-    announcer,
     compile_for,
     predicted,
     refuse_combinations,
@@ -22,7 +21,7 @@ from zbcompile.inspection.request import (
     refuse_places,
 )
 from zbcompile.inspection.step_comparison_report import comparison_to_dict, format_step_comparison
-from zbcompile.inspection.summary import Tried, Unsharded, summarise
+from zbcompile.inspection.summary import Tried, summarise
 from zbcompile.inspection.units import for_trace, in_units
 from zbcompile.passes.pass_list.run_passes import PassManager
 from zbcompile.prediction.predict import Basis, left_on_last
@@ -95,17 +94,17 @@ def _saved(request: Request) -> Inspected:
     return read_saved(Path(request.target))
 
 
-def _unsharded(inspected: Inspected, request: Request, costs: Costs) -> Unsharded:
-    """The predicted step with the output layer on the last stage."""
+def _unsharded(inspected: Inspected, request: Request, costs: Costs) -> tuple[float | None, float | None]:
+    """The predicted step with the output layer on the last stage, see `Tried`."""
     program = inspected.program
     if program.vocabulary is None or isinstance(program, SavedProgram):
-        return Unsharded()
+        return None, None
     plain = with_options(request, vocab="off", microbatches=program.schedule.microbatches)
     schedule = schedule_of(plain)
     if schedule.shards:  # a schedule file that contains vocabulary passes has no form without them
-        return Unsharded()
+        return None, None
     redistributed = predicted(compile_for(inspected.example, schedule, plain), plain)[0].makespan
-    return Unsharded(simulate(schedule, left_on_last(costs)).makespan, redistributed)
+    return simulate(schedule, left_on_last(costs)).makespan, redistributed
 
 
 def _show_summary(inspected: Inspected, request: Request) -> None:
@@ -122,17 +121,17 @@ def _tried(inspected: Inspected, request: Request, basis: Basis) -> Tried:
     """The other graphs that the model could be compiled to. Equal times for all passes would say nothing about them."""
     unsharded = _unsharded(inspected, request, basis.costs)
     if request.quick or basis.unit != "s":
-        return Tried(unsharded=unsharded)
+        return Tried(*unsharded)
+    reason = ""
     if inspected.drawn is None:
         reason = "they need the model, which is not here; inspect the function that makes it"
-        return Tried((), (Impossible("--recompute, --vocab, other cuts", reason),), unsharded)
-    operations = len(inspected.drawn.line.nodes)
-    if operations > MANY_OPERATIONS and not request.thorough:
+    elif (operations := len(inspected.drawn.line.nodes)) > MANY_OPERATIONS and not request.thorough:
         reason = f"the model has {operations:,} operations, so this takes minutes; --thorough does it"
-        return Tried((), (Impossible("--recompute, --vocab, other cuts", reason),), unsharded)
+    if reason:
+        return Tried(*unsharded, impossible=(Impossible("--recompute, --vocab, other cuts", reason),))
     say = announcer()
     with quiet(request):
-        return Tried(*run_trials(inspected, basis.costs, say), unsharded)
+        return Tried(*unsharded, *run_trials(inspected, basis.costs, say))
 
 
 def _causes(inspected: Inspected, request: Request) -> str:

@@ -15,8 +15,8 @@ from zbcompile.inspection.units import in_units
 from zbcompile.model.example import Example
 from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.stage.print_python import format_bytes
-from zbcompile.prediction.predict import basis_of, predict
-from zbcompile.schedules import ScheduleError, lower, smallest_microbatches
+from zbcompile.prediction.predict import basis_of
+from zbcompile.schedules import ScheduleError, lower, simulate, smallest_microbatches
 from zbcompile.schedules.ir.placement import Placement
 from zbcompile.schedules.simulation.timeline import Timeline
 from zbcompile.schedules.visualization.write import write_comparison
@@ -41,9 +41,7 @@ def compare(example: Example, request: Request) -> None:
     drawn: list[Timeline] = []
     compared = [_compared(example, request, name, by_placement, drawn) for name in names]
     if not any(line.prediction for line in compared):
-        raise PipelineError(
-            "; ".join(f"{line.schedule}: {line.reason}" for line in compared) or "--compare names nothing"
-        )
+        raise PipelineError("; ".join(map(_reason, compared)) or "--compare names nothing")
     if request.json:
         print(json.dumps({"schema": SCHEMA, "compared": [asdict(line) for line in compared]}, indent=1))
     else:
@@ -73,7 +71,7 @@ def _compared(
         return Compared(name, 0, request.options.microbatches or 0, None, str(error).splitlines()[0])
     program = replace(by_placement[schedule.placement].program, lowered=lower(schedule))
     basis = basis_of(program, request.costs)
-    drawn.append(predict(program, basis.costs))
+    drawn.append(simulate(schedule, basis.costs))
     prediction = prediction_of(program, basis, drawn[-1])
     return Compared(schedule.name, schedule.stages, schedule.microbatches, prediction)
 

@@ -1,9 +1,5 @@
 """`zbcompile.explain`: examine a model, report everything that is unsupported, and raise nothing."""
 
-import contextlib
-import io
-import logging
-import warnings
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from typing import Any
@@ -12,7 +8,7 @@ import torch
 from torch import nn
 from torch.fx import Node
 
-from zbcompile.cli.quiet import logging_disabled
+from zbcompile.cli.quiet import silenced
 from zbcompile.compiler.compile_example import names_of_output
 from zbcompile.inspection.explanation import Explanation, Place, counted
 from zbcompile.model.batch import input_tensors
@@ -69,7 +65,7 @@ class _Examination:
 
     def explanation(self) -> Explanation:
         self.problems += training_problems(self.model, self.loss)
-        with _quiet(), modules_restored(self.model):
+        with silenced(), modules_restored(self.model):
             captured = self._capture()
             if captured is not None:
                 self._examine(captured)
@@ -96,7 +92,8 @@ class _Examination:
 
     def _loss_or_stand_in(self, output: Any, target: Any) -> torch.Tensor:
         """The loss that training would use; if there is none, a sum through which every output gets a gradient."""
-        self.notes += [f"forward returns {name} as well, which training drops" for name in names_beside_loss(output)]
+        names = (name for name in names_of_output(output) if name != "loss")
+        self.notes += [f"forward returns {name} as well, which training drops" for name in names]
         try:
             loss = check_loss(self.loss(output, target) if self.loss else loss_in(output))
         except CaptureError as error:
@@ -197,10 +194,6 @@ def _shortened(names: list[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if names[4:] else "")
 
 
-def names_beside_loss(output: Any) -> list[str]:
-    return [name for name in names_of_output(output) if name != "loss"]
-
-
 def sum_of_floats(output: Any) -> torch.Tensor:
     """The sum of everything in an output that a gradient could start from."""
     register_dataclasses(output)
@@ -219,11 +212,3 @@ def _as_tree(output: Any) -> Any:
     """An object that torch's pytrees do not know, as the mapping of its attributes."""
     known = isinstance(output, torch.Tensor | Mapping | list | tuple) or type(output) in pytree.SUPPORTED_NODES
     return output if known or not hasattr(output, "__dict__") else vars(output)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence torch, which prints and warns while it fails; the explanation has what matters of it."""
-    with logging_disabled(logging.CRITICAL), warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
-        warnings.simplefilter("ignore")
-        yield

@@ -65,11 +65,8 @@ class Explanation:
         shown = self.places if len(self.places) <= SHOWN else tuple(dict.fromkeys(self.nearest_places(SHOWN + 1)))
         hidden = len(self.places) - len(shown)
         title = f"It can be cut in {counted(self.places, 'place')}" + (f" ({hidden} not shown)" if hidden else "")
-        return [f"{title}; work before the cut, bytes across it, and after what:", *map(_line_of, shown)]
-
-
-def _line_of(place: Place) -> str:
-    return f"  {place.share:6.1%}  {place.bytes:>12,} B  {place.after}"
+        lines = (f"  {place.share:6.1%}  {place.bytes:>12,} B  {place.after}" for place in shown)
+        return [f"{title}; work before the cut, bytes across it, and after what:", *lines]
 
 
 def _listed(title: str, texts: tuple[str, ...]) -> list[str]:

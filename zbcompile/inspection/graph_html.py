@@ -6,9 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-from zbcompile.inspection.graph_data import Boundary, Graph, Operation, crossing_values, graph_of
+from zbcompile.inspection.graph_data import Graph, Operation, crossing_values, graph_of
 from zbcompile.inspection.report import format_count
-from zbcompile.passes.graph.roles import TensorSpec
 from zbcompile.passes.stage.print_python import format_bytes
 from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.program.program import Program
@@ -89,33 +88,26 @@ def _columns(program: Program) -> Iterator[str]:
 
 def _hop(left: StageProgram, right: StageProgram) -> str:
     """What travels between two stages: activations to the right, gradients to the left."""
-    there = f"<b>&#8594;</b>{_amount(left.sends)}<br>activations"
-    back = f"<b>&#8592;</b>{_amount(left.gradients_in)}<br>gradients"
+    there, back = (format_bytes(sum(spec.bytes for spec in each.values())) for each in (left.sends, left.gradients_in))
+    there, back = f"<b>&#8594;</b>{there}<br>activations", f"<b>&#8592;</b>{back}<br>gradients"
     names = escape(", ".join(left.sends))
     return f'<div class="hop" title="{names}">{there}<br>{back}</div>'
-
-
-def _amount(specs: Mapping[str, TensorSpec]) -> str:
-    return format_bytes(sum(spec.bytes for spec in specs.values()))
 
 
 def _stage(program: Program, stage: StageProgram) -> str:
     graphs = {name: graph_of(program, stage.stage, name) for name in SHOWN}
     rank = program.rank_of(stage.stage)
+    flops = ", ".join(f"{name} {format_count(graph.flops)}" for name, graph in graphs.items())
     return "\n".join(
         [
             f'<section class="stage"><h2>stage {stage.stage} on rank {rank}</h2>',
-            f"<p>{len(stage.parameters)} parameters; FLOPs {_flops(graphs)}</p>",
+            f"<p>{len(stage.parameters)} parameters; FLOPs {flops}</p>",
             _passes(stage),
             *_crossing(stage),
             *_tree(_modules(graphs), "open"),
             "</section>",
         ]
     )
-
-
-def _flops(graphs: Mapping[str, Graph]) -> str:
-    return ", ".join(f"{name} {format_count(graph.flops)}" for name, graph in graphs.items())
 
 
 def _passes(stage: StageProgram) -> str:
@@ -148,11 +140,8 @@ def _crossing(stage: StageProgram) -> Iterator[str]:
         values = crossing_values(stage.pieces[first], stage.pieces[second])
         if values:
             yield f"<details><summary>{first} keeps {len(values)} values for {second}</summary>"
-            yield f'<div class="values">{"<br>".join(_value(value) for value in values)}</div></details>'
-
-
-def _value(value: Boundary) -> str:
-    return f"{escape(value.meaning)}: {escape(value.value)}"
+            lines = "<br>".join(f"{escape(value.meaning)}: {escape(value.value)}" for value in values)
+            yield f'<div class="values">{lines}</div></details>'
 
 
 def _modules(graphs: Mapping[str, Graph]) -> _Module:

@@ -41,20 +41,13 @@ def merge_pairs(program: Program, manager: PassManager) -> None:
         manager.run(OVERLAP, (program.stages[f].pieces["F"], program.stages[b].pieces[op]), stage=f)
 
 
-def _printed(inspected: Inspected, stage: int, name: str) -> str:
-    """One graph as Python."""
-    program = inspected.program
-    require_stage(inspected.program.schedule, stage)
-    flops = program.stages[stage].flops[name]
-    title = f"{name} of stage {stage} of {type(inspected.example.model).__name__}: {flops:,} FLOPs for one microbatch."
-    return print_piece(program.stages[stage].pieces[name], title)
-
-
 def graph_text(inspected: Inspected, stage: int, name: str, form: str) -> str:
     """One graph in the form that was asked for."""
-    text = _printed(inspected, stage, name)
+    require_stage(inspected.program.schedule, stage)
     if form == "text":
-        return text
+        made, model = inspected.program.stages[stage], type(inspected.example.model).__name__
+        title = f"{name} of stage {stage} of {model}: {made.flops[name]:,} FLOPs for one microbatch."
+        return print_piece(made.pieces[name], title)
     graph = graph_of(inspected.program, stage, name)
     return to_dot(graph) if form == "dot" else json.dumps(graph.to_dict(), indent=1) + "\n"
 

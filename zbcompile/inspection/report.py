@@ -2,12 +2,11 @@
 
 import textwrap
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from tabulate import tabulate
 
 from zbcompile.inspection.summary import Cut, Summary
-from zbcompile.passes.stage.exchanges import Collective
 from zbcompile.passes.stage.print_python import format_bytes
 from zbcompile.prediction.advice import Alternative, format_idle
 from zbcompile.schedules import format_schedule
@@ -20,6 +19,7 @@ _LONGEST_CUT = 50
 
 def format_summary(summary: Summary, timeline: Timeline) -> str:
     """The default report; `timeline` is the predicted step."""
+    picture = format_timeline(timeline, width=WIDTH).partition("\n")[2]
     parts = [
         _heading(summary),
         titled("Stages, FLOPs per microbatch (a multiply-add is two)", _stages(summary)),
@@ -33,16 +33,11 @@ def format_summary(summary: Summary, timeline: Timeline) -> str:
         _verdict(summary),
         _vocabulary(summary),
         _advice(summary),
-        titled("The predicted step, to scale (dots are idle time)", _picture(timeline)),
+        titled("The predicted step, to scale (dots are idle time)", picture),
         titled("The order of every rank", format_schedule(timeline.schedule, width=WIDTH)),
         _notes(summary),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _picture(timeline: Timeline) -> str:
-    _, *rows = format_timeline(timeline, width=WIDTH).splitlines()
-    return "\n".join(rows)
 
 
 def titled(title: str, body: str) -> str:
@@ -186,7 +181,8 @@ def _signed_bytes(count: int) -> str:
 
 def _collectives(s: Summary) -> str:
     """What stages exchange with ranks beside the pipeline; equal exchanges of a pass are one row."""
-    counts = Counter((n, c.name, c.dimension, c.kind, c.bytes) for n, c in _exchanges(s))
+    found = ((stage.stage, each) for stage in s.stages for each in stage.collectives if each.name != "BW")  # B and W
+    counts = Counter((n, c.name, c.dimension, c.kind, c.bytes) for n, c in found)
     if not counts:
         return ""
     rows = [
@@ -196,11 +192,6 @@ def _collectives(s: Summary) -> str:
     headers = ["stage", "pass", "along", "collective", "count", "bytes"]
     title = "Exchanges with ranks beside the pipeline, per microbatch"
     return titled(title, table(rows, headers, left=("pass", "along", "collective")))
-
-
-def _exchanges(s: Summary) -> Iterator[tuple[int, Collective]]:
-    for stage in s.stages:
-        yield from ((stage.stage, each) for each in stage.collectives if each.name != "BW")  # B and W in one
 
 
 def _ranks(s: Summary) -> str:
@@ -258,20 +249,14 @@ def _advice(s: Summary) -> str:
     fullest = max(s.per_rank, key=lambda rank: rank.peak_bytes)
     memory = f"Rank {fullest.rank} has the highest peak, {format_bytes(fullest.peak_bytes)} of activations."
     lines = wrap(f"{s.limits} {format_idle(s.idle)} {memory} {s.balance.overweight}".rstrip())
-    worth = [a for a in s.alternatives if a.worth]
-    rest = [_short(a) for a in s.alternatives if not a.worth]
-    lines += ["", *(line for a in worth for line in wrap(f"- {_alternative(a)}"))] if worth else []
+    worth = [
+        f"{a.option} ({a.change}): {_effect(a)}, bubble {format_share(a.bubble)}" for a in s.alternatives if a.worth
+    ]
+    rest = [f"{a.option} ({_effect(a)})" for a in s.alternatives if not a.worth]
+    lines += ["", *(line for text in worth for line in wrap(f"- {text}"))] if worth else []
     lines += ["", *wrap(f"Tried without gain: {'; '.join(rest)}.")] if rest else []
     lines += [line for each in s.impossible for line in wrap(f"Not tried: {each.option}: {each.reason}")]
     return titled("What limits it, and what to try (each predicted)", "\n".join(lines))
-
-
-def _alternative(a: Alternative) -> str:
-    return f"{a.option} ({a.change}): {_effect(a)}, bubble {format_share(a.bubble)}"
-
-
-def _short(a: Alternative) -> str:
-    return f"{a.option} ({_effect(a)})"
 
 
 def _effect(a: Alternative) -> str:

@@ -1,20 +1,16 @@
 """The request of an inspect command line, and the steps that its commands share: compiling, predicting."""
 
-import sys
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from zbcompile.cli.compile_arguments import Plan, compiled
+from zbcompile.cli.compile_arguments import Plan, announcer, compiled
 from zbcompile.compiler.compile_example import Inspected
 from zbcompile.errors import PipelineError
 from zbcompile.inspection.idle_report import require_rank
 from zbcompile.model.example import Example
-from zbcompile.passes.pass_list.passes_in_order import STAGE_PASSES
-from zbcompile.passes.pass_list.run_passes import Observer, Ran
-from zbcompile.prediction.predict import Basis, basis_of, predict, require_costs
-from zbcompile.schedules import Schedule
+from zbcompile.passes.pass_list.run_passes import Observer
+from zbcompile.prediction.predict import Basis, basis_of, require_costs
+from zbcompile.schedules import Schedule, simulate
 from zbcompile.schedules.simulation.timeline import Timeline
 from zbcompile.schedules.visualization.write import ENDINGS
 
@@ -91,30 +87,15 @@ def require_stage(schedule: Schedule, stage: int) -> None:
         )
 
 
-def announcer() -> Callable[[str], None]:
-    """Reports progress on a terminal; silent if standard error is not one."""
-    stream, began = sys.stderr, time.monotonic()
-    if not stream.isatty():
-        return lambda text: None
-    return lambda text: print(f"{time.monotonic() - began:6.1f} s  {text} ...", file=stream, flush=True)
-
-
 def compile_for(example: Example, schedule: Schedule, request: Request, observe: Observer | None = None) -> Inspected:
     """Compile `example`. `observe` sees what each pass makes."""
     say = announcer()
-
-    def watch(ran: Ran) -> None:
-        if ran.name == STAGE_PASSES[-1].name:
-            say(f"compiled stage {ran.stage} of 0 to {schedule.stages - 1}")
-        if observe is not None:
-            observe(ran)
-
     say(f"capturing {type(example.model).__name__} for {schedule.name}, {schedule.stages} stages")
-    found = compiled(example, schedule, request, watch)
+    found = compiled(example, schedule, request, say, observe)
     return replace(found, program=replace(found.program, step=request.options.step))
 
 
 def predicted(inspected: Inspected, request: Request) -> tuple[Timeline, Basis]:
     """The step under the costs that were asked for."""
     basis = basis_of(inspected.program, request.costs)
-    return predict(inspected.program, basis.costs), basis
+    return simulate(inspected.program.schedule, basis.costs), basis

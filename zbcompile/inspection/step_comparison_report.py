@@ -1,13 +1,12 @@
 """A recorded step beside its prediction, as tables for a terminal and as data."""
 
-import textwrap
 from dataclasses import asdict
 from typing import Any
 
-from zbcompile.inspection.report import WIDTH, format_share, format_time, table, titled
+from zbcompile.inspection.report import WIDTH, format_share, format_time, table, titled, wrap
 from zbcompile.inspection.summary import SCHEMA
 from zbcompile.passes.stage.print_python import format_bytes
-from zbcompile.prediction.step_comparison import PASSES, StepComparison
+from zbcompile.prediction.step_comparison import PASSES, PassDifference, StepComparison
 from zbcompile.schedules.simulation.timeline import Timeline
 from zbcompile.schedules.visualization.comparison import compare_text
 from zbcompile.schedules.visualization.text import format_timeline
@@ -29,13 +28,9 @@ def format_step_comparison(c: StepComparison, predicted: Timeline, measured: Tim
         _what_it_says(c),
         titled("Time of each pass, mean over the microbatches: measured, and how often the predicted time", _passes(c)),
         titled(*_pictures(predicted, measured)),
-        "\n".join(line for note in c.notes for line in _wrap(f"- {note}")),
+        "\n".join(line for note in c.notes for line in wrap(f"- {note}")),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _wrap(text: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def _heading(c: StepComparison, predicted: Timeline) -> str:
@@ -47,7 +42,7 @@ def _heading(c: StepComparison, predicted: Timeline) -> str:
         f"the whole call {format_time(c.call, 's')}",
         f"predicted  step {format_time(c.predicted_step, 's')}, bubble {format_share(c.predicted_bubble)}; {c.basis}",
     ]
-    return "\n".join(part for line in lines for part in _wrap(line))
+    return "\n".join(part for line in lines for part in wrap(line))
 
 
 def _ranks(c: StepComparison) -> str:
@@ -72,22 +67,19 @@ def _signed(seconds: float) -> str:
 
 def _what_it_says(c: StepComparison) -> str:
     """The tables in words."""
-    lines = _wrap(f"The step took {_times(c.measured_step, c.predicted_step)} the predicted time. {_largest(c)}")
+    times = f"{c.measured_step / c.predicted_step:.2f} times" if c.predicted_step else "longer than"
+    lines = wrap(f"The step took {times} the predicted time. {_largest(c)}")
     if c.passes:
-        lines += _wrap(_speeds(c))
+        lines += wrap(_speeds(c))
     if not c.in_process:
         lost = c.measured_step - c.replayed_step
         share = format_share(lost / c.measured_step if c.measured_step else 0.0)
-        lines += _wrap(
+        lines += wrap(
             "If every pass took its mean measured time and messages took none, the step would take "
             f"{format_time(c.replayed_step, 's')}: {_signed(lost)} ({share} of the step) is messages, the host between "
             "passes, and slower microbatches."
         )
     return "\n".join(lines)
-
-
-def _times(after: float, before: float) -> str:
-    return f"{after / before:.2f} times" if before else "longer than"
 
 
 def _largest(c: StepComparison) -> str:
@@ -120,13 +112,14 @@ def _passes(c: StepComparison) -> str:
     rows = []
     for stage in sorted({p.stage for p in c.passes}):
         cells = [found.get((stage, name)) for name in names]
-        pairs = [(format_time(p.measured, "s"), _ratio(p.measured, p.predicted)) if p else ("", "") for p in cells]
-        rows.append([str(stage), *(text for pair in pairs for text in pair)])
+        rows.append([str(stage), *(text for p in cells for text in _measured_and_ratio(p))])
     return table(rows, headers)
 
 
-def _ratio(measured: float, predicted: float) -> str:
-    return f"{measured / predicted:.2f}" if predicted else "-"
+def _measured_and_ratio(p: PassDifference | None) -> tuple[str, str]:
+    if p is None:
+        return "", ""
+    return format_time(p.measured, "s"), f"{p.measured / p.predicted:.2f}" if p.predicted else "-"
 
 
 def _pictures(predicted: Timeline, measured: Timeline) -> tuple[str, str]:

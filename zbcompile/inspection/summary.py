@@ -19,7 +19,6 @@ from zbcompile.prediction.predict import Basis, Messages, count_messages, runnin
 from zbcompile.prediction.recompile_trials import Impossible
 from zbcompile.program.program import Program
 from zbcompile.schedules.ir.actions import flatten
-from zbcompile.schedules.ir.schedule import Schedule
 from zbcompile.schedules.simulation.timeline import Timeline
 
 SCHEMA = "zbcompile.inspect/1"
@@ -175,31 +174,24 @@ class Summary:
         return {"schema": SCHEMA, **asdict(self)}
 
 
-@dataclass(frozen=True)
-class Unsharded:
-    """The predicted step without a sharded output layer, see `VocabularySummary`; None where nobody asked."""
-
-    left: float | None = None
-    redistributed: float | None = None
-
-
-def _vocabulary(program: Program, unsharded: Unsharded) -> VocabularySummary | None:
+def _vocabulary(program: Program, tried: "Tried") -> VocabularySummary | None:
     found = program.vocabulary
     if found is None:
         return None
     words = tuple(high - low for low, high in found.bounds)
-    shown = unsharded.left, unsharded.redistributed, found.lookup.weight if found.lookup else ""
+    shown = tried.unsharded_step, tried.redistributed_step, found.lookup.weight if found.lookup else ""
     return VocabularySummary(found.text, found.barriers, words, found.flops[0], found.tiling.keep, *shown)
 
 
 @dataclass(frozen=True)
 class Tried:
-    """The results of other compilations: other graphs, impossible changes, and the step without a sharded output
-    layer."""
+    """The results of other compilations: the step without a sharded output layer (see `VocabularySummary`; None where
+    nobody asked), other graphs, and changes that are impossible."""
 
+    unsharded_step: float | None = None
+    redistributed_step: float | None = None
     alternatives: tuple[Alternative, ...] = ()
     impossible: tuple[Impossible, ...] = ()
-    unsharded: Unsharded = Unsharded()
 
 
 def summarise(
@@ -211,6 +203,8 @@ def summarise(
     stages = tuple(_stage(stage, program, sizes) for stage in program.stages)
     running = running_peaks(program, timeline.costs)
     ranks = tuple(_rank(rank, program, sizes, timeline, running[rank]) for rank in range(program.schedule.ranks))
+    flops = [rank.flops for rank in ranks]
+    same_stages = () if program.vocabulary else alternatives(timeline)  # generators know no vocabulary passes
     return Summary(
         model=type(model).__name__,
         parameters=sum(count for count, _ in sizes.values()),
@@ -225,39 +219,26 @@ def summarise(
         recompute=program.choices.recompute,
         loss_reduction=loss_reduction,
         balance=_balance(program),
-        imbalance=_imbalance([rank.flops for rank in ranks]),
+        imbalance=max(flops) * len(flops) / sum(flops) if sum(flops) else 1.0,
         prediction=prediction_of(program, basis, timeline),
         idle=idle_by_cause(timeline),
         limits=what_limits(timeline),
-        alternatives=(*_same_stages(program, timeline), *tried.alternatives),
+        alternatives=(*same_stages, *tried.alternatives),
         impossible=tried.impossible,
         stages=stages,
         per_rank=ranks,
         orders=tuple(tuple(map(str, order)) for order in program.schedule.orders),
         programs=tuple(tuple(map(str, order)) for order in program.lowered.programs),
         shared_parameters=tuple(sorted(program.shared)),
-        vocabulary=_vocabulary(program, tried.unsharded),
+        vocabulary=_vocabulary(program, tried),
         dropped_outputs=inspected.dropped,
         warnings=inspected.warnings,
     )
 
 
-def _same_stages(program: Program, timeline: Timeline) -> tuple[Alternative, ...]:
-    """The generators of schedules know no vocabulary passes."""
-    return () if program.vocabulary else alternatives(timeline)
-
-
 def prediction_of(program: Program, basis: Basis, timeline: Timeline) -> Prediction:
-    peak = int(max(timeline.peak_memory))
-    return Prediction(
-        basis.text,
-        basis.unit,
-        timeline.makespan,
-        timeline.bubble,
-        peak,
-        count_messages(program),
-        with_equal_stages(timeline),
-    )
+    length, peak = (timeline.makespan, timeline.bubble), int(max(timeline.peak_memory))
+    return Prediction(basis.text, basis.unit, *length, peak, count_messages(program), with_equal_stages(timeline))
 
 
 def _balance(program: Program) -> Balance:
@@ -266,15 +247,11 @@ def _balance(program: Program) -> Balance:
     return Balance(cuts.basis, cuts.unit, cuts.imbalance, distinct, cuts.overweight)
 
 
-def _imbalance(loads: list[int]) -> float:
-    return max(loads) * len(loads) / sum(loads) if sum(loads) else 1.0
-
-
 def _stage(stage: StageProgram, program: Program, sizes: Mapping[str, tuple[int, int]]) -> StageSummary:
     crossing = stage.crossing
     return StageSummary(
         stage=stage.stage,
-        ranks=ranks_of(program.schedule, stage.stage),
+        ranks=tuple(sorted(program.ranks_of(stage.stage))),
         cut=cut_of(stage),
         load=program.cuts.loads[stage.stage],
         original=stage.original,
@@ -294,11 +271,6 @@ def _stage(stage: StageProgram, program: Program, sizes: Mapping[str, tuple[int,
         improvements=stage.improvements,
         collectives=tuple(collectives_of(stage)),
     )
-
-
-def ranks_of(schedule: Schedule, stage: int) -> tuple[int, ...]:
-    """The ranks that hold a stage: two if the schedule has two copies of the model."""
-    return tuple(rank for rank in range(schedule.ranks) if stage in schedule.placement.stages_of(rank))
 
 
 def cut_of(stage: StageProgram) -> Cut | None:

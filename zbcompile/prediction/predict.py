@@ -1,8 +1,9 @@
 """The time and memory of a step, predicted from the compiled graphs without running them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from zbcompile.compiler.vocabulary_sharding import with_shard_times
 from zbcompile.errors import PipelineError
@@ -12,10 +13,9 @@ from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.prediction.measure_passes import measure_passes
 from zbcompile.profiling.step_record import is_record, read_record
 from zbcompile.program.program import Program
-from zbcompile.schedules import Costs, simulate
+from zbcompile.schedules import Costs
 from zbcompile.schedules.execution.memory import deltas
 from zbcompile.schedules.ir.actions import SEND_B, SEND_F, flatten
-from zbcompile.schedules.simulation.timeline import Timeline
 
 NAMED_COSTS = ("flops", "uniform", "measured")
 
@@ -38,22 +38,19 @@ def basis_of(program: Program, source: str) -> Basis:
     if source == "flops":
         speed = machine_for(device_of(program)).flops_per_second
         return Basis(flop_costs(program), "s", f"from FLOPs at {speed / 1e9:g} GFLOP/s, messages free")
-    if source == "uniform":
-        return Basis(
-            _with_memory(_equal_costs(program), program), "passes", "every pass takes 1 (empty ones 0), messages free"
-        )
+    if source == "uniform":  # the graph of a pass may compute nothing: a stage without parameters has no W
+        costs = _costs(program, lambda stage, op: int(not stage.pieces[op].empty))
+        return Basis(costs, "passes", "every pass takes 1 (empty ones 0), messages free")
     if source == "measured":
         text = "passes run on this machine on synthetic values, messages free"
         return Basis(_with_memory(measure_passes(program), program), "s", text)
     return _from_file(source, program)
 
 
-def _equal_costs(program: Program) -> Costs:
-    """Every pass takes 1; one whose graph computes nothing (a stage without parameters has no W) takes 0."""
-    forward, backward, weight = (
-        tuple(int(not stage.pieces[op].empty) for stage in program.stages) for op in ("F", "B", "W")
-    )
-    return Costs(forward, backward, weight)
+def _costs(program: Program, time: Callable[[StageProgram, str], float], **others: Any) -> Costs:
+    """The memory of the graphs, and the `time` of each pass of each stage."""
+    forward, backward, weight = (tuple(time(stage, op) for stage in program.stages) for op in ("F", "B", "W"))
+    return _with_memory(Costs(forward, backward, weight, **others), program)
 
 
 def flop_costs(program: Program) -> Costs:
@@ -85,10 +82,8 @@ def rates_of(program: Program, costs: Costs) -> Rates:
 
 def costs_at(program: Program, rates: Rates) -> Costs:
     """The passes of `program` at `rates`."""
-    forward, backward, weight = (
-        tuple(stage.flops[op] * rates.of(op) for stage in program.stages) for op in ("F", "B", "W")
-    )
-    costs = _with_memory(Costs(forward, backward, weight, comm=rates.comm, bandwidth=rates.bandwidth), program)
+    links = {"comm": rates.comm, "bandwidth": rates.bandwidth}
+    costs = _costs(program, lambda stage, op: stage.flops[op] * rates.of(op), **links)
     if program.vocabulary is None:
         return costs
     shards = [{op: count * rates.of(op) for op, count in flops.items()} for flops in program.vocabulary.flops]
@@ -98,13 +93,9 @@ def costs_at(program: Program, rates: Rates) -> Costs:
 def left_on_last(costs: Costs) -> Costs:
     """`costs` with the output layer whole on the last stage: what S and T of all shards take together, in thirds."""
     third = (sum(costs.vocab_s) + sum(costs.vocab_t)) / 3
-    forward, backward, weight = (
-        (*times[:-1], times[-1] + third) for times in (costs.forward, costs.backward, costs.weight)
-    )
-    none = (0.0,) * costs.stages
-    return replace(
-        costs, forward=forward, backward=backward, weight=weight, vocab_s=none, vocab_t=none, vocab_state=none
-    )
+    times = {name: getattr(costs, name) for name in ("forward", "backward", "weight")}
+    changed: dict[str, Any] = {name: (*each[:-1], each[-1] + third) for name, each in times.items()}
+    return replace(costs, **changed | dict.fromkeys(("vocab_s", "vocab_t", "vocab_state"), (0.0,) * costs.stages))
 
 
 def _with_memory(costs: Costs, program: Program) -> Costs:
@@ -157,11 +148,6 @@ def device_of(program: Program) -> str:
     return next(
         node.meta["val"].device.type for node in program.stages[0].pieces["F"].module.graph.find_nodes(op="placeholder")
     )
-
-
-def predict(program: Program, costs: Costs) -> Timeline:
-    """Simulate the program's schedule under `costs`."""
-    return simulate(program.schedule, costs)
 
 
 def running_peaks(program: Program, costs: Costs) -> tuple[int, ...]:

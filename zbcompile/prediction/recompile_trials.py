@@ -7,9 +7,9 @@ from zbcompile.compiler.compile_example import Inspected, compile_again
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import CompileError
 from zbcompile.prediction.advice import Alternative, judge
-from zbcompile.prediction.predict import Rates, costs_at, predict, rates_of
+from zbcompile.prediction.predict import Rates, costs_at, rates_of
 from zbcompile.program.program import Program
-from zbcompile.schedules import Costs, Schedule, ScheduleError, build, lower, names
+from zbcompile.schedules import Costs, Schedule, ScheduleError, build, lower, names, simulate
 from zbcompile.schedules.ir.placement import Placement
 from zbcompile.schedules.simulation.timeline import Timeline
 
@@ -46,7 +46,7 @@ def run_trials(
     rates = rates_of(now, costs)
     found: list[Alternative] = []
     impossible: list[Impossible] = []
-    before = predict(now, costs_at(now, rates))
+    before = simulate(now.schedule, costs_at(now, rates))
     for trial in _trials(now):
         announce(f"trying {trial.option}")
         try:
@@ -65,7 +65,7 @@ def _best(trial: Trial, program: Program, rates: Rates, before: Timeline) -> Alt
     for schedule in trial.schedules:
         other = program if schedule == program.schedule else replace(program, lowered=lower(schedule))
         option = trial.option if len(trial.schedules) == 1 else f"--schedule {schedule.name}"
-        tried.append(judge(trial.change, option, before, predict(other, costs_at(other, rates))))
+        tried.append(judge(trial.change, option, before, simulate(schedule, costs_at(other, rates))))
     return min(tried, key=lambda a: (a.time_ratio, a.peak_ratio))
 
 

@@ -64,14 +64,8 @@ class StepRecord:
 
         `zbcompile.schedules.simulation.idle_causes` defines the causes. Empty in one process, where ranks take turns.
         """
-        return (
-            {}
-            if self.in_process
-            else {
-                rank: {str(cause): seconds for cause, seconds in idle.items()}
-                for rank, idle in enumerate(self.timeline.idle_by_cause)
-            }
-        )
+        causes = () if self.in_process else self.timeline.idle_by_cause
+        return {rank: {str(cause): time for cause, time in idle.items()} for rank, idle in enumerate(causes)}
 
     def save(self, path: str | Path) -> None:
         """Write the record to a file that `python -m zbcompile.inspect TARGET --measured FILE` reads; it is the same on

@@ -187,7 +187,7 @@ def make_executable_shards(
     compiled = {}
     for rank in ranks:
         rows = {Slot("parameter", name): shards.rows(rank, name) for name in program.parameters}
-        compiled[rank] = prepare_shard(program, rank, {**resident, **rows}, passes.shard(rank))
+        compiled[rank] = prepare_shard(program, rank, {**resident, **rows}, passes.of("shard", rank))
     accumulators = {rank: partial(shards.accumulator, rank) for rank in ranks}
     stream = torch.cuda.Stream(device) if group is not None and device.type == "cuda" else None
     return VocabularyExecutable(program, compiled, accumulators, roots, device, group, shards, stream)
