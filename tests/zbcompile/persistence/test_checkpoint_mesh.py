@@ -12,8 +12,7 @@ from torch import Tensor
 import zbcompile
 from tests.support.dtensor_models import LENGTH, VOCABULARY, Llama, loss_of, parallelised
 from tests.support.meshes import mesh_of
-from tests.support.parallel_models import LENGTH as POSITIONS
-from tests.support.parallel_models import WIDTH, TensorParallel
+from tests.support.parallel_models import LENGTH as POSITIONS, WIDTH, TensorParallel
 from tests.support.pool import Pool
 from tests.support.training import assert_same_tensors
 
