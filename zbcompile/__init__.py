@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from zbcompile.inspection.explain_model import explain as explain
     from zbcompile.inspection.explanation import Explanation as Explanation
     from zbcompile.model.example import Example as Example
+    from zbcompile.model.huggingface_plan import apply_tensor_parallel_plan as apply_tensor_parallel_plan
     from zbcompile.model.seeds import microbatch_seed as microbatch_seed
     from zbcompile.passes.errors import (
         CaptureError as CaptureError,
@@ -45,6 +46,7 @@ _HOME = {
     "frontend.grad_scaler": ("GradScaler",),
     "frontend.trace_steps": ("trace",),
     "persistence.safetensors_weights": ("load_weights", "save_weights"),
+    "model.huggingface_plan": ("apply_tensor_parallel_plan",),
     "model.seeds": ("microbatch_seed",),
     "errors": ("FaultError", "PipelineError"),
     "passes.errors": ("CompileError", "CaptureError", "PartitionError"),

@@ -9,6 +9,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
+    PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
@@ -28,18 +29,19 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, inner: int) -> None:
         super().__init__()
-        self.up, self.gate, self.down = nn.Linear(WIDTH, 28), nn.Linear(WIDTH, 28), nn.Linear(28, WIDTH)
+        self.up, self.gate, self.down = nn.Linear(WIDTH, inner), nn.Linear(WIDTH, inner), nn.Linear(inner, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, inner: int) -> None:
         super().__init__()
-        self.first, self.attention, self.second, self.mlp = nn.RMSNorm(WIDTH), Attention(), nn.RMSNorm(WIDTH), Mlp()
+        self.first, self.attention, self.second = nn.RMSNorm(WIDTH), Attention(), nn.RMSNorm(WIDTH)
+        self.mlp = Mlp(inner)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.first(x))
@@ -47,12 +49,16 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    def __init__(self, layers: int = LAYERS) -> None:
+    """`odd`: feed-forward layers of an odd width, and a head tied to the embedding."""
+
+    def __init__(self, layers: int = LAYERS, odd: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(27 if odd else 28) for _ in range(layers))
         self.norm, self.head = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        if odd:
+            self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
@@ -67,8 +73,9 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def parallelised(mesh: Any, kind: str, layers: int = LAYERS) -> Llama:
-    """ "plain": columns and rows; "sequence": with sequence parallelism; "loss": and the loss on sharded logits."""
-    model, split = Llama(layers), kind != "plain"
+    """ "plain": columns and rows; "sequence": with sequence parallelism; "loss": and the loss on sharded logits; "odd":
+    uneven columns, DTensors inside of the feed-forward layers, whose output a style of its own gathers; a tied head."""
+    model, split = Llama(layers, kind == "odd"), kind in ("sequence", "loss")
     along = Shard(1) if split else Replicate()
     rows = RowwiseParallel(output_layouts=along)
     plan: dict[str, Any] = {
@@ -79,7 +86,7 @@ def parallelised(mesh: Any, kind: str, layers: int = LAYERS) -> Llama:
             use_local_output=kind != "loss",
         ),
         **{f"blocks.*.attention.{name}": ColwiseParallel() for name in "qkv"},
-        **{f"blocks.*.mlp.{name}": ColwiseParallel() for name in ("up", "gate")},
+        **{f"blocks.*.mlp.{name}": ColwiseParallel(use_local_output=kind != "odd") for name in ("up", "gate")},
         "blocks.*.attention.o": rows,
         "blocks.*.mlp.down": rows,
     }
@@ -91,4 +98,10 @@ def parallelised(mesh: Any, kind: str, layers: int = LAYERS) -> Llama:
             "norm": SequenceParallel(),
         }
         plan |= {"blocks.*.attention": inside, "blocks.*.mlp": inside}
-    return parallelize_module(model, mesh, plan)  # type: ignore[return-value]
+    if kind == "odd":
+        plan["blocks.*.mlp.down"] = RowwiseParallel(output_layouts=Shard(1))
+        plan["blocks.*.mlp"] = PrepareModuleOutput(output_layouts=(Shard(1),), desired_output_layouts=(Replicate(),))
+    parallelize_module(model, mesh, plan)
+    if kind == "odd":
+        model.head.weight = model.embedding.weight
+    return model

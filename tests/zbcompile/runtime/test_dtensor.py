@@ -40,7 +40,7 @@ def whole(gradient: Any) -> Tensor:
 def trained(kind: str, schedule: str, exact: bool) -> dict[str, Any]:
     """What differs from one process, from eager DTensor in bits, and where collectives are."""
     mesh = mesh_of(pp=2, tp=2)
-    one = Llama()
+    one = Llama(odd=kind == "odd")
     expected = accumulated(one)
     around = loss_parallel() if kind == "loss" else contextlib.nullcontext()
     eager, model = parallelised(mesh["tp"], kind), parallelised(mesh["tp"], kind)
@@ -78,10 +78,10 @@ def trained(kind: str, schedule: str, exact: bool) -> dict[str, Any]:
     }
 
 
-@pytest.mark.mostly_slow(every=3)
+@pytest.mark.mostly_slow(every=4)
 @pytest.mark.parametrize(
     ("kind", "schedule", "exact"),
-    [("plain", "zb-h1", True), ("sequence", "zb-v", False), ("loss", "1f1b", False)],
+    [("plain", "zb-h1", True), ("sequence", "zb-v", False), ("loss", "1f1b", False), ("odd", "interleaved-zb", True)],
 )
 def test_gradients_are_those_of_one_process(kind: str, schedule: str, exact: bool, pool: Pool) -> None:
     for seen in pool.run(trained, kind, schedule, exact, ranks=4):

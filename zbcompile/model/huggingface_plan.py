@@ -1,0 +1,84 @@
+"""Tensor parallelism of a transformers model that is built already, by the plan that it brings along."""
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from torch import nn
+
+from zbcompile.errors import PipelineError
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def apply_tensor_parallel_plan(model: Model, mesh: Any, plan: Mapping[str, str] | None = None) -> Model:
+    """Parallelise a transformers model over `mesh`, one dimension of a mesh, in place; returns the model.
+
+    Its parameters become DTensors, of which each rank keeps its part, in the styles of
+    `torch.distributed.tensor.parallel`. Tied parameters stay tied.
+
+    Args:
+        mesh: such as `mesh["tp"]`. Heads, of queries as of keys, must be divisible by its size.
+        plan: a style for each pattern of module names; default: the model's own (`model.tp_plan`, which transformers
+            puts together from `config.base_model_tp_plan`).
+
+    Raises PipelineError for a model without a plan, and for a style that is not known here, such as those of experts.
+
+    >>> model = LlamaForCausalLM(config)                                                        # doctest: +SKIP
+    >>> model = zbcompile.apply_tensor_parallel_plan(model, mesh["tp"])                         # doctest: +SKIP
+    >>> pipe = zbcompile.pipeline(model, mesh=mesh, schedule="zb-v")                            # doctest: +SKIP
+    """
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    wanted = dict(plan if plan is not None else getattr(model, "tp_plan", None) or {})
+    if not wanted:
+        raise PipelineError(
+            f"{type(model).__name__} brings no tensor-parallel plan along (tp_plan is empty). Pass plan=, or "
+            "parallelise it with torch.distributed.tensor.parallel.parallelize_module."
+        )
+    styles = _styles()
+    for pattern, style in wanted.items():
+        if style not in styles:
+            raise PipelineError(
+                f"the plan has {style!r} for {pattern}; expected one of {', '.join(sorted(styles))}. Parallelise such "
+                "modules by hand, with functional collectives and placements=."
+            )
+    tied = _tied(model)
+    parallelize_module(model, mesh, {pattern: styles[style] for pattern, style in wanted.items()})
+    _tie(model, tied)
+    return model
+
+
+def _styles() -> dict[str, Any]:
+    """What transformers calls a style. A replicated norm sees this rank's heads alone: to DTensor these are rows of a
+    sharded tensor, which sums the gradient."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+
+    gathered = ColwiseParallel(output_layouts=Replicate())
+    of_whole = RowwiseParallel(input_layouts=Replicate())
+    return {
+        **{"colwise": ColwiseParallel(), "rowwise": RowwiseParallel()},
+        **dict.fromkeys(("colwise_rep", "colwise_gather_output", "embedding_colwise"), gathered),
+        **dict.fromkeys(("rowwise_rep", "rowwise_split_input", "embedding_rowwise"), of_whole),
+        "replicated_with_grad_allreduce": SequenceParallel(sequence_dim=0, use_local_output=True),
+    }
+
+
+def _tied(model: nn.Module) -> dict[str, str]:
+    """The names of parameters that are another one, by whose name it is listed."""
+    first: dict[int, str] = {}
+    found = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if first.setdefault(id(parameter), name) != name:
+            found[name] = first[id(parameter)]
+    return found
+
+
+def _tie(model: nn.Module, tied: Mapping[str, str]) -> None:
+    """Each style has made a parameter of its own of what was one."""
+    for name, first in tied.items():
+        own, other = model.get_parameter(name), model.get_parameter(first)
+        if getattr(own, "placements", None) != getattr(other, "placements", None):
+            raise PipelineError(f"{name} and {first} are one parameter, and the plan shards them in different ways.")
+        path, _, last = name.rpartition(".")
+        setattr(model.get_submodule(path), last, other)
