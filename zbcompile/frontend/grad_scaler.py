@@ -1,12 +1,14 @@
 """Loss scaling for fp16: the pipeline's backward runs on a scaled loss, and all ranks skip a step or none does."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from zbcompile.errors import PipelineError
 from zbcompile.frontend.pipeline import Pipeline
+from zbcompile.model.distributed_tensors import local_of
 from zbcompile.torch_private import add_found_infinity, found_infinities
 
 
@@ -31,7 +33,8 @@ class GradScaler(torch.amp.GradScaler):
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """As `torch.amp.GradScaler.unscale_`; every rank must call it, directly or by `step`."""
-        super().unscale_(optimizer)
+        with _plain(optimizer):
+            super().unscale_(optimizer)
         if self.is_enabled():
             self._share(found_infinities(self, optimizer), optimizer)
 
@@ -47,3 +50,15 @@ class GradScaler(torch.amp.GradScaler):
         for infinity in found:
             worst = torch.maximum(worst, infinity.to(worst.device))
         add_found_infinity(self, optimizer, self._pipe.largest(worst))
+
+
+@contextmanager
+def _plain(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Inside, the optimizer has plain parts in place of DTensors: torch unscales all gradients in one call, which does
+    not take both kinds."""
+    groups = optimizer.param_groups
+    optimizer.param_groups = [{**group, "params": list(map(local_of, group["params"]))} for group in groups]
+    try:
+        yield
+    finally:
+        optimizer.param_groups = groups

@@ -23,12 +23,13 @@ LAYERS, WIDTH, EXPERTS, MICROBATCHES, ROWS = 4, 8, 2, 4, 6
 
 
 class Seen(NamedTuple):
-    """What one rank saw of one step: which expert it has, the loss, gradients, its model's output, and the refusal."""
+    """What one rank saw of one step: its expert, the loss, gradients, its model's output, the norm, and the refusal."""
 
     expert: int
     loss: Tensor
     gradients: Gradients
     output: Tensor
+    norm: Tensor
     refusal: str
 
 
@@ -59,7 +60,7 @@ def trained(schedule: str, folder: Path) -> Seen:
     options = {"schedule": schedule, "microbatches": MICROBATCHES, "loss": F.mse_loss, "exact": True}
     pipe = zbcompile.pipeline(model, mesh=mesh, placements=EXPERT, **options)
     loss = pipe.step(inputs, target=targets)
-    gradients, output = gradients_of(pipe), pipe.eval(inputs)
+    gradients, output, norm = gradients_of(pipe), pipe.eval(inputs), pipe.clip_grad_norm_(1e9)
     pipe.program.save(folder / "program")
     pipe.close()
     other = init_device_mesh("cpu", shape, mesh_dim_names=("ep", "pp"))
@@ -69,7 +70,7 @@ def trained(schedule: str, folder: Path) -> Seen:
     loaded.close()
     with pytest.raises(zbcompile.PipelineError) as refused:
         zbcompile.load(folder / "program", mesh=init_device_mesh("cpu", shape, mesh_dim_names=("dp", "pp")))
-    return Seen(expert, loss, gradients, output, str(refused.value))
+    return Seen(expert, loss, gradients, output, norm, str(refused.value))
 
 
 def everywhere(models: list[MoE], xs: list[Tensor]) -> list[Tensor]:
@@ -114,8 +115,12 @@ def test_experts_on_other_ranks(schedule: str, ranks: int, pool: Pool, tmp_path:
     it, of the rest the sum over both batches. Under dualpipe-v pairs interleave the exchanges."""
     losses, models, outputs = oracle()
     whole = [gradients_of(model) for model in models]
+    experts = [gradient for each in whole for name, gradient in each.items() if is_expert(name)]
+    once = experts + [sum(each[name] for each in whole) for name in whole[0] if not is_expert(name)]  # type: ignore
+    norm = nn.utils.get_total_norm(once)  # type: ignore[arg-type]
     for seen in pool.run(trained, schedule, tmp_path, ranks=ranks):
         assert torch.allclose(seen.loss, sum(losses), rtol=1e-6)
+        assert torch.allclose(seen.norm, norm, rtol=1e-6)
         for name, gradient in seen.gradients.items():
             parts = [whole[seen.expert][name]] if is_expert(name) else [each[name] for each in whole]
             assert gradient is not None

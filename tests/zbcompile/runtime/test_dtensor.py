@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
@@ -91,3 +92,47 @@ def test_gradients_are_those_of_one_process(kind: str, schedule: str, exact: boo
         assert seen["state"]
         assert seen["in W"] == []
         assert not exact or seen["unequal"] == []
+
+
+def scaled() -> tuple[float, list[bool], float, str]:
+    """How far scaled and unscaled gradients are from one process; after an infinity on one rank which parameters are
+    as they were, and the scale; what a NaN on one rank is reported as."""
+    mesh, one = mesh_of(pp=2, tp=2), Llama(layers=1)
+    accumulated(one)
+    model = parallelised(mesh["tp"], "plain", layers=1)
+    options: dict[str, Any] = {"microbatches": MICROBATCHES, "loss": loss_of, "debug_nan": True}
+    pipe = zbcompile.pipeline(model, mesh=mesh, schedule="zb-h1", **options)
+    x, y = batch()
+    pipe.compile(x, target=y)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=1.0)
+    scaler = zbcompile.GradScaler(pipe, init_scale=1024.0)
+    pipe.step(x, target=y)
+    scaler.unscale_(optimizer)
+    ones = dict(one.named_parameters())
+    pairs = [(whole(parameter.grad), ones[name].grad) for name, parameter in pipe.named_parameters()]
+    far = max(float((gradient - other).abs().max() / other.abs().max()) for gradient, other in pairs)  # type: ignore
+    scaler.update()
+    before = [whole(p).clone() for p in pipe.parameters()]
+    if dist.get_rank() == 3:
+        sharded = [p.grad for p in pipe.parameters() if isinstance(p.grad, DTensor)]
+        sharded[-1].to_local().fill_(float("inf"))
+    scaler.step(optimizer)
+    scaler.update()
+    same = [torch.equal(whole(p), old) for p, old in zip(pipe.parameters(), before, strict=True)]
+    with torch.no_grad():
+        if dist.get_rank() == 3:
+            next(p for p in pipe.parameters() if isinstance(p, DTensor)).to_local().fill_(float("nan"))
+    try:
+        pipe.step(x, target=y)
+    except Exception as error:
+        return far, same, scaler.get_scale(), str(error)
+    return far, same, scaler.get_scale(), ""
+
+
+@pytest.mark.slow
+def test_scaling_and_infinities_over_all_dimensions(pool: Pool) -> None:
+    for far, same, scale, says in pool.run(scaled, ranks=4):
+        assert far <= BOUND
+        assert all(same)
+        assert scale == 512.0
+        assert "of stage 1 receives a NaN in parameter" in says
