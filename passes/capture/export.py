@@ -21,6 +21,8 @@ from zbcompile.passes.capture.export_errors import export_failure
 from zbcompile.passes.capture.function_calls import FunctionCall
 from zbcompile.passes.capture.guards import Guards, separate_guards
 from zbcompile.passes.capture.meta_device import as_if_on
+from zbcompile.passes.capture.open_numbers import computes_with_them
+from zbcompile.passes.capture.plain_tensors import PlainTensor, plain_tensors
 from zbcompile.passes.capture.questions import Given, Questions
 from zbcompile.passes.capture.side_effects import Watch
 from zbcompile.passes.capture.torch_private import eagers_kernels, quick_decompositions
@@ -44,7 +46,8 @@ class Captured:
     mesh of each of its process groups, by this process's name of the group; `groups` these names by what the graph
     calls the groups once it is canonical (`zbcompile.passes.graph.process_groups`).
     `functions` are the calls of autograd.Functions in the graph, which run only while these live. The graph is right
-    only for microbatches that answer `guards` alike, if forward asked about the values of its inputs.
+    only for microbatches that answer `guards` alike, if forward asked about the values of its inputs, and as long as
+    none of the `plain` tensors of modules is replaced.
     """
 
     module: GraphModule
@@ -59,6 +62,7 @@ class Captured:
     groups: Mapping[str, str] = field(default_factory=dict)
     functions: tuple[FunctionCall, ...] = ()
     guards: Guards | None = None
+    plain: tuple[PlainTensor, ...] = ()
 
 
 def capture(
@@ -159,11 +163,11 @@ def _exported(wrapper: "TrainingStep | Inference", watch: Watch, example: Any) -
 def _decomposed(wrapper: "TrainingStep | Inference", watch: Watch, example: Any) -> torch.export.ExportedProgram:
     with _diagnosed(wrapper.model, watch):
         program = _exported_on_eagers_path(wrapper, watch, example)
-    number_autocast_regions(program.graph_module, _device_of(example).type)
-    _detach_no_grad_regions(program.graph_module)
-    _keep_source_lines(program.graph_module)
-    with _without_torchs_warnings(), quick_decompositions():
-        return program.run_decompositions({})
+        number_autocast_regions(program.graph_module, _device_of(example).type)
+        _detach_no_grad_regions(program.graph_module)
+        _keep_source_lines(program.graph_module)
+        with _without_torchs_warnings(), quick_decompositions():
+            return program.run_decompositions({})
 
 
 @contextlib.contextmanager
@@ -192,7 +196,8 @@ def _exported_on_eagers_path(
             with way.told(asked):
                 program = _export_once(wrapper, watch, example)
             error = CaptureError(watch.unanswered) if watch.unanswered else None
-            if error is None:
+            again = watch.questions.read_numbers and not way.numbers and computes_with_them(program.graph)
+            if error is None and not again:
                 break
         except CaptureError:
             raise
@@ -279,7 +284,8 @@ def _with_roles(
 ) -> Captured:
     names = first_names(model)
     inputs, constants = _input_slots(program, names, example), _constants(program)
-    guards = separate_guards(program.graph_module, inputs, questions, constants)
+    plain = tuple(plain_tensors(model, constants))
+    guards = separate_guards(program.graph_module, inputs, questions, constants, plain)
     outputs, constant_leaves = _output_slots(program, names)
     return Captured(
         module=program.graph_module,
@@ -291,6 +297,7 @@ def _with_roles(
         structure=program.call_spec.out_spec.child(0),
         constant_leaves=constant_leaves,
         guards=guards,
+        plain=plain,
     )
 
 

@@ -15,7 +15,8 @@ _REMEDIES = (  # (words in the error, what it means, what to do)
     (
         ("Size-like symbols: u", "DynamicOutputShape", "aten.nonzero", "unbacked symint", "aten.masked_select"),
         "makes a tensor whose shape depends on the data",
-        "Use a mask or torch.where instead of nonzero, boolean indexing or unique (transformers' mixtures of experts: "
+        "Use a mask or torch.where instead of nonzero, boolean indexing or unique (a loss over some rows: give the "
+        "others the label ignore_index, -100; transformers' mixtures of experts: "
         'model.set_experts_implementation("batched_mm")).',
     ),
     (

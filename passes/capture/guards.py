@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from zbcompile.passes.capture.plain_tensors import PlainTensor
 from zbcompile.passes.capture.questions import Given, Questions
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.graph.fx import call_text, node_numbers, output_values
 from zbcompile.passes.graph.roles import Slot
-from zbcompile.passes.torch_private import LazyGraphModule
+from zbcompile.passes.torch_private import LazyGraphModule, storage_key
 
 Answers = tuple[Any, ...]
 
@@ -73,9 +74,14 @@ def _content(tensor: torch.Tensor) -> str:
 
 
 def separate_guards(
-    module: GraphModule, inputs: Sequence[Slot], questions: Questions, constants: Mapping[str, torch.Tensor]
+    module: GraphModule,
+    inputs: Sequence[Slot],
+    questions: Questions,
+    constants: Mapping[str, torch.Tensor],
+    plain: Sequence[PlainTensor],
 ) -> Guards | None:
-    """Take the last results of `module`, one per question, out of it. None if no answer depends on an input."""
+    """Take the last results of `module`, one per question, out of it. None if no answer depends on an input, or on one
+    of the `plain` tensors, which may change."""
     answers, lines = tuple(questions.answers), tuple(questions.lines)
     if not answers:
         return None
@@ -91,9 +97,10 @@ def separate_guards(
         raise CaptureError(f"forward decides by more than the values of its inputs: {lines[0]}.")
     module.graph.output_node().args = (tuple(kept),)
     module.recompile()
-    if all(slot.kind == "constant" for slot in taken):
-        return None
     held = {slot.name: constants[slot.name] for slot in taken if slot.kind == "constant"}
+    storages = {each.storage for each in plain}
+    if len(held) == len(taken) and storages.isdisjoint(map(storage_key, held.values())):
+        return None
     return Guards(LazyGraphModule(module, graph), taken, Given(questions.way, answers), lines, held)
 
 

@@ -22,6 +22,7 @@ from zbcompile.passes.capture.attention_kernels import (
 from zbcompile.passes.capture.custom_functions import calls_as_operators, emit_into
 from zbcompile.passes.capture.distributed_regions import Regions, modules_as_operators
 from zbcompile.passes.capture.function_calls import FunctionCall
+from zbcompile.passes.capture.open_numbers import failed_questions, with_eagers_types
 from zbcompile.passes.capture.python_effects import numbers_drawn_outside_torch, output_of_forward
 from zbcompile.passes.capture.questions import NOT_ANSWERED, QUESTIONS, Questions
 from zbcompile.passes.graph.source_location import calling_line
@@ -48,6 +49,7 @@ class Watch:
     unanswered: str = ""
     calls: dict[Hashable, FunctionCall] = field(default_factory=dict)
     questions: Questions = field(default_factory=Questions)
+    _around: contextlib.ExitStack | None = None
 
     @contextlib.contextmanager
     def functions(self, model: nn.Module, regions: Regions) -> Iterator[None]:
@@ -64,7 +66,8 @@ class Watch:
         buffers, attributes = _buffers(model), _attributes(model)
         parameters = {id(parameter) for parameter in model.parameters()}
         python = numbers_drawn_outside_torch(model, self.problem), output_of_forward(self.warning)
-        with _Calls(self, parameters), python[0], python[1]:
+        failures = failed_questions(self.note_unanswered)
+        with _Calls(self, parameters), python[0], python[1], failures, contextlib.ExitStack() as self._around:
             yield
             self._put_back(buffers)
         self._compare(attributes, _attributes(model))
@@ -76,6 +79,24 @@ class Watch:
     def warning(self, text: str) -> None:
         if text not in self.warnings:
             self.warnings.append(text)
+
+    def note_unanswered(self) -> None:
+        """A question failed."""
+        self.unanswered = self.unanswered or (
+            f"forward makes a Python number, or a decision, from the values of a tensor ({calling_line()}), and catches "
+            "the error that this raises in a capture; eager raises none. Use a tensor operation (torch.where), or do "
+            "it outside of forward."
+        )
+
+    def note_open(self) -> None:
+        """Forward has read a number that has no value in the trace."""
+        self.warning(
+            f"forward reads a number out of a tensor ({calling_line()}); a compiled step runs no Python, so what it "
+            "does with the number happens once, at capture."
+        )
+        if self._around is not None:
+            self._around.enter_context(with_eagers_types())
+            self._around = None  # once is enough
 
     def _put_back(self, before: dict[tuple[nn.Module, str], torch.Tensor]) -> None:
         """Turn assignments to buffers into in-place changes, the only ones that torch.export sees."""
@@ -154,10 +175,7 @@ class _Calls(TorchFunctionMode):
             func = self._attention(func, args, kwargs or {})
         result = self._result(func, args, kwargs or {})
         if func is torch.Tensor.item and not isinstance(result, int | float):  # known only when a step runs
-            self.watch.warning(
-                f"forward reads a number out of a tensor ({calling_line()}); a compiled step runs no Python, so what "
-                "it does with the number happens once, at capture."
-            )
+            self.watch.note_open()
         if not self.watch.shape_from_data and _has_unknown_shape(result):
             self.watch.shape_from_data = calling_line()
         return result
@@ -166,12 +184,8 @@ class _Calls(TorchFunctionMode):
         try:
             return func(*args, **kwargs)
         except Exception:
-            if func in QUESTIONS and not self.watch.unanswered:
-                self.watch.unanswered = (
-                    f"forward makes a Python number, or a decision, from the values of a tensor ({calling_line()}), "
-                    "and catches the error that this raises in a capture; eager raises none. Use a tensor "
-                    "operation (torch.where), or do it outside of forward."
-                )
+            if func in QUESTIONS:
+                self.watch.note_unanswered()
             raise
 
     def _attention(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -29,8 +29,9 @@ from zbcompile.frontend.state_dict import own_state
 from zbcompile.model.batch import Batch, Microbatch
 from zbcompile.model.materialize import Share
 from zbcompile.model.placements import SHARD, along, require_matches
-from zbcompile.model.resident_tensors import kind_of, require_same_tensors, resident_tensors
+from zbcompile.model.resident_tensors import kind_of, require_same_attributes, require_same_tensors, resident_tensors
 from zbcompile.passes.capture.attention_kernels import attention_kernels
+from zbcompile.passes.capture.plain_tensors import PlainTensor
 from zbcompile.passes.capture.questions import Given
 from zbcompile.passes.capture.unsupported import hook_problems, raise_first
 from zbcompile.passes.compile_options import Choices
@@ -70,6 +71,7 @@ class Executables:
         self._kept: ByShape[Any, Executable] = ByShape(options.max_shapes)
         self._mixed: Recent[Any, tuple[list[Executable], Executable]] = Recent(options.max_shapes)
         self._bound: dict[Slot, tuple[torch.Tensor, str]] = {}
+        self._plain: list[PlainTensor] = []
         self._last: ByAnswers[Executable]
         self._last_state: tuple[Any, ...] | None = None
         self._compared = False
@@ -95,6 +97,7 @@ class Executables:
         """The executable for the microbatches of a batch, by their shapes and by their answers to what forward asks;
         compiled if there is none. Raises PipelineError and CaptureError if the model is no longer the one that was
         compiled."""
+        require_same_attributes(self._plain)
         microbatch = batch.microbatch(0, self.schedule.microbatches)
         if self._last_state is None or self._state(microbatch) != self._last_state:
             self._last = self._look_up(microbatch)
@@ -152,6 +155,7 @@ class Executables:
         with self._ranks.watch.position.turn_to(f"compiling for microbatches of {microbatch.summary()}"):
             drawn = self._drawn(microbatch, leads)
             guards = drawn.captured.guards
+            self._plain += drawn.captured.plain
             reason = guards.unlike(found.guards) if guards is not None and found.asks else ""
             same = next((each for each in found if is_drawn_as(each.program, drawn)), None)
             executable = same or self._compile(microbatch, drawn, reason)

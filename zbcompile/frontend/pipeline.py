@@ -23,7 +23,7 @@ from zbcompile.frontend.options import Options
 from zbcompile.frontend.state_dict import full_state, gather_rows, load_state, owned_parameters, share_state
 from zbcompile.model.batch import Batch, flatten_batch, refuse_input_gradients, require_divisible
 from zbcompile.model.distributed_tensors import Part, Parts
-from zbcompile.model.resident_tensors import resident_tensors
+from zbcompile.model.resident_tensors import require_same_attributes, resident_tensors
 from zbcompile.optimizer.parameter_groups import Predicate
 from zbcompile.optimizer.pipeline_optimizer import PipelineOptimizer, Wanted
 from zbcompile.passes.capture.training_step import LossFunction
@@ -197,6 +197,7 @@ class Pipeline:
         chosen = choose_evaluation(found, self._model, batch, program, self._ranks)
         self._evaluations.trim(found)
         self._compiled.share.require_filled()
+        require_same_attributes(chosen.inference.captured.plain)
         resident = resident_tensors(self._model, chosen.inference.captured.constants)
         rows = gather_rows(self._ranks, self._compiled.shards)
         resident |= {Slot("parameter", name): whole for name, whole in rows.items()}

@@ -1,11 +1,12 @@
 """The model's own tensors, as the graphs ask for them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
 
 from zbcompile.errors import PipelineError
+from zbcompile.passes.capture.plain_tensors import PlainTensor
 from zbcompile.passes.graph.roles import Slot
 
 
@@ -36,6 +37,17 @@ def require_same_tensors(model: nn.Module, bound: Mapping[Slot, tuple[torch.Tens
             raise PipelineError(
                 f"{slot} was {kind} when it was compiled and is {kind_of(now)} now (model.to, .double, .half?). "
                 "Convert the model first and make a new pipeline."
+            )
+
+
+def require_same_attributes(plain: Iterable[PlainTensor]) -> None:
+    """Raise if a plain attribute has another tensor than the one that a graph reads."""
+    for each in plain:
+        if each.is_replaced:
+            raise PipelineError(
+                f"the tensor in the plain attribute {each.path} was replaced by another one after compiling; the "
+                "pipeline would keep using the old one. Change it in place (tensor.copy_), pass it as an input, or "
+                "make a new pipeline."
             )
 
 

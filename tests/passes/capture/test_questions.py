@@ -170,6 +170,63 @@ def test_a_failed_question_that_forward_catches_is_refused_by_line(read: Any) ->
         capture(Asking((_caught(read),)), inputs(0), {})
 
 
+def _compared(number: Any) -> Any:
+    return 2 if number > 7 else 3
+
+
+def _looked_up(number: Any) -> Any:
+    return {8: 2, 10: 5}.get(number, 3)
+
+
+class Reading(nn.Module):
+    """Does something with a number, and something else if that fails."""
+
+    def __init__(self, use: Callable[[Any], Any], read: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.layer, self.use, self.read = nn.Linear(WIDTH, 1), use, read
+
+    def forward(self, x: Tensor, mask: Tensor, ids: Tensor) -> Tensor:
+        number = self.read(mask)
+        try:
+            factor = self.use(number)
+        except Exception:
+            factor = 7
+        return (self.layer(x) * factor).sum()
+
+
+@pytest.mark.parametrize(
+    "use", [_compared, _looked_up, lambda number: number, lambda number: torch.arange(number).sum()]
+)
+def test_a_number_that_decides_is_asked(use: Callable[[Any], Any]) -> None:
+    """Also if forward catches the error that this raises while the number is open, or computes with it."""
+    model, given = Reading(use, lambda mask: mask.sum().item()), inputs(1)
+    captured = capture(model, given, {})
+    assert captured.guards is not None
+    assert asked(captured.guards, given) == [int(given[1].sum())]
+    values = dict(model.named_parameters()) | {f"args[{i}]": each for i, each in enumerate(given)}
+    assert torch.equal(captured.module(*(values.get(slot.name) for slot in captured.inputs))[0], model(*given))
+
+
+@pytest.mark.parametrize("use", [_compared, _looked_up])
+def test_an_open_number_that_cannot_be_asked_is_refused_by_line(use: Callable[[Any], Any]) -> None:
+    with pytest.raises(CaptureError, match=r"test_questions\.py:\d+: .*catches the error"):
+        capture(Reading(use, lambda mask: mask.float().mean().item() * 9), inputs(0), {})
+
+
+@pytest.mark.parametrize("read", [lambda mask: mask.sum().item(), lambda mask: mask.float().sum().item()])
+def test_an_open_number_has_eagers_type(read: Callable[[Tensor], Any]) -> None:
+    """Its type is no question about its value, so nothing is asked."""
+
+    def use(number: Any) -> int:
+        return 2 * isinstance(number, int) + isinstance(number, float | str)
+
+    with pytest.warns(UserWarning, match="reads a number out of a tensor"):
+        captured = capture(Reading(use, read), inputs(0), {})
+    assert captured.guards is None
+    factor = 1 if isinstance(read(inputs(0)[1]), float) else 2
+    assert f"linear, {factor})" in captured.module.code
+
+
 @pytest.mark.parametrize("read", [bool, int])
 def test_a_question_in_a_try_block_is_answered(read: Any) -> None:
     guards = capture(Asking((_caught(read),)), inputs(0), {}).guards

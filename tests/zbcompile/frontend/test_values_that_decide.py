@@ -175,6 +175,31 @@ def test_an_answer_that_decides_nothing_compiles_nothing() -> None:
     assert len({id(each) for each in pipe._compiled}) == 1
 
 
+class Limited(nn.Module):
+    """Asks, and computes, with tensors that it keeps as plain attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.limit = nn.Linear(WIDTH, WIDTH), torch.tensor(3)
+        self.scales = [torch.tensor(2.0), torch.ones(WIDTH)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * (self.scales[0] if self.limit > 3 else self.scales[1])
+
+
+def test_plain_tensors_that_change_between_steps() -> None:
+    """In place they count, alone as well as beside inputs; replaced ones would be read no more."""
+    model, x = Limited(), torch.randn(4, WIDTH)
+    pipe = zbcompile.pipeline(model, **{**OPTIONS, "ranks": 1, "microbatches": 1})
+    for change in (model.limit, model.scales[0], model.scales[1]):
+        loss = pipe.step(x, target=x)
+        assert torch.equal(loss, nn.functional.mse_loss(model(x), x).detach())
+        change += 1
+    model.scales[0] = torch.tensor(4.0)
+    with pytest.raises(PipelineError, match=r"plain attribute scales\.0 was replaced"):
+        pipe.step(x, target=x)
+
+
 def test_a_saved_program_refuses_other_answers(tmp_path: Path) -> None:
     """In one line, before anything runs; with the answers that it was compiled for it runs the same bits."""
     pipe = follow(("padded",), "zb-h1", 2, ranks=2)

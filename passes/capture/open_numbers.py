@@ -1,0 +1,69 @@
+"""Numbers that a trace leaves open: those that forward reads out of tensors for logging, say.
+
+They have no value in a trace, so that nothing may depend on them: a question that fails must not go unnoticed if
+forward catches the error, and their type must be eager's.
+"""
+
+import builtins
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from zbcompile.passes.capture.torch_private import DATA_DEPENDENT_ERRORS
+from zbcompile.passes.torch_private import replaced
+
+_EAGERS = {torch.SymInt: 0, torch.SymFloat: 0.0, torch.SymBool: False}
+_TRACERS = ("torch", "zbcompile")  # those who know of open numbers
+_READS = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
+
+
+@contextlib.contextmanager
+def failed_questions(note: Callable[[], None]) -> Iterator[None]:
+    """Inside, call `note` for every question about an open number, whoever catches its error."""
+    with contextlib.ExitStack() as stack:
+        for kind, name in [*((error, "__init__") for error in DATA_DEPENDENT_ERRORS), (torch.SymInt, "__hash__")]:
+            stack.enter_context(replaced(kind, name, _noted(getattr(kind, name), note)))
+        yield
+
+
+def _noted(function: Callable[..., Any], note: Callable[[], None]) -> Callable[..., Any]:
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        note()
+        return function(*args, **kwargs)
+
+    return noted
+
+
+def with_eagers_types() -> contextlib.AbstractContextManager[None]:
+    """Inside, `isinstance` takes an open number for what it is in eager mode, unless torch asks."""
+    truth = builtins.isinstance
+
+    def answer(value: Any, kinds: Any) -> bool:
+        is_open = type(value) in _EAGERS and _asker().partition(".")[0] not in _TRACERS
+        return truth(_EAGERS[type(value)] if is_open else value, kinds)
+
+    return replaced(builtins, "isinstance", answer)
+
+
+def _asker() -> str:
+    frame = inspect.currentframe()
+    try:
+        return str(frame.f_back.f_back.f_globals.get("__name__"))  # type: ignore[union-attr]
+    finally:
+        del frame
+
+
+def computes_with_them(graph: Graph) -> bool:
+    """Whether an operation of a traced graph makes a tensor from an open number."""
+    derived: set[Node] = set()
+    for node in graph.nodes:
+        if node.target not in _READS and derived.isdisjoint(node.all_input_nodes):
+            continue
+        if isinstance(node.meta.get("val"), torch.Tensor):
+            return True
+        derived.add(node)
+    return False
