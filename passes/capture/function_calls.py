@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from zbcompile.passes.capture.torch_private import is_fake_of, nowhere_traced
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.graph.fx import draws
+from zbcompile.passes.graph.source_location import calling_line
 from zbcompile.passes.torch_private import (
     FUNCTIONAL_COLLECTIVES,
     FakeTensor,
@@ -28,6 +29,8 @@ from zbcompile.passes.torch_private import (
 )
 
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_BATCH_NORMS = ("native_batch_norm.", "cudnn_batch_norm.", "miopen_batch_norm.", "_native_batch_norm_legit.")
 _EMPTY = torch.ops.aten.empty_strided.default
 Autocast = tuple[str, torch.dtype, bool, bool]  # device, dtype, enabled, cached
 
@@ -70,12 +73,15 @@ class Operations(TorchDispatchMode):
         self.seen: list[str] = []
         self.random = False
         self.exchanges = False
+        self.statistics = False  # whether a batch norm has updated its own: its schema does not say so
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace != "prim" and func is not _EMPTY:  # those of "prim" are questions about a tensor
             numbers = pytree.tree_map_only(Tensor, _in_words, (args, kwargs))
             self.seen.append(f"{func} {numbers!r}")
         self.random = self.random or draws(func, args, kwargs or {})
+        if func.__name__.startswith(_BATCH_NORMS):
+            self.statistics = self.statistics or (isinstance(args[3], Tensor) and bool(args[5]))
         self.exchanges = self.exchanges or func.namespace in FUNCTIONAL_COLLECTIVES
         return func(*args, **(kwargs or {}))
 
@@ -86,6 +92,15 @@ def _in_words(tensor: Tensor) -> str:
         return "tensor"
     with nowhere_traced():
         return f"{tensor.dtype} {tensor.tolist()}"
+
+
+def refuse_set_data(func: Any) -> None:
+    """Raise CaptureError if `func` gives a tensor other memory: a graph knows it by what it was."""
+    if func == _SET_DATA:
+        raise CaptureError(
+            f"forward, or a Function in it, assigns to tensor.data ({calling_line()}), which a compiled graph would "
+            "not do. Change a buffer in place (tensor.copy_), under torch.no_grad()."
+        )
 
 
 class Inside(TorchFunctionMode):
@@ -99,6 +114,7 @@ class Inside(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.data_ptr:
             raise CaptureError("a traced tensor has no memory to point to")
+        refuse_set_data(func)
         args, kwargs = pytree.tree_map_only(Tensor, self.replace, (args, kwargs or {}))
         return args[0].detach() if func == _DATA else functional_instead(func)(*args, **kwargs)
 

@@ -88,6 +88,11 @@ class _Trial:
             written = tuple(i for i, tensor in enumerate(given) if written_so_far(tensor) != before[i])
             if written and not operations.exchanges:
                 raise self._refused("changes one of its inputs in place. Let it return a new tensor")
+        if operations.statistics:
+            raise self._refused(
+                "updates the running statistics of a batch norm, which the graph would lose. Call batch_norm in the "
+                "model's forward"
+            )
         self._refuse_written_outside()
         self.call.operations, self.call.draws = tuple(operations.seen), operations.random
         self.call.overwrites = written

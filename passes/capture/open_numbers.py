@@ -24,8 +24,10 @@ _READS = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.defaul
 @contextlib.contextmanager
 def failed_questions(note: Callable[[], None]) -> Iterator[None]:
     """Inside, call `note` for every question about an open number, whoever catches its error."""
+    places: list[tuple[type, str]] = [(error, "__init__") for error in DATA_DEPENDENT_ERRORS]
+    places.append((torch.SymInt, "__hash__"))
     with contextlib.ExitStack() as stack:
-        for kind, name in [*((error, "__init__") for error in DATA_DEPENDENT_ERRORS), (torch.SymInt, "__hash__")]:
+        for kind, name in places:
             stack.enter_context(replaced(kind, name, _noted(getattr(kind, name), note)))
         yield
 

@@ -1,5 +1,5 @@
-"""Tensors that modules keep as plain attributes: a captured graph reads them where they lie, and never looks whether the
-attribute has got another one since."""
+"""Tensors that modules keep as plain attributes: a captured graph reads them where they are, and never looks whether
+the attribute has got another one since."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple

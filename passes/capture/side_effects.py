@@ -21,7 +21,7 @@ from zbcompile.passes.capture.attention_kernels import (
 )
 from zbcompile.passes.capture.custom_functions import calls_as_operators, emit_into
 from zbcompile.passes.capture.distributed_regions import Regions, modules_as_operators
-from zbcompile.passes.capture.function_calls import FunctionCall
+from zbcompile.passes.capture.function_calls import FunctionCall, refuse_set_data
 from zbcompile.passes.capture.open_numbers import failed_questions, with_eagers_types
 from zbcompile.passes.capture.python_effects import numbers_drawn_outside_torch, output_of_forward
 from zbcompile.passes.capture.questions import NOT_ANSWERED, QUESTIONS, Questions
@@ -83,9 +83,9 @@ class Watch:
     def note_unanswered(self) -> None:
         """A question failed."""
         self.unanswered = self.unanswered or (
-            f"forward makes a Python number, or a decision, from the values of a tensor ({calling_line()}), and catches "
-            "the error that this raises in a capture; eager raises none. Use a tensor operation (torch.where), or do "
-            "it outside of forward."
+            f"forward makes a Python number, or a decision, from the values of a tensor ({calling_line()}), and "
+            "catches the error that this raises in a capture; eager raises none. Use a tensor operation (torch.where), "
+            "or do it outside of forward."
         )
 
     def note_open(self) -> None:
@@ -146,6 +146,7 @@ class _Calls(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _DATA:
             return args[0].detach()
+        refuse_set_data(func)
         answer = self.watch.questions.ask(func, args, kwargs or {})
         if answer is not NOT_ANSWERED:
             return answer

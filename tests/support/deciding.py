@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -112,6 +113,29 @@ def replicated_answers(kinds: tuple[str, str]) -> dict[str, Tensor | None]:
     x, mask, target = batch_of(kinds[dist.get_rank()], 2, seed=dist.get_rank())
     pipe.step(x, mask, target=target)
     return {name: parameter.grad for name, parameter in pipe.named_parameters()}
+
+
+class Exchanging(nn.Module):
+    """Sums over `group` only if nothing is padded."""
+
+    def __init__(self, group: str) -> None:
+        super().__init__()
+        self.group, self.layer = group, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        mean = self.layer(x).mean(1)
+        return collectives.all_reduce(mean, "sum", self.group) if mask.all() else mean
+
+
+def exchanging_answers(*kinds: str) -> None:
+    """Two replicas that would wait for each other in some of their microbatches."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
+    model = Exchanging(mesh["dp"].get_group().group_name)
+    pipe = zbcompile.pipeline(model, mesh=mesh, schedule="gpipe", microbatches=2, loss=nn.functional.mse_loss)
+    for kind in ("full", kinds[dist.get_rank()]):
+        x, mask, target = batch_of(kind, 2, seed=dist.get_rank())
+        pipe.step(x, mask, target=target)
 
 
 def alone(kinds: tuple[str, str]) -> dict[str, Tensor | None]:

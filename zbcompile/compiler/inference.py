@@ -11,7 +11,7 @@ from zbcompile.model.batch import Microbatch
 from zbcompile.passes.capture.export import Captured
 from zbcompile.passes.capture.questions import Given
 from zbcompile.passes.graph.fx import output_values
-from zbcompile.passes.graph.process_groups import with_groups
+from zbcompile.passes.graph.process_groups import group_of, with_groups
 from zbcompile.passes.partition.liveness import draw_line
 from zbcompile.passes.partition.stage_graphs import Stage, assign_by_parameters
 from zbcompile.passes.pass_list.canonicalise import canonicalise
@@ -30,6 +30,12 @@ class Inference:
     captured: Captured
     stages: tuple[Stage, ...]
     outputs: Mapping[str, tuple[int, torch.Tensor]]
+
+    @property
+    def exchanges(self) -> set[str]:
+        """The dimensions of the mesh along which its graphs exchange tensors."""
+        groups = (group_of(node) for stage in self.stages for node in stage.module.graph.nodes)
+        return {self.captured.dimensions.get(group, group) for group in groups if group is not None}
 
     @property
     def changes_buffers(self) -> bool:

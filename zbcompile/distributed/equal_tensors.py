@@ -1,11 +1,12 @@
 """Check that tensors held by several ranks are equal: tied parameters, model copies, replicas. Otherwise a model that
 each rank seeds by itself would train on, with a loss that belongs to no model."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from zbcompile.distributed.agreement import gathered
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.model.placements import CHOSEN, PARTIAL, SHARD
@@ -76,24 +77,34 @@ def require_equal_losses(ranks: Ranks, losses: torch.Tensor) -> None:
         )
 
 
-def require_equal_gradients(ranks: Ranks, gradients: Mapping[str, tuple[torch.Tensor, Sequence[str]]]) -> None:
-    """Raise PipelineError on every rank if a gradient differs between ranks that should all have computed the whole of
-    it: `gradients` has each with the dimensions along which that is so. Differences by rounding are allowed."""
+def require_equal_results(
+    ranks: Ranks, results: Mapping[str, tuple[torch.Tensor, Sequence[str]]], trained: Collection[str]
+) -> bool:
+    """Raise PipelineError on every rank if the gradient of a `trained` parameter, or a buffer that forward writes,
+    differs between ranks that should all have computed the whole of it: `results` has each with the dimensions along
+    which that is so. Differences by rounding are allowed. Return whether any result on any rank is zero."""
     mesh = ranks.mesh
-    if mesh.size(*CHOSEN) == 1:
-        return
     own = {}
-    for name, (gradient, dimensions) in gradients.items():
+    for name, (tensor, dimensions) in results.items():
         rest = mesh.beside(*dimensions)
-        own[name, tuple(mesh.index(each) for each in rest)] = projections(gradient)
-    with ranks.watch.position.waiting("the comparison of gradients"):
-        reports = ranks.gather(own)
+        own[name, tuple(mesh.index(each) for each in rest)] = projections(tensor)
+    reports = gathered(ranks, own)
     found: dict[Any, tuple[int, list[float]]] = {}
     for rank, report in zip(ranks.members, reports, strict=True):
         for key, values in report.items():
             first, expected = found.setdefault(key, (rank, values))
             if not _near(values, expected):
-                raise ranks.watch.known_to_all(PipelineError(_gradient_differs(ranks, key[0], first, rank)))
+                explain = _gradient_differs if key[0] in trained else _buffer_differs
+                raise ranks.watch.known_to_all(PipelineError(explain(ranks, key[0], first, rank)))
+    return any(values[1] == 0 for report in reports for values in report.values())
+
+
+def _buffer_differs(ranks: Ranks, name: str, first: int, second: int) -> str:
+    return (
+        f"what forward writes into buffer {name} differs between ranks {first} and {second}"
+        f"{_apart(ranks, first, second)}. Let all of them write the same: sum it over the ranks first."
+        f"{_if_meant(ranks, name, first, second, SHARD)}"
+    )
 
 
 def _gradient_differs(ranks: Ranks, name: str, first: int, second: int) -> str:
@@ -102,6 +113,31 @@ def _gradient_differs(ranks: Ranks, name: str, first: int, second: int) -> str:
         "each should compute the whole of it."
         f"{_if_meant(ranks, name, first, second, PARTIAL)} (each computes a part, to be summed once per step)."
     )
+
+
+def require_parts(ranks: Ranks, parts: Mapping[str, tuple[int, Sequence[str]]], losses: Sequence[float]) -> None:
+    """Raise PipelineError on every rank if what the ranks along a dimension contribute to the sum of a gradient is
+    equal bit by bit: then each has the whole sum already. `parts` has the checksum of each contribution, with the
+    dimensions along which it is summed. Ranks with equal `losses` may well train on equal batches."""
+    mesh = ranks.mesh
+    own = {}
+    for name, (value, dimensions) in parts.items():
+        for each in dimensions:
+            own[name, each, tuple(mesh.index(other) for other in mesh.beside(each))] = value
+    found: dict[Any, list[tuple[int, Sequence[float]]]] = {}
+    for report, theirs in gathered(ranks, (own, losses)):
+        for key, value in report.items():
+            found.setdefault(key, []).append((value, theirs))
+    for (name, dimension, _), pairs in found.items():
+        values, batches = {value for value, _ in pairs}, {theirs for _, theirs in pairs}
+        if len(values) == 1 and values != {0} and (dimension == "tp" or len(batches) > 1):
+            raise ranks.watch.known_to_all(
+                PipelineError(
+                    f'the gradient of {name} is equal on all {len(pairs)} ranks along "{dimension}", although each '
+                    "has a part of the data: it is a whole sum already, and would be summed once more. If every rank "
+                    f'computes all of it, say so: placements={{"{name}": {{"{dimension}": "replicate"}}}}.'
+                )
+            )
 
 
 def projections(tensor: torch.Tensor) -> list[float]:

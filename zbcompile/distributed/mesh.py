@@ -134,6 +134,12 @@ def _require_fit(given: Any) -> tuple[str, ...]:
         raise PipelineError(
             f"mesh= has {root.size()} ranks ({shape}), but there are {world} processes. Make a mesh of all of them."
         )
+    left_out = [f'"{name}"' for name in root.mesh_dim_names or () if name not in names and root[name].size() > 1]
+    if left_out:
+        raise PipelineError(
+            f"mesh= is only the part {tuple(names)} of a mesh that also has {', '.join(left_out)}: ranks along these "
+            "would train on, and nothing would ever be averaged over them. Pass the whole mesh."
+        )
     if not all(bool((given.mesh.diff(dim=i) > 0).all()) for i in range(len(names))):
         raise PipelineError(
             f"mesh= has the ranks {given.mesh.tolist()}; expected rising numbers along every dimension."

@@ -4,14 +4,14 @@ Every step asks all of its microbatches, before its first action. The ranks tell
 met a new answer cannot compile alone, and one that only hears of it captures with the answers of that rank.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Generic, TypeVar
 
 import torch
 
 from zbcompile.distributed.agreement import gathered, together
-from zbcompile.distributed.mesh import BATCHES
+from zbcompile.distributed.mesh import BATCHES, DIMENSIONS
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.frontend.recent import Recent
@@ -21,14 +21,19 @@ from zbcompile.passes.capture.questions import Given
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 Tensors = Mapping[str, torch.Tensor]
+UNKNOWN = ""  # the dimension of a process group that is not of the mesh
 ALWAYS = ""  # the key of what asks nothing
 
 
 class ByAnswers(Generic[Value]):
-    """At most `limit` values, each with its guards."""
+    """At most `limit` values, each with its guards; the first one is evicted only if it is not `kept`.
 
-    def __init__(self, limit: int) -> None:
-        self._kept: Recent[str, tuple[Guards | None, Value]] = Recent(limit)
+    `exchanges` are the dimensions of the mesh along which any of them exchanges tensors in the middle of a microbatch:
+    ranks along these answer alike."""
+
+    def __init__(self, limit: int, kept: bool = True) -> None:
+        self._kept: Recent[str, tuple[Guards | None, Value]] = Recent(limit, kept)
+        self.exchanges: frozenset[str] = frozenset()
 
     def __iter__(self) -> Iterator[Value]:
         return (value for _, value in self._kept)
@@ -53,8 +58,9 @@ class ByAnswers(Generic[Value]):
         """The value that was added first."""
         return self._kept.first()[1]
 
-    def add(self, guards: Guards | None, value: Value) -> bool:
+    def add(self, guards: Guards | None, value: Value, exchanges: Iterable[str] = ()) -> bool:
         """Add a value; return whether another one was evicted for it."""
+        self.exchanges |= {name if name in DIMENSIONS else UNKNOWN for name in exchanges}
         return self._kept.add(ALWAYS if guards is None else repr(guards.given), (guards, value))
 
     def evict(self) -> bool:
@@ -95,7 +101,8 @@ class ByAnswers(Generic[Value]):
         """
         for _ in range(self._kept.limit + 1):
             own = self.matching(microbatches)
-            found = gathered(ranks, (ranks.mesh.index(*BATCHES), own)) if self.asks else [(0, own)]
+            apart = [name for name in BATCHES if self.exchanges.isdisjoint((name, UNKNOWN))]
+            found = gathered(ranks, (ranks.mesh.index(*apart), own)) if self.asks else [(0, own)]
             _require_equal_answers(ranks, found, self.guards)
             needed = sorted({key for _, keys in found for key in keys if key is not None})
             if not any(None in keys for _, keys in found):
@@ -104,14 +111,14 @@ class ByAnswers(Generic[Value]):
                 return [key for key in own if key is not None], needed
             add(own.index(None) if None in own else None)
         raise PipelineError(
-            f"the answers of this batch to {self.guards[0].lines[0]} take more programs than "
-            f"max_shapes={self._kept.limit} keeps. Raise it, or decide by a tensor operation (torch.where)."
+            f"the answers of this batch to {self.guards[0].lines[0]} take more programs than the {self._kept.limit} "
+            "that max_shapes keeps for one shape. Raise it, or decide by a tensor operation (torch.where)."
         )
 
 
 class ByShape(Generic[Key, Value]):
-    """What was compiled, by shape and answers: at most `limit` values of all shapes together. The very first stays, if
-    need be beside `limit` values of the shape in use."""
+    """What was compiled, by shape and answers: at most `limit` values of all shapes together, and always the very first
+    and one of the shape in use."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -135,7 +142,8 @@ class ByShape(Generic[Key, Value]):
 
     def new(self) -> ByAnswers[Value]:
         """What one shape begins with."""
-        return ByAnswers(self._limit)
+        is_first = not len(self)
+        return ByAnswers(self._limit if is_first else max(1, self._limit - 1), kept=is_first)
 
     def add(self, key: Key, found: ByAnswers[Value]) -> bool:
         """Add a shape; return whether another value was evicted for it."""
@@ -154,14 +162,15 @@ class ByShape(Generic[Key, Value]):
 
 
 def _require_equal_answers(ranks: Ranks, found: Sequence[tuple[int, list[str | None]]], guards: list[Guards]) -> None:
-    """Ranks with batches of their own may differ; all others send each other what their graphs compute."""
+    """Ranks with batches of their own may differ, unless their graphs exchange tensors, as those of all others do."""
     first: dict[int, tuple[int, list[str | None]]] = {}
     for rank, (replica, keys) in zip(ranks.members, found, strict=False):
         other, expected = first.setdefault(replica, (rank, keys))
         if keys != expected:
             text = (
-                f"ranks {other} and {rank} answer {guards[0].lines[0]} differently, but work on the same microbatches. "
-                "Pass batches that answer alike; every rank of a pipeline must pass the same one."
+                f"ranks {other} and {rank} answer {guards[0].lines[0]} differently, but work on the same microbatches, "
+                "or exchange tensors in each. Pass batches that answer alike; every rank of a pipeline must pass the "
+                "same one."
             )
             raise ranks.watch.known_to_all(PipelineError(text))
 

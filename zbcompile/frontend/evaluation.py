@@ -57,7 +57,7 @@ def choose_evaluation(
         with ranks.watch.position.turn_to(f"compiling eval for {batch.whole.summary()}"):
             plan = partial(plan_evaluation, model, batch, program, ranks.mesh.labels)
             made = captured_alike(ranks, "compiling eval", plan, lambda each: each.guards, leads=new is not None)
-            found.add(made.guards, made)
+            found.add(made.guards, made, made.inference.exchanges)
 
     (answers,), _ = found.find(ranks, [batch.whole.tensors], add)
     return found[answers]

@@ -36,6 +36,7 @@ from zbcompile.passes.capture.questions import Given
 from zbcompile.passes.capture.unsupported import hook_problems, raise_first
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.graph.roles import Slot
+from zbcompile.passes.stage.exchanges import collectives_of
 from zbcompile.passes.stage.stage_program import bind_groups
 from zbcompile.passes.torch_private import forward_hooks, global_hooks
 from zbcompile.program.program import OF_A_PLACE, Program
@@ -159,7 +160,8 @@ class Executables:
             reason = guards.unlike(found.guards) if guards is not None and found.asks else ""
             same = next((each for each in found if is_drawn_as(each.program, drawn)), None)
             executable = same or self._compile(microbatch, drawn, reason)
-            self._note_eviction(found.add(guards, executable))
+            exchanges = {each.dimension for stage in executable.program.stages for each in collectives_of(stage)}
+            self._note_eviction(found.add(guards, executable, exchanges))
 
     def _note_eviction(self, dropped: bool) -> None:
         if dropped:

@@ -8,10 +8,12 @@ Value = TypeVar("Value")
 
 
 class Recent(Generic[Key, Value]):
-    """At most `limit` entries. Adding one more evicts the least recently used entry, but never the first."""
+    """At most `limit` entries. Adding one more evicts the least recently used entry, but never the first if that is
+    `kept`."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, kept: bool = True) -> None:
         self.limit = limit
+        self.kept = kept
         self._entries: dict[Key, Value] = {}
         self._first: Key | None = None
 
@@ -33,18 +35,18 @@ class Recent(Generic[Key, Value]):
         return self._entries[key]
 
     def first(self) -> Value:
-        """The entry that was added first."""
-        return self._entries[self._first]  # type: ignore[index]
+        """The entry that was added first; if it is not kept, the least recently used one."""
+        return self._entries[self._first] if self._first is not None else next(iter(self))
 
     def add(self, key: Key, value: Value) -> bool:
         """Add an entry; return whether another one was evicted for it."""
-        if not self._entries:
+        if self.kept and not self._entries:
             self._first = key
         self._entries[key] = value
         return len(self._entries) > self.limit and self.evict(value)
 
     def evict(self, kept: Value | None = None) -> bool:
-        """Evict the least recently used entry, but never the first or the value `kept`; whether there was one."""
+        """Evict the least recently used entry, but not the first or the value `kept`; whether there was one."""
         old = [key for key, value in self._entries.items() if key != self._first and value is not kept]
         if old:
             del self._entries[old[0]]

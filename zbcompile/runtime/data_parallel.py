@@ -104,7 +104,8 @@ class Bucket:
 
 @dataclass
 class Reduction:
-    """The reductions of one step. `last[action]` is the stage whose gradients are complete after `action`."""
+    """The reductions of one step. `last[action]` is the stage whose gradients are complete after `action`. `observe`
+    sees what this rank contributes to each sum."""
 
     replicas: Replicas
     gradients: Gradients
@@ -114,6 +115,7 @@ class Reduction:
     reduces: bool
     sums: Mapping[str, Sum]
     buckets: list[Bucket] = field(default_factory=list)
+    observe: Callable[[str, torch.Tensor], None] = lambda name, part: None
 
     @property
     def hooks(self) -> dict[Action, Callable[[], None]]:
@@ -125,9 +127,14 @@ class Reduction:
         replica did: it takes part with zeros."""
         names = sorted(self.names[stage], key=lambda name: self.order[self._group(name)])
         for group, found in groupby(names, key=self._group):
-            sums = ((name, self.gradients.whole_sum(name)) for name in found)
-            whole = (self.gradients.buffer(name, stage) if own is None else own for name, own in sums)
-            self.buckets.extend(_send(part, group) for part in in_buckets(whole))
+            parts = (self._part(name, stage) for name in found)
+            self.buckets.extend(_send(part, group) for part in in_buckets(parts))
+
+    def _part(self, name: str, stage: int) -> torch.Tensor:
+        own = self.gradients.whole_sum(name)
+        part = self.gradients.buffer(name, stage) if own is None else own
+        self.observe(name, part)
+        return part
 
     def finish(self) -> None:
         """Reduce what several stages share, and wait for everything.
@@ -139,6 +146,7 @@ class Reduction:
         for name in self.shared if self.reduces else ():
             found = self.gradients.whole_sum(name)
             if found is not None:
+                self.observe(name, found)
                 self.buckets.append(_send([found], self._group(name)))
         for bucket in self.buckets:
             bucket.finish()

@@ -1,25 +1,22 @@
 """This process as one rank of a process group."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from zbcompile.distributed.clocks import clock_of, offset_to_first
-from zbcompile.distributed.equal_tensors import require_equal_gradients, require_equal_losses
 from zbcompile.distributed.ranks import GroupRanks
 from zbcompile.distributed.replicas import broadcast
 from zbcompile.errors import PipelineError
-from zbcompile.model.placements import REPLICATE, along
 from zbcompile.model.seeds import undisturbed
-from zbcompile.passes.graph.roles import Slot
 from zbcompile.profiling.step_record import StepRecord
-from zbcompile.program.program import Program
 from zbcompile.runtime.action_loop import RankRun
 from zbcompile.runtime.data_parallel import Reduction, start_reduction
 from zbcompile.runtime.engine import Executable, StepInput, StepRuns, losses_of
+from zbcompile.runtime.equal_results import EqualResults, written_buffers
 from zbcompile.runtime.gradient_buffers import Gradients
 from zbcompile.runtime.recorder import Recorder, make_record
 from zbcompile.runtime.shared_gradients import share_losses, sum_shared
@@ -28,12 +25,15 @@ from zbcompile.runtime.shared_gradients import share_losses, sum_shared
 @dataclass
 class DistributedEngine:
     """Runs this rank's part of every step. `ahead` is by how many seconds this host's clock is ahead of the first
-    rank's, once a step has been recorded. The `first` step compares what must be equal."""
+    rank's, once a step has been recorded."""
 
     ranks: GroupRanks
     last_step: StepRecord | None = None
     ahead: float | None = None
-    first: bool = True
+    equal: EqualResults = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.equal = EqualResults(self.ranks)
 
     def step(
         self, executable: Executable, given: StepInput, parameters: Mapping[str, nn.Parameter]
@@ -47,17 +47,17 @@ class DistributedEngine:
                 executable.vocabulary.begin_step(gradients, program.tied)
         run = StepRuns(executable, given, ranks, transport, recorder).run_of(executable.plans[0], gradients)
         reduction = start_reduction(ranks.replicas, program, ranks.rank, gradients, executable.sums)
+        self.equal.begin(program)
+        reduction.observe = self.equal.note
         run.after = reduction.hooks
         self.carry_out([run])
         losses = losses_of(run)
         self._complete(executable, gradients, reduction)
         with ranks.watch.position.waiting("the end"):
             self.last_step = self._gather(recorder) if recorder else None
-            shared = share_losses(program, losses, ranks)
-        if self.first:
-            require_equal_losses(ranks, shared)
-            require_equal_gradients(ranks, _comparable(program, ranks, parameters))
-            self.first = False
+            shared, news = share_losses(program, losses, ranks, self.equal.has_news(executable, parameters))
+        if self.equal.pending and news:
+            self.equal.compare(executable, parameters, shared)
         return list(shared[:, 0].unbind())
 
     def carry_out(self, runs: Sequence[RankRun]) -> None:
@@ -97,18 +97,6 @@ class DistributedEngine:
 
 def _share_buffers(executable: Executable) -> None:
     """What forwards write into buffers: replicas continue with the first one's, as under DistributedDataParallel."""
-    found: dict[str, torch.Tensor] = {}
-    for stage in (stage for stages in (executable.stages, *executable.beside) for stage in stages.values()):
-        for slot in stage.program.pieces["F"].outputs:
-            if slot.kind == "mutation" and slot.name in executable.sums:
-                found[slot.name] = stage.resident[Slot("buffer", slot.name)]
-    for name in sorted(found):
-        broadcast([found[name]], executable.sums[name].group)
-
-
-def _comparable(
-    program: Program, ranks: GroupRanks, parameters: Mapping[str, nn.Parameter]
-) -> dict[str, tuple[torch.Tensor, tuple[str, ...]]]:
-    """The gradients of this rank with the dimensions along which every rank computes the whole of them."""
-    held = {name: p.grad for name, p in parameters.items() if ranks.rank in program.holders(name)}
-    return {n: (g, along(program.placement(n), REPLICATE)) for n, g in held.items() if g is not None}
+    for name, buffer in written_buffers(executable).items():
+        if name in executable.sums:
+            broadcast([buffer], executable.sums[name].group)

@@ -111,17 +111,20 @@ def total_loss(losses: Sequence[torch.Tensor], reduction: str) -> torch.Tensor:
     return total
 
 
-def share_losses(program: Program, own: Mapping[int, torch.Tensor], ranks: GroupRanks) -> torch.Tensor:
+def share_losses(
+    program: Program, own: Mapping[int, torch.Tensor], ranks: GroupRanks, news: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Give every rank the loss of every microbatch of all replicas, as every rank along "tp" computed it: a tensor
-    [replicas x microbatches, tp].
+    [replicas x microbatches, tp]. Beside it, how many ranks have `news`, on the device.
 
     Each has one owner and the other ranks add zeros, which changes no bit, so that no rank ends its step before all
     have run their passes: one that did would update its parameters although another rank has failed.
     """
     count, mesh = program.schedule.microbatches, ranks.mesh
-    shape = (ranks.replicas.count * count, mesh.size("tp"))
-    losses = torch.zeros(shape, dtype=getattr(torch, program.loss_dtype), device=ranks.device)
+    shape = (ranks.replicas.count * count + 1, mesh.size("tp"))
+    shared = torch.zeros(shape, dtype=getattr(torch, program.loss_dtype), device=ranks.device)
     for microbatch, loss in own.items():
-        losses[ranks.replicas.rank * count + microbatch, mesh.index("tp")].copy_(loss)
-    dist.all_reduce(losses, group=ranks.everyone)
-    return losses
+        shared[ranks.replicas.rank * count + microbatch, mesh.index("tp")].copy_(loss)
+    shared[-1] += news
+    dist.all_reduce(shared, group=ranks.everyone)
+    return shared[:-1], shared[-1, 0]

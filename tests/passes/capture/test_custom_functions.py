@@ -224,6 +224,15 @@ def counting(ctx: Any, x: Tensor) -> Tensor:
     return x * 2
 
 
+def assigning(ctx: Any, x: Tensor) -> Tensor:
+    x.data = x + 1
+    return x * 2
+
+
+def normalising(ctx: Any, x: Tensor) -> Tensor:
+    return F.batch_norm(x, AROUND.table.clone(), AROUND.table.clone(), training=True)
+
+
 NUMPY = r"numpy.*Write it with torch operations, or as a torch\.library\.custom_op"
 REFUSED: dict[str, tuple[Any, Any, str]] = {
     "numpy": (double, lambda ctx, g: torch.from_numpy(g.numpy()), r"Odd .*test_custom.*backward that cannot.*" + NUMPY),
@@ -248,6 +257,13 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
         r"other operations than when forward called it",
     ),
     "writes around": (counting, half, r"test_custom.*changes a tensor around it in place"),
+    "gives away memory": (
+        assigning,
+        half,
+        r"forward that cannot be traced .*assigns to tensor\.data \(.*x\.data = x \+ 1",
+    ),
+    "gives away memory in backward": (double, assigning, r"backward that cannot be traced .*assigns to tensor\.data"),
+    "running statistics": (normalising, half, r"test_custom.*updates the running statistics of a batch norm"),
     "writes around in backward": (double, counting, r"test_custom.*changes a tensor around it in place"),
     "writes an input in backward": (keeping, lambda ctx, g: g * ctx.x.mul_(2), r"in place, in its backward"),
     "tensor around": (lambda ctx, x: x * AROUND.table, half, r"reads another tensor than when forward called it"),

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zbcompile
-from tests.support.parallel_models import LENGTH, WIDTH, Along, ContextParallel, TensorParallel, part_of
+from tests.support.parallel_models import LENGTH, WIDTH, Along, ContextParallel, TensorParallel, enter, part_of
 from tests.support.pool import Pool
 from zbcompile.passes.stage.exchanges import collectives_of
 
@@ -114,11 +114,65 @@ def undeclared_part() -> None:
     zbcompile.pipeline(model, mesh=mesh, schedule="1f1b", **options).step(x, target=y)
 
 
+def partial_mesh() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    zbcompile.pipeline(nn.Linear(2, 2), mesh=mesh["pp"], schedule="1f1b")
+
+
+class OnPart(nn.Module):
+    """Trains on a part of the batch along "cp", with weights whose gradients it sums itself."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.along = Along(mesh, "cp")
+        self.weights = nn.ParameterList(torch.randn(WIDTH, WIDTH) / 4 for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        part = self.along.part(x, 1)
+        for weight in self.weights:
+            part = F.linear(part, enter(weight, self.along.group)).tanh()
+        return part.square().mean()
+
+
+def summed_already() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "cp"))
+    zbcompile.pipeline(OnPart(mesh), mesh=mesh, schedule="1f1b", microbatches=2).step(batch()[0])
+
+
+class Late(nn.Module):
+    """The gradient of `bias` has a part per rank along "tp", once `gain` is not zero; or a buffer has."""
+
+    def __init__(self, mesh: DeviceMesh, buffer: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.number, self.buffer = mesh["tp"].get_local_rank() + 1, buffer
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+        self.bias = nn.Parameter(torch.zeros(WIDTH))
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor, gain: Tensor) -> Tensor:
+        part = self.bias * self.number - (self.bias * (self.number - 1)).detach()
+        self.mean.copy_(gain * x.detach().mean((0, 1)) * self.number if self.buffer else self.mean)
+        return (self.layers(x) + gain * (self.bias if self.buffer else part)).square().mean()
+
+
+def late_difference(buffer: bool) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    pipe = zbcompile.pipeline(Late(mesh, buffer), mesh=mesh, schedule="1f1b", microbatches=2)
+    for gain in (0.0, 0.0, 1.0):
+        pipe.step(batch()[0], torch.tensor(gain))
+
+
 def test_bad_input_is_one_error_on_every_rank(pool: Pool) -> None:
     cases: list[tuple[Any, tuple[Any, ...], str]] = [
         (bad_mesh, (("pp", "fsdp"), (2, 2)), 'has a dimension "fsdp" of size 2'),
         (bad_mesh, (("pp", "tp"), (2, 1)), r"has 2 ranks \(pp=2 x tp=1\), but there are 4 processes"),
         (different_weights, (), r'layers.0.norm.weight.*is shared by ranks 0 and 1 \(apart along "tp"\)'),
+        (partial_mesh, (), r"only the part \('pp',\) of a mesh that also has \"dp\""),
+        (summed_already, (), r'gradient of weights.\d is equal on all 2 ranks along "cp".*{"cp": "replicate"}'),
+        (late_difference, (False,), r'the gradient of bias .*differs between.*"tp": "partial"'),
+        (late_difference, (True,), r"what forward writes into buffer mean differs between"),
         (undeclared_part, (), r'the gradient of .*norm.weight differs.*"tp": "partial"'),
     ]
     for function, args, says in cases:

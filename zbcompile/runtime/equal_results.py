@@ -1,0 +1,76 @@
+"""What ranks beside the pipeline must have in common is compared in the first step, and once more what was zero there,
+in the first step in which it is not."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from zbcompile.distributed.equal_tensors import checksum, require_equal_losses, require_equal_results, require_parts
+from zbcompile.distributed.ranks import GroupRanks
+from zbcompile.model.placements import PARTIAL, REPLICATE, along
+from zbcompile.passes.graph.roles import Slot
+from zbcompile.program.program import Program
+from zbcompile.runtime.engine import Executable
+
+ENOUGH = 8  # elements: fewer may be equal by chance
+
+
+@dataclass
+class EqualResults:
+    """`pending` says, alike on all ranks, whether any of them has something left to compare: what is in `settled` has
+    been. `program` is that of the last step, `parts` are checksums of what this rank adds to the sums of this one."""
+
+    ranks: GroupRanks
+    settled: set[str] = field(default_factory=set)
+    pending: bool = False
+    program: Program | None = None
+    parts: dict[str, int] = field(default_factory=dict)
+
+    def begin(self, program: Program) -> None:
+        """A step begins. Another program trains other parameters."""
+        self.pending = self.pending or (program is not self.program and bool(self.ranks.mesh.beside("pp", "dp")))
+        self.program = program
+        self.parts.clear()
+
+    def note(self, name: str, part: torch.Tensor) -> None:
+        """What this rank adds to the sum of a gradient."""
+        if self.pending and part.numel() >= ENOUGH:
+            self.parts[name] = checksum(part)
+
+    def has_news(self, executable: Executable, parameters: Mapping[str, nn.Parameter]) -> bool:
+        """Whether something here that has not been compared is not zero."""
+        return self.pending and any(bool(value.any()) for value in self._unsettled(executable, parameters).values())
+
+    def compare(self, executable: Executable, parameters: Mapping[str, nn.Parameter], losses: torch.Tensor) -> None:
+        """Raise PipelineError on every rank if something differs. Some rank has news."""
+        program, ranks = executable.program, self.ranks
+        require_equal_losses(ranks, losses)
+        count = program.schedule.microbatches
+        own = losses[ranks.replicas.rank * count :][:count, ranks.mesh.index("tp")]
+        chosen = ranks.mesh.beside("pp", "dp")
+        summed = {name: set(along(program.placement(name), PARTIAL)).intersection(chosen) for name in self.parts}
+        require_parts(ranks, {n: (value, sorted(summed[n])) for n, value in self.parts.items()}, tuple(own.tolist()))
+        found = self._unsettled(executable, parameters)
+        whole = {name: (value, along(program.placement(name), REPLICATE)) for name, value in found.items()}
+        self.pending = require_equal_results(ranks, whole, program.trained)
+        self.settled |= {name for name, value in found.items() if value.any()}
+
+    def _unsettled(self, executable: Executable, parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
+        """What this rank computes a whole of: gradients, zeros for those it has not got yet, and buffers."""
+        program = executable.program
+        names = [n for n in program.trained - self.settled if self.ranks.rank in program.holders(n)]
+        gradients = {name: parameters[name].grad for name in sorted(names)}
+        found = {name: torch.zeros(1) if each is None else each for name, each in gradients.items()}
+        return found | {n: each for n, each in written_buffers(executable).items() if n not in self.settled}
+
+
+def written_buffers(executable: Executable) -> dict[str, torch.Tensor]:
+    """The buffers into which forwards write on this rank, by name."""
+    found: dict[str, torch.Tensor] = {}
+    for stage in (stage for stages in (executable.stages, *executable.beside) for stage in stages.values()):
+        for slot in stage.program.pieces["F"].outputs:
+            if slot.kind == "mutation":
+                found[slot.name] = stage.resident[Slot("buffer", slot.name)]
+    return dict(sorted(found.items()))
