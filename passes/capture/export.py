@@ -16,6 +16,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.fx import GraphModule
 
 from zbcompile.passes.capture.autocast import number_autocast_regions
+from zbcompile.passes.capture.detached_writes import detach_no_grad_regions, separate_written
 from zbcompile.passes.capture.distributed_regions import regions_of
 from zbcompile.passes.capture.export_errors import export_failure
 from zbcompile.passes.capture.function_calls import FunctionCall
@@ -33,7 +34,7 @@ from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.graph.kernel_layouts import kernels_layouts
 from zbcompile.passes.graph.roles import Kind, Slot
 from zbcompile.passes.graph.strides import copy_with_strides
-from zbcompile.passes.torch_private import GRAD_MODE_REGION, numbered_checkpoints, pytree
+from zbcompile.passes.torch_private import numbered_checkpoints, pytree
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,9 @@ def _decomposed(wrapper: "TrainingStep | Inference", watch: Watch, example: Any)
     with _diagnosed(wrapper.model, watch):
         program = _exported_on_eagers_path(wrapper, watch, example)
         number_autocast_regions(program.graph_module, _device_of(example).type)
-        _detach_no_grad_regions(program.graph_module)
+        detach_no_grad_regions(program.graph_module)
+        if isinstance(wrapper, TrainingStep):
+            separate_written(program)
         _keep_source_lines(program.graph_module)
         with _without_torchs_warnings(), quick_decompositions():
             return program.run_decompositions({})
@@ -253,30 +256,6 @@ def _keep_source_lines(module: GraphModule) -> None:
     for child in module.modules():
         if isinstance(child, GraphModule) and child is not module:
             child.forward = torch.fx.Interpreter(child).run  # type: ignore[method-assign]
-
-
-def _detach_no_grad_regions(module: GraphModule) -> None:
-    """Put a detach after every result of a no_grad region: run_decompositions({}) drops the region itself."""
-    for child in module.children():
-        if isinstance(child, GraphModule):
-            _detach_no_grad_regions(child)
-    regions = module.graph.find_nodes(op="call_function", target=GRAD_MODE_REGION)
-    for node in regions:
-        if node.args[0] is False:
-            for result in [user for user in node.users if user.target.__name__ == "getitem"] or [node]:
-                _detach_after(module.graph, result)
-    if regions:
-        module.recompile()
-
-
-def _detach_after(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
-    value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor):
-        return
-    with graph.inserting_after(node):
-        detached = graph.call_function(torch.ops.aten.detach.default, (node,))
-    detached.meta = dict(node.meta)
-    node.replace_all_uses_with(detached, delete_user_cb=lambda user: user is not detached)
 
 
 def _with_roles(

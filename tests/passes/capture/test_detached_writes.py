@@ -1,0 +1,71 @@
+"""In-place writes that autograd sees in part: gradients are eager's, or the write is refused by its line."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.support.middle_stage import ORDERS, compile_middle, eager_gradients, run_in_order
+from zbcompile.passes.capture.export import capture
+from zbcompile.passes.errors import CaptureError
+
+
+class Writes(nn.Module):
+    """Differentiable values written into tensors without gradients, whole and in part; a mask written under no_grad."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(8, 8) / 3 for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x @ self.weights[0]
+        with torch.no_grad():
+            positions, mask = torch.sin(h), torch.zeros_like(h)
+            mask[:, 1:] = 1
+        positions += h @ self.weights[1]
+        part = torch.cos(h).detach()
+        part[:, 2].mul_((h @ self.weights[2])[:, 2])
+        constant = torch.exp(h).detach()
+        constant.clamp_(max=2.0)
+        return torch.tanh(h * mask + positions + part + constant @ self.weights[3])
+
+
+def test_a_detached_tensor_gets_the_gradients_of_what_is_written_into_it() -> None:
+    torch.manual_seed(0)
+    compiled = compile_middle(Writes(), torch.randn(4, 8))
+    expected = eager_gradients(compiled)
+    found = run_in_order(compiled, ORDERS["delayed"])
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []  # type: ignore[arg-type]
+
+
+def _under_no_grad(h: Tensor, z: Tensor) -> Tensor:
+    with torch.no_grad():
+        h.mul_(2)
+    return h * z
+
+
+def _constant_through_data(h: Tensor, z: Tensor) -> Tensor:
+    h.data.mul_(2)
+    return h * z
+
+
+def _of_both(h: Tensor, z: Tensor) -> Tensor:
+    alias = h.detach()
+    alias += z
+    return h + torch.sin(alias)
+
+
+class Around(nn.Module):
+    def __init__(self, write: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.second, self.write = nn.Linear(8, 8), nn.Linear(8, 8), write
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.write(self.first(x) + 1, self.second(x)).square().mean()
+
+
+@pytest.mark.parametrize("write", [_under_no_grad, _constant_through_data, _of_both])
+def test_a_write_that_gradients_do_not_follow_is_refused_by_its_line(write: Callable[[Tensor, Tensor], Tensor]) -> None:
+    with pytest.raises(CaptureError, match=r"(?s)test_detached_writes.*in place where autograd does not see it"):
+        capture(Around(write), (torch.randn(4, 8),), {})
