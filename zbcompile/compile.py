@@ -2,23 +2,30 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zbcompile.backends.backend import make_backend
 from zbcompile.backends.compiled_passes import compile_passes
-from zbcompile.cli.compile_arguments import Plan, add_plan, announcer, compiled, example_of, schedule_of
+from zbcompile.cli.compile_arguments import Plan, add_plan, announcer, compiled, example_of, quiet, schedule_of
 from zbcompile.cli.exit_status import exit_status
 from zbcompile.cli.option_flags import add_flags, split_options
+from zbcompile.compiler.compile_example import compile_example_forward
+from zbcompile.compiler.inference import Frame
 from zbcompile.distributed.process_group import device_of, is_alone
 from zbcompile.errors import PipelineError
+from zbcompile.model.example import Example
 from zbcompile.persistence.safetensors_weights import save_weights
-from zbcompile.program.save import program_in
+from zbcompile.program.output import FORWARDS
+from zbcompile.program.program import Program
+from zbcompile.program.save import program_in, save_here
+from zbcompile.schedules import Schedule
 
 EXAMPLES = """examples:
   python -m zbcompile.compile examples/targets.py:gpt --schedule zb-h1 --ranks 4 --output program
   python -m zbcompile.compile mypackage.models:seventy_billion --fake --ranks 8 --output program
+  python -m zbcompile.compile mypackage.models:policy --also eval,log_probs --ranks 4 --output program
 
 TARGET is called without arguments and returns (model, args), (model, args, kwargs) or
 zbcompile.Example(model, args, kwargs, loss, target); args are those of one microbatch.
@@ -34,6 +41,8 @@ class CompileRequest(Plan):
 
     output: Path
     weights: Path | None
+    also: list[str]
+    only: list[str]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -55,14 +64,37 @@ def run(request: CompileRequest) -> None:
     example = example_of(request)
     backend = make_backend(options.backend, device_of(example.model))
     say(f"{type(example.model).__name__} is built; capturing it for {schedule.name}, {schedule.ranks} ranks")
-    program = compiled(example, schedule, request, say).program
-    replace(program, step=options.step).save(request.output)
+    program = replace(_programs(example, schedule, request, say), writer=save_here)
+    program.save(request.output)
     if request.weights is not None:
         save_weights(request.weights, example.model)
     say("saved")
     if backend.compiler is not None:
         say(str(compile_passes(program, range(schedule.ranks), backend).compilation))
     print(request.output)
+
+
+def _programs(example: Example, schedule: Schedule, request: CompileRequest, say: Callable[[str], None]) -> Program:
+    """The program that was asked for, with the forwards beside it."""
+    names, main = request.only or request.also, None
+    if not request.only:
+        main = replace(compiled(example, schedule, request, say).program, step=request.options.step)
+    found: dict[str, Program] = {}
+    for name in dict.fromkeys(names):
+        with quiet(request):
+            made = compile_example_forward(example, name, Frame(schedule, main, request.options.choices, {}))
+        found[name] = replace(made, step=request.options.step)
+        main = main or found.pop(name)
+        say(f"compiled {name}")
+    assert main is not None
+    return replace(main, also=found)
+
+
+def _forwards(text: str) -> list[str]:
+    names = text.split(",")
+    if not set(names) <= FORWARDS.keys():
+        raise argparse.ArgumentTypeError(f"{text!r}; expected some of {','.join(FORWARDS)}")
+    return names
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -77,6 +109,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--weights", metavar="PATH", type=Path, help="write the model's own weights too: .safetensors or a directory"
     )
+    kinds = parser.add_mutually_exclusive_group()
+    helps = {
+        "--also": "beside the step, forwards for zbcompile.load(DIR): eval, log_probs, entropies",
+        "--only": "such forwards alone, without a backward",
+    }
+    for flag, text in helps.items():
+        kinds.add_argument(flag, metavar="NAME,NAME", type=_forwards, default=[], help=text)
     add_flags(parser, ("split", "seed", "backend"))
     parser.add_argument("--debug", action="store_true", help="show tracebacks of errors")
     add_plan(parser)

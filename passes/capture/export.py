@@ -28,7 +28,7 @@ from zbcompile.passes.capture.questions import Given, Questions
 from zbcompile.passes.capture.side_effects import Watch
 from zbcompile.passes.capture.torch_private import eagers_kernels, quick_decompositions
 from zbcompile.passes.capture.tracing_flags import EAGER, ways_to_trace
-from zbcompile.passes.capture.training_step import Inference, LossFunction, TrainingStep
+from zbcompile.passes.capture.training_step import Inference, LossFunction, Read, TrainingStep
 from zbcompile.passes.capture.unsupported import problems_of, raise_first, training_problems
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.graph.kernel_layouts import kernels_layouts
@@ -103,19 +103,27 @@ def trace_training(
 
 
 def capture_inference(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], given: Given | None = None
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    target: Any = None,
+    read: Read | None = None,
+    training: bool = False,
+    given: Given | None = None,
 ) -> Captured:
-    """Capture the model alone in eval mode; every module's mode is restored. `given` as for `capture`."""
+    """Capture the model's forward alone: its output, or `read(output, target)`. In eval mode; `training`: in the mode
+    that its modules are in, as for a step. Every module's mode is restored. `given` as for `capture`."""
     raise_first(problems_of(model))
     modes = {module: module.training for module in model.modules()}
     watch = Watch(questions=Questions(given=given))
-    model.eval()
+    if not training:
+        model.eval()
     try:
         with torch.no_grad(), _without_fast_path(), _judged(watch):
-            return _export(Inference(model, watch), watch, args, kwargs, None)
+            return _export(Inference(model, read, watch), watch, args, kwargs, target)
     finally:
-        for module, training in modes.items():
-            module.training = training
+        for module, mode in modes.items():
+            module.training = mode
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.torch_private import pytree
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
+Read = Callable[[Any, Any], Any]  # what to compute of the model's output and the target, in place of a loss
 
 
 def register_dataclasses(value: Any) -> None:
@@ -50,11 +51,13 @@ class TrainingStep(nn.Module):
 
 
 class Inference(nn.Module):
-    """The model alone, returning whatever it returns, and beside it the tensors that forward asked about."""
+    """The model alone, returning whatever it returns or what `read` makes of that, and beside it the tensors that
+    forward asked about."""
 
-    def __init__(self, model: nn.Module, watch: Watch) -> None:
+    def __init__(self, model: nn.Module, read: Read | None, watch: Watch) -> None:
         super().__init__()
         self.model = model
+        self.read = read
         self.watch = watch
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> tuple[Any, list[torch.Tensor]]:
@@ -62,6 +65,8 @@ class Inference(nn.Module):
             output = self.model(*args, **kwargs)
             if isinstance(output, Pending):
                 output = output.finish(lambda whole: whole.full_tensor())
+            if self.read is not None:
+                output = self.read(output, target)
         register_dataclasses(output)
         return output, self.watch.questions.tensors
 

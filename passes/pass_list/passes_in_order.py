@@ -75,7 +75,7 @@ _FINISHED = (
 
 # The table of contents.
 CAPTURE = Pass("capture", "traces one microbatch's training step", capture, _GRAPH)
-CAPTURE_INFERENCE = Pass("capture", "traces the model in eval mode", capture_inference, _GRAPH)
+CAPTURE_INFERENCE = Pass("capture", "traces the forward alone", capture_inference, _GRAPH)
 CANONICALISE = _in_turn(
     Pass("copy", "copies the graph, inputs named by role", canonical.copy_graph, _COPIED),
     Pass("keep-marks", "records checkpoint and autocast regions", _on(canonical.keep_marks)),

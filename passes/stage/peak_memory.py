@@ -24,7 +24,7 @@ def transient_bytes(stage: StageProgram, name: str) -> int:
     freed after its last use; an input only if no later pass reads it.
     """
     piece = stage.pieces[name]
-    kept = {slot for later in LATER[name] for slot in stage.pieces[later].inputs}
+    kept = {slot for later in LATER[name] if later in stage.pieces for slot in stage.pieces[later].inputs}
     return peak_bytes(piece, kept)
 
 

@@ -51,6 +51,11 @@ class StageProgram:
     deferred: Mapping[str, str] = field(default_factory=dict)
 
     @property
+    def changed(self) -> tuple[str, ...]:
+        """The buffers that forward changes."""
+        return tuple(slot.name for slot in self.pieces["F"].outputs if slot.kind == "mutation")
+
+    @property
     def receive_bytes(self) -> int:
         """Bytes of activations that arrive per microbatch."""
         return sum(spec.bytes for spec in self.receives.values())
@@ -113,14 +118,17 @@ def bind_groups(program: StageProgram, names: Mapping[str, str]) -> StageProgram
     return replace(program, pieces=pieces)
 
 
-def forward_programs(stages: Sequence[Stage]) -> tuple[StageProgram, ...]:
-    """Stages that run forward alone: nothing is kept, and no gradient travels."""
+def forward_programs(stages: Sequence[Stage], seeded: bool) -> tuple[StageProgram, ...]:
+    """Stages that run forward alone: nothing is kept, and no gradient travels. `seeded`: every microbatch draws from a
+    seed of its own, as in a step; else from the generator as it is."""
     received = [_received(stage, {}) for stage in stages]
-    sent = [*received[1:], {}]
-    return tuple(map(_forward_program, stages, received, sent))
+    sent = [*received[1:], _sent(stages[-1], {}, exact=False)]  # the last one serves the shards of an output layer
+    return tuple(_forward_program(*each, seeded) for each in zip(stages, received, sent, strict=True))
 
 
-def _forward_program(stage: Stage, receives: Mapping[str, TensorSpec], sends: Mapping[str, TensorSpec]) -> StageProgram:
+def _forward_program(
+    stage: Stage, receives: Mapping[str, TensorSpec], sends: Mapping[str, TensorSpec], seeded: bool
+) -> StageProgram:
     piece = Piece("F", stage.module, stage.inputs, stage.outputs)
     counts = count_flops(stage.module, FakeTensorMode(allow_non_fake_inputs=True))
     return StageProgram(
@@ -134,10 +142,10 @@ def _forward_program(stage: Stage, receives: Mapping[str, TensorSpec], sends: Ma
         parameters=stage.named("parameter"),
         buffers=stage.named("buffer"),
         trained=(),
-        random=False,  # an evaluation draws from the generator in its current state
+        random=seeded and stage.random,
         crossing=Crossing(0, 0, 0, 0, 0),
         improvements=(),
-        flops={"F": sum(counts.values())},
+        flops={"F": sum(counts.values()), "B": 0, "W": 0, "BW": 0},
     )
 
 

@@ -1,4 +1,4 @@
-"""The loss behind the output layer as a function of a few numbers per token.
+"""The loss behind the output layer, or the log-probabilities of labels, as a function of a few numbers per token.
 
 With y the logits of a token, m their maximum and t that of its label, every accepted loss is a function of
 
@@ -74,7 +74,10 @@ class RowLoss:
 
 def row_loss(canonical: Canonical, exits: list[Exit], size: int) -> RowLoss:
     """The loss as a function of the exits. Raises NotShardable if it reads anything else that is trained."""
-    (output,) = [node for slot, node in canonical.outputs if slot.kind == "loss"]
+    results = [n for slot, n in canonical.outputs if slot.kind in ("loss", "output") and isinstance(n, Node)]
+    if len(results) > 1:
+        raise NotShardable("the model returns several tensors; a sharded output layer makes one")
+    (output,) = results
     labels = _common({_labels(e.node) for e in exits} - {None}, "labels")
     if labels is None:
         raise NotShardable("no term of the loss has labels")

@@ -81,7 +81,7 @@ def _scan_tile(shard: Shard, raw: Tensor, own: Parameters, labels: Tensor, value
     if shard.head.loss.needs_total:
         weight = class_weight(shard, values, words, shifted)
         total, weights = (shifted * weight).sum(1), weight.sum()
-    if shard.barriers == 2:
+    if shard.barriers != 1:
         return Scan(maximum, z, target, total, weights, None, None)
     others = _others(shard, raw, exponentials, z, own, (inside, number), words)
     total_rows = _total_rows(shard, raw, own, values, words) if shard.head.loss.needs_total else None

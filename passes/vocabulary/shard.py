@@ -23,7 +23,8 @@ Tensor = torch.Tensor
 class Shard:
     """What rank `rank` computes: words `bounds[rank]` of the vocabulary.
 
-    `keep` says whether logits wait from S for T or are recomputed; `tile` is how many words S and T work on at a time.
+    `barriers` are those of the backward (0: there is none). `keep` says whether logits wait from S for T or are
+    recomputed; `tile` is how many words S and T work on at a time.
     """
 
     head: VocabularyHead

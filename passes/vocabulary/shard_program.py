@@ -22,7 +22,7 @@ from zbcompile.passes.vocabulary.embedding import VocabularyLookup, look_up, spr
 from zbcompile.passes.vocabulary.output_layer import VocabularyHead
 from zbcompile.passes.vocabulary.s_pass import scan
 from zbcompile.passes.vocabulary.shard import Parameters, Shard
-from zbcompile.passes.vocabulary.t_pass import combine, update
+from zbcompile.passes.vocabulary.t_pass import combine, gather_statistics, update
 
 HIDDEN, GRADIENT = Slot("activation", "hidden"), Slot("input_gradient", "hidden")
 STATISTICS, GATHERED = Slot("saved", "statistics"), Slot("saved", "gathered")
@@ -58,7 +58,8 @@ class VocabularyProgram:
     """How the output layer is sharded: `bounds[rank]` are the words of a rank, `pieces[rank]` its graphs.
 
     `hidden` is what the last stage broadcasts to all shards, `activation` its name in that stage; `lookup` is the input
-    layer if that is sharded too. `tiling.keep` says whether logits wait between S and T. `flops[rank]` is per pass
+    layer if that is sharded too. Without a backward `barriers` is 0, and STATS makes a value per token in place of
+    the loss. `tiling.keep` says whether logits wait between S and T. `flops[rank]` is per pass
     and microbatch.
     """
 
@@ -212,6 +213,9 @@ class _Tracer:
         kept = {slot: node_value for slot, node_value in _results(scanned) if slot != STATISTICS}
         raw = {slot: value for slot, value in kept.items() if slot.name.startswith(RAW) or slot == MAXIMUM}
         parts = {slot: value for slot, value in kept.items() if slot not in raw}
+        if not self.shard.barriers:
+            read = self._trace("STATS", {GATHERED: self.gathered} | self.data, self._read)
+            return {"S": scanned, "STATS": read} | (self._input_pieces(self.lookup) if self.lookup else {})
         combined = {GATHERED: self.gathered, TANGENT: self.tangent} | parts | self.data
         updated = {HIDDEN: self.hidden, COEFFICIENTS: self.coefficients} | raw | self.parameters | self.data
         stats = self._trace("STATS", combined, self._combine)
@@ -223,18 +227,17 @@ class _Tracer:
         with self.mode:
             rows, data = self._rows(table), self._likes(lookup.data)
             gradient = like(value)
-        return {
-            "LOOKUP": self._trace(
-                "LOOKUP",
-                {table: rows} | data,
-                lambda values: {LOOKED_UP: look_up(self.shard, lookup, values[table], values)},
-            ),
-            "SPREAD": self._trace(
-                "SPREAD",
-                {OF_LOOKUP: gradient} | data,
-                lambda values: {Slot("gradient", lookup.weight): spread(self.shard, lookup, values[OF_LOOKUP], values)},
-            ),
-        }
+
+        def look(values: Mapping[Slot, Any]) -> dict[Slot, Any]:
+            return {LOOKED_UP: look_up(self.shard, lookup, values[table], values)}
+
+        def scatter(values: Mapping[Slot, Any]) -> dict[Slot, Any]:
+            return {Slot("gradient", lookup.weight): spread(self.shard, lookup, values[OF_LOOKUP], values)}
+
+        found = {"LOOKUP": self._trace("LOOKUP", {table: rows} | data, look)}
+        if not self.shard.barriers:
+            return found
+        return found | {"SPREAD": self._trace("SPREAD", {OF_LOOKUP: gradient} | data, scatter)}
 
     def _own(self, values: Mapping[Slot, Any]) -> Parameters:
         bias = None if self.head.bias is None else values[Slot("parameter", self.head.bias)]
@@ -244,6 +247,10 @@ class _Tracer:
         found = scan(self.shard, values[HIDDEN], self._own(values), values)
         tiles = {Slot("saved", f"{RAW}{i}"): tile for i, tile in enumerate(found.raw)}
         return tiles | {Slot("saved", name): value for name, value in found._asdict().items() if name != RAW}
+
+    def _read(self, values: Mapping[Slot, Any]) -> dict[Slot, Any]:
+        statistics, _ = gather_statistics(self.shard, values[GATHERED], values)
+        return {Slot("loss"): self.head.loss(statistics, values)}
 
     def _combine(self, values: Mapping[Slot, Any]) -> dict[Slot, Any]:
         kept = {slot.name: value for slot, value in values.items() if slot.kind == "saved"}

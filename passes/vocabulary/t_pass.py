@@ -35,8 +35,9 @@ class Combined(NamedTuple):
     part: Tensor | None
 
 
-def combine(shard: Shard, gathered: Tensor, tangent: Tensor, kept: Mapping[str, Tensor], values: Values) -> Combined:
-    """The end of the barrier: `gathered` [shards, 4, tokens], `tangent` the factor of this microbatch's loss."""
+def gather_statistics(shard: Shard, gathered: Tensor, values: Values) -> tuple[Statistics, Tensor]:
+    """Those of all words, from `gathered` [shards, 4, tokens], and the sum of exponentials of every shard over the
+    common maximum [shards, tokens]."""
     maxima, z, targets, totals = gathered.unbind(1)
     maximum = maxima.amax(0)
     safe = finite(maximum)
@@ -45,9 +46,15 @@ def combine(shard: Shard, gathered: Tensor, tangent: Tensor, kept: Mapping[str, 
     if shard.head.loss.needs_total:
         moved = (finite(maxima) - safe) * _weight_sums(shard, values, z)[:, None]
         statistics = statistics._replace(total=(totals + moved).sum(0))
+    return statistics, shares
+
+
+def combine(shard: Shard, gathered: Tensor, tangent: Tensor, kept: Mapping[str, Tensor], values: Values) -> Combined:
+    """The end of the barrier: `gathered` [shards, 4, tokens], `tangent` the factor of this microbatch's loss."""
+    statistics, shares = gather_statistics(shard, gathered, values)
     loss, a, b, c = _differentiate(shard, statistics, tangent, values)
     at_label = a * torch.expm1(statistics.target - statistics.log_z) + (a + b)
-    coefficients = torch.stack([maximum, statistics.log_z, a, at_label, c])
+    coefficients = torch.stack([statistics.maximum, statistics.log_z, a, at_label, c])
     if shard.barriers == 2:
         return Combined(loss, coefficients, None)
     share = a * shares[shard.rank] / shares.sum(0)

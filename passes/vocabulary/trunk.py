@@ -28,7 +28,7 @@ def cut_off(canonical: Canonical, head: VocabularyHead, lookup: VocabularyLookup
     with graph.inserting_before(graph.output_node()):
         leaving = _inlined(graph, head.tokens, copies[head.hidden])
     outputs = [(slot, copies[node] if isinstance(node, Node) else node) for slot, node in canonical.outputs]
-    ends: list[tuple[Slot, Any]] = [(slot, node) for slot, node in outputs if slot.kind != "loss"]
+    ends: list[tuple[Slot, Any]] = [(slot, node) for slot, node in outputs if slot.kind not in ("loss", "output")]
     ends.append((Slot("activation", leaving.name), leaving))
     graph.output_node().args = (tuple(node for _, node in ends),)
     drop_dead_code(graph)

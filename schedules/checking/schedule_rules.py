@@ -10,7 +10,7 @@ from zbcompile.schedules.execution.deadlock import culprit_error, require_finish
 from zbcompile.schedules.execution.event_loop import has_pairs, require_fit, run, without_collector
 from zbcompile.schedules.execution.memory import first_beyond, peak_memory
 from zbcompile.schedules.generators.forward_only import FORWARD_ONLY
-from zbcompile.schedules.ir.actions import BW, COMMUNICATION, COMPUTE, Action, B, F, Pair, Step, W, flatten
+from zbcompile.schedules.ir.actions import BW, COMMUNICATION, COMPUTE, Action, B, F, Pair, S, Step, W, flatten
 from zbcompile.schedules.ir.costs import Costs
 from zbcompile.schedules.ir.kinds import KINDS, with_scope
 from zbcompile.schedules.ir.schedule import Lowered, Schedule
@@ -133,10 +133,11 @@ def _rules(schedule: Schedule) -> dict[str, tuple[Done, Done, Done]]:
 
 def _whole(schedule: Schedule, stage: int) -> Done:
     """What every microbatch runs on a stage: F, B and W (F alone in an evaluation), the further passes of this
-    schedule, and a shard's passes if it has the shard."""
-    passes = {F} if schedule.name == FORWARD_ONLY else {F, B, W}
+    schedule, and a shard's passes if it has the shard (S alone in an evaluation)."""
+    alone = schedule.name == FORWARD_ONLY
+    passes = {F} if alone else {F, B, W}
     ops = passes | {op for op in schedule.ops & COMPUTE if KINDS[op].scope == "microbatch"}
-    shard = with_scope("shard") if stage in schedule.shards else ()
+    shard = () if stage not in schedule.shards else (S,) if alone else with_scope("shard")
     return _bits(done for op in (*ops, *shard) for done in KINDS[op].does)
 
 

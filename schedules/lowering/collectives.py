@@ -19,7 +19,7 @@ from typing import NamedTuple
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.execution.deadlock import culprit_error
 from zbcompile.schedules.execution.event_loop import Outcome
-from zbcompile.schedules.ir.actions import CAST, COLLECTIVES, LOOKUP, SPREAD, STATS, SUM, Action, F, Step, flatten
+from zbcompile.schedules.ir.actions import CAST, COLLECTIVES, LOOKUP, SPREAD, STATS, SUM, Action, F, Step, T, flatten
 from zbcompile.schedules.ir.dependencies import needs
 from zbcompile.schedules.ir.schedule import Lowered, Schedule
 
@@ -38,7 +38,9 @@ class Collective(NamedTuple):
 def collectives_of(schedule: Schedule) -> tuple[str, ...]:
     """The kinds of collective that every microbatch needs, in the order in which it needs them."""
     passes = (CAST, STATS, SUM)[: 1 + schedule.barriers]
-    return (LOOKUP, *passes, SPREAD) if schedule.lookups else passes
+    if not schedule.lookups:
+        return passes
+    return (LOOKUP, *passes, SPREAD) if T in schedule.ops else (LOOKUP, *passes)
 
 
 def global_order(schedule: Schedule, outcome: Outcome) -> list[Collective]:

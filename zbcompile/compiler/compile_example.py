@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from zbcompile.compiler.compile_model import Drawn, compile_drawn, draw_step, redraw
+from zbcompile.compiler.inference import Computation, Frame, compile_forward
 from zbcompile.compiler.measure_nodes import measure_line
 from zbcompile.errors import PipelineError
-from zbcompile.model.batch import Microbatch
+from zbcompile.model.batch import Microbatch, whole_batch
 from zbcompile.model.example import Example
 from zbcompile.model.model_info import module_of
-from zbcompile.passes.capture.export import flatten_inputs
 from zbcompile.passes.capture.training_step import loss_in
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.pass_list.run_passes import Observer
@@ -60,6 +60,17 @@ def compile_example(
     return Inspected(example, program, tuple(dict.fromkeys(dropped)), tuple(seen), drawn, seconds)
 
 
+def compile_example_forward(example: Example, computes: str, frame: Frame) -> Program:
+    """A forward of `FORWARDS` for the inputs of `example`: log-probabilities of its target, or of its keyword `labels`,
+    which forward then does not get. Raises CompileError, also for an example without them."""
+    kwargs, labels = dict(example.kwargs), None
+    if computes != "eval":
+        labels = example.target if example.target is not None else kwargs.pop("labels", None)
+    with _warnings():
+        microbatch = whole_batch(example.args, kwargs, labels).whole
+        return compile_forward(example.model, microbatch, Computation(computes), frame)
+
+
 def compile_again(inspected: Inspected, schedule: Schedule, choices: Choices) -> Program:
     """The program of the same captured step for another schedule or other choices; raises as `compile_example`."""
     if inspected.drawn is None:
@@ -81,9 +92,7 @@ def read_saved(folder: Path) -> Inspected:
 
 def one_microbatch(example: Example) -> Microbatch:
     """The inputs of an example as the compiler takes them."""
-    whole = (example.args, dict(example.kwargs), example.target)
-    paths, leaves, structure = flatten_inputs(whole)
-    return Microbatch(leaves, paths, structure)
+    return whole_batch(example.args, dict(example.kwargs), example.target).whole
 
 
 def _loss_and_names(dropped: list[str]) -> Callable[[Any, Any], torch.Tensor]:

@@ -156,7 +156,7 @@ def compile_drawn(
         guards=captured.guards,
         vocabulary=vocabulary,
         call=call_of(microbatch),
-        groups=_groups(canonical, programs),
+        groups=groups_of(canonical, programs),
         writer=save_here,
     )
 
@@ -194,7 +194,7 @@ def _labels(canonical: Canonical) -> dict[str, str]:
     return {**captured.dimensions, **{name: label for label, name in captured.groups.items()}}
 
 
-def _groups(canonical: Canonical, programs: Sequence[StageProgram]) -> dict[str, str]:
+def groups_of(canonical: Canonical, programs: Sequence[StageProgram]) -> dict[str, str]:
     """This process's names of the groups in the graphs of the stages."""
     names = {label: name for name, label in _labels(canonical).items()}
     used = {each.dimension for program in programs for each in collectives_of(program)}

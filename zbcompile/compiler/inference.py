@@ -1,73 +1,122 @@
-"""Compiling for evaluation: only the model's forward, with each parameter used on the stage where it trains."""
+"""Compiling the forward alone: a program without backward graphs, with each parameter used on the stage where it
+trains."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import nn
+from torch.fx import Node
 
-from zbcompile.compiler.compile_model import make_manager, on_mesh
+from zbcompile.compiler.compile_model import groups_of, make_manager, on_mesh, place, without_autocast
+from zbcompile.compiler.cut_planning import plan_cuts
+from zbcompile.compiler.vocabulary_sharding import Sharding, forward_shards, shard_head
 from zbcompile.model.batch import Microbatch
+from zbcompile.model.model_info import facts_of
+from zbcompile.passes.capture.canonical import Canonical
 from zbcompile.passes.capture.export import Captured
 from zbcompile.passes.capture.questions import Given
-from zbcompile.passes.graph.fx import output_values
-from zbcompile.passes.graph.process_groups import group_of, with_groups
+from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.partition.liveness import draw_line
-from zbcompile.passes.partition.stage_graphs import Stage, assign_by_parameters
+from zbcompile.passes.partition.stage_graphs import Stage, assign_by_cuts, assign_by_parameters
 from zbcompile.passes.pass_list.canonicalise import canonicalise
 from zbcompile.passes.pass_list.passes_in_order import CAPTURE_INFERENCE, CUT
-from zbcompile.passes.stage.stage_program import forward_programs
-from zbcompile.program.program import Program
+from zbcompile.passes.pass_list.run_passes import PassManager
+from zbcompile.passes.stage.stage_program import forward_programs, tensor_spec
+from zbcompile.passes.vocabulary.logits import NotShardable
+from zbcompile.program.output import FORWARDS, Output
+from zbcompile.program.program import Program, call_of
+from zbcompile.program.save import save_here
 from zbcompile.schedules.generators.forward_only import forward_only
+from zbcompile.schedules.ir.schedule import Schedule
 from zbcompile.schedules.lowering.lower import lower
 
 
 @dataclass(frozen=True)
-class Inference:
-    """A model in eval mode, cut into `stages`; `outputs` are the leaves of its output that are tensors, each with the
-    stage that makes it and a fake tensor of its value."""
+class Computation:
+    """What of the model's forward: its output, or what is read of that (`FORWARDS`); in eval mode, or if `training` in
+    the modes that the modules are in, each microbatch seeded as in a step."""
 
-    captured: Captured
-    stages: tuple[Stage, ...]
-    outputs: Mapping[str, tuple[int, torch.Tensor]]
-
-    @property
-    def exchanges(self) -> set[str]:
-        """The dimensions of the mesh along which its graphs exchange tensors."""
-        groups = (group_of(node) for stage in self.stages for node in stage.module.graph.nodes)
-        return {self.captured.dimensions.get(group, group) for group in groups if group is not None}
-
-    @property
-    def changes_buffers(self) -> bool:
-        return any(slot.kind == "mutation" for slot in self.captured.outputs)
+    computes: str = "eval"
+    training: bool = False
 
 
-def forward_program(inference: Inference, like: Program, microbatches: int) -> Program:
-    """The program that runs `inference` for a number of microbatches on the ranks of `like`."""
-    lowered = lower(forward_only(like.schedule.placement, microbatches))
-    return replace(
-        like, stages=forward_programs(inference.stages), lowered=lowered, vocabulary=None, groups={}, writer=None
+@dataclass(frozen=True)
+class Frame:
+    """Where a forward is compiled for: the schedule whose stages and ranks it takes, `like` a program of the same model
+    that has placed the parameters (None: it is cut for itself), the options, and `dimensions` as in `Captured`."""
+
+    schedule: Schedule
+    like: Program | None
+    choices: Choices
+    dimensions: Mapping[str, str]
+
+
+def compile_forward(
+    model: nn.Module, microbatch: Microbatch, wanted: Computation, frame: Frame, given: Given | None = None
+) -> Program:
+    """The program of one microbatch. `given` answers for `capture_inference`."""
+    args, kwargs, target = microbatch.example
+    manager, like = make_manager(), frame.like
+    read = FORWARDS[wanted.computes]
+    captured = manager.run(CAPTURE_INFERENCE, model, args, kwargs, target, read, wanted.training, given)
+    captured = on_mesh(captured, frame.dimensions)
+    with without_autocast(microbatch):
+        canonical = canonicalise(captured, manager)
+        sharding = _sharding(canonical, like, manager)
+        trunk = canonical if sharding is None else sharding.trunk
+        line = draw_line(trunk)
+        cuts = plan_cuts(trunk, line, frame.schedule, frame.choices, {}) if like is None else like.cuts
+        assigned = assign_by_cuts(line, cuts) if like is None else assign_by_parameters(trunk, line, like.homes)
+        stages: tuple[Stage, ...] = manager.run(CUT, trunk, line, assigned, frame.schedule.stages)
+        programs = forward_programs(stages, seeded=wanted.training)
+        vocabulary = None
+        if sharding is not None and like is not None and like.vocabulary is not None:
+            vocabulary = forward_shards(sharding, like.vocabulary.bounds, frame.choices, manager)
+    program = Program(
+        model=facts_of(model, captured.constants),
+        cuts=cuts,
+        stages=programs,
+        lowered=lower(forward_only(frame.schedule.placement, 1)),
+        homes=place(model, captured, stages, None) if like is None else like.homes,
+        choices=frame.choices,
+        loss_dtype="float32",
+        inputs={path: (tuple(t.shape), str(t.dtype)) for path, t in microbatch.tensors.items()},
+        vocabulary=vocabulary,
+        canonical_targets=(),
+        guards=captured.guards,
+        call=call_of(microbatch),
+        groups=groups_of(canonical, programs),
+        plain=captured.plain,
+        output=_output(wanted.computes, captured, canonical, stages),
+        writer=save_here,
     )
+    return for_microbatches(program, 1)
 
 
-def compile_inference(
-    model: nn.Module, microbatch: Microbatch, like: Program, dimensions: Mapping[str, str], given: Given | None = None
-) -> Inference:
-    """Capture `model` in eval mode and cut it so that each parameter is used on the stage where it trains. `dimensions`
-    are those of `Captured`, `given` answers for `capture_inference`."""
-    args, kwargs, _ = microbatch.example
-    manager = make_manager()
-    captured = on_mesh(manager.run(CAPTURE_INFERENCE, model, args, kwargs, given), dimensions)
-    canonical = canonicalise(captured, manager)
-    line = draw_line(canonical)
-    assigned = assign_by_parameters(canonical, line, like.homes)
-    stages = manager.run(CUT, canonical, line, assigned, like.schedule.stages)
-    groups = canonical.captured.groups
-    bound = tuple(replace(stage, module=with_groups(stage.module, groups)) for stage in stages)
-    return Inference(captured, bound, {name: found for stage in bound for name, found in _outputs_of(stage)})
+def _sharding(canonical: Canonical, like: Program | None, manager: PassManager) -> Sharding | None:
+    """The output layer as shards, if training has it so, and if what is computed needs it only through its exits: of
+    other results (all logits, entropies) the rows are gathered."""
+    try:
+        rows = () if like is None or like.vocabulary is None else like.vocabulary.parameters
+        return shard_head(canonical, manager, rows) if rows else None
+    except NotShardable:
+        return None
 
 
-def _outputs_of(stage: Stage) -> Iterator[tuple[str, tuple[int, torch.Tensor]]]:
-    for slot, node in zip(stage.outputs, output_values(stage.module.graph), strict=True):
-        if slot.kind == "output":
-            yield slot.name, (stage.index, node.meta["val"])
+def _output(computes: str, captured: Captured, canonical: Canonical, stages: Sequence[Stage]) -> Output:
+    """What is returned; shards return it as the last stage would."""
+    found = {slot.name: len(stages) - 1 for slot, node in canonical.outputs if slot.kind == "output"}
+    found |= {slot.name: stage.index for stage in stages for slot in stage.outputs if slot.kind == "output"}
+    results = [(slot.name, node) for slot, node in canonical.outputs if slot.name in found and isinstance(node, Node)]
+    made = {name: (found[name], tensor_spec(node.meta["val"])) for name, node in results}
+    names = tuple(slot.name for slot in captured.outputs if slot.kind == "output")
+    return Output(computes, captured.structure, names, made, captured.constant_leaves)
+
+
+def for_microbatches(program: Program, count: int) -> Program:
+    """A forward-only program for another number of microbatches."""
+    found = program.vocabulary
+    order = forward_only(
+        program.schedule.placement, count, shards=found is not None, lookups=found is not None and bool(found.lookup)
+    )
+    return replace(program, lowered=lower(order))

@@ -1,7 +1,7 @@
 """Vocabulary parallelism in the compiler: what is sharded, how, and the schedule that runs the pieces."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -61,13 +61,30 @@ def find_sharding(canonical: Canonical, choices: Choices, manager: PassManager =
             'it. Use exact=False, or vocab="off".'
         )
     try:
-        head = find_head(canonical)
+        return shard_head(canonical, manager)
     except NotShardable as reason:
         if choices.vocab == "auto":
             return None
         raise CompileError(f'vocab={choices.vocab}: {reason}. Use vocab="off".') from reason
+
+
+def shard_head(canonical: Canonical, manager: PassManager, rows: Collection[str] | None = None) -> Sharding:
+    """The sharding of the output layer, and of the embedding beside it; of parameters among `rows`, if they are sharded
+    already. Raises NotShardable."""
+    head = find_head(canonical)
     lookup = find_lookup(canonical, head)
+    if rows is not None and head.weight not in rows:
+        raise NotShardable(f"{head.weight} is not sharded")
+    if rows is not None and lookup is not None and lookup.weight not in rows:
+        lookup = None
     return Sharding(canonical, head, lookup, manager.run(TRUNK, canonical, head, lookup))
+
+
+def forward_shards(sharding: Sharding, bounds: Bounds, choices: Choices, manager: PassManager) -> VocabularyProgram:
+    """The graphs of every rank's shard for a forward alone: S without a gradient, and what STATS makes of it."""
+    tiling = replace(tiling_of(sharding.head, bounds, choices), keep=False)
+    inputs = sharding.whole, sharding.head, sharding.activation, bounds, 0, tiling, sharding.lookup, choices
+    return manager.run(SHARD, *inputs)  # type: ignore[no-any-return]
 
 
 def shard(

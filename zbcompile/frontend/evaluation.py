@@ -1,9 +1,6 @@
-"""Evaluation: the model's own output from forward passes alone, on every rank.
+"""Evaluation: forward-only programs of the model, compiled for the shapes that they meet, and run."""
 
-An evaluation is a forward-only program: the same actions, messages and buffers as in a step carry it out.
-"""
-
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -11,143 +8,215 @@ from typing import Any
 import torch
 from torch import nn
 
-from zbcompile.compiler.inference import Inference, compile_inference, forward_program
-from zbcompile.distributed.ranks import Ranks
-from zbcompile.frontend.answers import ByAnswers, captured_alike
+from zbcompile.compiler.inference import Computation, Frame, compile_forward, for_microbatches
+from zbcompile.distributed.agreement import require_equal_programs
+from zbcompile.distributed.transport import ReceiveBuffers
+from zbcompile.errors import PipelineError
+from zbcompile.frontend.answers import ByShape, captured_alike
+from zbcompile.frontend.executables import Executables, torch_modes
+from zbcompile.frontend.options import Options
+from zbcompile.frontend.recent import Recent
+from zbcompile.frontend.state_dict import gather_rows
 from zbcompile.model.batch import Batch
+from zbcompile.model.resident_tensors import require_same_attributes, resident_tensors
 from zbcompile.passes.capture.guards import Guards
+from zbcompile.passes.capture.log_probs import IGNORED
 from zbcompile.passes.capture.questions import Given
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.graph.roles import Slot
-from zbcompile.program.program import Program
-from zbcompile.runtime.engine import Engine, Executable, StepInput, StepRuns, make_executable
-from zbcompile.runtime.gradient_buffers import Gradients
-from zbcompile.runtime.nan_check import inspected
-from zbcompile.runtime.stage_plan import prepare_stage, rebind
-from zbcompile.schedules.ir.schedule import Schedule
-from zbcompile.torch_private import pytree
+from zbcompile.program.program import OF_A_PLACE, Program
+from zbcompile.runtime.engine import Engine, Executable, StepInput
+from zbcompile.runtime.forward_run import exchanged, joined, run_forward
+from zbcompile.runtime.rank_plan import Stages, plan_rank
+from zbcompile.runtime.stage_plan import CompiledStage, rebind
 
-Resident = Mapping[Slot, torch.Tensor]
+MODES = ("eval", "train")
+OUTPUTS = ("all", "last")
 
 
-@dataclass
-class Evaluation:
-    """The evaluation of one shape of batch: `count` equal chunks, each through `inference`; right for batches that
-    answer `guards` alike."""
+@dataclass(frozen=True)
+class Asked:
+    """One evaluation: what is `wanted`, on all ranks or the last stage's (`outputs`), in how many microbatches (None:
+    as many as a step has), at which step, recorded or not."""
 
-    inference: Inference
-    count: int
+    wanted: Computation
+    outputs: str
+    microbatches: int | None
+    step: int
+    record: bool
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The programs of a batch's microbatches, right for batches that answer `guards` alike."""
+
+    programs: tuple[Program, ...]
     guards: Guards | None
-    executable: Executable | None = None
-
-    def bind(self, program: Program, ranks: Ranks, resident: Resident, debug_nan: bool) -> Executable:
-        """This process's executable, beside the training program `program`, on the tensors that are `resident` now."""
-        if self.executable is None:
-            self.executable = _prepare(self, program, ranks, resident, debug_nan)
-        stages = {i: rebind(stage, resident) for i, stage in self.executable.stages.items()}
-        return replace(self.executable, stages=stages)
 
 
-def choose_evaluation(
-    found: ByAnswers[Evaluation], model: nn.Module, batch: Batch, program: Program, ranks: Ranks
-) -> Evaluation:
-    """The evaluation in `found` for the answers of a batch to what forward asks; compiled if there is none."""
-
-    def add(new: int | None) -> None:
-        with ranks.watch.position.turn_to(f"compiling eval for {batch.whole.summary()}"):
-            plan = partial(plan_evaluation, model, batch, program, ranks.mesh.labels)
-            made = captured_alike(ranks, "compiling eval", plan, lambda each: each.guards, leads=new is not None)
-            found.add(made.guards, made, made.inference.exchanges)
-
-    (answers,), _ = found.find(ranks, [batch.whole.tensors], add)
-    return found[answers]
+Parts = tuple[Executable, ...]  # of a batch's microbatches
 
 
-def plan_evaluation(
-    model: nn.Module, batch: Batch, program: Program, dimensions: Mapping[str, str], given: Given | None = None
-) -> Evaluation:
-    """Compile the forward for this batch, with its own answers to what forward asks, or those `given`. `dimensions` are
-    those of `Captured`.
+class Forwards:
+    """The forward-only programs of a pipeline, beside the training program of `executables` if there is one: without
+    trained parameters there is none, and the first evaluation places the parameters."""
 
-    It runs in microbatches when every output has one row per sample; an output of another kind (a loss, say) is
-    computed on the whole batch, so that it is what the model itself returns. So is a forward that changes buffers,
-    which a batch changes once. What forward asks is answered for the batch as a whole, as in eager mode.
+    def __init__(self, model: nn.Module, options: Options, engine: Engine, executables: Executables) -> None:
+        self._model, self._options, self._engine, self._executables = model, options, engine, executables
+        self._ranks = engine.ranks
+        self._kept: ByShape[Any, Parts] = ByShape(options.max_shapes)
+        self._ready: Recent[tuple[int, ...], tuple[Parts, Executable]] = Recent(options.max_shapes)
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def of_batch(self, batch: Batch, asked: Asked) -> Any:
+        """What is wanted of a whole batch."""
+        own = self._found(batch, asked)
+        parts = [batch.microbatch(i, len(own)) for i in range(len(own))]
+        return self._run(own, [part.tensors for part in parts], [range(len(own))], asked)[0]
+
+    def of_microbatches(self, batches: Sequence[Batch], asked: Asked) -> list[Any]:
+        """What is wanted of each of these, which one run computes whatever their shapes."""
+        asked = replace(asked, microbatches=1)
+        own = tuple(part for batch in batches for part in self._found(batch, asked))
+        groups = [range(i, i + 1) for i in range(len(own))]
+        return self._run(own, [batch.whole.tensors for batch in batches], groups, asked)
+
+    def _found(self, batch: Batch, asked: Asked) -> Parts:
+        """The executables of the batch's microbatches, for its answers to what forward asks; compiled if there are
+        none."""
+        wanted, count = asked.wanted, asked.microbatches or self._executables.schedule.microbatches
+        modes = tuple(module.training for module in self._model.modules()) if wanted.training else ()
+        key = (wanted, count, modes, batch.whole.signature, torch_modes(self._ranks.device))
+        if key not in self._kept:
+            self._kept.add(key, self._kept.new())
+        found = self._kept[key]
+
+        def add(new: int | None) -> None:
+            with self._ranks.watch.position.turn_to(f"compiling a forward for {batch.whole.summary()}"):
+                plan = partial(plan_forwards, self._model, batch, count, wanted, self._frame)
+                made = captured_alike(
+                    self._ranks, "compiling a forward", plan, lambda each: each.guards, leads=new is not None
+                )
+                exchanges = set().union(*(program.exchanges for program in made.programs))
+                found.add(made.guards, self._prepared(made.programs), exchanges)
+
+        (answers,), _ = found.find(self._ranks, [batch.whole.tensors], add)
+        self._kept.trim(found)
+        own = found[answers]
+        require_same_attributes(plain for each in own for plain in each.program.plain)
+        require_words(batch, own[0].program)
+        return own
+
+    @property
+    def _frame(self) -> Frame:
+        held = self._executables
+        return Frame(held.schedule, held.program, self._options.choices, self._ranks.mesh.labels)
+
+    def _prepared(self, programs: tuple[Program, ...]) -> Parts:
+        made: dict[int, Executable] = {}
+        for program in {id(each): each for each in programs}.values():
+            require_equal_programs(self._ranks, program.manifest, of_a_place=OF_A_PLACE)
+            if self._executables.program is None:
+                self._executables.hold(program)
+            made[id(program)] = self._executables.prepare(program)
+        return tuple(made[id(program)] for program in programs)
+
+    def _run(
+        self, own: Parts, inputs: list[dict[str, torch.Tensor]], groups: Sequence[Sequence[int]], asked: Asked
+    ) -> list[Any]:
+        """The results of each group of microbatches, whose rows are one batch."""
+        self._executables.share.require_filled()
+        executable = self._bound(self._flowing(own), asked.wanted.training)
+        given = StepInput(inputs, asked.step, self._options.seed, "sum", asked.record)
+        with torch.autocast(self._ranks.device.type, enabled=False):  # its casts are in the graphs
+            made = run_forward(executable, given, self._engine, self._executables.schedule)
+        results = []
+        with self._ranks.watch.position.waiting("the exchange of outputs"):
+            for group in groups:
+                outputs = {i: own[i].program.returns for i in group}
+                leaves = exchanged(joined(made, outputs), outputs, executable, self._ranks, asked.outputs == "all")
+                results.append(None if leaves is None else outputs[group[0]].rebuild(leaves))
+        return results
+
+    def _flowing(self, own: Parts) -> Executable:
+        """The executable that lets these microbatches flow through the pipeline one behind the other."""
+        key = tuple(map(id, own))
+        if key not in self._ready:
+            first = own[0]
+            program = for_microbatches(first.program, len(own))
+            variants = tuple(each.stages for each in own) if any(each is not first for each in own) else ()
+            if variants and program.vocabulary is not None:
+                raise PipelineError(
+                    "these microbatches have several shapes, and a sharded output layer takes one at a time. Pass "
+                    "those of one shape together."
+                )
+            plans = tuple(plan_rank(program, rank, first.stages, variants) for rank in self._ranks.local)
+            ready = replace(first, program=program, plans=plans, variants=variants)
+            self._ready.add(key, (own, replace(ready, buffers=ReceiveBuffers(self._ranks.device))))
+        return self._ready[key][1]
+
+    def _bound(self, executable: Executable, training: bool) -> Executable:
+        """The same on the tensors that the model has now. In train mode what forward writes into buffers is dropped."""
+        read = {name for stage in executable.program.stages for name in stage.parameters}
+        rows = gather_rows(self._ranks, self._executables.shards, read)
+        held = resident_tensors(self._model, {}) | {Slot("parameter", name): whole for name, whole in rows.items()}
+        for stage in executable.stages.values() if training else ():
+            held |= {slot: held[slot].clone() for slot in (Slot("buffer", name) for name in stage.program.changed)}
+
+        def bound(stages: Stages) -> dict[int, CompiledStage]:
+            return {i: rebind(stage, {**stage.resident, **held}) for i, stage in stages.items()}
+
+        variants = tuple(map(bound, executable.variants))
+        return replace(executable, stages=bound(executable.stages), variants=variants)
+
+
+def plan_forwards(
+    model: nn.Module, batch: Batch, count: int, wanted: Computation, frame: Frame, given: Given | None = None
+) -> Planned:
+    """Compile the forward for this batch, with its own answers to what forward asks, or those `given`.
+
+    It runs in microbatches, the last of which may be smaller, when every output has one row per sample; an output of
+    another kind (a loss, say) is computed on the whole batch, so that it is what the model itself returns. So is a
+    forward that changes buffers in eval mode, which a batch changes once. What forward asks is answered for the batch
+    as a whole, as in eager mode.
     """
-    whole = compile_inference(model, batch.whole, program, dimensions, given)
-    guards = whole.captured.guards
-    wanted = program.schedule.microbatches
-    count = max(n for n in range(1, wanted + 1) if batch.divides_into(n))
-    if count == 1 or not _has_rows(whole, batch.size) or whole.changes_buffers:
-        return Evaluation(whole, 1, guards)
+    whole = compile_forward(model, batch.whole, wanted, frame, given)
+    guards = whole.guards
+    alone = Planned((whole,), guards)
+    changes = not wanted.training and any(stage.changed for stage in whole.stages)
+    count = batch.most_parts(count, even=whole.vocabulary is not None)
+    if count == 1 or not whole.returns.has_rows(batch.size) or changes:
+        return alone
+    frame = replace(frame, like=frame.like or whole)
     alike = guards.given if guards else None
     try:
-        chunk = compile_inference(model, batch.microbatch(0, count), program, dimensions, alike)
+        chunks = [compile_forward(model, part, wanted, frame, alike) for part in batch.distinct(count)]
     except CaptureError:
         if guards is None:
             raise
-        return Evaluation(whole, 1, guards)  # a chunk asks other questions
-    asks = guards is None and chunk.captured.guards is not None  # nobody would ask the other chunks
-    fits = not asks and _has_rows(chunk, batch.size // count) and _rest(chunk) == _rest(whole)
-    return Evaluation(chunk, count, guards) if fits else Evaluation(whole, 1, guards)
+        return alone  # a chunk asks other questions
+    rows = (batch.rows(0, count), batch.rows(count - 1, count))
+    fits = all(_fits(chunk, whole, size) for chunk, size in zip(chunks, rows, strict=False))
+    return Planned((*chunks[:1] * (count - 1), chunks[-1]), guards) if fits else alone
 
 
-def _has_rows(inference: Inference, size: int) -> bool:
-    return all(value.ndim > 0 and value.shape[0] == size for _, value in inference.outputs.values())
+def _fits(chunk: Program, whole: Program, rows: int) -> bool:
+    """Whether the rows of what chunks return are those of the whole, and no chunk asks what nobody would ask others."""
+    asks = whole.guards is None and chunk.guards is not None
+    return not asks and chunk.returns.has_rows(rows) and chunk.returns.rest == whole.returns.rest
 
 
-def _rest(inference: Inference) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(value.shape[1:]) for name, (_, value) in inference.outputs.items()}
-
-
-def _prepare(chosen: Evaluation, program: Program, ranks: Ranks, resident: Resident, debug_nan: bool) -> Executable:
-    forward = forward_program(chosen.inference, program, chosen.count)
-    own = sorted({stage for rank in ranks.local for stage in forward.stages_of(rank)})
-    stages = {i: prepare_stage(forward.stages[i], resident, ranks.device, random_until=-1) for i in own}
-    if debug_nan:
-        stages = {i: inspected(stage) for i, stage in stages.items()}
-    return make_executable(forward, stages, ranks.local, ranks.device)
-
-
-def evaluate(chosen: Evaluation, executable: Executable, batch: Batch, engine: Engine, channels: Schedule) -> Any:
-    """Run an evaluation; every rank returns the model's output for the whole batch. `channels` is the schedule of the
-    training step: channels that are opened now must serve it, too."""
-    leaves = _run(executable, batch, engine, channels)
-    with engine.ranks.watch.position.waiting("the exchange of outputs"):
-        return _rebuild(chosen, _everywhere(chosen, executable.program, engine.ranks, leaves))
-
-
-def _run(executable: Executable, batch: Batch, engine: Engine, channels: Schedule) -> dict[str, torch.Tensor]:
-    """The leaves of the output that this process's stages make, for the whole batch."""
-    ranks, count = engine.ranks, executable.program.schedule.microbatches
-    inputs = [batch.microbatch(i, count).tensors for i in range(count)]
-    given = StepInput(inputs, index=0, seed=0, reduction="sum", record=False)
-    transport = ranks.transport(channels, count, executable.buffers)
-    begin = StepRuns(executable, given, ranks, transport, recorder=None)
-    runs = [begin.run_of(plan, Gradients({}, frozenset(), executable.program.choices)) for plan in executable.plans]
-    engine.carry_out(runs)
-    made = {name: parts for run in runs for stage in run.runs.values() for name, parts in stage.outputs.items()}
-    return {
-        name: torch.cat([parts[i] for i in range(count)]) if count > 1 else parts[0] for name, parts in made.items()
-    }
-
-
-def _everywhere(
-    chosen: Evaluation, program: Program, ranks: Ranks, leaves: dict[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    if ranks.group is None:
-        return leaves
-    shared = {}
-    for name, (stage, fake) in sorted(chosen.inference.outputs.items()):
-        shape = (fake.shape[0] * chosen.count, *fake.shape[1:]) if chosen.count > 1 else tuple(fake.shape)
-        own = leaves.get(name)
-        value = own.contiguous() if own is not None else torch.empty(shape, dtype=fake.dtype, device=ranks.device)
-        ranks.broadcast(value, program.rank_of(stage))
-        shared[name] = value
-    return shared
-
-
-def _rebuild(chosen: Evaluation, leaves: Mapping[str, torch.Tensor]) -> Any:
-    captured = chosen.inference.captured
-    constant = captured.constant_leaves
-    names = [slot.name for slot in captured.outputs if slot.kind == "output"]
-    return pytree.tree_unflatten([leaves.get(n, constant.get(n)) for n in names], captured.structure)
+def require_words(batch: Batch, program: Program) -> None:
+    """Require that every label of log-probabilities is a word, or ignored."""
+    if program.returns.computes == "eval":
+        return
+    labels = batch.whole.example[2]
+    words = program.returns.constants[program.returns.names[-1]]
+    wrong = labels[((labels < 0) | (labels >= words)) & (labels != IGNORED)]
+    if wrong.numel():
+        raise PipelineError(
+            f"labels= holds {wrong[0].item()}, and the output layer has {words} words; expected 0 to {words - 1}, or "
+            f"{IGNORED} where there is no label."
+        )

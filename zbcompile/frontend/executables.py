@@ -36,7 +36,6 @@ from zbcompile.passes.capture.questions import Given
 from zbcompile.passes.capture.unsupported import hook_problems, raise_first
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.graph.roles import Slot
-from zbcompile.passes.stage.exchanges import collectives_of
 from zbcompile.passes.stage.stage_program import bind_groups
 from zbcompile.passes.torch_private import forward_hooks, global_hooks
 from zbcompile.program.program import OF_A_PLACE, Program
@@ -86,13 +85,17 @@ class Executables:
 
     def adopt(self, program: Program) -> Executable:
         """Run `program`, which was compiled elsewhere."""
-        self.program, self.trained = program, set(program.trained)
-        together(self._ranks, "filling the model", lambda: self._make_real(program))
+        self.hold(program)
         executable = self._prepare(program)
         self._last = self._kept.new()
         self._last.add(program.guards, executable)
         self._kept.add((), self._last)
         return executable
+
+    def hold(self, program: Program) -> None:
+        """Let the parameters live where `program`, the first one, has them."""
+        self.program, self.trained = program, set(program.trained)
+        together(self._ranks, "filling the model", lambda: self._make_real(program))
 
     def get(self, batch: Batch) -> Executable:
         """The executable for the microbatches of a batch, by their shapes and by their answers to what forward asks;
@@ -160,8 +163,7 @@ class Executables:
             reason = guards.unlike(found.guards) if guards is not None and found.asks else ""
             same = next((each for each in found if is_drawn_as(each.program, drawn)), None)
             executable = same or self._compile(microbatch, drawn, reason)
-            exchanges = {each.dimension for stage in executable.program.stages for each in collectives_of(stage)}
-            self._note_eviction(found.add(guards, executable, exchanges))
+            self._note_eviction(found.add(guards, executable, executable.program.exchanges))
 
     def _note_eviction(self, dropped: bool) -> None:
         if dropped:
@@ -214,13 +216,12 @@ class Executables:
                 f"{len(list(self)) + 1}; max_shapes={self._options.max_shapes} are kept)."
             )
         program = self._make_program(microbatch, drawn)
-        self.trained |= program.trained
         require_equal_programs(self._ranks, {**program.manifest, **vars(self._options.step)}, of_a_place=OF_A_PLACE)
         if self.program is None:
-            self.program = program
-            together(self._ranks, "filling the model", lambda: self._make_real(program))
+            self.hold(program)
             require_matches(program.step.placements or {}, program.homes)
             self._copy_first_replica(program)
+        self.trained |= program.trained
         return self._prepare(program)
 
     def _copy_first_replica(self, program: Program) -> None:
@@ -282,6 +283,12 @@ class Executables:
         resident = resident_tensors(self._model, program.model.constants)
         self._bound = {slot: (t, kind_of(t)) for slot, t in resident.items() if slot.kind != "constant"}
         self.parameters = {**dict(self._model.named_parameters()), **(self.shards.own if self.shards else {})}
+        sums = {} if self._ranks.rank is None else sums_of(program, self._ranks.mesh, self._ranks.rank)
+        return replace(self.prepare(program), sums=sums)
+
+    def prepare(self, program: Program) -> Executable:
+        """Compile the graphs of `program`, a step or a forward alone, and bind them to the model's tensors."""
+        resident = resident_tensors(self._model, program.model.constants)
         own = sorted({stage for rank in self._ranks.local for stage in program.stages_of(rank)})
         device, until = self._ranks.device, program.random_until
         bound = replace(program, stages=tuple(bind_groups(each, program.groups) for each in program.stages))
@@ -290,14 +297,12 @@ class Executables:
         if self.debug_nan:
             stages = {i: inspected(stage) for i, stage in stages.items()}
         vocabulary = self._prepare_vocabulary(program, resident, passes)
-        made = make_executable(program, stages, self._ranks.local, device, vocabulary)
-        sums = {} if self._ranks.rank is None else sums_of(program, self._ranks.mesh, self._ranks.rank)
         self._ranks.watch_over(program.groups.values())
-        return replace(made, sums=sums)
+        return make_executable(program, stages, self._ranks.local, device, vocabulary)
 
     def _compile_passes(self, program: Program) -> CompiledPasses:
         ranks, backend = self._ranks, self._backend
-        graphs = self._options.cuda_graphs and not self.debug_nan
+        graphs = self._options.cuda_graphs and not self.debug_nan and program.output is None
 
         def compile_() -> CompiledPasses:
             return compile_passes(program, ranks.local, backend, graphs)

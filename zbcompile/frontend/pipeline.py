@@ -9,25 +9,23 @@ import torch
 from torch import nn
 
 from zbcompile.backends.backend import Compilation
+from zbcompile.compiler.inference import Computation
 from zbcompile.distributed.agreement import gathered
 from zbcompile.distributed.mesh import BATCHES
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
-from zbcompile.frontend.answers import ByShape
 from zbcompile.frontend.choose_schedule import choose_schedule, fit_to_batch
-from zbcompile.frontend.evaluation import Evaluation, choose_evaluation, evaluate
-from zbcompile.frontend.executables import Executables, torch_modes
+from zbcompile.frontend.evaluation import MODES, OUTPUTS, Asked, Forwards
+from zbcompile.frontend.executables import Executables
 from zbcompile.frontend.grad_clip import total_norm
 from zbcompile.frontend.optimizers import Optimizers
-from zbcompile.frontend.options import Options
-from zbcompile.frontend.state_dict import full_state, gather_rows, load_state, owned_parameters, share_state
-from zbcompile.model.batch import Batch, flatten_batch, refuse_input_gradients, require_divisible
-from zbcompile.model.distributed_tensors import Part, Parts
-from zbcompile.model.resident_tensors import require_same_attributes, resident_tensors
+from zbcompile.frontend.options import Options, checked
+from zbcompile.frontend.state_dict import load_state, owned_parameters, share_state, stream_state
+from zbcompile.model.batch import Batch, flatten_batch, refuse_input_gradients, require_divisible, whole_batch
+from zbcompile.model.distributed_tensors import Part, Parts, is_distributed
 from zbcompile.optimizer.parameter_groups import Predicate
 from zbcompile.optimizer.pipeline_optimizer import PipelineOptimizer, Wanted
 from zbcompile.passes.capture.training_step import LossFunction
-from zbcompile.passes.graph.roles import Slot
 from zbcompile.profiling.step_record import StepRecord
 from zbcompile.program.program import Program
 from zbcompile.runtime.engine import Engine, Executable, StepInput
@@ -74,7 +72,7 @@ class Pipeline:
             self._options = options
             self._compiled = Executables(model, options, self._ranks, schedule)
             self._optimizers = Optimizers(model, self._ranks, self._parts, self._compiled)
-        self._evaluations: ByShape[Any, Evaluation] = ByShape(options.max_shapes)
+        self._forwards = Forwards(model, options, engine, self._compiled)
 
     if not TYPE_CHECKING:  # with it, type checkers would allow any name
 
@@ -166,8 +164,7 @@ class Pipeline:
             finally:
                 self._parts.give_gradients()
         self.step_index += 1
-        if self._records is not None and self.last_step is not None:
-            self._records.append(self.last_step)
+        self._note_record()
         return losses
 
     def _step_input(self, batch: Batch, program: Program) -> StepInput:
@@ -181,29 +178,80 @@ class Pipeline:
             scale=None if self.scaler is None else self.scaler.scale,
         )
 
-    def eval(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output in eval mode, without gradients, on every rank. Needs no divisible batch."""
+    def eval(
+        self,
+        *args: Any,
+        microbatches: int | Sequence[tuple[Any, ...]] | None = None,
+        mode: str = "eval",
+        outputs: str = "all",
+        **kwargs: Any,
+    ) -> Any:
+        """The model's output without gradients, on every rank. Nothing of the pipeline or the model changes.
+
+        Args:
+            microbatches: how many microbatches at most (default: those of a step); the last one may be smaller. Or
+                microbatches that are already split, `[(args, kwargs), ...]`, of any shapes; gives a list of outputs.
+            mode: "eval", or "train": each microbatch as the next step's forward computes it, with the modules in the
+                modes that they are in and the same random numbers.
+            outputs: "all", or "last": only the rank of the last stage gets them, others None.
+
+        An output without a row per sample (a loss) is computed on the whole batch. Raises PipelineError and
+        CompileError.
+        """
+        asked = self._asked("eval", mode, outputs, microbatches)
         with self._watch.region("eval"):
-            return self._evaluate(args, kwargs)
+            return self._forward(args, kwargs, None, microbatches, asked)
 
-    def _evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        batch = flatten_batch(args, kwargs, None, self.options.split, partial=True)
-        program = self._program_for_eval(args, kwargs)
-        key = (batch.whole.signature, torch_modes(self._ranks.device))
+    def log_probs(
+        self,
+        *args: Any,
+        labels: torch.Tensor | None = None,
+        entropies: bool = False,
+        microbatches: int | Sequence[tuple[Any, ...]] | None = None,
+        mode: str = "eval",
+        outputs: str = "all",
+        **kwargs: Any,
+    ) -> Any:
+        """The log-probability of every label, `log p(labels[b, t] | logits[b, t])`, without gradients; with `entropies`
+        also the entropy (in nats) of every token's distribution.
 
-        if key not in self._evaluations:
-            self._evaluations.add(key, self._evaluations.new())
-        found = self._evaluations[key]
-        chosen = choose_evaluation(found, self._model, batch, program, self._ranks)
-        self._evaluations.trim(found)
-        self._compiled.share.require_filled()
-        require_same_attributes(chosen.inference.captured.plain)
-        resident = resident_tensors(self._model, chosen.inference.captured.constants)
-        rows = gather_rows(self._ranks, self._compiled.shards)
-        resident |= {Slot("parameter", name): whole for name, whole in rows.items()}
-        executable = chosen.bind(program, self._ranks, resident, self._compiled.debug_nan)
-        with self._as_captured():
-            return evaluate(chosen, executable, batch, self._engine, self._compiled.schedule)
+        The model's output for `args` and `kwargs` are the logits [..., words], or has them under `logits`; `labels` has
+        their shape without the words, and nothing is shifted: for the next token pass labels that begin one token
+        later. Label -100 gives 0. Results have the labels' shape and, like the normalisation, at least fp32. They are
+        computed where the logits are, which no other rank sees: that rank holds one microbatch's logits and, beside
+        them, its log-probabilities.
+
+        `microbatches`, `mode` and `outputs` as for `eval`; microbatches that are already split are
+        `[(args, kwargs, labels), ...]`. Raises PipelineError and CompileError: for an output without logits, for labels
+        of another shape or beyond the words.
+
+        >>> logp = pipe.log_probs(tokens[:, :-1], labels=tokens[:, 1:])                  # doctest: +SKIP
+        """
+        asked = self._asked("entropies" if entropies else "log_probs", mode, outputs, microbatches)
+        with self._watch.region("log_probs"):
+            found = self._forward(args, kwargs, labels, microbatches, asked)
+        return [_without_words(each) for each in found] if isinstance(found, list) else _without_words(found)
+
+    def _asked(self, computes: str, mode: str, outputs: str, microbatches: Any) -> Asked:
+        if mode not in MODES or outputs not in OUTPUTS:
+            raise PipelineError(f"mode={mode!r}, outputs={outputs!r}; expected one of {MODES}, and of {OUTPUTS}.")
+        count = None if isinstance(microbatches, Sequence) else checked("microbatches", microbatches)
+        return Asked(Computation(computes, mode == "train"), outputs, count, self.step_index, self.record)
+
+    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], labels: Any, given: Any, asked: Asked) -> Any:
+        self._require_place(args, kwargs)
+        if isinstance(given, Sequence):
+            split = [whole_batch(each[0], dict(each[1]), (*each[2:], None)[0]) for each in given]
+            found = self._forwards.of_microbatches(split, asked)
+        else:
+            found = self._forwards.of_batch(flatten_batch(args, kwargs, labels, self.options.split, True), asked)
+        if self.record:
+            self._note_record()
+        return found
+
+    def _note_record(self) -> None:
+        if self._records is not None and self.last_step is not None:
+            self._records.append(self.last_step)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -346,9 +394,28 @@ class Pipeline:
             own = share_state(self._model, self._ranks, self.program, self._compiled.shards)
             return self._parts.shown(own, self.program.model.names)
         with self._watch.region("state_dict"):
-            rows = gather_rows(self._ranks, self._compiled.shards)
-            whole = full_state(self._model, self._ranks, self.program.holders, rows)
-            return self._parts.shown(whole, self.program.model.names)
+            return self._parts.shown(dict(self._stream()), self.program.model.names)
+
+    def stream_state_dict(self) -> Iterator[tuple[str, Any]]:
+        """The names and whole tensors of eager's state dict, one after the other on every rank: an engine that
+        generates takes them without the memory for all. Every rank must take all of them.
+
+        >>> for name, tensor in pipe.stream_state_dict():                                # doctest: +SKIP
+        ...     engine.load(name, tensor)
+        """
+        stream = self._stream()
+        while (found := self._next_whole(stream)) is not None:
+            yield found
+
+    def _next_whole(self, stream: Iterator[tuple[str, Any]]) -> tuple[str, Any] | None:
+        with self._watch.region("stream_state_dict"):
+            for name, tensor in stream:
+                shown = self._parts.shown({name: tensor}, self.program.model.names)[name]
+                return name, shown.full_tensor() if is_distributed(shown) else shown
+        return None
+
+    def _stream(self) -> Iterator[tuple[str, Any]]:
+        return stream_state(self._model, self._ranks, self.program.holders, self._compiled.shards)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load this process's share of a full state dict; strict over the whole model."""
@@ -397,12 +464,14 @@ class Pipeline:
         require_divisible(batch, self._compiled.schedule.microbatches)
         return batch
 
-    def _program_for_eval(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
-        """The training program for an evaluation, since parameters stay where they train. If forward gives the loss,
-        these inputs suffice to compile it."""
-        if self._compiled.program is not None or self.options.loss is not None:
-            return self.program
-        return self._program_for(self._split(args, kwargs, None)).program
+    def _require_place(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before the first evaluation, every parameter has its place: where it trains. Inputs of a forward that gives
+        the loss suffice to compile the step; a model that trains nothing is placed by its first evaluation."""
+        trains = any(parameter.requires_grad for parameter in self._model.parameters())
+        if self._compiled.program is None and trains:
+            if self.options.loss is not None:
+                self.program  # noqa: B018  raises
+            self._program_for(self._split(args, kwargs, None))
 
     def _program_for(self, batch: Batch) -> Executable:
         found = self._compiled.get(batch)
@@ -412,3 +481,8 @@ class Pipeline:
     def _as_captured(self) -> torch.autocast:
         """Turn autocast off: the casts are in the graphs, and autocast would add casts that the model does not make."""
         return torch.autocast(self._ranks.device.type, enabled=False)
+
+
+def _without_words(found: Any) -> Any:
+    """Results without the number of words behind them: one tensor, or log-probabilities and entropies."""
+    return found if found is None else found[0] if len(found) == 2 else found[:-1]

@@ -1,6 +1,6 @@
 """State dicts: eager's keys, this rank's share or the whole."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -37,31 +37,32 @@ def share_state(model: nn.Module, ranks: Ranks, program: Program, shards: Vocabu
     return shards.sharded_state(state, program.model.names, ranks.group)
 
 
-def gather_rows(ranks: Ranks, shards: VocabularyShards | None) -> dict[str, torch.Tensor]:
-    """A sharded output layer, whole, in the model's own parameters if these have memory; every rank must call it."""
+def gather_rows(ranks: Ranks, shards: VocabularyShards | None, names: Collection[str]) -> dict[str, torch.Tensor]:
+    """The parameters `names` of a sharded output layer, whole, in the model's own ones if these have memory; every rank
+    must call it."""
     group = ranks.collective_group() if shards is not None else None
     if shards is None or group is None:
         return {}
     with ranks.watch.position.waiting("the rows of the output layer"):
-        return shards.gather(group)
+        return {name: shards.gathered(name, group) for name in shards.own if name in names}
 
 
-def full_state(
-    model: nn.Module, ranks: Ranks, owners: Owner, known: Mapping[str, torch.Tensor] | None = None
-) -> dict[str, Any]:
-    """Eager's whole state dict, on every rank: each tensor comes from a rank that owns it, or is `known` to all by its
-    first name."""
-    if ranks.group is None:
-        return dict(model.state_dict())
-    names, gathered = first_names(model), {}
+def stream_state(
+    model: nn.Module, ranks: Ranks, owners: Owner, shards: VocabularyShards | None
+) -> Iterator[tuple[str, Any]]:
+    """Eager's whole state dict, tensor by tensor on every rank: each comes from the ranks that own it."""
+    names = first_names(model)
+    group = None if shards is None else ranks.collective_group()
     for key, value in model.state_dict().items():
-        if known and names.get(key, key) in known:
-            gathered[key] = known[names.get(key, key)].clone()
-            continue
-        owner = owners(names.get(key, key))[0]
+        name = names.get(key, key)
         with ranks.watch.position.waiting(key):
-            gathered[key] = _broadcast(value, owner, ranks)
-    return gathered
+            if ranks.group is None:
+                found = value
+            elif shards is not None and group is not None and name in shards.own:
+                found = shards.gathered(name, group).clone()
+            else:
+                found = _broadcast(value, owners(name)[0], ranks)
+        yield key, found
 
 
 def _broadcast(value: Any, owner: int, ranks: Ranks) -> Any:

@@ -138,7 +138,7 @@ def _bytes(s: Summary) -> str:
 
 def _running(s: Summary) -> str:
     names = ("F", "B", "W", "BW")
-    rows = [[str(stage.stage), *(format_bytes(stage.running[name]) for name in names)] for stage in s.stages]
+    rows = [[str(stage.stage), *(format_bytes(stage.running.get(name, 0)) for name in names)] for stage in s.stages]
     return table(rows, ["stage", *names])
 
 

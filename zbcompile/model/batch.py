@@ -37,16 +37,33 @@ class Batch:
         """Whether `count` equal microbatches can be made."""
         return all(length % count == 0 for length in self.lengths.values())
 
+    def most_parts(self, count: int, even: bool) -> int:
+        """Into how many microbatches, at most `count`, the batch can be cut: equal ones, or the last one may be
+        smaller."""
+        sizes = self.lengths.values()
+        fits = self.divides_into if even else lambda n: all(-(-size // -(-size // n)) == n for size in sizes)
+        return max(filter(fits, range(1, count + 1)))
+
+    def rows(self, index: int, count: int) -> int:
+        """How many samples microbatch `index` of `count` has."""
+        width = -(-self.size // count)
+        return min(width, self.size - index * width)
+
+    def distinct(self, count: int) -> "list[Microbatch]":
+        """Of `count` microbatches the first one, and the last one if that is smaller."""
+        ends = (0,) if self.divides_into(count) else (0, count - 1)
+        return [self.microbatch(i, count) for i in ends]
+
     def microbatch(self, index: int, count: int) -> "Microbatch":
-        """Microbatch `index` of `count` equal ones."""
+        """Microbatch `index` of `count` equal ones; the last one is smaller if the batch does not divide."""
         pairs = zip(self.leaves, self.cuts, strict=True)
         leaves = tuple(leaf if dim is None else _part(leaf, dim, index, count) for leaf, dim in pairs)
         return Microbatch(leaves, self.paths, self.structure)
 
 
 def _part(leaf: torch.Tensor, dim: int, index: int, count: int) -> torch.Tensor:
-    width = leaf.shape[dim] // count
-    return leaf.narrow(dim, index * width, width)
+    width = -(-leaf.shape[dim] // count)
+    return leaf.narrow(dim, index * width, min(width, leaf.shape[dim] - index * width))
 
 
 @dataclass(frozen=True)
@@ -93,6 +110,12 @@ def flatten_batch(
     paths, leaves, structure = flatten_inputs((args, kwargs, target))
     cuts, size = choose_cuts(paths, leaves, split or {}, partial)
     return Batch(leaves, paths, cuts, structure, size)
+
+
+def whole_batch(args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Batch:
+    """A batch that is one microbatch, whatever its shapes."""
+    paths, leaves, structure = flatten_inputs((args, kwargs, target))
+    return Batch(leaves, paths, (None,) * len(leaves), structure, size=0)
 
 
 def input_tensors(args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> dict[str, torch.Tensor]:

@@ -20,7 +20,9 @@ from zbcompile.model.materialize import Init
 from zbcompile.model.model_info import has_values, module_of
 from zbcompile.passes.graph.process_groups import groups_in
 from zbcompile.persistence.checkpoint import load_checkpoint
+from zbcompile.persistence.saved_forwards import SavedForwards, listed, require_answers
 from zbcompile.program.manifest import AGAIN, SavedProgram
+from zbcompile.program.output import FORWARDS
 from zbcompile.program.program import Program, call_of
 from zbcompile.program.read_verified import read_manifest, read_program
 from zbcompile.program.step_options import BACKENDS
@@ -87,9 +89,9 @@ def load(
     here = find_ranks(lambda: found.device, ranks, mesh, timeout)
     with here.watch.region(f"loading {folder}"):
         program = together(
-            here, f"loading {folder}", lambda: _read_for(folder, found, here, operators, init, max_bytes)
+            here, f"loading {folder}", lambda: _read_all(folder, found, here, operators, init, max_bytes)
         )
-        same = {"torch": torch.__version__, "threads": torch.get_num_threads(), "digest": program.digest}
+        same = {"torch": torch.__version__, "threads": torch.get_num_threads(), "digest": program.digests}
         require_equal_programs(here, same, "loaded different programs", SAME)
     pipe = LoadedPipeline(program, _options(program, asked), make_engine(here))
     with here.watch.region(f"filling {folder}"):
@@ -142,6 +144,17 @@ def _options(program: SavedProgram, asked: Mapping[str, Any]) -> Options:
     return Options(**{**saved, "schedule": program.schedule, "max_shapes": 1, **asked})
 
 
+def _read_all(folder: Path, manifest: _Manifest, ranks: Ranks, *rest: Any) -> SavedProgram:
+    """This process's part of the program, and of the forwards beside it."""
+    program = _read_for(folder, manifest, ranks, *rest)
+    found = {name: folder / name for name in FORWARDS if (folder / name).exists()}
+    also = {name: _read_for(path, _manifest_of(path), ranks, *rest) for name, path in found.items()}
+    for name, each in also.items():
+        if (each.model.members, each.homes) != (program.model.members, program.homes) or each.output is None:
+            raise PipelineError(f"{folder / name} does not belong to the program in {folder}. {AGAIN}.")
+    return replace(program, also=also)
+
+
 def _read_for(
     folder: Path,
     manifest: _Manifest,
@@ -188,14 +201,16 @@ def _named_here(folder: Path, sizes: Mapping[str, int], program: SavedProgram, m
 
 
 class LoadedPipeline(Pipeline):
-    """A pipeline made by `zbcompile.load`. It steps for the shapes that it was compiled for, and cannot evaluate: the
-    program holds only the training step."""
+    """A pipeline made by `zbcompile.load`. It steps and evaluates for the shapes that it was compiled for, as far as
+    the directory holds the training step and what to evaluate."""
 
     def __init__(self, program: SavedProgram, options: Options, engine: Engine) -> None:
         super().__init__(module_of(program.model), options, engine)
 
     def adopt(self, program: Program) -> Executable:
         self._executable = super().adopt(program)
+        found = program.also if program.output is None else {program.output.computes: program, **program.also}
+        self._forwards = SavedForwards(self._model, self.options, self._engine, self._compiled, programs=found)
         return self._executable
 
     def compile(self, *args: Any, target: Any = None, **kwargs: Any) -> "LoadedPipeline":
@@ -204,40 +219,26 @@ class LoadedPipeline(Pipeline):
         return self
 
     def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Batch:
+        if self.program.output is not None:
+            raise PipelineError(
+                f"the directory holds {self.program.output.computes} alone, and no step to train with. Compile one "
+                "without --only."
+            )
         batch = flatten_batch(args, kwargs, target, self.options.split)
         refuse_input_gradients(batch)
         require_divisible(batch, self.program.schedule.microbatches)
         return batch
 
     def _program_for(self, batch: Batch) -> Executable:
-        given = call_of(batch.microbatch(0, self.program.schedule.microbatches))
-        if given != self.program.call:
+        count = self.program.schedule.microbatches
+        if call_of(batch.microbatch(0, count)) != self.program.call:
             raise PipelineError(
-                f"the program was compiled for microbatches of {_listed(self.program.call)}; received "
-                f"{_listed(given)}. Pass such batches, or compile and save a program for these."
+                f"the program was compiled for microbatches of {listed(self.program.call)}; received "
+                f"{listed(call_of(batch.microbatch(0, count)))}. Pass such batches, or compile and save a program for "
+                "these."
             )
-        self._require_answers(batch)
+        require_answers(self.program, batch, count)
         return self._executable
 
-    def _require_answers(self, batch: Batch) -> None:
-        guards, count = self.program.guards, self.program.schedule.microbatches
-        if guards is None:
-            return
-        for index in range(count):
-            found = guards.different(batch.microbatch(index, count).tensors)
-            if found:
-                raise PipelineError(
-                    f"microbatch {index} gives another answer than the one that the program was compiled for: {found}. "
-                    "Pass batches that answer alike, or compile and save a program for these."
-                )
-
-    def _program_for_eval(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
-        raise PipelineError(
-            "a loaded program cannot evaluate: it holds the training step, not the model. Load pipe.state_dict("
-            "full=True) into the model, or make a pipeline of it."
-        )
-
-
-def _listed(call: tuple[str, ...]) -> str:
-    structure, *leaves = call
-    return f"{', '.join(leaves)} (in {structure})"
+    def _require_place(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The program has placed all parameters."""

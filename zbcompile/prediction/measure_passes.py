@@ -25,7 +25,10 @@ def measure_passes(program: Program) -> Costs:
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices), torch.no_grad():
         distinct = {stage.original: stage.pieces for stage in reversed(program.stages)}
-        found = {index: {op: _seconds(pieces[op]) for op in PASSES} for index, pieces in distinct.items()}
+        found = {
+            index: {op: _seconds(pieces[op]) if op in pieces else 0.0 for op in PASSES}
+            for index, pieces in distinct.items()
+        }
         times = [found[stage.original] for stage in program.stages]
         forward, backward, weight = (tuple(stage[op] for stage in times) for op in PASSES)
         costs = Costs(forward, backward, weight)
@@ -52,7 +55,7 @@ def _seconds(piece: Piece) -> float:
 
 
 def _refuse_collectives(program: Program) -> None:
-    graphs = (stage.pieces[op].module.graph for stage in program.stages for op in PASSES)
+    graphs = (stage.pieces[op].module.graph for stage in program.stages for op in PASSES if op in stage.pieces)
     name = next((str(node.target) for graph in graphs for node in graph.nodes if is_collective(node)), "")
     if name:
         raise PipelineError(

@@ -49,7 +49,9 @@ def basis_of(program: Program, source: str) -> Basis:
 
 def _costs(program: Program, time: Callable[[StageProgram, str], float], **others: Any) -> Costs:
     """The memory of the graphs, and the `time` of each pass of each stage."""
-    forward, backward, weight = (tuple(time(stage, op) for stage in program.stages) for op in ("F", "B", "W"))
+    forward, backward, weight = (
+        tuple(time(s, op) if op in s.pieces else 0 for s in program.stages) for op in ("F", "B", "W")
+    )
     return _with_memory(Costs(forward, backward, weight, **others), program)
 
 

@@ -17,6 +17,7 @@ from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.option import read_options
 from zbcompile.passes.partition.search import Cuts
 from zbcompile.passes.serialization.guard_data import guards_from_data, guards_to_data
+from zbcompile.program.output_data import output_from_data, output_to_data
 from zbcompile.program.program import Program
 from zbcompile.program.stage_outlines import (
     outline_from_data,
@@ -27,7 +28,7 @@ from zbcompile.program.stage_outlines import (
 from zbcompile.program.step_options import StepOptions
 from zbcompile.schedules.ir.schedule import Lowered
 
-FORMAT, VERSION = "zbcompile program", 2
+FORMAT, VERSION = "zbcompile program", 3
 AGAIN = "Compile and save the program again"
 
 
@@ -42,6 +43,11 @@ class SavedProgram(Program):
     def digest(self) -> str:
         """The hash of the manifest."""
         return str((self.written or {})["digest"])
+
+    @property
+    def digests(self) -> str:
+        """Its own, and those of the forwards beside it."""
+        return " ".join([self.digest, *(each.digest for each in self.also.values() if isinstance(each, SavedProgram))])
 
     @cached_property
     def manifest(self) -> dict[str, Any]:
@@ -74,6 +80,7 @@ def manifest_to_text(
         "stages": [outline_to_data(stage) for stage in program.stages],
         "vocabulary": vocabulary_to_data(program.vocabulary),
         "guards": guards_to_data(program.guards),
+        "output": output_to_data(program.output),
         "files": {name: list(each) for name, each in sorted(files.items())},
     }
     return to_text({**data, "digest": digest_of(data)}, 2)
@@ -158,6 +165,7 @@ def program_from_manifest(
         call=tuple(data["call"]),
         groups=dict.fromkeys(data["dimensions"], ""),  # named by the process that loads it
         step=StepOptions(**data["step"]),
+        output=output_from_data(data["output"], str(device)),
         written=data,
     )
 

@@ -14,11 +14,13 @@ from zbcompile.model.batch import Microbatch
 from zbcompile.model.model_info import ModelFacts
 from zbcompile.model.placements import PARTIAL, placement_of
 from zbcompile.passes.capture.guards import Guards
+from zbcompile.passes.capture.plain_tensors import PlainTensor
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.partition.search import Cuts
 from zbcompile.passes.stage.exchanges import Collective, collectives_of
 from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.passes.vocabulary.shard_program import VocabularyProgram
+from zbcompile.program.output import Output
 from zbcompile.program.step_options import StepOptions
 from zbcompile.schedules.ir.schedule import Lowered, Schedule
 from zbcompile.version import __version__
@@ -28,14 +30,15 @@ OF_A_PLACE = ("graphs", "types")  # of a manifest: tensor-parallel ranks may hol
 
 @dataclass(frozen=True)
 class Program:
-    """A compiled training step.
+    """A compiled training step, or a forward alone: then `output` says what it returns, and its stages have only F.
 
     `stages[i]` is the program of stage i, `lowered.programs[rank]` the actions of a rank with their communication,
     `homes` the stages that use each parameter and buffer (tied ones under their first name), `cuts` where the model
     was cut, `model` a description of the model, `call` the form of a microbatch (see `call_of`), `writer` the function
     that saves it, `vocabulary` the output layer if that is sharded over all ranks, `guards` what forward asks about its
     inputs, with the answers that the program was compiled for, `operations` a hash of the graph before it was cut.
-    `groups` are this process's names of the process groups, by what the graphs call them.
+    `groups` are this process's names of the process groups, by what the graphs call them. `also` are the forwards that
+    a directory holds beside it, by what they compute, `plain` the attributes of the model that must not be replaced.
     """
 
     model: ModelFacts
@@ -53,11 +56,25 @@ class Program:
     call: tuple[str, ...] = ()
     step: StepOptions = field(default_factory=StepOptions)
     groups: Mapping[str, str] = field(default_factory=dict, compare=False)
+    output: Output | None = None
+    plain: tuple[PlainTensor, ...] = field(default=(), repr=False, compare=False)
+    also: Mapping[str, "Program"] = field(default_factory=dict, repr=False)
     writer: Callable[["Program", Path], None] | None = field(default=None, repr=False, compare=False)
 
     @property
     def schedule(self) -> Schedule:
         return self.lowered.schedule
+
+    @property
+    def exchanges(self) -> set[str]:
+        """The dimensions of the mesh along which the graphs exchange tensors."""
+        return {each.dimension for stage in self.stages for each in collectives_of(stage)}
+
+    @property
+    def returns(self) -> Output:
+        """What a forward alone returns."""
+        assert self.output is not None
+        return self.output
 
     @property
     def exact(self) -> bool:
@@ -148,10 +165,15 @@ class Program:
             "order": _digest(str(self.lowered.programs)),
             "vocabulary": self._sharding,
             "collectives": [list(map(_exchange, collectives_of(stage))) for stage in self.stages],
-            "graphs": [_digest(stage.pieces["BW"].module.code) for stage in self.stages],
+            "graphs": [_digest(module.code) for module in self._modules],
             "guards": [] if self.guards is None else [_digest(self.guards.text), repr(self.guards.given.answers)],
-            "types": [_digest(_types(stage.pieces["BW"].module)) for stage in self.stages],
+            "types": [_digest(_types(module)) for module in self._modules],
         }
+
+    @property
+    def _modules(self) -> list[torch.fx.GraphModule]:
+        """Of every stage the backward, which has what the forward keeps; the forward if there is no other."""
+        return [(stage.pieces.get("BW") or stage.pieces["F"]).module for stage in self.stages]
 
     @property
     def _sharding(self) -> list[Any]:

@@ -17,6 +17,7 @@ from zbcompile.distributed.ranks import LocalRanks, Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.model.model_info import has_values
 from zbcompile.program.manifest import manifest_to_text
+from zbcompile.program.output import FORWARDS
 from zbcompile.program.program import Program
 from zbcompile.program.rank_files import MANIFEST, SCHEDULE, files_of, operators_of
 from zbcompile.schedules.ir.files import to_json
@@ -37,6 +38,8 @@ def save_program(program: Program, directory: Path, ranks: Ranks) -> None:
     together(ranks, what, lambda: _prepare(program, directory, ranks.is_first))
     parts = gathered(ranks, together(ranks, what, write))
     hashes = together(ranks, what, lambda: _joined(parts))
+    for name, each in program.also.items():
+        save_program(each, directory / name, ranks)
     sizes = {label: ranks.mesh.size(label) for label in program.groups}
     together(ranks, what, lambda: _finish(program, directory, hashes, sizes) if ranks.is_first else None)
 
@@ -77,7 +80,7 @@ def program_in(directory: Path) -> list[Path]:
         raise PipelineError(f"{directory} is a file; expected a directory, or a path that does not exist yet.")
     held = sorted(directory.iterdir()) if directory.exists() else []
     for path in held:
-        if not path.name.lstrip(".").startswith((MANIFEST, SCHEDULE, "rank-")):
+        if not path.name.lstrip(".").startswith((MANIFEST, SCHEDULE, "rank-", *FORWARDS)):
             raise PipelineError(
                 f"{directory} holds other files ({path.name}); expected a new directory, or one that holds a program, "
                 "which is replaced."

@@ -22,7 +22,7 @@ def outline_to_data(stage: StageProgram) -> dict[str, Any]:
     """A stage without its graphs, as JSON values."""
     data: dict[str, Any] = {name: getattr(stage, name) for name in PLAIN}
     data |= {name: list(getattr(stage, name)) for name in NAMES}
-    data |= {key: {name: _spec_to_data(spec) for name, spec in getattr(stage, key).items()} for key in BOUNDARIES}
+    data |= {key: {name: spec_to_data(spec) for name, spec in getattr(stage, key).items()} for key in BOUNDARIES}
     data["flops"] = dict(stage.flops)
     data["deferred"] = dict(stage.deferred)
     data["crossing"] = asdict(stage.crossing)
@@ -35,7 +35,7 @@ def outline_from_data(data: dict[str, Any], device: str) -> StageProgram:
     """The stage without its graphs; its boundary tensors are on `device`."""
     fields: dict[str, Any] = {name: data[name] for name in PLAIN}
     fields |= {name: tuple(data[name]) for name in NAMES}
-    fields |= {key: {name: _spec_from_data(spec, device) for name, spec in data[key].items()} for key in BOUNDARIES}
+    fields |= {key: {name: spec_from_data(spec, device) for name, spec in data[key].items()} for key in BOUNDARIES}
     return StageProgram(
         **fields,
         pieces={},
@@ -52,9 +52,9 @@ def vocabulary_to_data(found: VocabularyProgram | None) -> dict[str, Any] | None
     if found is None:
         return None
     data: dict[str, Any] = {name: getattr(found, name) for name in SHARDING}
-    data |= {name: _spec_to_data(getattr(found, name)) for name in SHARDED}
+    data |= {name: spec_to_data(getattr(found, name)) for name in SHARDED}
     lookup = found.lookup
-    data["lookup"] = lookup and [lookup.weight, lookup.activation, _spec_to_data(lookup.rows)]
+    data["lookup"] = lookup and [lookup.weight, lookup.activation, spec_to_data(lookup.rows)]
     data["tiling"] = [found.tiling.words, found.tiling.keep]
     return data | {"bounds": list(map(list, found.bounds)), "flops": list(map(dict, found.flops))}
 
@@ -64,19 +64,19 @@ def vocabulary_from_data(data: dict[str, Any] | None, device: str) -> Vocabulary
     if data is None:
         return None
     fields: dict[str, Any] = {name: data[name] for name in SHARDING}
-    fields |= {name: _spec_from_data(data[name], device) for name in SHARDED}
+    fields |= {name: spec_from_data(data[name], device) for name in SHARDED}
     fields["tiling"] = Tiling(*data["tiling"])
     if data["lookup"]:
         weight, activation, rows = data["lookup"]
-        fields["lookup"] = InputLayer(weight, activation, _spec_from_data(rows, device))
+        fields["lookup"] = InputLayer(weight, activation, spec_from_data(rows, device))
     bounds = tuple((low, high) for low, high in data["bounds"])
     return VocabularyProgram(**fields, bounds=bounds, flops=tuple(data["flops"]), pieces=({},) * len(bounds))
 
 
-def _spec_to_data(spec: TensorSpec) -> list[Any]:
+def spec_to_data(spec: TensorSpec) -> list[Any]:
     return [list(spec.shape), list(spec.stride), spec.dtype, spec.needs_gradient]
 
 
-def _spec_from_data(data: list[Any], device: str) -> TensorSpec:
+def spec_from_data(data: list[Any], device: str) -> TensorSpec:
     shape, stride, dtype, needs_gradient = data
     return TensorSpec(tuple(shape), tuple(stride), dtype, device, needs_gradient)

@@ -13,6 +13,7 @@ from zbcompile.distributed.replicas import broadcast
 from zbcompile.errors import PipelineError
 from zbcompile.model.seeds import undisturbed
 from zbcompile.profiling.step_record import StepRecord
+from zbcompile.program.program import Program
 from zbcompile.runtime.action_loop import RankRun
 from zbcompile.runtime.data_parallel import Reduction, start_reduction
 from zbcompile.runtime.engine import Executable, StepInput, StepRuns, losses_of
@@ -41,7 +42,7 @@ class DistributedEngine:
         program, ranks = executable.program, self.ranks
         gradients = Gradients(parameters, program.shared, program.choices)
         transport = ranks.transport(program.schedule, program.schedule.microbatches, executable.buffers)
-        recorder = self._start_recording(executable) if given.record else None
+        recorder = self.begin_recording(program) if given.record else None
         if executable.vocabulary is not None:
             with ranks.watch.position.waiting("the rows of a tied embedding"):
                 executable.vocabulary.begin_step(gradients, program.tied)
@@ -54,7 +55,9 @@ class DistributedEngine:
         losses = losses_of(run)
         self._complete(executable, gradients, reduction)
         with ranks.watch.position.waiting("the end"):
-            self.last_step = self._gather(recorder) if recorder else None
+            self.last_step = None
+            if recorder is not None:
+                self.end_recording(recorder)
             shared, news = share_losses(program, losses, ranks, self.equal.has_news(executable, parameters))
         if self.equal.pending and news:
             self.equal.compare(executable, parameters, shared)
@@ -81,18 +84,18 @@ class DistributedEngine:
             gradients.finish()
             _share_buffers(executable)
 
-    def _start_recording(self, executable: Executable) -> Recorder:
+    def begin_recording(self, program: Program) -> Recorder:
         """All ranks begin together, on clocks that have been compared."""
         with self.ranks.watch.position.waiting("the common start"):
             if self.ahead is None:
                 self.ahead = offset_to_first(self.ranks.everyone, self.ranks.device)
             dist.barrier(self.ranks.group)
-        return Recorder(executable.program, clock_of(self.ranks.device))
+        return Recorder(program, clock_of(self.ranks.device))
 
-    def _gather(self, recorder: Recorder) -> StepRecord:
+    def end_recording(self, recorder: Recorder) -> None:
         """Every rank learns what every rank of its pipeline has seen."""
         parts = self.ranks.gather_here(recorder.seen().shifted(self.ahead or 0.0))
-        return make_record(recorder.program, parts, in_process=False)
+        self.last_step = make_record(recorder.program, parts, in_process=False)
 
 
 def _share_buffers(executable: Executable) -> None:

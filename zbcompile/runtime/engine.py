@@ -81,6 +81,14 @@ class Engine(Protocol):
         """Run the programs of this process's ranks to their ends. Does not advance the caller's RNG."""
         ...
 
+    def begin_recording(self, program: Program) -> Recorder:
+        """What observes the actions of a run; its ranks begin together."""
+        ...
+
+    def end_recording(self, recorder: Recorder) -> None:
+        """Let `last_step` be what all ranks have seen of the run."""
+        ...
+
     def step(
         self, executable: Executable, given: StepInput, parameters: Mapping[str, nn.Parameter]
     ) -> list[torch.Tensor]:

@@ -70,7 +70,5 @@ def written_buffers(executable: Executable) -> dict[str, torch.Tensor]:
     """The buffers into which forwards write on this rank, by name."""
     found: dict[str, torch.Tensor] = {}
     for stage in (stage for stages in (executable.stages, *executable.beside) for stage in stages.values()):
-        for slot in stage.program.pieces["F"].outputs:
-            if slot.kind == "mutation":
-                found[slot.name] = stage.resident[Slot("buffer", slot.name)]
+        found |= {name: stage.resident[Slot("buffer", name)] for name in stage.program.changed}
     return dict(sorted(found.items()))

@@ -11,6 +11,7 @@ from zbcompile.distributed.ranks import LocalRanks
 from zbcompile.errors import PipelineError
 from zbcompile.model.seeds import undisturbed
 from zbcompile.profiling.step_record import StepRecord
+from zbcompile.program.program import Program
 from zbcompile.runtime.action_loop import RankRun
 from zbcompile.runtime.engine import Executable, StepInput, StepRuns, losses_of
 from zbcompile.runtime.gradient_buffers import Gradients
@@ -32,11 +33,17 @@ class InProcess:
         for run in runs:
             run.transport.finish()
 
+    def begin_recording(self, program: Program) -> Recorder:
+        return Recorder(program, clock_of(self.ranks.device))
+
+    def end_recording(self, recorder: Recorder) -> None:
+        self.last_step = make_record(recorder.program, [recorder.seen()], in_process=True)
+
     def step(
         self, executable: Executable, given: StepInput, parameters: Mapping[str, nn.Parameter]
     ) -> list[torch.Tensor]:
         program = executable.program
-        recorder = Recorder(program, clock_of(self.ranks.device)) if given.record else None
+        recorder = self.begin_recording(program) if given.record else None
         gradients = [Gradients(parameters, program.shared, program.choices) for _ in self.ranks.local]
         mailboxes = self.ranks.transport(program.schedule, program.schedule.microbatches, executable.buffers)
         begin = StepRuns(executable, given, self.ranks, mailboxes, recorder)
@@ -46,7 +53,9 @@ class InProcess:
         sum_shared_in_process(program, gradients)
         for own in gradients:
             own.finish()
-        self.last_step = make_record(program, [recorder.seen()], in_process=True) if recorder else None
+        self.last_step = None
+        if recorder is not None:
+            self.end_recording(recorder)
         return [losses[i].detach() for i in range(program.schedule.microbatches)]
 
 

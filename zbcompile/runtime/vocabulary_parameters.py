@@ -70,11 +70,8 @@ class VocabularyShards:
         low, high = self.bounds[rank]
         return whole if name in self.own else whole[low:high]
 
-    def gather(self, group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
-        """The whole parameters with the rows of all ranks: the model's own where these have memory."""
-        return {name: self._gathered(name, group) for name in self.own}
-
-    def _gathered(self, name: str, group: dist.ProcessGroup) -> torch.Tensor:
+    def gathered(self, name: str, group: dist.ProcessGroup) -> torch.Tensor:
+        """A whole parameter with the rows of all ranks: the model's own if that has memory."""
         whole = self.whole[name].detach()
         if whole.is_meta:
             whole = torch.empty_like(whole, device=self.device)
@@ -145,7 +142,8 @@ class VocabularyExecutable:
         """Gather all rows, as the optimizers have left them, on a rank that looks up a tied embedding."""
         if self.group is not None and tied:
             gradients.whole = {name: self.rows.whole[name] for name in tied}
-            self.rows.gather(self.group)
+            for name in self.rows.own:
+                self.rows.gathered(name, self.group)
 
     def end_step(self, gradients: Gradients, tied: Mapping[str, int]) -> None:
         """Give every rank the gradients of its rows of a tied embedding."""

@@ -77,10 +77,11 @@ class ShardRun:
         the input gradient."""
         self.states[microbatch][GATHERED] = gathered
         made = self._call("STATS", microbatch)
-        wanted = set(self.shard.program.pieces[self.shard.rank]["T"].inputs)
-        kept = {slot: value for slot, value in self.states[microbatch].items() if slot in wanted}
-        self.states[microbatch] = {**kept, COEFFICIENTS: made[COEFFICIENTS]}
         self.losses[microbatch] = made[Slot("loss")]
+        state, update = self.states.pop(microbatch), self.shard.program.pieces[self.shard.rank].get("T")
+        if update is not None:
+            kept = {slot: value for slot, value in state.items() if slot in set(update.inputs)}
+            self.states[microbatch] = {**kept, COEFFICIENTS: made[COEFFICIENTS]}
         return made.get(GRADIENT)
 
     def update(self, microbatch: int) -> None:

@@ -1,0 +1,67 @@
+"""Evaluating with a loaded program: the forwards that its directory holds, for the microbatches of their shapes."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from zbcompile.errors import PipelineError
+from zbcompile.frontend.evaluation import Asked, Forwards, Parts, require_words
+from zbcompile.model.batch import Batch
+from zbcompile.program.program import Program, call_of
+
+
+class SavedForwards(Forwards):
+    """As `Forwards`, of the `programs` of a directory by what they compute."""
+
+    def __init__(self, *pipeline: Any, programs: Mapping[str, Program]) -> None:
+        super().__init__(*pipeline)
+        self._programs = programs
+        self._executable = {name: self._executables.prepare(program) for name, program in programs.items()}
+
+    def _found(self, batch: Batch, asked: Asked) -> Parts:
+        computes = asked.wanted.computes
+        if asked.wanted.training:
+            raise PipelineError('a program holds forwards in eval mode; for mode="train" make a pipeline of the model.')
+        if computes not in self._programs:
+            raise PipelineError(
+                f"the directory holds {', '.join(self._programs) or 'the training step alone'}, and cannot compute "
+                f"{computes}. Compile it with --also {computes}, or make a pipeline of the model."
+            )
+        program = self._programs[computes]
+        count = _count_of(batch, program)
+        require_words(batch, program)
+        require_answers(program, batch, count)
+        return (self._executable[computes],) * count
+
+
+def _count_of(batch: Batch, program: Program) -> int:
+    """Into how many microbatches like those of `program` the batch divides."""
+    counts = [n for n in range(1, batch.size + 1) if batch.divides_into(n)] or [1]
+    count = next((n for n in counts if call_of(batch.microbatch(0, n)) == program.call), None)
+    if count is None:
+        raise PipelineError(
+            f"the forward was compiled for microbatches of {listed(program.call)}; received "
+            f"{listed(call_of(batch.whole))}, which does not divide into these. Pad it, or compile and save another."
+        )
+    if count > 1 and not program.returns.has_rows(batch.size // count):
+        raise PipelineError(
+            "the model's output has not one row per sample, and is computed of one microbatch as it was compiled. Pass "
+            f"batches of {batch.size // count}, or leave out the argument that makes forward return the loss."
+        )
+    return count
+
+
+def require_answers(program: Program, batch: Batch, count: int) -> None:
+    """Require that every one of `count` microbatches answers what forward asks as the program was compiled for."""
+    for index in range(count) if program.guards else ():
+        found = program.guards and program.guards.different(batch.microbatch(index, count).tensors)
+        if found:
+            raise PipelineError(
+                f"microbatch {index} gives another answer than the one that the program was compiled for: {found}. "
+                "Pass batches that answer alike, or compile and save a program for these."
+            )
+
+
+def listed(call: tuple[str, ...]) -> str:
+    """The form of a microbatch, for messages."""
+    structure, *leaves = call
+    return f"{', '.join(leaves)} (in {' '.join(structure.split())})"
