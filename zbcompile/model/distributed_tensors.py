@@ -57,11 +57,10 @@ class Parts:
 
     def __init__(self, model: nn.Module, labels: Mapping[str, str]) -> None:
         made: dict[int, torch.Tensor] = {}
+        full = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
         for table, name, tensor in tensor_tables(model):
             if is_distributed(tensor):
-                if tensor.is_meta:
-                    raise PipelineError(f"{name} is a DTensor on the meta device; give the model memory before.")
-                _require_on(labels, name, tensor)
+                _require_usable(labels, full[id(tensor)], tensor)
                 made.setdefault(id(tensor), _part(tensor))
                 table[name] = made[id(tensor)]
         named = [*model.named_parameters(), *model.named_buffers()]
@@ -127,8 +126,10 @@ def _part(tensor: Any) -> torch.Tensor:
     return made
 
 
-def _require_on(labels: Mapping[str, str], name: str, tensor: Any) -> None:
-    """Refuse a DTensor on ranks that are no dimension of the pipeline's mesh."""
+def _require_usable(labels: Mapping[str, str], name: str, tensor: Any) -> None:
+    """Refuse a DTensor without memory, and one on ranks that are no dimension of the pipeline's mesh."""
+    if tensor.is_meta:
+        raise PipelineError(f"{name} is a DTensor on the meta device; give the model memory before.")
     mesh = tensor.device_mesh
     for dimension in mesh.mesh_dim_names or ("",):
         group = mesh.get_group(dimension) if dimension else mesh.get_group()

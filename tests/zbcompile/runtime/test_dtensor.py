@@ -7,14 +7,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import loss_parallel
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor.parallel import RowwiseParallel, loss_parallel, parallelize_module
 
 import zbcompile
 from tests.support.dtensor_models import LENGTH, VOCABULARY, Llama, loss_of, parallelised
+from tests.support.exchanged import needless
 from tests.support.meshes import mesh_of
 from tests.support.pool import Pool
-from zbcompile.passes.stage.exchanges import collectives_of
 
 MICROBATCHES, ROWS = 4, 2
 BOUND = 1e-6  # of the largest entry of each gradient, fp32
@@ -74,8 +75,7 @@ def trained(kind: str, schedule: str, exact: bool) -> dict[str, Any]:
         "unequal": unequal,
         "norm": float((norm - total).abs() / total),
         "state": all(torch.equal(whole(state[name]), value) for name, value in one.state_dict().items()),
-        "in W": [c.kind for stage in pipe.program.stages for c in collectives_of(stage) if c.name == "W"],
-        "in B": sum(c.name == "B" for stage in pipe.program.stages for c in collectives_of(stage)),
+        "needless": needless(pipe.program),
     }
 
 
@@ -90,7 +90,7 @@ def test_gradients_are_those_of_one_process(kind: str, schedule: str, exact: boo
         assert seen["far"] <= BOUND
         assert seen["norm"] <= BOUND
         assert seen["state"]
-        assert seen["in W"] == []
+        assert seen["needless"] == []
         assert not exact or seen["unequal"] == []
 
 
@@ -136,3 +136,34 @@ def test_scaling_and_infinities_over_all_dimensions(pool: Pool) -> None:
         assert all(same)
         assert scale == 512.0
         assert "of stage 1 receives a NaN in parameter" in says
+
+
+def on_another_mesh() -> None:
+    mesh, other = mesh_of(pp=2, tp=2), init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    zbcompile.pipeline(parallelised(other["tp"], "plain", layers=1), mesh=mesh, schedule="1f1b", loss=loss_of)
+
+
+def parts_as_output() -> None:
+    mesh, (x, y) = mesh_of(pp=2, tp=2), batch()
+    model, plan = Llama(layers=1), {"head": RowwiseParallel(input_layouts=Replicate(), output_layouts=Partial())}
+    options: dict[str, Any] = {"schedule": "1f1b", "microbatches": MICROBATCHES, "loss": loss_of}
+    zbcompile.pipeline(parallelize_module(model, mesh["tp"], plan), mesh=mesh, **options).step(x, target=y)
+
+
+def head_sharded_twice() -> None:
+    mesh, (x, y) = mesh_of(pp=2, tp=2), batch()
+    model = parallelised(mesh["tp"], "plain", layers=1)
+    options: dict[str, Any] = {"schedule": "1f1b", "microbatches": MICROBATCHES, "loss": loss_of}
+    zbcompile.pipeline(model, mesh=mesh, vocab=1, **options).compile(x, target=y)
+
+
+@pytest.mark.slow
+def test_bad_input_is_one_error_on_every_rank(pool: Pool) -> None:
+    cases = [
+        (on_another_mesh, 'embedding.weight is a DTensor on the dimension "tp" of another mesh than mesh='),
+        (parts_as_output, 'rank 0 along "tp" and '),
+        (head_sharded_twice, "vocab=1: "),
+    ]
+    for function, says in cases:
+        for outcome in pool.outcomes(function, ranks=4):
+            assert says in outcome.text, outcome

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zbcompile
+from tests.support.exchanged import needless
 from tests.support.parallel_models import LENGTH, WIDTH, Along, ContextParallel, TensorParallel, enter, part_of
 from tests.support.pool import Pool
-from zbcompile.passes.stage.exchanges import collectives_of
 
 MICROBATCHES, ROWS = 4, 2
 BOUND = 1e-6  # of the largest entry of each gradient, fp32
@@ -58,7 +58,7 @@ def in_one_process(kind: str) -> tuple[Tensor, nn.Module, Tensor]:
 
 
 def trained(kind: str, schedule: str, names: tuple[str, str], folder: Path) -> tuple[float, float, float, list[str]]:
-    """Two steps: of the loss, a gradient and the norm by how much they differ; the collectives of W."""
+    """Two steps: of the loss, a gradient and the norm by how much they differ; collectives that are needless."""
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=names)
     model, (x, y) = model_of(kind, mesh), batch()
     total, whole, norm = in_one_process(kind)
@@ -69,9 +69,9 @@ def trained(kind: str, schedule: str, names: tuple[str, str], folder: Path) -> t
         parameter.grad *= 2
     within = errors(pipe, model, whole, model.along)
     ours = pipe.clip_grad_norm_(1e9)
-    in_w = [c.kind for stage in pipe.program.stages for c in collectives_of(stage) if c.name == "W"]
+    in_vain = needless(pipe.program)
     pipe.close()
-    return float((loss - total).abs() / total), within, float((ours / 2 - norm).abs() / norm), in_w
+    return float((loss - total).abs() / total), within, float((ours / 2 - norm).abs() / norm), in_vain
 
 
 @pytest.mark.mostly_slow(every=6)
@@ -89,11 +89,39 @@ def trained(kind: str, schedule: str, names: tuple[str, str], folder: Path) -> t
 def test_gradients_are_those_of_one_process(
     kind: str, schedule: str, names: tuple[str, str], pool: Pool, tmp_path: Path
 ) -> None:
-    for loss, gradient, norm, in_w in pool.run(trained, kind, schedule, names, tmp_path, ranks=4):
+    for loss, gradient, norm, in_vain in pool.run(trained, kind, schedule, names, tmp_path, ranks=4):
         assert loss <= BOUND
         assert gradient <= BOUND
         assert norm <= BOUND
-        assert in_w == []
+        assert in_vain == []
+
+
+class Dropping(nn.Module):
+    """Its gradient is the mask that was drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(x * self.weight, 0.5).sum()
+
+
+def masks(dimension: str) -> Tensor:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(dimension,))
+    options: dict[str, Any] = {"schedule": "1f1b", "microbatches": 2, "placements": {"weight": {dimension: "shard"}}}
+    pipe = zbcompile.pipeline(Dropping(), mesh=mesh, **options)
+    pipe.step(torch.ones(4, 64))
+    (parameter,) = pipe.parameters()
+    pipe.close()
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+@pytest.mark.parametrize("dimension", ["tp", "cp", "ep"])
+def test_random_numbers_are_alike_along_tp_alone(dimension: str, pool: Pool) -> None:
+    one, other = pool.run(masks, dimension, ranks=2)
+    assert torch.equal(one, other) == (dimension == "tp")
 
 
 def bad_mesh(names: tuple[str, ...], shape: tuple[int, ...]) -> None:

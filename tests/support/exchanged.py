@@ -1,0 +1,41 @@
+"""Collectives of a program that cost more than they must."""
+
+from collections.abc import Iterator
+
+from torch.fx import Node
+
+from zbcompile.passes.graph.process_groups import is_wait
+from zbcompile.passes.split.split import Piece
+from zbcompile.passes.stage.exchanges import collectives_of
+from zbcompile.program.program import Program
+
+KEEP_SUMS = ("view", "reshape", "t", "transpose", "permute", "add", "_to_copy", "detach", "clone", "unsqueeze")
+
+
+def needless(program: Program) -> list[str]:
+    """Collectives of weight gradients, and sums of a microbatch that end in a weight gradient: the sum over ranks could
+    follow the sum over microbatches."""
+    in_w = [f"{each.kind} in W" for stage in program.stages for each in collectives_of(stage) if each.name == "W"]
+    return in_w + [found for stage in program.stages for piece in stage.pieces.values() for found in _sums(piece)]
+
+
+def _sums(piece: Piece) -> Iterator[str]:
+    output = piece.module.graph.output_node().args[0]
+    results = [node for slot, node in zip(piece.outputs, output, strict=True) if slot.kind == "gradient"]  # type: ignore
+    for node in filter(is_wait, piece.module.graph.nodes):
+        if "all_reduce" in str(node.args[0]) and _is_addend(node, results):
+            yield f"{node.name} in {piece.name}"
+
+
+def _is_addend(node: Node, results: list[Node]) -> bool:
+    """Whether a value is added to weight gradients, and nothing else reads it."""
+    return bool(node.users) and all(_adds(node, user, results) for user in node.users)
+
+
+def _adds(node: Node, user: Node, results: list[Node]) -> bool:
+    if user.op == "output":
+        return node in results
+    name = user.target.overloadpacket.__name__  # type: ignore[union-attr]
+    if name == "add_":  # into an accumulator
+        return user.args[0] is not node
+    return name in KEEP_SUMS and _is_addend(user, results)

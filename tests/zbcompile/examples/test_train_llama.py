@@ -1,0 +1,63 @@
+"""Training over a mesh, small, and the sweep that holds schedules beside replicas against one process."""
+
+import contextlib
+import io
+import re
+
+import pytest
+
+import train_llama
+from benchmarks.composition_sweep import BOUND, difference, in_one_process
+from tests.support.meshes import mesh_of
+from tests.support.pool import Pool
+
+SMALL = [
+    "--layers",
+    "2",
+    "--width",
+    "16",
+    "--sequence-length",
+    "8",
+    "--batch",
+    "4",
+    "--microbatches",
+    "2",
+    "--steps",
+    "8",
+]
+
+
+def trained(*arguments: str) -> str:
+    """What the job prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        train_llama.run(train_llama.parse([*SMALL, *arguments]))
+    return printed.getvalue()
+
+
+@pytest.mark.slow
+def test_four_processes(pool: Pool) -> None:
+    printed, *others = pool.run(trained, "--dp", "1", "--schedule", "zb-h1", "--verify", ranks=4)
+    assert others == ["", "", ""]
+    differs = re.search(r"loss differs by ([\d.e-]+) of it, gradients by at most ([\d.e-]+) of", printed)
+    assert differs, printed
+    assert max(float(differs[1]), float(differs[2])) <= 2e-6
+    losses = re.search(r"validation loss: ([\d.]+) before, ([\d.]+) after 8 steps", printed)
+    assert losses, printed
+    assert float(losses[2]) < float(losses[1])
+
+
+def test_processes_that_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        train_llama.parse(["--dp", "3"])
+    assert "--dp 3 --pp 2 --tp 2 is for 12 processes, and there are 1: torchrun" in capsys.readouterr().err
+
+
+def swept(*schedules: str) -> list[float]:
+    mesh, (expected, one) = mesh_of(dp=2, pp=2), in_one_process()
+    return [float(difference(schedule, mesh, expected, one).max()) for schedule in schedules]
+
+
+@pytest.mark.slow
+def test_schedules_beside_replicas(pool: Pool) -> None:
+    for found in pool.run(swept, "zb-1p", "interleaved-1f1b-overlap", ranks=4, timeout=240):
+        assert max(found) <= BOUND
