@@ -1,6 +1,7 @@
 """Training a problem of the oracle, pipelined and in eager mode, so that the two can be compared bit by bit."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -71,11 +72,18 @@ def train(pipe: zbcompile.Pipeline, case: Case) -> Trained:
 
 
 def quickly(case: Case) -> Trained:
-    """As `pipelined`, but a problem is captured once per set of answers, and schedules with equal stages on equal ranks
-    share one compilation."""
+    """As `pipelined`, but compiled once."""
+    with compiled_once(case.problem, case.exact):
+        return pipelined(case)
+
+
+@contextmanager
+def compiled_once(problem: str, exact: bool) -> Iterator[None]:
+    """Pipelines of a problem that are made inside: it is captured once per set of answers, and schedules with equal
+    stages on equal ranks share one compilation."""
 
     def draw_once(model: Any, microbatch: Any, *given: Any, **more: Any) -> Drawn:
-        known = _DRAWN.setdefault(case.problem, [])
+        known = _DRAWN.setdefault(problem, [])
         for drawn in known:
             guards = drawn.captured.guards
             if guards is None or not guards.different(microbatch.tensors):
@@ -85,13 +93,13 @@ def quickly(case: Case) -> Trained:
 
     def compile_once(model: Any, microbatch: Any, drawn: Any, schedule: Any, *rest: Any) -> Program:
         guards = drawn.captured.guards
-        key = (case.problem, case.exact, schedule.placement, guards and guards.given.answers)
+        key = (problem, exact, schedule.placement, guards and guards.given.answers)
         if key not in _COMPILED:
             _COMPILED[key] = compile_drawn(model, microbatch, drawn, schedule, *rest)
         return replace(_COMPILED[key], lowered=lower(schedule))
 
     with mock.patch.multiple("zbcompile.frontend.executables", draw_step=draw_once, compile_drawn=compile_once):
-        return pipelined(case)
+        yield
 
 
 def on_ranks(pool: Pool, training: Callable[[Case], Trained], case: Case) -> Trained:

@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from zbcompile.distributed.ranks import Ranks
+from zbcompile.errors import PipelineError
 from zbcompile.frontend.executables import Executables
 from zbcompile.frontend.state_dict import owned_parameters
 from zbcompile.model.distributed_tensors import Parts
 from zbcompile.optimizer.pipeline_optimizer import PipelineOptimizer, Wanted
 from zbcompile.optimizer.trained_parameters import TrainedParameters
+from zbcompile.runtime.sharded_updates import Sharded
 
 
 @dataclass
@@ -38,6 +40,24 @@ class Optimizers:
         for each in self.made:
             if not each.bound:
                 each.bind(self._trained())
+
+    @property
+    def sharded(self) -> tuple[Sharded, ...]:
+        """What is divided among replicas."""
+        return tuple(each.sharded for each in self.made if each.sharded is not None)
+
+    def arrive(self) -> None:
+        """Wait until the parameters have the values of the last updates."""
+        for each in self.made:
+            each.arrive()
+
+    def require_whole_gradients(self, what: str) -> None:
+        """Raise PipelineError if replicas hold parts of the gradients."""
+        if self.sharded:
+            raise PipelineError(
+                f"{what} needs whole gradients, and pipe.optimizer(zero={max(each.wanted.zero for each in self.made)}) "
+                "keeps this replica's part. Pass clip= to pipe.optimizer to clip, or zero=0."
+            )
 
     @contextmanager
     def step(self) -> Iterator[None]:

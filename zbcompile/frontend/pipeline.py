@@ -176,6 +176,7 @@ class Pipeline:
             reduction=self.options.loss_reduction,
             record=self.record,
             scale=None if self.scaler is None else self.scaler.scale,
+            sharded=self._optimizers.sharded,
         )
 
     def eval(
@@ -240,6 +241,7 @@ class Pipeline:
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], labels: Any, given: Any, asked: Asked) -> Any:
         self._require_place(args, kwargs)
+        self._optimizers.arrive()
         if isinstance(given, Sequence):
             split = [whole_batch(each[0], dict(each[1]), (*each[2:], None)[0]) for each in given]
             found = self._forwards.of_microbatches(split, asked)
@@ -271,6 +273,7 @@ class Pipeline:
     ) -> torch.Tensor:
         """As `torch.nn.utils.clip_grad_norm_` over the whole model: every rank clips its share by the norm of all
         gradients, tied parameters counted once, and returns that norm."""
+        self._optimizers.require_whole_gradients("clip_grad_norm_")
         self._parts.take_gradients()
         with self._watch.region("clip_grad_norm_"):
             rows = frozenset(self._compiled.shards.own) if self._compiled.shards else frozenset()
@@ -315,6 +318,11 @@ class Pipeline:
         wanted = Wanted(kind, options, params, groups, zero, clip, early, validate)
         return self._optimizers.make(wanted)
 
+    def _require_values(self) -> None:
+        """Raise before compiling; wait for the values of the last update."""
+        self.program  # noqa: B018
+        self._optimizers.arrive()
+
     def _own_names(self) -> list[str]:
         return [name for name, _ in owned_parameters(self._model, self._ranks, self.program.holders)]
 
@@ -350,6 +358,7 @@ class Pipeline:
         """
         from zbcompile.torch_pipelining.pipeline_stage import StageContext, generated_stages
 
+        self._optimizers.require_whole_gradients("a stage for torch's schedules")
         options, parameters = self.options, self._compiled.parameters
         beside = self._ranks.mesh.beside("pp", "dp")
         context = StageContext(
@@ -380,7 +389,7 @@ class Pipeline:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This process's parameters under the model's own names; DTensors if the model had them as such."""
-        self.program  # noqa: B018  raises before compiling
+        self._require_values()
         found = {**self._compiled.parameters, **self._parts.parameters}
         return iter([(name, found[name]) for name in self._own_names()])
 
@@ -389,7 +398,7 @@ class Pipeline:
 
         Of an output layer sharded over several processes the share is a DTensor of this process's rows.
         """
-        self.program  # noqa: B018  raises before compiling
+        self._require_values()
         if not full:
             own = share_state(self._model, self._ranks, self.program, self._compiled.shards)
             return self._parts.shown(own, self.program.model.names)
@@ -419,7 +428,7 @@ class Pipeline:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load this process's share of a full state dict; strict over the whole model."""
-        self.program  # noqa: B018  raises before compiling
+        self._require_values()
         state = self._parts.cut(state, self.program.model.names)
         load_state(self._model, self._ranks, self.program.holders, state)
         if self._compiled.shards is not None:

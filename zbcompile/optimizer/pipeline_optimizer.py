@@ -14,6 +14,7 @@ from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.optimizer.gradient_norm import norm_of_all
 from zbcompile.optimizer.parameter_groups import Predicate, divide_into_groups, read_groups
+from zbcompile.optimizer.sharded_parameters import ShardedParameters
 from zbcompile.optimizer.trained_parameters import TrainedParameters
 from zbcompile.optimizer.update_rules import ELEMENTS, require_divisible, rule_of
 from zbcompile.optimizer.whole_parameters import WholeParameters
@@ -74,11 +75,9 @@ class PipelineOptimizer(Optimizer):
     def __init__(self, wanted: Wanted, ranks: Ranks) -> None:
         self.wanted = wanted
         self._ranks = ranks
-        self._update: WholeParameters | None = None
+        self._update: WholeParameters | ShardedParameters | None = None
         self._numbers: dict[str, int] = {}
         self._rule = require_divisible(wanted.kind, wanted.zero, ranks.mesh) if wanted.zero else rule_of(wanted.kind)
-        if wanted.zero:
-            raise PipelineError(f"zero={wanted.zero} is not available yet; pass zero=0.")
         self._predicates, options = read_groups(wanted.groups)
         inner = wanted.make([{**each, "params": []} for each in options])
         super().__init__(inner.param_groups, inner.defaults)
@@ -109,8 +108,10 @@ class PipelineOptimizer(Optimizer):
         wanted, plain = self.wanted, self._rule == ELEMENTS
         self._numbers = divide_into_groups(trained.model, self._predicates, wanted.params)
         for name in () if plain else self._numbers:
-            trained.require_whole(name, wanted.kind.__name__)
-        update = WholeParameters(trained, self._numbers, plain)
+            trained.require_whole(name, wanted.kind.__name__, wanted.zero)
+        update: WholeParameters | ShardedParameters = WholeParameters(trained, self._numbers, plain)
+        if wanted.zero:
+            update = ShardedParameters(trained, self._numbers, not plain, keep=wanted.zero == 1)
         tensors = update.groups(self._numbers, len(self.param_groups))
         groups = zip(self.param_groups, tensors, strict=True)
         self._adopt(wanted.make([{**group, "params": members} for group, members in groups]))
@@ -120,6 +121,16 @@ class PipelineOptimizer(Optimizer):
         """Take the gradients that a step of the pipeline has left."""
         if self._update is not None:
             self._update.take()
+
+    @property
+    def sharded(self) -> ShardedParameters | None:
+        """What is divided among replicas; None if nothing is."""
+        return self._update if isinstance(self._update, ShardedParameters) else None
+
+    def arrive(self) -> None:
+        """Wait until the parameters have the values of the last update."""
+        if self._update is not None:
+            self._update.arrive_all()
 
     def drop(self) -> None:
         """Forget all gradients: a step has failed."""
@@ -132,14 +143,14 @@ class PipelineOptimizer(Optimizer):
             raise PipelineError("optimizer.step received a closure; call pipe.step before it instead.")
         update = self._bound_update()
         with self._ranks.watch.region("the optimizer's step"), torch.no_grad():
-            update.begin()
+            update.begin_update()
             if self.wanted.clip is not None:
                 self.norm = norm_of_all(update.counted(), self._ranks)
                 update.clip(self.wanted.clip, self.norm)
             self._inner.step()
-            update.end()
+            update.end_update()
 
-    def _bound_update(self) -> WholeParameters:
+    def _bound_update(self) -> WholeParameters | ShardedParameters:
         if self._update is None:
             raise PipelineError("the pipeline is not compiled yet, so its optimizer is empty. Run a step first.")
         return self._update

@@ -41,9 +41,9 @@ class TrainedParameters:
             mesh.index(*mesh.beside("pp", *dimensions, *split)) == 0
         )
 
-    def require_whole(self, name: str, kind: str) -> None:
+    def require_whole(self, name: str, kind: str, zero: int) -> None:
         """Refuse a parameter of which this process has only a part, for an optimizer that needs all of it."""
-        if is_distributed(self.model[name]):
+        if is_distributed(self.model[name]) and not zero:
             return  # the optimizer sees the DTensor
         split = [f'"{each}"' for each in along(self.program.placement(name), SHARD) if self.ranks.mesh.size(each) > 1]
         where = "the pipeline's ranks" if name in self.rows else split and f"{split[0]} of the mesh"

@@ -53,17 +53,20 @@ class WholeParameters:
         for name, master in self.masters.items():
             master.grad = self.given[name].grad
 
-    def begin(self) -> None:
+    def begin_update(self) -> None:
         """Before an update."""
         self.trained.take_gradients()
         self.take()
         for name, master in self.masters.items():
             refresh(master.detach(), self.given[name].detach())
 
-    def end(self) -> None:
+    def end_update(self) -> None:
         """After an update: round the masters."""
         for name, master in self.masters.items():
             self.given[name].detach().copy_(master.detach())
+
+    def arrive_all(self) -> None:
+        """The parameters have their values already."""
 
     def drop(self) -> None:
         """Forget all gradients."""
@@ -81,4 +84,7 @@ def sum_in_single_precision(*parameters: torch.Tensor) -> None:
 
 def refresh(master: torch.Tensor, values: torch.Tensor) -> None:
     """Let `master` begin with `values` wherever it does not round to them: there somebody else has written since."""
+    if master.dtype == values.dtype:
+        master.copy_(values)
+        return
     master.copy_(torch.where(master.to(values.dtype) == values, master, values.to(master.dtype)))

@@ -27,8 +27,8 @@ class Observer(Protocol):
 @dataclass
 class RankRun:
     """One rank during one step. `runs[stage]` are its stages, `outbox` what was made but not yet sent, `position` shows
-    other threads how far the rank is; `after[action]` is called when `action` is done. `vocabulary`
-    is the rank's shard of the output layer, if that is sharded."""
+    other threads how far the rank is; `before[action]` is called when `action` may begin, `after[action]` when it is
+    done. `vocabulary` is the rank's shard of the output layer, if that is sharded."""
 
     plan: RankPlan
     runs: Mapping[int, StageRun]
@@ -36,6 +36,7 @@ class RankRun:
     position: Position
     observe: Observer | None = None
     vocabulary: VocabularyTransport | None = None
+    before: Mapping[Action, Callable[[], None]] = field(default_factory=dict)
     after: Mapping[Action, Callable[[], None]] = field(default_factory=dict)
     outbox: dict[Message, Tensors] = field(default_factory=dict)
 
@@ -52,10 +53,14 @@ class RankRun:
                     yield instruction.action
                     self.position.action = instruction.action
             self._arrive(step[0])
+            self._call(self.before, step)
             self._execute(step)
-            for instruction in step:
-                if instruction.action in self.after:
-                    self.after[instruction.action]()
+            self._call(self.after, step)
+
+    def _call(self, hooks: Mapping[Action, Callable[[], None]], step: tuple[Instruction, ...]) -> None:
+        for instruction in step:
+            if instruction.action in hooks:
+                hooks[instruction.action]()
 
     def _execute(self, step: tuple[Instruction, ...]) -> None:
         self.position.action = step[0].action

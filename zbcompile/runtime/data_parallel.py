@@ -21,7 +21,8 @@ from zbcompile.errors import PipelineError
 from zbcompile.model.placements import PARTIAL, along
 from zbcompile.program.program import Program
 from zbcompile.runtime.gradient_buffers import Gradients
-from zbcompile.schedules.ir.actions import BW, Action, B, W, flatten
+from zbcompile.runtime.sharded_updates import LATE, Sharded
+from zbcompile.schedules.ir.actions import BW, Action, B, F, W, flatten
 
 BUCKET_BYTES = 25 << 20  # small gradients travel together up to this size, as in DistributedDataParallel
 
@@ -44,22 +45,28 @@ def sums_of(program: Program, mesh: Mesh, rank: int) -> dict[str, Sum]:
 
 
 def start_reduction(
-    replicas: Replicas, program: Program, rank: int, gradients: Gradients, sums: Mapping[str, Sum]
+    replicas: Replicas,
+    program: Program,
+    rank: int,
+    gradients: Gradients,
+    sums: Mapping[str, Sum],
+    sharded: Sequence[Sharded] = (),
 ) -> "Reduction":
-    """The reductions of one step on pipeline rank `rank`. `sums` has the parameters whose gradients are summed."""
+    """The reductions of one step on pipeline rank `rank`. `sums` has the parameters whose gradients are summed; of
+    those that are `sharded` each replica gets its part of the sum."""
     stages = {stage: program.stages[stage].trained for stage in program.stages_of(rank)}
-    sharded = frozenset(() if program.vocabulary is None else program.vocabulary.parameters)
-    late = program.shared | sharded  # complete at the end of the step only
+    rows = frozenset(() if program.vocabulary is None else program.vocabulary.parameters)
+    late = program.shared | rows  # complete at the end of the step only
     names = {stage: [name for name in found if name in sums and name not in late] for stage, found in stages.items()}
     held = {name for found in stages.values() for name in found}
-    shared = sorted(name for name in sharded | program.shared & held if name in sums)
-    reduces = bool(sums) and replicas.synchronise
+    shared = sorted(name for name in rows | program.shared & held if name in sums)
+    reduces = bool(sums or sharded) and replicas.synchronise
     summed = {name for found in (*names.values(), shared) for name in found}
     if reduces:
         _require_all(name for name in replicas.partial - summed if gradients.parameters[name].grad is not None)
     _clear(gradients.parameters[name] for name in summed - replicas.partial if not sums[name].first)
     hooks = _last_backwards(program, rank) if reduces else {}
-    return Reduction(replicas, gradients, names, shared, {a: s for s, a in hooks.items()}, reduces, sums)
+    return Reduction(replicas, gradients, names, shared, {a: s for s, a in hooks.items()}, reduces, sums, sharded)
 
 
 def _require_all(parts: Iterable[str]) -> None:
@@ -114,6 +121,7 @@ class Reduction:
     last: Mapping[Action, int]
     reduces: bool
     sums: Mapping[str, Sum]
+    sharded: Sequence[Sharded] = ()
     buckets: list[Bucket] = field(default_factory=list)
     observe: Callable[[str, torch.Tensor], None] = lambda name, part: None
 
@@ -122,10 +130,21 @@ class Reduction:
         """The functions to call after actions."""
         return {action: partial(self.start, stage) for action, stage in self.last.items()}
 
+    def arrivals(self, program: Program, rank: int) -> dict[Action, Callable[[], None]]:
+        """The functions to call before actions: a stage's first one waits for the parameters of its last update."""
+        first = {a.stage: a for a in reversed(flatten(program.lowered.programs[rank])) if a.op == F}
+        return {action: partial(self._arrive, stage) for stage, action in first.items()} if self.sharded else {}
+
+    def _arrive(self, stage: int) -> None:
+        for each in self.sharded:
+            each.arrive(stage)
+
     def start(self, stage: int) -> None:
         """Begin to reduce a stage's gradients; returns at once. What no microbatch here trained, those of another
         replica did: it takes part with zeros."""
-        names = sorted(self.names[stage], key=lambda name: self.order[self._group(name)])
+        for each in self.sharded:
+            each.scatter(stage, self.gradients, self.observe)
+        names = sorted(self._whole(self.names[stage]), key=lambda name: self.order[self._group(name)])
         for group, found in groupby(names, key=self._group):
             parts = (self._part(name, stage) for name in found)
             self.buckets.extend(_send(part, group) for part in in_buckets(parts))
@@ -143,7 +162,9 @@ class Reduction:
         """
         summed = {name for found in (*self.names.values(), self.shared) for name in found}
         self.replicas.partial = set() if self.reduces else self.replicas.partial | summed
-        for name in self.shared if self.reduces else ():
+        for each in self.sharded if self.reduces else ():
+            each.scatter(LATE, self.gradients, self.observe)
+        for name in self._whole(self.shared) if self.reduces else ():
             found = self.gradients.whole_sum(name)
             if found is not None:
                 self.observe(name, found)
@@ -151,6 +172,17 @@ class Reduction:
         for bucket in self.buckets:
             bucket.finish()
         self.buckets.clear()
+        for each in self.sharded:
+            each.finish()
+
+    def results(self) -> dict[str, torch.Tensor | None]:
+        """The gradients that this rank has after the step, whole or its part."""
+        whole = {name: parameter.grad for name, parameter in self.gradients.parameters.items()}
+        return whole | {name: part for each in self.sharded for name, part in each.sums().items()}
+
+    def _whole(self, names: Sequence[str]) -> list[str]:
+        """Those of which every replica gets the whole sum."""
+        return [name for name in names if not any(name in each.names for each in self.sharded)]
 
     def _group(self, name: str) -> dist.ProcessGroup:
         return self.sums[name].group

@@ -43,14 +43,16 @@ class DistributedEngine:
         gradients = Gradients(parameters, program.shared, program.choices)
         transport = ranks.transport(program.schedule, program.schedule.microbatches, executable.buffers)
         recorder = self.begin_recording(program) if given.record else None
+        for each in given.sharded:
+            each.begin(program)
         if executable.vocabulary is not None:
             with ranks.watch.position.waiting("the rows of a tied embedding"):
                 executable.vocabulary.begin_step(gradients, program.tied)
         run = StepRuns(executable, given, ranks, transport, recorder).run_of(executable.plans[0], gradients)
-        reduction = start_reduction(ranks.replicas, program, ranks.rank, gradients, executable.sums)
+        reduction = start_reduction(ranks.replicas, program, ranks.rank, gradients, executable.sums, given.sharded)
         self.equal.begin(program)
         reduction.observe = self.equal.note
-        run.after = reduction.hooks
+        run.before, run.after = reduction.arrivals(program, ranks.rank), reduction.hooks
         self.carry_out([run])
         losses = losses_of(run)
         self._complete(executable, gradients, reduction)
@@ -58,9 +60,10 @@ class DistributedEngine:
             self.last_step = None
             if recorder is not None:
                 self.end_recording(recorder)
-            shared, news = share_losses(program, losses, ranks, self.equal.has_news(executable, parameters))
+            results = reduction.results()
+            shared, news = share_losses(program, losses, ranks, self.equal.has_news(executable, results))
         if self.equal.pending and news:
-            self.equal.compare(executable, parameters, shared)
+            self.equal.compare(executable, results, shared)
         return list(shared[:, 0].unbind())
 
     def carry_out(self, runs: Sequence[RankRun]) -> None:

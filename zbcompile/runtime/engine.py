@@ -18,6 +18,7 @@ from zbcompile.runtime.data_parallel import Sum
 from zbcompile.runtime.gradient_buffers import Gradients
 from zbcompile.runtime.rank_plan import RankPlan, Stages, plan_rank
 from zbcompile.runtime.recorder import Labels, Recorder
+from zbcompile.runtime.sharded_updates import Sharded
 from zbcompile.runtime.stage_plan import CompiledStage
 from zbcompile.runtime.stage_run import StageRun
 from zbcompile.runtime.vocabulary_collectives import Collectives
@@ -27,8 +28,8 @@ from zbcompile.torch_private import profiler_is_on
 
 @dataclass(frozen=True)
 class StepInput:
-    """One step: the tensors of each microbatch by input path, which step it is, how losses combine, and how a
-    GradScaler scales the loss."""
+    """One step: the tensors of each microbatch by input path, which step it is, how losses combine, how a GradScaler
+    scales the loss, and the parameters that replicas update in parts."""
 
     microbatches: list[dict[str, torch.Tensor]]
     index: int
@@ -36,6 +37,7 @@ class StepInput:
     reduction: str
     record: bool
     scale: Callable[[torch.Tensor], torch.Tensor] | None = None
+    sharded: Sequence[Sharded] = ()
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
 
 from zbcompile.distributed.equal_tensors import checksum, require_equal_losses, require_equal_results, require_parts
 from zbcompile.distributed.ranks import GroupRanks
@@ -39,11 +38,13 @@ class EqualResults:
         if self.pending and part.numel() >= ENOUGH:
             self.parts[name] = checksum(part)
 
-    def has_news(self, executable: Executable, parameters: Mapping[str, nn.Parameter]) -> bool:
+    def has_news(self, executable: Executable, gradients: Mapping[str, torch.Tensor | None]) -> bool:
         """Whether something here that has not been compared is not zero."""
-        return self.pending and any(bool(value.any()) for value in self._unsettled(executable, parameters).values())
+        return self.pending and any(bool(value.any()) for value in self._unsettled(executable, gradients).values())
 
-    def compare(self, executable: Executable, parameters: Mapping[str, nn.Parameter], losses: torch.Tensor) -> None:
+    def compare(
+        self, executable: Executable, gradients: Mapping[str, torch.Tensor | None], losses: torch.Tensor
+    ) -> None:
         """Raise PipelineError on every rank if something differs. Some rank has news."""
         program, ranks = executable.program, self.ranks
         require_equal_losses(ranks, losses)
@@ -52,17 +53,19 @@ class EqualResults:
         chosen = ranks.mesh.beside("pp", "dp")
         summed = {name: set(along(program.placement(name), PARTIAL)).intersection(chosen) for name in self.parts}
         require_parts(ranks, {n: (value, sorted(summed[n])) for n, value in self.parts.items()}, tuple(own.tolist()))
-        found = self._unsettled(executable, parameters)
+        found = self._unsettled(executable, gradients)
         whole = {name: (value, along(program.placement(name), REPLICATE)) for name, value in found.items()}
         self.pending = require_equal_results(ranks, whole, program.trained)
         self.settled |= {name for name, value in found.items() if value.any()}
 
-    def _unsettled(self, executable: Executable, parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
+    def _unsettled(
+        self, executable: Executable, gradients: Mapping[str, torch.Tensor | None]
+    ) -> dict[str, torch.Tensor]:
         """What this rank computes a whole of: gradients, zeros for those it has not got yet, and buffers."""
         program = executable.program
         names = [n for n in program.trained - self.settled if self.ranks.rank in program.holders(n)]
-        gradients = {name: parameters[name].grad for name in sorted(names)}
-        found = {name: torch.zeros(1) if each is None else each for name, each in gradients.items()}
+        held = {name: gradients.get(name) for name in sorted(names)}
+        found = {name: torch.zeros(1) if each is None else each for name, each in held.items()}
         return found | {n: each for n, each in written_buffers(executable).items() if n not in self.settled}
 
 

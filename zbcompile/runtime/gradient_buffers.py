@@ -109,6 +109,11 @@ class Gradients:
             parameter.grad.zero_()
         return self.buffers[name]
 
+    def release(self, name: str) -> None:
+        """Forget a gradient whose sum is elsewhere now."""
+        self.buffers.pop(name, None)
+        self.parameters[name].grad = None
+
     def finish(self) -> None:
         """Put all sums into `.grad`, each rounded to its dtype once."""
         for name, buffer in self.buffers.items():

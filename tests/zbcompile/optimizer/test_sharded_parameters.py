@@ -1,0 +1,51 @@
+"""An optimizer that is divided among replicas trains as one that is not: every bit of losses, norms and parameters."""
+
+import pytest
+
+from tests.support.pool import Pool
+from tests.support.replicated import MICROBATCHES
+from tests.support.sharded_optimizers import Result, Training, at_levels
+from tests.support.training import Case, assert_same_tensors, pipelined
+
+
+def at_levels_on_ranks(pool: Pool, training: Training) -> list[list[Result]]:
+    if training.vocab == "off" and training.dtype == "float32":
+        pool.rehearse(pipelined, Case(training.problem, training.schedule, 2, MICROBATCHES, steps=1))
+    return pool.run(at_levels, training, ranks=4)
+
+
+def assert_bitwise(runs: list[list[Result]]) -> None:
+    for whole, *sharded in runs:
+        for found in sharded:
+            assert_same_tensors(found.losses, whole.losses, "loss of step")
+            assert_same_tensors(found.norms, whole.norms, "norm of step")
+            assert_same_tensors(found.state, whole.state, "state dict:")
+
+
+SLOW = [
+    Training("small-tied", "zb-h1"),
+    Training("small-tied", "dualpipe-v", clip=0.05),
+    Training("small-tied", "zb-h1", vocab=1, clip=0.05),
+    Training("short-mlp", "zb-h1", scale=2.0**127, clip=0.05, updates=5),
+    Training("small-tied", "zb-v", unsynchronised=2, clip=0.05),
+]
+
+
+@pytest.mark.parametrize(
+    "training",
+    [
+        Training("small-tied", "zb-v", clip=0.05),
+        Training("short-mlp", "zb-h1", dtype="bfloat16", clip=0.05),
+        Training("short-mlp", "zb-v", kind="Muon"),
+        *(pytest.param(each, marks=pytest.mark.slow) for each in SLOW),
+    ],
+    ids=str,
+)
+def test_every_bit_is_that_of_an_optimizer_that_is_not_divided(training: Training, pool: Pool) -> None:
+    runs = at_levels_on_ranks(pool, training)
+    assert_bitwise(runs)
+    for whole, *sharded in runs:
+        assert min(whole.gradients) > 0
+        for found in sharded:
+            assert set(found.gradients) == {0}
+            assert found.held <= whole.held / 2 + 2 * 4 * 64

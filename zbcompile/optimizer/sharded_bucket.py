@@ -1,0 +1,187 @@
+"""The parameters of one stage, dtype and group that replicas update in parts: their gradients are reduced to this
+replica's part, which the optimizer updates, and all parts are gathered again.
+
+The parameters stay where they are; what travels is copied.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zbcompile.distributed.packing import as_contiguous
+from zbcompile.optimizer.division import Division, Piece
+from zbcompile.optimizer.whole_parameters import HALF, refresh
+from zbcompile.runtime.gradient_buffers import Gradients, grad_dtype
+from zbcompile.runtime.sharded_updates import Observe
+from zbcompile.torch_private import all_gather, reduce_scatter
+
+Place = tuple[Piece, nn.Parameter]  # of a tensor that the optimizer updates on its own
+
+
+@dataclass
+class Moving:
+    """A collective under way: `flat` is what it reads, or writes."""
+
+    work: dist.Work | None
+    flat: torch.Tensor
+    result: torch.Tensor
+
+    def wait(self) -> torch.Tensor:
+        if self.work is not None:
+            self.work.wait()
+        return self.result
+
+
+@dataclass
+class Bucket:
+    """`shard` is this replica's part of the bucket, number `index`, without padding; `tensors` are what the
+    optimizer updates: the `shard` itself, or the matrices in it. `keep` says whether the memory of whole gradients
+    stays allocated from step to step."""
+
+    parameters: Mapping[str, nn.Parameter]
+    division: Division
+    group: dist.ProcessGroup | None
+    index: int
+    whole_matrices: bool
+    keep: bool
+    shard: torch.Tensor = field(init=False)
+    tensors: list[nn.Parameter] = field(init=False)
+    kept: torch.Tensor | None = None
+    scattering: Moving | None = None
+    gathering: Moving | None = None
+
+    def __post_init__(self) -> None:
+        first = next(iter(self.parameters.values()))
+        dtype = torch.float32 if first.dtype in HALF else first.dtype
+        size = sum(piece.end - piece.begin for piece in self.own)
+        self.shard = torch.zeros(size, dtype=dtype, device=first.device)
+        self.tensors = [nn.Parameter(view) for view in self._views(self.shard)]
+        self.refresh()
+
+    @property
+    def own(self) -> tuple[Piece, ...]:
+        """The pieces of this replica."""
+        return self.division.shares[self.index]
+
+    @property
+    def begin(self) -> int:
+        """Where this replica's part begins."""
+        return self.index * self.division.chunk
+
+    def _views(self, part: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors in a part of the bucket that the optimizer updates on their own."""
+        if not self.whole_matrices:
+            return [part]
+        return [_laid_out(part, self.parameters[each.name], each.at - self.begin) for each in self.own]
+
+    def refresh(self) -> None:
+        """Let the shard begin with the values of the parameters, where these are not what it rounds to."""
+        for piece in self.own:
+            here = self.shard[piece.at - self.begin : piece.at - self.begin + piece.end - piece.begin]
+            refresh(here, _memory(self.parameters[piece.name])[piece.begin : piece.end])
+
+    def lend(self) -> None:
+        """Let gradients accumulate in the memory that is kept for them, unless there are some already."""
+        if not self.keep or any(parameter.grad is not None for parameter in self.parameters.values()):
+            return
+        if self.kept is None:
+            first = next(iter(self.parameters.values()))
+            self.kept = self._empty(grad_dtype(first))
+        self.kept.zero_()
+        for piece in self.division.pieces:
+            if piece.begin == 0:
+                parameter = self.parameters[piece.name]
+                parameter.grad = _laid_out(self.kept, parameter, piece.at)
+
+    def scatter(self, gradients: Gradients, observe: Observe) -> None:
+        """Begin to reduce the gradients to this replica's part; what nothing trained here takes part with zeros."""
+        sums = {name: gradients.whole_sum(name) for name in self.parameters}
+        found = {name: each for name, each in sums.items() if each is not None}
+        for name, each in found.items():
+            observe(name, each)
+        flat = self._flat(found)
+        for name in self.parameters:
+            gradients.release(name)
+        part = torch.empty(self.division.chunk, dtype=flat.dtype, device=flat.device)
+        if self.group is None:
+            self.scattering = Moving(None, flat, flat)
+        else:
+            self.scattering = Moving(reduce_scatter(part, flat, self.group), flat, part)
+
+    def _flat(self, gradients: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        dtypes = {gradient.dtype for gradient in gradients.values()} or {self.shard.dtype}
+        flat = (
+            self.kept if self.kept is not None and dtypes == {self.kept.dtype} else self._empty(max(dtypes, key=_size))
+        )
+        for piece in self.division.pieces:
+            target = flat[piece.at : piece.at + piece.end - piece.begin]
+            if piece.name not in gradients:
+                target.zero_()
+                continue
+            source = _memory(gradients[piece.name])[piece.begin : piece.end]
+            if source.data_ptr() != target.data_ptr():
+                target.copy_(source)
+        return flat
+
+    def _empty(self, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(self.division.chunk * len(self.division.shares), dtype=dtype, device=self.shard.device)
+
+    def finish(self) -> None:
+        """Add what was reduced to the gradients of this replica's part."""
+        if self.scattering is None:
+            return
+        part, self.scattering = self.scattering.wait()[: len(self.shard)].to(self.shard.dtype), None
+        part = part.clone() if self.kept is not None and part.data_ptr() == self.kept.data_ptr() else part
+        for tensor, gradient in zip(self.tensors, self._views(part), strict=True):
+            tensor.grad = gradient if tensor.grad is None else tensor.grad.add_(gradient)
+
+    def sums(self) -> dict[str, torch.Tensor]:
+        """The part of each gradient that this replica has."""
+        spans = {piece.name: (piece.at - self.begin, piece.end - piece.begin) for piece in self.own}
+        grads = [tensor.grad for tensor in self.tensors]
+        if self.whole_matrices:
+            return {each.name: grad for each, grad in zip(self.own, grads, strict=True) if grad is not None}
+        return {name: grads[0][at : at + size] for name, (at, size) in spans.items() if grads[0] is not None}
+
+    def gather(self) -> None:
+        """Begin to give all replicas the updated parts."""
+        own = self.shard.new_zeros(self.division.chunk, dtype=next(iter(self.parameters.values())).dtype)
+        own[: len(self.shard)] = self.shard
+        if self.group is None:
+            self.gathering = Moving(None, own, own)
+        else:
+            flat = torch.empty(self.division.chunk * len(self.division.shares), dtype=own.dtype, device=own.device)
+            self.gathering = Moving(all_gather(flat, own, self.group), own, flat)
+
+    def arrive(self) -> None:
+        """Wait for the parts of all replicas, and write them into the parameters."""
+        if self.gathering is None:
+            return
+        flat, self.gathering = self.gathering.wait(), None
+        with torch.no_grad():
+            for piece in self.division.pieces:
+                values = flat[piece.at : piece.at + piece.end - piece.begin]
+                _memory(self.parameters[piece.name])[piece.begin : piece.end].copy_(values)
+
+    def drop(self) -> None:
+        """Forget all gradients, and collectives under way that failed."""
+        self.scattering = None
+        for each in (*self.parameters.values(), *self.tensors):
+            each.grad = None
+
+
+def _memory(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a dense tensor in the order of its memory, as a view."""
+    return as_contiguous(tensor.detach()).view(-1)
+
+
+def _laid_out(flat: torch.Tensor, parameter: nn.Parameter, at: int) -> torch.Tensor:
+    """The elements of `flat` from `at` on, with the shape and strides of a parameter."""
+    return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset() + at)
+
+
+def _size(dtype: torch.dtype) -> int:
+    return dtype.itemsize

@@ -1,0 +1,185 @@
+"""An optimizer that is divided among replicas: each holds, and updates, a part of every bucket (ZeRO 1 and 2)."""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zbcompile.distributed.mesh import Mesh
+from zbcompile.errors import PipelineError
+from zbcompile.model.placements import PARTIAL, REPLICATE, along
+from zbcompile.optimizer.division import by_elements, by_matrices
+from zbcompile.optimizer.sharded_bucket import Bucket
+from zbcompile.optimizer.trained_parameters import TrainedParameters
+from zbcompile.optimizer.whole_parameters import HALF, sum_in_single_precision
+from zbcompile.passes.graph.strides import is_dense
+from zbcompile.program.program import Program
+from zbcompile.runtime.gradient_buffers import Gradients
+from zbcompile.runtime.sharded_updates import LATE, Observe
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the parameters of a bucket have in common: the stage whose last W completes their gradients, the group of
+    the optimizer, dtype, and the dimensions of the mesh along which they are summed and along which they are equal.
+    What several ranks hold is `alone`: they must add in the same order, or they would drift apart."""
+
+    stage: int
+    number: int
+    dtype: torch.dtype
+    summed: tuple[str, ...]
+    equal: tuple[str, ...]
+    alone: str = ""
+
+
+class ShardedParameters:
+    """What an optimizer updates of the parameters that `numbers` gives a group: a part of each bucket, as `tensors`.
+
+    `whole_matrices` says by what rule they are divided, `keep` whether the memory of whole gradients is kept.
+    """
+
+    def __init__(
+        self, trained: TrainedParameters, numbers: Mapping[str, int], whole_matrices: bool, keep: bool
+    ) -> None:
+        self.trained = trained
+        self.everywhere = frozenset(trained.program.trained & numbers.keys())
+        self.chosen = frozenset(numbers)
+        self.loads: dict[tuple[str, ...], list[int]] = {}
+        self.buckets = {
+            kind: self._bucket(kind, names, whole_matrices, keep) for kind, names in self._kinds(numbers).items()
+        }
+
+    @property
+    def names(self) -> Collection[str]:
+        return frozenset(name for bucket in self.buckets.values() for name in bucket.parameters)
+
+    def _kinds(self, numbers: Mapping[str, int]) -> dict[Kind, list[str]]:
+        """The parameters of every bucket, in the same order on all ranks that hold them."""
+        program, mesh = self.trained.program, self.trained.ranks.mesh
+        (rank,) = self.trained.ranks.local
+        stages = {name: s for s in program.stages_of(rank) for name in program.stages[s].trained}
+        late = program.shared | set(program.vocabulary.parameters if program.vocabulary else ())
+        found: defaultdict[Kind, list[str]] = defaultdict(list)
+        for name in sorted(self.everywhere & self.trained.own.keys()):
+            placement, parameter = program.placement(name), self.trained.own[name]
+            stage, alone = (LATE, name) if name in late else (stages[name], "")
+            summed, equal = (_beside(mesh, along(placement, word)) for word in (PARTIAL, REPLICATE))
+            found[Kind(stage, numbers[name], parameter.dtype, summed, equal, alone)].append(name)
+        return {kind: found[kind] for kind in sorted(found, key=lambda kind: (kind.stage, kind.alone, str(kind)))}
+
+    def _bucket(self, kind: Kind, names: Sequence[str], whole_matrices: bool, keep: bool) -> Bucket:
+        parameters = {name: self.trained.own[name] for name in names}
+        for name, parameter in parameters.items():
+            _require_dense(name, parameter)
+            if kind.dtype in HALF:
+                sum_in_single_precision(parameter, self.trained.shown[name])
+        mesh = self.trained.ranks.mesh
+        divide = by_matrices if whole_matrices else by_elements
+        loads = self.loads.setdefault(kind.summed, [0] * mesh.size(*kind.summed))
+        division = divide({name: p.shape for name, p in parameters.items()}, loads)
+        group = mesh.group(*kind.summed)
+        index = dist.get_rank(group) if group is not None else 0
+        return Bucket(parameters, division, group, index, whole_matrices, keep)
+
+    def groups(self, numbers: Mapping[str, int], count: int) -> list[list[nn.Parameter]]:
+        """The tensors of each group."""
+        return [[t for kind, b in self.buckets.items() if kind.number == i for t in b.tensors] for i in range(count)]
+
+    def is_master(self, tensor: torch.Tensor) -> bool:
+        """Whether this is a part of the masters of parameters in half precision."""
+        return any(tensor is t for kind, b in self.buckets.items() if kind.dtype in HALF for t in b.tensors)
+
+    # For a step of the pipeline
+
+    def begin(self, program: Program) -> None:
+        if program.trained & self.chosen != self.everywhere:
+            name = min((program.trained & self.chosen) ^ self.everywhere)
+            problem = "trains" if name in program.trained else "does not train"
+            text = (
+                f"this step {problem} {name}, other than the first one. An optimizer that is divided among replicas "
+                "needs steps that train the same parameters; pass zero=0 to pipe.optimizer."
+            )
+            raise self.trained.ranks.watch.known_to_all(PipelineError(text))
+        self.arrive(LATE)
+        for bucket in self.buckets.values():
+            bucket.lend()
+
+    def arrive(self, stage: int) -> None:
+        for bucket in self._of(stage):
+            with self.trained.ranks.watch.position.waiting("the updated parameters"):
+                bucket.arrive()
+
+    def scatter(self, stage: int, gradients: Gradients, observe: Observe) -> None:
+        for bucket in self._of(stage):
+            bucket.scatter(gradients, observe)
+
+    def finish(self) -> None:
+        for bucket in self.buckets.values():
+            bucket.finish()
+
+    def sums(self) -> Mapping[str, torch.Tensor]:
+        return {name: part for bucket in self.buckets.values() for name, part in bucket.sums().items()}
+
+    def _of(self, stage: int) -> Iterator[Bucket]:
+        return (bucket for kind, bucket in self.buckets.items() if kind.stage == stage)
+
+    # For an update
+
+    def take(self) -> None:
+        """The parts have their gradients already."""
+
+    def begin_update(self) -> None:
+        """Before an update. Raises PipelineError for gradients that are not summed over the replicas."""
+        self.arrive_all()
+        own = self.trained.own
+        left = min((name for name in self.names if own[name].grad is not None), default=None)
+        if left is not None:
+            raise PipelineError(
+                f"the gradient of {left} is this replica's own: the last step was inside no_sync, or the gradient was "
+                "made elsewhere. Run a step outside of no_sync before optimizer.step()."
+            )
+        for bucket in self.buckets.values():
+            bucket.refresh()
+
+    def counted(self) -> Iterator[torch.Tensor]:
+        """The gradients that this process counts in the norm of all: each replica those of its parts."""
+        for kind, bucket in self.buckets.items():
+            if self.trained.counts(min(bucket.parameters), *kind.summed):
+                yield from (tensor.grad for tensor in bucket.tensors if tensor.grad is not None)
+
+    def clip(self, limit: float, norm: torch.Tensor) -> None:
+        """Scale all gradients so that their norm, which is `norm`, stays below `limit`."""
+        tensors = [tensor for bucket in self.buckets.values() for tensor in bucket.tensors]
+        nn.utils.clip_grads_with_norm_(tensors, limit, norm)
+
+    def end_update(self) -> None:
+        """After an update: the parts travel, those first that the next step needs first."""
+        for bucket in self.buckets.values():
+            bucket.gather()
+
+    def arrive_all(self) -> None:
+        """Wait until all parameters have the values of the last update."""
+        for stage in sorted({kind.stage for kind in self.buckets}):
+            self.arrive(stage)
+
+    def drop(self) -> None:
+        """Forget all gradients."""
+        for bucket in self.buckets.values():
+            bucket.drop()
+            for name in bucket.parameters:
+                self.trained.shown[name].grad = None
+
+
+def _beside(mesh: Mesh, dimensions: Sequence[str]) -> tuple[str, ...]:
+    return tuple(name for name in mesh.beside("pp") if name in dimensions)
+
+
+def _require_dense(name: str, parameter: nn.Parameter) -> None:
+    if not is_dense(parameter):
+        raise PipelineError(
+            f"the memory of {name} has gaps (shape {list(parameter.shape)}, strides {list(parameter.stride())}), so "
+            "that replicas cannot divide it. Make it contiguous, or pass zero=0 to pipe.optimizer."
+        )
