@@ -424,6 +424,7 @@ class Pipeline:
         return None
 
     def _stream(self) -> Iterator[tuple[str, Any]]:
+        self._optimizers.arrive()
         return stream_state(self._model, self._ranks, self.program.holders, self._compiled.shards)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
