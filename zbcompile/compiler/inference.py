@@ -59,7 +59,10 @@ def compile_forward(
     manager, like = make_manager(), frame.like
     read = FORWARDS[wanted.computes]
     captured = manager.run(CAPTURE_INFERENCE, model, args, kwargs, target, read, wanted.training, given)
-    captured = on_mesh(captured, frame.dimensions)
+    floats = frozenset(name for name, parameter in model.named_parameters() if parameter.is_floating_point())
+    captured = replace(
+        on_mesh(captured, frame.dimensions), trainable=floats
+    )  # a frozen model is cut like one that trains
     with without_autocast(microbatch):
         canonical = canonicalise(captured, manager)
         sharding = _sharding(canonical, like, manager)

@@ -18,6 +18,19 @@ def test_every_forward_once(placement: Placement, microbatches: int) -> None:
     assert sorted(ran) == [Action("F", s, i) for s in range(placement.stages) for i in range(microbatches)]
 
 
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=lambda placement: placement.kind)
+def test_shards_of_an_output_layer_scan_once_and_exchange_statistics(placement: Placement) -> None:
+    schedule = forward_only(placement, 3, shards=True, lookups=True)
+    check(schedule)
+    lowered = lower(schedule)
+    check(lowered)
+    posted = {step[0] for program in lowered.programs for step in program}
+    assert {"LOOKUP", "CAST", "STATS"} <= posted
+    assert not {"SUM", "SPREAD", "T", "B", "W"} & posted
+    scans = [action for order in schedule.orders for action in order if action[0] == "S"]
+    assert len(scans) == 3 * placement.ranks
+
+
 def test_a_straight_line_fills_and_drains() -> None:
     assert simulate(forward_only(Placement("linear", 4), 8)).makespan == 8 + 4 - 1
 

@@ -1,0 +1,178 @@
+"""Log-probabilities of labels equal log_softmax and gather of the unsplit model: bit by bit, with a sharded output
+layer within 2e-6."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import zbcompile
+from gpt import GPT, VOCABULARY, next_byte_loss
+from tests.support.pool import Pool
+from tests.support.zoo import ZOO
+
+LENGTH = 6
+
+
+def gpt() -> GPT:
+    torch.manual_seed(0)
+    return GPT(layers=2, width=16, heads=2, length=LENGTH, dropout=0.2, tied=True)
+
+
+class Capped(nn.Module):
+    """A soft cap and a temperature, as the model has them, and a vocabulary that does not divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.body, self.head = nn.Embedding(37, 16), nn.Linear(16, 16), nn.Linear(16, 37)
+
+    def forward(self, tokens: Tensor) -> dict[str, Tensor]:
+        return {"logits": 4 * torch.tanh(self.head(torch.tanh(self.body(self.table(tokens)))) / 4) / 0.7}
+
+
+def loss_of(output: dict[str, Tensor], target: Tensor) -> Tensor:
+    return F.cross_entropy(output["logits"].flatten(0, 1), target.flatten())
+
+
+def batch_of(rows: int, words: int = VOCABULARY) -> tuple[Tensor, Tensor]:
+    """Tokens and labels, some of them ignored."""
+    generator = torch.Generator().manual_seed(rows)
+    tokens, labels = torch.randint(words, (2, rows, LENGTH), generator=generator)
+    labels[0, 1] = labels[-1, :] = -100
+    return tokens, labels
+
+
+def eager(model: nn.Module, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies of the unsplit model."""
+    model.eval()
+    with torch.no_grad():
+        output = model(tokens)
+    model.train()
+    normal = torch.log_softmax(output if isinstance(output, Tensor) else output["logits"], -1)
+    found = normal.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    return torch.where(labels == -100, 0.0, found), -(normal.exp() * normal).sum(-1)
+
+
+@pytest.fixture(scope="module")
+def pipe() -> zbcompile.Pipeline:
+    made = zbcompile.pipeline(gpt(), schedule="zb-v", microbatches=4, ranks=2, loss=next_byte_loss)
+    tokens, _ = batch_of(8)
+    return made.compile(tokens, target=tokens)
+
+
+def test_bits_of_the_unsplit_model(pipe: zbcompile.Pipeline) -> None:
+    """A batch that divides, and one whose last microbatch is smaller."""
+    for rows in (8, 7):
+        tokens, labels = batch_of(rows)
+        ours, (theirs, _) = pipe.log_probs(tokens, labels=labels), eager(gpt(), tokens, labels)
+        assert torch.equal(ours, theirs)
+        assert not ours[labels == -100].any()
+        assert not ours.requires_grad
+
+
+def test_entropies_and_split_microbatches(pipe: zbcompile.Pipeline) -> None:
+    """Microbatches of two shapes flow through one run."""
+    tokens, labels = batch_of(8)
+    split = [
+        ((tokens[:2],), {}, labels[:2]),
+        ((tokens[2:4, :3],), {}, labels[2:4, :3]),
+        ((tokens[4:6],), {}, labels[4:6]),
+    ]
+    for found, ((given,), _, wanted) in zip(pipe.log_probs(entropies=True, microbatches=split), split, strict=True):
+        ours, (theirs, entropies) = found, eager(gpt(), given, wanted)
+        assert torch.equal(ours[0], theirs)
+        torch.testing.assert_close(ours[1], entropies, rtol=1e-6, atol=2e-6)
+
+
+def test_what_is_refused_says_why_in_one_line(pipe: zbcompile.Pipeline) -> None:
+    tokens, labels = batch_of(8)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"labels": labels[:, :3]}, r"labels= is int64\[8, 3\] and the logits are \[8, 6, 256\]"),
+        ({"labels": labels.float()}, "labels= is float32"),
+        ({}, "labels= is NoneType"),
+        ({"labels": labels + 255}, "and the output layer has 256 words; expected 0 to 255, or -100"),
+        ({"labels": labels, "mode": "test"}, "mode='test'"),
+        ({"labels": labels, "outputs": "first"}, "outputs='first'"),
+        ({"labels": labels, "microbatches": 0}, "microbatches=0"),
+    ]
+    for given, reason in wrong:
+        with pytest.raises((zbcompile.PipelineError, zbcompile.CompileError), match=reason) as raised:
+            pipe.log_probs(tokens, **given)
+        assert "\n" not in str(raised.value)
+
+
+class Odd(nn.Module):
+    """Returns something that is no logits."""
+
+    def __init__(self, make: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.layers, self.make = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), make
+
+    def forward(self, x: Tensor) -> Any:
+        return self.make(self.layers(x))
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [(lambda y: y.argmax(-1), r"returned int64\[4\], which is no logits"), (lambda y: {"score": y}, "without logits")],
+    ids=["numbers", "another name"],
+)
+def test_an_output_without_logits(make: Callable[[Tensor], Any], reason: str) -> None:
+    frozen = zbcompile.pipeline(Odd(make).requires_grad_(False), schedule="1f1b", microbatches=2, ranks=2)
+    with pytest.raises(zbcompile.CompileError, match=reason):
+        frozen.log_probs(torch.randn(4, 4), labels=torch.zeros(4, dtype=torch.int64))
+
+
+def test_a_frozen_model_has_no_backward_graphs() -> None:
+    """Nothing trains, so the first evaluation places the parameters; later ones keep to that."""
+    model = gpt().requires_grad_(False)
+    frozen = zbcompile.pipeline(model, schedule="zb-v", microbatches=4, ranks=2)
+    tokens, labels = batch_of(8)
+    assert torch.equal(frozen.log_probs(tokens, labels=labels), eager(model, tokens, labels)[0])
+    assert {name for stage in frozen.program.stages for name in stage.pieces} == {"F"}
+    assert sum(len(stage.parameters) > 0 for stage in frozen.program.stages) > 2
+    with pytest.raises(zbcompile.CompileError):
+        frozen.step(tokens)
+
+
+def sharded(kind: str, vocab: int) -> list[float]:
+    """The largest difference from eager: of log-probabilities from the shards, and of those beside entropies."""
+    model, words, loss = (gpt(), VOCABULARY, next_byte_loss) if kind == "tied" else (Capped(), 37, loss_of)
+    made = zbcompile.pipeline(model, schedule="zb-h1", microbatches=4, ranks=2, loss=loss, vocab=vocab)
+    tokens, labels = batch_of(8, words)
+    theirs, _ = eager(model, tokens, labels)
+    made.compile(tokens, target=tokens)
+    with made.recording() as records:
+        ours = made.log_probs(tokens, labels=labels)
+        again, _ = made.log_probs(tokens, labels=labels, entropies=True)
+    assert {"S" in record.schedule.ops for record in records} == {True, False}
+    return [(each - theirs).abs().max().item() for each in (ours, again)]
+
+
+@pytest.mark.parametrize(("kind", "vocab"), [("tied", 1), ("capped", 2)])
+def test_from_shards_of_the_output_layer(kind: str, vocab: int) -> None:
+    assert max(sharded(kind, vocab)) <= 2e-6
+
+
+@pytest.mark.slow
+def test_from_shards_in_processes(pool: Pool) -> None:
+    assert max(max(each) for each in pool.run(sharded, "tied", 1)) <= 2e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("problem", ["llama", "gemma2"])
+def test_models_that_people_train(problem: str) -> None:
+    """Their output has the logits; Gemma 2 caps them and ties the head to the embedding."""
+    batch = ZOO[problem].batches(1, 4)[0]
+    tokens = batch.kwargs["input_ids"]
+    model = ZOO[problem].model().requires_grad_(False)
+    made = zbcompile.pipeline(model, schedule="1f1b", microbatches=2, ranks=2)
+    labels = torch.cat([tokens[:, 1:], torch.full_like(tokens[:, :1], -100)], 1)
+    with torch.no_grad():
+        logits = model.eval()(input_ids=tokens, use_cache=False).logits
+    found = torch.log_softmax(logits, -1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    assert torch.equal(made.log_probs(input_ids=tokens, use_cache=False, labels=labels), found.where(labels >= 0, 0.0))
