@@ -11,7 +11,7 @@ Recompute = Literal["none", "hints", "selective", "full"] | int
 RECOMPUTE_POLICIES = ("none", "hints", "selective", "full")
 
 Balance = str | tuple[str, ...]
-BALANCES = ("flops", "measured", "parameters")
+BALANCES = ("flops", "measured", "parameters", "makespan")
 
 Barriers = Literal["off", "auto", 1, 2]
 VocabLogits = Literal["auto", "keep", "remake"]
@@ -38,9 +38,9 @@ RECOMPUTE = Kind(
 )
 BALANCE = Kind(
     _read_balance,
-    '"flops", "measured", "parameters", or a list with the names of all cuts, such as "blocks.2"',
+    '"flops", "measured", "parameters", "makespan", or a list with the names of all cuts, such as "blocks.2"',
     {
-        "metavar": "flops|measured|parameters|NAME,NAME",
+        "metavar": "flops|measured|parameters|makespan|NAME,NAME",
         "type": lambda text: text if text in BALANCES else tuple(text.split(",")),
     },
 )
@@ -59,7 +59,8 @@ class Choices:
             (an int, or a text such as "64MiB"): as little as possible, such that a stage keeps at most that many per
             microbatch between its F and B. Gradients keep their bits; random numbers are not drawn again.
         balance: The measure by which stages are made equal (docs/partitioning.md). "flops" (with bytes, at nominal
-            speeds), "measured" (every kind of operation is run on this device), "parameters"; or the cuts themselves,
+            speeds), "measured" (every kind of operation is run on this device), "parameters"; "makespan" (the cuts of
+            "flops", moved to where the simulated step is shortest, within the limit of memory); or the cuts themselves,
             as names of modules (cut before it) or of operations as inspect prints them (cut after it).
         boundary_bytes: The most bytes that may cross a cut per microbatch.
         memory: The most bytes that a rank may hold. Parameters, gradients, optimizer state, activations in flight; a

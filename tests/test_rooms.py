@@ -27,7 +27,7 @@ ORDER = {
     "zbcompile": (
         *("version", "__init__", "errors", "env", "json_text", "atomic_files", "regular_files", "torch_private"),
         *("profiling", "model", "distributed", "program", "backends", "compiler", "runtime", "optimizer"),
-        *("prediction", "torch_pipelining", "frontend", "persistence", "cli", "inspection"),
+        *("prediction", "planning", "torch_pipelining", "frontend", "persistence", "cli", "inspection"),
         *("compile", "run", "inspect", "checkpoints"),
     ),
 }

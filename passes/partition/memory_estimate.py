@@ -61,28 +61,39 @@ def _running(values: list[int]) -> list[int]:
     return totals
 
 
-class Residency:
-    """The memory of ranks. `waiting[rank]` lists how many microbatches of each of its stages wait at the same time, at
-    the peaks of the schedule (see `zbcompile.schedules.execution.memory.most_waiting`)."""
+class Footprint:
+    """The bytes of any span of the line, `(begin, end)` in nodes: what is resident, and what a microbatch keeps."""
 
-    def __init__(
-        self, canonical: Canonical, line: Line, waiting: Sequence[Sequence[Mapping[int, int]]], optimizer_state: float
-    ) -> None:
+    def __init__(self, canonical: Canonical, line: Line, optimizer_state: float) -> None:
         length = len(line.nodes)
         trainable = canonical.captured.trainable
         held = list(_held(line))
         self._trained = DistinctBytes((use for use in held if use[1] in trainable), length)
         self._other = DistinctBytes((use for use in held if use[1] not in trainable), length)
         self._kept = DistinctBytes(_kept(canonical, line), length)
-        self._waiting = waiting
         self._per_trained = 2 + optimizer_state
+
+    def resident(self, begin: int, end: int) -> float:
+        """Parameters with their gradients and optimizer state, and buffers."""
+        return self._per_trained * self._trained.within(begin, end) + self._other.within(begin, end)
+
+    def kept(self, begin: int, end: int) -> int:
+        """What autograd keeps of one microbatch from its forward on."""
+        return self._kept.within(begin, end)
+
+
+class Residency:
+    """The memory of ranks. `waiting[rank]` lists how many microbatches of each of its stages wait at the same time, at
+    the peaks of the schedule (see `zbcompile.schedules.execution.memory.most_waiting`)."""
+
+    def __init__(self, footprint: Footprint, waiting: Sequence[Sequence[Mapping[int, int]]]) -> None:
+        self._footprint, self._waiting = footprint, waiting
 
     def bytes(self, rank: int, spans: Spans) -> float:
         """Bytes of `rank` with its stages at `spans`: `(stage, begin, end)` in nodes of the line."""
-        resident = sum(self._per_trained * self._trained.within(a, b) + self._other.within(a, b) for _, a, b in spans)
-        kept = {stage: self._kept.within(a, b) for stage, a, b in spans}
-        moments = self._waiting[rank]
-        return resident + max(sum(counts.get(stage, 0) * kept[stage] for stage in kept) for counts in moments)
+        kept = {stage: self._footprint.kept(a, b) for stage, a, b in spans}
+        waiting = max(sum(counts.get(stage, 0) * kept[stage] for stage in kept) for counts in self._waiting[rank])
+        return sum(self._footprint.resident(a, b) for _, a, b in spans) + waiting
 
 
 def _held(line: Line) -> Iterable[tuple[int, Hashable, int]]:

@@ -117,17 +117,18 @@ def compile_drawn(
     seconds: Mapping[str, float],
     like: Program | None = None,
     observe: Observer | None = None,
+    edges: Sequence[int] | None = None,
 ) -> Program:
     """Cut the captured step and compile its stages. `seconds` are measured times, for `balance="measured"`.
 
     `like` is a program of the same model for other shapes: every parameter then stays on the stage where it is.
-    `observe` sees each pass that is left to do.
+    `observe` sees each pass that is left to do. `edges` are cuts that are already chosen, as numbers of nodes before.
     """
     manager = make_manager(observe)
     captured, canonical, line, sharding = drawn.captured, drawn.canonical, drawn.line, drawn.sharding
     with without_autocast(microbatch):
         if like is None:
-            cuts = plan_cuts(canonical, line, schedule, choices, seconds)
+            cuts = plan_cuts(canonical, line, schedule, choices, seconds, edges)
             assigned: Assignment = assign_by_cuts(line, cuts)
         else:
             cuts, assigned = like.cuts, _assign_like(like, canonical, line)

@@ -1,15 +1,17 @@
 """Planning: choose the cuts of the model from the user's options and the needs of the schedule."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
+from zbcompile.compiler.line_costs import LineCosts
+from zbcompile.compiler.makespan_cuts import cuts_for_makespan
 from zbcompile.passes.capture.canonical import Canonical
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.partition.imbalance import find_overweight
 from zbcompile.passes.partition.liveness import Line
-from zbcompile.passes.partition.memory_estimate import Residency
+from zbcompile.passes.partition.memory_estimate import Footprint, Residency
 from zbcompile.passes.partition.named_cuts import edges_named
 from zbcompile.passes.partition.node_costs import loads_of
 from zbcompile.passes.partition.search import Cuts, Limits, choose_edges, describe_cuts, rank_spans
@@ -19,24 +21,37 @@ from zbcompile.schedules.ir.schedule import Schedule
 
 
 def plan_cuts(
-    canonical: Canonical, line: Line, schedule: Schedule, choices: Choices, seconds: Mapping[str, float]
+    canonical: Canonical,
+    line: Line,
+    schedule: Schedule,
+    choices: Choices,
+    seconds: Mapping[str, float],
+    edges: Sequence[int] | None = None,
 ) -> Cuts:
-    """Cut `line` for `schedule`; `seconds` are the measured times for `balance="measured"`.
+    """Cut `line` for `schedule`; `seconds` are the measured times for `balance="measured"`, `edges` cuts that are
+    already chosen.
 
     Raises PartitionError for names, or limits, that cannot be met.
     """
     placement = schedule.placement
     ranks_of = _ranks_of(placement)
     named = not isinstance(choices.balance, str)
-    basis = "flops" if named else str(choices.balance)
+    basis = "flops" if named or choices.balance == "makespan" else str(choices.balance)
     loads, unit = loads_of(line, basis, seconds)
     totals = [0.0, *accumulate(loads)]
     limits = _limits(canonical, line, schedule, choices)
-    if named:
+    if edges is not None:
+        basis = "makespan"
+    elif named:
         edges = edges_named(line, choices.balance, placement.stages)
         _require_within(line, edges, schedule, limits)
     else:
         edges = choose_edges(line, totals, ranks_of, limits)
+        if choices.balance == "makespan":
+            basis, costs = "makespan", LineCosts(canonical, line, loads, choices.optimizer_state)
+            edges = cuts_for_makespan(
+                costs, edges, schedule, choices.memory, choices.boundary_bytes, choices.recompute == "full"
+            )
     cuts = describe_cuts(line, edges, totals, ranks_of, "names" if named else basis, unit)
     overweight = find_overweight(line, loads, edges, ranks_of, _other_placements(placement))
     return replace(cuts, overweight=str(overweight)) if overweight else cuts
@@ -61,7 +76,7 @@ def _limits(canonical: Canonical, line: Line, schedule: Schedule, choices: Choic
     if choices.memory is None:
         return Limits(choices.boundary_bytes)
     waiting = [most_waiting(schedule, rank) for rank in range(schedule.ranks)]
-    residency = Residency(canonical, line, waiting, choices.optimizer_state)
+    residency = Residency(Footprint(canonical, line, choices.optimizer_state), waiting)
     return Limits(choices.boundary_bytes, choices.memory, len(schedule.placement.stages_of(0)), residency.bytes)
 
 

@@ -38,6 +38,12 @@ def gathered(ranks: Ranks, value: Result) -> list[Result]:
         return ranks.gather(value)
 
 
+def from_first(ranks: Ranks, what: str, make: Callable[[], Result]) -> Result:
+    """What the first rank of all makes, on every rank; if it fails, every rank raises."""
+    found = gathered(ranks, together(ranks, what, lambda: make() if ranks.is_first else None))
+    return next(each for each in found if each is not None)
+
+
 COMPILED = "compiled different programs"
 BUILD = "Every rank must build the same model, use the same versions and pass the same batch shapes and options."
 

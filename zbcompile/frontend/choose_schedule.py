@@ -2,14 +2,14 @@
 
 from zbcompile.errors import PipelineError
 from zbcompile.frontend.options import Options
-from zbcompile.schedules.generators.registry import admits, smallest_microbatches
+from zbcompile.schedules.generators.registry import admits, find, smallest_microbatches
 from zbcompile.schedules.ir.schedule import Schedule
 from zbcompile.schedules.searching.by_name import build
 
 
 def choose_schedule(options: Options, ranks: int) -> Schedule:
     """The schedule for `ranks` ranks. Raises ScheduleError or PipelineError for one that does not fit them."""
-    given = options.schedule
+    given = provisional(options) if is_searched(options) else options.schedule
     if isinstance(given, str):
         return build(
             given, ranks, options.microbatches or _usual_count(given, ranks, options.chunks), chunks=options.chunks
@@ -26,6 +26,23 @@ def choose_schedule(options: Options, ranks: int) -> Schedule:
     return given
 
 
+def is_searched(options: Options) -> bool:
+    """Whether the layout is searched by cost when the first batch is there: `schedule="auto"`."""
+    return isinstance(options.schedule, str) and find(options.schedule).name == "auto"
+
+
+def provisional(options: Options) -> str:
+    """The name whose counts of microbatches are usual until the layout is known."""
+    return {None: "zb-v", 1: "zb-h1", 2: "zb-v"}.get(options.chunks, "interleaved-zb")
+
+
+def counts_for(options: Options, rows: int, schedule: Schedule) -> tuple[int, ...]:
+    """The numbers of microbatches that a search may choose: what divides the batch, up to eight for each rank."""
+    if options.microbatches is not None:
+        return ()
+    return tuple(n for n in range(schedule.ranks, 8 * schedule.ranks + 1) if rows % n == 0)
+
+
 def _usual_count(name: str, ranks: int, chunks: int | None) -> int:
     """The smallest count from 2 x stages on."""
     stages = build(name, ranks, smallest_microbatches(name, ranks), chunks=chunks).stages
@@ -40,7 +57,7 @@ def fit_to_batch(schedule: Schedule, options: Options, rows: int, announce: bool
     usual = schedule.microbatches
     fitting = [n for n in range(2, 4 * usual + 1) if rows % n == 0 and admits(schedule.name, schedule.ranks, n)]
     count = min((n for n in fitting if n >= usual), default=max(fitting, default=usual))
-    if announce:
+    if announce and not is_searched(options):
         why = f"the smallest that {schedule.name} admits from 2 x {schedule.stages} stages on"
         if count != usual:
             why = f"into which a batch of {rows} divides; {usual} would be {why}"

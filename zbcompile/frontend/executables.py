@@ -17,12 +17,13 @@ from zbcompile.backends.compiled_passes import CompiledPasses, compile_passes
 from zbcompile.backends.cuda_graphs import check_cuda_graphs
 from zbcompile.compiler.compile_model import Drawn, compile_drawn, draw_step, is_drawn_as
 from zbcompile.compiler.measure_nodes import measure_line
-from zbcompile.distributed.agreement import agreed_seconds, require_equal_programs, together
+from zbcompile.distributed.agreement import agreed_seconds, from_first, require_equal_programs, together
 from zbcompile.distributed.equal_tensors import require_equal_tensors
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.distributed.replicas import broadcast
 from zbcompile.env import DEBUG_NAN
 from zbcompile.frontend.answers import ByAnswers, ByShape, captured_alike
+from zbcompile.frontend.choose_schedule import counts_for, is_searched
 from zbcompile.frontend.options import Options
 from zbcompile.frontend.recent import Recent
 from zbcompile.frontend.state_dict import own_state
@@ -38,6 +39,7 @@ from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.stage.stage_program import bind_groups
 from zbcompile.passes.torch_private import forward_hooks, global_hooks
+from zbcompile.planning.planner import Decision, decide, order_by_graphs, reordered
 from zbcompile.program.program import OF_A_PLACE, Program
 from zbcompile.program.save import save_program
 from zbcompile.runtime.data_parallel import sums_of
@@ -75,6 +77,8 @@ class Executables:
         self._last: ByAnswers[Executable]
         self._last_state: tuple[Any, ...] | None = None
         self._compared = False
+        self._decision: Decision | None = None
+        self._planned: Drawn | None = None
 
     def __iter__(self) -> Iterator[Executable]:
         return iter(self._kept)
@@ -102,11 +106,27 @@ class Executables:
         compiled if there is none. Raises PipelineError and CaptureError if the model is no longer the one that was
         compiled."""
         require_same_attributes(self._plain)
+        if self.program is None and self._decision is None and is_searched(self._options):
+            self._decide(batch)
         microbatch = batch.microbatch(0, self.schedule.microbatches)
         if self._last_state is None or self._state(microbatch) != self._last_state:
             self._last = self._look_up(microbatch)
             self._last_state = self._state(microbatch)
         return self._answered(self._last, batch) if self._last.asks else self._last.first()
+
+    def _decide(self, batch: Batch) -> None:
+        """Choose the layout by cost for the first batch; the first rank decides for all."""
+        options, provisional = self._options, self.schedule
+        microbatch = batch.microbatch(0, provisional.microbatches)
+        with self._ranks.watch.position.turn_to("searching the layout"):
+            drawn = self._drawn(microbatch, leads=True)
+            counts = counts_for(options, batch.size, provisional)
+            settings = counts, options.chunks, options.search_seconds, self._measured(drawn)
+            self._decision = from_first(
+                *(self._ranks, "searching the layout"), lambda: decide(drawn, provisional, options.choices, *settings)
+            )
+        self.schedule = self._decision.schedule
+        self._planned = drawn if self.schedule.microbatches == provisional.microbatches else None
 
     def _answered(self, found: ByAnswers[Executable], batch: Batch) -> Executable:
         count = self.schedule.microbatches
@@ -157,7 +177,7 @@ class Executables:
     def _add(self, found: ByAnswers[Executable], microbatch: Microbatch, leads: bool) -> None:
         """Compile for a microbatch whose answers are new, on all ranks; only some of them may have met it (`leads`)."""
         with self._ranks.watch.position.turn_to(f"compiling for microbatches of {microbatch.summary()}"):
-            drawn = self._drawn(microbatch, leads)
+            drawn, self._planned = self._planned or self._drawn(microbatch, leads), None
             guards = drawn.captured.guards
             self._plain += drawn.captured.plain
             reason = guards.unlike(found.guards) if guards is not None and found.asks else ""
@@ -257,18 +277,36 @@ class Executables:
         model, options, schedule, ranks = self._model, self._options, self.schedule, self._ranks
         seconds = self._measured(drawn)
 
+        decided = None if self.program else self._decision
+        choices = self._decision.choices if self._decision else options.choices
+        edges = decided.edges if decided else None
+
         def compile_() -> Program:
-            return compile_drawn(model, microbatch, drawn, schedule, options.choices, seconds, self.program)
+            return compile_drawn(model, microbatch, drawn, schedule, choices, seconds, self.program, edges=edges)
 
         program = replace(together(ranks, "compiling", compile_), step=options.step)
+        if decided is not None:
+            program = self._in_best_order(program, decided)
         program = replace(program, writer=partial(save_program, ranks=ranks))
         if ranks.is_first and self.program is None and program.cuts.overweight:
             print(f"zbcompile: {program.cuts.overweight}")
         return program
 
+    def _in_best_order(self, program: Program, decided: Decision) -> Program:
+        """The program with the order that is best for its graphs, as the first rank measures them."""
+        budget, ranks = self._options.search_seconds, self._ranks
+        found = from_first(
+            ranks, "searching the order", lambda: order_by_graphs(program, decided, budget, measure=True)
+        )
+        program = reordered(program, *found)
+        self.schedule = program.schedule
+        if ranks.is_first:
+            print(f"zbcompile: {program.plan}")
+        return program
+
     def _choices(self) -> Choices:
         """Later shapes reuse the first shape's sharding decision, because row ownership is already fixed."""
-        choices = self._options.choices
+        choices = self._decision.choices if self._decision else self._options.choices
         if self.program is None or choices.vocab != "auto":
             return choices
         return replace(choices, vocab="off" if self.program.vocabulary is None else 1)

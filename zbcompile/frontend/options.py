@@ -39,6 +39,9 @@ class Options(Choices, StepOptions):
 
     Args:
         schedule: A name in any spelling (`zbcompile.schedules.names()`), a .csv, .json or .txt file, or a `Schedule`.
+            "auto" searches placement, cuts, recomputation (with a limit of memory), the number of microbatches (if not
+            given) and the order by cost, when the first batch is there (docs/search.md).
+        search_seconds: How long "auto" may search.
         microbatches: How many equal parts each batch is split into. Default: the smallest count from 2 x stages on that
             the schedule admits and that divides the first batch, else the largest below.
         ranks: Without torchrun, how many ranks to run inside this process. Under torchrun the process group decides.
@@ -70,6 +73,7 @@ class Options(Choices, StepOptions):
     example: tuple[tuple[Any, ...], dict[str, Any]] | None = option(None, EXAMPLE.or_none())
     mesh: DeviceMesh | None = option(None, MESH.or_none())
     timeout: float = option(300.0, number("a positive number of seconds", lambda given: given > 0, "SECONDS"))
+    search_seconds: float = option(20.0, number("a positive number of seconds", lambda given: given > 0, "SECONDS"))
     max_shapes: int = option(8, whole(" of programs to keep"))
     init: Init | None = option(None, accept(callable, "a function init(name, tensor)").or_none())
     debug_nan: bool = option(False, SWITCH)

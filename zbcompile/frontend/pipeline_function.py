@@ -46,6 +46,7 @@ class Keywords(TypedDict, total=False):
     placements: Placements | None
     seed: int
     timeout: float
+    search_seconds: float
     max_shapes: int
     init: Init | None
     debug_nan: bool

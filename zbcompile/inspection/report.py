@@ -100,6 +100,7 @@ _BASES = {
     "flops": "FLOPs and bytes, forward and backward at nominal speeds",
     "measured": "measured times of forward and backward",
     "parameters": "parameters",
+    "makespan": "the simulated step (loads from FLOPs and bytes)",
     "names": "names (loads from FLOPs and bytes)",
 }
 

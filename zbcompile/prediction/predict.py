@@ -43,7 +43,7 @@ def basis_of(program: Program, source: str) -> Basis:
         return Basis(costs, "passes", "every pass takes 1 (empty ones 0), messages free")
     if source == "measured":
         text = "passes run on this machine on synthetic values, messages free"
-        return Basis(_with_memory(measure_passes(program), program), "s", text)
+        return Basis(with_memory(measure_passes(program), program), "s", text)
     return _from_file(source, program)
 
 
@@ -52,7 +52,7 @@ def _costs(program: Program, time: Callable[[StageProgram, str], float], **other
     forward, backward, weight = (
         tuple(time(s, op) if op in s.pieces else 0 for s in program.stages) for op in ("F", "B", "W")
     )
-    return _with_memory(Costs(forward, backward, weight, **others), program)
+    return with_memory(Costs(forward, backward, weight, **others), program)
 
 
 def flop_costs(program: Program) -> Costs:
@@ -100,7 +100,7 @@ def left_on_last(costs: Costs) -> Costs:
     return replace(costs, **changed | dict.fromkeys(("vocab_s", "vocab_t", "vocab_state"), (0.0,) * costs.stages))
 
 
-def _with_memory(costs: Costs, program: Program) -> Costs:
+def with_memory(costs: Costs, program: Program) -> Costs:
     stages = program.stages
     return replace(
         costs,
@@ -126,8 +126,8 @@ def _from_file(path: str, program: Program) -> Basis:
     if is_record(text):
         record = read_record(path)
         costs = split_fused(record.costs.resized(stages), program)
-        return Basis(_with_memory(costs, program), "s", f"mean times of the step recorded in {path}")
-    return Basis(_with_memory(Costs.from_json(text).resized(stages), program), "s", f"times from {path}")
+        return Basis(with_memory(costs, program), "s", f"mean times of the step recorded in {path}")
+    return Basis(with_memory(Costs.from_json(text).resized(stages), program), "s", f"times from {path}")
 
 
 def split_fused(costs: Costs, program: Program) -> Costs:

@@ -17,6 +17,7 @@ from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.option import read_options
 from zbcompile.passes.partition.search import Cuts
 from zbcompile.passes.serialization.guard_data import guards_from_data, guards_to_data
+from zbcompile.program.chosen_plan import ChosenPlan
 from zbcompile.program.output_data import output_from_data, output_to_data
 from zbcompile.program.program import Program
 from zbcompile.program.stage_outlines import (
@@ -81,6 +82,7 @@ def manifest_to_text(
         "vocabulary": vocabulary_to_data(program.vocabulary),
         "guards": guards_to_data(program.guards),
         "output": output_to_data(program.output),
+        "plan": None if program.plan is None else asdict(program.plan),
         "files": {name: list(each) for name, each in sorted(files.items())},
     }
     return to_text({**data, "digest": digest_of(data)}, 2)
@@ -166,6 +168,7 @@ def program_from_manifest(
         groups=dict.fromkeys(data["dimensions"], ""),  # named by the process that loads it
         step=StepOptions(**data["step"]),
         output=output_from_data(data["output"], str(device)),
+        plan=ChosenPlan.from_data(data["plan"]) if data.get("plan") else None,
         written=data,
     )
 

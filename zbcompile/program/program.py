@@ -20,6 +20,7 @@ from zbcompile.passes.partition.search import Cuts
 from zbcompile.passes.stage.exchanges import Collective, collectives_of
 from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.passes.vocabulary.shard_program import VocabularyProgram
+from zbcompile.program.chosen_plan import ChosenPlan
 from zbcompile.program.output import Output
 from zbcompile.program.step_options import StepOptions
 from zbcompile.schedules.ir.schedule import Lowered, Schedule
@@ -39,6 +40,7 @@ class Program:
     inputs, with the answers that the program was compiled for, `operations` a hash of the graph before it was cut.
     `groups` are this process's names of the process groups, by what the graphs call them. `also` are the forwards that
     a directory holds beside it, by what they compute, `plain` the attributes of the model that must not be replaced.
+    `plan` says how `schedule="auto"` chose, None for a schedule that was given.
     """
 
     model: ModelFacts
@@ -59,6 +61,7 @@ class Program:
     output: Output | None = None
     plain: tuple[PlainTensor, ...] = field(default=(), repr=False, compare=False)
     also: Mapping[str, "Program"] = field(default_factory=dict, repr=False)
+    plan: ChosenPlan | None = field(default=None, compare=False)
     writer: Callable[["Program", Path], None] | None = field(default=None, repr=False, compare=False)
 
     @property

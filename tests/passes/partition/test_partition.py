@@ -23,7 +23,7 @@ from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.graph.fx import is_getitem
 from zbcompile.passes.graph.storage import is_view
 from zbcompile.passes.partition.balance import Row, heaviest_piece
-from zbcompile.passes.partition.memory_estimate import DistinctBytes, Residency
+from zbcompile.passes.partition.memory_estimate import DistinctBytes, Footprint, Residency
 from zbcompile.passes.partition.named_cuts import module_paths
 from zbcompile.passes.partition.node_costs import kernel_key, loads_of
 from zbcompile.passes.partition.search import THINNER, Cuts, rank_spans
@@ -170,7 +170,7 @@ def test_memory_is_respected_and_the_least_is_named(
 ) -> None:
     problem = _problem(drawn, "gpt", schedule)
     waiting = [most_waiting(problem.schedule, rank) for rank in range(problem.schedule.ranks)]
-    residency = Residency(problem.drawn.canonical, problem.drawn.line, waiting, 2.0)
+    residency = Residency(Footprint(problem.drawn.canonical, problem.drawn.line, 2.0), waiting)
 
     def fullest(edges: Sequence[int]) -> float:
         stages_of, length = problem.schedule.placement.stages_of, len(problem.drawn.line.nodes)
@@ -196,7 +196,7 @@ def test_the_predicted_residents_are_those_of_the_compiled_stages(drawn: dict[st
     program = pipe.compile(tokens[:, :-1].contiguous(), target=tokens[:, 1:].clone()).program
     captured, line = drawn["gpt"].canonical, drawn["gpt"].line
     waiting = [most_waiting(program.schedule, rank) for rank in range(2)]
-    residency = Residency(captured, line, waiting, 2.0)
+    residency = Residency(Footprint(captured, line, 2.0), waiting)
     sizes = {name: p.numel() * p.element_size() for name, p in example.model.named_parameters()}
     edges = [index + 1 for index in program.cuts.after]
     for rank, stage in enumerate(program.stages):
@@ -304,7 +304,7 @@ def test_gradients_do_not_depend_on_the_cuts(balance: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"balance": "flop"}, 'balance=\'flop\'; expected "flops", "measured", "parameters", or a list'),
+        ({"balance": "flop"}, 'balance=\'flop\'; expected "flops", "measured", "parameters", "makespan", or a list'),
         ({"balance": [2]}, "or a list with the names of all cuts"),
         ({"memory": -1}, "memory=-1; expected a positive number"),
     ],

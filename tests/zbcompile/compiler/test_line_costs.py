@@ -1,0 +1,57 @@
+"""What is estimated from the operations alone, beside the graphs that are compiled for the same cuts."""
+
+import pytest
+
+import zbcompile
+from targets import gpt, llama
+from zbcompile.compiler.compile_example import Inspected, compile_example
+from zbcompile.compiler.line_costs import LineCosts
+from zbcompile.compiler.makespan_cuts import cuts_for_makespan, score_of
+from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.partition.node_costs import nominal_seconds
+from zbcompile.prediction.predict import flop_costs
+from zbcompile.schedules import build
+
+CLOSE = 0.15  # of the bytes that wait; dropout's masks are smaller in the graphs than autograd's
+
+
+@pytest.fixture(scope="module", params=["gpt", "llama"])
+def compiled(request: pytest.FixtureRequest) -> Inspected:
+    example = gpt() if request.param == "gpt" else zbcompile.Example(*llama())
+    return compile_example(example, build("zb-v", 2, 4), Choices())
+
+
+def line_costs(compiled: Inspected) -> tuple[LineCosts, list[int]]:
+    drawn = compiled.drawn
+    assert drawn is not None
+    costs = LineCosts(drawn.canonical, drawn.line, nominal_seconds(drawn.line))
+    return costs, [after + 1 for after in compiled.program.cuts.after]
+
+
+def test_bytes(compiled: Inspected) -> None:
+    costs, edges = line_costs(compiled)
+    estimate, graphs = costs.costs(edges), flop_costs(compiled.program)
+    assert estimate.message == graphs.message
+    assert estimate.activation == pytest.approx(graphs.activation, rel=CLOSE)
+    assert estimate.residue == pytest.approx(graphs.residue, rel=CLOSE)
+
+
+def test_loads_divide_into_passes(compiled: Inspected) -> None:
+    costs, edges = line_costs(compiled)
+    estimate = costs.costs(edges)
+    whole = sum(map(sum, (estimate.forward, estimate.backward, estimate.weight)))
+    assert whole == pytest.approx(sum(costs.loads))
+    again = costs.costs(edges, recompute=True)
+    assert sum(again.backward) == pytest.approx(sum(estimate.backward) + sum(estimate.forward))
+    assert all(a <= b for a, b in zip(again.activation, estimate.activation, strict=True))
+    half = costs.costs(edges, rows=0.5)
+    assert all(b / 2 <= a <= b for a, b in zip(half.forward, estimate.forward, strict=True))
+
+
+def test_cuts_for_the_step_are_no_worse_and_hold_the_limit(compiled: Inspected) -> None:
+    costs, edges = line_costs(compiled)
+    schedule = build("zb-v", 2, 4)
+    moved = cuts_for_makespan(costs, edges, schedule)
+    assert score_of(costs, moved, schedule, None) <= score_of(costs, edges, schedule, None)
+    least = 0.9 * score_of(costs, edges, schedule, 0)[0]
+    assert score_of(costs, cuts_for_makespan(costs, edges, schedule, least), schedule, least)[0] == 0

@@ -1,0 +1,89 @@
+"""`schedule="auto"`: the layout and the order are searched, all ranks agree, and the bits are eager's as ever."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import zbcompile
+from tests.support.oracle import PROBLEMS, Batch, eager_step
+from tests.support.pool import Pool
+from zbcompile.compiler.compile_example import one_microbatch
+from zbcompile.compiler.compile_model import draw_step
+from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.errors import PartitionError
+from zbcompile.planning.planner import Decision, decide
+from zbcompile.schedules import build
+from zbcompile.schedules.execution.memory import peak_memory
+
+PROBLEM = PROBLEMS["gpt"]
+ROWS = 8
+
+
+def auto(**options: object) -> tuple[zbcompile.Pipeline, Batch]:
+    (batch,) = PROBLEM.batches(1, ROWS)
+    options = {"ranks": 2, "search_seconds": 0.5, "exact": True, **options}
+    return zbcompile.pipeline(PROBLEM.model(), schedule="auto", loss=PROBLEM.loss, **options), batch  # type: ignore[call-overload]
+
+
+def decided(memory: float | None = None, counts: tuple[int, ...] = (), recompute: str = "hints") -> Decision:
+    (batch,) = PROBLEM.batches(1, 2)
+    model = PROBLEM.model()
+    example = zbcompile.Example(model, batch.args, loss=PROBLEM.loss, target=batch.target)
+    drawn = draw_step(model, one_microbatch(example), PROBLEM.loss)
+    choices = Choices(memory=memory, recompute=recompute)  # type: ignore[arg-type]
+    return decide(drawn, build("zb-v", 2, 8), choices, counts, None, 0.5, {})
+
+
+def test_bits_and_plan(tmp_path: Path) -> None:
+    pipe, batch = auto()
+    loss = pipe.step(*batch.args, target=batch.target)
+    model, count = PROBLEM.model(), pipe.program.schedule.microbatches
+    assert ROWS % count == 0
+    assert torch.equal(loss, eager_step(model, PROBLEM.loss, batch, count, 0))
+    expected = dict(model.named_parameters())
+    assert all(torch.equal(p.grad, expected[name].grad) for name, p in pipe.named_parameters())  # type: ignore[arg-type]
+    plan = pipe.program.plan
+    assert plan is not None
+    assert plan.seconds >= plan.bound > 0
+    assert plan.layout in str(plan)
+    pipe.program.save(tmp_path / "program")
+    assert zbcompile.load(tmp_path / "program").program.plan == plan
+
+
+def test_another_shape_keeps_the_layout() -> None:
+    pipe, batch = auto(microbatches=4)
+    pipe.step(*batch.args, target=batch.target)
+    (more,) = PROBLEM.batches(1, 2 * ROWS)
+    loss = pipe.step(*more.args, target=more.target)
+    assert torch.equal(loss, eager_step(PROBLEM.model(), PROBLEM.loss, more, 4, 1))
+
+
+def on_each_rank() -> tuple[str, list[str]]:
+    pipe, batch = auto(ranks=None, microbatches=4)
+    pipe.step(*batch.args, target=batch.target)
+    return str(pipe.program.plan), list(map(str, pipe.program.schedule.orders))
+
+
+def test_all_ranks_agree(pool: Pool) -> None:
+    one, other = pool.run(on_each_rank, ranks=2)
+    assert one == other
+
+
+def test_a_limit_of_memory_is_kept_by_recomputing() -> None:
+    free = decided()
+    limit = max(free.resident) + 0.5 * max(_peak(free))
+    assert max(m + r for m, r in zip(_peak(free), free.resident, strict=True)) > limit
+    tight = decided(memory=limit)
+    assert all(m + r <= limit for m, r in zip(_peak(tight), tight.resident, strict=True))
+    with pytest.raises(PartitionError, match=r"no layout fits: .*rank \d.*more than"):
+        decided(memory=min(free.resident) / 2)
+
+
+def test_what_is_asked_for_is_kept() -> None:
+    assert decided(recompute="none", memory=1e9).choices.recompute == "none"
+    assert {d.schedule.microbatches for d in (decided(), decided(counts=(8,)))} == {8}
+
+
+def _peak(decision: Decision) -> tuple[float, ...]:
+    return peak_memory(decision.schedule, decision.costs)

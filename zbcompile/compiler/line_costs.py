@@ -1,0 +1,162 @@
+"""What a captured step costs, however it is cut: estimated from its operations, before anything is compiled."""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from torch.fx import Node
+
+from zbcompile.passes.capture.canonical import Canonical
+from zbcompile.passes.graph.storage import storage_bytes, tensors_of
+from zbcompile.passes.partition.liveness import Line, held_behind
+from zbcompile.passes.partition.memory_estimate import DistinctBytes, Footprint
+from zbcompile.schedules.ir.costs import Costs
+from zbcompile.schedules.ir.placement import Placement
+
+
+class Shares(NamedTuple):
+    """How the load of an operation, its forward and its whole backward, divides among the passes."""
+
+    forward: float
+    backward: float
+    weight: float
+
+
+class Span(NamedTuple):
+    """A stage: seconds of its three passes, bytes kept between F and B and left until W, bytes held all the time."""
+
+    seconds: tuple[float, ...]
+    kept: int
+    residue: int
+    resident: float
+
+
+FORWARD_ONLY, NO_WEIGHT, NO_INPUT = Shares(1, 0, 0), Shares(1 / 3, 2 / 3, 0), Shares(1 / 3, 0, 2 / 3)
+START = 5e-6  # seconds to start one operation, on CPU and GPU alike
+BOTH = Shares(1 / 3, 1 / 3, 1 / 3)
+
+
+@dataclass(frozen=True)
+class LineCosts:
+    """The costs of a line of operations, cut anywhere: seconds from the `loads` of its nodes (forward and backward),
+    bytes from what autograd keeps. `edges` are the inner cuts, as numbers of nodes before each.
+
+    `shards` are the seconds of the vocabulary passes S and T on each rank, if the output layer is sharded.
+    """
+
+    canonical: Canonical
+    line: Line
+    loads: Sequence[float]
+    optimizer_state: float = 2.0
+    shards: tuple[float, float] = (0.0, 0.0)
+
+    def costs(self, edges: Sequence[int], rows: float = 1, recompute: bool = False) -> Costs:
+        """The costs of the stages between `edges`, of microbatches with `rows` times as many rows; with `recompute` a
+        stage keeps its inputs alone, and its backward runs the forward again."""
+        spans = list(pairwise([0, *edges, len(self.line.nodes)]))
+        found = [self._span(span) for span in spans]
+        forward, backward, weight = (
+            tuple(_scaled(each.seconds[op], rows, b - a) for each, (a, b) in zip(found, spans, strict=True))
+            for op in range(3)
+        )
+        crossing = [self._crossing(edge) for edge in edges]
+        kept, residue = [each.kept for each in found], [each.residue for each in found]
+        if recompute:
+            backward = tuple(map(sum, zip(forward, backward, strict=True)))
+            kept = [min(least, k) for least, k in zip([0, *crossing], kept, strict=True)]
+        return Costs(
+            forward,
+            backward,
+            weight,
+            activation=tuple(rows * size for size in kept),
+            residue=tuple(rows * size for size in residue),
+            vocab_s=(rows * self.shards[0],) * len(spans),
+            vocab_t=(rows * self.shards[1],) * len(spans),
+            message=tuple(rows * size for size in (*crossing, 0)),
+            time_unit="s",
+            memory_unit="bytes",
+        )
+
+    def resident(self, edges: Sequence[int], placement: Placement) -> tuple[float, ...]:
+        """Bytes that each rank holds all the time: parameters, gradients, optimizer state and buffers."""
+        held = [self._span(span).resident for span in pairwise([0, *edges, len(self.line.nodes)])]
+        copies = (0, 1) if placement.kind == "dual" else (0,)
+        found = [0.0] * placement.ranks
+        for stage, size in enumerate(held):
+            for copy in copies:
+                found[placement.rank(stage, copy)] += size
+        return tuple(found)
+
+    def _span(self, span: tuple[int, int]) -> "Span":
+        """Remembered: a search looks at the same stage in many layouts."""
+        if span not in self._spans:
+            begin, end = span
+            seconds = tuple(max(0.0, totals[end] - totals[begin]) for totals in self._totals)
+            kept = self.footprint.kept(begin, end)
+            residue = min(self._for_weights.within(begin, end), kept)
+            self._spans[span] = Span(seconds, kept, residue, self.footprint.resident(begin, end))
+        return self._spans[span]
+
+    def _crossing(self, edge: int) -> int:
+        if edge not in self._widths:
+            self._widths[edge] = self.line.boundary_bytes(edge - 1)
+        return self._widths[edge]
+
+    @cached_property
+    def _spans(self) -> dict[tuple[int, int], "Span"]:
+        return {}
+
+    @cached_property
+    def _widths(self) -> dict[int, int]:
+        return {}
+
+    @cached_property
+    def footprint(self) -> Footprint:
+        """What spans of the line hold."""
+        return Footprint(self.canonical, self.line, self.optimizer_state)
+
+    @cached_property
+    def _totals(self) -> tuple[list[float], ...]:
+        """For each pass, what the first k nodes take."""
+        parts = [[load * part for part in shares] for load, shares in zip(self.loads, self._shares, strict=True)]
+        return tuple([0.0, *accumulate(column)] for column in zip(*parts, strict=True))
+
+    @cached_property
+    def _shares(self) -> list[Shares]:
+        on_line = frozenset(self.line.nodes)
+        return [shares_of(node, on_line, bool(self.line.flops.get(node))) for node in self.line.nodes]
+
+    @cached_property
+    def _for_weights(self) -> DistinctBytes:
+        """What weight gradients are made of: the inputs of products with parameters, and the gradients behind them."""
+        on_line = frozenset(self.line.nodes)
+        uses: list[tuple[int, Hashable, int]] = []
+        for position, (node, shares) in enumerate(zip(self.line.nodes, self._shares, strict=True)):
+            if shares.weight:
+                read = [(position, a, _bytes(a)) for a in node.all_input_nodes if a in on_line]
+                uses += [*read, (position, ("gradient", node), _bytes(node))]
+        return DistinctBytes(uses, len(self.line.nodes))
+
+
+def shares_of(node: Node, on_line: frozenset[Node], contracts: bool) -> Shares:
+    """A product with a trained parameter makes two gradients, a lookup in one that of the parameter alone; the backward
+    of everything else is almost all for its inputs."""
+    if not node.meta["differentiable"]:
+        return FORWARD_ONLY
+    trained = any(h.meta["slot"].kind == "parameter" and h.meta["differentiable"] for h in held_behind(node, on_line))
+    flows = any(a in on_line and a.meta["differentiable"] for a in node.all_input_nodes)
+    if trained and not flows:
+        return NO_INPUT
+    return BOTH if trained and contracts else NO_WEIGHT
+
+
+def _scaled(seconds: float, rows: float, operations: int) -> float:
+    """The time of so many operations on `rows` times as many rows: what it takes to start them stays."""
+    fixed = min(seconds, operations * START)
+    return fixed + rows * (seconds - fixed)
+
+
+def _bytes(node: Node) -> int:
+    return storage_bytes(tensors_of(node.meta["val"]))

@@ -1,0 +1,111 @@
+"""Cuts for the shortest step: moved, from those that balance the ranks, as long as the simulated step gets shorter.
+
+The heaviest rank is not all that counts: stages that are first to start and last to end, and ranks at their limit of
+memory, want other shares.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from random import Random
+
+from zbcompile.compiler.line_costs import LineCosts
+from zbcompile.passes.partition.liveness import Line
+from zbcompile.schedules.execution.memory import peak_memory
+from zbcompile.schedules.ir.schedule import Schedule
+from zbcompile.schedules.simulation.simulator import simulate
+
+GAIN = 1e-3  # smaller gains are not worth stages that differ, which are compiled one by one
+ACTIONS = 300_000  # to be simulated at most
+RESTARTS = 6
+STEPS = (1, 2, 4, 8, 16, 32)  # how many places a cut is moved at once
+
+Score = tuple[float, float]  # bytes beyond the limit on the fullest rank, then the time of the step
+
+
+def cuts_for_makespan(
+    costs: LineCosts,
+    edges: Sequence[int],
+    schedule: Schedule,
+    memory: float | None = None,
+    boundary: float | None = None,
+    recompute: bool = False,
+) -> list[int]:
+    """Move `edges` to where the step of `schedule` is shortest and no rank holds more than `memory` bytes; a cut that
+    more than `boundary` bytes cross is not taken."""
+    places = [
+        edge for edge in places_of(costs.line) if boundary is None or costs.line.boundary_bytes(edge - 1) <= boundary
+    ]
+
+    def score(tried: Sequence[int]) -> Score:
+        return score_of(costs, tried, schedule, memory, recompute)
+
+    if not edges:
+        return []
+    left = ACTIONS // sum(map(len, schedule.orders))
+    return _Descent(sorted({*places, *edges}), score, left).run(edges)
+
+
+def places_of(line: Line) -> list[int]:
+    """Where the line may be cut, as numbers of nodes before."""
+    return [position + 1 for position, allowed in enumerate(line.allowed[:-1]) if allowed]
+
+
+def score_of(
+    costs: LineCosts, edges: Sequence[int], schedule: Schedule, memory: float | None, recompute: bool = False
+) -> Score:
+    """What the model cut at `edges` lacks in memory on its fullest rank, and the time of its step."""
+    found = costs.costs(edges, recompute=recompute)
+    beyond = 0.0
+    if memory is not None:
+        held = zip(peak_memory(schedule, found), costs.resident(edges, schedule.placement), strict=True)
+        beyond = max(0.0, max(waiting + resident for waiting, resident in held) - memory)
+    return beyond, float(simulate(schedule, found).makespan)
+
+
+class _Descent:
+    """Moves cuts between `places` as long as that gains, and then from neighbours of the best cuts again."""
+
+    def __init__(self, places: list[int], score: Callable[[Sequence[int]], Score], left: int) -> None:
+        self.places, self.score, self.left = places, score, left
+        self.random = Random(0)
+
+    def run(self, edges: Sequence[int]) -> list[int]:
+        best, cuts = self._down([self.places.index(edge) for edge in edges])
+        for _ in range(RESTARTS):
+            found, moved = self._down(self._shaken(cuts))
+            if _is_better(found, best):
+                best, cuts = found, moved
+        return [self.places[cut] for cut in cuts]
+
+    def _down(self, cuts: list[int]) -> tuple[Score, list[int]]:
+        """The best of all moves, again and again, until none gains or too much was tried."""
+        best = self._score(cuts)
+        while self.left > 0:
+            tried = [(self._score(each), each) for each in _moves(cuts, len(self.places))]
+            if not tried or not _is_better(min(tried)[0], best):
+                break
+            best, cuts = min(tried)
+        return best, cuts
+
+    def _score(self, cuts: Sequence[int]) -> Score:
+        self.left -= 1
+        return self.score([self.places[cut] for cut in cuts])
+
+    def _shaken(self, cuts: Sequence[int]) -> list[int]:
+        """Every cut somewhere near where it was."""
+        reach = max(1, len(self.places) // (2 * len(cuts) + 2))
+        moved = sorted({min(max(0, c + self.random.randint(-reach, reach)), len(self.places) - 1) for c in cuts})
+        return moved if len(moved) == len(cuts) else list(cuts)
+
+
+def _moves(cuts: Sequence[int], count: int) -> Iterator[list[int]]:
+    """Every cut alone, and it with all behind it, by some places in either direction."""
+    for index in range(len(cuts)):
+        for end in {index + 1, len(cuts)}:
+            for by in (sign * step for step in STEPS for sign in (1, -1)):
+                moved = [*cuts[:index], *(cut + by for cut in cuts[index:end]), *cuts[end:]]
+                if all(a < b for a, b in zip([-1, *moved], [*moved, count], strict=True)):
+                    yield moved
+
+
+def _is_better(new: Score, old: Score) -> bool:
+    return new[0] < old[0] or (new[0] == old[0] and new[1] < old[1] * (1 - GAIN))

@@ -1,0 +1,102 @@
+"""`schedule="auto"`: from a captured step to the fastest layout that fits, and from its graphs to the final order."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from zbcompile.compiler.compile_model import Drawn
+from zbcompile.compiler.line_costs import LineCosts
+from zbcompile.errors import PipelineError
+from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.partition.liveness import draw_line
+from zbcompile.passes.partition.node_costs import loads_of
+from zbcompile.planning.layouts import Question, find_layouts
+from zbcompile.prediction.measure_passes import measure_passes
+from zbcompile.prediction.predict import flop_costs, with_memory
+from zbcompile.program.chosen_plan import ChosenPlan
+from zbcompile.program.program import Program
+from zbcompile.schedules import search
+from zbcompile.schedules.ir.costs import Costs
+from zbcompile.schedules.ir.schedule import Schedule
+from zbcompile.schedules.lowering.lower import lower
+
+SHARE = 0.5  # of the time for the search, spent on layouts; the rest finds the order under the costs of the graphs
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What was decided before compiling: the schedule with its cuts (`edges`, in nodes of the line) and choices, their
+    estimated costs, the bytes that each rank holds all the time, and what else was tried."""
+
+    layout: str
+    schedule: Schedule
+    choices: Choices
+    edges: tuple[int, ...]
+    costs: Costs
+    resident: tuple[float, ...]
+    seconds: float
+    others: tuple[tuple[str, float], ...]
+
+
+def decide(
+    drawn: Drawn,
+    provisional: Schedule,
+    choices: Choices,
+    counts: Sequence[int],
+    chunks: int | None,
+    budget: float,
+    measured: Mapping[str, float],
+    announce: Callable[[str], None] = lambda text: None,
+) -> Decision:
+    """Lay out the captured step, which has a microbatch of `provisional`, within so many seconds of search.
+
+    `counts` are the numbers of microbatches that may be chosen, `chunks` the stages per rank if they are given,
+    `measured` the times of operations for `balance="measured"`. Raises PartitionError if nothing fits.
+    """
+    costs = line_costs(drawn, choices, measured, provisional.ranks)
+    question = Question(costs, provisional.ranks, provisional.microbatches, choices, tuple(counts), chunks)
+    best, *others = find_layouts(question, SHARE * budget, announce)
+    costs_of = best.found.simulation.costs
+    rest = tuple((str(layout), layout.seconds) for layout in others)
+    return Decision(str(best), best.schedule, best.choices, best.edges, costs_of, best.resident, best.seconds, rest)
+
+
+def line_costs(drawn: Drawn, choices: Choices, measured: Mapping[str, float], ranks: int) -> LineCosts:
+    """The costs of the captured step; of a sharded output layer every rank has an equal part."""
+    basis = "measured" if choices.balance == "measured" else "flops"
+    loads, _ = loads_of(drawn.line, basis, measured)
+    shards = (0.0, 0.0)
+    if drawn.sharding is not None:
+        whole, _ = loads_of(draw_line(drawn.sharding.whole), basis, measured)
+        share = max(0.0, sum(whole) - sum(loads)) / ranks
+        shards = 2 / 3 * share, share / 3  # of its three products S makes two with one barrier
+    return LineCosts(drawn.canonical, drawn.line, loads, choices.optimizer_state, shards)
+
+
+def order_by_graphs(program: Program, decision: Decision, budget: float, measure: bool) -> tuple[Schedule, ChosenPlan]:
+    """The order for the costs of the compiled graphs, measured on this device or by their FLOPs, and the plan to keep
+    with the program."""
+    costs, basis = flop_costs(program), "FLOPs at nominal speeds"
+    if measure:
+        with suppress(PipelineError):  # collectives, which one process cannot run: then the plan says FLOPs
+            costs, basis = with_memory(measure_passes(program), program), "passes measured on this device"
+    schedule, memory = program.schedule, decision.choices.memory
+    room = None if memory is None else [max(0.0, memory - held) for held in decision.resident]
+    barriers = program.vocabulary.barriers if program.vocabulary else 1
+    found = search(
+        *(costs, schedule.ranks, schedule.microbatches, room, (schedule.placement,)),
+        seconds=(1 - SHARE) * budget,
+        barriers=barriers,
+    )
+    names = {name: seconds for (name, _), seconds in found.names.items()}
+    best = min(names.items(), key=lambda each: each[1], default=None)
+    plan = ChosenPlan(
+        *(decision.layout, found.origin, float(found.objective), float(found.bound), basis, best),
+        *(decision.seconds, decision.others),
+    )
+    return replace(found.schedule, lookups=schedule.lookups), plan
+
+
+def reordered(program: Program, schedule: Schedule, plan: ChosenPlan) -> Program:
+    """The program with another order of the same passes."""
+    return replace(program, lowered=lower(schedule), plan=plan)
