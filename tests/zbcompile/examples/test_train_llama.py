@@ -11,20 +11,8 @@ from benchmarks.composition_sweep import BOUND, difference, in_one_process
 from tests.support.meshes import mesh_of
 from tests.support.pool import Pool
 
-SMALL = [
-    "--layers",
-    "2",
-    "--width",
-    "16",
-    "--sequence-length",
-    "8",
-    "--batch",
-    "4",
-    "--microbatches",
-    "2",
-    "--steps",
-    "8",
-]
+SIZES = {"layers": 2, "width": 16, "sequence-length": 8, "batch": 4, "microbatches": 2, "steps": 8}
+SMALL = [word for name, value in SIZES.items() for word in (f"--{name}", str(value))]
 
 
 def trained(*arguments: str) -> str:

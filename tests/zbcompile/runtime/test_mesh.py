@@ -16,7 +16,7 @@ from tests.support.exchanged import needless
 from tests.support.parallel_models import LENGTH, WIDTH, Along, ContextParallel, TensorParallel, enter, part_of
 from tests.support.pool import Pool
 
-MICROBATCHES, ROWS = 4, 2
+MICROBATCHES, ROWS, VOCABULARY = 4, 2, 13
 BOUND = 1e-6  # of the largest entry of each gradient, fp32
 
 
@@ -94,6 +94,49 @@ def test_gradients_are_those_of_one_process(
         assert gradient <= BOUND
         assert norm <= BOUND
         assert in_vain == []
+
+
+class Words(nn.Module):
+    """Embedding and output layer whole on every rank, tensor parallelism between them."""
+
+    def __init__(self, mesh: Any) -> None:
+        super().__init__()
+        self.trunk = TensorParallel(mesh, "plain")
+        self.embedding, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.trunk(self.embedding(tokens)))
+
+
+def loss_of_words(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def vocabulary_sharded(barriers: int) -> float:
+    """By how much a gradient differs from that of one process."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    model, whole = Words(mesh), Words(None)
+    x, y = torch.randint(VOCABULARY, (2, MICROBATCHES * ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
+    for a, b in zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True):
+        (loss_of_words(whole(a), b) / MICROBATCHES).backward()
+    placements = {f"trunk.{name}": along for name, along in TensorParallel.PLACEMENTS.items()}
+    options: dict[str, Any] = {"microbatches": MICROBATCHES, "loss": loss_of_words, "placements": placements}
+    pipe = zbcompile.pipeline(model, mesh=mesh, schedule="zb-h1", vocab=barriers, **options)
+    pipe.step(x, target=y)
+    assert pipe.program.vocabulary is not None
+    low, high = pipe.program.vocabulary.bounds[mesh["pp"].get_local_rank()]
+    for layer in (whole.embedding, whole.head):
+        rows = layer.weight.grad
+        layer.weight = nn.Parameter(layer.weight[low:high].detach())
+        layer.weight.grad = rows[low:high]  # type: ignore[index]
+    pipe.close()
+    return errors(pipe, model, whole, model.trunk.along)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("barriers", [1, 2])
+def test_a_sharded_output_layer_beside_tensor_parallelism(barriers: int, pool: Pool) -> None:
+    assert max(pool.run(vocabulary_sharded, barriers, ranks=4)) <= BOUND
 
 
 class Dropping(nn.Module):
