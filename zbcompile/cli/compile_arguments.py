@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
+from zbcompile.cli.example_planner import ExamplePlanner
 from zbcompile.cli.option_flags import add_flags, flag_of
 from zbcompile.cli.quiet import silenced
 from zbcompile.cli.target import load_example
 from zbcompile.compiler.compile_example import Inspected, compile_example
 from zbcompile.errors import PipelineError
-from zbcompile.frontend.choose_schedule import choose_schedule
+from zbcompile.frontend.choose_schedule import choose_schedule, is_searched
 from zbcompile.frontend.options import OPTIONS, Options
 from zbcompile.model.example import Example
 from zbcompile.passes.compile_options import Choices
@@ -25,7 +26,7 @@ from zbcompile.passes.torch_private import FakeTensorMode
 from zbcompile.schedules import Schedule
 
 RANKS = 2
-FLAGS = ("schedule", "ranks", "microbatches", "chunks", *options_of(Choices), "loss_reduction")
+FLAGS = ("schedule", "ranks", "microbatches", "chunks", "search_seconds", *options_of(Choices), "loss_reduction")
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,8 @@ def compiled(
             observe(ran)
 
     with quiet(plan):
-        return compile_example(example, schedule, plan.options.choices, watch)
+        planner = ExamplePlanner(schedule, plan.options, say) if is_searched(plan.options) else None
+        return compile_example(example, schedule, plan.options.choices, watch, planner)
 
 
 def schedule_of(plan: Plan, wanted: str | Schedule | None = None) -> Schedule:

@@ -3,11 +3,11 @@
 import dataclasses
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -43,12 +43,23 @@ class Inspected:
     seconds: Mapping[str, float] = field(default_factory=dict)
 
 
+class Planner(Protocol):
+    """Chooses the layout of a captured step, and the order of what it was compiled to."""
+
+    def decide(self, drawn: Drawn, seconds: Mapping[str, float]) -> tuple[Schedule, Choices, Sequence[int]]: ...
+    def finish(self, program: Program) -> Program: ...
+
+
 def compile_example(
-    example: Example, schedule: Schedule, choices: Choices, observe: Observer | None = None
+    example: Example,
+    schedule: Schedule,
+    choices: Choices,
+    observe: Observer | None = None,
+    planner: Planner | None = None,
 ) -> Inspected:
     """Compile the training step of `example` for `schedule`; raises CompileError if the model cannot be compiled.
 
-    `observe` sees what each pass makes of the model, and of each distinct stage.
+    `observe` sees what each pass makes of the model, and of each distinct stage. A `planner` replaces the schedule.
     """
     dropped: list[str] = []
     loss = example.loss or _loss_and_names(dropped)
@@ -56,7 +67,12 @@ def compile_example(
     with _warnings() as seen:
         drawn = draw_step(example.model, microbatch, loss, choices, schedule, observe)
         seconds = measure_line(drawn.line) if choices.balance == "measured" else {}
-        program = compile_drawn(example.model, microbatch, drawn, schedule, choices, seconds, observe=observe)
+        edges = None
+        if planner is not None:
+            schedule, choices, edges = planner.decide(drawn, seconds)
+        step = example.model, microbatch, drawn, schedule, choices, seconds
+        program = compile_drawn(*step, observe=observe, edges=edges)
+        program = planner.finish(program) if planner else program
     return Inspected(example, program, tuple(dict.fromkeys(dropped)), tuple(seen), drawn, seconds)
 
 

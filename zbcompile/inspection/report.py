@@ -22,6 +22,7 @@ def format_summary(summary: Summary, timeline: Timeline) -> str:
     picture = format_timeline(timeline, width=WIDTH).partition("\n")[2]
     parts = [
         _heading(summary),
+        "\n".join(part for line in str(summary.plan or "").splitlines() for part in wrap(line)),
         titled("Stages, FLOPs per microbatch (a multiply-add is two)", _stages(summary)),
         _balance(summary),
         titled("Bytes per microbatch kept between the passes, and sent", _bytes(summary)),

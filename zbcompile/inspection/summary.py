@@ -17,6 +17,7 @@ from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.prediction.advice import Alternative, alternatives, idle_by_cause, what_limits
 from zbcompile.prediction.predict import Basis, Messages, count_messages, running_peaks
 from zbcompile.prediction.recompile_trials import Impossible
+from zbcompile.program.chosen_plan import ChosenPlan
 from zbcompile.program.program import Program
 from zbcompile.schedules.ir.actions import flatten
 from zbcompile.schedules.simulation.timeline import Timeline
@@ -166,6 +167,7 @@ class Summary:
     programs: tuple[tuple[str, ...], ...]
     shared_parameters: tuple[str, ...]
     vocabulary: VocabularySummary | None
+    plan: ChosenPlan | None
     dropped_outputs: tuple[str, ...]
     warnings: tuple[str, ...]
 
@@ -231,6 +233,7 @@ def summarise(
         programs=tuple(tuple(map(str, order)) for order in program.lowered.programs),
         shared_parameters=tuple(sorted(program.shared)),
         vocabulary=_vocabulary(program, tried),
+        plan=program.plan,
         dropped_outputs=inspected.dropped,
         warnings=inspected.warnings,
     )

@@ -44,6 +44,7 @@ SPELLED = {
     "split": ("mask=1", {"mask": 1}),
     "backend": ("inductor", "inductor"),
     "timeout": ("60", 60.0),
+    "search_seconds": ("5", 5.0),
     "exact": ("", True),
     "weight_recompute": ("", True),
     "debug_nan": ("", True),
