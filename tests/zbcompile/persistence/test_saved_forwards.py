@@ -1,0 +1,63 @@
+"""Programs that hold forwards beside the step, or alone: evaluation without the model's source."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zbcompile
+import zbcompile.compile
+import zbcompile.inspect
+from zbcompile.cli.target import load_example
+
+TARGET = "examples/targets.py:gpt"
+
+
+@pytest.fixture(scope="module")
+def whole() -> tuple[nn.Module, Tensor, Tensor]:
+    """The model of the target, two of its microbatches, and the model's logits for them."""
+    example = load_example(TARGET)
+    tokens = torch.cat([example.args[0], example.args[0].flip(0)])
+    with torch.no_grad():
+        return example.model, tokens, example.model.eval()(tokens)
+
+
+def compiled(directory: Path, *flags: str) -> None:
+    arguments = [TARGET, "--schedule", "zb-h1", "--ranks", "2", "--microbatches", "4", "--output", str(directory)]
+    assert zbcompile.compile.main([*arguments, *flags]) == 0
+
+
+def log_probs_of(logits: Tensor, tokens: Tensor) -> Tensor:
+    return torch.log_softmax(logits, -1).gather(-1, tokens[..., None])[..., 0]
+
+
+def test_forwards_beside_the_step(tmp_path: Path, whole: Any) -> None:
+    model, tokens, logits = whole
+    compiled(tmp_path, "--also", "eval,log_probs")
+    pipe = zbcompile.load(tmp_path, state_dict=model.state_dict())
+    assert torch.equal(pipe.eval(tokens), logits)
+    assert torch.equal(pipe.log_probs(tokens, labels=tokens), log_probs_of(logits, tokens))
+    pipe.step(tokens.repeat(2, 1), target=tokens.repeat(2, 1))
+    assert torch.equal(pipe.eval(tokens), logits)
+    with pytest.raises(zbcompile.PipelineError, match="holds eval, log_probs, and cannot compute entropies"):
+        pipe.log_probs(tokens, labels=tokens, entropies=True)
+    with pytest.raises(zbcompile.PipelineError, match="does not divide into these") as raised:
+        pipe.eval(tokens[:, :5])
+    assert "\n" not in str(raised.value)
+
+
+def test_a_forward_alone(tmp_path: Path, whole: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """No backward graph is in the directory; inspect reads it."""
+    model, tokens, logits = whole
+    compiled(tmp_path, "--only", "entropies")
+    assert not any('"BW"' in path.read_text() for path in tmp_path.rglob("stage-*.json"))
+    pipe = zbcompile.load(tmp_path, state_dict=model.state_dict())
+    ours, entropies = pipe.log_probs(tokens, labels=tokens, entropies=True)
+    assert torch.equal(ours, log_probs_of(logits, tokens))
+    torch.testing.assert_close(entropies, torch.distributions.Categorical(logits=logits).entropy())
+    with pytest.raises(zbcompile.PipelineError, match="holds entropies alone, and no step to train with"):
+        pipe.step(tokens, target=tokens)
+    assert zbcompile.inspect.main([str(tmp_path)]) == 0
+    assert "forward-only on 2 ranks" in capsys.readouterr().out
