@@ -26,7 +26,7 @@ def trained(*arguments: str) -> str:
 def test_four_processes(pool: Pool) -> None:
     printed, *others = pool.run(trained, "--dp", "1", "--schedule", "zb-h1", "--verify", ranks=4)
     assert others == ["", "", ""]
-    differs = re.search(r"loss differs by ([\d.e-]+) of it, gradients by at most ([\d.e-]+) of", printed)
+    differs = re.search(r"loss differs by ([\d.e+-]+) of it, gradients by at most ([\d.e+-]+) of", printed)
     assert differs, printed
     assert max(float(differs[1]), float(differs[2])) <= 2e-6
     losses = re.search(r"validation loss: ([\d.]+) before, ([\d.]+) after 8 steps", printed)
