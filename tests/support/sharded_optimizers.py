@@ -1,12 +1,12 @@
 """Training with two replicas of a pipeline of two ranks, whose optimizer is divided among them, or is not."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zbcompile
 from tests.support.oracle import PROBLEMS, Batch
@@ -66,7 +66,7 @@ def trained(training: Training, zero: int, mesh: DeviceMesh) -> Result:
     steps = training.unsynchronised + training.synchronised
     for step, batch in enumerate(batches(training, training.updates * steps)):
         own = list(batch.parts(REPLICAS))[mesh["dp"].get_local_rank()]
-        own = own if training.problem == "small-tied" else in_dtype(own, training.dtype)
+        own = in_dtype(own, training.dtype)
         if step % steps < training.unsynchronised:
             with pipe.no_sync():
                 found.losses.append(pipe.step(*own.args, target=own.target))
@@ -95,7 +95,8 @@ def pipeline_with(training: Training, zero: int, mesh: DeviceMesh | None) -> tup
 
 def in_dtype(batch: Batch, dtype: str) -> Batch:
     wanted = getattr(torch, dtype)
-    return Batch(tuple(x.to(wanted) for x in batch.args), {}, batch.target.to(wanted))
+    args = (x.to(wanted) if x.is_floating_point() else x for x in (*batch.args, batch.target))
+    return Batch((next(args),), {}, next(args))
 
 
 def batches(training: Training, count: int) -> Any:
@@ -114,3 +115,26 @@ def update(optimizer: Any, scaler: Any) -> None:
 def bytes_of(optimizer: torch.optim.Optimizer) -> int:
     """The state that is as large as what it belongs to."""
     return sum(t.nbytes for kept in optimizer.state.values() for t in kept.values() if t.dim())
+
+
+def saved_and_moved(training: Training, folder: str, moves: tuple[tuple[str, int, int], ...]) -> None:
+    """Train with zero=0 and with zero=1, and save; then let pipelines of other schedules, levels and numbers of
+    replicas load the newest checkpoint, and save it again."""
+    torch.set_num_threads(1)
+    mesh = mesh_of_replicas()
+    for zero in (0, 1):
+        pipe, optimizer = pipeline_with(training, zero, mesh)
+        for batch in batches(training, training.updates):
+            own = in_dtype(list(batch.parts(REPLICAS))[mesh["dp"].get_local_rank()], training.dtype)
+            pipe.step(*own.args, target=own.target)
+            update(optimizer, None)
+        zbcompile.save_checkpoint(f"{folder}/{zero}", pipe, optimizer)
+        pipe.close()
+    for number, (schedule, zero, replicas) in enumerate(moves, 1):
+        mesh = init_device_mesh("cpu", (replicas, 4 // replicas), mesh_dim_names=("dp", "pp"))
+        pipe, optimizer = pipeline_with(replace(training, schedule=schedule), zero, mesh)
+        batch = in_dtype(next(iter(batches(training, 1)[0].parts(REPLICAS))), training.dtype)
+        pipe.compile(*batch.args, target=batch.target)
+        zbcompile.load_checkpoint(f"{folder}/{number}", pipe, optimizer)
+        zbcompile.save_checkpoint(f"{folder}/{number + 1}", pipe, optimizer)
+        pipe.close()

@@ -33,8 +33,14 @@ def as_contiguous(tensor: torch.Tensor) -> torch.Tensor:
     nothing else."""
     if tensor.is_contiguous():
         return tensor
-    order = sorted(range(tensor.ndim), key=lambda i: (tensor.stride(i), tensor.shape[i]), reverse=True)
-    return tensor.permute(order)
+    return tensor.permute(memory_order(tensor))
+
+
+def memory_order(tensor: torch.Tensor) -> list[int]:
+    """The dimensions of a dense tensor, those with the largest strides first."""
+    if tensor.is_contiguous():
+        return list(range(tensor.ndim))
+    return sorted(range(tensor.ndim), key=lambda i: (tensor.stride(i), tensor.shape[i]), reverse=True)
 
 
 def _copied(tensor: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:

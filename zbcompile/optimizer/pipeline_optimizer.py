@@ -76,7 +76,7 @@ class PipelineOptimizer(Optimizer):
         self.wanted = wanted
         self._ranks = ranks
         self._update: WholeParameters | ShardedParameters | None = None
-        self._numbers: dict[str, int] = {}
+        self.numbers: dict[str, int] = {}
         self._rule = require_divisible(wanted.kind, wanted.zero, ranks.mesh) if wanted.zero else rule_of(wanted.kind)
         self._predicates, options = read_groups(wanted.groups)
         inner = wanted.make([{**each, "params": []} for each in options])
@@ -100,27 +100,37 @@ class PipelineOptimizer(Optimizer):
         """Take the parameters of a compiled pipeline; every rank must call it. Raises PipelineError on every rank."""
         together(self._ranks, "making the optimizer", lambda: self._bind(trained))
         said = {key: repr(getattr(self.wanted, key)) for key in ("zero", "clip")}
-        made = {"optimizer": self.wanted.kind.__name__, **said, "groups": self._numbers}
+        made = {"optimizer": self.wanted.kind.__name__, **said, "groups": self.numbers}
         remedy = "Every rank must make the same optimizer."
         require_equal_programs(self._ranks, made, "made different optimizers", remedy)
 
     def _bind(self, trained: TrainedParameters) -> None:
         wanted, plain = self.wanted, self._rule == ELEMENTS
-        self._numbers = divide_into_groups(trained.model, self._predicates, wanted.params)
-        for name in () if plain else self._numbers:
+        self.numbers = divide_into_groups(trained.model, self._predicates, wanted.params)
+        for name in () if plain else self.numbers:
             trained.require_whole(name, wanted.kind.__name__, wanted.zero)
-        update: WholeParameters | ShardedParameters = WholeParameters(trained, self._numbers, plain)
+        update: WholeParameters | ShardedParameters = WholeParameters(trained, self.numbers, plain)
         if wanted.zero:
-            update = ShardedParameters(trained, self._numbers, not plain, keep=wanted.zero == 1)
-        tensors = update.groups(self._numbers, len(self.param_groups))
+            update = ShardedParameters(trained, self.numbers, not plain, keep=wanted.zero == 1)
+        tensors = update.groups(self.numbers, len(self.param_groups))
         groups = zip(self.param_groups, tensors, strict=True)
         self._adopt(wanted.make([{**group, "params": members} for group, members in groups]))
         self._update = update
+
+    @property
+    def trained(self) -> TrainedParameters:
+        """What the pipeline has told of its parameters."""
+        return self._bound_update().trained
 
     def take(self) -> None:
         """Take the gradients that a step of the pipeline has left."""
         if self._update is not None:
             self._update.take()
+
+    @property
+    def whole(self) -> WholeParameters | None:
+        """What every replica updates alike; None if replicas update parts."""
+        return self._update if isinstance(self._update, WholeParameters) else None
 
     @property
     def sharded(self) -> ShardedParameters | None:

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,7 @@ from torch import nn
 from zbcompile.distributed.mesh import Mesh
 from zbcompile.errors import PipelineError
 from zbcompile.model.placements import PARTIAL, REPLICATE, along
-from zbcompile.optimizer.division import by_elements, by_matrices
+from zbcompile.optimizer.division import Piece, by_elements, by_matrices
 from zbcompile.optimizer.sharded_bucket import Bucket
 from zbcompile.optimizer.trained_parameters import TrainedParameters
 from zbcompile.optimizer.whole_parameters import HALF, sum_in_single_precision
@@ -33,6 +33,21 @@ class Kind:
     summed: tuple[str, ...]
     equal: tuple[str, ...]
     alone: str = ""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a tensor of the optimizer has of a parameter: `size` elements from `begin` on, in the order of its memory.
+    They are at `at` of the tensor; None if it has the parameter's own shape and strides. `writes` says whether this
+    process speaks for them."""
+
+    name: str
+    parameter: nn.Parameter
+    shown: nn.Parameter
+    begin: int
+    size: int
+    at: int | None
+    writes: bool
 
 
 class ShardedParameters:
@@ -87,6 +102,21 @@ class ShardedParameters:
     def groups(self, numbers: Mapping[str, int], count: int) -> list[list[nn.Parameter]]:
         """The tensors of each group."""
         return [[t for kind, b in self.buckets.items() if kind.number == i for t in b.tensors] for i in range(count)]
+
+    def parts(self) -> Iterator[tuple[nn.Parameter, tuple[Part, ...]]]:
+        """The tensors that the optimizer updates, in the order of its groups, and what each of them has."""
+        for kind, bucket in sorted(self.buckets.items(), key=lambda each: each[0].number):
+            parts = tuple(self._part(kind, bucket, piece) for piece in bucket.own)
+            if not bucket.whole_matrices:
+                yield bucket.tensors[0], parts
+                continue
+            for tensor, part in zip(bucket.tensors, parts, strict=True):
+                yield tensor, (replace(part, at=None),)
+
+    def _part(self, kind: Kind, bucket: Bucket, piece: Piece) -> Part:
+        own, shown = self.trained.own[piece.name], self.trained.shown[piece.name]
+        writes = self.trained.counts(piece.name, *kind.summed)
+        return Part(piece.name, own, shown, piece.begin, piece.end - piece.begin, piece.at - bucket.begin, writes)
 
     def is_master(self, tensor: torch.Tensor) -> bool:
         """Whether this is a part of the masters of parameters in half precision."""

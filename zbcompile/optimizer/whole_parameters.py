@@ -35,6 +35,10 @@ class WholeParameters:
         """The tensors of each group."""
         return [[tensor for name, tensor in self.tensors.items() if numbers[name] == i] for i in range(count)]
 
+    def shown(self, tensor: torch.Tensor) -> nn.Parameter:
+        """The parameter, as users see it, of a tensor that the optimizer updates."""
+        return next(self.trained.shown[name] for name, each in self.tensors.items() if each is tensor)
+
     def is_master(self, tensor: torch.Tensor) -> bool:
         """Whether this is the master of a parameter."""
         return any(tensor is master for master in self.masters.values())

@@ -26,7 +26,7 @@ from zbcompile.persistence.checkpoint_directory import begin, candidates, final_
 from zbcompile.persistence.checkpoint_record import require_whole
 from zbcompile.persistence.folder_lock import FolderLock
 from zbcompile.persistence.local_tensors import Holding, holding_of
-from zbcompile.persistence.optimizer_state import load_optimizer, optimizer_values
+from zbcompile.persistence.optimizer_state import kind_of, load_optimizer, optimizer_values
 from zbcompile.persistence.part_files import Chunk
 from zbcompile.persistence.plain_values import Tensors, to_data
 from zbcompile.persistence.saved_state import UNKNOWN, SavedState, first_cause, open_state, quiet
@@ -216,12 +216,11 @@ def _values(holding: Holding, optimizer: Optimizer | None) -> tuple[dict[str, Te
     ranks = holding.ranks
     model = {name: tensor for name, tensor in holding.tensors.items() if holding.writes(name)}
     found = together(ranks, "saving the optimizer", lambda: optimizer_values(optimizer, holding) if optimizer else {})
-    own = {key: value for key, value in found.items() if holding.writes(_name_in(key, holding))}
-    tensors = {key: value for key, value in own.items() if isinstance(value, torch.Tensor)}
+    tensors = {key: value for key, value in found.items() if isinstance(value, torch.Tensor)}
     plain = together(
         ranks,
         "saving the optimizer",
-        lambda: {f"optimizer.{k}": to_data(v, f"optimizer.{k}", {}) for k, v in own.items() if k not in tensors},
+        lambda: {f"optimizer.{k}": to_data(v, f"optimizer.{k}", {}) for k, v in found.items() if k not in tensors},
     )
     everywhere = {key: value for part in gathered(ranks, plain) for key, value in part.items()}
     return {"model": model, "optimizer": tensors, "process": {}}, everywhere
@@ -270,16 +269,8 @@ def _timeout(source: Pipeline | nn.Module) -> float:
     return source.options.timeout if isinstance(source, Pipeline) else Options.timeout
 
 
-def _name_in(key: str, holding: Holding) -> str:
-    """The parameter's name in `state.NAME.KEY` or `param_groups.NAME.KEY`."""
-    name = key.partition(".")[2]
-    while name not in holding.parameters:
-        name = name.rpartition(".")[0]
-    return name
-
-
 def _index(holding: Holding, optimizer: Optimizer | None, step: int) -> Values:
-    kinds = gathered(holding.ranks, type(optimizer).__name__ if optimizer else None)  # None if nothing is trained
+    kinds = gathered(holding.ranks, kind_of(optimizer) if optimizer else None)  # None if nothing is trained
     return {
         "zbcompile": __version__,
         "torch": torch.__version__,
@@ -323,8 +314,8 @@ def _require_same_names(saved: SavedState, holding: Holding) -> None:
 
 
 def _require_same_optimizer(saved: SavedState, optimizer: Optimizer | None) -> None:
-    if optimizer is not None and saved.optimizer not in (type(optimizer).__name__, UNKNOWN):
+    if optimizer is not None and saved.optimizer not in (kind_of(optimizer), UNKNOWN):
         raise PipelineError(
-            f"{saved.path} was saved with {saved.optimizer or 'no optimizer'}, but this is {type(optimizer).__name__}. "
+            f"{saved.path} was saved with {saved.optimizer or 'no optimizer'}, but this is {kind_of(optimizer)}. "
             "Use the same optimizer, or load without optimizer= to start with fresh optimizer state."
         )

@@ -13,27 +13,56 @@ import torch
 from torch.optim import Optimizer
 
 from zbcompile.errors import PipelineError
+from zbcompile.optimizer.pipeline_optimizer import MASTER, PipelineOptimizer
+from zbcompile.optimizer.sharded_parameters import ShardedParameters
 from zbcompile.persistence.local_tensors import Holding, is_sharded, like_rows, local_part
+from zbcompile.persistence.sharded_state import members_of, sharded_values, wanted_state
 
 Values = dict[str, Any]
 MEMBERS = ("params", "param_names")  # the keys of a parameter group that list its members
 
 
 def optimizer_values(optimizer: Optimizer, holding: Holding) -> Values:
-    """The state of this process's parameters. Tensors are the optimizer's own; of sharded rows they are DTensors."""
+    """The state that this process writes. Tensors are the optimizer's own; of sharded rows they are DTensors."""
     values: Values = {}
+    if isinstance(optimizer, PipelineOptimizer) and optimizer.sharded is not None:
+        for number, name in members_of(optimizer, holding):
+            values |= _options_of_group(optimizer.param_groups[number], name) if holding.writes(name) else {}
+        return values | sharded_values(optimizer, optimizer.sharded, holding)
     for group, name, parameter in _trained(optimizer, holding):
-        for key, value in _flat(optimizer.state.get(parameter, {})):
-            values[f"state.{name}.{key}"] = _as_rows(value, name, key, parameter, holding)
-        values |= {f"param_groups.{name}.{key}": value for key, value in group.items() if key not in MEMBERS}
+        if holding.writes(name):
+            for key, value in _flat(_state_of(optimizer, parameter)):
+                values[f"state.{name}.{key}"] = _as_rows(value, name, key, parameter, holding)
+            values |= _options_of_group(group, name)
     return values
+
+
+def _options_of_group(group: Mapping[str, Any], name: str) -> Values:
+    return {f"param_groups.{name}.{key}": value for key, value in group.items() if key not in MEMBERS}
+
+
+def _state_of(optimizer: Optimizer, tensor: torch.Tensor) -> Mapping[str, Any]:
+    """What the optimizer keeps of a parameter, with the master that it updates in its place."""
+    state = optimizer.state.get(tensor, {})
+    master = isinstance(optimizer, PipelineOptimizer) and optimizer.whole and optimizer.whole.is_master(tensor)
+    return {**state, MASTER: tensor.detach()} if state and master else state
+
+
+def kind_of(optimizer: Optimizer) -> str:
+    """The name of the class that does the updates."""
+    return (optimizer.wanted.kind if isinstance(optimizer, PipelineOptimizer) else type(optimizer)).__name__
 
 
 def _trained(optimizer: Optimizer, holding: Holding) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
     """Every parameter of the optimizer, with its group and its name."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            yield group, holding.name_of(parameter), parameter
+            yield group, _name_of(parameter, optimizer, holding), parameter
+
+
+def _name_of(tensor: torch.Tensor, optimizer: Optimizer, holding: Holding) -> str:
+    whole = optimizer.whole if isinstance(optimizer, PipelineOptimizer) else None
+    return holding.name_of(tensor if whole is None else whole.shown(tensor))
 
 
 def _flat(state: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
@@ -82,15 +111,41 @@ def load_optimizer(
     tensors and None with the values.
     """
     keys = state_keys(saved, holding)
+    if isinstance(optimizer, PipelineOptimizer) and optimizer.sharded is not None:
+        _load_sharded(optimizer, optimizer.sharded, holding, keys, saved, read)
+        return
     wanted = {
         f"state.{name}.{key}": _room(saved[f"state.{name}.{key}"], name, parameter, holding)
         for _, name, parameter in _trained(optimizer, holding)
         for key in keys[name]
     }
-    leaders = [holding.name_of(group["params"][0]) for group in optimizer.param_groups if group["params"]]
+    members = [group["params"] for group in optimizer.param_groups if group["params"]]
+    leaders = [_name_of(each[0], optimizer, holding) for each in members]
     for name in leaders:
         wanted |= {key: _room(saved[key], "", None, holding) for key in _options_of(name, saved)}
     optimizer.load_state_dict(_numbered(optimizer, holding, keys, read(wanted)))
+
+
+def _load_sharded(
+    optimizer: PipelineOptimizer,
+    update: ShardedParameters,
+    holding: Holding,
+    keys: Mapping[str, list[str]],
+    saved: Mapping[str, Any],
+    read: Callable[[Values], Values],
+) -> None:
+    """As `load_optimizer`, if replicas hold the state in parts."""
+    leaders = dict(members_of(optimizer, holding))
+    wanted, state = wanted_state(update, holding, keys, saved)
+    for name in leaders.values():
+        wanted |= {key: _room(saved[key], "", None, holding) for key in _options_of(name, saved)}
+    values = read(wanted)
+    groups, number = [], 0
+    for index, group in enumerate(optimizer.param_groups):
+        options = _options(leaders[index], values) if index in leaders else dict(group)
+        groups.append({**options, "params": list(range(number, number + len(group["params"])))})
+        number += len(group["params"])
+    optimizer.load_state_dict({"state": state(values), "param_groups": groups})
 
 
 def _options_of(name: str, saved: Mapping[str, Any]) -> list[str]:
@@ -122,7 +177,7 @@ def _numbered(optimizer: Optimizer, holding: Holding, keys: Mapping[str, list[st
     groups: list[Values] = []
     number = 0
     for group in optimizer.param_groups:
-        names = [holding.name_of(parameter) for parameter in group["params"]]
+        names = [_name_of(parameter, optimizer, holding) for parameter in group["params"]]
         options = _options(names[0], values) if names else {k: v for k, v in group.items() if k not in MEMBERS}
         groups.append({**options, "params": list(range(number, number + len(names)))})
         for index, (name, parameter) in enumerate(zip(names, group["params"], strict=True), number):
