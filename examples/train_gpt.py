@@ -2,6 +2,7 @@
 
     python examples/train_gpt.py                                                        all ranks in this process
     torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --schedule zb-h1     one process per rank
+    torchrun --standalone --nproc-per-node 4 examples/train_gpt.py --replicas 2 --zero 1    two replicas of two ranks
 
 At the end it prints step time, bubble and activation memory of every rank, predicted and measured.
 """
@@ -16,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from tqdm import tqdm
 
 import stdlib_text
@@ -44,6 +46,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--dropout", type=float, default=0.0, help="dropout probability (default: %(default)s)")
     add("--tied", action="store_true", help="one matrix as token embedding and as output head")
     add("--seed", type=int, default=0, help="seed of weights, batches and dropout (default: %(default)s)")
+    add(
+        "--replicas", type=int, default=1, help="replicas of the pipeline, each with batches of its own, under torchrun"
+    )
+    add("--zero", type=int, default=0, help="divide the optimizer among replicas: 1 its state, 2 gradients too")
+    add("--clip", type=float, help="the norm to which gradients are clipped (default: no limit)")
     add("--verify", action="store_true", help="exact mode; compare the first step with eager gradient accumulation")
     options = parser.parse_args(arguments)
     for name in ("microbatches", "layers", "width", "heads", "sequence_length", "batch"):
@@ -53,6 +60,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--steps is {options.steps}; the report needs at least {WARM_UP + 2 * RECORDED}")
     if options.width % options.heads:
         parser.error(f"--width {options.width} is not divisible by --heads {options.heads}")
+    if options.verify and options.replicas > 1:
+        parser.error("--verify compares with one process; leave --replicas out")
     if not 0 <= options.dropout < 1:
         parser.error(f"--dropout is {options.dropout}; expected a probability below 1")
     return options
@@ -63,11 +72,14 @@ def build(options: argparse.Namespace) -> tuple[GPT, zbcompile.Pipeline]:
     torch.manual_seed(options.seed)
     model = GPT(options.layers, options.width, options.heads, options.sequence_length, options.dropout, options.tied)
     ranks = options.ranks if "RANK" in os.environ else options.ranks or 2
+    if options.replicas > 1:
+        ranks = None
     pipe = zbcompile.pipeline(
         model,
         schedule=options.schedule,
         microbatches=options.microbatches,
         ranks=ranks,
+        mesh=mesh_of(options.replicas) if options.replicas > 1 else None,
         loss=next_byte_loss,
         exact=options.verify,
         seed=options.seed,
@@ -75,9 +87,16 @@ def build(options: argparse.Namespace) -> tuple[GPT, zbcompile.Pipeline]:
     return model, pipe
 
 
+def mesh_of(replicas: int) -> DeviceMesh:
+    """All processes as replicas of a pipeline."""
+    dist.init_process_group("gloo")
+    return init_device_mesh("cpu", (replicas, dist.get_world_size() // replicas), mesh_dim_names=("dp", "pp"))
+
+
 def batches(options: argparse.Namespace, text: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """An endless stream of batches, the same on every rank."""
-    generator = torch.Generator().manual_seed(options.seed)
+    """An endless stream of batches, the same on every rank of a replica."""
+    replica = dist.get_rank() * options.replicas // dist.get_world_size() if options.replicas > 1 else 0
+    generator = torch.Generator().manual_seed(options.seed + replica)
     while True:
         yield stdlib_text.random_batch(text, options.batch, options.sequence_length, generator)
 
@@ -104,7 +123,8 @@ def train(
     pipe: zbcompile.Pipeline, options: argparse.Namespace, data: Iterator[tuple[Tensor, Tensor]], show: bool
 ) -> list[StepRecord]:
     """Train, and return the records of `RECORDED` early steps and of the last ones."""
-    optimizer = torch.optim.AdamW(pipe.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.01)
+    more = {"zero": options.zero, "clip": options.clip}
+    optimizer = pipe.optimizer(torch.optim.AdamW, lr=options.lr, betas=(0.9, 0.95), weight_decay=0.01, **more)
     rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warm_up_then_cosine(step, options.steps))
     records: list[StepRecord] = []
     begin = time.perf_counter()
