@@ -6,6 +6,7 @@ Type-only and lazy imports count: an arrow that a reader has to follow is an arr
 import ast
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -49,30 +50,39 @@ def modules() -> dict[str, tuple[str, Path]]:
 MODULES = modules()
 
 
+def statements(block: ast.AST) -> Iterator[ast.AST]:
+    """All statements of a module, those inside functions and branches too; not the expressions in them."""
+    yield block
+    for field in ("body", "orelse", "finalbody", "handlers", "cases"):
+        for each in getattr(block, field, ()):
+            yield from statements(each)
+
+
 def imports(name: str) -> Iterator[str]:
     """The modules that a module names in an import anywhere; public names count as the modules that define them."""
-    tree = ast.parse(MODULES[name][1].read_text(encoding="utf-8"))
-    for node in ast.walk(tree):
+    for node in statements(ast.parse(MODULES[name][1].read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in MODULES)
         elif isinstance(node, ast.ImportFrom) and node.module in MODULES:
             for alias in node.names:
                 whole = f"{node.module}.{alias.name}"
-                yield whole if whole in MODULES else HOME.get(whole, node.module)
+                yield whole if whole in MODULES else public_names().get(whole, node.module)
 
 
+@cache
 def public_names() -> dict[str, str]:
     """`package.name` -> the module that defines it, for the lazy names of the packages' `__init__` files."""
     found: dict[str, str] = {}
     for package in PACKAGE.values():
-        for node in ast.walk(ast.parse(MODULES[package][1].read_text(encoding="utf-8"))):
+        for node in statements(ast.parse(MODULES[package][1].read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and node.module in MODULES:
                 found |= {f"{package}.{alias.name}": node.module for alias in node.names}
     return found
 
 
-HOME = public_names()
-ARROWS = {name: set(imports(name)) - {name} for name in MODULES if MODULES[name][1].name != "__init__.py"}
+@cache
+def arrows() -> dict[str, set[str]]:
+    return {name: set(imports(name)) - {name} for name in MODULES if MODULES[name][1].name != "__init__.py"}
 
 
 def room(name: str) -> str:
@@ -89,14 +99,14 @@ def test_every_room_has_its_place() -> None:
 
 def test_no_import_circle() -> None:
     try:
-        tuple(TopologicalSorter(ARROWS).static_order())
+        tuple(TopologicalSorter(arrows()).static_order())
     except CycleError as error:
         pytest.fail(f"modules import each other in a circle: {' <- '.join(error.args[1])}", pytrace=False)
 
 
 def test_rooms_import_in_one_direction() -> None:
     upwards = []
-    for name, targets in ARROWS.items():
+    for name, targets in arrows().items():
         top = MODULES[name][0]
         for target in sorted(targets):
             other = MODULES[target][0]
@@ -117,7 +127,7 @@ def test_no_two_modules_have_one_name() -> None:
 def test_no_module_has_the_name_of_a_public_function() -> None:
     """A module `zbcompile.schedules.check` would hide the function of that name once it is imported."""
     for package in PACKAGE.values():
-        public = {name.rpartition(".")[2] for name in HOME if name.rpartition(".")[0] == package}
+        public = {name.rpartition(".")[2] for name in public_names() if name.rpartition(".")[0] == package}
         beside = {name.rpartition(".")[2] for name in MODULES if name.rpartition(".")[0] == package}
         assert not public & beside - {"passes", "schedules"}
 

@@ -22,7 +22,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
 import torch  # noqa: E402
 
-from tests.support.operators import KINDS, Case, Outcome, cases_of, eagers_own, outcome_of  # noqa: E402
+from tests.support.operators import KINDS, Case, Outcome, cases_of, eagers_own, outcome_of, torchs_operators  # noqa: E402
 
 Row = dict[str, str]
 _FORK = multiprocessing.get_context("fork")
@@ -40,9 +40,7 @@ def arguments() -> argparse.Namespace:
 
 
 def operators(dtype: torch.dtype, only: list[str] | None) -> Iterator[Any]:
-    from torch.testing._internal.common_methods_invocations import op_db
-
-    for info in op_db:
+    for info in torchs_operators():
         if info.supports_autograd and dtype in info.dtypes and (not only or info.name in only):
             yield info
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Interpreter, Node
+from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -66,13 +66,15 @@ _OF_TRANSFORMERS = {"grouped_mm_fallback": _grouped_product, "grouped_mm_fallbac
 def count_flops(module: GraphModule, mode: FakeTensorMode) -> dict[Node, int]:
     """Floating-point operations of every call (a multiply-add is two), as torch's counter has them.
 
-    Read off the values in the graph, without running it, unless an operation is composite or calls a graph.
+    Read off the values in the graph. Only operations that are composite or call a graph are run, equal ones once.
     """
-    calls = [node for node in module.graph.nodes if node.op == "call_function"]
-    if all(map(_is_elementary, calls)):
-        formulas = _counter().flop_registry  # with those registered for custom operators
-        return {node: _flops_of(node, formulas) for node in calls}
-    return count_flops_by_run(module, mode)
+    counter = _counter()
+    runs: dict[str, int] = {}
+    return {
+        node: _flops_of(node, counter.flop_registry) if _is_elementary(node) else _flops_by_run(node, mode, runs)
+        for node in module.graph.nodes
+        if node.op == "call_function"
+    }
 
 
 def _is_elementary(node: Node) -> bool:
@@ -86,6 +88,7 @@ def _counter() -> FlopCounterMode:
 
 
 def _flops_of(node: Node, formulas: Mapping[Any, Callable[..., int]]) -> int:
+    """By the formula, one of those registered for custom operators too."""
     formula = formulas.get(getattr(node.target, "overloadpacket", None))
     if formula is None:
         return 0
@@ -93,25 +96,25 @@ def _flops_of(node: Node, formulas: Mapping[Any, Callable[..., int]]) -> int:
     return int(formula(*args, **kwargs, out_val=node.meta["val"]))
 
 
-class _Flops(Interpreter):
-    def __init__(self, module: GraphModule, counter: FlopCounterMode) -> None:
-        super().__init__(module)
-        self.counter = counter
-        self.counts: dict[Node, int] = {}
-
-    def run_node(self, n: Node) -> Any:
-        before = self.counter.get_total_flops()
-        value = super().run_node(n)
-        if n.op == "call_function":
-            self.counts[n] = self.counter.get_total_flops() - before
-        return value
+def _flops_by_run(node: Node, mode: FakeTensorMode, runs: dict[str, int]) -> int:
+    """By a run on fake tensors; `runs` has the counts of the calls so far."""
+    key = str((node.target, map_arg((node.args, node.kwargs), _kind)))
+    if key not in runs:
+        with mode, torch.no_grad(), _counter() as counter:
+            args, kwargs = map_arg((node.args, node.kwargs), _example)
+            node.target(*args, **kwargs)  # type: ignore[operator]
+        runs[key] = counter.get_total_flops()
+    return runs[key]
 
 
-def count_flops_by_run(module: GraphModule, mode: FakeTensorMode) -> dict[Node, int]:
-    """The same by one run on fake tensors."""
-    values = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
-    with mode, torch.no_grad(), _counter() as counter:
-        inputs = [like(value) if isinstance(value, torch.Tensor) else value for value in values]
-        runner = _Flops(module, counter)
-        runner.run(*inputs, enable_io_processing=False)
-    return runner.counts
+def _kind(source: Node) -> Any:
+    value = source.meta.get("val", source)
+    return (*value.shape, value.dtype) if isinstance(value, torch.Tensor) else value
+
+
+def _example(source: Node) -> Any:
+    """A graph that is called, or an uninitialised tensor."""
+    if source.op == "get_attr":
+        return getattr(source.graph.owning_module, str(source.target))
+    value = source.meta["val"]
+    return like(value) if isinstance(value, torch.Tensor) else value

@@ -1,12 +1,12 @@
 """Operators of torch's own test list as a model of one stage, captured, split and run against eager autograd."""
 
+import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.testing._internal import common_methods_invocations
 
 from zbcompile.passes.capture.differentiability import backward_failure
 from zbcompile.passes.capture.export import capture
@@ -19,6 +19,13 @@ from zbcompile.passes.split.joint_graph import tangents_of, trace_joint
 from zbcompile.passes.split.simplify import simplify
 from zbcompile.passes.split.split import Split, split
 from zbcompile.passes.torch_private import pytree, replaced
+
+TORCHS_LIST = "torch.testing._internal.common_methods_invocations"  # takes seconds to import
+
+
+def torchs_operators() -> list[Any]:
+    """The OpInfos of torch's own tests."""
+    return importlib.import_module(TORCHS_LIST).op_db
 
 
 @dataclass(frozen=True)
@@ -68,7 +75,7 @@ class Operators(nn.Module):
         for operator, leaves, structure in self.calls:
             values = [leaf if index is None else self.tensors[index] for index, leaf in leaves]
             first, args, kwargs = pytree.tree_unflatten(values, structure)
-            with replaced(common_methods_invocations, "wrapper_set_seed", _unseeded):
+            with replaced(importlib.import_module(TORCHS_LIST), "wrapper_set_seed", _unseeded):
                 result = operator(first, *args, **kwargs)
             made += [value for value in pytree.tree_leaves(result) if _real(value)]
         return [torch.view_as_real(value.resolve_conj()) if value.is_complex() else value for value in made]
