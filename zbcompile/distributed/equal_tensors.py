@@ -164,7 +164,8 @@ def checksum(tensor: torch.Tensor) -> int:
     value = tensor.detach()
     flat = (torch.view_as_real(value) if value.is_complex() else value).contiguous().view(-1)
     bits = flat.view(_INTEGER[flat.element_size()])
-    weights = _mixed(torch.arange(1, CHUNK + 1, device=bits.device) * _ODD) | 1  # odd: no bit is lost
+    counted = torch.arange(1, min(CHUNK, len(bits)) + 1, device=bits.device)
+    weights = _mixed(counted * _ODD) | 1  # odd: no bit is lost
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for part in bits.split(CHUNK):
         weight = weights[: len(part)]
