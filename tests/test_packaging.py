@@ -98,6 +98,7 @@ def test_metadata(metadata: Message) -> None:
     assert "functorch" not in required  # it is the module inside torch; the package replaces it by an old one
 
 
+@pytest.mark.slow
 def test_sdist_builds_the_same_wheel(sdist: Path, wheel: Path, tmp_path: Path) -> None:
     with tarfile.open(sdist) as archive:
         archive.extractall(tmp_path, filter="data")
@@ -108,7 +109,7 @@ def test_sdist_builds_the_same_wheel(sdist: Path, wheel: Path, tmp_path: Path) -
         assert sorted(ours.namelist()) == sorted(theirs.namelist())
 
 
-@pytest.mark.mostly_slow(every=3)
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["lenient", "strict", "compat"])
 def test_editable(mode: str, source: Path, tmp_path: Path) -> None:
     """Into a folder of its own, read as site-packages so that its .pth file takes effect."""

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-VOCABULARY, WIDTH, HEADS, LENGTH, LAYERS = 13, 16, 4, 6, 4
+VOCABULARY, WIDTH, HEADS, LENGTH, LAYERS = 13, 16, 4, 6, 2
 
 
 class Attention(nn.Module):

@@ -56,6 +56,7 @@ def all_ways() -> tuple[Ways, Drawn]:
 SCHEDULES = {"1f1b": (12, 4), "zb-h1": (11, 4), "interleaved-1f1b": (1, 8), "zb-v": (2, 8), "dualpipe-v": (3, 8)}
 
 
+@pytest.mark.mostly_slow(every=5)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_all_ways_cut_at_each(schedule: str, all_ways: tuple[Ways, Drawn]) -> None:
     """Every way is the first of a stage or the last of one, under one schedule at least."""
@@ -66,6 +67,7 @@ def test_all_ways_cut_at_each(schedule: str, all_ways: tuple[Ways, Drawn]) -> No
         as_eager(copy.deepcopy(model), torch.randn(ROWS, WIDTH), schedule=schedule, ranks=4, balance=cuts)
 
 
+@pytest.mark.slow
 def test_all_ways_on_one_stage(all_ways: tuple[Ways, Drawn]) -> None:
     model, drawn = all_ways
     with mock.patch("zbcompile.frontend.executables.draw_step", return_value=drawn):

@@ -120,7 +120,8 @@ def test_bitwise(make: Callable[[], nn.Module], schedule: str) -> None:
         assert torch.equal(ours.grad, theirs.grad), name
 
 
-@pytest.mark.parametrize("make", [gru, Thrice])
+@pytest.mark.mostly_slow(every=2)
+@pytest.mark.parametrize("make", [Thrice, gru])
 def test_within_the_bound(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
     model, eager = make(), make()

@@ -43,8 +43,8 @@ def _group(ranks: int, microbatches: int) -> int:
 @pytest.mark.mostly_slow(every=8)
 @pytest.mark.parametrize("name", names())
 def test_every_size_is_right_and_keeps_its_promise(name: str, random_costs) -> None:
-    """Ranks 1..8, microbatches 1..24: `check` passes under random costs, memory stays within the promise. A search
-    takes long, and gets a quarter of the sizes."""
+    """Ranks 1..8, microbatches 1..24: memory stays within the promise, and `check` passes, for a third under random
+    costs too. A search takes long, and gets a quarter of the sizes."""
     generator = random.Random(name)
     built = 0
     for ranks in range(1, 9):
@@ -54,8 +54,9 @@ def test_every_size_is_right_and_keeps_its_promise(name: str, random_costs) -> N
                 continue
             built += 1
             check(schedule, memory_limit=PROMISED_PEAK[name](ranks, microbatches))
-            costs = random_costs(generator, schedule.stages)
-            check(build(name, ranks, microbatches, costs=costs), costs)
+            if built % 3 == 0:
+                costs = random_costs(generator, schedule.stages)
+                check(build(name, ranks, microbatches, costs=costs), costs)
     assert built >= 25
 
 

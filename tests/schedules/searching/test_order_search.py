@@ -281,6 +281,7 @@ def test_the_benchmarks_run_and_go_on_where_they_stopped(script: str, tmp_path: 
         assert line["found"] <= (line.get("best_name") or math.inf) * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_a_large_step_is_searched_at_its_end_and_never_longer_than_a_name() -> None:
     """More passes than are annealed as a whole: every name is tried, moves stay near the end of the critical path."""
     costs = uneven(random.Random(9), 16)

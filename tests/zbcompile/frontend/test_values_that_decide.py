@@ -41,6 +41,7 @@ def test_a_stream_whose_mask_changes(schedule: str, kinds: tuple[str, ...], caps
     assert "if mask.all():" in said
 
 
+@pytest.mark.slow
 def test_replicas_with_different_answers(pool: Pool) -> None:
     """What one replica alone has trained is summed with the other's zeros; both compile the same programs."""
     kinds = ("full", "padded")
@@ -91,6 +92,7 @@ class Curious(nn.Module):
         return self.last(hidden)
 
 
+@pytest.mark.slow
 def test_numbers_that_decide_and_answers_that_do_not(capsys: pytest.CaptureFixture[str]) -> None:
     """A layer runs two, three or four times, within one batch; `eager` runs it as often."""
     torch.manual_seed(0)
@@ -109,6 +111,7 @@ def test_numbers_that_decide_and_answers_that_do_not(capsys: pytest.CaptureFixtu
         pipe.step(x, mask, target=target)
 
 
+@pytest.mark.slow
 def test_programs_that_cannot_share_a_step() -> None:
     """The layer runs on one stage or on two: its gradients are summed at the end of the step, or during it."""
     pipe = zbcompile.pipeline(Curious(WIDTH), **OPTIONS)
@@ -121,6 +124,7 @@ def test_programs_that_cannot_share_a_step() -> None:
         pipe.step(x, mask, target=target)
 
 
+@pytest.mark.slow
 def test_all_shapes_together_keep_so_many_programs() -> None:
     """Two shapes with two answers each: at most two programs, of which one is the first."""
     torch.manual_seed(0)

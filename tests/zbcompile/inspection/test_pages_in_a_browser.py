@@ -56,6 +56,7 @@ def look(page: str, folder: Path) -> dict[str, Any]:
     return json.loads(unescape(report[1]))
 
 
+@pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize("ranks", [2, 8, 32])
 def test_a_timeline(ranks: int, tmp_path: Path) -> None:
     schedule = build("zb-v", ranks, 2 * ranks)
@@ -65,6 +66,7 @@ def test_a_timeline(ranks: int, tmp_path: Path) -> None:
     assert seen["boxes"] >= len(timeline.spans) + len(timeline.idle)
 
 
+@pytest.mark.slow
 def test_compared_timelines(tmp_path: Path) -> None:
     timelines = [simulate(build(name, 4, 8)) for name in ("1f1b", "zb-h1", "zb-v")]
     seen = look(compare_html(timelines), tmp_path)

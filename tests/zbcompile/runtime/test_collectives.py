@@ -19,7 +19,7 @@ from tests.support.pool import Pool
 from tests.support.training import assert_same_tensors, gradients_of
 
 EXPERT = {"*.up.*": {"ep": "shard"}, "*.down.*": {"ep": "shard"}}
-LAYERS, WIDTH, EXPERTS, MICROBATCHES, ROWS = 4, 8, 2, 4, 6
+LAYERS, WIDTH, EXPERTS, MICROBATCHES, ROWS = 2, 8, 2, 4, 6
 
 
 class Seen(NamedTuple):

@@ -1,6 +1,7 @@
-"""Twenty classes of transformers, one step each under zb-h1 and zb-v, against eager: losses, gradients and buffers.
+"""Twenty classes of transformers, one step each under zb-h1 or zb-v, against eager: losses, gradients and buffers.
 
-All classes: `examples/benchmarks/transformers_sweep.py`. Those of the zoo train for two steps in `test_zoo.py`.
+All classes, under both: `examples/benchmarks/transformers_sweep.py`. Those of the zoo train for two steps in
+`test_zoo.py`.
 """
 
 import pytest
@@ -18,7 +19,7 @@ SAMPLE = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SAMPLE)
-def test_bitwise(name: str) -> None:
+@pytest.mark.parametrize(("name", "schedule"), zip(SAMPLE, ("zb-h1", "zb-v") * 10, strict=True))
+def test_bitwise(name: str, schedule: str) -> None:
     (entry,) = (each for each in entries() if each.name == name)
-    assert outcome_of(problem_of(entry), ("zb-h1", "zb-v")) == Outcome("bitwise")
+    assert outcome_of(problem_of(entry), (schedule,)) == Outcome("bitwise")

@@ -1,7 +1,7 @@
 """Models that people train, pipelined, against eager gradient accumulation: two steps with AdamW between them; losses,
 every gradient, and the state dict with all buffers bit by bit.
 
-Each model runs under two schedules here, all of (schedule, ranks) occur; for every combination run
+Each model runs under one schedule here, all of (schedule, ranks) occur; for every combination run
 `examples/benchmarks/oracle_sweep.py --problems llama bert ...`.
 """
 
@@ -26,7 +26,6 @@ from zbcompile.passes.graph.source_location import origin_of
 from zbcompile.program.program import Program
 
 CASES = (
-    Case("llama", "zb-v", 2, 4, steps=2),
     Case("llama", "zb-h1", 4, 4, steps=2),
     Case("llama-unpadded", "zb-v", 2, 4, steps=2),
     Case("llama-full", "zb-h1", 2, 4, steps=2),
@@ -34,24 +33,16 @@ CASES = (
     Case("gpt2-full", "zb-v", 2, 4, steps=2),
     Case("bert-full", "zb-h1", 2, 4, steps=2),
     Case("gpt2", "zb-h1", 3, 4, steps=2),
-    Case("gpt2", "1f1b", 4, 4, steps=2),
-    Case("bert", "zb-v", 3, 4, steps=2),
     Case("bert", "1f1b", 2, 4, steps=2),
     Case("vit", "zb-v", 4, 4, steps=2),
-    Case("vit", "zb-h1", 2, 4, steps=2),
     Case("t5", "1f1b", 4, 4, steps=2),
-    Case("t5", "zb-h1", 2, 4, steps=2),
-    Case("whisper", "zb-v", 2, 4, steps=2),
-    Case("whisper", "1f1b", 3, 4, steps=2),
+    Case("whisper", "zb-v", 3, 4, steps=2),
     Case("mixtral", "zb-h1", 3, 4, steps=2),
     Case("qwen-moe", "zb-v", 2, 4, steps=2),
     Case("gemma2", "1f1b", 3, 4, steps=2),
     Case("mamba", "zb-h1", 4, 4, steps=2),
-    Case("resnet", "zb-v", 3, 4, steps=2),
     Case("resnet", "zb-h1", 2, 4, steps=2),
-    Case("unet", "zb-v", 4, 4, steps=2),
     Case("unet", "1f1b", 3, 4, steps=2),
-    Case("custom-op", "zb-h1", 4, 4, steps=2),
     Case("custom-op", "zb-v", 3, 4, steps=2),
 )
 PROCESSES = (
@@ -65,12 +56,12 @@ def test_every_pair_of_schedule_and_ranks_occurs() -> None:
     assert len({(case.schedule, case.ranks) for case in CASES}) == 9
 
 
-# One worker runs all cases of a model, which it captures once.
-OF_ONE_MODEL = [pytest.param(case, id=str(case), marks=pytest.mark.xdist_group(case.problem)) for case in CASES]
+# Groups of their own: two workers share them.
+ONE_BY_ONE = [pytest.param(case, id=str(case), marks=pytest.mark.xdist_group(case.problem)) for case in CASES]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", OF_ONE_MODEL)
+@pytest.mark.parametrize("case", ONE_BY_ONE)
 def test_in_one_process(case: Case) -> None:
     """Every operation of the graphs that ran says which line of the model, or which pass of the compiler, made it."""
     assert_bitwise(quickly(case), reference(case))
