@@ -20,10 +20,10 @@ from zbcompile.frontend.state_dict import gather_rows
 from zbcompile.model.batch import Batch
 from zbcompile.model.resident_tensors import require_same_attributes, resident_tensors
 from zbcompile.passes.capture.guards import Guards
-from zbcompile.passes.capture.log_probs import IGNORED
 from zbcompile.passes.capture.questions import Given
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.graph.roles import Slot
+from zbcompile.passes.vocabulary.log_probs import IGNORED
 from zbcompile.program.program import OF_A_PLACE, Program
 from zbcompile.runtime.engine import Engine, Executable, StepInput
 from zbcompile.runtime.forward_run import exchanged, joined, run_forward

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from zbcompile.passes.capture.log_probs import log_probs, log_probs_and_entropies
 from zbcompile.passes.capture.training_step import Read
 from zbcompile.passes.graph.roles import TensorSpec
+from zbcompile.passes.vocabulary.log_probs import log_probs, log_probs_and_entropies
 from zbcompile.torch_private import pytree
 
 # What a forward can compute: the model's output, or what is read of it.
