@@ -61,4 +61,8 @@ PAIR_STREAMS = Switch(
     "ZBCOMPILE_PAIR_STREAMS",
     "run the halves of a compiled pair on two CUDA streams (takes more memory: streams share none)",
 )
-VARIABLES = (CACHE, CHECK, DEBUG_NAN, ORDERED, PAIR_STREAMS)
+TORCH_LOGS = Switch(
+    "ZBCOMPILE_TORCH_LOGS",
+    "show what torch logs while it traces a model, as --debug does: whole graphs and tracebacks if that fails",
+)
+VARIABLES = (CACHE, CHECK, DEBUG_NAN, ORDERED, PAIR_STREAMS, TORCH_LOGS)

@@ -101,6 +101,22 @@ def is_bound(group: dist.ProcessGroup | None) -> bool:
     return getattr(group, "bound_device_id", None) is not None
 
 
+@contextlib.contextmanager
+def no_graphs_printed() -> Iterator[None]:
+    """Inside, torch prints no graph to stderr if an export, or code that it generated, fails (2.11-2.13: by `print`,
+    which these modules are given one of their own for)."""
+    from torch.export import _trace
+
+    places: list[Any] = [_trace, torch.fx.graph_module]
+    for module in places:
+        module.print = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        for module in places:
+            del module.print
+
+
 # What inductor is told beside the user's own torch._inductor.config: eager's random numbers (its own generator draws
 # others), no CUDA graphs (zbcompile captures its own) and no cache of its own (CompileCache is one).
 INDUCTOR = {

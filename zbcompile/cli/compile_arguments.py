@@ -14,6 +14,7 @@ from zbcompile.cli.option_flags import add_flags, flag_of
 from zbcompile.cli.quiet import silenced
 from zbcompile.cli.target import load_example
 from zbcompile.compiler.compile_example import Inspected, compile_example
+from zbcompile.compiler.torch_logs import with_torchs_logs
 from zbcompile.errors import PipelineError
 from zbcompile.frontend.choose_schedule import choose_schedule, is_searched
 from zbcompile.frontend.options import OPTIONS, Options
@@ -109,4 +110,4 @@ def schedule_of(plan: Plan, wanted: str | Schedule | None = None) -> Schedule:
 
 def quiet(plan: Plan) -> contextlib.AbstractContextManager[None]:
     """Hide everything that torch prints, unless with `--debug`."""
-    return contextlib.nullcontext() if plan.debug else silenced()
+    return with_torchs_logs() if plan.debug else silenced()

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from zbcompile.compiler.cut_planning import plan_cuts
+from zbcompile.compiler.torch_logs import without_torchs_logs
 from zbcompile.compiler.vocabulary_decision import choose_sharding
 from zbcompile.compiler.vocabulary_sharding import Sharding, shard
 from zbcompile.env import CHECK
@@ -55,6 +56,7 @@ class Drawn:
     sharding: Sharding | None
 
 
+@without_torchs_logs()
 def draw_step(
     model: nn.Module,
     microbatch: Microbatch,
@@ -108,6 +110,7 @@ def without_autocast(microbatch: Microbatch) -> torch.autocast:
     return torch.autocast(next(iter(microbatch.tensors.values())).device.type, enabled=False)
 
 
+@without_torchs_logs()
 def compile_drawn(
     model: nn.Module,
     microbatch: Microbatch,

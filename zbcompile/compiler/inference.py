@@ -9,6 +9,7 @@ from torch.fx import Node
 
 from zbcompile.compiler.compile_model import groups_of, make_manager, on_mesh, place, without_autocast
 from zbcompile.compiler.cut_planning import plan_cuts
+from zbcompile.compiler.torch_logs import without_torchs_logs
 from zbcompile.compiler.vocabulary_sharding import Sharding, forward_shards, shard_head
 from zbcompile.model.batch import Microbatch
 from zbcompile.model.model_info import facts_of
@@ -51,6 +52,7 @@ class Frame:
     dimensions: Mapping[str, str]
 
 
+@without_torchs_logs()
 def compile_forward(
     model: nn.Module, microbatch: Microbatch, wanted: Computation, frame: Frame, given: Given | None = None
 ) -> Program:

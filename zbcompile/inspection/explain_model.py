@@ -164,6 +164,8 @@ def _updates_that_forbid_cuts(canonical: Canonical) -> list[str]:
 
 
 def _notes(model: nn.Module, captured: Captured) -> Iterator[str]:
+    for line in dict.fromkeys(captured.guards.lines if captured.guards else ()):
+        yield f"forward asks about the values of its inputs ({line}): a batch with another answer compiles once more"
     used = {slot.name for slot in captured.inputs if slot.kind == "parameter"}
     unused = sorted(
         name for name in dict.fromkeys(captured.names[n] for n, _ in model.named_parameters()) if name not in used

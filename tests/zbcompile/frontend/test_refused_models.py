@@ -128,6 +128,14 @@ def number_from_data() -> None:
     train(Reading(2))
 
 
+def loss_over_some_rows() -> None:
+    def over_some(output: Tensor, target: Tensor) -> Tensor:
+        kept = target[:, 0] > 0
+        return F.cross_entropy(output[kept], target[kept].argmax(-1))
+
+    train(MLP(2), loss=over_some)
+
+
 def lazy() -> None:
     train(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LazyLinear(WIDTH)))
 
@@ -296,6 +304,7 @@ REFUSED = (
     Refused(shape_from_data, CAPTURE, r"x\[x\[:, 0\] > 0\].*shape depends on the data.*mask"),
     Refused(count_from_data, CAPTURE, r"index.*x\[x > 0\]\.mean\(\).*shape depends on the data.*mask"),
     Refused(number_from_data, CAPTURE, r"x\.sum\(\)\.item\(\).*from the values of a tensor.*must stay a tensor"),
+    Refused(loss_over_some_rows, CAPTURE, r"output\[kept\].*shape depends on the data.*label ignore_index"),
     Refused(lazy, CAPTURE, r"module 1 \(LazyLinear\) is lazy"),
     Refused(changes_its_input, CAPTURE, r"forward changes its input args_0 in place.*clone"),
     Refused(changes_a_parameter, CAPTURE, r"changes parameter layers\.1\.weight in place.*between steps"),

@@ -97,6 +97,17 @@ def test_an_explanation_changes_nothing() -> None:
     assert any("running_mean" in note and "dualpipe" in note for note in found.notes)
 
 
+class Asking(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if (x > 0).any() else x
+
+
+def test_what_forward_asks_about_its_inputs_is_listed() -> None:
+    notes = [note for note in explained(Asking(2)).notes if "asks about the values of its inputs" in note]
+    assert len(notes) == 1
+    assert re.search(r"test_explain_model\.py:\d+: .*\(x > 0\)\.any\(\)", notes[0])
+
+
 @torch.library.custom_op("zbcompile_tests::one_way", mutates_args=())
 def one_way(x: Tensor) -> Tensor:
     return x * 2

@@ -1,0 +1,43 @@
+"""What torch logs and prints while a trace fails is hidden, and shown when asked for; its loggers stay as they are."""
+
+import logging
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zbcompile
+from tests.support.oracle import WIDTH
+
+
+class OnSome(nn.Module):
+    """Decides by how many rows the mask leaves: torch prints the graph so far when it fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        logging.getLogger("torch.fx").warning("a warning of torch.fx")
+        logging.getLogger("a_model").warning("a warning of a model")
+        kept = self.layer(x)[mask]
+        return kept.mean() if kept.numel() else kept.sum()
+
+
+@pytest.mark.parametrize("shown", [False, True])
+def test_torchs_logs_are_shown_if_asked_for(
+    shown: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("ZBCOMPILE_TORCH_LOGS", str(int(shown)))
+    level = logging.getLogger("torch").level
+    pipe = zbcompile.pipeline(OnSome(), schedule="1f1b", ranks=1, microbatches=1)
+    x = torch.randn(4, WIDTH)
+    with pytest.raises(zbcompile.CompileError, match=r"test_torch_logs.*shape depends on the data"):
+        pipe.step(x, x[:, 0] > 0)
+    assert ("def forward" in capsys.readouterr().err) is shown
+    assert ("a warning of torch.fx" in caplog.messages) is shown
+    assert "a warning of a model" in caplog.messages
+    assert logging.getLogger("torch").level == level

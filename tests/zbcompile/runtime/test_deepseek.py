@@ -1,0 +1,50 @@
+"""A model after DeepSeek-V3, with losses on several stages and a router that is balanced without gradients."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import zbcompile
+from tests.support.deepseek import DeepSeek, model_and_tokens
+from tests.support.oracle import Batch, eager_step
+from tests.support.shared_captures import shared_captures
+from tests.support.training import gradients_of
+
+MICROBATCHES = 4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def captured_once() -> Iterator[None]:
+    with shared_captures():
+        yield
+
+
+@pytest.fixture(scope="module")
+def eager() -> dict[str, torch.Tensor]:
+    """Losses of two steps, gradients, and buffers: how many tokens each expert got, and the bias that follows."""
+    model, tokens = model_and_tokens(2 * MICROBATCHES)
+    losses = [eager_step(model, None, Batch((tokens,), {}), MICROBATCHES, step) for step in range(2)]
+    return {"first": losses[0], "second": losses[1], **gradients_of(model), **dict(model.named_buffers())}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "recompute"), [("zb-h1", 4, "none"), ("zb-v", 2, "full"), ("dualpipe-v", 2, "full")]
+)
+def test_bitwise(schedule: str, ranks: int, recompute: str, eager: dict[str, torch.Tensor]) -> None:
+    """With recomputation as well: no token is counted twice."""
+    model, tokens = model_and_tokens(2 * MICROBATCHES)
+    options = {"schedule": schedule, "ranks": ranks, "recompute": recompute, "microbatches": MICROBATCHES}
+    pipe = zbcompile.pipeline(model, exact=True, **options)
+    losses = {"first": pipe.step(tokens), "second": pipe.step(tokens)}
+    found = {**losses, **{n: p.grad for n, p in pipe.named_parameters()}, **dict(model.named_buffers())}
+    assert found.keys() == eager.keys()
+    assert [name for name, value in eager.items() if not torch.equal(found[name], value)] == []
+
+
+def test_an_output_layer_with_several_losses_is_not_sharded() -> None:
+    model, tokens = model_and_tokens(2 * MICROBATCHES)
+    pipe = zbcompile.pipeline(model, schedule="zb-h1", ranks=2, microbatches=MICROBATCHES, vocab=1)
+    assert isinstance(model, DeepSeek)
+    with pytest.raises(zbcompile.CompileError, match=r'head\.weight is also read by .*Use vocab="off"'):
+        pipe.step(tokens)

@@ -1,0 +1,38 @@
+"""What torch logs while it traces a model: if that fails, whole graphs and tracebacks, before our error's one line."""
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+
+from zbcompile.env import TORCH_LOGS
+from zbcompile.torch_private import no_graphs_printed
+
+
+@contextlib.contextmanager
+def without_torchs_logs() -> Iterator[None]:
+    """Hide it inside, unless ZBCOMPILE_TORCH_LOGS=1. Loggers that do not have torch's usual level are left alone."""
+    if TORCH_LOGS.read():
+        yield
+        return
+    loggers = [logging.getLogger(name) for name in logging.root.manager.loggerDict if name.partition(".")[0] == "torch"]
+    loggers = [logger for logger in loggers if logger.level == logging.WARNING]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL + 1)
+    try:
+        with no_graphs_printed():
+            yield
+    finally:
+        for logger in loggers:
+            logger.setLevel(logging.WARNING)
+
+
+@contextlib.contextmanager
+def with_torchs_logs() -> Iterator[None]:
+    """As if ZBCOMPILE_TORCH_LOGS were 1 inside."""
+    before = os.environ.get(TORCH_LOGS.name, "")
+    os.environ[TORCH_LOGS.name] = "1"
+    try:
+        yield
+    finally:
+        os.environ[TORCH_LOGS.name] = before
