@@ -20,6 +20,7 @@ from torch._ops import (
 )
 from torch._subclasses import functional_tensor  # 2.11-2.13: what AOTAutograd functionalises with
 from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
     FakeTensor as FakeTensor,  # 2.11-2.13: no public name for the class
     FakeTensorMode as FakeTensorMode,  # 2.11-2.13: shapes without memory
 )
@@ -27,6 +28,7 @@ from torch.fx import Node
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 from torch.fx.experimental import proxy_tensor  # 2.11-2.13: which node a tensor is in a graph being traced
 from torch.fx.experimental.proxy_tensor import make_fx as make_fx  # 2.11-2.13: documented as functorch.make_fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.fx.graph import _BoxedCodeGen  # 2.11-2.13: the only code generator that frees inputs as they are used
 from torch.fx.traceback import annotate, get_current_meta, preserve_node_meta
 from torch.utils import _pytree as pytree  # 2.11-2.13: torch.export uses it; torch.utils.pytree is newer
@@ -41,6 +43,8 @@ pytree = pytree
 LazyGraphModule = LazyGraphModule
 aten = torch.ops.aten
 
+# 2.11-2.13: what is raised if something depends on a value that a trace does not have.
+DATA_DEPENDENT_ERRORS: tuple[type[Exception], ...] = (GuardOnDataDependentSymNode, DataDependentOutputException)
 # 2.11-2.13: what torch.export makes of checks of shapes and values, its own and the model's.
 ASSERTIONS = (aten._assert_tensor_metadata.default, aten._assert_scalar.default, aten._assert_async.msg)
 # 2.11-2.13: the CPU's attention kernel and its gradient; joint graphs call them by these names.

@@ -22,8 +22,8 @@ ORDER = {
         *("simulation", "searching", "visualization", "__init__", "__main__"),
     ),
     "passes": (
-        *("__init__", "errors", "option", "compile_options", "torch_private", "graph", "capture", "partition"),
-        *("split", "recompute", "stage", "vocabulary", "verification", "pass_list", "serialization"),
+        *("__init__", "errors", "option", "compile_options", "torch_private", "graph", "values", "capture"),
+        *("partition", "split", "recompute", "stage", "vocabulary", "verification", "pass_list", "serialization"),
     ),
     "zbcompile": (
         *("version", "__init__", "errors", "env", "json_text", "atomic_files", "regular_files", "torch_private"),

@@ -22,8 +22,6 @@ from zbcompile.passes.capture.export_errors import export_failure
 from zbcompile.passes.capture.function_calls import FunctionCall
 from zbcompile.passes.capture.guards import Guards, separate_guards
 from zbcompile.passes.capture.meta_device import as_if_on
-from zbcompile.passes.capture.open_numbers import computes_with_them
-from zbcompile.passes.capture.plain_tensors import PlainTensor, plain_tensors
 from zbcompile.passes.capture.questions import Given, Questions
 from zbcompile.passes.capture.side_effects import Watch
 from zbcompile.passes.capture.torch_private import eagers_kernels, quick_decompositions
@@ -35,6 +33,8 @@ from zbcompile.passes.graph.kernel_layouts import kernels_layouts
 from zbcompile.passes.graph.roles import Kind, Slot
 from zbcompile.passes.graph.strides import copy_with_strides
 from zbcompile.passes.torch_private import numbered_checkpoints, pytree
+from zbcompile.passes.values.open_numbers import computes_with_them
+from zbcompile.passes.values.plain_tensors import PlainTensor, plain_tensors
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from zbcompile.passes.capture.plain_tensors import PlainTensor
 from zbcompile.passes.capture.questions import Given, Questions
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.graph.fx import call_text, node_numbers, output_values
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.torch_private import LazyGraphModule, storage_key
+from zbcompile.passes.values.plain_tensors import PlainTensor
 
 Answers = tuple[Any, ...]
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from zbcompile.passes.capture.input_values import UNKNOWN, InputValues
 from zbcompile.passes.capture.tracing_flags import EAGERS_WAY, Way
 from zbcompile.passes.graph.source_location import calling_line
 from zbcompile.passes.torch_private import FakeTensor, outside_of_trace, pytree, traced_node
+from zbcompile.passes.values.input_values import UNKNOWN, InputValues
 
 Answer = Any  # a bool or a number
 NOT_ANSWERED = object()

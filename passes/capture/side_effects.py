@@ -22,11 +22,11 @@ from zbcompile.passes.capture.attention_kernels import (
 from zbcompile.passes.capture.custom_functions import calls_as_operators, emit_into
 from zbcompile.passes.capture.distributed_regions import Regions, modules_as_operators
 from zbcompile.passes.capture.function_calls import FunctionCall, refuse_set_data
-from zbcompile.passes.capture.open_numbers import failed_questions, with_eagers_types
 from zbcompile.passes.capture.python_effects import numbers_drawn_outside_torch, output_of_forward
 from zbcompile.passes.capture.questions import NOT_ANSWERED, QUESTIONS, Questions
 from zbcompile.passes.graph.source_location import calling_line
 from zbcompile.passes.torch_private import FUNCTIONAL_COLLECTIVES_MODULE, buffer_table, replaced
+from zbcompile.passes.values.open_numbers import failed_questions, with_eagers_types
 
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _TRAINS = (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]

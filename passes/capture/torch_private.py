@@ -9,16 +9,12 @@ import torch
 from torch._C import DispatchKey  # 2.11-2.13: which of an operator's kernels is meant
 from torch._export import utils as _export_utils  # 2.11-2.13: see `quick_decompositions`
 from torch._inductor import config as inductor_config  # 2.11-2.13: documented as torch._inductor.config
-from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.fx.experimental import proxy_tensor
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from zbcompile.passes.torch_private import FakeTensor, FakeTensorMode, OpOverload, replaced
 
 aten = torch.ops.aten
-# 2.11-2.13: what is raised if something depends on a value that a trace does not have
-DATA_DEPENDENT_ERRORS: tuple[type[Exception], ...] = (GuardOnDataDependentSymNode, DataDependentOutputException)
 _OPERATORS = torch.library.Library("zbcompile", "DEF")
 
 

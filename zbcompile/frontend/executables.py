@@ -32,13 +32,13 @@ from zbcompile.model.materialize import Share
 from zbcompile.model.placements import SHARD, along, require_matches
 from zbcompile.model.resident_tensors import kind_of, require_same_attributes, require_same_tensors, resident_tensors
 from zbcompile.passes.capture.attention_kernels import attention_kernels
-from zbcompile.passes.capture.plain_tensors import PlainTensor
 from zbcompile.passes.capture.questions import Given
 from zbcompile.passes.capture.unsupported import hook_problems, raise_first
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.stage.stage_program import bind_groups
 from zbcompile.passes.torch_private import forward_hooks, global_hooks
+from zbcompile.passes.values.plain_tensors import PlainTensor
 from zbcompile.planning.planner import Decision, decide, order_by_graphs, reordered
 from zbcompile.program.program import OF_A_PLACE, Program
 from zbcompile.program.save import save_program

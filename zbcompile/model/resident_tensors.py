@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from zbcompile.errors import PipelineError
-from zbcompile.passes.capture.plain_tensors import PlainTensor
 from zbcompile.passes.graph.roles import Slot
+from zbcompile.passes.values.plain_tensors import PlainTensor
 
 
 def resident_tensors(model: nn.Module, constants: Mapping[str, torch.Tensor]) -> dict[Slot, torch.Tensor]:

@@ -13,12 +13,11 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from zbcompile.passes.capture.torch_private import DATA_DEPENDENT_ERRORS
-from zbcompile.passes.torch_private import replaced
+from zbcompile.passes.torch_private import DATA_DEPENDENT_ERRORS, replaced
 
 _EAGERS = {torch.SymInt: 0, torch.SymFloat: 0.0, torch.SymBool: False}
 _TRACERS = ("torch", "zbcompile")  # those who know of open numbers
-_READS = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
+_READ = torch.ops.aten.item.default
 
 
 @contextlib.contextmanager
@@ -63,7 +62,7 @@ def computes_with_them(graph: Graph) -> bool:
     """Whether an operation of a traced graph makes a tensor from an open number."""
     derived: set[Node] = set()
     for node in graph.nodes:
-        if node.target not in _READS and derived.isdisjoint(node.all_input_nodes):
+        if node.target is not _READ and derived.isdisjoint(node.all_input_nodes):
             continue
         if isinstance(node.meta.get("val"), torch.Tensor):
             return True
