@@ -68,6 +68,8 @@ class Question:
     @property
     def placements(self) -> tuple[str, ...]:
         """The placements that there are cuts for."""
+        if self.ranks == 1 and self.chunks is None:
+            return ("linear",)
         named = not isinstance(self.choices.balance, str)
         stages = {len(self.choices.balance) + 1} if named else set(range(1, len(self.costs.line.nodes) + 1))
         parsed = {name: Placement.parse(name, self.ranks) for name in PLACEMENTS}

@@ -1,0 +1,108 @@
+"""`python -m zbcompile.plan TARGET --ranks N`: the table to look at before asking for machines."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from zbcompile.atomic_files import write_whole
+from zbcompile.cli.compile_arguments import Plan, add_plan, announcer, example_of, quiet
+from zbcompile.cli.exit_status import exit_status
+from zbcompile.cli.option_flags import flag_of, split_options
+from zbcompile.compiler.compile_example import one_microbatch
+from zbcompile.compiler.compile_model import draw_step
+from zbcompile.errors import PipelineError
+from zbcompile.inspection.plan_table import format_plan, to_picture
+from zbcompile.inspection.report import wrap
+from zbcompile.planning.factorisations import Row, factorisations
+
+ASSUMED = (
+    "Predicted from operations at nominal speeds, with messages and the exchange between replicas free; memory is "
+    "parameters, gradients, optimizer state and activations in flight. tp > 1 is left out: TARGET makes a whole model."
+)
+EXAMPLES = """examples:
+  python -m zbcompile.plan examples/targets.py:gpt --ranks 8
+  python -m zbcompile.plan examples/targets.py:llama_70b --fake --ranks 64 --memory 80GiB --global-batch 512
+
+TARGET is called without arguments and returns (model, args), (model, args, kwargs) or
+zbcompile.Example(model, args, kwargs, loss, target); args are those of one microbatch.
+exit status: 0, or 2 with one line on standard error if nothing fits or the request cannot be met.
+"""
+
+
+@dataclass(frozen=True)
+class PlanRequest(Plan):
+    """The arguments of the command line."""
+
+    global_batch: int | None
+    rows: int
+    svg: Path | None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    request = PlanRequest(**split_options(_parser().parse_args(arguments)))
+    return exit_status("zbcompile.plan", lambda: run(request), request.debug)
+
+
+def run(request: PlanRequest) -> None:
+    """Search and print; raises the project's errors."""
+    if request.options.ranks is None:
+        raise PipelineError("--ranks is missing: how many are to be used altogether?")
+    rows, impossible = _searched(request, request.options.ranks)
+    if not rows:
+        raise PipelineError(f"no plan for {request.options.ranks} ranks: {'; '.join(impossible)}")
+    print("\n".join(wrap(ASSUMED)), format_plan(rows, request.rows), sep="\n\n", end="\n\n")
+    print("\n".join(line for text in impossible for line in wrap(text)), end="\n\n" if impossible else "")
+    print(f"the fastest, as a program:\n  {_command(request, rows[0])}")
+    if request.svg is not None:
+        write_whole(request.svg, to_picture(rows).encode())
+        print(request.svg)
+
+
+def _searched(request: PlanRequest, ranks: int) -> tuple[list[Row], list[str]]:
+    options, say = request.options, announcer()
+    example = example_of(request)
+    microbatch = one_microbatch(example)
+    count = max((t.shape[0] for t in microbatch.tensors.values() if t.ndim), default=1)
+    say(f"capturing {type(example.model).__name__}")
+    with quiet(request):
+        drawn = draw_step(example.model, microbatch, example.loss, options.choices)
+    batch, budget = request.global_batch, options.search_seconds
+    return factorisations(drawn, options.choices, ranks, count, batch, budget, say)
+
+
+def _command(request: PlanRequest, row: Row) -> str:
+    layout = row.layout
+    kept = [name for name in ("memory", "optimizer_state", "exact") if name in request.given]
+    flags = [f"{flag_of(name)} {request.given[name]}".removesuffix(" True") for name in kept]
+    parts = [
+        f"python -m zbcompile.compile {request.target}{' --fake' * request.fake} --schedule auto --ranks {row.ranks}",
+        f"--microbatches {layout.microbatches} --chunks {layout.found.schedule.placement.chunks}",
+        f"--recompute {layout.choices.recompute}",
+        *flags,
+        "--output program",
+    ]
+    note = f"   # {row.replicas} replicas: a mesh with dp={row.replicas}, pp={row.ranks}" if row.replicas > 1 else ""
+    return " ".join(parts) + note
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m zbcompile.plan",
+        description="Predict a training step for every way to divide ranks among replicas and pipelines.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("target", metavar="TARGET", help="package.module:name or path/file.py:name")
+    parser.add_argument("--global-batch", metavar="N", type=int, help="rows of a step over all replicas")
+    parser.add_argument("--rows", metavar="N", type=int, default=12, help="rows to print (default: %(default)s)")
+    parser.add_argument("--svg", metavar="FILE", type=Path, help="draw rate against memory")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks, and what torch prints")
+    add_plan(parser)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+"""Every way to divide ranks among replicas and pipelines, each with the layouts of its pipeline."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from zbcompile.compiler.compile_model import Drawn
+from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.errors import PartitionError
+from zbcompile.planning.layouts import Layout, Question, find_layouts
+from zbcompile.planning.planner import line_costs
+from zbcompile.schedules import ScheduleError
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to use the ranks: `replicas` of a pipeline of `ranks`, laid out so, with `rows` of the batch per step.
+    `best`: nothing is faster that takes less memory."""
+
+    replicas: int
+    ranks: int
+    layout: Layout
+    rows: int
+    best: bool = False
+
+    @property
+    def rate(self) -> float:
+        """Rows of the batch per second, of all replicas."""
+        return self.rows / self.layout.seconds
+
+    @property
+    def peak(self) -> float:
+        """Bytes on the fullest rank."""
+        return max(self.layout.peak)
+
+
+def factorisations(
+    drawn: Drawn,
+    choices: Choices,
+    ranks: int,
+    microbatch: int,
+    batch: int | None,
+    seconds: float,
+    announce: Callable[[str], None],
+) -> tuple[list[Row], list[str]]:
+    """The rows, the fastest first, with those marked that nothing beats in both time and memory; and why other numbers
+    of pipeline ranks are impossible.
+
+    `microbatch` is the number of rows of the captured microbatch, `batch` that of a whole step over all replicas, by
+    default four microbatches for each rank; `seconds` may be spent on the search altogether.
+    """
+    sizes = [size for size in range(1, ranks + 1) if ranks % size == 0]
+    found: list[Row] = []
+    impossible: list[str] = []
+    for size in sizes:
+        replicas = ranks // size
+        announce(f"{replicas} replicas of {size} pipeline ranks")
+        try:
+            found += _rows(drawn, choices, replicas, size, microbatch, batch, seconds / len(sizes))
+        except (PartitionError, ScheduleError) as error:
+            impossible.append(f"pp={size}: {str(error).splitlines()[0]}")
+    return list(_marked(sorted(found, key=lambda row: (-row.rate, row.peak)))), impossible
+
+
+def _rows(
+    drawn: Drawn, choices: Choices, replicas: int, ranks: int, microbatch: int, batch: int | None, seconds: float
+) -> Iterator[Row]:
+    own = 4 * ranks * microbatch if batch is None else batch // replicas
+    if batch is not None and (batch % replicas or own % microbatch):
+        raise PartitionError(f"a batch of {batch} rows is not {replicas} x a multiple of {microbatch} rows")
+    count = own // microbatch
+    counts = tuple(n for n in range(max(1, ranks), 8 * ranks + 1) if own % n == 0) if batch is not None else ()
+    costs = line_costs(drawn, choices, {}, ranks)
+    question = Question(costs, ranks, count, choices, counts)
+    for layout in find_layouts(question, seconds):
+        yield Row(replicas, ranks, layout, own * replicas)
+
+
+def _marked(rows: Iterable[Row]) -> Iterator[Row]:
+    """Of rows by falling rate, each that takes less memory than all before is the best in its way."""
+    least = float("inf")
+    for row in rows:
+        yield replace(row, best=row.peak < least)
+        least = min(least, row.peak)
