@@ -36,6 +36,11 @@ _REMEDIES = (  # (words in the error, what it means, what to do)
         "Register a fake implementation: @torch.library.register_fake(name).",
     ),
     (
+        ("FlexAttention does not support backward on CPU",),
+        "calls flex_attention, whose backward runs on GPUs only",
+        "Train on a GPU, or call F.scaled_dot_product_attention with a mask.",
+    ),
+    (
         ("same dtype", "dtypes", "!= ", "same reduction dim", "cannot be multiplied", "must match the size"),
         "mixes dtypes or shapes that do not fit together",
         "Does the batch have the shapes and dtypes that the model takes? If the model was converted (model.double(), "

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import zbcompile
 from tests.support.oracle import MLP, WIDTH
@@ -126,6 +127,17 @@ def number_from_data() -> None:
             return super().forward(x) * x.sum().item()
 
     train(Reading(2))
+
+
+def flexible_attention() -> None:
+    blocks = create_block_mask(lambda b, h, q, k: q >= k, None, None, WIDTH, WIDTH, device="cpu")
+
+    class Flexible(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            rows = super().forward(x)[:, None, :, None].expand(-1, 1, -1, 8).contiguous()
+            return flex_attention(rows, rows, rows, block_mask=blocks)[:, 0, :, 0]  # type: ignore[index,union-attr]
+
+    train(Flexible(2))
 
 
 def loss_over_some_rows() -> None:
@@ -304,6 +316,7 @@ REFUSED = (
     Refused(shape_from_data, CAPTURE, r"x\[x\[:, 0\] > 0\].*shape depends on the data.*mask"),
     Refused(count_from_data, CAPTURE, r"index.*x\[x > 0\]\.mean\(\).*shape depends on the data.*mask"),
     Refused(number_from_data, CAPTURE, r"x\.sum\(\)\.item\(\).*from the values of a tensor.*must stay a tensor"),
+    Refused(flexible_attention, CAPTURE, r"test_refused.*flex_attention\(.*backward runs on GPUs only"),
     Refused(loss_over_some_rows, CAPTURE, r"output\[kept\].*shape depends on the data.*label ignore_index"),
     Refused(lazy, CAPTURE, r"module 1 \(LazyLinear\) is lazy"),
     Refused(changes_its_input, CAPTURE, r"forward changes its input args_0 in place.*clone"),
