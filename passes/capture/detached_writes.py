@@ -18,7 +18,13 @@ from zbcompile.passes.capture.export_errors import operation_failure
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.graph.fx import like, source_line
 from zbcompile.passes.graph.storage import tensors_of
-from zbcompile.passes.torch_private import GRAD_MODE_REGION, FakeTensorMode, is_in_place, storage_key
+from zbcompile.passes.torch_private import (
+    GRAD_MODE_REGION,
+    FakeTensorMode,
+    HigherOrderOperator,
+    is_in_place,
+    storage_key,
+)
 
 DETACH = torch.ops.aten.detach.default
 
@@ -126,6 +132,7 @@ class _AsEager(Interpreter):
         super().__init__(module)
         self.extra_traceback = False
         self.seen = seen
+        self.needed = _needed(module.graph)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         result = super().run(*args, **kwargs)
@@ -134,6 +141,8 @@ class _AsEager(Interpreter):
 
     def run_node(self, n: Node) -> Any:
         self.seen.judge()
+        if n not in self.needed:
+            return None
         try:
             value = super().run_node(n)
         except CaptureError:
@@ -144,6 +153,16 @@ class _AsEager(Interpreter):
         for tensor in _written(n, self.fetch_args_kwargs_from_env(n)[0]):
             self.seen.written(n, tensor)
         return value
+
+
+def _needed(graph: Graph) -> set[Node]:
+    """What results and writes depend on. A number that is only asserted, or logged, has no value yet."""
+    needed: set[Node] = set()
+    for node in reversed(graph.nodes):
+        writes = is_in_place(node.target) or isinstance(node.target, HigherOrderOperator)
+        if writes or node.op in ("placeholder", "output") or not needed.isdisjoint(node.users):
+            needed.add(node)
+    return needed
 
 
 def _written(node: Node, args: Sequence[Any]) -> list[Tensor]:

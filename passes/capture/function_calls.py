@@ -65,6 +65,9 @@ class Outside:
         return tuple(map(id, self.tensors))
 
 
+_SAME = {torch.ops.aten._unsafe_view.default: torch.ops.aten.view.default}  # a matmul has either, as it is traced
+
+
 class Operations(TorchDispatchMode):
     """Notes the operations that run inside with their numbers, and whether they draw random ones."""
 
@@ -78,7 +81,7 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace != "prim" and func is not _EMPTY:  # those of "prim" are questions about a tensor
             numbers = pytree.tree_map_only(Tensor, _in_words, (args, kwargs))
-            self.seen.append(f"{func} {numbers!r}")
+            self.seen.append(f"{_SAME.get(func, func)} {numbers!r}")
         self.random = self.random or draws(func, args, kwargs or {})
         if func.__name__.startswith(_BATCH_NORMS):
             self.statistics = self.statistics or (isinstance(args[3], Tensor) and bool(args[5]))

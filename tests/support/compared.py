@@ -89,7 +89,12 @@ def _under(schedule: str, model: nn.Module, loss: Loss | None, batch: Batch, exp
 
 def _pipelined(schedule: str, model: nn.Module, loss: Loss | None, batch: Batch) -> Step:
     own = copy.deepcopy(model).train()
-    pipe = zbcompile.pipeline(own, schedule=schedule, microbatches=MICROBATCHES, ranks=RANKS, loss=loss, exact=True)
+    split: dict[str, bool | int] = {
+        f"kwargs['{name}']": True for name, tensor in batch.kwargs.items() if len(tensor) != ROWS * MICROBATCHES
+    }
+    pipe = zbcompile.pipeline(
+        own, schedule=schedule, microbatches=MICROBATCHES, ranks=RANKS, loss=loss, exact=True, split=split
+    )
     target = {} if batch.target is None else {"target": batch.target}
     total = pipe.step(*batch.args, **batch.kwargs, **target)
     return {"loss": total, **gradients_of(pipe), **_buffers(own.named_buffers())}

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.support.oracle import Batch, Loss
-from tests.support.tiny_configs import FIRST_TOKEN, IMAGE, VOCABULARY
+from tests.support.tiny_configs import END, FIRST_TOKEN, VOCABULARY
+from tests.support.tiny_pictures import picture_token, pictures, tokens_of
 
 LENGTH = 17  # a length that no kernel is made for
 LABELS = 3
@@ -42,10 +43,10 @@ def _of_logits(output: Any, target: Tensor) -> Tensor:
 
 def _inputs(model: nn.Module, takes: Mapping[str, Any], size: int) -> Iterator[tuple[str, Tensor]]:
     main = getattr(model, "main_input_name", "input_ids")
+    seen = dict(pictures(model, takes, size))
+    yield from seen.items()
     if "input_ids" in takes:
-        yield from _text(takes, size)
-    for name in PICTURES.intersection(takes):
-        yield name, _pictures(model.config, size)
+        yield from _text(model, takes, size, tokens_of(model, seen, size))
     if main == "input_features":
         yield main, (spectra := _spectra(model, size))
         if "attention_mask" in takes and not model.config.is_encoder_decoder:
@@ -56,24 +57,19 @@ def _inputs(model: nn.Module, takes: Mapping[str, Any], size: int) -> Iterator[t
         yield "bbox", torch.randint(0, 8, (size, LENGTH, 4)).cumsum(-1)
 
 
-PICTURES = {"pixel_values", "image"}
-
-
-def _text(takes: Mapping[str, Any], size: int) -> Iterator[tuple[str, Tensor]]:
-    """Rows of different lengths, each of them padded."""
-    yield "input_ids", torch.randint(FIRST_TOKEN, VOCABULARY, (size, LENGTH))
+def _text(model: nn.Module, takes: Mapping[str, Any], size: int, begin: int) -> Iterator[tuple[str, Tensor]]:
+    """Rows of different lengths, each of them padded, after the `begin` tokens that stand for a picture."""
+    text = torch.randint(FIRST_TOKEN, VOCABULARY, (size, LENGTH))
+    lengths = torch.randint(LENGTH // 2, LENGTH, (size, 1))
+    mask = torch.arange(LENGTH) < lengths
+    if model.config.is_encoder_decoder and "labels" in takes:  # classes are told from the end of the text
+        text[torch.arange(LENGTH) == lengths - 1] = END
+    shown = torch.ones(size, begin, dtype=torch.long)
+    yield "input_ids", torch.cat([shown * (picture_token(model) or 0), text], 1)
     if "attention_mask" in takes:
-        yield "attention_mask", (torch.arange(LENGTH) < torch.randint(LENGTH // 2, LENGTH, (size, 1))).long()
-
-
-def _pictures(config: Any, size: int) -> Tensor:
-    vision = next((found for found in map(config.__dict__.get, ("vision_config", "encoder")) if found), config)
-    edge = _number(getattr(vision, "image_size", None) or IMAGE)
-    return torch.randn(size, getattr(vision, "num_channels", None) or getattr(vision, "in_channels", 3), edge, edge)
-
-
-def _number(value: Any) -> int:
-    return int(value[0]) if isinstance(value, list | tuple) else int(value)
+        yield "attention_mask", torch.cat([shown, mask.long()], 1)
+    for name in {"token_type_ids", "mm_token_type_ids"}.intersection(takes) if begin else ():
+        yield name, torch.cat([shown, torch.zeros_like(text)], 1)
 
 
 def _spectra(model: nn.Module, size: int) -> Tensor:
@@ -81,7 +77,12 @@ def _spectra(model: nn.Module, size: int) -> Tensor:
     config = model.config
     first = next((m for m in model.modules() if isinstance(m, nn.Conv1d)), None)
     bands = next((getattr(config, n) for n in _BANDS if getattr(config, n, None)), 16)
-    if "encoder" in config.__dict__ or not first or first.in_channels != bands:
+    if (
+        "encoder" in config.__dict__
+        or "conv_kernel_sizes" in config.__dict__
+        or not first
+        or first.in_channels != bands
+    ):
         return torch.randn(size, 64, bands)
     frames = 2 * getattr(config, "max_source_positions", 32)
     return torch.randn(size, bands, frames)

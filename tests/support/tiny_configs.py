@@ -10,14 +10,16 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-VOCABULARY, FIRST_TOKEN = 96, 48  # below the first token of a text: whatever has a meaning of its own
+VOCABULARY, FIRST_TOKEN, END = 96, 48, 2  # below the first token of a text: whatever has a meaning of its own
 IMAGE = 32
 
 # The first expression that matches the whole name of a field gives its largest value.
 CAPS: tuple[tuple[str, float], ...] = (
     (r".*(token_id|token_index|_idx|_ids|_index|_indices|_indexes)", float("inf")),
     (r"type_vocab_sizes?|n_langs", 4),
-    (r".*vocab_size.*|.*codebook_size|num_embeddings|num_embeds|.*vocab|ngram_vocab_size_base", VOCABULARY),
+    (r".*codebook_size", 64),
+    (r"feature_projection_input_dim|context_size", 16),
+    (r".*vocab_size.*|num_embeddings|num_embeds|.*vocab|ngram_vocab_size_base", VOCABULARY),
     (r"max_.*positions?(_embeddings)?|n_positions|n_ctx|max_seq_len|context_length|model_max_length", 64),
     (r".*sliding_window(_size)?|local_attention|attention_window(_size)?|attention_chunk_size|keep_window_size", 8),
     (r".*(layer_pattern|window_pattern|every_n_layers|layer_period|layer_interval|sparse_step|layer_step)", 2),
@@ -27,7 +29,7 @@ CAPS: tuple[tuple[str, float], ...] = (
     (r"num_blocks|num_block_repeats|stage_num(b_of)?_?(blocks|layers)|block_sizes|resampler_depth|repeats", 1),
     (r"first_k_dense_replace|num_dense_layers|max_window_layers|num_kv_shared_layers", 1),
     (r"num_experts_per_tok(en)?|moe_top_?k|num_selected_experts|topk_group|moe_k", 2),
-    (r"n_group|num_expert_group", 2),
+    (r"n_groups?|num_expert_group", 2),
     (r"(moe_)?num_shared_experts|n_shared_experts", 1),
     (r".*experts|moe_num_experts|zero_expert_num|expert_capacity", 4),
     (r".*(num_|n_)(key_value|kv|query)_?(heads|groups)|kv_n_heads", 2),
@@ -57,13 +59,15 @@ CAPS: tuple[tuple[str, float], ...] = (
 )
 _ALTERNATING = ["sliding_attention", "full_attention"]
 COMBINED = ("layer_types", "mlp_layer_types", "indexer_types", "layers_block_type", "block_types", "attn_layers")
-_BEGIN = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1, "sep_token_id": 2}
+_BEGIN = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": END, "decoder_start_token_id": 1, "sep_token_id": 2}
 
 
 _SHIFTED = {"depths": (2, 1), "num_heads": (2, 4)}  # with and without windows to shift
 # What a class without these values cannot do; no rule by name would say it.
 SPECIAL: Mapping[str, Mapping[str, Any]] = {
+    "aria": {"projector_patch_to_query_dict": {16: 4}},
     "bamba": {"attn_layer_indices": [1]},
+    "cvt": {"depth": [1, 1, 1], "num_heads": [1, 2, 4], "embed_dim": [8, 16, 32]},
     "gemma3n_text": {"num_hidden_layers": 4, "layer_types": _ALTERNATING * 2, "num_kv_shared_layers": 2},
     "gemma4_text": {"num_hidden_layers": 4, "layer_types": _ALTERNATING * 2, "num_kv_shared_layers": 2},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
@@ -73,9 +77,19 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "bit": {"num_groups": 4, "embedding_size": 8},
     "efficientnet": {"width_coefficient": 0.25, "depth_coefficient": 0.2, "hidden_dim": 320},
     "esm": {"vocab_size": VOCABULARY},
+    "esmc": {"vocab_size": VOCABULARY},
+    "hgnet_v2": {"hidden_sizes": [32] * 4, "stage_in_channels": [48, 32, 32, 32], "stage_out_channels": [32] * 4},
+    "layoutlmv3": {"coordinate_size": 6, "shape_size": 4},
+    "levit": {"patch_size": 16},
+    **{
+        name: {"image_grid_pinpoints": [[IMAGE, IMAGE]]}
+        for name in ("llava_next", "llava_next_video", "llava_onevision")
+    },
+    "lilt": {"hidden_size": 48},
     "mamba2": {"num_heads": 8},
     "mobilenet_v1": {"depth_multiplier": 0.25},
     "mobilenet_v2": {"depth_multiplier": 0.25},
+    "mobilevitv2": {"image_size": 64},
     "mpnet": {"relative_attention_num_buckets": 32},
     "speech_to_text": {"num_conv_layers": 2},
     "swin": _SHIFTED,
@@ -84,7 +98,17 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "wav2vec2-bert": {"vocab_size": VOCABULARY},
     "wav2vec2-conformer": {"vocab_size": VOCABULARY},
     "moshi": {"codebook_size": 64},
-    "reformer": {"is_decoder": True, "axial_pos_shape": (8, 8), "axial_pos_embds_dim": (16, 16)},
+    "perceiver": {"num_cross_attention_heads": 1},
+    "qwen2_5_omni_vision_encoder": {"window_size": 32},
+    "qwen2_5_vl_vision": {"window_size": 32},
+    "reformer": {
+        "is_decoder": True,
+        "axial_pos_embds": False,
+        "lsh_attn_chunk_length": 17,
+        "local_attn_chunk_length": 17,
+    },
+    "textnet": {"stem_out_channels": 32},
+    "vipllava": {"vision_feature_layers": [-1, -2]},
     "xmod": {"default_language": "en_XX"},
 }
 # Where a configuration leaves out what its model needs.
@@ -104,7 +128,30 @@ def _fields(kind: Any) -> dict[str, Any]:
     missing = {name: value for name, value in MISSING.items() if _get(whole, name, 0) is None}
     layers = _types_of_layers(kind, whole)
     off = {name: value for name, value in OFF.items() if hasattr(whole, name)}
-    return {**own, **off, **alike, **missing, **layers, **nested, **_tokens(kind), **SPECIAL.get(kind.model_type, {})}
+    rotary = _rotary(whole)
+    return {
+        **own,
+        **off,
+        **alike,
+        **missing,
+        **layers,
+        **nested,
+        **rotary,
+        **_tokens(kind),
+        **SPECIAL.get(kind.model_type, {}),
+    }
+
+
+_THREE = r"qwen2_vl|qwen2_5_vl|glm4v|glm46v|glm_ocr|hunyuan_vl"
+
+
+def _rotary(whole: Any) -> Mapping[str, Any]:
+    """Rotary positions of three kinds share the pairs of a head."""
+    given = _get(whole, "rope_parameters")
+    if not isinstance(given, dict) or not ("mrope_section" in given or re.search(_THREE, whole.model_type)):
+        return {}
+    pairs = int(8 * given.get("partial_rotary_factor", 1)) // 2
+    return {"rope_parameters": {**given, "mrope_section": [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]}}
 
 
 def _has_equal_heads(whole: Any) -> bool:
@@ -175,7 +222,7 @@ def _tokens(kind: type) -> dict[str, int]:
     """Different small numbers for the tokens that mean something; the same in nested configurations."""
     defaults = {field.name: field.default for field in dataclasses.fields(kind)}
     named = [name for name in defaults if re.fullmatch(r".*(token_id|token_index)", name)]
-    asked = [name for name in named if name == "pad_token_id" or _is_number(defaults[name])]
+    asked = [name for name in named if name in ("pad_token_id", "image_token_index") or _is_number(defaults[name])]
     return {name: _BEGIN.get(name, 3 + sum(name.encode()) % (FIRST_TOKEN - 3)) for name in asked}
 
 

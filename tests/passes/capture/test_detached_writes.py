@@ -69,3 +69,14 @@ class Around(nn.Module):
 def test_a_write_that_gradients_do_not_follow_is_refused_by_its_line(write: Callable[[Tensor, Tensor], Tensor]) -> None:
     with pytest.raises(CaptureError, match=r"(?s)test_detached_writes.*in place where autograd does not see it"):
         capture(Around(write), (torch.randn(4, 8),), {})
+
+
+def _asserted(h: Tensor, z: Tensor) -> Tensor:
+    mask = torch.ones_like(h).detach()
+    mask[0] = 0
+    torch._check_tensor_all(h.isfinite())
+    return h * mask * z
+
+
+def test_a_number_that_is_only_asserted_may_stay_open() -> None:
+    assert capture(Around(_asserted), (torch.randn(4, 8),), {}).guards is None
