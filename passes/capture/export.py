@@ -16,12 +16,12 @@ from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.fx import GraphModule
 
 from zbcompile.passes.capture.autocast import number_autocast_regions
-from zbcompile.passes.capture.detached_writes import detach_no_grad_regions, separate_written
 from zbcompile.passes.capture.distributed_regions import regions_of
 from zbcompile.passes.capture.export_errors import export_failure
 from zbcompile.passes.capture.function_calls import FunctionCall
 from zbcompile.passes.capture.guards import Guards, separate_guards
 from zbcompile.passes.capture.meta_device import as_if_on
+from zbcompile.passes.capture.mutations import detach_no_grad_regions, separate_written
 from zbcompile.passes.capture.questions import Given, Questions
 from zbcompile.passes.capture.side_effects import Watch
 from zbcompile.passes.capture.torch_private import eagers_kernels, quick_decompositions

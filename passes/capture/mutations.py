@@ -1,15 +1,177 @@
-"""Updates: bring the traces of in-place writes in a functionalised graph into a form that can be split."""
+"""In-place writes: those around autograd are separated while the graph still writes in place, and the traces of all
+are brought into a form that can be split once it is functional.
 
+A write under no_grad, or into a detached tensor, changes in eager the values of all tensors over that memory, and the
+history of none, or of one. In functional form, the gradients of a write go where its values go. So results of no_grad
+are detached, a detached tensor that becomes differentiable by a write gets memory of its own, and writes on which the
+two forms cannot agree are refused.
+"""
+
+import weakref
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch import Tensor
+from torch.export import ExportedProgram
+from torch.fx import Graph, GraphModule, Interpreter, Node
 
+from zbcompile.passes.capture.export_errors import operation_failure
+from zbcompile.passes.errors import CaptureError
+from zbcompile.passes.graph.fx import like, source_line
 from zbcompile.passes.graph.roles import Slot
-from zbcompile.passes.graph.storage import is_view
-from zbcompile.passes.torch_private import written_as
+from zbcompile.passes.graph.storage import is_view, tensors_of
+from zbcompile.passes.torch_private import (
+    GRAD_MODE_REGION,
+    FakeTensorMode,
+    HigherOrderOperator,
+    is_in_place,
+    storage_key,
+    written_as,
+)
 
 aten = torch.ops.aten
+DETACH = aten.detach.default
+
+
+def detach_no_grad_regions(module: GraphModule) -> None:
+    """Put a detach after every result of a no_grad region: run_decompositions({}) drops the region itself."""
+    for child in module.children():
+        if isinstance(child, GraphModule):
+            detach_no_grad_regions(child)
+    regions = module.graph.find_nodes(op="call_function", target=GRAD_MODE_REGION)
+    for node in regions:
+        if node.args[0] is False:
+            for result in [user for user in node.users if user.target.__name__ == "getitem"] or [node]:
+                _insert_after(module.graph, result, DETACH)
+    if regions:
+        module.recompile()
+
+
+def separate_written(program: ExportedProgram) -> None:
+    """Give detached tensors that a write makes differentiable memory of their own.
+
+    Raises CaptureError if a tensor over the same memory is read later, and would get gradients that it must not have,
+    or none.
+    """
+    modules = [each for each in program.graph_module.modules() if isinstance(each, GraphModule)]
+    targets = {node.target for each in modules for node in each.graph.nodes if node.op == "call_function"}
+    if not targets & {DETACH, GRAD_MODE_REGION} or not any(map(is_in_place, targets)):
+        return
+    seen = _Seen()
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
+        for child in modules[1:]:
+            child.forward = _AsEager(child, seen).run  # type: ignore[method-assign]
+        _AsEager(program.graph_module, seen).run(*_inputs(program))
+    for node in seen.becoming_differentiable:
+        _insert_after(node.graph, node, aten.clone.default)
+    program.graph_module.recompile()
+
+
+def _inputs(program: ExportedProgram) -> Iterator[Any]:
+    parameters = program.graph_signature.inputs_to_parameters
+    for node in program.graph_module.graph.find_nodes(op="placeholder"):
+        value = node.meta.get("val")
+        if isinstance(value, Tensor):
+            trained = node.name in parameters and program.state_dict[parameters[node.name]].requires_grad
+            value = like(value).requires_grad_(trained)
+        yield value
+
+
+def _insert_after(graph: Graph, node: Node, operation: Any) -> None:
+    if isinstance(node.meta.get("val"), Tensor):
+        with graph.inserting_after(node):
+            result = graph.call_function(operation, (node,))
+        result.meta = dict(node.meta)
+        node.replace_all_uses_with(result, delete_user_cb=lambda user: user is not result)
+
+
+def _history(tensor: Tensor) -> Tensor:
+    """Tensors with one history are the views of one tensor, and it; a detached tensor begins another."""
+    return tensor if tensor._base is None else tensor._base
+
+
+class _Seen:
+    """The live tensors over each memory, and the last write, to be judged once what nobody reads any more is gone."""
+
+    def __init__(self) -> None:
+        self.over: dict[int, list[weakref.ref[Tensor]]] = {}
+        self.detached: list[tuple[weakref.ref[Tensor], Node]] = []
+        self.write: tuple[Node, int, weakref.ref[Tensor], bool] | None = None
+        self.becoming_differentiable: dict[Node, None] = {}
+
+    def made(self, node: Node, value: Any) -> None:
+        for tensor in tensors_of(value):
+            self.over.setdefault(storage_key(tensor), []).append(weakref.ref(tensor))
+            if node.target is DETACH:
+                self.detached.append((weakref.ref(tensor), node))
+
+    def written(self, node: Node, tensor: Tensor) -> None:
+        self.write = (node, storage_key(tensor), weakref.ref(_history(tensor)), torch.is_grad_enabled())
+
+    def judge(self) -> None:
+        if self.write is None:
+            return
+        node, key, reference, recorded = self.write
+        self.write = None
+        history = reference()
+        alive = [tensor for each in self.over.get(key, ()) if (tensor := each()) is not None]
+        others = [tensor for tensor in alive if _history(tensor) is not history]
+        hidden = [tensor for tensor in (others if recorded else alive) if tensor.requires_grad and not tensor.is_leaf]
+        begins = [node for each, node in self.detached if history is not None and each() is history]
+        grown = begins if history is not None and history.requires_grad else []
+        if hidden or (grown and others):
+            raise CaptureError(
+                f"{source_line(node)} writes in place where autograd does not see it (under no_grad, or through "
+                ".detach() or .data), and a tensor over the same memory that takes part in gradients is read later: "
+                "its gradient would be another than eager's. Make a new tensor (x = x * 2), or write into a copy "
+                "(x.detach().clone())."
+            )
+        self.becoming_differentiable.update(dict.fromkeys(grown))
+
+
+class _AsEager(Interpreter):
+    """Runs an exported graph with eager's autograd, on fake tensors, its regions included."""
+
+    def __init__(self, module: GraphModule, seen: _Seen) -> None:
+        super().__init__(module)
+        self.extra_traceback = False
+        self.seen = seen
+        self.needed = _needed(module.graph)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().run(*args, **kwargs)
+        self.env.clear()  # which would keep what the region returned
+        return result
+
+    def run_node(self, n: Node) -> Any:
+        self.seen.judge()
+        if n not in self.needed:
+            return None
+        try:
+            value = super().run_node(n)
+        except CaptureError:
+            raise
+        except Exception as error:
+            raise CaptureError(operation_failure(n, error)) from error
+        self.seen.made(n, value)
+        for tensor in _written(n, self.fetch_args_kwargs_from_env(n)[0]):
+            self.seen.written(n, tensor)
+        return value
+
+
+def _needed(graph: Graph) -> set[Node]:
+    """What results and writes depend on. A number that is only asserted, or logged, has no value yet."""
+    needed: set[Node] = set()
+    for node in reversed(graph.nodes):
+        writes = is_in_place(node.target) or isinstance(node.target, HigherOrderOperator)
+        if writes or node.op in ("placeholder", "output") or not needed.isdisjoint(node.users):
+            needed.add(node)
+    return needed
+
+
+def _written(node: Node, args: Sequence[Any]) -> list[Tensor]:
+    return [args[0]] if is_in_place(node.target) and isinstance(args[0], Tensor) else []
 
 
 def make_copies_differentiable(graph: Graph) -> None:
