@@ -91,11 +91,11 @@ def compiled_once(problem: str, exact: bool) -> Iterator[None]:
         known.append(draw_step(model, microbatch, *given, **more))
         return known[-1]
 
-    def compile_once(model: Any, microbatch: Any, drawn: Any, schedule: Any, *rest: Any) -> Program:
+    def compile_once(model: Any, microbatch: Any, drawn: Any, schedule: Any, *rest: Any, **more: Any) -> Program:
         guards = drawn.captured.guards
         key = (problem, exact, schedule.placement, guards and guards.given.answers)
         if key not in _COMPILED:
-            _COMPILED[key] = compile_drawn(model, microbatch, drawn, schedule, *rest)
+            _COMPILED[key] = compile_drawn(model, microbatch, drawn, schedule, *rest, **more)
         return replace(_COMPILED[key], lowered=lower(schedule))
 
     with mock.patch.multiple("zbcompile.frontend.executables", draw_step=draw_once, compile_drawn=compile_once):
