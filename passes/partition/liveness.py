@@ -50,19 +50,16 @@ def replicable(canonical: Canonical, flops: Mapping[Node, int]) -> set[Node]:
     Position ids, masks, rotary tables and casts of a mask then cross no boundary. Nothing with a contraction, nothing
     random, no collective and nothing that a gradient must be summed through is ever computed twice.
     """
-    mutated = {slot.name for slot in canonical.captured.outputs if slot.kind == "mutation"}
+    mutated = {("buffer", slot.name) for slot in canonical.captured.outputs if slot.kind == "mutation"}
     makers = {value for slot, value in canonical.outputs if slot.kind == "mutation"}
     found: set[Node] = set()
     for node in canonical.graph.nodes:
-        resident = node.op == "get_attr" or (node.op == "placeholder" and not _is_mutated(node, mutated))
+        changing = node.op == "placeholder" and (node.meta["slot"].kind, node.meta["slot"].name) in mutated
+        resident = node.op in ("get_attr", "placeholder") and not changing
         remade = node.op == "call_function" and _is_cheap(node, flops) and all(a in found for a in node.all_input_nodes)
         if resident or (remade and node not in makers):
             found.add(node)
     return found
-
-
-def _is_mutated(node: Node, mutated: set[str]) -> bool:
-    return node.meta["slot"].kind == "buffer" and node.meta["slot"].name in mutated
 
 
 def _is_cheap(node: Node, flops: Mapping[Node, int]) -> bool:

@@ -8,7 +8,7 @@ values before W.
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -43,7 +43,9 @@ class DistinctBytes:
                 self._arcs.append((before, after, sizes[thing]))
         self._arcs.sort(key=lambda arc: arc[0] - arc[1])
         self._lengths = [before - after for before, after, _ in self._arcs]
-        self._used, self._from, self._at = _running(at), _running(repeated_from), _running(repeated_at)
+        self._used, self._from, self._at = (
+            list(accumulate(values, initial=0)) for values in (at, repeated_from, repeated_at)
+        )
 
     def within(self, begin: int, end: int) -> int:
         """Of the uses at positions `begin` to `end` - 1."""
@@ -52,13 +54,6 @@ class DistinctBytes:
         across = sum(size for before, after, size in around if before < begin and after >= end)
         repeats = (self._from[-1] - self._from[begin]) - (self._at[-1] - self._at[end]) + across
         return uses - repeats
-
-
-def _running(values: list[int]) -> list[int]:
-    totals = [0]
-    for value in values:
-        totals.append(totals[-1] + value)
-    return totals
 
 
 class Footprint:

@@ -34,9 +34,10 @@ def _edge(line: Line, name: str) -> int:
     for i, node in enumerate(line.nodes):
         if node.name == name:
             return _allowed(line, i + 1, name)
-        if any(_is_inside(path, name) for path in module_paths(node)):
+        if any(path == name or path.startswith(f"{name}.") for path in module_paths(node)):
             return _allowed(line, i, name)
-    near = get_close_matches(name, _all_names(line), n=3)
+    known = dict.fromkeys(path for node in line.nodes for path in module_paths(node))
+    near = get_close_matches(name, [*known, *(node.name for node in line.nodes)], n=3)
     raise PartitionError(
         f"balance= names {name!r}, which is neither a module that the training step runs nor an operation of its graph"
         + (f"; near it are {', '.join(near)}." if near else ". Expected a module's path, such as 'blocks.2'.")
@@ -62,14 +63,3 @@ def module_paths(node: Node) -> list[str]:
     stack = module_stack(node).values()
     paths = [str(path).partition("@")[0] for path, _ in stack]  # @1: the second call of a module
     return [path.removeprefix("model.") for path in paths if path.startswith("model.")]
-
-
-def _is_inside(path: str, name: str) -> bool:
-    return path == name or path.startswith(name + ".")
-
-
-def _all_names(line: Line) -> list[str]:
-    found: dict[str, None] = {}
-    for node in line.nodes:
-        found.update(dict.fromkeys(module_paths(node)))
-    return [*found, *(node.name for node in line.nodes)]

@@ -40,16 +40,11 @@ def loads_of(line: Line, basis: str, seconds: Mapping[str, float]) -> tuple[list
 
 def nominal_seconds(line: Line) -> list[float]:
     """Forward and backward of each node at a machine's nominal speeds: its FLOPs plus the bytes it moves."""
-    machine = _machine(line)
-    return [_forward(node, line, machine) * (1 + BACKWARD * bool(node.meta["differentiable"])) for node in line.nodes]
-
-
-def _forward(node: Node, line: Line, machine: Machine) -> float:
-    return line.flops.get(node, 0) / machine.flops_per_second + bytes_moved(node) / machine.bytes_per_second
-
-
-def _machine(line: Line) -> Machine:
-    return machine_for(device_of(line))
+    machine, seconds = machine_for(device_of(line)), []
+    for node in line.nodes:
+        forward = line.flops.get(node, 0) / machine.flops_per_second + bytes_moved(node) / machine.bytes_per_second
+        seconds.append(forward * (1 + BACKWARD * bool(node.meta["differentiable"])))
+    return seconds
 
 
 def device_of(line: Line) -> str:

@@ -81,7 +81,10 @@ def cut(canonical: Canonical, line: Line, assigned: Assignment, stages: int, exa
     """
     anywhere = replicable(canonical, line.flops)
     boundaries = [_boundary(line, assigned, s) for s in range(stages)]
-    return tuple(_build(canonical, line, assigned, _Copying(anywhere, exact), boundaries, s) for s in range(stages))
+    return tuple(
+        _build(canonical, line, assigned, _Builder(anywhere, exact, boundaries[s - 1] if s else []), boundaries, s)
+        for s in range(stages)
+    )
 
 
 def _boundary(line: Line, assigned: Assignment, stage: int) -> list[Node]:
@@ -89,21 +92,13 @@ def _boundary(line: Line, assigned: Assignment, stage: int) -> list[Node]:
     return [n for n in line.nodes if assigned[n] <= stage and any(assigned.get(u, -1) > stage for u in n.users)]
 
 
-@dataclass(frozen=True)
-class _Copying:
-    """Which nodes any stage may compute for itself, and whether a boundary keeps strides that leave gaps."""
-
-    anywhere: set[Node]
-    exact: bool
-
-
 class _Builder:
-    """Copies nodes of the canonical graph into one stage, making placeholders on first use."""
+    """Copies nodes of the canonical graph into one stage, making placeholders on first use: for what is `arriving`, for
+    inputs, and not for what may be computed `anywhere`."""
 
-    def __init__(self, canonical: Canonical, rule: _Copying, arriving: list[Node]) -> None:
+    def __init__(self, anywhere: set[Node], exact: bool, arriving: list[Node]) -> None:
         self.graph = Graph()
-        self.rule = rule
-        self.source = canonical.module
+        self.anywhere, self.exact = anywhere, exact
         self.copies: dict[Node, Node] = {}
         self.casts: dict[Hashable, Node] = {}
         for node in arriving:
@@ -114,7 +109,7 @@ class _Builder:
         if node not in self.copies:
             if node.op == "placeholder":
                 self.copies[node] = self._placeholder(node, node.meta["slot"])
-            elif node in self.rule.anywhere:
+            elif node in self.anywhere:
                 self.copies[node] = self.graph.node_copy(node, self.value)
             else:
                 raise PartitionError(f"{node.name} is used by a stage before the one that computes it.")
@@ -133,7 +128,7 @@ class _Builder:
     def leaving(self, node: Node) -> Node:
         """A value with the strides in which the next stage receives it."""
         own, value = self.value(node), node.meta["val"]
-        received = boundary_like(value, self.rule.exact)
+        received = boundary_like(value, self.exact)
         if received.stride() == value.stride():
             return own
         copy = self.graph.call_function(aten.clone.default, (own,), {"memory_format": torch.contiguous_format})
@@ -144,15 +139,13 @@ class _Builder:
         new = self.graph.placeholder(f"{slot.kind}_{node.name}")
         new.meta = {**node.meta, "slot": slot}
         if slot.kind == "activation":
-            new.meta["val"] = boundary_like(node.meta["val"], self.rule.exact)
+            new.meta["val"] = boundary_like(node.meta["val"], self.exact)
         return new
 
 
 def _build(
-    canonical: Canonical, line: Line, assigned: Assignment, rule: _Copying, boundaries: list[list[Node]], stage: int
+    canonical: Canonical, line: Line, assigned: Assignment, builder: _Builder, boundaries: list[list[Node]], stage: int
 ) -> Stage:
-    arriving = boundaries[stage - 1] if stage else []
-    builder = _Builder(canonical, rule, arriving)
     own = [node for node in line.nodes if assigned[node] == stage]
     for node in own:
         builder.compute(node)

@@ -89,14 +89,10 @@ def list_values(forward: Forward, flops: Mapping[Node, int], policy: str) -> Val
     nodes = [node for node in forward.joint.module.graph.nodes if node in known]
     return Values(
         wanted=forward.wanted,
-        inputs={node: tuple(known.intersection(_inputs(forward, node))) for node in nodes},
-        bytes={node: _size(node) for node in nodes if node not in forward.ahead and _can_keep(node)},
+        inputs={n: tuple(known.intersection(() if n in forward.arriving else forward.reads(n))) for n in nodes},
+        bytes={n: storage_bytes(tensors_of(n.meta["val"])) for n in nodes if n not in forward.ahead and _can_keep(n)},
         time=dict.fromkeys(forward.ahead, 0) | _times(forward, [n for n in nodes if n in forward.made], flops, policy),
     )
-
-
-def _inputs(forward: Forward, node: Node) -> list[Node]:
-    return [] if node in forward.arriving else forward.reads(node)
 
 
 def _can_keep(node: Node) -> bool:
@@ -105,10 +101,6 @@ def _can_keep(node: Node) -> bool:
         return False
     maker: Node = node.args[0] if is_getitem(node) else node  # type: ignore[assignment]
     return not (is_view(maker) and can_remake(maker))
-
-
-def _size(node: Node) -> int:
-    return storage_bytes(tensors_of(node.meta["val"]))
 
 
 def _times(forward: Forward, made: list[Node], flops: Mapping[Node, int], policy: str) -> dict[Node, int]:
@@ -120,7 +112,8 @@ def _times(forward: Forward, made: list[Node], flops: Mapping[Node, int], policy
             return True
         return policy == "selective" and not (flops[node] and weights.intersection(node.all_input_nodes))
 
-    machine = machine_for(_device(forward.joint))
+    devices = (t.device.type for _, node in forward.joint.inputs for t in tensors_of(node.meta["val"]))
+    machine = machine_for(next(devices))
     per_flop, per_byte = _ATTOSECONDS / machine.flops_per_second, _ATTOSECONDS / machine.bytes_per_second
     again = [node for node in made if can_remake(node) and allowed(node)]
     return {node: int(flops[node] * per_flop + bytes_moved(node) * per_byte) for node in again}
@@ -134,7 +127,3 @@ def _weights(joint: Joint) -> set[Node]:
         if not found.isdisjoint(node.all_input_nodes) and (found | constant).issuperset(node.all_input_nodes):
             found.add(node)
     return found
-
-
-def _device(joint: Joint) -> str:
-    return next(t.device.type for _, node in joint.inputs for t in tensors_of(node.meta["val"]))

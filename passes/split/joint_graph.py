@@ -86,11 +86,9 @@ def trace_joint(
             module = _trace_functional(run, [*primals, *arriving], module, exact)
     _refuse_mode_dependent(module)
     rename_groups(module, dimensions)
-    names = [*(slot for slot in stage.outputs), *run.gradients]
     nodes = module.graph.find_nodes(op="placeholder")
-    outputs = [
-        (slot, node) for slot, node in zip(names, output_values(module.graph), strict=True) if isinstance(node, Node)
-    ]
+    returned = zip([*stage.outputs, *run.gradients], output_values(module.graph), strict=True)
+    outputs = [(slot, node) for slot, node in returned if isinstance(node, Node)]
     leaving = {s.name: boundary_like(n.meta["val"], exact) for s, n in outputs if s.kind == "input_gradient"}
     for node, slot in zip(nodes, slots, strict=True):
         node.meta["slot"] = slot
@@ -145,11 +143,10 @@ class _Run:
         interpreter = _UseInterpreter(self.stage.module, garbage_collect_values=False)
         with torch.enable_grad():
             outputs = interpreter.run(*primals)
-        pairs = [
-            (_gradient_slot(slot), value)
-            for slot, primal in zip(self.stage.inputs, primals, strict=True)
-            for value in interpreter.last_use_first(slot) or [primal]
-        ]
+        pairs = []
+        for slot, primal in zip(self.stage.inputs, primals, strict=True):
+            gradient = Slot("gradient" if slot.kind == "parameter" else "input_gradient", slot.name)
+            pairs += [(gradient, value) for value in interpreter.last_use_first(slot) or [primal]]
         first = first_activations(self.stage)
         pairs += [(Slot("virtual_gradient", node.name), interpreter.env[node]) for node in first]
         pairs = [(slot, value) for slot, value in pairs if isinstance(value, torch.Tensor) and value.requires_grad]
@@ -223,20 +220,12 @@ def _is_data(node: Node) -> bool:
     return node.op == "placeholder" and node.meta["slot"].kind in ("input", "activation")
 
 
-def _gradient_slot(slot: Slot) -> Slot:
-    return Slot("gradient" if slot.kind == "parameter" else "input_gradient", slot.name)
-
-
 def _leaf(node: Node, trainable: frozenset[str]) -> Any:
     slot, value = node.meta["slot"], node.meta["val"]
     if not isinstance(value, torch.Tensor):
         return value
-    wants = (
-        slot.name in trainable
-        if slot.kind == "parameter"
-        else slot.kind == "activation" and node.meta["differentiable"]
-    )
-    return like(value).requires_grad_(wants)
+    trained = slot.kind == "parameter" and slot.name in trainable
+    return like(value).requires_grad_(trained or (slot.kind == "activation" and node.meta["differentiable"]))
 
 
 def tangents_of(stage: Stage, gradients: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:

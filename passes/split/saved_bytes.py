@@ -1,6 +1,6 @@
 """What waits between the passes of a stage, in bytes."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 
 from torch.fx import Node
@@ -12,6 +12,7 @@ from zbcompile.passes.split.subgraphs import Assignment
 from zbcompile.passes.torch_private import storage_key
 
 RESIDENT = ("parameter", "buffer", "constant", "input")
+LOSS = Slot("tangent", "loss")  # the same factor for every microbatch
 
 
 @dataclass(frozen=True)
@@ -32,16 +33,15 @@ class Crossing:
 def resident_storages(joint: Joint) -> set[int]:
     """Storages that exist whatever the passes keep; not buffers that F changes, since F keeps a copy of what it saw."""
     changed = {slot.name for slot in joint.stage.outputs if slot.kind == "mutation"}
-    nodes = [node for slot, node in joint.inputs if _is_resident(slot) and not _is_buffer_in(slot, changed)]
+    nodes = [node for slot, node in joint.inputs if is_resident(slot, changed)]
     return {storage_key(t) for node in nodes for t in tensors_of(node.meta["val"])}
 
 
-def _is_resident(slot: Slot) -> bool:
-    return slot.kind in RESIDENT or slot == Slot("tangent", "loss")  # every microbatch's loss has the same factor
-
-
-def _is_buffer_in(slot: Slot, names: set[str]) -> bool:
-    return slot.kind == "buffer" and slot.name in names
+def is_resident(slot: Slot, changed: Set[str]) -> bool:
+    """Whether an input exists whatever the passes keep; `changed` are the buffers that F changes."""
+    if slot.kind == "buffer":
+        return slot.name not in changed
+    return slot.kind in RESIDENT or slot == LOSS
 
 
 def crossing_of(assignment: Assignment) -> Crossing:

@@ -95,8 +95,10 @@ def closure(joint: Joint) -> Assignment:
 
 
 def forward_nodes(joint: Joint) -> set[Node]:
-    """The nodes that F computes: the stage's outputs with all that they need, and every random number."""
-    return _close(needed_nodes(joint, lambda slot: slot in joint.stage.outputs) | _random_nodes(joint), joint)
+    """The nodes that F computes: the stage's outputs with all that they need, and every random number, which eager
+    draws whether or not it is used."""
+    draws = operations_behind(node for node in joint.module.graph.nodes if is_random(node))
+    return _close(needed_nodes(joint, lambda slot: slot in joint.stage.outputs) | draws, joint)
 
 
 def _assign(joint: Joint, forward: Set[Node], backward: Set[Node], weight: Set[Node]) -> Assignment:
@@ -134,11 +136,6 @@ def _repeated(joint: Joint, own: Set[Node], again: Set[Node]) -> set[Node]:
 def needed_nodes(joint: Joint, wanted: Callable[[Slot], bool]) -> set[Node]:
     """The dependency closure of the chosen outputs, placeholders excluded."""
     return operations_behind(node for slot, node in joint.outputs if wanted(slot))
-
-
-def _random_nodes(joint: Joint) -> set[Node]:
-    """The nodes that draw random numbers: eager draws them whether or not they are used, and only in the forward."""
-    return operations_behind(node for node in joint.module.graph.nodes if is_random(node))
 
 
 def _close(nodes: Set[Node], joint: Joint) -> set[Node]:

@@ -13,6 +13,7 @@ from torch.fx import Graph, Node
 
 from zbcompile.passes.graph.fx import like, output_values
 from zbcompile.passes.graph.roles import Slot
+from zbcompile.passes.graph.storage import tensors_of
 from zbcompile.passes.split.subgraphs import Piece
 from zbcompile.passes.stage.fused_accumulation import Adder, Place
 from zbcompile.passes.torch_private import FakeTensorMode, LazyGraphModule, is_in_place, storage_key
@@ -42,7 +43,7 @@ def own_gradients(piece: Piece) -> Piece:
     value.
     """
     graph, outputs = _copy(piece)
-    foreign = {storage_key(n.meta["val"]) for n in graph.find_nodes(op="placeholder") if _is_tensor(n)}
+    foreign = {storage_key(t) for n in graph.find_nodes(op="placeholder") for t in tensors_of(n.meta.get("val"))}
     kept: list[tuple[Slot, Node]] = []
     for slot, node in outputs:
         node = _without_transposes(node) if slot.kind == "gradient" else node
@@ -58,10 +59,6 @@ def own_gradients(piece: Piece) -> Piece:
     return _rebuild(piece, graph, piece.inputs, kept)
 
 
-def _is_tensor(node: Node) -> bool:
-    return isinstance(node.meta.get("val"), torch.Tensor)
-
-
 def _copy(piece: Piece) -> tuple[Graph, list[tuple[Slot, Node]]]:
     graph = Graph()
     values: dict[Node, Node] = {}
@@ -73,15 +70,11 @@ def _copy(piece: Piece) -> tuple[Graph, list[tuple[Slot, Node]]]:
 
 def _rebuild(piece: Piece, graph: Graph, inputs: tuple[Slot, ...], outputs: list[tuple[Slot, Node]]) -> Piece:
     graph.output_node().args = ([node for _, node in outputs],)
-    _drop_unused(graph)
-    module = LazyGraphModule(piece.module, graph, class_name=type(piece.module).__name__)
-    return replace(piece, module=module, inputs=inputs, outputs=tuple(slot for slot, _ in outputs))
-
-
-def _drop_unused(graph: Graph) -> None:
     for node in reversed(list(graph.nodes)):
         if not node.users and (node.op == "get_attr" or (node.op == "call_function" and not is_in_place(node.target))):
             graph.erase_node(node)
+    module = LazyGraphModule(piece.module, graph, class_name=type(piece.module).__name__)
+    return replace(piece, module=module, inputs=inputs, outputs=tuple(slot for slot, _ in outputs))
 
 
 def _accumulator(graph: Graph, slot: Slot, value: torch.Tensor) -> Node:

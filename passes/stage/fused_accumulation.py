@@ -63,10 +63,13 @@ class Adder:
             return whole if all(part.rule is Adder.whole for part in parts) else parts
         if _is_sum(gradient):
             return [part for term in gradient.all_input_nodes for part in self._parts(place, term)]
-        if _is_stack_of_rows(gradient):
+        if gradient.target is aten.cat.default and gradient.args[1:] in ((), (0,)) and not gradient.kwargs:
             return [part for rows, seen in _rows_of(place, gradient) for part in self._parts(seen, rows)]
-        rule = _fused_rule(place, gradient)
-        return whole if rule is None else [Part(place, gradient, rule)]
+        if gradient.target in _PRODUCTS and place.value.dtype == gradient.meta["val"].dtype:
+            return [Part(place, gradient, Adder.product)]
+        if gradient.target is aten.embedding_dense_backward.default and not gradient.args[4]:
+            return [Part(place, gradient, Adder.rows)]
+        return whole
 
     def _is_alone(self, node: Node) -> bool:
         """Whether only this gradient needs `node`, which can then be left out."""
@@ -108,15 +111,12 @@ class Adder:
         return new
 
 
-Rule = Callable[[Adder, Place, Node], None]
-
-
 class Part(NamedTuple):
     """A term of a gradient, the place it belongs to, and the operation that adds it there."""
 
     place: Place
     gradient: Node
-    rule: Rule
+    rule: Callable[[Adder, Place, Node], None]
 
 
 def _behind(graph: Graph, node: Node) -> Node:
@@ -146,13 +146,8 @@ def _is_sum(node: Node) -> bool:
     return all(_value(a).shape == like.shape and _value(a).dtype == like.dtype for a in node.all_input_nodes)
 
 
-def _is_stack_of_rows(node: Node) -> bool:
-    """Pieces of a gradient along its first dimension."""
-    return node.target is aten.cat.default and tuple(node.args[1:]) in ((), (0,)) and not node.kwargs
-
-
 def _rows_of(place: Place, stack: Node) -> Iterator[tuple[Node, Place]]:
-    """Every piece with the rows of the buffer that it belongs to."""
+    """Every piece of a gradient along its first dimension, with the rows of the buffer that it belongs to."""
     start, pieces = 0, stack.args[0]
     for piece in cast(Sequence[Node], pieces):
         stop = start + piece.meta["val"].shape[0]
@@ -160,14 +155,6 @@ def _rows_of(place: Place, stack: Node) -> Iterator[tuple[Node, Place]]:
         assert seen is not None  # rows of any strides can be sliced
         yield piece, seen
         start = stop
-
-
-def _fused_rule(place: Place, gradient: Node) -> Rule | None:
-    if gradient.target in _PRODUCTS and place.value.dtype == gradient.meta["val"].dtype:
-        return Adder.product
-    if gradient.target is aten.embedding_dense_backward.default and not gradient.args[4]:
-        return Adder.rows
-    return None
 
 
 def _shape_before(node: Node) -> View:

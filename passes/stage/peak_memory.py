@@ -1,6 +1,6 @@
 """The peak memory of a pass while it runs, from a walk over its graph that tracks which storages are alive."""
 
-from collections.abc import Iterator, Set
+from collections.abc import Set
 
 import torch
 from torch.fx import Node
@@ -8,12 +8,12 @@ from torch.fx import Node
 from zbcompile.passes.graph.fx import output_values
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.graph.storage import tensors_of
+from zbcompile.passes.split.saved_bytes import LOSS, RESIDENT
 from zbcompile.passes.split.subgraphs import LATER, Piece
 from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.passes.torch_private import is_in_place, storage_key
 
-RESIDENT = ("parameter", "buffer", "constant", "input", "accumulator")  # alive before and after, whatever runs
-LOSS = Slot("tangent", "loss")
+ALIVE = (*RESIDENT, "accumulator")  # before and after, whatever runs
 
 
 def transient_bytes(stage: StageProgram, name: str) -> int:
@@ -40,8 +40,9 @@ class _Walk:
         self.nodes = list(piece.module.graph.nodes)
         holders = dict(zip(piece.module.graph.find_nodes(op="placeholder"), piece.inputs, strict=True))
         self.sizes = {key: size for node in self.nodes for key, size in _storages(node)}
-        fixed = [node for node, slot in holders.items() if slot.kind in RESIDENT or slot == LOSS]
-        self.uncounted = {key for node in (*fixed, *self._attributes()) for key, _ in _storages(node)}
+        fixed = [node for node, slot in holders.items() if slot.kind in ALIVE or slot == LOSS]
+        attributes = (node for node in self.nodes if node.op == "get_attr")
+        self.uncounted = {key for node in (*fixed, *attributes) for key, _ in _storages(node)}
         staying = [node for node, slot in holders.items() if slot in kept]
         self.staying = {key for node in (*staying, *output_values(piece.module.graph)) for key, _ in _storages(node)}
         self.last_use = {key: i for i, node in enumerate(self.nodes) for key in _touched(node)}
@@ -51,7 +52,8 @@ class _Walk:
         alive = self._counted(self.arriving)
         most = now = sum(self.sizes[key] for key in alive)
         for index, node in enumerate(self.nodes):
-            made = self._counted({key for key, _ in _made(node)}) - alive
+            makes = node.op == "call_function" and not is_in_place(node.target)
+            made = self._counted({key for key, _ in _storages(node)} if makes else set()) - alive
             alive |= made
             now += sum(self.sizes[key] for key in made)
             most = max(most, now)
@@ -59,9 +61,6 @@ class _Walk:
             alive -= dead
             now -= sum(self.sizes[key] for key in dead)
         return most
-
-    def _attributes(self) -> Iterator[Node]:
-        return (node for node in self.nodes if node.op == "get_attr")
 
     def _counted(self, keys: Set[int]) -> set[int]:
         return set(keys - self.uncounted)
@@ -75,8 +74,3 @@ def _storages(node: Node) -> list[tuple[int, int]]:
 
 def _touched(node: Node) -> set[int]:
     return {key for each in (node, *node.all_input_nodes) for key, _ in _storages(each)}
-
-
-def _made(node: Node) -> list[tuple[int, int]]:
-    """The storages that a node allocates."""
-    return [] if node.op != "call_function" or is_in_place(node.target) else _storages(node)

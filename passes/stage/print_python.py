@@ -7,7 +7,7 @@ what it makes. `forward` in the printed module takes and returns what the graph 
 import math
 import operator
 import textwrap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -37,31 +37,26 @@ def print_piece(piece: Piece, title: str) -> str:
     >>> namespace["forward"](*values)                      # doctest: +SKIP
     """
     graph = piece.module.graph
-    inputs = [f"{slot}, {describe_value(n.meta.get('val'))}" for slot, n in _holders(piece)]
+    holders = graph.find_nodes(op="placeholder")
+    inputs = [f"{s}, {describe_value(n.meta.get('val'))}" for s, n in zip(piece.inputs, holders, strict=True)]
+    called = {_module_of(n.target) for n in graph.nodes if n.op == "call_function" and not is_getitem(n)}
+    results = [_literal(value) for value in output_values(graph)]
+    returned = ["    return [", *_commented(results, map(str, piece.outputs), 8), "    ]"]
     body = "\n".join(_Writer(piece.module, piece.name in BACKWARD).body())
     return "\n".join(
         [
             f'"""{title}\n\n{_summary(graph)}\n"""\n',
-            *(f"import {name}" for name in sorted({"torch", *_imports(piece.module)})),
+            *(f"import {name}" for name in sorted({"torch", *called & _MODULES})),
             "\naten = torch.ops.aten\n",
             *_constants(piece.module),
             "\ndef forward(",
-            *_commented([n.name for n in graph.find_nodes(op="placeholder")], inputs),
+            *_commented([node.name for node in holders], inputs),
             "):",
             body,
-            *_returned(piece),
+            *(returned if results else ["    return []"]),
             "",
         ]
     )
-
-
-def _holders(piece: Piece) -> list[tuple[Any, Node]]:
-    return list(zip(piece.inputs, piece.module.graph.find_nodes(op="placeholder"), strict=True))
-
-
-def _returned(piece: Piece) -> list[str]:
-    values = [_literal(value) for value in output_values(piece.module.graph)]
-    return ["    return [", *_commented(values, map(str, piece.outputs), 8), "    ]"] if values else ["    return []"]
 
 
 def _summary(graph: Graph) -> str:
@@ -142,7 +137,11 @@ class _Writer:
 
     def _statement(self, node: Node) -> list[str]:
         comment = _comment(node)
-        whole = _with_comment(f"    {node.name} = {_expression(node)}", comment)
+        if is_getitem(node):
+            call = f"{_literal(node.args[0])}[{_literal(node.args[1])}]"
+        else:
+            call = f"{_target(node)}({', '.join(_arguments(node))})"
+        whole = _with_comment(f"    {node.name} = {call}", comment)
         if is_getitem(node) or (len(whole) == 1 and len(whole[0]) <= WIDTH):
             return whole
         opening = f"    {node.name} = {_target(node)}("
@@ -170,12 +169,6 @@ def _comment(node: Node) -> str:
     return f"{value}{view}{' by ' + node.meta['pass'] if 'pass' in node.meta else ''}"
 
 
-def _expression(node: Node) -> str:
-    if is_getitem(node):
-        return f"{_literal(node.args[0])}[{_literal(node.args[1])}]"
-    return f"{_target(node)}({', '.join(_arguments(node))})"
-
-
 def _arguments(node: Node) -> list[str]:
     return [*map(_literal, node.args), *(f"{name}={_literal(value)}" for name, value in node.kwargs.items())]
 
@@ -197,11 +190,6 @@ def _module_of(target: Any) -> str:
     return (getattr(target, "__module__", None) or "").removeprefix("_")
 
 
-def _imports(module: GraphModule) -> set[str]:
-    targets = [n.target for n in module.graph.nodes if n.op == "call_function" and n.target is not operator.getitem]
-    return {_module_of(target) for target in targets} & _MODULES
-
-
 def _literal(value: Any) -> str:
     """A value as Python source that evaluates to it."""
     for types, write in _NOTATION.items():
@@ -214,23 +202,15 @@ def _float(value: float) -> str:
     return repr(value) if math.isfinite(value) else f"float('{value}')"
 
 
-def _tuple(value: tuple[Any, ...]) -> str:
-    return f"({', '.join(map(_literal, value))}{',' if len(value) == 1 else ''})"
-
-
-def _dict(value: Mapping[Any, Any]) -> str:
-    return "{" + ", ".join(f"{_literal(k)}: {_literal(v)}" for k, v in value.items()) + "}"
-
-
 _NOTATION: dict[Any, Callable[[Any], str]] = {
     Node: lambda node: node.name,
     (bool, int, str, type(None), type(...)): repr,
     float: _float,
     complex: lambda value: f"complex({_float(value.real)}, {_float(value.imag)})",
     slice: lambda value: f"slice({_literal(value.start)}, {_literal(value.stop)}, {_literal(value.step)})",
-    tuple: _tuple,
+    tuple: lambda value: f"({', '.join(map(_literal, value))}{',' if len(value) == 1 else ''})",
     list: lambda value: f"[{', '.join(map(_literal, value))}]",
-    dict: _dict,
+    dict: lambda value: "{" + ", ".join(f"{_literal(k)}: {_literal(v)}" for k, v in value.items()) + "}",
     (torch.dtype, torch.layout, torch.memory_format): str,
     torch.device: lambda value: f"torch.device({str(value)!r})",
 }

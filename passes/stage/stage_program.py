@@ -97,10 +97,8 @@ def finish_stage(split: Split, choices: Choices) -> StageProgram:
 
 def _flops(raw: Mapping[str, Piece], mode: FakeTensorMode) -> dict[str, int]:
     """Of every piece; BW does what B and W do, and once what both do: it need not be counted itself."""
-    by_name = {
-        name: {node.name: count for node, count in count_flops(raw[name].module, mode).items()} for name in "FBW"
-    }
-    return {name: sum(counts.values()) for name, counts in (by_name | {"BW": by_name["B"] | by_name["W"]}).items()}
+    counts = {name: {n.name: c for n, c in count_flops(raw[name].module, mode).items()} for name in "FBW"}
+    return {name: sum(each.values()) for name, each in (counts | {"BW": counts["B"] | counts["W"]}).items()}
 
 
 def _buffers(split: Split, choices: Choices) -> dict[str, torch.Tensor]:

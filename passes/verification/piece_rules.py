@@ -7,9 +7,9 @@ import torch
 from torch.fx import Node
 
 from zbcompile.passes.graph.fx import is_random, operations_behind
-from zbcompile.passes.graph.roles import Slot, TensorSpec
+from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.graph.storage import is_view, storage_bytes, tensors_of
-from zbcompile.passes.split.saved_bytes import RESIDENT, Crossing
+from zbcompile.passes.split.saved_bytes import LOSS, Crossing, is_resident
 from zbcompile.passes.split.split import Split
 from zbcompile.passes.split.subgraphs import LATER
 from zbcompile.passes.split.weight_cut import is_cheap
@@ -20,7 +20,6 @@ from zbcompile.passes.verification.graph_views import GraphView, graphs_of, piec
 from zbcompile.passes.verification.rule import Break, graph_rule, rule
 
 aten = torch.ops.aten
-_LOSS = Slot("tangent", "loss")
 Pieces = Split | StageProgram
 
 
@@ -114,7 +113,7 @@ def crossing_counted(made: Pieces, before: Any) -> Iterator[Break]:
 def _count(pieces: Mapping[str, GraphView]) -> Crossing:
     """The same bytes from the inputs of B and W alone."""
     changed = {slot.name for slot in pieces["F"].outputs if slot.kind == "mutation"}
-    held = [(slot, node) for view in pieces.values() for slot, node in view.arriving if _is_resident(slot, changed)]
+    held = [(slot, node) for view in pieces.values() for slot, node in view.arriving if is_resident(slot, changed)]
     free = {storage_key(t) for _, node in held for t in tensors_of(node.meta["val"])}
     from_backward = {slot for slot in pieces["B"].outputs if slot.kind == "saved"}
     for_backward = [node for slot, node in pieces["B"].arriving if slot.kind != "tangent"]
@@ -126,10 +125,6 @@ def _count(pieces: Mapping[str, GraphView]) -> Crossing:
         return storage_bytes([t for node in nodes for t in tensors_of(node.meta["val"])], free)
 
     return Crossing(size(for_backward), size(early), size(late), size(for_backward + early), size(late + early))
-
-
-def _is_resident(slot: Slot, changed: set[str]) -> bool:
-    return slot == _LOSS or (slot.kind in RESIDENT and not (slot.kind == "buffer" and slot.name in changed))
 
 
 @rule("W and BW return, or add to its buffer, the gradient of every trained parameter, and of no other")
@@ -186,15 +181,12 @@ def messages_described(made: StageProgram, before: Any) -> Iterator[Break]:
         (made.gradients_out, pieces["BW"], pieces["BW"].leaving, "input_gradient"),
     )
     for specs, view, pairs, kind in told:
-        nodes = {slot.name: node for slot, node in pairs if slot.kind == kind and slot != _LOSS}
-        yield from (Break(f"returns no {kind} {name}", None, view.title) for name in _missing(specs, nodes, kind))
+        nodes = {slot.name: node for slot, node in pairs if slot.kind == kind and slot != LOSS}
+        # an activation that nothing reads, and its gradient, need not arrive
+        missing = () if kind == "tangent" else specs.keys() - nodes.keys()
+        yield from (Break(f"returns no {kind} {name}", None, view.title) for name in missing)
         for name, node in nodes.items():
             if name not in specs:
                 yield Break(f"is the {kind} {name}, which the stage's description does not list", node, view.title)
             elif (spec := tensor_spec(node.meta["val"]))[:1] + spec[2:4] != specs[name][:1] + specs[name][2:4]:
                 yield Break(f"is {spec.dtype}{list(spec.shape)} but described as {specs[name]}", node, view.title)
-
-
-def _missing(specs: Mapping[str, TensorSpec], nodes: Mapping[str, Node], kind: str) -> set[str]:
-    """The values that are described but absent; an activation that nothing reads, and its gradient, need not arrive."""
-    return set() if kind == "tangent" else specs.keys() - nodes.keys()

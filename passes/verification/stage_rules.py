@@ -3,8 +3,6 @@
 from collections.abc import Iterator
 from typing import Any
 
-from torch.fx import Node
-
 from zbcompile.passes.graph.fx import is_random
 from zbcompile.passes.split.joint_graph import Joint
 from zbcompile.passes.split.split import forward_nodes
@@ -70,14 +68,10 @@ def forward_alone(made: Joint, before: Any) -> Iterator[Break]:
 
 @rule("rewriting a joint graph neither adds nor drops a draw of random numbers, nor changes their order")
 def draws_unchanged(made: Joint, before: Joint) -> Iterator[Break]:
-    wanted, drawn = _draws(before), _draws(made)
+    wanted, drawn = ([n for n in joint.module.graph.nodes if is_random(n)] for joint in (before, made))
     targets = [node.target for node in wanted]
     if [node.target for node in drawn] == targets:
         return
     new = [node for node in drawn if len([n for n in drawn if n.target is node.target]) > targets.count(node.target)]
     what = "draws random numbers more often than before" if new else "draws different random numbers than before"
     yield Break(what, new[-1] if new else None, _title(made))
-
-
-def _draws(joint: Joint) -> list[Node]:
-    return [node for node in joint.module.graph.nodes if is_random(node)]

@@ -64,9 +64,7 @@ class RowLoss:
 
     def __call__(self, statistics: Statistics, values: Values) -> torch.Tensor:
         """The loss, in the dtype in which the model returns it."""
-        known: dict[Node, Any] = {}
-        for node, leaving in self.exits.items():
-            known[node] = _leave(self, leaving, statistics, values)
+        known: dict[Node, Any] = {n: _leave(self, leaving, statistics, values) for n, leaving in self.exits.items()}
         for node in self.tail:
             evaluate(node, values, known)
         return known[self.output].to(self.output.meta["val"].dtype)  # type: ignore[no-any-return]
@@ -81,14 +79,12 @@ def row_loss(canonical: Canonical, exits: list[Exit], size: int) -> RowLoss:
     labels = _common({_labels(e.node) for e in exits} - {None}, "labels")
     if labels is None:
         raise NotShardable("no term of the loss has labels")
-    weights = _common({_class_weights(e.node) for e in exits if _totals(e.node)}, "class weights")
+    weights = _common({argument_of(e.node, "weight", None) for e in exits if _totals(e.node)}, "class weights")
     leaving = {e.node: e for e in exits}
     tail = _tail(output, frozenset(leaving))
     _require_data_only(labels)
-    data = {
-        slot for node in (labels, *([] if weights is None else [weights]), *tail) for slot in data_of(node, leaving)
-    }
-    data |= {slot for e in exits for arg in e.node.all_input_nodes[1:] for slot in data_of(arg, leaving)}
+    read = [labels, *tail, *(arg for e in exits for arg in e.node.all_input_nodes[1:])]
+    data = {slot for node in (*read, *([] if weights is None else [weights])) for slot in data_of(node, leaving)}
     needs_total = any(_totals(e.node) for e in exits)
     return RowLoss(labels, weights, needs_total, tuple(sorted(data)), size, leaving, tuple(tail), output)
 
@@ -115,11 +111,6 @@ def _totals(node: Node) -> bool:
     if node.target is aten.cross_entropy_loss.default:
         return bool(argument_of(node, "label_smoothing", 0.0) != 0.0)
     return node.target in (aten.sum.dim_IntList, aten.mean.dim)
-
-
-def _class_weights(node: Node) -> Node | None:
-    weights: Node | None = argument_of(node, "weight", None)
-    return weights
 
 
 def _tail(output: Node, exits: frozenset[Node]) -> list[Node]:

@@ -24,9 +24,11 @@ from zbcompile.passes.vocabulary.shard import (
     pull,
     raw_logits,
     times_weight,
+    without_label,
 )
 
 Tensor = torch.Tensor
+Label = tuple[Tensor, Tensor]  # see `local`
 
 
 class Scan(NamedTuple):
@@ -89,22 +91,14 @@ def _scan_tile(shard: Shard, raw: Tensor, own: Parameters, labels: Tensor, value
 
 
 def _others(
-    shard: Shard,
-    raw: Tensor,
-    exponentials: Tensor,
-    z: Tensor,
-    own: Parameters,
-    label: tuple[Tensor, Tensor],
-    words: slice,
+    shard: Shard, raw: Tensor, exponentials: Tensor, z: Tensor, own: Parameters, label: Label, words: slice
 ) -> Tensor:
     """sum_{j != t} p_j D_j W_j [tokens, width]. The division by z comes last, where there are fewest numbers, unless
     fp16 could overflow before."""
     divisor = torch.where(z > 0, z, 1.0)[:, None]
     early = shard.head.dtype == torch.float16
     p = exponentials / divisor if early else exponentials
-    inside, at = label[0], label[1][:, None]
-    at_label = torch.where(inside, 0.0, p.gather(1, at)[:, 0])
-    pulled = pull(shard, raw, p.scatter(1, at, at_label[:, None]))
+    pulled = pull(shard, raw, without_label(p, *label))
     found = times_weight(shard, pulled, own, words)
     return found if early else found / divisor
 

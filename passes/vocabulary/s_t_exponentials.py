@@ -9,7 +9,17 @@ from collections.abc import Sequence
 
 import torch
 
-from zbcompile.passes.vocabulary.shard import Parameters, Scanned, Shard, Updates, finite, joined, local, raw_logits
+from zbcompile.passes.vocabulary.shard import (
+    Parameters,
+    Scanned,
+    Shard,
+    Updates,
+    finite,
+    joined,
+    local,
+    raw_logits,
+    without_label,
+)
 
 Tensor = torch.Tensor
 
@@ -26,12 +36,10 @@ def scan_exponentials(
     kept = []
     for tile, words in zip(logits, shard.tiles(), strict=True):
         inside, number = local(shard, labels, words)
-        at = number[:, None]
-        target = target + torch.where(inside, tile.gather(1, at)[:, 0], 0.0)
+        target = target + torch.where(inside, tile.gather(1, number[:, None])[:, 0], 0.0)
         exponentials = (tile - over).exp()
         z = z + exponentials.sum(1)
-        at_label = torch.where(inside, 0.0, exponentials.gather(1, at)[:, 0])
-        kept.append(exponentials.scatter(1, at, at_label[:, None]))
+        kept.append(without_label(exponentials, inside, number))
         if others is not None:
             others = torch.addmm(others, kept[-1], own.weight[words].to(hidden.dtype))
     if others is not None:

@@ -116,6 +116,12 @@ def local(shard: Shard, labels: Tensor, words: slice) -> tuple[Tensor, Tensor]:
     return inside, torch.where(inside, own, 0)
 
 
+def without_label(values: Tensor, inside: Tensor, number: Tensor) -> Tensor:
+    """`values` [tokens, words] with 0 at the label, which `local` has found."""
+    at = number[:, None]
+    return values.scatter(1, at, torch.where(inside, 0.0, values.gather(1, at)[:, 0])[:, None])
+
+
 def finite(maximum: Tensor) -> Tensor:
     """The maximum, or 0 if no word is alive (a shard without words, columns masked by -inf)."""
     return torch.where(maximum == -torch.inf, 0.0, maximum)

@@ -140,6 +140,10 @@ def make_vocabulary(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     hidden = _tokens(head, mode)
     statistics = torch.empty(ROWS, hidden.shape[0], dtype=shards[0].statistics_dtype, device=hidden.device)
+    embedding = None
+    if lookup is not None:
+        rows = tensor_spec(lookup.node.meta["val"], needs_gradient=True)
+        embedding = InputLayer(lookup.weight, lookup.node.name, rows)
     return VocabularyProgram(
         text=str(head),
         weight=head.weight,
@@ -153,15 +157,9 @@ def make_vocabulary(
         gradient=tensor_spec(hidden.to(statistics.dtype)),
         loss_dtype=str(head.loss.output.meta["val"].dtype).removeprefix("torch."),
         pieces=tuple({name: _accumulating(piece, choices) for name, piece in each.items()} for each in made),
-        flops=tuple(
-            {name: sum(count_flops(piece.module, mode).values()) for name, piece in each.items()} for each in made
-        ),
-        lookup=None if lookup is None else _input_layer(lookup),
+        flops=tuple({name: sum(count_flops(piece.module, mode).values()) for name, piece in p.items()} for p in made),
+        lookup=embedding,
     )
-
-
-def _input_layer(lookup: VocabularyLookup) -> InputLayer:
-    return InputLayer(lookup.weight, lookup.node.name, tensor_spec(lookup.node.meta["val"], needs_gradient=True))
 
 
 def _tokens(head: VocabularyHead, mode: FakeTensorMode) -> torch.Tensor:
@@ -172,14 +170,15 @@ def _tokens(head: VocabularyHead, mode: FakeTensorMode) -> torch.Tensor:
 
 
 def _accumulating(piece: Piece, choices: Choices) -> Piece:
-    buffers = {slot.name: _buffer(value, choices) for slot, value in _results(piece) if slot.kind == "gradient"}
+    """With each gradient added into its buffer, of which `accumulate_in_place` takes a fake tensor."""
+    buffers = {}
+    for slot, value in _results(piece):
+        if slot.kind == "gradient":
+            with fake_mode_of(value):
+                buffers[slot.name] = torch.empty(
+                    value.shape, dtype=choices.dtype_of_sum(value.dtype), device=value.device
+                )
     return accumulate_in_place(piece, buffers) if buffers else piece
-
-
-def _buffer(gradient: torch.Tensor, choices: Choices) -> torch.Tensor:
-    """A fake tensor of the buffer that a gradient is added into."""
-    with fake_mode_of(gradient):
-        return torch.empty(gradient.shape, dtype=choices.dtype_of_sum(gradient.dtype), device=gradient.device)
 
 
 class _Tracer:
@@ -201,8 +200,7 @@ class _Tracer:
             self.tangent = torch.empty((), dtype=self.head.loss.output.meta["val"].dtype, device=device)
 
     def _likes(self, slots: Sequence[Slot]) -> dict[Slot, torch.Tensor]:
-        values = {slot: self.holders[slot] for slot in slots}
-        return {slot: like(value) for slot, value in values.items()}
+        return {slot: like(self.holders[slot]) for slot in slots}
 
     def _rows(self, slot: Slot) -> torch.Tensor:
         whole = self.holders[slot]
