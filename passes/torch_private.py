@@ -276,7 +276,6 @@ def numbered_checkpoints() -> Iterator[None]:
     (2.11-2.13). The original's hooks for saved tensors have nothing to do in a trace, and in nested regions they switch
     gradients off. A region inside another belongs to the outer one, which recomputes it.
     """
-    original = torch.utils.checkpoint._checkpoint_without_reentrant_generator
     numbers = itertools.count()
 
     def numbered(*args: Any, **kwargs: Any) -> Iterator[None]:
@@ -284,12 +283,9 @@ def numbered_checkpoints() -> Iterator[None]:
         with annotate({RECOMPUTE: next(numbers) if around is None else around}):
             yield
 
-    torch.utils.checkpoint._checkpoint_without_reentrant_generator = numbered
-    try:
-        with preserve_node_meta():  # annotations reach the nodes
-            yield
-    finally:
-        torch.utils.checkpoint._checkpoint_without_reentrant_generator = original
+    original = "_checkpoint_without_reentrant_generator"
+    with replaced(torch.utils.checkpoint, original, numbered), preserve_node_meta():  # annotations reach the nodes
+        yield
 
 
 @contextlib.contextmanager

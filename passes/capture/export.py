@@ -165,12 +165,7 @@ def _check_answers(guards: Guards | None, questions: Questions, example: Any) ->
 
 
 def _exported(wrapper: "TrainingStep | Inference", watch: Watch, example: Any) -> torch.export.ExportedProgram:
-    with eagers_kernels(), kernels_layouts():
-        return _decomposed(wrapper, watch, example)
-
-
-def _decomposed(wrapper: "TrainingStep | Inference", watch: Watch, example: Any) -> torch.export.ExportedProgram:
-    with _diagnosed(wrapper.model, watch):
+    with eagers_kernels(), kernels_layouts(), _diagnosed(wrapper.model, watch):
         program = _exported_on_eagers_path(wrapper, watch, example)
         number_autocast_regions(program.graph_module, _device_of(example).type)
         detach_no_grad_regions(program.graph_module)
@@ -290,23 +285,20 @@ def _with_roles(
 
 def _constants(program: torch.export.ExportedProgram) -> dict[str, torch.Tensor]:
     """Lifted tensors and the buffers of a loss module, which belong to no module of the model."""
-    targets = [
-        spec.target
-        for spec in program.graph_signature.input_specs
-        if spec.target and (spec.kind is InputKind.CONSTANT_TENSOR or _of_loss(spec))
-    ]
-    return {target: _constant(program, target) for target in targets}
+    found = {}
+    for spec in program.graph_signature.input_specs:
+        if spec.target and (spec.kind is InputKind.CONSTANT_TENSOR or _of_loss(spec)):
+            value = program.constants.get(spec.target, program.state_dict.get(spec.target))
+            if not isinstance(value, torch.Tensor):
+                raise CaptureError(
+                    f"the graph refers to a constant {spec.target} that torch.export did not keep as a tensor."
+                )
+            found[spec.target] = value.detach()
+    return found
 
 
 def _of_loss(spec: Any) -> bool:
     return spec.kind is InputKind.BUFFER and not spec.target.startswith("model.")
-
-
-def _constant(program: torch.export.ExportedProgram, name: str) -> torch.Tensor:
-    value = program.constants.get(name, program.state_dict.get(name))
-    if not isinstance(value, torch.Tensor):
-        raise CaptureError(f"the graph refers to a constant {name} that torch.export did not keep as a tensor.")
-    return value.detach()
 
 
 def first_names(model: nn.Module) -> dict[str, str]:

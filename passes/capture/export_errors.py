@@ -68,12 +68,7 @@ def _explained(error: BaseException) -> str:
     """What the error means and what to do about it, if that is known, followed by its own words."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     first = lines[0].strip() if lines else ""
-    meaning, remedy = _meaning(f"{type(error).__name__}: {error}")
+    text = f"{type(error).__name__}: {error}"
+    known = ((meaning, remedy) for words, meaning, remedy in _REMEDIES if any(word in text for word in words))
+    meaning, remedy = next(known, ("", ""))
     return (f"{meaning}. {remedy} " if meaning else "") + f"({type(error).__name__}: {first})"
-
-
-def _meaning(text: str) -> tuple[str, str]:
-    for words, meaning, remedy in _REMEDIES:
-        if any(word in text for word in words):
-            return meaning, remedy
-    return "", ""

@@ -29,18 +29,14 @@ def as_if_on(model: nn.Module, device: torch.device) -> Iterator[Callable[[torch
     original = [(table, name, tensor) for table, name, tensor in tensor_tables(model)]
     for table, name, tensor in original:
         if id(tensor) not in fakes:
-            fakes[id(tensor)] = _fake(tensor, mode, device)
+            with mode:
+                fakes[id(tensor)] = on_device(tensor, device)
         table[name] = fakes[id(tensor)]
     try:
         yield mode.from_tensor
     finally:
         for table, name, tensor in original:
             table[name] = tensor
-
-
-def _fake(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> torch.Tensor:
-    with mode:
-        return on_device(tensor, device)
 
 
 def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

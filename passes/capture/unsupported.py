@@ -33,11 +33,23 @@ def training_problems(model: nn.Module, loss: Any) -> Iterator[str]:
 def problems_of(model: nn.Module) -> Iterator[str]:
     """What a captured graph of `model` would silently drop."""
     for name, module in model.named_modules():
-        yield from _lazy(name, module)
+        if any(nn.parameter.is_lazy(tensor) for tensor in module.parameters(recurse=False)):
+            yield (
+                f"{_where(name, module)} is lazy and has no shapes yet. Call the model once with a batch before "
+                "compiling, or give the layer its sizes."
+            )
     yield from hook_problems(model)
     for name, module in model.named_modules():
-        yield from _compiled(name, module)
-        yield from _sparse_embedding(name, module)
+        if is_compiled(module):
+            yield (
+                f"{_where(name, module)} was already wrapped by torch.compile; zbcompile traces the plain module. Pass "
+                "the module as it was before torch.compile (model._orig_mod)."
+            )
+        if getattr(module, "sparse", False) is True and isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            yield (
+                f"{_where(name, module)} has sparse=True; zbcompile accumulates dense gradients only. Build it with "
+                "sparse=False."
+            )
     yield from _shared_storage(model)
 
 
@@ -50,9 +62,18 @@ def hook_problems(model: nn.Module) -> Iterator[str]:
             "they would be silently lost. Register forward hooks on the modules themselves, and remove these."
         )
     for name, module in model.named_modules():
-        yield from _backward_hooks(name, module)
+        if hooks := backward_hooks(module):
+            yield (
+                f"{_where(name, module)} has {', '.join(hooks)}; gradients of a compiled stage do not pass through "
+                "autograd, so a hook would be silently lost. Remove the hook before compiling, or write it as "
+                "a torch.library.custom_op with register_autograd."
+            )
     for name, parameter in model.named_parameters():
-        yield from _tensor_hooks(name, parameter)
+        if hooks := tensor_hooks(parameter):
+            yield (
+                f"parameter {name} has {', '.join(hooks)}; gradients of a compiled stage do not pass through autograd, "
+                "so the hook would never fire. Remove it before compiling and work on .grad after step() instead."
+            )
 
 
 def _trained_loss(loss: Any) -> Iterator[str]:
@@ -78,58 +99,12 @@ def _where(name: str, module: nn.Module) -> str:
     return f"module {name or '(the model itself)'} ({type(module).__name__})"
 
 
-def _compiled(name: str, module: nn.Module) -> Iterator[str]:
-    if is_compiled(module):
-        yield (
-            f"{_where(name, module)} was already wrapped by torch.compile; zbcompile traces the plain module. Pass "
-            "the module as it was before torch.compile (model._orig_mod)."
-        )
-
-
-def _lazy(name: str, module: nn.Module) -> Iterator[str]:
-    if any(nn.parameter.is_lazy(tensor) for tensor in module.parameters(recurse=False)):
-        yield (
-            f"{_where(name, module)} is lazy and has no shapes yet. Call the model once with a batch before compiling, "
-            "or give the layer its sizes."
-        )
-
-
-def _backward_hooks(name: str, module: nn.Module) -> Iterator[str]:
-    hooks = backward_hooks(module)
-    if hooks:
-        yield (
-            f"{_where(name, module)} has {', '.join(hooks)}; gradients of a compiled stage do not pass through "
-            "autograd, so a hook would be silently lost. Remove the hook before compiling, or write it as "
-            "a torch.library.custom_op with register_autograd."
-        )
-
-
-def _tensor_hooks(name: str, tensor: torch.Tensor) -> Iterator[str]:
-    hooks = tensor_hooks(tensor)
-    if hooks:
-        yield (
-            f"parameter {name} has {', '.join(hooks)}; gradients of a compiled stage do not pass through autograd, "
-            "so the hook would never fire. Remove it before compiling and work on .grad after step() instead."
-        )
-
-
-def _sparse_embedding(name: str, module: nn.Module) -> Iterator[str]:
-    if getattr(module, "sparse", False) is True and isinstance(module, nn.Embedding | nn.EmbeddingBag):
-        yield (
-            f"{_where(name, module)} has sparse=True; zbcompile accumulates dense gradients only. Build it with "
-            "sparse=False."
-        )
-
-
 def _shared_storage(model: nn.Module) -> Iterator[str]:
     """Two Parameter objects that alias one storage: eager updates it twice, on separate ranks they silently diverge."""
-    tensors = [
-        (name, parameter)
-        for name, parameter in model.named_parameters()
-        if not nn.parameter.is_lazy(parameter) and parameter.numel() and not parameter.is_meta
-    ]
     reaches: dict[int, list[tuple[int, int, str]]] = {}
-    for name, parameter in tensors:
+    for name, parameter in model.named_parameters():
+        if nn.parameter.is_lazy(parameter) or not parameter.numel() or parameter.is_meta:
+            continue
         start, end = _extent(parameter)
         near = reaches.setdefault(storage_key(parameter), [])
         for other in (other for first, last, other in near if first < end and start < last):

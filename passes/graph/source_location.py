@@ -61,7 +61,7 @@ def origin_of(node: Node) -> Origin | None:
         return cast(Origin, node.meta["origin"])
     frames = _frames(stack_trace(node))
     users = [frame for frame in frames if not _real(frame[0]).startswith((_TORCH, *_OWN))]
-    path = _module_path(node)
+    path, _ = next(reversed(module_stack(node).values()), ("", None))  # "model" is the user's, "" the training step
     module = path.removeprefix("model").removeprefix(".")
     if users:
         return Origin(module, *users[-1])
@@ -84,16 +84,13 @@ def failing_line(error: BaseException) -> str:
 
 
 def _innermost(frames: traceback.StackSummary) -> str:
+    """The last frame that belongs to a model, not to torch, to Python or to this project."""
     for frame in reversed(frames):
-        if not frame.filename.startswith("<") and not _is_foreign(_real(frame.filename)):
+        file = _real(frame.filename)
+        pythons = file.startswith(_PYTHON) and "site-packages" not in file
+        if not (frame.filename.startswith("<") or pythons or file.startswith((_TORCH, *_OWN))):
             return f"{shown_path(frame.filename)}:{frame.lineno}: {frame.line}"
     return ""
-
-
-def _is_foreign(file: str) -> bool:
-    """Whether a file belongs to torch, to Python or to this project, rather than to a model."""
-    pythons = file.startswith(_PYTHON) and "site-packages" not in file
-    return pythons or file.startswith((_TORCH, *_OWN))
 
 
 def _frames(trace: str) -> list[tuple[str, int, str]]:
@@ -104,12 +101,6 @@ def _frames(trace: str) -> list[tuple[str, int, str]]:
         if match and not match["file"].startswith("<"):  # a generated function has no file to look at
             found.append((match["file"], int(match["line"]), "" if _FRAME.match(code) else code))
     return found
-
-
-def _module_path(node: Node) -> str:
-    """The innermost module as the training step names it: `model` for the user's, "" for the training step itself."""
-    stack = list(module_stack(node).values())
-    return stack[-1][0] if stack else ""
 
 
 def shown_path(file: str) -> str:
