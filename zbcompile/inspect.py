@@ -64,53 +64,46 @@ def _parser() -> argparse.ArgumentParser:
         "--env", action=_Environment, nargs=0, default=nothing, help="list the environment variables and exit"
     )
     add_plan(parser)
-    _add_prediction(parser.add_argument_group("what to predict"))
-    _add_output(parser.add_argument_group("what to show (default: a summary)"))
-    return parser
-
-
-def _add_prediction(group: Any) -> None:
-    group.add_argument(
+    add = parser.add_argument_group("what to predict").add_argument
+    add(
         "--costs",
         default="flops",
         metavar="flops|uniform|measured|FILE",
         help="times to predict with; a FILE holds costs, or the record of a step (default: flops)",
     )
+    _add_output(parser.add_argument_group("what to show (default: a summary)"))
+    return parser
 
 
 def _add_output(group: Any) -> None:
-    shown = group.add_mutually_exclusive_group()
-    shown.add_argument("--graph", metavar="STAGE.PASS", help="one graph as Python, such as 1.B (passes F, B, W, BW)")
-    shown.add_argument("--graphs", metavar="DIR", type=Path, help="write all graphs: Python files, or as --format says")
-    shown.add_argument(
+    add, show = group.add_argument, group.add_mutually_exclusive_group().add_argument
+    show("--graph", metavar="STAGE.PASS", help="one graph as Python, such as 1.B (passes F, B, W, BW)")
+    show("--graphs", metavar="DIR", type=Path, help="write all graphs: Python files, or as --format says")
+    show(
         "--diff",
         nargs=2,
         choices=PASS_NAMES,
         metavar=("PASS", "PASS"),
         help="what changed in a stage between two passes of the compiler; --passes lists them",
     )
-    shown.add_argument("--passes", action="store_true", help="the passes in order: operations before, after, seconds")
-    shown.add_argument("--compare", metavar="NAME,NAME", help="predict the step under several schedules")
-    shown.add_argument(
-        "--explain-idle", metavar="RANK", type=int, help="the longest idle intervals and what caused them"
-    )
-    shown.add_argument("--critical-path", action="store_true", help="the chain of actions that sets the step's length")
-    group.add_argument(
+    show("--passes", action="store_true", help="the passes in order: operations before, after, seconds")
+    show("--compare", metavar="NAME,NAME", help="predict the step under several schedules")
+    show("--explain-idle", metavar="RANK", type=int, help="the longest idle intervals and what caused them")
+    show("--critical-path", action="store_true", help="the chain of actions that sets the step's length")
+    add(
         "--timeline",
         metavar="FILE",
         type=Path,
         help="draw the step, or those compared: .txt, .svg, .html, .json (Chrome)",
     )
-    group.add_argument(
-        "--measured", metavar="FILE", type=Path, help="a recorded step (pipe.last_step.save) beside its prediction"
-    )
-    effort = group.add_mutually_exclusive_group()
-    effort.add_argument("--quick", action="store_true", help="leave out predictions that need another compilation")
-    effort.add_argument("--thorough", action="store_true", help="make those predictions however large the model is")
-    group.add_argument("--stage", type=int, metavar="N", help="the stage of --diff (default: the first)")
-    group.add_argument("--format", choices=FORMATS, default="text", help="of --graph and --graphs (default: text)")
-    group.add_argument("--json", action="store_true", help="the summary, the comparison or --passes as JSON")
-    group.add_argument("--debug", action="store_true", help="show tracebacks of errors")
+    add("--measured", metavar="FILE", type=Path, help="a recorded step (pipe.last_step.save) beside its prediction")
+    effort = group.add_mutually_exclusive_group().add_argument
+    effort("--quick", action="store_true", help="leave out predictions that need another compilation")
+    effort("--thorough", action="store_true", help="make those predictions however large the model is")
+    add("--stage", type=int, metavar="N", help="the stage of --diff (default: the first)")
+    add("--format", choices=FORMATS, default="text", help="of --graph and --graphs (default: text)")
+    add("--json", action="store_true", help="the summary, the comparison or --passes as JSON")
+    add("--debug", action="store_true", help="show tracebacks of errors")
 
 
 if __name__ == "__main__":

@@ -90,15 +90,16 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_optimizer(group: Any) -> None:
-    group.add_argument(
+    add = group.add_argument
+    add(
         "--optimizer",
         default="adamw",
         metavar="|".join((*NAMED, "FILE.py:NAME")),
         help="torch's, or a function that gets a list of (name, parameter) and the options (default: adamw)",
     )
-    group.add_argument("--lr", type=float, metavar="RATE", help="the highest learning rate (default: the optimizer's)")
-    group.add_argument("--weight-decay", type=float, metavar="DECAY", help="default: the optimizer's")
-    group.add_argument(
+    add("--lr", type=float, metavar="RATE", help="the highest learning rate (default: the optimizer's)")
+    add("--weight-decay", type=float, metavar="DECAY", help="default: the optimizer's")
+    add(
         "--option",
         action="append",
         default=[],
@@ -106,9 +107,9 @@ def _add_optimizer(group: Any) -> None:
         metavar="NAME=VALUE",
         help='any other option of the optimizer, such as "betas=(0.9, 0.95)"; may be repeated',
     )
-    group.add_argument("--warmup", type=int, default=0, metavar="STEPS", help="warm up the rate over this many steps")
-    group.add_argument("--decay", choices=DECAYS, default="none", help="lower the rate to 0 at the last step")
-    group.add_argument("--clip", type=float, metavar="NORM", help="clip the gradients to this norm over all ranks")
+    add("--warmup", type=int, default=0, metavar="STEPS", help="warm up the rate over this many steps")
+    add("--decay", choices=DECAYS, default="none", help="lower the rate to 0 at the last step")
+    add("--clip", type=float, metavar="NORM", help="clip the gradients to this norm over all ranks")
 
 
 def _option(text: str) -> tuple[str, Any]:
@@ -120,35 +121,27 @@ def _option(text: str) -> tuple[str, Any]:
 
 
 def _add_state(group: Any) -> None:
-    group.add_argument(
-        "--weights", type=Path, metavar="PATH", help=".safetensors, a directory of them with an index, or a checkpoint"
-    )
-    group.add_argument(
+    add = group.add_argument
+    add("--weights", type=Path, metavar="PATH", help=".safetensors, a directory of them with an index, or a checkpoint")
+    add(
         "--init",
         metavar="FILE.py:NAME",
         help="a function init(name, tensor) that fills a tensor in place; --weights are loaded after it",
     )
-    group.add_argument("--checkpoint", type=Path, metavar="DIR", help="folder of checkpoints, shared by all ranks")
-    group.add_argument("--every", type=int, default=100, metavar="N", help="steps between checkpoints (default: 100)")
-    group.add_argument("--keep", type=int, default=3, metavar="N", help="checkpoints to keep (default: 3)")
-    group.add_argument(
-        "--save-async", action="store_true", help="keep training while a checkpoint is written (takes memory)"
-    )
-    group.add_argument("--resume", action="store_true", help="continue from the newest whole checkpoint, if any")
-    group.add_argument(
-        "--trust-checkpoint", action="store_true", help="also read checkpoints with pickles, which can run any code"
-    )
-    group.add_argument(
-        "--export", type=Path, metavar="PATH", help="write the final weights: .safetensors or a directory"
-    )
+    add("--checkpoint", type=Path, metavar="DIR", help="folder of checkpoints, shared by all ranks")
+    add("--every", type=int, default=100, metavar="N", help="steps between checkpoints (default: 100)")
+    add("--keep", type=int, default=3, metavar="N", help="checkpoints to keep (default: 3)")
+    add("--save-async", action="store_true", help="keep training while a checkpoint is written (takes memory)")
+    add("--resume", action="store_true", help="continue from the newest whole checkpoint, if any")
+    add("--trust-checkpoint", action="store_true", help="also read checkpoints with pickles, which can run any code")
+    add("--export", type=Path, metavar="PATH", help="write the final weights: .safetensors or a directory")
 
 
 def _add_process(group: Any) -> None:
-    group.add_argument("--replicas", type=int, default=1, metavar="N", help="replicas of the pipeline (data parallel)")
-    group.add_argument(
-        "--threads", type=int, metavar="N", help="torch's threads per process (default: torch's own choice)"
-    )
-    group.add_argument(
+    add = group.add_argument
+    add("--replicas", type=int, default=1, metavar="N", help="replicas of the pipeline (data parallel)")
+    add("--threads", type=int, metavar="N", help="torch's threads per process (default: torch's own choice)")
+    add(
         "--operator",
         action="append",
         default=[],
@@ -156,14 +149,14 @@ def _add_process(group: Any) -> None:
         metavar="LIBRARY::NAME",
         help="an operator of another library that the program may call; --data must import it",
     )
-    group.add_argument(
+    add(
         "--backend",
         metavar="|".join((*BACKENDS, "FILE.py:NAME")),
         help="what runs the graphs (docs/backends.md; default: as the program was saved)",
     )
-    group.add_argument("--log-every", type=int, default=10, metavar="N", help="steps between log lines (default: 10)")
+    add("--log-every", type=int, default=10, metavar="N", help="steps between log lines (default: 10)")
     add_flags(group, ("timeout", "debug_nan"))
-    group.add_argument("--debug", action="store_true", help="show tracebacks of errors")
+    add("--debug", action="store_true", help="show tracebacks of errors")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Clocks: times of events on a device, on one clock for all ranks."""
 
 import time
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -9,25 +9,18 @@ import torch.distributed as dist
 ROUNDS = 10  # of a ping; the fastest one counts
 
 
-class Clock(Protocol):
+class Clock:
     """`mark` records the current time without waiting for the device; `seconds` returns it later, on this host's
-    clock."""
+    clock. This one is for devices that work while the host waits."""
 
-    def mark(self) -> Any: ...
-    def seconds(self, mark: Any) -> float: ...
-
-
-class HostClock:
-    """For devices that work while the host waits."""
-
-    def mark(self) -> float:
+    def mark(self) -> Any:
         return time.perf_counter()
 
-    def seconds(self, mark: float) -> float:
-        return mark
+    def seconds(self, mark: Any) -> float:
+        return float(mark)
 
 
-class DeviceClock:
+class DeviceClock(Clock):
     """For CUDA: events in the stream; the host only waits when it reads them."""
 
     def __init__(self, device: torch.device) -> None:
@@ -40,13 +33,13 @@ class DeviceClock:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def seconds(self, mark: torch.cuda.Event) -> float:
+    def seconds(self, mark: Any) -> float:
         mark.synchronize()
         return self._zero + self._base.elapsed_time(mark) / 1e3
 
 
 def clock_of(device: torch.device) -> Clock:
-    return DeviceClock(device) if device.type == "cuda" else HostClock()
+    return DeviceClock(device) if device.type == "cuda" else Clock()
 
 
 def offset_to_first(group: dist.ProcessGroup, device: torch.device) -> float:

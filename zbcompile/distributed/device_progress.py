@@ -1,20 +1,11 @@
 """How far the device is: on CUDA a call may return before the device has executed it."""
 
-from typing import Protocol
-
 import torch
 
 
-class Progress(Protocol):
+class Progress:
     """`mark` notes that a call has been given to the device; `behind` says, without waiting, whether the device has yet
-    to finish what was marked last."""
-
-    def mark(self) -> None: ...
-    def behind(self) -> bool: ...
-
-
-class HostProgress:
-    """For devices that work while the host waits."""
+    to finish what was marked last: never, of a device that works while the host waits."""
 
     def mark(self) -> None:
         pass
@@ -23,7 +14,7 @@ class HostProgress:
         return False
 
 
-class StreamProgress:
+class StreamProgress(Progress):
     """For CUDA: an event behind everything in the stream. Another thread may ask."""
 
     def __init__(self, device: torch.device) -> None:
@@ -44,4 +35,4 @@ class StreamProgress:
 
 
 def progress_of(device: torch.device) -> Progress:
-    return StreamProgress(device) if device.type == "cuda" else HostProgress()
+    return StreamProgress(device) if device.type == "cuda" else Progress()
