@@ -68,10 +68,10 @@ def compiled_step(stage: Stage, prepared: CompiledStage, split: bool) -> Step:
         run.forward(0, [] if arrives is None else [arrives])
         back = [] if comes_back is None else [comes_back]
         if split:
-            run.backward(0, back)
+            run.backward("B", 0, back)
             run.weight(0)
         else:
-            run.full_backward(0, back)
+            run.backward("BW", 0, back)
 
     return step
 

@@ -100,8 +100,7 @@ def run_in_order(compiled: Compiled, order: Sequence[tuple[str, int]]) -> dict[s
             for run in runs:
                 run.weight(i)
         else:
-            step = "backward" if op == "B" else "full_backward"
-            functools.reduce(lambda values, run: getattr(run, step)(i, values), reversed(runs), list[Tensor]())
+            functools.reduce(lambda values, run: run.backward(op, i, values), reversed(runs), list[Tensor]())
     for run in runs:
         run.check_empty()
     return {name: parameter.grad for name, parameter in parameters.items()}

@@ -105,10 +105,8 @@ class RankRun:
         self._pass_on(to, self.runs[to.action.stage].forward(to.action.microbatch, self._taken(to)))
 
     def _backward(self, to: Instruction) -> None:
-        self._pass_on(to, self.runs[to.action.stage].backward(to.action.microbatch, self._taken(to)))
-
-    def _full_backward(self, to: Instruction) -> None:
-        self._pass_on(to, self.runs[to.action.stage].full_backward(to.action.microbatch, self._taken(to)))
+        op, stage, microbatch = to.action
+        self._pass_on(to, self.runs[stage].backward(op, microbatch, self._taken(to)))
 
     def _weight(self, to: Instruction) -> None:
         self.runs[to.action.stage].weight(to.action.microbatch)
@@ -149,7 +147,7 @@ HANDLERS: Mapping[str, Callable[..., None]] = {
     "F": RankRun._forward,
     "B": RankRun._backward,
     "W": RankRun._weight,
-    "BW": RankRun._full_backward,
+    "BW": RankRun._backward,
     "S": RankRun._scan,
     "T": RankRun._update,
     **dict.fromkeys(SENDS, RankRun._send),

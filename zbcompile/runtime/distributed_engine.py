@@ -97,7 +97,7 @@ class DistributedEngine:
 
     def end_recording(self, recorder: Recorder) -> None:
         """Every rank learns what every rank of its pipeline has seen."""
-        parts = self.ranks.gather_here(recorder.seen().shifted(self.ahead or 0.0))
+        parts = self.ranks.gather_here(recorder.seen(self.ahead or 0.0))
         self.last_step = make_record(recorder.program, parts, in_process=False)
 
 

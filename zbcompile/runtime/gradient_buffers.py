@@ -35,37 +35,25 @@ class Gradients:
         """The tensor that W adds into: `.grad` (zeros if it was None), a buffer, or the stage's sum of a shared
         parameter."""
         if name in self.whole and stage >= 0:
-            return self._lookup(name)
+            if name not in self.lookups:
+                self.lookups[name] = self._zeros(self.whole[name])
+            return self.lookups[name]
+        parameter = self.parameters[name]
         if name in self.shared:
             if (name, stage) not in self.sums:
-                self.sums[name, stage] = self._zeros(name)
+                self.sums[name, stage] = self._zeros(parameter)
             return self.sums[name, stage]
-        parameter = self.parameters[name]
-        if self._needs_buffer(parameter):
+        odd = parameter.grad is not None and parameter.grad.stride() != parameter.stride()
+        if odd or self.choices.dtype_of_sum(parameter.dtype) != grad_dtype(parameter):
             if name not in self.buffers:
-                self.buffers[name] = self._zeros(name)
+                self.buffers[name] = self._zeros(parameter)
             return self.buffers[name]
         if parameter.grad is None:
-            parameter.grad = self._zeros(name)
+            parameter.grad = self._zeros(parameter)
         return parameter.grad
 
-    def _lookup(self, name: str) -> torch.Tensor:
-        """The gradient of an embedding whose rows are distributed at the end of the step."""
-        if name not in self.lookups:
-            like = self.whole[name]
-            self.lookups[name] = torch.zeros_like(
-                like, dtype=self.choices.dtype_of_sum(like.dtype), requires_grad=False
-            )
-        return self.lookups[name]
-
-    def _needs_buffer(self, parameter: nn.Parameter) -> bool:
-        """Whether `.grad` has another dtype than the sum, or odd strides."""
-        odd = parameter.grad is not None and parameter.grad.stride() != parameter.stride()
-        return odd or self.choices.dtype_of_sum(parameter.dtype) != grad_dtype(parameter)
-
-    def _zeros(self, name: str) -> torch.Tensor:
-        parameter = self.parameters[name]
-        return torch.zeros_like(parameter, dtype=self.choices.dtype_of_sum(parameter.dtype), requires_grad=False)
+    def _zeros(self, like: nn.Parameter) -> torch.Tensor:
+        return torch.zeros_like(like, dtype=self.choices.dtype_of_sum(like.dtype), requires_grad=False)
 
     def add(self, name: str, stage: int, microbatch: int, gradient: torch.Tensor) -> None:
         """Add one microbatch's gradient as eager's AccumulateGrad does: the first becomes `.grad`, later ones add."""
@@ -80,7 +68,7 @@ class Gradients:
         if torch.promote_types(self.choices.dtype_of_sum(parameter.dtype), own) == own:
             accumulate(parameter, gradient)
         else:
-            self.buffers.setdefault(name, self._zeros(name)).add_(gradient)
+            self.buffers.setdefault(name, self._zeros(parameter)).add_(gradient)
 
     def waiting(self, name: str, stage: int) -> list[list[torch.Tensor]]:
         """This rank's gradients of a shared parameter for one stage: the uses of each microbatch, or one sum in all."""

@@ -40,7 +40,7 @@ def _problem(programs: Sequence[Program], several: bool) -> str:
     for other in programs[1:]:
         if other.shared != first.shared or _shared_uses(other) != _shared_uses(first):
             return "train different parameters on several stages"
-        if _deferred(other) != _deferred(first):
+        if [stage.deferred for stage in other.stages] != [stage.deferred for stage in first.stages]:
             return "leave different sums over ranks to the end of the step"
         if other.loss_dtype != first.loss_dtype:
             return f"their losses are {first.loss_dtype} and {other.loss_dtype}"
@@ -52,10 +52,6 @@ def _problem(programs: Sequence[Program], several: bool) -> str:
 def _shared_uses(program: Program) -> list[tuple[str, int]]:
     """The stages that train each parameter which several stages train."""
     return sorted((name, stage.stage) for stage in program.stages for name in stage.trained if name in program.shared)
-
-
-def _deferred(program: Program) -> list[dict[str, str]]:
-    return [dict(stage.deferred) for stage in program.stages]
 
 
 def _trained_by_any(first: Program, programs: Sequence[Program]) -> tuple[StageProgram, ...]:

@@ -55,13 +55,11 @@ class _Inspector(Interpreter):
         if n in self._slots and self._slots[n].kind in ROOTS and "nan" in made:
             raise FloatingPointError(f"{self._place} receives a NaN in {self._slots[n].kind} {self._slots[n].name}")
         if n.op == "call_function" and ("nan" in made - read or ("inf" in made and not read)):
-            raise FloatingPointError(self._message(n, "a NaN" if "nan" in made else "an infinity"))
+            origin = origin_of(n)
+            line = f", for {origin.owner}: {origin.text}" if origin else ""
+            found = "a NaN" if "nan" in made else "an infinity"
+            raise FloatingPointError(f"{found} first appears in {self._place}, in {n.target} ({n.name}){line}")
         return result
-
-    def _message(self, node: Node, found: str) -> str:
-        origin = origin_of(node)
-        line = f", for {origin.owner}: {origin.text}" if origin else ""
-        return f"{found} first appears in {self._place}, in {node.target} ({node.name}){line}"
 
 
 def _kinds(values: Any) -> set[str]:

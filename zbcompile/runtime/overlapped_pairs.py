@@ -87,7 +87,9 @@ def on_two_streams(forward: Run, backward: Run, device: torch.device, aside: Any
         values.clear()
         current = module.current_stream(device)
         aside.wait_stream(current)
-        _used_on(aside, inputs)
+        for tensor in inputs:
+            if tensor.is_cuda:
+                tensor.record_stream(aside)
         with module.stream(aside):
             take(list(forward(inputs)))
         results = backward(give())
@@ -95,9 +97,3 @@ def on_two_streams(forward: Run, backward: Run, device: torch.device, aside: Any
         return results
 
     return run
-
-
-def _used_on(stream: Any, tensors: Sequence[torch.Tensor]) -> None:
-    for tensor in tensors:
-        if tensor.is_cuda:
-            tensor.record_stream(stream)

@@ -20,12 +20,10 @@ from zbcompile.distributed.boundary_messages import HIDDEN_MESSAGE, ROWS_MESSAGE
 from zbcompile.passes.graph.roles import TensorSpec
 from zbcompile.program.program import Program
 from zbcompile.runtime.overlapped_pairs import make_pairs
-from zbcompile.runtime.stage_plan import Arrival, CompiledStage, arrivals_of
-from zbcompile.schedules.ir.actions import COMPUTE, MESSAGES, RECEIVES, SENDS, Action, B, F, Pair, Step
+from zbcompile.runtime.stage_plan import AFTER, Arrival, CompiledStage, arrivals_of
+from zbcompile.schedules.ir.actions import COMPUTE, MESSAGES, RECEIVES, SENDS, Action, B, F, Pair, flatten
 from zbcompile.schedules.ir.dependencies import RECEIVE_OF, SEND_OF, awaited, source, target, travels_as
 from zbcompile.schedules.ir.kinds import KINDS
-
-PASSES = ("F", "B", "W", "BW")
 
 
 class Instruction(NamedTuple):
@@ -142,10 +140,6 @@ def _source(program: Program, message: Message) -> int:
     return found
 
 
-def _flat(steps: Sequence[Step]) -> list[Action]:
-    return [action for step in steps for action in (step if isinstance(step, Pair) else (step,))]
-
-
 def _assign_buffers(
     program: Program, rank: int, stage_of: Callable[[Action], CompiledStage]
 ) -> dict[Action, tuple[Buffer, ...]]:
@@ -155,7 +149,7 @@ def _assign_buffers(
     made: dict[TensorSpec, int] = defaultdict(int)
     live: dict[tuple[int, int], list[tuple[Buffer, frozenset[str]]]] = defaultdict(list)
     assigned: dict[Action, tuple[Buffer, ...]] = {}
-    for action in _flat(program.lowered.programs[rank]):
+    for action in flatten(program.lowered.programs[rank]):
         waiting = live[action.stage, action.microbatch]
         if action.op in RECEIVES:
             stage = stage_of(action)
@@ -164,8 +158,8 @@ def _assign_buffers(
             found = arrivals[id(stage)][travels_as(action.op)]
             assigned[action] = tuple(_take_buffer(arrival, free, made) for arrival in found)
             waiting += [(b, a.readers) for b, a in zip(assigned[action], found, strict=True) if b.number >= 0]
-        elif action.op in PASSES:
-            done = [held for held in waiting if not _still_read(held[1], action.op)]
+        elif action.op in AFTER:
+            done = [held for held in waiting if held[1].isdisjoint(AFTER[action.op])]
             for buffer, _ in done:
                 free[buffer.spec].append(buffer.number)
             live[action.stage, action.microbatch] = [held for held in waiting if held not in done]
@@ -180,12 +174,6 @@ def _take_buffer(arrival: Arrival, free: dict[TensorSpec, list[int]], made: dict
         made[spec] += 1
         return Buffer(spec, made[spec] - 1)
     return Buffer(spec, free[spec].pop())
-
-
-def _still_read(readers: frozenset[str], done: str) -> bool:
-    """Whether a pass after `done` reads it."""
-    later = {"F": {"B", "W", "BW"}, "B": {"W"}}.get(done, set())
-    return bool(readers & later)
 
 
 def _with_generator(stage: CompiledStage) -> dict[str, tuple[Arrival, ...]]:
@@ -210,7 +198,7 @@ def _completions(
     peers: dict[int, Mapping[Action, int]] = {}
     open_sends: dict[int, list[tuple[int, Message]]] = defaultdict(list)  # by receiver: where it has used the message
     completes: dict[Action, tuple[Message, ...]] = {}
-    for action in _flat(program.lowered.programs[rank]):
+    for action in flatten(program.lowered.programs[rank]):
         if action.op in SENDS:
             message = made_by(program, action)
             assert message is not None
@@ -231,7 +219,7 @@ def _completions(
 def _positions(program: Program, peer: int, known: dict[int, Mapping[Action, int]]) -> Mapping[Action, int]:
     """The position of each action in the program of a peer; cached, as a rank has few peers."""
     if peer not in known:
-        known[peer] = {action: at for at, action in enumerate(_flat(program.lowered.programs[peer]))}
+        known[peer] = {action: at for at, action in enumerate(flatten(program.lowered.programs[peer]))}
     return known[peer]
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch.profiler import record_function
 
-from zbcompile.distributed.clocks import Clock, HostClock
+from zbcompile.distributed.clocks import Clock
 from zbcompile.profiling.recorded_timeline import Span
 from zbcompile.profiling.step_record import StepRecord
 from zbcompile.program.program import Program
@@ -27,7 +27,7 @@ class Timed(NamedTuple):
 
 @dataclass
 class Seen:
-    """What one process has seen of its ranks, on its own clock."""
+    """What one process has seen of its ranks."""
 
     begin: float
     end: float
@@ -35,23 +35,17 @@ class Seen:
     held: dict[int, list[int]]
     sent: dict[int, int]
 
-    def shifted(self, ahead: float) -> "Seen":
-        """The same times on a clock that this process's clock is `ahead` of."""
-        timed = {r: [Timed(a, s - ahead, e - ahead) for a, s, e in found] for r, found in self.timed.items()}
-        return Seen(self.begin - ahead, self.end - ahead, timed, self.held, self.sent)
-
 
 @dataclass
 class Recorder:
     """Observes the actions of the ranks in this process."""
 
     program: Program
-    clock: Clock = field(default_factory=HostClock)
+    clock: Clock = field(default_factory=Clock)
     begin: float = field(default_factory=time.perf_counter)
     marks: dict[int, list[tuple[Action, Any, Any]]] = field(default_factory=dict)
     held: dict[int, list[int]] = field(default_factory=dict)
     sent: dict[int, int] = field(default_factory=dict)
-
     opened: dict[int, list[Any]] = field(default_factory=dict)
 
     def __call__(self, actions: Sequence[Action], run: RankRun, execute: Callable[[], None]) -> None:
@@ -77,11 +71,11 @@ class Recorder:
         message = made_by(self.program, action) if action.op in (SEND_F, SEND_B) else None
         return 0 if message is None else sum(tensor.nbytes for tensor in run.outbox[message])
 
-    def seen(self) -> Seen:
-        """Waits for the device."""
+    def seen(self, ahead: float = 0.0) -> Seen:
+        """Waits for the device. The times are on a clock that this process's clock is `ahead` of."""
         at = self.clock.seconds
-        timed = {r: [Timed(a, at(s), at(e)) for a, s, e in found] for r, found in self.marks.items()}
-        return Seen(self.begin, time.perf_counter(), timed, self.held, self.sent)
+        timed = {r: [Timed(a, at(s) - ahead, at(e) - ahead) for a, s, e in found] for r, found in self.marks.items()}
+        return Seen(self.begin - ahead, time.perf_counter() - ahead, timed, self.held, self.sent)
 
 
 def make_record(program: Program, parts: Sequence[Seen], in_process: bool) -> StepRecord:

@@ -7,6 +7,7 @@ model copies (DualPipe) the first has the lower microbatches: its sums are folde
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 import torch.distributed as dist
@@ -104,11 +105,7 @@ class _Link:
 
 def total_loss(losses: Sequence[torch.Tensor], reduction: str) -> torch.Tensor:
     """The step's loss: the sum over microbatches, in their order, of loss_i / m (`mean`) or of loss_i (`sum`)."""
-    scaled = [loss / len(losses) if reduction == "mean" else loss for loss in losses]
-    total = scaled[0]
-    for value in scaled[1:]:
-        total = total + value
-    return total
+    return reduce(torch.add, [loss / len(losses) if reduction == "mean" else loss for loss in losses])
 
 
 def share_losses(

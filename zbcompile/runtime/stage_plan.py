@@ -6,7 +6,6 @@ later pass reads, and stores what it keeps. Everything that can be decided befor
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -20,7 +19,7 @@ from zbcompile.passes.torch_private import boxed, storage_key
 
 RESIDENT = ("parameter", "buffer", "constant")
 LOSS_FACTOR = Slot("tangent", "loss")
-READERS = ("F", "B", "W", "BW")
+AFTER = {"F": ("B", "W", "BW"), "B": ("W",), "W": (), "BW": ()}  # the passes that may follow each
 Tensors = list[torch.Tensor]
 
 
@@ -134,7 +133,7 @@ def _passes(slot: Slot) -> bool:
 
 def _call(program: StageProgram, name: str, run: Run, registers: Mapping[Slot, int]) -> Call:
     piece = program.pieces[name]
-    kept = later_reads(program, name)
+    kept = {slot for later in AFTER[name] if later in program.pieces for slot in program.pieces[later].inputs}
     places = {slot: place for place, slot in enumerate(piece.outputs)}
     sent = {"F": ("activation", program.sends), "B": ("input_gradient", program.gradients_out)}
     kind, specs = sent.get("B" if name == "BW" else name, ("", {}))
@@ -156,12 +155,6 @@ def _named(piece: Piece, kind: str) -> tuple[tuple[int, str], ...]:
     """The results of one kind; a parameter may have several gradients, one per use (see
     `zbcompile.passes.partition.shared_parameters`)."""
     return tuple((place, slot.name) for place, slot in enumerate(piece.outputs) if slot.kind == kind)
-
-
-def later_reads(program: StageProgram, name: str) -> frozenset[Slot]:
-    """The slots that passes after `name` read."""
-    after = {"F": ("B", "W", "BW"), "B": ("W",)}.get(name, ())
-    return frozenset(slot for later in after if later in program.pieces for slot in program.pieces[later].inputs)
 
 
 @dataclass(frozen=True)
@@ -186,21 +179,12 @@ def arrivals_of(program: StageProgram) -> dict[str, tuple[Arrival, ...]]:
 
 def _arrival(program: StageProgram, slot: Slot, spec: TensorSpec) -> Arrival:
     aliases, escapes = {slot}, False
-    for piece in map(program.pieces.__getitem__, _passes_of(program)):
-        keys = {storage_key(node.meta["val"]) for node in _holders(piece) if node.meta["slot"] in aliases}
+    pieces = {name: program.pieces[name] for name in AFTER if name in program.pieces}
+    for piece in pieces.values():
+        nodes = [node for node in piece.module.graph.find_nodes(op="placeholder") if node.meta["slot"] in aliases]
+        keys = {storage_key(node.meta["val"]) for node in nodes if isinstance(node.meta.get("val"), torch.Tensor)}
         results = zip(piece.outputs, output_values(piece.module.graph), strict=True)
         same = [result for result, node in results if storage_key(node.meta["val"]) in keys]
         aliases |= {result for result in same if result.kind == "saved"}
         escapes |= any(result.kind != "saved" for result in same)
-    readers = frozenset(name for name in _passes_of(program) if aliases & set(program.pieces[name].inputs))
-    return Arrival(spec, readers, escapes)
-
-
-def _passes_of(program: StageProgram) -> list[str]:
-    """The passes of a stage, in the order in which a microbatch goes through them."""
-    return [name for name in READERS if name in program.pieces]
-
-
-def _holders(piece: Piece) -> list[Any]:
-    nodes = piece.module.graph.find_nodes(op="placeholder")
-    return [node for node in nodes if isinstance(node.meta.get("val"), torch.Tensor)]
+    return Arrival(spec, frozenset(name for name in pieces if aliases & set(pieces[name].inputs)), escapes)

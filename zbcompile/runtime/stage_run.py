@@ -1,7 +1,7 @@
 """Running one stage: its graphs over the registers of each microbatch, each value freed after the last pass that reads
 it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -10,6 +10,8 @@ from zbcompile.distributed.packing import laid_out
 from zbcompile.errors import PipelineError
 from zbcompile.model.seeds import generator_state
 from zbcompile.passes.graph.roles import Slot
+from zbcompile.passes.graph.storage import storage_bytes
+from zbcompile.passes.torch_private import storage_key
 from zbcompile.runtime.gradient_buffers import Gradients
 from zbcompile.runtime.stage_plan import Call, CompiledStage, Tensors
 
@@ -45,13 +47,11 @@ class StageRun:
         call = self.of(microbatch).calls["F"]
         return self.end_forward(microbatch, call.run(self.begin_forward(microbatch, arrived)))
 
-    def backward(self, microbatch: int, arrived: Tensors) -> Tensors:
-        """B: gradients of the stage's inputs from those of its outputs; what W needs stays behind."""
-        return self._backward("B", microbatch, arrived)
-
-    def full_backward(self, microbatch: int, arrived: Tensors) -> Tensors:
-        """BW: input gradients and weight gradients in one graph; nothing stays behind."""
-        return self._backward("BW", microbatch, arrived)
+    def backward(self, name: str, microbatch: int, arrived: Tensors) -> Tensors:
+        """B: gradients of the stage's inputs from those of its outputs; what W needs stays behind. BW: weight gradients
+        in the same graph; nothing stays behind."""
+        run = self.of(microbatch).calls[name].run
+        return self.end_backward(name, microbatch, run(self.begin_backward(name, microbatch, arrived)))
 
     def weight(self, microbatch: int) -> None:
         """W: the weight gradients that B left for later."""
@@ -114,10 +114,6 @@ class StageRun:
         self._end(call, microbatch, results)
         return [laid_out(results[at], spec) for at, spec in call.sends]
 
-    def _backward(self, name: str, microbatch: int, arrived: Tensors) -> Tensors:
-        run = self.of(microbatch).calls[name].run
-        return self.end_backward(name, microbatch, run(self.begin_backward(name, microbatch, arrived)))
-
     def _position_generator(self, microbatch: int, arrived: Tensors) -> None:
         stage = self.of(microbatch)
         if stage.generator_arrives:
@@ -150,12 +146,9 @@ class StageRun:
     def live_bytes(self) -> int:
         """Bytes of the distinct storages that the frames hold, without parameters, inputs and the loss factor."""
         held = (frame[place] for i, frame in self.frames.items() for place in self.of(i).passing)
-        return _storage_bytes((value for value in held if value is not None), self._not_counted())
-
-    def _not_counted(self) -> set[int]:
         resident = [t for stage in (self.stage, *self.variants) for t in stage.resident.values()]
-        whole = [*resident, self.loss_factor, *(t for mb in self.inputs for t in mb.values())]
-        return {t.untyped_storage().data_ptr() for t in whole}
+        not_counted = [*resident, self.loss_factor, *(t for mb in self.inputs for t in mb.values())]
+        return storage_bytes((value for value in held if value is not None), set(map(storage_key, not_counted)))
 
     def check_empty(self) -> None:
         """Require that no value waits after a step; one that does is a bug of the schedule or of this runtime."""
@@ -164,8 +157,3 @@ class StageRun:
                 f"stage {self.stage.index} ended the step with microbatches {sorted(self.frames)} still waiting for "
                 "their weight gradients; the schedule must give every F its B and W."
             )
-
-
-def _storage_bytes(values: Iterable[torch.Tensor], without: set[int]) -> int:
-    storages = {v.untyped_storage().data_ptr(): v.untyped_storage().nbytes() for v in values}
-    return sum(size for key, size in storages.items() if key not in without)

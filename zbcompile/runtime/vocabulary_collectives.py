@@ -6,9 +6,10 @@ rows of a sharded embedding on the rank of the first stage, SPREAD carries their
 posts all of them in one order (`zbcompile.schedules.lowering.collectives`) and posting never waits.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import NamedTuple, Protocol
 
 import torch
@@ -61,12 +62,8 @@ class SharedCollectives:
         present = self.posted.setdefault((op, microbatch), set())
         present.add(rank)
         if len(present) == self.count:
-            self._jobs[op](microbatch)
-
-    @property
-    def _jobs(self) -> Mapping[str, Job]:
-        found = {CAST: self._cast, STATS: self._stats, SUM: self._sum}
-        return found | {LOOKUP: self._lookup, SPREAD: self._spread}
+            jobs = {CAST: self._cast, STATS: self._stats, SUM: self._sum, LOOKUP: self._lookup, SPREAD: self._spread}
+            jobs[op](microbatch)
 
     def ready(self, op: str, microbatch: int) -> bool:
         return len(self.posted.get((op, microbatch), ())) == self.count
@@ -90,26 +87,19 @@ class SharedCollectives:
         gathered = torch.stack([self.shards[rank].statistics(microbatch) for rank in sorted(self.shards)])
         parts = [self.shards[rank].combine(microbatch, gathered) for rank in sorted(self.shards)]
         if self.barriers == 1:
-            self.gradients[microbatch] = _sum_in_order([part for part in parts if part is not None])
+            self.gradients[microbatch] = reduce(torch.add, [part for part in parts if part is not None])
 
     def _sum(self, microbatch: int) -> None:
-        self.gradients[microbatch] = _sum_in_order([self.shards[r].part(microbatch) for r in sorted(self.shards)])
+        self.gradients[microbatch] = reduce(torch.add, [self.shards[r].part(microbatch) for r in sorted(self.shards)])
 
     def _lookup(self, microbatch: int) -> None:
-        rows = _sum_in_order([self.shards[rank].look_up(microbatch) for rank in sorted(self.shards)])
+        rows = reduce(torch.add, [self.shards[rank].look_up(microbatch) for rank in sorted(self.shards)])
         self.shards[self.roots.first].looked_up[microbatch] = rows
 
     def _spread(self, microbatch: int) -> None:
         gradient = self.shards[self.roots.first].spreads[microbatch]
         for shard in self.shards.values():
             shard.spreads[microbatch] = gradient
-
-
-def _sum_in_order(parts: list[torch.Tensor]) -> torch.Tensor:
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
 
 
 @dataclass

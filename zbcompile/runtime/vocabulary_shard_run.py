@@ -8,6 +8,7 @@ import torch
 from zbcompile.backends.types import Run
 from zbcompile.errors import PipelineError
 from zbcompile.passes.graph.roles import Slot
+from zbcompile.passes.graph.storage import storage_bytes
 from zbcompile.passes.torch_private import boxed
 from zbcompile.passes.vocabulary.shard_program import (
     COEFFICIENTS,
@@ -127,8 +128,7 @@ class ShardRun:
         """Bytes of the distinct storages that wait."""
         waiting = [value for state in [*self.states.values()] for value in [*state.values()]]
         waiting += [*self.looked_up.values(), *self.spreads.values()]
-        storages = {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in waiting}
-        return sum(storages.values())
+        return storage_bytes(waiting)
 
     def check_empty(self) -> None:
         """Require that no value waits after a step."""

@@ -16,7 +16,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from zbcompile.distributed.packing import as_contiguous, packed, packed_buffer
 from zbcompile.errors import PipelineError
-from zbcompile.model.batch import input_tensors
+from zbcompile.model.batch import microbatch_of
 from zbcompile.model.model_info import submodule
 from zbcompile.model.seeds import microbatch_seed, undisturbed
 from zbcompile.passes.graph.roles import Slot, TensorSpec
@@ -114,7 +114,7 @@ class CompiledPipelineStage(PipelineStage):
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """F of one microbatch. The last stage waits for its target: there F runs inside `loss`."""
         self._run = self._run or self._begin()
-        self._run.inputs[fwd_chunk_id].update(input_tensors(args if self.is_first else (), kwargs or {}, None))
+        self._run.inputs[fwd_chunk_id] |= microbatch_of(args if self.is_first else (), kwargs or {}, None).tensors
         if self.is_last:
             self.output_chunks.append(())  # torch merges these into the output of the whole batch
             return torch.full((1,), fwd_chunk_id, device=self.device)
@@ -127,7 +127,8 @@ class CompiledPipelineStage(PipelineStage):
             raise PipelineError("loss was called outside a step of a torch schedule.")
         microbatch = int(output)
         wants_target = any(s.kind == "input" and s.name.startswith("target") for s in self._forward_inputs)
-        self._run.inputs[microbatch].update(input_tensors((), {}, target) if wants_target else {})
+        if wants_target:
+            self._run.inputs[microbatch] |= microbatch_of((), {}, target).tensors
         self._forward(microbatch)
         return self._run.losses[microbatch]
 
@@ -157,9 +158,10 @@ class CompiledPipelineStage(PipelineStage):
         if not self.has_backward:
             return
         assert self._run is not None
-        backward = self._run.full_backward if full_backward else self._run.backward
         with torch.no_grad():
-            self._made["B", bwd_chunk_id] = backward(bwd_chunk_id, self._arrived.pop(("B", bwd_chunk_id), []))
+            self._made["B", bwd_chunk_id] = self._run.backward(
+                "BW" if full_backward else "B", bwd_chunk_id, self._arrived.pop(("B", bwd_chunk_id), [])
+            )
         if full_backward:
             self._finish_microbatch()
 
