@@ -24,7 +24,7 @@ from torch import nn
 from zbcompile.compiler.compile_model import Drawn, compile_drawn
 from zbcompile.compiler.vocabulary_decision import choose_sharding
 from zbcompile.compiler.vocabulary_sharding import Sharding
-from zbcompile.model.batch import input_tensors
+from zbcompile.model.batch import whole_batch
 from zbcompile.passes.capture.canonical import Canonical
 from zbcompile.passes.capture.export import Captured
 from zbcompile.passes.graph.process_groups import is_collective
@@ -128,7 +128,7 @@ def _fits(made: Captured, given: tuple[Any, ...]) -> bool:
     if made.guards is None:
         return True
     args, kwargs, target = (*given[1:], None)[:3]
-    return not made.guards.different(input_tensors(args, kwargs, target))
+    return not made.guards.different(whole_batch(args, kwargs, target).whole.tensors)
 
 
 def _once_per_object(function: Callable[[Any], Any]) -> Callable[[Any], Any]:

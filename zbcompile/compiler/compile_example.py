@@ -62,8 +62,12 @@ def compile_example(
     `observe` sees what each pass makes of the model, and of each distinct stage. A `planner` replaces the schedule.
     """
     dropped: list[str] = []
-    loss = example.loss or _loss_and_names(dropped)
-    microbatch = one_microbatch(example)
+
+    def loss_of_model(output: Any, target: Any) -> torch.Tensor:
+        dropped.extend(name for name in names_of_output(output) if name != "loss")
+        return loss_in(output)
+
+    microbatch, loss = one_microbatch(example), example.loss or loss_of_model
     with _warnings() as seen:
         drawn = draw_step(example.model, microbatch, loss, choices, schedule, observe)
         seconds = measure_line(drawn.line) if choices.balance == "measured" else {}
@@ -109,16 +113,6 @@ def read_saved(folder: Path) -> Inspected:
 def one_microbatch(example: Example) -> Microbatch:
     """The inputs of an example as the compiler takes them."""
     return whole_batch(example.args, dict(example.kwargs), example.target).whole
-
-
-def _loss_and_names(dropped: list[str]) -> Callable[[Any, Any], torch.Tensor]:
-    """The loss in the model's output, noting the names of all else that is there."""
-
-    def loss(output: Any, target: Any) -> torch.Tensor:
-        dropped.extend(name for name in names_of_output(output) if name != "loss")
-        return loss_in(output)
-
-    return loss
 
 
 def names_of_output(output: Any) -> list[str]:

@@ -133,8 +133,10 @@ def compile_drawn(
         if like is None:
             cuts = plan_cuts(canonical, line, schedule, choices, seconds, edges)
             assigned: Assignment = assign_by_cuts(line, cuts)
+        elif _targets(line) == like.canonical_targets:  # the same operations on other shapes: the same cuts
+            cuts, assigned = like.cuts, assign_by_cuts(line, like.cuts)
         else:
-            cuts, assigned = like.cuts, _assign_like(like, canonical, line)
+            cuts, assigned = like.cuts, assign_by_parameters(canonical, line, like.homes)
         stages = manager.run(CUT, canonical, line, assigned, schedule.stages, choices.exact)
         refuse_shared_mutation(stages)
         if schedule.placement.kind == "dual":
@@ -220,12 +222,6 @@ def compile_stage(
     made = (manager or make_manager()).run_all(STAGE_PASSES, stage, task, stage=stage.index)
     *_, pieces, program = made
     return program, pieces.joint.gradient_of_input
-
-
-def _assign_like(like: Program, canonical: Canonical, line: Line) -> Assignment:
-    if _targets(line) == like.canonical_targets:  # the same operations on other shapes: the same cuts
-        return assign_by_cuts(line, like.cuts)
-    return assign_by_parameters(canonical, line, like.homes)
 
 
 def is_drawn_as(program: Program, drawn: Drawn) -> bool:

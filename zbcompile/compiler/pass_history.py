@@ -1,7 +1,7 @@
 """The history of the compiler's passes over the model and its stages: graphs as text, operations, seconds."""
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,11 +88,9 @@ def count_operations(made: Any) -> int | None:
 
 def _text(made: Any) -> str:
     """The graphs of an artifact, each as a Python function."""
-    return made if isinstance(made, str) else "".join(_printed(made))
-
-
-def _printed(made: Any) -> Iterator[str]:
-    for view in graphs_of(made):
+    printed = []
+    for view in [] if isinstance(made, str) else graphs_of(made):
         name, title = _TITLES.get(view.kind, (view.kind, f"{view.kind}."))
         if view.kind != "BW":
-            yield print_piece(Piece(name, view.module, view.inputs, view.outputs), title)
+            printed.append(print_piece(Piece(name, view.module, view.inputs, view.outputs), title))
+    return made if isinstance(made, str) else "".join(printed)

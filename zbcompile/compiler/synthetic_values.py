@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from zbcompile.passes.graph.fx import argument_of
 from zbcompile.passes.graph.storage import is_view
-from zbcompile.passes.torch_private import OpOverload, arguments_of
+from zbcompile.passes.torch_private import OpOverload
 
 aten = torch.ops.aten
 # Arguments of operators: what is indexed, the index, and the dimension or the argument that names it.
@@ -66,14 +66,10 @@ def _reads_of(node: Node) -> Iterator[Read]:
 
 def _grouped_rows(value: Node, reader: Node) -> int:
     """The number of rows that a grouped product divides at the offsets `value`; 0 if it does not."""
-    if not _takes(reader, "offs") or argument_of(reader, "offs", None) is not value:
+    if not isinstance(reader.target, OpOverload) or argument_of(reader, "offs", None) is not value:
         return 0
     one, other = (argument.meta["val"].shape for argument in reader.args[:2])  # type: ignore[union-attr]
     return int(other[-1] if len(one) == 3 else one[0] if len(other) == 3 else other[0])
-
-
-def _takes(node: Node, name: str) -> bool:
-    return isinstance(node.target, OpOverload) and any(given.name == name for given in arguments_of(node.target))
 
 
 def _indexed_length(value: Node, reader: Node) -> int:

@@ -100,37 +100,26 @@ def shard(
     `bounds` are given if rows already have their ranks. Raises CompileError if a rank holds more than `memory=`.
     """
     bounds = bounds or bounds_of(sharding.head, schedule, stages)
+    barriers = choices.vocab if isinstance(choices.vocab, int) else 1
+
+    def made(tiling: Tiling) -> tuple[tuple[VocabularyProgram, Schedule], float]:
+        task = (sharding.whole, sharding.head, sharding.activation, bounds, barriers, tiling, sharding.lookup, choices)
+        vocabulary = manager.run(SHARD, *task)
+        inserted = insert(schedule, vocabulary, stages)
+        return (vocabulary, inserted), _most_bytes(sharding, choices, stages, vocabulary, inserted)
+
     tiling = tiling_of(sharding.head, bounds, choices)
-    found = _inserted(sharding, schedule, choices, stages, bounds, tiling, manager)
-    most = _most_bytes(sharding, choices, stages, *found)
+    found, most = made(tiling)
     if choices.memory is None or most <= choices.memory:
         return found
     if tiling.keep and choices.vocab_logits == "auto":
-        found = _inserted(sharding, schedule, choices, stages, bounds, replace(tiling, keep=False), manager)
-        most = _most_bytes(sharding, choices, stages, *found)
+        found, most = made(replace(tiling, keep=False))
     if most > choices.memory:
         raise CompileError(
             f"with its shard of the output layer a rank holds {most:.4g} bytes, more than memory={choices.memory:g}. "
             'Use more ranks, smaller microbatches, recompute="selective", or vocab=Vocab(logits="remake").'
         )
     return found
-
-
-def _inserted(
-    sharding: Sharding,
-    schedule: Schedule,
-    choices: Choices,
-    stages: tuple[StageProgram, ...],
-    bounds: Bounds,
-    tiling: Tiling,
-    manager: PassManager,
-) -> tuple[VocabularyProgram, Schedule]:
-    barriers = choices.vocab if isinstance(choices.vocab, int) else 1
-    vocabulary = manager.run(
-        *(SHARD, sharding.whole, sharding.head, sharding.activation),
-        *(bounds, barriers, tiling, sharding.lookup, choices),
-    )
-    return vocabulary, insert(schedule, vocabulary, stages)
 
 
 def bounds_of(head: VocabularyHead, schedule: Schedule, stages: tuple[StageProgram, ...]) -> Bounds:

@@ -11,7 +11,8 @@ from torch.fx import Node
 from zbcompile.cli.quiet import silenced
 from zbcompile.compiler.compile_example import names_of_output
 from zbcompile.inspection.explanation import Explanation, Place, counted
-from zbcompile.model.batch import input_tensors
+from zbcompile.model.batch import whole_batch
+from zbcompile.model.materialize import shortened
 from zbcompile.model.module_state import modules_restored
 from zbcompile.passes.capture.canonical import Canonical
 from zbcompile.passes.capture.differentiability import (
@@ -158,7 +159,7 @@ def _updates_that_forbid_cuts(canonical: Canonical) -> list[str]:
     if not changing:
         return []
     return [
-        f"forward changes {_shortened(changing)}: m microbatches change a buffer m times; the model is never cut "
+        f"forward changes {shortened(changing)}: m microbatches change a buffer m times; the model is never cut "
         "between reading and changing one; dualpipe, which keeps two copies of the model, refuses it"
     ]
 
@@ -171,11 +172,11 @@ def _notes(model: nn.Module, captured: Captured) -> Iterator[str]:
         name for name in dict.fromkeys(captured.names[n] for n, _ in model.named_parameters()) if name not in used
     )
     if unused:
-        yield f"forward does not use {_shortened(unused)}: no gradient, as in eager mode"
+        yield f"forward does not use {shortened(unused)}: no gradient, as in eager mode"
 
 
 def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Iterator[str]:
-    for path, tensor in input_tensors(args, kwargs, target).items():
+    for path, tensor in whole_batch(args, kwargs, target).whole.tensors.items():
         yield f"{path} {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
@@ -190,10 +191,6 @@ def _parameters(model: nn.Module) -> Iterator[str]:
         yield f"{tied} tied to another"
     if any(p.is_meta for p in named.values()):
         yield "on the meta device"
-
-
-def _shortened(names: list[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if names[4:] else "")
 
 
 def sum_of_floats(output: Any) -> torch.Tensor:

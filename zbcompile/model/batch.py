@@ -118,12 +118,6 @@ def whole_batch(args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> B
     return Batch(leaves, paths, (None,) * len(leaves), structure, size=0)
 
 
-def input_tensors(args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> dict[str, torch.Tensor]:
-    """The tensors of one microbatch by path."""
-    paths, leaves, _ = flatten_inputs((args, kwargs, target))
-    return {path: leaf for path, leaf in zip(paths, leaves, strict=True) if isinstance(leaf, torch.Tensor)}
-
-
 def refuse_input_gradients(batch: Batch) -> None:
     """Raise PipelineError for an input that requires a gradient: a step gives gradients to parameters only."""
     for path, leaf in zip(batch.paths, batch.leaves, strict=True):

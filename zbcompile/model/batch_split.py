@@ -91,18 +91,11 @@ def _require_samples(lengths: Mapping[str, int]) -> None:
 def _refuse_ambiguous(batched: Mapping[str, torch.Tensor]) -> None:
     """Refuse a table that may only happen to be as long as the batch. The first tensor is the batch itself, and so are
     tensors of its shape (labels beside token ids). A target has a row per sample."""
-    first = next(iter(batched.values()), None)
+    batch = {(leaf.shape, leaf.dtype) for leaf in list(batched.values())[:1]}
     for path, leaf in batched.items():
-        if _is_square(leaf) and not path.startswith("target") and not _alike(leaf, first):
+        is_square = leaf.ndim >= 2 and leaf.shape[0] == leaf.shape[1]
+        if is_square and not path.startswith("target") and (leaf.shape, leaf.dtype) not in batch:
             raise PipelineError(
                 f"{path} has shape {list(leaf.shape)} and the batch size is {leaf.shape[0]}: it may be one row per "
                 f"sample or one table for all. Say which: split={{{path!r}: True}} or split={{{path!r}: False}}."
             )
-
-
-def _is_square(leaf: torch.Tensor) -> bool:
-    return leaf.ndim >= 2 and leaf.shape[0] == leaf.shape[1]
-
-
-def _alike(leaf: torch.Tensor, other: torch.Tensor | None) -> bool:
-    return other is not None and leaf.shape == other.shape and leaf.dtype == other.dtype

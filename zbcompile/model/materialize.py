@@ -55,7 +55,7 @@ class Share:
         """Raise PipelineError while a parameter or buffer of this process has no values."""
         if self.unfilled:
             raise PipelineError(
-                f"{_shortened(sorted(self.unfilled))}: built on the meta device and not filled. Call "
+                f"{shortened(sorted(self.unfilled))}: built on the meta device and not filled. Call "
                 "pipe.load_state_dict(state) after compiling, or pass init=fn(name, tensor) to pipeline."
             )
 
@@ -78,17 +78,18 @@ class Share:
         ]
         if plain:
             raise PipelineError(
-                f"{_shortened(plain)}: a tensor in a plain attribute, on the meta device, where it has no values. Make "
+                f"{shortened(plain)}: a tensor in a plain attribute, on the meta device, where it has no values. Make "
                 "it a buffer (register_buffer), or build it on a real device."
             )
         saved = set(self.model.state_dict(keep_vars=True))
         lost = [name for name, buffer in self.model.named_buffers() if buffer.is_meta and name not in saved]
         if lost and self.init is None:
             raise PipelineError(
-                f"{_shortened(lost)}: buffers on the meta device that no state dict holds, so nothing can fill them. "
+                f"{shortened(lost)}: buffers on the meta device that no state dict holds, so nothing can fill them. "
                 "Pass init=fn(name, tensor), which fills a parameter or buffer in place."
             )
 
 
-def _shortened(names: list[str]) -> str:
+def shortened(names: list[str]) -> str:
+    """The first four names, and how many more there are."""
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if names[4:] else "")

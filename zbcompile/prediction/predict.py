@@ -36,7 +36,7 @@ def basis_of(program: Program, source: str) -> Basis:
     Memory is always that of the graphs, in bytes. Raises PipelineError or ScheduleError for a file that does not fit.
     """
     if source == "flops":
-        speed = machine_for(device_of(program)).flops_per_second
+        speed = machine_for(program.device_type).flops_per_second
         return Basis(flop_costs(program), "s", f"from FLOPs at {speed / 1e9:g} GFLOP/s, messages free")
     if source == "uniform":  # the graph of a pass may compute nothing: a stage without parameters has no W
         costs = _costs(program, lambda stage, op: int(not stage.pieces[op].empty))
@@ -57,7 +57,7 @@ def _costs(program: Program, time: Callable[[StageProgram, str], float], **other
 
 def flop_costs(program: Program) -> Costs:
     """Seconds of the passes from their FLOPs at the machine's nominal speed; a pass without contractions takes 0."""
-    each = 1 / machine_for(device_of(program)).flops_per_second
+    each = 1 / machine_for(program.device_type).flops_per_second
     return costs_at(program, Rates(dict.fromkeys(("F", "B", "W"), each), each))
 
 
@@ -143,13 +143,6 @@ def _share_of_weight(stage: StageProgram) -> float:
     """The part of W in the FLOPs of B and W; 0 if there is no W."""
     whole = stage.flops["B"] + stage.flops["W"]
     return stage.flops["W"] / whole if whole else 0.0
-
-
-def device_of(program: Program) -> str:
-    """The device type that the graphs compute on."""
-    return next(
-        node.meta["val"].device.type for node in program.stages[0].pieces["F"].module.graph.find_nodes(op="placeholder")
-    )
 
 
 def running_peaks(program: Program, costs: Costs) -> tuple[int, ...]:

@@ -65,7 +65,7 @@ def manifest_to_text(
         "version": VERSION,
         "torch": torch_release(torch.__version__),
         "ranks": program.schedule.ranks,
-        "device": _device_of(program),
+        "device": program.device_type,
         "operators": operators,
         "dimensions": dict(dimensions),
         "call": list(program.call),
@@ -171,12 +171,6 @@ def program_from_manifest(
         plan=ChosenPlan.from_data(data["plan"]) if data.get("plan") else None,
         written=data,
     )
-
-
-def _device_of(program: Program) -> str:
-    """The kind of device that the program was compiled for."""
-    holders = program.stages[0].pieces["F"].module.graph.find_nodes(op="placeholder")
-    return str(next(node.meta["val"].device.type for node in holders))
 
 
 def _options_to_data(options: Choices | StepOptions) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from zbcompile.model.placements import PARTIAL, placement_of
 from zbcompile.passes.capture.guards import Guards
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.partition.search import Cuts
-from zbcompile.passes.stage.exchanges import Collective, collectives_of
+from zbcompile.passes.stage.exchanges import collectives_of
 from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.passes.values.plain_tensors import PlainTensor
 from zbcompile.passes.vocabulary.shard_program import VocabularyProgram
@@ -118,6 +118,12 @@ class Program:
         """The last stage that draws random numbers; -1 if none does. Generator state travels up to it."""
         return max((stage.stage for stage in self.stages if stage.random), default=-1)
 
+    @property
+    def device_type(self) -> str:
+        """The kind of device that the program was compiled for."""
+        holders = self.stages[0].pieces["F"].module.graph.find_nodes(op="placeholder")
+        return str(next(node.meta["val"].device.type for node in holders))
+
     def rank_of(self, stage: int, microbatch: int = 0) -> int:
         """The rank that runs `stage` for `microbatch`: with two model copies it depends on the microbatch."""
         return self.schedule.rank_of(stage, microbatch)
@@ -167,7 +173,10 @@ class Program:
             "cuts": list(self.cuts.after),
             "order": _digest(str(self.lowered.programs)),
             "vocabulary": self._sharding,
-            "collectives": [list(map(_exchange, collectives_of(stage))) for stage in self.stages],
+            "collectives": [
+                [f"{each.name}: {each.kind} along {each.dimension}" for each in collectives_of(stage)]
+                for stage in self.stages
+            ],
             "graphs": [_digest(module.code) for module in self._modules],
             "guards": [] if self.guards is None else [_digest(self.guards.text), repr(self.guards.given.answers)],
             "types": [_digest(_types(module)) for module in self._modules],
@@ -204,10 +213,6 @@ def _types(module: torch.fx.GraphModule) -> str:
     """Data types and shapes of all that goes into a graph; its code does not show them."""
     values = [node.meta.get("val") for node in module.graph.find_nodes(op="placeholder")]
     return str([(str(v.dtype), tuple(v.shape)) for v in values if isinstance(v, torch.Tensor)])
-
-
-def _exchange(found: Collective) -> str:
-    return f"{found.name}: {found.kind} along {found.dimension}"
 
 
 def _digest(text: str) -> str:

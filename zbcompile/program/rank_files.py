@@ -56,18 +56,23 @@ def _stem(stage: int) -> str:
 
 def files_of(program: Program, rank: int) -> dict[str, bytes]:
     """One rank's part of a program: the content of each of its files."""
-    members, graphs = _members(program, rank), _graphs(program, rank)
-    content, strides = tensors_to_bytes(_tensors(program, members, graphs))
+    own = program.stages_of(rank)
+    members = [member for member in program.model.members if set(own) & set(program.homes[member.first])]
+    graphs: dict[str, Mapping[str, Piece]] = {_stem(stage): program.stages[stage].pieces for stage in own}
+    if program.vocabulary is not None:
+        graphs[VOCABULARY] = program.vocabulary.pieces[rank]
+    tensors = dict(sorted(_tensors(program, members, graphs).items()))
+    dense = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     index = {
         "rank": rank,
-        "stages": list(program.stages_of(rank)),
+        "stages": list(own),
         "parameters": {m.name: [m.dtype, list(m.shape)] for m in members if m.kind == "parameter"},
         "buffers": {m.name: [m.dtype, list(m.shape)] for m in members if m.kind == "buffer"},
         "unfilled": sorted(name for name in _unsaved(program, members) if not has_values(program.model.unsaved[name])),
-        "strides": strides,
+        "strides": {name: list(tensor.stride()) for name, tensor in tensors.items()},
         "bytes": rank_bytes(program, rank),
     }
-    files = {index_file(rank): to_text(index, 2).encode(), tensor_file(rank): content}
+    files = {index_file(rank): to_text(index, 2).encode(), tensor_file(rank): save(dense)}
     for stem, pieces in graphs.items():
         data = {"pieces": {name: piece_to_data(piece) for name, piece in pieces.items()}}
         files[graph_file(rank, stem)] = to_text(data, 4).encode()
@@ -80,16 +85,6 @@ def operators_of(program: Program) -> list[str]:
     pieces = [piece for group in groups for piece in group.values()]
     pieces += [guards_piece(program.guards)] if program.guards else []
     return sorted(set().union(*(foreign_operators(piece_to_data(piece)) for piece in pieces)))
-
-
-def _graphs(program: Program, rank: int) -> dict[str, Mapping[str, Piece]]:
-    stages = {_stem(stage): program.stages[stage].pieces for stage in program.stages_of(rank)}
-    return stages if program.vocabulary is None else {**stages, VOCABULARY: program.vocabulary.pieces[rank]}
-
-
-def _members(program: Program, rank: int) -> list[Member]:
-    own = set(program.stages_of(rank))
-    return [member for member in program.model.members if own & set(program.homes[member.first])]
 
 
 def _tensors(
@@ -138,7 +133,7 @@ def part_from_files(
     foreign: Collection[str],
 ) -> RankPart:
     """The part that `files_of` wrote, from its parsed files; `numbers` are those of `graph_files`."""
-    tensors = tensors_from_bytes(content, index["strides"], device)
+    tensors = {name: _laid_out(tensor.to(device), index["strides"][name]) for name, tensor in load(content).items()}
     reading = Reading(device, tensors, foreign)
     pieces = {
         stem: {
@@ -149,20 +144,6 @@ def part_from_files(
         for stem, data in graphs.items()
     }
     return RankPart(pieces, tensors, tuple(index["unfilled"]), int(index["bytes"]))
-
-
-Strides = dict[str, list[int]]
-
-
-def tensors_to_bytes(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, Strides]:
-    """The file's content, the same for the same tensors, and the stride of each."""
-    dense = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in sorted(tensors.items())}
-    return save(dense), {name: list(tensor.stride()) for name, tensor in sorted(tensors.items())}
-
-
-def tensors_from_bytes(content: bytes, strides: Strides, device: torch.device) -> dict[str, torch.Tensor]:
-    """The tensors that `tensors_to_bytes` wrote, with their original strides."""
-    return {name: _laid_out(tensor.to(device), strides[name]) for name, tensor in load(content).items()}
 
 
 def _laid_out(tensor: torch.Tensor, stride: list[int]) -> torch.Tensor:

@@ -1,7 +1,6 @@
 """How much memory a rank's part of a program may take, counted from its graphs and the model's sizes."""
 
 import os
-from collections.abc import Iterator
 
 import torch
 from torch.fx import Node
@@ -9,9 +8,7 @@ from torch.fx import Node
 from zbcompile.errors import PipelineError
 from zbcompile.passes.graph.fx import output_values
 from zbcompile.passes.graph.roles import Slot, TensorSpec
-from zbcompile.passes.split.subgraphs import Piece
 from zbcompile.passes.stage.peak_memory import peak_bytes, transient_bytes
-from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.program.program import Program
 
 Form = tuple[tuple[int, ...], str]
@@ -50,24 +47,18 @@ def require_consistent(program: Program, rank: int) -> None:
     members |= {Slot("buffer", m.name): (m.shape, m.dtype) for m in program.model.members if m.kind == "buffer"}
     for number in program.stages_of(rank):
         stage = program.stages[number]
-        given = members | _arriving(stage)
+        given = dict(members)
+        given |= {Slot("activation", name): (spec.shape, spec.dtype) for name, spec in stage.receives.items()}
+        given |= {Slot("tangent", name): (spec.shape, spec.dtype) for name, spec in stage.gradients_in.items()}
         for piece in stage.pieces.values():
-            given |= {slot: _form(node) for slot, node in zip(piece.outputs, _results(piece), strict=True)}
+            results = output_values(piece.module.graph)
+            given |= {slot: _form(node) for slot, node in zip(piece.outputs, results, strict=True)}
         for piece in stage.pieces.values():
             for slot, node in zip(piece.inputs, piece.module.graph.find_nodes(op="placeholder"), strict=True):
                 if given.get(slot, _form(node)) != _form(node):
                     raise PipelineError(
                         f"stage {number}, {piece.name}: {slot} is {given[slot]}, and the graph takes {_form(node)}."
                     )
-
-
-def _arriving(stage: StageProgram) -> dict[Slot, Form]:
-    found = {Slot("activation", name): (spec.shape, spec.dtype) for name, spec in stage.receives.items()}
-    return found | {Slot("tangent", name): (spec.shape, spec.dtype) for name, spec in stage.gradients_in.items()}
-
-
-def _results(piece: Piece) -> Iterator[Node]:
-    return iter(output_values(piece.module.graph))
 
 
 def _form(node: Node) -> Form:

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,13 @@ def read_program(
 ) -> SavedProgram:
     """The program with the graphs of the ranks `own`, its tensors on `device`. Raises as `load` does."""
     reader = _Reader(folder, manifest["files"], memory_of(device) if max_bytes is None else max_bytes)
-    return reader.sound(lambda: _assemble(manifest, reader, own, device, operators))
+    try:
+        return _assemble(manifest, reader, own, device, operators)
+    except (PipelineError, CompileError):
+        raise
+    except Exception as error:  # of data that anyone may have written
+        problem = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise PipelineError(f"{folder} holds data that no release writes ({problem}). {AGAIN}.") from error
 
 
 def _assemble(
@@ -129,13 +135,3 @@ class _Reader:
                 f"{what}, more than max_bytes={self.max_bytes} allows (default: the memory of the device). If you "
                 "trust the program, pass a higher max_bytes= to load."
             )
-
-    def sound(self, make: Callable[[], SavedProgram]) -> SavedProgram:
-        """Run `make`; report data that it cannot interpret as a damaged directory."""
-        try:
-            return make()
-        except (PipelineError, CompileError):
-            raise
-        except Exception as error:  # of data that anyone may have written
-            problem = f"{type(error).__name__}: {error}".partition("\n")[0]
-            raise PipelineError(f"{self.folder} holds data that no release writes ({problem}). {AGAIN}.") from error

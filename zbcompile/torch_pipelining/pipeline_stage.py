@@ -16,7 +16,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from zbcompile.distributed.packing import as_contiguous, packed, packed_buffer
 from zbcompile.errors import PipelineError
-from zbcompile.model.batch import microbatch_of
+from zbcompile.model.batch import whole_batch
 from zbcompile.model.model_info import submodule
 from zbcompile.model.seeds import microbatch_seed, undisturbed
 from zbcompile.passes.graph.roles import Slot, TensorSpec
@@ -114,7 +114,7 @@ class CompiledPipelineStage(PipelineStage):
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """F of one microbatch. The last stage waits for its target: there F runs inside `loss`."""
         self._run = self._run or self._begin()
-        self._run.inputs[fwd_chunk_id] |= microbatch_of(args if self.is_first else (), kwargs or {}, None).tensors
+        self._run.inputs[fwd_chunk_id] |= whole_batch(args if self.is_first else (), kwargs or {}, None).whole.tensors
         if self.is_last:
             self.output_chunks.append(())  # torch merges these into the output of the whole batch
             return torch.full((1,), fwd_chunk_id, device=self.device)
@@ -128,7 +128,7 @@ class CompiledPipelineStage(PipelineStage):
         microbatch = int(output)
         wants_target = any(s.kind == "input" and s.name.startswith("target") for s in self._forward_inputs)
         if wants_target:
-            self._run.inputs[microbatch] |= microbatch_of((), {}, target).tensors
+            self._run.inputs[microbatch] |= whole_batch((), {}, target).whole.tensors
         self._forward(microbatch)
         return self._run.losses[microbatch]
 
