@@ -3,9 +3,9 @@
 import contextlib
 import json
 import shutil
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,34 +102,13 @@ class Save:
         return self.partial / f"part-{self.number if number is None else number:05d}.{ending}"
 
 
-class BackgroundSave:
-    """A save that runs in a thread. The interpreter does not end before it."""
-
-    def __init__(self, save: Save) -> None:
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(save,), name="checkpoint", daemon=False)
-        self._thread.start()
-
-    def _run(self, save: Save) -> None:
-        try:
-            save.run()
-        except BaseException as error:
-            self._error = error
-
-    def finish(self) -> None:
-        """Wait for the end; raise what went wrong."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-
-
 class FolderWriter:
     """What a pipeline keeps for the checkpoints that it writes: the lock of a folder and a save that is under way."""
 
     def __init__(self) -> None:
         self.folder: Path | None = None
         self.lock: FolderLock | None = None
-        self.pending: BackgroundSave | None = None
+        self.pending: Future[Path] | None = None
 
     def take(self, folder: Path | None, lock: FolderLock | None) -> None:
         """Keep the lock of `folder`, which the first process has, in place of that of another folder."""
@@ -137,11 +116,17 @@ class FolderWriter:
             self.lock.close()
         self.folder, self.lock = folder, lock
 
+    def start(self, save: Save) -> None:
+        """Save in a thread. The interpreter does not end before it."""
+        executor = ThreadPoolExecutor(1, "checkpoint")
+        self.pending = executor.submit(save.run)
+        executor.shutdown(wait=False)
+
     def finish(self) -> None:
         """Wait for the save that is under way, and raise its error."""
         pending, self.pending = self.pending, None
         if pending is not None:
-            pending.finish()
+            pending.result()
 
     def close(self) -> None:
         """Wait for the save that is under way, and give the folder back."""

@@ -16,12 +16,12 @@ from torch.optim import Optimizer
 
 from zbcompile.distributed.agreement import gathered, together
 from zbcompile.distributed.ranks import Ranks
-from zbcompile.distributed.watchdog import Watch
+from zbcompile.distributed.watchdog import Alone, Watch
 from zbcompile.errors import PipelineError
 from zbcompile.frontend.options import Options
 from zbcompile.frontend.pipeline import Pipeline
 from zbcompile.model.random_state import random_state, restore_random_state
-from zbcompile.persistence.background_save import BackgroundSave, FolderWriter, Save
+from zbcompile.persistence.background_save import FolderWriter, Save
 from zbcompile.persistence.checkpoint_directory import begin, candidates, final_name
 from zbcompile.persistence.checkpoint_record import require_whole
 from zbcompile.persistence.folder_lock import FolderLock
@@ -95,12 +95,13 @@ def save_checkpoint(
         assert partial is not None
         together(ranks, what, lambda: _require_shared(partial))
         chunks = _staged(ranks, partial, values, copy=not wait)
-        number, processes = ranks.number, len(ranks.members)
-        save = Save(partial, number, processes, chunks, fields, keep, writer.lock, _lost(ranks), _timeout(source))
+        timeout = source.options.timeout if isinstance(source, Pipeline) else Options.timeout
+        processes = ranks.number, len(ranks.members)
+        save = Save(partial, *processes, chunks, fields, keep, writer.lock, lambda: _is_lost(ranks.watch), timeout)
         if wait:
             _write(ranks, what, save)
         else:
-            writer.pending = BackgroundSave(save)
+            writer.start(save)
     return final_name(partial)
 
 
@@ -260,30 +261,21 @@ def _write(ranks: Ranks, what: str, save: Save) -> None:
         raise
 
 
-def _lost(ranks: Ranks) -> Any:
-    watch = ranks.watch
-    return lambda: isinstance(watch, Watch) and watch.fault is not None
-
-
-def _timeout(source: Pipeline | nn.Module) -> float:
-    return source.options.timeout if isinstance(source, Pipeline) else Options.timeout
+def _is_lost(watch: Alone | Watch) -> bool:
+    return isinstance(watch, Watch) and watch.fault is not None
 
 
 def _index(holding: Holding, optimizer: Optimizer | None, step: int) -> Values:
     kinds = gathered(holding.ranks, kind_of(optimizer) if optimizer else None)  # None if nothing is trained
+    tied = {m.name: m.first for m in holding.model.members if m.saved and m.first != m.name}  # by the others' names
     return {
         "zbcompile": __version__,
         "torch": torch.__version__,
         "step": step,
         "ranks": holding.ranks.count,
         "optimizer": next(filter(None, kinds), None),
-        "tied": _aliases(holding),
+        "tied": tied,
     }
-
-
-def _aliases(holding: Holding) -> dict[str, str]:
-    """The other names of tied tensors, each with the name under which a checkpoint has the tensor."""
-    return {m.name: m.first for m in holding.model.members if m.saved and m.first != m.name}
 
 
 def _load(saved: SavedState, holding: Holding, optimizer: Optimizer | None, random: bool) -> Checkpoint:

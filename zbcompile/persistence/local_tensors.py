@@ -13,6 +13,7 @@ from zbcompile.distributed.mesh import Mesh
 from zbcompile.distributed.ranks import LocalRanks, Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.frontend.pipeline import Pipeline
+from zbcompile.model.distributed_tensors import is_distributed
 from zbcompile.model.model_info import ModelFacts, facts_of
 from zbcompile.model.placements import SHARD, along
 from zbcompile.torch_private import offset_of, with_offset, without_offset
@@ -80,7 +81,7 @@ def _of_pipeline(pipe: Pipeline) -> Holding:
         stored[name] = _of_place(name, by_hand, tuple(map(mesh.index, by_hand)), mesh)
         shapes[stored[name]] = tuple(pipe.parts[name].whole.shape) if name in pipe.parts else shape
     own = {stored[name]: tensor for name, tensor in _once(pipe.state_dict(), facts).items()}
-    rows = {name for name, tensor in own.items() if is_sharded(tensor) and name not in pipe.parts}
+    rows = {name for name, tensor in own.items() if is_distributed(tensor) and name not in pipe.parts}
     names = {each: name for name, each in stored.items()}
 
     def writes(name: str) -> bool:
@@ -108,14 +109,9 @@ def _once(state: Mapping[str, Any], facts: ModelFacts) -> dict[str, torch.Tensor
     return {k: v for k, v in state.items() if isinstance(v, torch.Tensor) and facts.names.get(k, k) == k}
 
 
-def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether this is a part of something larger, a DTensor."""
-    return hasattr(tensor, "device_mesh")
-
-
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """The part of `tensor` in this process's memory."""
-    return without_offset(tensor.to_local()) if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    return without_offset(tensor.to_local()) if is_distributed(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def like_rows(local: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

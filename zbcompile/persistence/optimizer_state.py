@@ -13,9 +13,10 @@ import torch
 from torch.optim import Optimizer
 
 from zbcompile.errors import PipelineError
+from zbcompile.model.distributed_tensors import is_distributed
 from zbcompile.optimizer.pipeline_optimizer import MASTER, PipelineOptimizer
 from zbcompile.optimizer.sharded_parameters import ShardedParameters
-from zbcompile.persistence.local_tensors import Holding, is_sharded, like_rows, local_part
+from zbcompile.persistence.local_tensors import Holding, like_rows, local_part
 from zbcompile.persistence.sharded_state import members_of, sharded_values, wanted_state
 
 Values = dict[str, Any]
@@ -76,9 +77,9 @@ def _flat(state: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
 def _as_rows(value: Any, name: str, key: str, parameter: torch.Tensor, holding: Holding) -> Any:
     """`value` as a DTensor if it belongs to the rows of a sharded parameter; a single number is equal on all ranks."""
     rows = holding.tensors.get(name)
-    if rows is None or not is_sharded(rows) or not isinstance(value, torch.Tensor) or not value.dim():
+    if rows is None or not is_distributed(rows) or not isinstance(value, torch.Tensor) or not value.dim():
         return value
-    if is_sharded(parameter):  # torch's optimizers keep DTensors for it
+    if is_distributed(parameter):  # torch's optimizers keep DTensors for it
         return value
     if value.shape != parameter.shape:
         raise PipelineError(
@@ -167,7 +168,7 @@ def _room(described: Any, name: str, parameter: torch.Tensor | None, holding: Ho
     rows = holding.tensors.get(name)
     if parameter is not None and rows is not None and tuple(size) == tuple(rows.shape):
         own = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-        return like_rows(own, rows) if is_sharded(rows) and not is_sharded(own) else own
+        return like_rows(own, rows) if is_distributed(rows) and not is_distributed(own) else own
     return torch.empty(size, dtype=dtype)
 
 
@@ -183,7 +184,7 @@ def _numbered(optimizer: Optimizer, holding: Holding, keys: Mapping[str, list[st
         for index, (name, parameter) in enumerate(zip(names, group["params"], strict=True), number):
             if keys[name]:
                 found = {key: values[f"state.{name}.{key}"] for key in keys[name]}
-                state[index] = _nested(found if is_sharded(parameter) else _local(found))
+                state[index] = _nested(found if is_distributed(parameter) else _local(found))
         number += len(names)
     return {"state": state, "param_groups": groups}
 

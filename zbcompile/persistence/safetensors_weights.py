@@ -18,7 +18,8 @@ from zbcompile.distributed.agreement import gathered, together
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.frontend.pipeline import Pipeline
-from zbcompile.persistence.local_tensors import Holding, holding_of, is_sharded, local_part
+from zbcompile.model.distributed_tensors import is_distributed
+from zbcompile.persistence.local_tensors import Holding, holding_of, local_part
 from zbcompile.regular_files import DESCRIPTION, read_regular, regular_file
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -60,7 +61,7 @@ def _whole_tensors(holding: Holding) -> dict[str, torch.Tensor]:
     found = {}
     for name, tensor in sorted(holding.tensors.items()):
         whole = tensor.detach()
-        if is_sharded(tensor):
+        if is_distributed(tensor):
             with holding.ranks.watch.position.waiting(name):
                 whole = _put_together(tensor, holding.ranks)
         if holding.ranks.leads and holding.writes(name):
@@ -194,7 +195,7 @@ def _sources(path: Path, given: Mapping[str, Any], holding: Holding) -> dict[str
 
 def _read(key: str, file: Any, tensor: torch.Tensor) -> torch.Tensor:
     """The part of a tensor in a file that this process needs: all of it, or its chunk of a sharded one."""
-    if not is_sharded(tensor):
+    if not is_distributed(tensor):
         return file.get_tensor(key)  # type: ignore[no-any-return]
     (chunk,) = tensor.__create_chunk_list__()  # type: ignore[attr-defined]
     places = zip(chunk.offsets, chunk.sizes, strict=True)

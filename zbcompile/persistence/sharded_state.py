@@ -6,9 +6,10 @@ from typing import Any
 import torch
 
 from zbcompile.errors import PipelineError
+from zbcompile.model.distributed_tensors import is_distributed
 from zbcompile.optimizer.pipeline_optimizer import MASTER, PipelineOptimizer
 from zbcompile.optimizer.sharded_parameters import Part, ShardedParameters
-from zbcompile.persistence.local_tensors import Holding, is_sharded
+from zbcompile.persistence.local_tensors import Holding
 from zbcompile.persistence.tensor_pieces import Pieces, pieces
 
 Values = dict[str, Any]
@@ -37,7 +38,7 @@ def _stored(part: Part, holding: Holding) -> str:
 def _pieces(part: Part, values: torch.Tensor, holding: Holding) -> Pieces:
     """This process's part of something as large as its parameter, out of that of its bucket."""
     whole, offset = holding.tensors[_stored(part, holding)], [0] * part.parameter.ndim
-    if is_sharded(whole):
+    if is_distributed(whole):
         offset = list(whole.__create_chunk_list__()[0].offsets)  # type: ignore[attr-defined]
     own = values if part.at is None else values[part.at : part.at + part.size]
     flat = own.as_strided((part.size,), (1,))

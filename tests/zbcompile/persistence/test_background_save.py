@@ -69,7 +69,7 @@ def test_an_error_of_the_thread_surfaces(surfaces: str, tmp_path: Path) -> None:
     with largest_file(1000):
         zbcompile.save_checkpoint(tmp_path, pipe, step=2, wait=False)
         for thread in threading.enumerate():
-            if thread.name == "checkpoint":
+            if thread.name == "checkpoint_0":
                 thread.join()
     later: dict[str, Callable[[], object]] = {
         "the next save": lambda: zbcompile.save_checkpoint(tmp_path, pipe, step=3),
@@ -105,7 +105,7 @@ def test_a_full_disk_is_one_message_and_leaves_what_was_there(size: int, tmp_pat
 
 
 def full_disk(handle: int) -> None:
-    if threading.current_thread().name == "checkpoint":
+    if threading.current_thread().name == "checkpoint_0":
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
