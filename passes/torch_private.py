@@ -120,6 +120,12 @@ def fake_mode_of(value: torch.Tensor) -> FakeTensorMode:
     return value.fake_mode  # type: ignore[attr-defined, no-any-return]
 
 
+def history_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Tensors with one history are the views of one tensor, and it; a detached tensor begins another. 2.11-2.13:
+    autograd's own reference has no public name."""
+    return tensor if tensor._base is None else tensor._base
+
+
 def is_in_place(operation: object) -> bool:
     """Whether `operation` works in place (2.11-2.13: the schema of an operator has no public name)."""
     return isinstance(operation, OpOverload) and bool(operation._schema.is_mutable)

@@ -25,6 +25,7 @@ from zbcompile.passes.torch_private import (
     GRAD_MODE_REGION,
     FakeTensorMode,
     HigherOrderOperator,
+    history_of,
     is_in_place,
     storage_key,
     written_as,
@@ -86,11 +87,6 @@ def _insert_after(graph: Graph, node: Node, operation: Any) -> None:
         node.replace_all_uses_with(result, delete_user_cb=lambda user: user is not result)
 
 
-def _history(tensor: Tensor) -> Tensor:
-    """Tensors with one history are the views of one tensor, and it; a detached tensor begins another."""
-    return tensor if tensor._base is None else tensor._base
-
-
 class _Seen:
     """The live tensors over each memory, and the last write, to be judged once what nobody reads any more is gone."""
 
@@ -107,7 +103,7 @@ class _Seen:
                 self.detached.append((weakref.ref(tensor), node))
 
     def written(self, node: Node, tensor: Tensor) -> None:
-        self.write = (node, storage_key(tensor), weakref.ref(_history(tensor)), torch.is_grad_enabled())
+        self.write = (node, storage_key(tensor), weakref.ref(history_of(tensor)), torch.is_grad_enabled())
 
     def judge(self) -> None:
         if self.write is None:
@@ -116,7 +112,7 @@ class _Seen:
         self.write = None
         history = reference()
         alive = [tensor for each in self.over.get(key, ()) if (tensor := each()) is not None]
-        others = [tensor for tensor in alive if _history(tensor) is not history]
+        others = [tensor for tensor in alive if history_of(tensor) is not history]
         hidden = [tensor for tensor in (others if recorded else alive) if tensor.requires_grad and not tensor.is_leaf]
         begins = [node for each, node in self.detached if history is not None and each() is history]
         grown = begins if history is not None and history.requires_grad else []

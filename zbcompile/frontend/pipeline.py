@@ -1,7 +1,7 @@
 """The pipeline object: a model's training step, compiled for the shapes it meets."""
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
@@ -72,7 +72,7 @@ class Pipeline:
             self._options = options
             self._compiled = Executables(model, options, self._ranks, schedule)
             self._optimizers = Optimizers(model, self._ranks, self._parts, self._compiled)
-        self._forwards = Forwards(model, options, engine, self._compiled)
+        self.take_forwards(Forwards)
 
     if not TYPE_CHECKING:  # with it, type checkers would allow any name
 
@@ -138,6 +138,10 @@ class Pipeline:
     def adopt(self, program: Program) -> Executable:
         """Run `program`, which was compiled elsewhere, with this pipeline's parameters; see `zbcompile.load`."""
         return self._compiled.adopt(program)
+
+    def take_forwards(self, make: Callable[..., Forwards]) -> None:
+        """Evaluate by what `make` makes of the model, the options, the engine and the executables."""
+        self._forwards = make(self._model, self.options, self._engine, self._compiled)
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> torch.Tensor:
         """Forward and backward of one batch: gradients accumulate into `.grad`, the loss is returned on every rank.

@@ -1,5 +1,6 @@
 """Loading a saved program: every rank reads and checks its own part, and nothing in the files is executed."""
 
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -210,7 +211,7 @@ class LoadedPipeline(Pipeline):
     def adopt(self, program: Program) -> Executable:
         self._executable = super().adopt(program)
         found = program.also if program.output is None else {program.output.computes: program, **program.also}
-        self._forwards = SavedForwards(self._model, self.options, self._engine, self._compiled, programs=found)
+        self.take_forwards(functools.partial(SavedForwards, programs=found))
         return self._executable
 
     def compile(self, *args: Any, target: Any = None, **kwargs: Any) -> "LoadedPipeline":
