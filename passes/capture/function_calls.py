@@ -20,6 +20,7 @@ from zbcompile.passes.graph.fx import draws
 from zbcompile.passes.graph.source_location import calling_line
 from zbcompile.passes.torch_private import (
     FUNCTIONAL_COLLECTIVES,
+    UNSAFE_VIEW,
     FakeTensor,
     TorchDispatchMode,
     fake_mode_of,
@@ -65,7 +66,7 @@ class Outside:
         return tuple(map(id, self.tensors))
 
 
-_SAME = {torch.ops.aten._unsafe_view.default: torch.ops.aten.view.default}  # a matmul has either, as it is traced
+_SAME = {UNSAFE_VIEW: torch.ops.aten.view.default}  # a matmul has either, as it is traced
 
 
 class Operations(TorchDispatchMode):

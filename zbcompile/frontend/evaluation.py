@@ -62,7 +62,7 @@ class Forwards:
     trained parameters there is none, and the first evaluation places the parameters."""
 
     def __init__(self, model: nn.Module, options: Options, engine: Engine, executables: Executables) -> None:
-        self._model, self._options, self._engine, self._executables = model, options, engine, executables
+        self._model, self._options, self._engine, self.executables = model, options, engine, executables
         self._ranks = engine.ranks
         self._kept: ByShape[Any, Parts] = ByShape(options.max_shapes)
         self._ready: Recent[tuple[int, ...], tuple[Parts, Executable]] = Recent(options.max_shapes)
@@ -86,7 +86,7 @@ class Forwards:
     def _found(self, batch: Batch, asked: Asked) -> Parts:
         """The executables of the batch's microbatches, for its answers to what forward asks; compiled if there are
         none."""
-        wanted, count = asked.wanted, asked.microbatches or self._executables.schedule.microbatches
+        wanted, count = asked.wanted, asked.microbatches or self.executables.schedule.microbatches
         modes = tuple(module.training for module in self._model.modules()) if wanted.training else ()
         key = (wanted, count, modes, batch.whole.signature, torch_modes(self._ranks.device))
         if key not in self._kept:
@@ -111,27 +111,27 @@ class Forwards:
 
     @property
     def _frame(self) -> Frame:
-        held = self._executables
+        held = self.executables
         return Frame(held.schedule, held.program, self._options.choices, self._ranks.mesh.labels)
 
     def _prepared(self, programs: tuple[Program, ...]) -> Parts:
         made: dict[int, Executable] = {}
         for program in {id(each): each for each in programs}.values():
             require_equal_programs(self._ranks, program.manifest, of_a_place=OF_A_PLACE)
-            if self._executables.program is None:
-                self._executables.hold(program)
-            made[id(program)] = self._executables.prepare(program)
+            if self.executables.program is None:
+                self.executables.hold(program)
+            made[id(program)] = self.executables.prepare(program)
         return tuple(made[id(program)] for program in programs)
 
     def _run(
         self, own: Parts, inputs: list[dict[str, torch.Tensor]], groups: Sequence[Sequence[int]], asked: Asked
     ) -> list[Any]:
         """The results of each group of microbatches, whose rows are one batch."""
-        self._executables.share.require_filled()
+        self.executables.share.require_filled()
         executable = self._bound(self._flowing(own), asked.wanted.training)
         given = StepInput(inputs, asked.step, self._options.seed, "sum", asked.record)
         with torch.autocast(self._ranks.device.type, enabled=False):  # its casts are in the graphs
-            made = run_forward(executable, given, self._engine, self._executables.schedule)
+            made = run_forward(executable, given, self._engine, self.executables.schedule)
         results = []
         with self._ranks.watch.position.waiting("the exchange of outputs"):
             for group in groups:
@@ -160,7 +160,7 @@ class Forwards:
     def _bound(self, executable: Executable, training: bool) -> Executable:
         """The same on the tensors that the model has now. In train mode what forward writes into buffers is dropped."""
         read = {name for stage in executable.program.stages for name in stage.parameters}
-        rows = gather_rows(self._ranks, self._executables.shards, read)
+        rows = gather_rows(self._ranks, self.executables.shards, read)
         held = resident_tensors(self._model, {}) | {Slot("parameter", name): whole for name, whole in rows.items()}
         for stage in executable.stages.values() if training else ():
             held |= {slot: held[slot].clone() for slot in (Slot("buffer", name) for name in stage.program.changed)}

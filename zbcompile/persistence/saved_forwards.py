@@ -15,7 +15,7 @@ class SavedForwards(Forwards):
     def __init__(self, *pipeline: Any, programs: Mapping[str, Program]) -> None:
         super().__init__(*pipeline)
         self._programs = programs
-        self._executable = {name: self._executables.prepare(program) for name, program in programs.items()}
+        self._executable = {name: self.executables.prepare(program) for name, program in programs.items()}
 
     def _found(self, batch: Batch, asked: Asked) -> Parts:
         computes = asked.wanted.computes
