@@ -63,7 +63,7 @@ class Watch:
     def forward(self, model: nn.Module, inputs: Any) -> Iterator[None]:
         """Around the model's forward inside an export."""
         self.questions.begin(inputs)
-        buffers, attributes = _buffers(model), _attributes(model)
+        buffers, attributes, modules = _buffers(model), _attributes(model), dict(model.named_modules())
         parameters = {id(parameter) for parameter in model.parameters()}
         python = numbers_drawn_outside_torch(model, self.problem), output_of_forward(self.warning)
         failures = failed_questions(self.note_unanswered)
@@ -71,6 +71,12 @@ class Watch:
             yield
             self._put_back(buffers)
         self._compare(attributes, _attributes(model))
+        for path, new in model.named_modules():
+            if modules.get(path, new) is not new:
+                self.problem(
+                    f"forward replaces the module {path} by another {type(new).__name__}, so its first call is unlike "
+                    "the next. Call the model once before compiling."
+                )
 
     def problem(self, text: str) -> None:
         if text not in self.problems:
