@@ -69,6 +69,18 @@ def all_gather(whole: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup
     return begin(whole, part, group=group, async_op=True)  # type: ignore[no-any-return]
 
 
+def writes_into(tensor: torch.Tensor) -> int:
+    """How often a tensor was written in place, through any view but `.data` (2.11-2.13: what autograd compares)."""
+    return tensor._version
+
+
+def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """`optimizer.step()` without the hooks that torch runs around the step of every class (2.11-2.13: it marks the
+    function in which it has wrapped the class's own)."""
+    step = type(optimizer).step
+    (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)  # type: ignore[attr-defined]
+
+
 def found_infinities(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
     """What `unscale_` found for an optimizer, one tensor per device; empty before it. No public name says it
     (2.11-2.13)."""

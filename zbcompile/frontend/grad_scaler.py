@@ -9,6 +9,7 @@ import torch
 from zbcompile.errors import PipelineError
 from zbcompile.frontend.pipeline import Pipeline
 from zbcompile.model.distributed_tensors import local_of
+from zbcompile.optimizer.pipeline_optimizer import PipelineOptimizer
 from zbcompile.torch_private import add_found_infinity, found_infinities
 
 
@@ -33,6 +34,8 @@ class GradScaler(torch.amp.GradScaler):
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """As `torch.amp.GradScaler.unscale_`; every rank must call it, directly or by `step`."""
+        if isinstance(optimizer, PipelineOptimizer):
+            optimizer.take_replaced()
         with _plain(optimizer):
             super().unscale_(optimizer)
         if self.is_enabled():

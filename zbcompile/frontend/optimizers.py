@@ -28,18 +28,16 @@ class Optimizers:
 
     def make(self, wanted: Wanted) -> PipelineOptimizer:
         """One more."""
-        found = PipelineOptimizer(wanted, self.ranks)
+        found = PipelineOptimizer(wanted, self.ranks, self.made)
         if self.compiled.program is not None:
             with self.ranks.watch.region("making the optimizer"):
                 found.bind(self._trained())
-        self.made.append(found)
         return found
 
     def bind(self) -> None:
         """Tell those that do not know it what the pipeline trains, now that it is compiled."""
-        for each in self.made:
-            if not each.bound:
-                each.bind(self._trained())
+        for each in [each for each in self.made if not each.bound]:
+            each.bind(self._trained())
 
     @property
     def sharded(self) -> tuple[Sharded, ...]:

@@ -25,7 +25,14 @@ def read_groups(given: Sequence[Mapping[str, Any]] | None) -> tuple[list[Predica
 def divide_into_groups(
     parameters: Mapping[str, torch.Tensor], predicates: Sequence[Predicate], chosen: Predicate | None
 ) -> dict[str, int]:
-    """The number of the group of each of the `parameters` that the optimizer has: all, or those that are `chosen`."""
+    """The number of the group of each of the `parameters` that the optimizer has: all, or those that are `chosen`.
+    Raises PipelineError for a predicate that takes none of them."""
+    for what, takes in (("params=", chosen), *((f"groups[{i}]", each) for i, each in enumerate(predicates))):
+        if takes is not None and parameters and not any(takes(name, p) for name, p in parameters.items()):
+            raise PipelineError(
+                f"{what} takes none of the model's {len(parameters)} parameters, the first of which is called "
+                f"{next(iter(parameters))}. Its function receives a parameter's name and the parameter."
+            )
     return {
         name: next((i for i, takes in enumerate(predicates) if takes(name, parameter)), len(predicates))
         for name, parameter in parameters.items()

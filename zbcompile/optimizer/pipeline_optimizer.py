@@ -18,9 +18,11 @@ from zbcompile.optimizer.sharded_parameters import ShardedParameters
 from zbcompile.optimizer.trained_parameters import TrainedParameters
 from zbcompile.optimizer.update_rules import ELEMENTS, require_divisible, rule_of
 from zbcompile.optimizer.whole_parameters import WholeParameters
+from zbcompile.torch_private import step_without_hooks
 
 State = dict[str, Any]
 MASTER = "master"
+PLAIN = (bool, int, float, str, tuple, type(None))  # options that ranks compare
 
 
 @dataclass(frozen=True)
@@ -68,13 +70,16 @@ class PipelineOptimizer(Optimizer):
     """What `pipe.optimizer` returns: a `torch.optim.Optimizer` with the options, groups and state of another one.
 
     Before the pipeline is compiled the groups have no parameters. `norm` is the norm by which the last step clipped.
+    `made` are the optimizers of its pipeline, of which it is one until it is closed.
     """
 
     norm: torch.Tensor | None = None
 
-    def __init__(self, wanted: Wanted, ranks: Ranks) -> None:
+    def __init__(self, wanted: Wanted, ranks: Ranks, made: "list[PipelineOptimizer]") -> None:
         self.wanted = wanted
         self._ranks = ranks
+        self._made = made
+        self._stepped: set[torch.Tensor] = set()  # which of its tensors have had an update
         self._update: WholeParameters | ShardedParameters | None = None
         self.numbers: dict[str, int] = {}
         self._rule = require_divisible(wanted.kind, wanted.zero, ranks.mesh) if wanted.zero else rule_of(wanted.kind)
@@ -82,6 +87,7 @@ class PipelineOptimizer(Optimizer):
         inner = wanted.make([{**each, "params": []} for each in options])
         super().__init__(inner.param_groups, inner.defaults)
         self._adopt(inner)
+        made.append(self)
 
     def _adopt(self, inner: Optimizer) -> None:
         """Let `inner` do the updates; whoever has changed a group of this optimizer has changed its options."""
@@ -98,15 +104,27 @@ class PipelineOptimizer(Optimizer):
 
     def bind(self, trained: TrainedParameters) -> None:
         """Take the parameters of a compiled pipeline; every rank must call it. Raises PipelineError on every rank."""
-        together(self._ranks, "making the optimizer", lambda: self._bind(trained))
-        said = {key: repr(getattr(self.wanted, key)) for key in ("zero", "clip")}
-        made = {"optimizer": self.wanted.kind.__name__, **said, "groups": self.numbers}
-        remedy = "Every rank must make the same optimizer."
-        require_equal_programs(self._ranks, made, "made different optimizers", remedy)
+        try:
+            together(self._ranks, "making the optimizer", lambda: self._bind(trained))
+            said = {key: repr(getattr(self.wanted, key)) for key in ("zero", "clip")}
+            options = [{k: repr(v) for k, v in g.items() if isinstance(v, PLAIN)} for g in self.param_groups]
+            made = {"optimizer": self.wanted.kind.__name__, **said, "groups": self.numbers, "options": options}
+            remedy = "Every rank must make the same optimizer."
+            require_equal_programs(self._ranks, made, "made different optimizers", remedy)
+        except Exception:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Leave the pipeline, so that another optimizer can have these parameters. Every rank must call it."""
+        self.arrive()
+        self._update = None
+        self._made[:] = (each for each in self._made if each is not self)
 
     def _bind(self, trained: TrainedParameters) -> None:
         wanted, plain = self.wanted, self._rule == ELEMENTS
         self.numbers = divide_into_groups(trained.model, self._predicates, wanted.params)
+        self._require_alone(trained)
         for name in () if plain else self.numbers:
             trained.require_whole(name, wanted.kind.__name__, wanted.zero)
         update: WholeParameters | ShardedParameters = WholeParameters(trained, self.numbers, plain)
@@ -117,6 +135,17 @@ class PipelineOptimizer(Optimizer):
         self._adopt(wanted.make([{**group, "params": members} for group, members in groups]))
         self._update = update
 
+    def _require_alone(self, trained: TrainedParameters) -> None:
+        """Refuse parameters of another optimizer if replicas hold parts of them, or of their gradients, for either."""
+        for other in self._made:
+            both = self.numbers.keys() & other.numbers.keys() & trained.program.trained
+            if other is not self and other.bound and both and (self.wanted.zero or other.wanted.zero):
+                raise PipelineError(
+                    f"{min(both)} is in two optimizers of this pipeline, with zero={other.wanted.zero} and "
+                    f"zero={self.wanted.zero}; one that is divided among replicas must be the only one. Pass "
+                    "params=, or call close() of the earlier one first."
+                )
+
     @property
     def trained(self) -> TrainedParameters:
         """What the pipeline has told of its parameters."""
@@ -124,8 +153,21 @@ class PipelineOptimizer(Optimizer):
 
     def take(self) -> None:
         """Take the gradients that a step of the pipeline has left."""
-        if self._update is not None:
-            self._update.take()
+        if self.whole is not None:
+            self._give_masters(lambda parameter: parameter.grad is not None)
+            self.whole.take()
+
+    def take_replaced(self) -> None:
+        """Take the gradients that are there now: the user may have put others in their place."""
+        if self.whole is not None:
+            self.trained.take_gradients()
+            self.take()
+
+    def _give_masters(self, wanted: Callable[[nn.Parameter], bool]) -> None:
+        """Update parameters that were frozen at first by way of masters as well."""
+        found = self.whole.give_masters(wanted) if self.whole is not None else {}
+        for group in self.param_groups if found else ():
+            group["params"] = [found.get(member, member) for member in group["params"]]
 
     @property
     def whole(self) -> WholeParameters | None:
@@ -153,16 +195,23 @@ class PipelineOptimizer(Optimizer):
             raise PipelineError("optimizer.step received a closure; call pipe.step before it instead.")
         update = self._bound_update()
         with self._ranks.watch.region("the optimizer's step"), torch.no_grad():
+            self.take_replaced()
             update.begin_update()
             if self.wanted.clip is not None:
                 self.norm = norm_of_all(update.counted(), self._ranks)
                 update.clip(self.wanted.clip, self.norm)
-            self._inner.step()
+            self._stepped.update(member for member in self._members() if member.grad is not None)
+            step_without_hooks(self._inner)
             update.end_update()
 
     def _bound_update(self) -> WholeParameters | ShardedParameters:
+        if all(each is not self for each in self._made):
+            raise PipelineError("this optimizer is closed, or could not be made. Make another by pipe.optimizer.")
         if self._update is None:
-            raise PipelineError("the pipeline is not compiled yet, so its optimizer is empty. Run a step first.")
+            raise PipelineError(
+                "the pipeline is not compiled yet, so its optimizer is empty. Call pipe.compile with a batch, or run "
+                "a step, first."
+            )
         return self._update
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -170,6 +219,8 @@ class PipelineOptimizer(Optimizer):
         super().zero_grad(set_to_none)
         if set_to_none:
             self.drop()
+        elif self.sharded is not None:
+            self.sharded.zeroed()
 
     def add_param_group(self, param_group: State) -> None:
         if hasattr(self, "_inner"):
@@ -179,22 +230,45 @@ class PipelineOptimizer(Optimizer):
     def state_dict(self) -> State:
         """This process's options and state, in the form of torch's optimizers, for the same number of ranks;
         `zbcompile.save_checkpoint` writes one that any number can read. The float32 master of a parameter in half
-        precision is the `master` of its state."""
+        precision is the `master` of its state; `parts` says what of which parameters the state belongs to."""
         found = super().state_dict()
         for number, tensor in enumerate(self._members()):
-            if number in found["state"] and self._bound_update().is_master(tensor):
-                found["state"][number] = {**found["state"][number], MASTER: tensor.detach()}
-        return found
+            if self.keeps_master(tensor):
+                found["state"][number] = {**found["state"].get(number, {}), MASTER: tensor.detach()}
+        return {**found, "parts": self._parts()} if self.bound else found
+
+    def keeps_master(self, tensor: torch.Tensor) -> bool:
+        """Whether this is the master of a parameter, or a part of one, and may have digits that the parameter lacks."""
+        return self._bound_update().is_master(tensor) and bool(tensor in self._stepped or self.state.get(tensor))
+
+    def _parts(self) -> State:
+        return {"zero": self.wanted.zero, "tensors": self._bound_update().described(self.numbers)}
 
     def load_state_dict(self, state_dict: State) -> None:
         """Continue from what `state_dict` returned on this rank."""
         self._bound_update()
+        self._require_own(state_dict.get("parts", self._parts()))
         kept = {number: dict(each) for number, each in state_dict["state"].items()}
         masters = {number: each.pop(MASTER) for number, each in kept.items() if MASTER in each}
-        self._inner.load_state_dict({**state_dict, "state": kept})
+        members = self._members()
+        self._give_masters(lambda parameter: any(members[number] is parameter for number in masters))
+        self._inner.load_state_dict({"param_groups": state_dict["param_groups"], "state": kept})
         self.param_groups, self.state = self._inner.param_groups, self._inner.state
         for number, master in masters.items():
             self._members()[number].detach().copy_(master)
+        self._stepped = {self._members()[number] for number in masters}
+
+    def _require_own(self, parts: State) -> None:
+        """Refuse the state of other parts than this process's."""
+        if parts == self._parts():
+            return
+        own, given = self._parts()["tensors"], parts["tensors"]
+        other = next((each for each in zip(own, given, strict=False) if each[0] != each[1]), (len(own), len(given)))
+        raise PipelineError(
+            f"this state dict is that of another rank, or of another division: it has zero={parts['zero']} and "
+            f"{other[1]}, this optimizer zero={self.wanted.zero} and {other[0]} ([name, begin, end] of parameters). "
+            "Load what this rank has saved, or use zbcompile.save_checkpoint, which any number of ranks can read."
+        )
 
     def _members(self) -> list[nn.Parameter]:
         return [member for group in self.param_groups for member in group["params"]]

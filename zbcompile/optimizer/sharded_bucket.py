@@ -12,11 +12,12 @@ import torch.distributed as dist
 from torch import nn
 
 from zbcompile.distributed.packing import as_contiguous
+from zbcompile.errors import PipelineError
 from zbcompile.optimizer.division import Division, Piece
 from zbcompile.optimizer.whole_parameters import HALF, refresh
 from zbcompile.runtime.gradient_buffers import Gradients, grad_dtype
 from zbcompile.runtime.sharded_updates import Observe
-from zbcompile.torch_private import all_gather, reduce_scatter
+from zbcompile.torch_private import all_gather, reduce_scatter, writes_into
 
 Place = tuple[Piece, nn.Parameter]  # of a tensor that the optimizer updates on its own
 
@@ -52,6 +53,7 @@ class Bucket:
     kept: torch.Tensor | None = None
     scattering: Moving | None = None
     gathering: Moving | None = None
+    writes: Mapping[str, int] = field(default_factory=dict)  # into each parameter, when the gathering began
 
     def __post_init__(self) -> None:
         first = next(iter(self.parameters.values()))
@@ -148,6 +150,7 @@ class Bucket:
 
     def gather(self) -> None:
         """Begin to give all replicas the updated parts."""
+        self.writes = {name: writes_into(parameter) for name, parameter in self.parameters.items()}
         own = self.shard.new_zeros(self.division.chunk, dtype=next(iter(self.parameters.values())).dtype)
         own[: len(self.shard)] = self.shard
         if self.group is None:
@@ -157,9 +160,16 @@ class Bucket:
             self.gathering = Moving(all_gather(flat, own, self.group), own, flat)
 
     def arrive(self) -> None:
-        """Wait for the parts of all replicas, and write them into the parameters."""
+        """Wait for the parts of all replicas, and write them into the parameters. Raises PipelineError if somebody else
+        has written since the update, which would be lost."""
         if self.gathering is None:
             return
+        for name, count in self.writes.items():
+            if writes_into(self.parameters[name]) != count:
+                raise PipelineError(
+                    f"{name} was written between optimizer.step() and the arrival of its updated values, which would "
+                    "replace what was written. Call pipe.parameters() or pipe.state_dict() first, which waits for them."
+                )
         flat, self.gathering = self.gathering.wait(), None
         with torch.no_grad():
             for piece in self.division.pieces:

@@ -62,6 +62,7 @@ class ShardedParameters:
         self.trained = trained
         self.everywhere = frozenset(trained.program.trained & numbers.keys())
         self.chosen = frozenset(numbers)
+        self.summed = self.used = False  # whether the parts have gradients, and an update has used them
         self.loads: dict[tuple[str, ...], list[int]] = {}
         self.buckets = {
             kind: self._bucket(kind, names, whole_matrices, keep) for kind, names in self._kinds(numbers).items()
@@ -113,6 +114,10 @@ class ShardedParameters:
             for tensor, part in zip(bucket.tensors, parts, strict=True):
                 yield tensor, (replace(part, at=None),)
 
+    def described(self, numbers: Mapping[str, int]) -> list[list[list[str | int]]]:
+        """What each tensor has of which parameters, in the order of the groups: their names, begin and end."""
+        return [[[part.name, part.begin, part.begin + part.size] for part in parts] for _, parts in self.parts()]
+
     def _part(self, kind: Kind, bucket: Bucket, piece: Piece) -> Part:
         own, shown = self.trained.own[piece.name], self.trained.shown[piece.name]
         writes = self.trained.counts(piece.name, *kind.summed)
@@ -133,6 +138,12 @@ class ShardedParameters:
                 "needs steps that train the same parameters; pass zero=0 to pipe.optimizer."
             )
             raise self.trained.ranks.watch.known_to_all(PipelineError(text))
+        if self.used:
+            text = (
+                "this step would add to gradients that an update has used already. Call optimizer.zero_grad() after "
+                "optimizer.step(): replicas hold parts of the gradients, which model.zero_grad() does not know."
+            )
+            raise self.trained.ranks.watch.known_to_all(PipelineError(text))
         self.arrive(LATE)
         for bucket in self.buckets.values():
             bucket.lend()
@@ -149,6 +160,7 @@ class ShardedParameters:
     def finish(self) -> None:
         for bucket in self.buckets.values():
             bucket.finish()
+        self.summed = True
 
     def sums(self) -> Mapping[str, torch.Tensor]:
         return {name: part for bucket in self.buckets.values() for name, part in bucket.sums().items()}
@@ -187,6 +199,7 @@ class ShardedParameters:
 
     def end_update(self) -> None:
         """After an update: the parts travel, those first that the next step needs first."""
+        self.used = self.summed
         for bucket in self.buckets.values():
             bucket.gather()
 
@@ -195,8 +208,13 @@ class ShardedParameters:
         for stage in sorted({kind.stage for kind in self.buckets}):
             self.arrive(stage)
 
+    def zeroed(self) -> None:
+        """The gradients of the parts are zero, or None."""
+        self.summed = self.used = False
+
     def drop(self) -> None:
         """Forget all gradients."""
+        self.zeroed()
         for bucket in self.buckets.values():
             bucket.drop()
             for name in bucket.parameters:

@@ -1,10 +1,10 @@
 """An optimizer that is not divided: every process updates all that it holds.
 
-Parameters in half precision have a master in float32, which is updated and rounded once; their gradients are float32
-too (`Parameter.grad_dtype`, torch 2.10 has it).
+Parameters in half precision that train have a master in float32, which is updated and rounded once; their gradients are
+float32 too (`Parameter.grad_dtype`, torch 2.10 has it).
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -27,9 +27,9 @@ class WholeParameters:
         for name in self.own:
             if self.own[name].dtype in HALF:
                 sum_in_single_precision(self.own[name], trained.shown[name])
-        halves = {name: p for name, p in self.given.items() if p.dtype in HALF}
-        self.masters = {name: nn.Parameter(p.detach().float()) for name, p in halves.items()}
-        self.tensors: dict[str, nn.Parameter] = {**self.given, **self.masters}
+        self.masters: dict[str, nn.Parameter] = {}
+        self.tensors = dict(self.given)
+        self.give_masters(lambda parameter: parameter.requires_grad)
 
     def groups(self, numbers: Mapping[str, int], count: int) -> list[list[nn.Parameter]]:
         """The tensors of each group."""
@@ -42,6 +42,22 @@ class WholeParameters:
     def is_master(self, tensor: torch.Tensor) -> bool:
         """Whether this is the master of a parameter."""
         return any(tensor is master for master in self.masters.values())
+
+    def give_masters(self, wanted: Callable[[nn.Parameter], bool]) -> dict[torch.Tensor, nn.Parameter]:
+        """Make the masters of the parameters that are `wanted` and have none yet; by the parameters."""
+        found = {
+            name: nn.Parameter(p.detach().float())
+            for name, p in self.given.items()
+            if p.dtype in HALF and name not in self.masters and wanted(p)
+        }
+        self.masters |= found
+        self.tensors |= found
+        return {self.given[name]: master for name, master in found.items()}
+
+    def described(self, numbers: Mapping[str, int]) -> list[list[list[str | int]]]:
+        """What each tensor has of which parameters, in the order of the groups: their names, begin and end."""
+        found = sorted(self.tensors.items(), key=lambda each: numbers[each[0]])
+        return [[[name, 0, tensor.numel()]] for name, tensor in found]
 
     def counted(self) -> Iterator[torch.Tensor]:
         """The gradients that this process counts in the norm of all."""
@@ -59,8 +75,6 @@ class WholeParameters:
 
     def begin_update(self) -> None:
         """Before an update."""
-        self.trained.take_gradients()
-        self.take()
         for name, master in self.masters.items():
             refresh(master.detach(), self.given[name].detach())
 

@@ -84,6 +84,7 @@ def save_checkpoint(
         raise PipelineError(f"keep={keep}; expected at least 1, or None to keep all checkpoints.")
     if not wait and not isinstance(source, Pipeline):
         raise PipelineError("wait=False needs a pipeline, whose close() waits for the end. Save a plain model at once.")
+    _require_one(optimizer)
     count = step if step is not None else source.step_index if isinstance(source, Pipeline) else 0
     with _writer_of(source) as writer, ranks.watch.region(what):
         together(ranks, what, writer.finish)
@@ -144,6 +145,7 @@ def load_checkpoint(
     >>> at = zbcompile.load_checkpoint("checkpoints", pipe, optimizer, required=False)      # doctest: +SKIP
     >>> for step in range(at.step, steps): ...                                              # doctest: +SKIP
     """
+    _require_one(optimizer)
     holding = holding_of(source)
     ranks = holding.ranks
     with ranks.watch.region(f"loading a checkpoint from {path}"):
@@ -303,6 +305,14 @@ def _require_same_names(saved: SavedState, holding: Holding) -> None:
         _, size = found[name] or (None, ())
         if shape is not None and tuple(size) != shape:
             raise PipelineError(f"{name} has shape {list(size)} in {path} and {list(shape)} in the model.")
+
+
+def _require_one(optimizer: Optimizer | None) -> None:
+    if not isinstance(optimizer, Optimizer | None):
+        raise PipelineError(
+            f"optimizer= received a {type(optimizer).__name__}; expected one torch optimizer. Of several, save each "
+            "in a folder of its own."
+        )
 
 
 def _require_same_optimizer(saved: SavedState, optimizer: Optimizer | None) -> None:

@@ -6,7 +6,7 @@
 torch's own `set_optimizer_state_dict` reads it with `StateDictOptions(flatten_optimizer_state_dict=True)`.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from zbcompile.persistence.sharded_state import members_of, sharded_values, want
 
 Values = dict[str, Any]
 MEMBERS = ("params", "param_names")  # the keys of a parameter group that list its members
+OPTIONS = "param_groups."
 
 
 def optimizer_values(optimizer: Optimizer, holding: Holding) -> Values:
@@ -39,14 +40,14 @@ def optimizer_values(optimizer: Optimizer, holding: Holding) -> Values:
 
 
 def _options_of_group(group: Mapping[str, Any], name: str) -> Values:
-    return {f"param_groups.{name}.{key}": value for key, value in group.items() if key not in MEMBERS}
+    return {f"{OPTIONS}{name}.{key}": value for key, value in group.items() if key not in MEMBERS}
 
 
 def _state_of(optimizer: Optimizer, tensor: torch.Tensor) -> Mapping[str, Any]:
     """What the optimizer keeps of a parameter, with the master that it updates in its place."""
     state = optimizer.state.get(tensor, {})
-    master = isinstance(optimizer, PipelineOptimizer) and optimizer.whole and optimizer.whole.is_master(tensor)
-    return {**state, MASTER: tensor.detach()} if state and master else state
+    master = isinstance(optimizer, PipelineOptimizer) and optimizer.keeps_master(tensor)
+    return {**state, MASTER: tensor.detach()} if master else state
 
 
 def kind_of(optimizer: Optimizer) -> str:
@@ -120,11 +121,18 @@ def load_optimizer(
         for _, name, parameter in _trained(optimizer, holding)
         for key in keys[name]
     }
-    members = [group["params"] for group in optimizer.param_groups if group["params"]]
-    leaders = [_name_of(each[0], optimizer, holding) for each in members]
-    for name in leaders:
+    members = [[_name_of(p, optimizer, holding) for p in group["params"]] for group in optimizer.param_groups]
+    leaders = _leaders(dict(enumerate(members)), saved)
+    for name in leaders.values():
         wanted |= {key: _room(saved[key], "", None, holding) for key in _options_of(name, saved)}
-    optimizer.load_state_dict(_numbered(optimizer, holding, keys, read(wanted)))
+    optimizer.load_state_dict(_numbered(optimizer, members, leaders, keys, read(wanted)))
+
+
+def _leaders(members: Mapping[int, Sequence[str]], saved: Mapping[str, Any]) -> dict[int, str]:
+    """The member of each group whose options the group gets: the first that has any, as one that was frozen when the
+    checkpoint was saved may have none."""
+    known = {key.removeprefix(OPTIONS).rpartition(".")[0] for key in saved if key.startswith(OPTIONS)}
+    return {i: next((name for name in names if name in known), names[0]) for i, names in members.items() if names}
 
 
 def _load_sharded(
@@ -136,7 +144,10 @@ def _load_sharded(
     read: Callable[[Values], Values],
 ) -> None:
     """As `load_optimizer`, if replicas hold the state in parts."""
-    leaders = dict(members_of(optimizer, holding))
+    members: dict[int, list[str]] = {}
+    for number, name in members_of(optimizer, holding):
+        members.setdefault(number, []).append(name)
+    leaders = _leaders(members, saved)
     wanted, state = wanted_state(update, holding, keys, saved)
     for name in leaders.values():
         wanted |= {key: _room(saved[key], "", None, holding) for key in _options_of(name, saved)}
@@ -150,7 +161,7 @@ def _load_sharded(
 
 
 def _options_of(name: str, saved: Mapping[str, Any]) -> list[str]:
-    prefix = f"param_groups.{name}."
+    prefix = f"{OPTIONS}{name}."
     found = [key for key in saved if key.startswith(prefix)]
     if not found:
         raise PipelineError(
@@ -172,14 +183,19 @@ def _room(described: Any, name: str, parameter: torch.Tensor | None, holding: Ho
     return torch.empty(size, dtype=dtype)
 
 
-def _numbered(optimizer: Optimizer, holding: Holding, keys: Mapping[str, list[str]], values: Values) -> Values:
+def _numbered(
+    optimizer: Optimizer,
+    members: Sequence[Sequence[str]],
+    leaders: Mapping[int, str],
+    keys: Mapping[str, list[str]],
+    values: Values,
+) -> Values:
     """The values in the form of `Optimizer.load_state_dict`: parameters by number, in the order of the groups."""
     state: dict[int, Values] = {}
     groups: list[Values] = []
     number = 0
-    for group in optimizer.param_groups:
-        names = [_name_of(parameter, optimizer, holding) for parameter in group["params"]]
-        options = _options(names[0], values) if names else {k: v for k, v in group.items() if k not in MEMBERS}
+    for i, (group, names) in enumerate(zip(optimizer.param_groups, members, strict=True)):
+        options = _options(leaders[i], values) if names else {k: v for k, v in group.items() if k not in MEMBERS}
         groups.append({**options, "params": list(range(number, number + len(names)))})
         for index, (name, parameter) in enumerate(zip(names, group["params"], strict=True), number):
             if keys[name]:
@@ -190,7 +206,7 @@ def _numbered(optimizer: Optimizer, holding: Holding, keys: Mapping[str, list[st
 
 
 def _options(name: str, values: Values) -> Values:
-    prefix = f"param_groups.{name}."
+    prefix = f"{OPTIONS}{name}."
     return {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}
 
 

@@ -20,7 +20,7 @@ def sharded_values(optimizer: PipelineOptimizer, update: ShardedParameters, hold
     values: Values = {}
     for tensor, parts in update.parts():
         state = dict(optimizer.state.get(tensor, {}))
-        if state and update.is_master(tensor):
+        if optimizer.keeps_master(tensor):
             state[MASTER] = tensor.detach()
         for key, value in state.items():
             for part in (part for part in parts if part.writes):
@@ -58,7 +58,8 @@ def wanted_state(
         for key in keys[names[0]] if names else ():
             for part, name in zip(parts, names, strict=True):
                 described = saved[f"state.{name}.{key}"]
-                if described is not None and tuple(described[1]) == tuple(holding.tensors[name].shape):
+                # a parameter without dimensions is as large as the number of its steps
+                if described and key != "step" and tuple(described[1]) == tuple(holding.tensors[name].shape):
                     room = rooms.setdefault(number, {}).setdefault(key, torch.zeros_like(tensor, dtype=described[0]))
                     wanted[f"state.{name}.{key}"] = _pieces(part, room, holding)
                 else:

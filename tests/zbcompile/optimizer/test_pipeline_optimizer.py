@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Muon, RMSprop
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import zbcompile
 from tests.support.oracle import PROBLEMS, eager_step
@@ -131,6 +133,57 @@ def test_half_precision_has_masters_in_single_precision(dtype: torch.dtype) -> N
                 master.detach().copy_(parameter)
 
 
+def in_half(batch: Any) -> Any:
+    return type(batch)(tuple(x.bfloat16() for x in batch.args), {}, batch.target.bfloat16())
+
+
+def test_what_is_frozen_has_no_master_until_it_trains() -> None:
+    problem, model, trained = PROBLEMS["mlp"], in_half_precision(torch.bfloat16), in_half_precision(torch.bfloat16)
+    options: dict[str, Any] = {"schedule": "zb-h1", "ranks": 2, "microbatches": MICROBATCHES, "exact": True}
+    pipe = zbcompile.pipeline(trained, loss=problem.loss, **options)
+    theirs, ours = Masters.of(model), pipe.optimizer(AdamW, lr=1e-2)
+    frozen = next(iter(dict(model.named_parameters())))
+    for step, batch in enumerate(problem.batches(3, MICROBATCHES * ROWS)):
+        for each in (model, trained):
+            each.get_parameter(frozen).requires_grad_(step > 0)
+        half = in_half(batch)
+        eager_step(model, problem.loss, half, MICROBATCHES, step)
+        pipe.step(*half.args, target=half.target)
+        assert ours.whole is not None
+        assert (frozen in ours.whole.masters) is (step > 0)
+        theirs.step()
+        ours.step()
+        ours.zero_grad()
+        assert_same_tensors(pipe.state_dict(full=True), model.state_dict(), f"state dict after step {step}:")
+
+
+def test_masters_are_kept_by_an_optimizer_without_state(tmp_path: Path) -> None:
+    """And a gradient that is replaced is unscaled; torch's hooks for all optimizers run once."""
+    problem, stepped = PROBLEMS["mlp"], []
+    pipe = zbcompile.pipeline(
+        in_half_precision(torch.bfloat16), schedule="zb-h1", ranks=2, microbatches=MICROBATCHES, loss=problem.loss
+    )
+    optimizer, scaler = pipe.optimizer(SGD, lr=1e-3), zbcompile.GradScaler(pipe, init_scale=64.0)
+    batch = in_half(problem.batches(1, MICROBATCHES * ROWS)[0])
+    pipe.step(*batch.args, target=batch.target)
+    for parameter in pipe.parameters():
+        parameter.grad = torch.full_like(parameter.grad, 64.0)  # type: ignore[arg-type]
+    masters = optimizer.param_groups[0]["params"]
+    expected = [master.detach() - 1e-3 for master in masters]
+    hook = register_optimizer_step_pre_hook(lambda *given: stepped.append(given[0]))
+    scaler.step(optimizer)
+    hook.remove()
+    assert stepped == [optimizer]
+    assert_same_tensors(masters, expected, "master")
+    kept = copy.deepcopy(optimizer.state_dict())
+    zbcompile.save_checkpoint(tmp_path, pipe, optimizer)
+    for load in (lambda: optimizer.load_state_dict(kept), lambda: zbcompile.load_checkpoint(tmp_path, pipe, optimizer)):
+        for master in masters:
+            master.detach().zero_()
+        load()
+        assert_same_tensors(optimizer.param_groups[0]["params"], expected, "master")
+
+
 def test_matrices_and_the_rest_have_an_optimizer_each() -> None:
     """And two optimizers at once leave each other's gradients alone."""
     problem = PROBLEMS["mlp"]
@@ -159,6 +212,11 @@ class Odd(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr})
 
 
+def closed(optimizer: Any) -> Any:
+    optimizer.close()
+    return optimizer
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -173,7 +231,8 @@ class Odd(torch.optim.Optimizer):
         (lambda pipe: pipe.optimizer(AdamW(pipe.options.loss and [torch.ones(1)])), "expected a class of torch"),
         (lambda pipe: pipe.optimizer(AdamW, groups=[{"params": []}]), 'has a group whose "params" is \\[\\]'),
         (lambda pipe: pipe.optimizer(AdamW).step(), "is not compiled yet, so its optimizer is empty"),
-        (lambda pipe: pipe.optimizer(AdamW).load_state_dict({}), "is not compiled yet, so its optimizer is empty"),
+        (lambda pipe: pipe.optimizer(AdamW).load_state_dict({}), "optimizer is empty. Call pipe.compile with a batch"),
+        (lambda pipe: closed(pipe.optimizer(AdamW)).step(), "this optimizer is closed, or could not be made"),
         (lambda pipe: pipe.optimizer(AdamW).add_param_group({"params": []}), "fixed. Pass them as"),
     ],
 )
@@ -190,6 +249,15 @@ def test_an_optimizer_that_cannot_take_a_parameter_says_so_once_it_is_known() ->
     batch = PROBLEMS["mlp"].batches(1, MICROBATCHES * ROWS)[0]
     with pytest.raises(zbcompile.PipelineError, match=r"Muon cannot be made: .*2D"):
         pipe.step(*batch.args, target=batch.target)
+    pipe.step(*batch.args, target=batch.target)  # without it
+    nothing: Any = {"params": lambda name, _: name == "nothing"}
+    with pytest.raises(
+        zbcompile.PipelineError, match=r"params= takes none of the model's \d+ parameters, the first of"
+    ):
+        pipe.optimizer(AdamW, **nothing)
+    with pytest.raises(zbcompile.PipelineError, match=r"groups\[1\] takes none of the model's"):
+        pipe.optimizer(AdamW, groups=[*DECAYED, nothing])
+    pipe.step(*batch.args, target=batch.target)
 
 
 def test_a_scheduler_may_cycle_momentum_before_anything_is_compiled() -> None:

@@ -213,8 +213,21 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         zbcompile.save_checkpoint(tmp_path, nn.Linear(2, 2), optimizer)
     with pytest.raises(zbcompile.PipelineError, match="no checkpoint can be written"):
         zbcompile.save_checkpoint(checkpoints_in(tmp_path)[0] / INDEX, model)
+    for function in (zbcompile.save_checkpoint, zbcompile.load_checkpoint):
+        with pytest.raises(zbcompile.PipelineError, match=r"received a list; expected one torch optimizer. Of several"):
+            function(tmp_path, model, [optimizer])
     names = read_record(checkpoints_in(tmp_path)[0]).tensors
     assert all(name.startswith(("model.", "optimizer.", "process.")) for name in names)
+
+
+def test_options_are_those_of_a_parameter_that_was_trained(tmp_path: Path) -> None:
+    """Of an optimizer without the frozen parameters, for one that has all of them."""
+    model = nn.Linear(2, 2)
+    model.weight.requires_grad_(False)
+    zbcompile.save_checkpoint(tmp_path, model, torch.optim.AdamW([model.bias], lr=0.25))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5.0)
+    zbcompile.load_checkpoint(tmp_path, model, optimizer)
+    assert optimizer.param_groups[0]["lr"] == 0.25
 
 
 class Words(nn.Module):
