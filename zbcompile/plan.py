@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from zbcompile.atomic_files import write_whole
 from zbcompile.cli.compile_arguments import Plan, add_plan, announcer, example_of, quiet
@@ -15,6 +16,9 @@ from zbcompile.compiler.compile_model import draw_step
 from zbcompile.errors import PipelineError
 from zbcompile.inspection.plan_table import format_plan, to_picture
 from zbcompile.inspection.report import wrap
+from zbcompile.model.batch_split import choose_cuts
+from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.option import options_of
 from zbcompile.planning.factorisations import Row, factorisations
 
 ASSUMED = (
@@ -65,7 +69,7 @@ def _searched(request: PlanRequest, ranks: int) -> tuple[list[Row], list[str]]:
     options, say = request.options, announcer()
     example = example_of(request)
     microbatch = one_microbatch(example)
-    count = max((t.shape[0] for t in microbatch.tensors.values() if t.ndim), default=1)
+    _, count = choose_cuts(microbatch.paths, microbatch.leaves, {})
     say(f"capturing {type(example.model).__name__}")
     with quiet(request):
         drawn = draw_step(example.model, microbatch, example.loss, options.choices)
@@ -75,8 +79,8 @@ def _searched(request: PlanRequest, ranks: int) -> tuple[list[Row], list[str]]:
 
 def _command(request: PlanRequest, row: Row) -> str:
     layout = row.layout
-    kept = [name for name in ("memory", "optimizer_state", "exact") if name in request.given]
-    flags = [f"{flag_of(name)} {request.given[name]}".removesuffix(" True") for name in kept]
+    kept = [name for name in options_of(Choices) if name in request.given and name != "recompute"]
+    flags = [f"{flag_of(name)} {_written(request.given[name])}".rstrip() for name in kept]
     parts = [
         f"python -m zbcompile.compile {request.target}{' --fake' * request.fake} --schedule auto --ranks {row.ranks}",
         f"--microbatches {layout.microbatches} --chunks {layout.found.schedule.placement.chunks}",
@@ -88,6 +92,16 @@ def _command(request: PlanRequest, row: Row) -> str:
     return " ".join(parts) + note
 
 
+def _written(value: Any) -> str:
+    return "" if value is True else ",".join(value) if isinstance(value, tuple) else str(value)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}; expected a positive whole number")
+    return int(text)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m zbcompile.plan",
@@ -96,8 +110,8 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("target", metavar="TARGET", help="package.module:name or path/file.py:name")
-    parser.add_argument("--global-batch", metavar="N", type=int, help="rows of a step over all replicas")
-    parser.add_argument("--rows", metavar="N", type=int, default=12, help="rows to print (default: %(default)s)")
+    parser.add_argument("--global-batch", metavar="N", type=_positive, help="rows of a step over all replicas")
+    parser.add_argument("--rows", metavar="N", type=_positive, default=12, help="rows to print (default: %(default)s)")
     parser.add_argument("--svg", metavar="FILE", type=Path, help="draw rate against memory")
     parser.add_argument("--debug", action="store_true", help="show tracebacks, and what torch prints")
     add_plan(parser)

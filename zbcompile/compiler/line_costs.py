@@ -24,6 +24,19 @@ class Shares(NamedTuple):
     weight: float
 
 
+class Shard(NamedTuple):
+    """Seconds of the vocabulary passes S and T of one microbatch, bytes that it leaves from S to T, and bytes of the
+    parameters."""
+
+    scan: float = 0.0
+    update: float = 0.0
+    state: float = 0.0
+    parameters: float = 0.0
+
+
+WHOLE = Shard()  # of an output layer that is not sharded
+
+
 class Span(NamedTuple):
     """A stage: seconds of its three passes, bytes kept between F and B and left until W, bytes held all the time."""
 
@@ -43,14 +56,14 @@ class LineCosts:
     """The costs of a line of operations, cut anywhere: seconds from the `loads` of its nodes (forward and backward),
     bytes from what autograd keeps. `edges` are the inner cuts, as numbers of nodes before each.
 
-    `shards` are the seconds of the vocabulary passes S and T on each rank, if the output layer is sharded.
+    `shard` is what each rank has of a sharded output layer.
     """
 
     canonical: Canonical
     line: Line
     loads: Sequence[float]
     optimizer_state: float = 2.0
-    shards: tuple[float, float] = (0.0, 0.0)
+    shard: Shard = WHOLE
 
     def costs(self, edges: Sequence[int], rows: float = 1, recompute: bool = False) -> Costs:
         """The costs of the stages between `edges`, of microbatches with `rows` times as many rows; with `recompute` a
@@ -72,8 +85,9 @@ class LineCosts:
             weight,
             activation=tuple(rows * size for size in kept),
             residue=tuple(rows * size for size in residue),
-            vocab_s=(rows * self.shards[0],) * len(spans),
-            vocab_t=(rows * self.shards[1],) * len(spans),
+            vocab_s=(rows * self.shard.scan,) * len(spans),
+            vocab_t=(rows * self.shard.update,) * len(spans),
+            vocab_state=(rows * self.shard.state,) * len(spans),
             message=tuple(rows * size for size in (*crossing, 0)),
             time_unit="s",
             memory_unit="bytes",
@@ -83,7 +97,7 @@ class LineCosts:
         """Bytes that each rank holds all the time: parameters, gradients, optimizer state and buffers."""
         held = [self._span(span).resident for span in pairwise([0, *edges, len(self.line.nodes)])]
         copies = (0, 1) if placement.kind == "dual" else (0,)
-        found = [0.0] * placement.ranks
+        found = [self.shard.parameters * (2 + self.optimizer_state)] * placement.ranks
         for stage, size in enumerate(held):
             for copy in copies:
                 found[placement.rank(stage, copy)] += size

@@ -4,12 +4,16 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from torch.fx import Node
+
 from zbcompile.compiler.compile_model import Drawn
-from zbcompile.compiler.line_costs import LineCosts
+from zbcompile.compiler.line_costs import WHOLE, LineCosts, Shard
+from zbcompile.compiler.vocabulary_sharding import Sharding, tiling_of
 from zbcompile.errors import PipelineError
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.partition.liveness import draw_line
 from zbcompile.passes.partition.node_costs import loads_of
+from zbcompile.passes.vocabulary.shard_program import even_bounds
 from zbcompile.planning.layouts import Question, find_layouts
 from zbcompile.prediction.measure_passes import measure_passes
 from zbcompile.prediction.predict import flop_costs, with_memory
@@ -65,12 +69,28 @@ def line_costs(drawn: Drawn, choices: Choices, measured: Mapping[str, float], ra
     """The costs of the captured step; of a sharded output layer every rank has an equal part."""
     basis = "measured" if choices.balance == "measured" else "flops"
     loads, _ = loads_of(drawn.line, basis, measured)
-    shards = (0.0, 0.0)
+    shard = WHOLE
     if drawn.sharding is not None:
         whole, _ = loads_of(draw_line(drawn.sharding.whole), basis, measured)
-        share = max(0.0, sum(whole) - sum(loads)) / ranks
-        shards = 2 / 3 * share, share / 3  # of its three products S makes two with one barrier
-    return LineCosts(drawn.canonical, drawn.line, loads, choices.optimizer_state, shards)
+        shard = _shard(drawn.sharding, max(0.0, sum(whole) - sum(loads)) / ranks, ranks, choices)
+    return LineCosts(drawn.canonical, drawn.line, loads, choices.optimizer_state, shard)
+
+
+def _shard(sharding: Sharding, seconds: float, ranks: int, choices: Choices) -> Shard:
+    """An equal part of the output layer and of the embedding that is sharded beside it."""
+    head = sharding.head
+    logits = head.linear.meta["val"].numel() // ranks * head.dtype.itemsize
+    kept = tiling_of(head, even_bounds(head.size, ranks), choices).keep
+    sizes = [
+        {n.meta["slot"].name: n.meta["val"].nbytes for n in each.graph.find_nodes(op="placeholder") if _trains(n)}
+        for each in (sharding.whole, sharding.trunk)
+    ]
+    parameters = sum(size for name, size in sizes[0].items() if name not in sizes[1]) / ranks
+    return Shard(2 / 3 * seconds, seconds / 3, logits * kept, parameters)  # of three products S makes two
+
+
+def _trains(node: Node) -> bool:
+    return bool(node.meta["slot"].kind == "parameter")
 
 
 def order_by_graphs(program: Program, decision: Decision, budget: float, measure: bool) -> tuple[Schedule, ChosenPlan]:

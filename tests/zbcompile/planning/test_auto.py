@@ -10,11 +10,13 @@ from tests.support.oracle import PROBLEMS, Batch, eager_step
 from tests.support.pool import Pool
 from zbcompile.compiler.compile_example import one_microbatch
 from zbcompile.compiler.compile_model import draw_step
+from zbcompile.compiler.makespan_cuts import places_of
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import PartitionError
-from zbcompile.planning.planner import Decision, decide
+from zbcompile.planning.planner import Decision, decide, line_costs
 from zbcompile.schedules import build
 from zbcompile.schedules.execution.memory import peak_memory
+from zbcompile.schedules.ir.placement import Placement
 
 PROBLEM = PROBLEMS["gpt"]
 ROWS = 8
@@ -87,3 +89,17 @@ def test_what_is_asked_for_is_kept() -> None:
 
 def _peak(decision: Decision) -> tuple[float, ...]:
     return peak_memory(decision.schedule, decision.costs)
+
+
+def test_a_sharded_output_layer_counts_in_the_memory() -> None:
+    """What the ranks hold together, sharded or not, is the model."""
+    (batch,) = PROBLEM.batches(1, 2)
+    example = zbcompile.Example(PROBLEM.model(), batch.args, loss=PROBLEM.loss, target=batch.target)
+    held = []
+    for choices in (Choices(), Choices(vocab=1)):
+        drawn = draw_step(example.model, one_microbatch(example), PROBLEM.loss, choices, build("zb-v", 2, 8))
+        assert (drawn.sharding is None) == (choices.vocab == "off")
+        costs = line_costs(drawn, choices, {}, 2)
+        edges = places_of(costs.line)[::8][1:4]
+        held.append(sum(costs.resident(edges, Placement.parse("v", 2))))
+    assert held[1] == pytest.approx(held[0], rel=0.02)

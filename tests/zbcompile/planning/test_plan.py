@@ -13,7 +13,20 @@ TARGET = "examples/targets.py:gpt"
 
 def test_table_picture_and_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "plan.svg"
-    asked = ("--ranks", "2", "--global-batch", "16", "--search-seconds", "1", "--svg", str(picture))
+    asked = (
+        "--ranks",
+        "2",
+        "--global-batch",
+        "16",
+        "--search-seconds",
+        "1",
+        "--balance",
+        "flops",
+        "--boundary-bytes",
+        "1MB",
+        "--svg",
+        str(picture),
+    )
     assert main([TARGET, *asked]) == 0
     shown = capsys.readouterr().out
     table = [line.split() for line in shown.splitlines() if line.startswith("*")]
@@ -21,7 +34,7 @@ def test_table_picture_and_command(tmp_path: Path, capsys: pytest.CaptureFixture
     assert {(line[1], line[2]) for line in table} <= {("1", "2"), ("2", "1")}
     assert rates == sorted(rates, reverse=True)
     assert peaks == sorted(peaks, reverse=True)
-    assert f"zbcompile.compile {TARGET} --schedule auto --ranks" in shown
+    assert re.search(f"zbcompile.compile {TARGET} --schedule auto --ranks.* --balance flops --boundary-bytes", shown)
     assert len(ElementTree.parse(picture).findall(".//{*}circle")) >= len(table)
 
 
