@@ -119,10 +119,12 @@ _COMPILED: dict[Any, Program] = {}
 
 
 def pipeline_of(case: Case, **options: Any) -> zbcompile.Pipeline:
+    """A pipeline with the schedule that `build` makes; test_auto.py has those that search their own layout."""
     problem = problem_of(case.problem)
+    built = build(case.schedule, case.ranks, case.microbatches) if case.schedule == "auto" else case.schedule
     return zbcompile.pipeline(
         problem.model(),
-        schedule=case.schedule,
+        schedule=built,
         microbatches=case.microbatches,
         loss=problem.loss,
         exact=case.exact,

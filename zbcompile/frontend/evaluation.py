@@ -94,7 +94,7 @@ class Forwards:
         found = self._kept[key]
 
         def add(new: int | None) -> None:
-            with self._ranks.watch.position.turn_to(f"compiling a forward for {batch.whole.summary()}"):
+            with self._ranks.watch.position.turn_to(f"compiling {asked.wanted.computes} for {batch.whole.summary()}"):
                 plan = partial(plan_forwards, self._model, batch, count, wanted, self._frame)
                 made = captured_alike(
                     self._ranks, "compiling a forward", plan, lambda each: each.guards, leads=new is not None
