@@ -197,6 +197,14 @@ class _Values(Interpreter):
         n.meta["val"] = torch.fx.node.map_aggregate(value, _detached)  # type: ignore[arg-type]
         return value
 
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Attention that the capture kept whole runs a kernel, not its formula, which a trained mask on a CPU asks for:
+        the masks of a forward without gradients are not trained."""
+        if target is aten.scaled_dot_product_attention.default and args[0].device.type == "cpu":
+            args = (*args[:3], *map(_detached, args[3:4]), *args[4:])
+            kwargs = {name: _detached(each) if name == "attn_mask" else each for name, each in kwargs.items()}
+        return super().call_function(target, args, kwargs)
+
 
 def _refuse_overwritten(node: Node) -> None:
     for source in overwritten_by(node):

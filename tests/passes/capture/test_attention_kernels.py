@@ -107,6 +107,14 @@ def test_a_mask_that_is_trained() -> None:
     assert_same_tensors(gradients_of(pipe), gradients_of(eager), "gradient of")
 
 
+def test_a_mask_that_is_frozen() -> None:
+    """Without gradients eager's attention runs a kernel, whose result has another layout than its formula's."""
+    model = Biased().requires_grad_(False).eval()
+    x = torch.randn(4, ODD, WIDTH)
+    pipe = zbcompile.pipeline(copy.deepcopy(model), schedule="1f1b", ranks=1)
+    assert torch.equal(pipe.eval(x, microbatches=1), model(x))
+
+
 def test_a_region_that_changes_nothing_here() -> None:
     pipe, given = pipeline(made(ALL)), batch()
     pipe.compile(*given.args, target=given.target)
