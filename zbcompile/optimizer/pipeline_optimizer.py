@@ -3,6 +3,7 @@ of them, that are known afterwards."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -109,8 +110,8 @@ class PipelineOptimizer(Optimizer):
             said = {key: repr(getattr(self.wanted, key)) for key in ("zero", "clip")}
             options = [{k: repr(v) for k, v in g.items() if isinstance(v, PLAIN)} for g in self.param_groups]
             made = {"optimizer": self.wanted.kind.__name__, **said, "groups": self.numbers, "options": options}
-            remedy = "Every rank must make the same optimizer."
-            require_equal_programs(self._ranks, made, "made different optimizers", remedy)
+            what, remedy = "made different optimizers", "Every rank must make the same optimizer."
+            require_equal_programs(self._ranks, made, what, remedy)
         except Exception:
             self.close()
             raise
@@ -140,11 +141,9 @@ class PipelineOptimizer(Optimizer):
         for other in self._made:
             both = self.numbers.keys() & other.numbers.keys() & trained.program.trained
             if other is not self and other.bound and both and (self.wanted.zero or other.wanted.zero):
-                raise PipelineError(
-                    f"{min(both)} is in two optimizers of this pipeline, with zero={other.wanted.zero} and "
-                    f"zero={self.wanted.zero}; one that is divided among replicas must be the only one. Pass "
-                    "params=, or call close() of the earlier one first."
-                )
+                zeros = f"zero={other.wanted.zero} and zero={self.wanted.zero}"
+                remedy = "One that is divided must be the only one: pass params=, or close() the earlier one first."
+                raise PipelineError(f"{min(both)} is in two optimizers of this pipeline, with {zeros}. {remedy}")
 
     @property
     def trained(self) -> TrainedParameters:
@@ -208,10 +207,8 @@ class PipelineOptimizer(Optimizer):
         if all(each is not self for each in self._made):
             raise PipelineError("this optimizer is closed, or could not be made. Make another by pipe.optimizer.")
         if self._update is None:
-            raise PipelineError(
-                "the pipeline is not compiled yet, so its optimizer is empty. Call pipe.compile with a batch, or run "
-                "a step, first."
-            )
+            remedy = "Call pipe.compile with a batch, or run a step, first."
+            raise PipelineError(f"the pipeline is not compiled yet, so its optimizer is empty. {remedy}")
         return self._update
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -220,7 +217,7 @@ class PipelineOptimizer(Optimizer):
         if set_to_none:
             self.drop()
         elif self.sharded is not None:
-            self.sharded.zeroed()
+            self.sharded.summed = self.sharded.used = False
 
     def add_param_group(self, param_group: State) -> None:
         if hasattr(self, "_inner"):
@@ -241,8 +238,14 @@ class PipelineOptimizer(Optimizer):
         """Whether this is the master of a parameter, or a part of one, and may have digits that the parameter lacks."""
         return self._bound_update().is_master(tensor) and bool(tensor in self._stepped or self.state.get(tensor))
 
-    def _parts(self) -> State:
-        return {"zero": self.wanted.zero, "tensors": self._bound_update().described(self.numbers)}
+    def _parts(self) -> list[list[list[str | int]]]:
+        """What each tensor has of which parameters: their names, begin and end."""
+        if self.sharded is not None:
+            return [
+                [[each.name, each.begin, each.begin + each.size] for each in own] for _, own in self.sharded.parts()
+            ]
+        names = {tensor: name for name, tensor in self.whole.tensors.items()} if self.whole is not None else {}
+        return [[[names[tensor], 0, tensor.numel()]] for tensor in self._members()]
 
     def load_state_dict(self, state_dict: State) -> None:
         """Continue from what `state_dict` returned on this rank."""
@@ -258,17 +261,15 @@ class PipelineOptimizer(Optimizer):
             self._members()[number].detach().copy_(master)
         self._stepped = {self._members()[number] for number in masters}
 
-    def _require_own(self, parts: State) -> None:
+    def _require_own(self, parts: list[list[list[str | int]]]) -> None:
         """Refuse the state of other parts than this process's."""
-        if parts == self._parts():
-            return
-        own, given = self._parts()["tensors"], parts["tensors"]
-        other = next((each for each in zip(own, given, strict=False) if each[0] != each[1]), (len(own), len(given)))
-        raise PipelineError(
-            f"this state dict is that of another rank, or of another division: it has zero={parts['zero']} and "
-            f"{other[1]}, this optimizer zero={self.wanted.zero} and {other[0]} ([name, begin, end] of parameters). "
-            "Load what this rank has saved, or use zbcompile.save_checkpoint, which any number of ranks can read."
-        )
+        one, other = next(filter(lambda each: each[0] != each[1], zip_longest(self._parts(), parts)), (None, None))
+        if one != other:
+            raise PipelineError(
+                f"this state dict is of another rank, or another zero=: it has {other} where this optimizer has {one} "
+                "([name, begin, end] of parameters). Load what this rank has saved, or use zbcompile.save_checkpoint, "
+                "which any rank can read."
+            )
 
     def _members(self) -> list[nn.Parameter]:
         return [member for group in self.param_groups for member in group["params"]]

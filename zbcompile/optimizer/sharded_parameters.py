@@ -114,10 +114,6 @@ class ShardedParameters:
             for tensor, part in zip(bucket.tensors, parts, strict=True):
                 yield tensor, (replace(part, at=None),)
 
-    def described(self, numbers: Mapping[str, int]) -> list[list[list[str | int]]]:
-        """What each tensor has of which parameters, in the order of the groups: their names, begin and end."""
-        return [[[part.name, part.begin, part.begin + part.size] for part in parts] for _, parts in self.parts()]
-
     def _part(self, kind: Kind, bucket: Bucket, piece: Piece) -> Part:
         own, shown = self.trained.own[piece.name], self.trained.shown[piece.name]
         writes = self.trained.counts(piece.name, *kind.summed)
@@ -208,13 +204,9 @@ class ShardedParameters:
         for stage in sorted({kind.stage for kind in self.buckets}):
             self.arrive(stage)
 
-    def zeroed(self) -> None:
-        """The gradients of the parts are zero, or None."""
-        self.summed = self.used = False
-
     def drop(self) -> None:
         """Forget all gradients."""
-        self.zeroed()
+        self.summed = self.used = False
         for bucket in self.buckets.values():
             bucket.drop()
             for name in bucket.parameters:

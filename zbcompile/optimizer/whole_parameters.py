@@ -45,19 +45,11 @@ class WholeParameters:
 
     def give_masters(self, wanted: Callable[[nn.Parameter], bool]) -> dict[torch.Tensor, nn.Parameter]:
         """Make the masters of the parameters that are `wanted` and have none yet; by the parameters."""
-        found = {
-            name: nn.Parameter(p.detach().float())
-            for name, p in self.given.items()
-            if p.dtype in HALF and name not in self.masters and wanted(p)
-        }
+        halves = {name: p for name, p in self.given.items() if p.dtype in HALF and name not in self.masters}
+        found = {name: nn.Parameter(p.detach().float()) for name, p in halves.items() if wanted(p)}
         self.masters |= found
         self.tensors |= found
         return {self.given[name]: master for name, master in found.items()}
-
-    def described(self, numbers: Mapping[str, int]) -> list[list[list[str | int]]]:
-        """What each tensor has of which parameters, in the order of the groups: their names, begin and end."""
-        found = sorted(self.tensors.items(), key=lambda each: numbers[each[0]])
-        return [[[name, 0, tensor.numel()]] for name, tensor in found]
 
     def counted(self) -> Iterator[torch.Tensor]:
         """The gradients that this process counts in the norm of all."""

@@ -84,14 +84,14 @@ def save_checkpoint(
         raise PipelineError(f"keep={keep}; expected at least 1, or None to keep all checkpoints.")
     if not wait and not isinstance(source, Pipeline):
         raise PipelineError("wait=False needs a pipeline, whose close() waits for the end. Save a plain model at once.")
-    _require_one(optimizer)
     count = step if step is not None else source.step_index if isinstance(source, Pipeline) else 0
     with _writer_of(source) as writer, ranks.watch.region(what):
         together(ranks, what, writer.finish)
         _hold(writer, folder, ranks)
+        index = _index(holding, optimizer, count)
         values, plain = _values(holding, optimizer)
         process = together(ranks, what, lambda: _process(extra, ranks, values))
-        fields = {**_index(holding, optimizer, count), "values": plain, "process": process}
+        fields = {**index, "values": plain, "process": process}
         partial = gathered(ranks, together(ranks, what, lambda: begin(folder, count) if ranks.is_first else None))[0]
         assert partial is not None
         together(ranks, what, lambda: _require_shared(partial))
@@ -145,7 +145,6 @@ def load_checkpoint(
     >>> at = zbcompile.load_checkpoint("checkpoints", pipe, optimizer, required=False)      # doctest: +SKIP
     >>> for step in range(at.step, steps): ...                                              # doctest: +SKIP
     """
-    _require_one(optimizer)
     holding = holding_of(source)
     ranks = holding.ranks
     with ranks.watch.region(f"loading a checkpoint from {path}"):
@@ -268,13 +267,15 @@ def _is_lost(watch: Alone | Watch) -> bool:
 
 
 def _index(holding: Holding, optimizer: Optimizer | None, step: int) -> Values:
-    kinds = gathered(holding.ranks, kind_of(optimizer) if optimizer else None)  # None if nothing is trained
+    ranks = holding.ranks
+    kind = together(ranks, "saving the optimizer", lambda: kind_of(optimizer) if optimizer else None)
+    kinds = gathered(ranks, kind)  # None if nothing is trained
     tied = {m.name: m.first for m in holding.model.members if m.saved and m.first != m.name}  # by the others' names
     return {
         "zbcompile": __version__,
         "torch": torch.__version__,
         "step": step,
-        "ranks": holding.ranks.count,
+        "ranks": ranks.count,
         "optimizer": next(filter(None, kinds), None),
         "tied": tied,
     }
@@ -305,14 +306,6 @@ def _require_same_names(saved: SavedState, holding: Holding) -> None:
         _, size = found[name] or (None, ())
         if shape is not None and tuple(size) != shape:
             raise PipelineError(f"{name} has shape {list(size)} in {path} and {list(shape)} in the model.")
-
-
-def _require_one(optimizer: Optimizer | None) -> None:
-    if not isinstance(optimizer, Optimizer | None):
-        raise PipelineError(
-            f"optimizer= received a {type(optimizer).__name__}; expected one torch optimizer. Of several, save each "
-            "in a folder of its own."
-        )
 
 
 def _require_same_optimizer(saved: SavedState, optimizer: Optimizer | None) -> None:

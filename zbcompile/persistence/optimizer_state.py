@@ -15,13 +15,11 @@ from torch.optim import Optimizer
 from zbcompile.errors import PipelineError
 from zbcompile.model.distributed_tensors import is_distributed
 from zbcompile.optimizer.pipeline_optimizer import MASTER, PipelineOptimizer
-from zbcompile.optimizer.sharded_parameters import ShardedParameters
 from zbcompile.persistence.local_tensors import Holding, like_rows, local_part
 from zbcompile.persistence.sharded_state import members_of, sharded_values, wanted_state
 
 Values = dict[str, Any]
 MEMBERS = ("params", "param_names")  # the keys of a parameter group that list its members
-OPTIONS = "param_groups."
 
 
 def optimizer_values(optimizer: Optimizer, holding: Holding) -> Values:
@@ -40,7 +38,7 @@ def optimizer_values(optimizer: Optimizer, holding: Holding) -> Values:
 
 
 def _options_of_group(group: Mapping[str, Any], name: str) -> Values:
-    return {f"{OPTIONS}{name}.{key}": value for key, value in group.items() if key not in MEMBERS}
+    return {f"param_groups.{name}.{key}": value for key, value in group.items() if key not in MEMBERS}
 
 
 def _state_of(optimizer: Optimizer, tensor: torch.Tensor) -> Mapping[str, Any]:
@@ -50,9 +48,12 @@ def _state_of(optimizer: Optimizer, tensor: torch.Tensor) -> Mapping[str, Any]:
     return {**state, MASTER: tensor.detach()} if master else state
 
 
-def kind_of(optimizer: Optimizer) -> str:
-    """The name of the class that does the updates."""
-    return (optimizer.wanted.kind if isinstance(optimizer, PipelineOptimizer) else type(optimizer)).__name__
+def kind_of(optimizer: Any) -> str:
+    """The name of the class that does the updates. Raises PipelineError for several at once."""
+    if not isinstance(optimizer, Optimizer):
+        text = f"optimizer= received a {type(optimizer).__name__}; expected one torch optimizer."
+        raise PipelineError(f"{text} Save each of several in a folder of its own.")
+    return str((optimizer.wanted.kind if isinstance(optimizer, PipelineOptimizer) else type(optimizer)).__name__)
 
 
 def _trained(optimizer: Optimizer, holding: Holding) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
@@ -114,54 +115,47 @@ def load_optimizer(
     """
     keys = state_keys(saved, holding)
     if isinstance(optimizer, PipelineOptimizer) and optimizer.sharded is not None:
-        _load_sharded(optimizer, optimizer.sharded, holding, keys, saved, read)
-        return
-    wanted = {
-        f"state.{name}.{key}": _room(saved[f"state.{name}.{key}"], name, parameter, holding)
-        for _, name, parameter in _trained(optimizer, holding)
-        for key in keys[name]
-    }
-    members = [[_name_of(p, optimizer, holding) for p in group["params"]] for group in optimizer.param_groups]
-    leaders = _leaders(dict(enumerate(members)), saved)
-    for name in leaders.values():
-        wanted |= {key: _room(saved[key], "", None, holding) for key in _options_of(name, saved)}
-    optimizer.load_state_dict(_numbered(optimizer, members, leaders, keys, read(wanted)))
-
-
-def _leaders(members: Mapping[int, Sequence[str]], saved: Mapping[str, Any]) -> dict[int, str]:
-    """The member of each group whose options the group gets: the first that has any, as one that was frozen when the
-    checkpoint was saved may have none."""
-    known = {key.removeprefix(OPTIONS).rpartition(".")[0] for key in saved if key.startswith(OPTIONS)}
-    return {i: next((name for name in names if name in known), names[0]) for i, names in members.items() if names}
-
-
-def _load_sharded(
-    optimizer: PipelineOptimizer,
-    update: ShardedParameters,
-    holding: Holding,
-    keys: Mapping[str, list[str]],
-    saved: Mapping[str, Any],
-    read: Callable[[Values], Values],
-) -> None:
-    """As `load_optimizer`, if replicas hold the state in parts."""
-    members: dict[int, list[str]] = {}
-    for number, name in members_of(optimizer, holding):
-        members.setdefault(number, []).append(name)
+        wanted, state = wanted_state(optimizer.sharded, holding, keys, saved)
+        members = list(members_of(optimizer, holding))
+    else:
+        wanted, state = _wanted_state(optimizer, holding, keys, saved)
+        groups = enumerate(group["params"] for group in optimizer.param_groups)
+        members = [(number, _name_of(each, optimizer, holding)) for number, group in groups for each in group]
     leaders = _leaders(members, saved)
-    wanted, state = wanted_state(update, holding, keys, saved)
     for name in leaders.values():
         wanted |= {key: _room(saved[key], "", None, holding) for key in _options_of(name, saved)}
     values = read(wanted)
-    groups, number = [], 0
-    for index, group in enumerate(optimizer.param_groups):
-        options = _options(leaders[index], values) if index in leaders else dict(group)
-        groups.append({**options, "params": list(range(number, number + len(group["params"])))})
-        number += len(group["params"])
-    optimizer.load_state_dict({"state": state(values), "param_groups": groups})
+    optimizer.load_state_dict({"state": state(values), "param_groups": _groups(optimizer, leaders, values)})
+
+
+def _wanted_state(
+    optimizer: Optimizer, holding: Holding, keys: Mapping[str, list[str]], saved: Mapping[str, Any]
+) -> tuple[Values, Callable[[Values], dict[int, Values]]]:
+    """As `wanted_state`, if every process has all the state of its parameters."""
+    members = [(name, parameter) for _, name, parameter in _trained(optimizer, holding)]
+    wanted = {
+        f"state.{name}.{key}": _room(saved[f"state.{name}.{key}"], name, parameter, holding)
+        for name, parameter in members
+        for key in keys[name]
+    }
+
+    def state(values: Values) -> dict[int, Values]:
+        found = [{key: values[f"state.{name}.{key}"] for key in keys[name]} for name, _ in members]
+        own = [each if is_distributed(p) else _local(each) for each, (_, p) in zip(found, members, strict=True)]
+        return {number: _nested(each) for number, each in enumerate(own) if each}
+
+    return wanted, state
+
+
+def _leaders(members: Sequence[tuple[int, str]], saved: Mapping[str, Any]) -> dict[int, str]:
+    """The member whose options each group gets: the first that has any, as what was frozen may have none."""
+    known = {key.rpartition(".")[0] for key in saved}
+    last = members[::-1]
+    return {**dict(last), **{number: name for number, name in last if f"param_groups.{name}" in known}}
 
 
 def _options_of(name: str, saved: Mapping[str, Any]) -> list[str]:
-    prefix = f"{OPTIONS}{name}."
+    prefix = f"param_groups.{name}."
     found = [key for key in saved if key.startswith(prefix)]
     if not found:
         raise PipelineError(
@@ -183,30 +177,20 @@ def _room(described: Any, name: str, parameter: torch.Tensor | None, holding: Ho
     return torch.empty(size, dtype=dtype)
 
 
-def _numbered(
-    optimizer: Optimizer,
-    members: Sequence[Sequence[str]],
-    leaders: Mapping[int, str],
-    keys: Mapping[str, list[str]],
-    values: Values,
-) -> Values:
-    """The values in the form of `Optimizer.load_state_dict`: parameters by number, in the order of the groups."""
-    state: dict[int, Values] = {}
+def _groups(optimizer: Optimizer, leaders: Mapping[int, str], values: Values) -> list[Values]:
+    """The options in the form of `Optimizer.load_state_dict`: parameters by number, in the order of the groups."""
     groups: list[Values] = []
     number = 0
-    for i, (group, names) in enumerate(zip(optimizer.param_groups, members, strict=True)):
-        options = _options(leaders[i], values) if names else {k: v for k, v in group.items() if k not in MEMBERS}
-        groups.append({**options, "params": list(range(number, number + len(names)))})
-        for index, (name, parameter) in enumerate(zip(names, group["params"], strict=True), number):
-            if keys[name]:
-                found = {key: values[f"state.{name}.{key}"] for key in keys[name]}
-                state[index] = _nested(found if is_distributed(parameter) else _local(found))
-        number += len(names)
-    return {"state": state, "param_groups": groups}
+    for index, group in enumerate(optimizer.param_groups):
+        own = {key: value for key, value in group.items() if key not in MEMBERS}
+        options = _options(leaders[index], values) if index in leaders else own
+        groups.append({**options, "params": list(range(number, number + len(group["params"])))})
+        number += len(group["params"])
+    return groups
 
 
 def _options(name: str, values: Values) -> Values:
-    prefix = f"{OPTIONS}{name}."
+    prefix = f"param_groups.{name}."
     return {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}
 
 

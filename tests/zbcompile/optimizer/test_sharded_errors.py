@@ -86,9 +86,7 @@ def refusing(folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     before = optimizer.state_dict()
     theirs: list[Any] = [None, None]
     dist.all_gather_object(theirs, before)
-    with pytest.raises(
-        zbcompile.PipelineError, match=r"another division: it has zero=1 and \[\['linear.*save_checkpoint"
-    ):
+    with pytest.raises(zbcompile.PipelineError, match=r"another rank, .*: it has \[\['linear.*save_checkpoint"):
         optimizer.load_state_dict(theirs[1 - dist.get_rank()])
     zbcompile.save_checkpoint(folder, pipe, optimizer)
     optimizer.load_state_dict({**before, "state": {}})
@@ -97,9 +95,11 @@ def refusing(folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     pipe.step(batch, target=batch)
     optimizer.step()
     optimizer.close()
-    other = pipe.optimizer(torch.optim.SGD, zero=2)
-    with pytest.raises(zbcompile.PipelineError, match=r"another division: it has zero=1"):
+    other = pipe.optimizer(torch.optim.AdamW)
+    with pytest.raises(zbcompile.PipelineError, match=r"another zero=: it has .* where this optimizer has \[\['"):
         other.load_state_dict(before)
+    other.close()
+    pipe.optimizer(torch.optim.AdamW, zero=2).load_state_dict(before)
     return theirs[dist.get_rank()]["state"][0], after
 
 

@@ -214,7 +214,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(zbcompile.PipelineError, match="no checkpoint can be written"):
         zbcompile.save_checkpoint(checkpoints_in(tmp_path)[0] / INDEX, model)
     for function in (zbcompile.save_checkpoint, zbcompile.load_checkpoint):
-        with pytest.raises(zbcompile.PipelineError, match=r"received a list; expected one torch optimizer. Of several"):
+        with pytest.raises(zbcompile.PipelineError, match=r"received a list; expected one torch optimizer. Save each"):
             function(tmp_path, model, [optimizer])
     names = read_record(checkpoints_in(tmp_path)[0]).tensors
     assert all(name.startswith(("model.", "optimizer.", "process.")) for name in names)
