@@ -59,6 +59,10 @@ def run(request: CompileRequest) -> None:
     options = request.options
     if request.weights is not None and request.fake:
         raise PipelineError("--weights writes the model's own values, which it lacks under --fake. Leave one out.")
+    if request.only and options.choices.vocab != "off":
+        raise PipelineError(
+            "--vocab shards the output layer of a training step, which --only leaves out. Leave it out, too."
+        )
     schedule = schedule_of(request)
     say = announcer(always=True)
     example = example_of(request)

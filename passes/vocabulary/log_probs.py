@@ -23,9 +23,10 @@ def log_probs(output: Any, labels: Any) -> tuple[torch.Tensor, int]:
     """
     logits = logits_in(output)
     _require_labels(logits, labels)
+    labels = labels.long()  # a small type has no number for IGNORED, nor for every word
     inside = (labels >= 0) & (labels < logits.shape[-1])
     normal = torch.log_softmax(logits, -1, dtype=_wide(logits.dtype))
-    found = normal.gather(-1, torch.where(inside, labels, 0).long().unsqueeze(-1)).squeeze(-1)
+    found = normal.gather(-1, torch.where(inside, labels, 0).unsqueeze(-1)).squeeze(-1)
     return torch.where(inside, found, 0.0), logits.shape[-1]
 
 

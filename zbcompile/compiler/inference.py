@@ -1,6 +1,7 @@
 """Compiling the forward alone: a program without backward graphs, with each parameter used on the stage where it
 trains."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -74,6 +75,7 @@ def compile_forward(
         assigned = assign_by_cuts(line, cuts) if like is None else assign_by_parameters(trunk, line, like.homes)
         stages: tuple[Stage, ...] = manager.run(CUT, trunk, line, assigned, frame.schedule.stages)
         programs = forward_programs(stages, seeded=wanted.training)
+        _warn(wanted, frame, stages)
         vocabulary = None
         if sharding is not None and like is not None and like.vocabulary is not None:
             vocabulary = forward_shards(sharding, like.vocabulary.bounds, frame.choices, manager)
@@ -96,6 +98,21 @@ def compile_forward(
         writer=save_here,
     )
     return for_microbatches(program, 1)
+
+
+def _warn(wanted: Computation, frame: Frame, stages: Sequence[Stage]) -> None:
+    if frame.like is None and frame.choices.vocab in (1, 2):
+        warnings.warn(
+            f"vocab={frame.choices.vocab} is not used: nothing trains, and an evaluation places the output layer whole "
+            "on the last stage.",
+            stacklevel=2,
+        )
+    if not wanted.training and any(stage.random for stage in stages):
+        warnings.warn(
+            "the model draws random numbers in eval mode; every rank draws them from its own generator, microbatch by "
+            "microbatch, and they are not those of the unsplit model.",
+            stacklevel=2,
+        )
 
 
 def _sharding(canonical: Canonical, like: Program | None, manager: PassManager) -> Sharding | None:

@@ -1,6 +1,6 @@
 """Evaluation: forward-only programs of the model, compiled for the shapes that they meet, and run."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,12 +17,13 @@ from zbcompile.frontend.executables import Executables, torch_modes
 from zbcompile.frontend.options import Options
 from zbcompile.frontend.recent import Recent
 from zbcompile.frontend.state_dict import gather_rows
-from zbcompile.model.batch import Batch
+from zbcompile.model.batch import Batch, whole_batch
 from zbcompile.model.resident_tensors import require_same_attributes, resident_tensors
 from zbcompile.passes.capture.guards import Guards
 from zbcompile.passes.capture.questions import Given
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.graph.roles import Slot
+from zbcompile.passes.torch_private import forward_hooks
 from zbcompile.passes.vocabulary.log_probs import IGNORED
 from zbcompile.program.program import OF_A_PLACE, Program
 from zbcompile.runtime.engine import Engine, Executable, StepInput
@@ -87,11 +88,8 @@ class Forwards:
         """The executables of the batch's microbatches, for its answers to what forward asks; compiled if there are
         none."""
         wanted, count = asked.wanted, asked.microbatches or self.executables.schedule.microbatches
-        modes = tuple(module.training for module in self._model.modules()) if wanted.training else ()
-        key = (wanted, count, modes, batch.whole.signature, torch_modes(self._ranks.device))
-        if key not in self._kept:
-            self._kept.add(key, self._kept.new())
-        found = self._kept[key]
+        key = self._key(batch, wanted, count)
+        found = self._kept[key] if key in self._kept else self._kept.new()
 
         def add(new: int | None) -> None:
             with self._ranks.watch.position.turn_to(f"compiling {asked.wanted.computes} for {batch.whole.summary()}"):
@@ -103,11 +101,19 @@ class Forwards:
                 found.add(made.guards, self._prepared(made.programs), exchanges)
 
         (answers,), _ = found.find(self._ranks, [batch.whole.tensors], add)
+        key = self._key(batch, wanted, count)  # forward may have installed hooks when it first ran
+        if key not in self._kept:
+            self._kept.add(key, found)
         self._kept.trim(found)
+        self.executables.require_same_model()
         own = found[answers]
         require_same_attributes(plain for each in own for plain in each.program.plain)
         require_words(batch, own[0].program)
         return own
+
+    def _key(self, batch: Batch, wanted: Computation, count: int) -> tuple[Any, ...]:
+        modules = tuple((wanted.training and each.training, forward_hooks(each)) for each in self._model.modules())
+        return wanted, count, modules, batch.whole.signature, torch_modes(self._ranks.device)
 
     @property
     def _frame(self) -> Frame:
@@ -120,6 +126,7 @@ class Forwards:
             require_equal_programs(self._ranks, program.manifest, of_a_place=OF_A_PLACE)
             if self.executables.program is None:
                 self.executables.hold(program)
+                self.executables.copy_first_replica(program)
             made[id(program)] = self.executables.prepare(program)
         return tuple(made[id(program)] for program in programs)
 
@@ -128,6 +135,7 @@ class Forwards:
     ) -> list[Any]:
         """The results of each group of microbatches, whose rows are one batch."""
         self.executables.share.require_filled()
+        self.executables.require_equal_shares()
         executable = self._bound(self._flowing(own), asked.wanted.training)
         given = StepInput(inputs, asked.step, self._options.seed, "sum", asked.record)
         with torch.autocast(self._ranks.device.type, enabled=False):  # its casts are in the graphs
@@ -166,7 +174,8 @@ class Forwards:
             held |= {slot: held[slot].clone() for slot in (Slot("buffer", name) for name in stage.program.changed)}
 
         def bound(stages: Stages) -> dict[int, CompiledStage]:
-            return {i: rebind(stage, {**stage.resident, **held}) for i, stage in stages.items()}
+            constants = {s: t for stage in stages.values() for s, t in stage.resident.items() if s.kind == "constant"}
+            return {i: rebind(stage, constants | held) for i, stage in stages.items()}
 
         variants = tuple(map(bound, executable.variants))
         return replace(executable, stages=bound(executable.stages), variants=variants)
@@ -203,16 +212,33 @@ def plan_forwards(
 
 
 def _fits(chunk: Program, whole: Program, rows: int) -> bool:
-    """Whether the rows of what chunks return are those of the whole, and no chunk asks what nobody would ask others."""
+    """Whether what chunks return is that of the whole but for its rows, and no chunk asks what nobody would ask
+    others."""
     asks = whole.guards is None and chunk.guards is not None
     return not asks and chunk.returns.has_rows(rows) and chunk.returns.rest == whole.returns.rest
+
+
+def split_batches(given: Sequence[Any], computes: str, beside: bool) -> list[Batch]:
+    """The microbatches of `microbatches=[...]`; `beside` it stand other inputs. Raises PipelineError."""
+    kinds = (tuple, Mapping) if computes == "eval" else (tuple, Mapping, object)
+    form = ", ".join(("args", "kwargs", "labels")[: len(kinds)])
+    expected = f"expected one or more ({form}), args a tuple and kwargs a mapping"
+    if isinstance(given, str) or not given:
+        raise PipelineError(f"microbatches={given!r}; {expected}, or how many to split the batch into.")
+    if beside:
+        raise PipelineError("microbatches= holds microbatches that are split, and other inputs stand beside it.")
+    for index, each in enumerate(given):
+        fits = isinstance(each, Sequence) and len(each) == len(kinds) and all(map(isinstance, each, kinds))
+        if not fits:
+            raise PipelineError(f"microbatches[{index}] is a {type(each).__name__} of another form; {expected}.")
+    return [whole_batch(each[0], dict(each[1]), (*each[2:], None)[0]) for each in given]
 
 
 def require_words(batch: Batch, program: Program) -> None:
     """Require that every label of log-probabilities is a word, or ignored."""
     if program.returns.computes == "eval":
         return
-    labels = batch.whole.example[2]
+    labels = batch.whole.example[2].long()  # a small type has no number for ignored labels
     words = program.returns.constants[program.returns.names[-1]]
     wrong = labels[((labels < 0) | (labels >= words)) & (labels != IGNORED)]
     if wrong.numel():

@@ -22,6 +22,7 @@ from zbcompile.distributed.equal_tensors import require_equal_tensors
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.distributed.replicas import broadcast
 from zbcompile.env import DEBUG_NAN
+from zbcompile.errors import PipelineError
 from zbcompile.frontend.answers import ByAnswers, ByShape, captured_alike
 from zbcompile.frontend.choose_schedule import counts_for, is_searched
 from zbcompile.frontend.options import Options
@@ -73,6 +74,7 @@ class Executables:
         self._kept: ByShape[Any, Executable] = ByShape(options.max_shapes)
         self._mixed: Recent[Any, tuple[list[Executable], Executable]] = Recent(options.max_shapes)
         self._bound: dict[Slot, tuple[torch.Tensor, str]] = {}
+        self._unchanged: tuple[Any, ...] = ()
         self._plain: list[PlainTensor] = []
         self._last: ByAnswers[Executable]
         self._last_state: tuple[Any, ...] | None = None
@@ -106,7 +108,8 @@ class Executables:
         compiled if there is none. Raises PipelineError and CaptureError if the model is no longer the one that was
         compiled."""
         require_same_attributes(self._plain)
-        if self.program is None and self._decision is None and is_searched(self._options):
+        trains = self.program is not None and self.program.output is None
+        if not trains and self._decision is None and is_searched(self._options):
             self._decide(batch)
         microbatch = batch.microbatch(0, self.schedule.microbatches)
         if self._last_state is None or self._state(microbatch) != self._last_state:
@@ -116,6 +119,11 @@ class Executables:
 
     def _decide(self, batch: Batch) -> None:
         """Choose the layout by cost for the first batch; the first rank decides for all."""
+        if self.program is not None:
+            raise PipelineError(
+                'schedule="auto" searches a layout for training, but an evaluation placed the parameters while nothing '
+                "trained. Call pipe.compile before that evaluation, when the parameters train, or name a schedule."
+            )
         options, provisional = self._options, self.schedule
         microbatch = batch.microbatch(0, provisional.microbatches)
         with self._ranks.watch.position.turn_to("searching the layout"):
@@ -157,9 +165,17 @@ class Executables:
             self._add(found, microbatch, leads=True)
             key = self._key(microbatch)  # forward may have installed hooks, as transformers' do when they first run
             self._note_eviction(self._kept.add(key, found))
-        require_same_tensors(self._model, self._bound)
-        raise_first(hook_problems(self._model))
+        self.require_same_model()
         return self._kept[key]
+
+    def require_same_model(self) -> None:
+        """Raise PipelineError or CaptureError if the model has other tensors than those that were bound, or hooks that
+        a stage would lose."""
+        now = tuple(fingerprint(self._model)), tuple(global_hooks())
+        if now != self._unchanged:
+            require_same_tensors(self._model, self._bound)
+            raise_first(hook_problems(self._model))
+            self._unchanged = now
 
     @contextmanager
     def void_if_it_fails(self) -> Iterator[None]:
@@ -240,11 +256,13 @@ class Executables:
         if self.program is None:
             self.hold(program)
             require_matches(program.step.placements or {}, program.homes)
-            self._copy_first_replica(program)
+            self.copy_first_replica(program)
+        elif self.program.output is not None:
+            self.program = program  # an evaluation placed the parameters; from now on they train
         self.trained |= program.trained
         return self._prepare(program)
 
-    def _copy_first_replica(self, program: Program) -> None:
+    def copy_first_replica(self, program: Program) -> None:
         """Replicas begin with the same parameters and buffers, as under DistributedDataParallel."""
         with self._ranks.watch.position.waiting("the first replica's parameters"):
             share = own_state(self._model, self._ranks, program.holders)
@@ -305,9 +323,9 @@ class Executables:
         return program
 
     def _choices(self) -> Choices:
-        """Later shapes reuse the first shape's sharding decision, because row ownership is already fixed."""
+        """Later programs reuse the first one's sharding decision, because row ownership is already fixed."""
         choices = self._decision.choices if self._decision else self._options.choices
-        if self.program is None or choices.vocab != "auto":
+        if self.program is None or (choices.vocab != "auto" and self.program.output is None):
             return choices
         return replace(choices, vocab="off" if self.program.vocabulary is None else 1)
 
@@ -318,8 +336,6 @@ class Executables:
         return agreed_seconds(self._ranks, together(self._ranks, "measuring", lambda: measure_line(drawn.line)))
 
     def _prepare(self, program: Program) -> Executable:
-        resident = resident_tensors(self._model, program.model.constants)
-        self._bound = {slot: (t, kind_of(t)) for slot, t in resident.items() if slot.kind != "constant"}
         self.parameters = {**dict(self._model.named_parameters()), **(self.shards.own if self.shards else {})}
         sums = {} if self._ranks.rank is None else sums_of(program, self._ranks.mesh, self._ranks.rank)
         return replace(self.prepare(program), sums=sums)
@@ -327,6 +343,7 @@ class Executables:
     def prepare(self, program: Program) -> Executable:
         """Compile the graphs of `program`, a step or a forward alone, and bind them to the model's tensors."""
         resident = resident_tensors(self._model, program.model.constants)
+        self._bound = {s: (t, kind_of(t)) for s, t in resident.items() if s.kind != "constant"} | self._bound
         own = sorted({stage for rank in self._ranks.local for stage in program.stages_of(rank)})
         device, until = self._ranks.device, program.random_until
         bound = replace(program, stages=tuple(bind_groups(each, program.groups) for each in program.stages))

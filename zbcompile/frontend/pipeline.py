@@ -15,13 +15,13 @@ from zbcompile.distributed.mesh import BATCHES
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.frontend.choose_schedule import choose_schedule, fit_to_batch
-from zbcompile.frontend.evaluation import MODES, OUTPUTS, Asked, Forwards
+from zbcompile.frontend.evaluation import MODES, OUTPUTS, Asked, Forwards, split_batches
 from zbcompile.frontend.executables import Executables
 from zbcompile.frontend.grad_clip import total_norm
 from zbcompile.frontend.optimizers import Optimizers
 from zbcompile.frontend.options import Options, checked
 from zbcompile.frontend.state_dict import load_state, owned_parameters, share_state, stream_state
-from zbcompile.model.batch import Batch, flatten_batch, refuse_input_gradients, require_divisible, whole_batch
+from zbcompile.model.batch import Batch, flatten_batch, refuse_input_gradients, require_divisible
 from zbcompile.model.distributed_tensors import Part, Parts, is_distributed
 from zbcompile.optimizer.parameter_groups import Predicate
 from zbcompile.optimizer.pipeline_optimizer import PipelineOptimizer, Wanted
@@ -130,7 +130,7 @@ class Pipeline:
 
     def compile(self, *args: Any, target: Any = None, **kwargs: Any) -> "Pipeline":
         """Compile for the shapes of this batch (as `step` takes it) without running it."""
-        with self._watch.region("compiling"):
+        with self._watch.region("compiling"), torch.inference_mode(False):
             self._parts.take_gradients()
             self._program_for(self._split(args, kwargs, target))
         return self
@@ -204,7 +204,7 @@ class Pipeline:
         CompileError.
         """
         asked = self._asked("eval", mode, outputs, microbatches)
-        with self._watch.region("eval"):
+        with self._watch.region("eval"), torch.inference_mode(False):
             return self._forward(args, kwargs, None, microbatches, asked)
 
     def log_probs(
@@ -233,7 +233,7 @@ class Pipeline:
         >>> logp = pipe.log_probs(tokens[:, :-1], labels=tokens[:, 1:])                  # doctest: +SKIP
         """
         asked = self._asked("entropies" if entropies else "log_probs", mode, outputs, microbatches)
-        with self._watch.region("log_probs"):
+        with self._watch.region("log_probs"), torch.inference_mode(False):
             found = self._forward(args, kwargs, labels, microbatches, asked)
         return [_without_words(each) for each in found] if isinstance(found, list) else _without_words(found)
 
@@ -244,10 +244,12 @@ class Pipeline:
         return Asked(Computation(computes, mode == "train"), outputs, count, self.step_index, self.record)
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], labels: Any, given: Any, asked: Asked) -> Any:
+        split = None
+        if isinstance(given, Sequence):
+            split = split_batches(given, asked.wanted.computes, beside=bool(args or kwargs or labels is not None))
         self._require_place(args, kwargs)
         self._optimizers.arrive()
-        if isinstance(given, Sequence):
-            split = [whole_batch(each[0], dict(each[1]), (*each[2:], None)[0]) for each in given]
+        if split is not None:
             found = self._forwards.of_microbatches(split, asked)
         else:
             found = self._forwards.of_batch(flatten_batch(args, kwargs, labels, self.options.split, True), asked)
@@ -485,7 +487,14 @@ class Pipeline:
         if self._compiled.program is None and trains:
             if self.options.loss is not None:
                 self.program  # noqa: B018  raises
-            self._program_for(self._split(args, kwargs, None))
+            try:
+                batch = self._split(args, kwargs, None)
+            except PipelineError as error:
+                raise PipelineError(
+                    "the first evaluation compiles the training step, too, and its inputs are no batch of a step: "
+                    f"{error} Or call pipe.compile with a batch first."
+                ) from None
+            self._program_for(batch)
 
     def _program_for(self, batch: Batch) -> Executable:
         found = self._compiled.get(batch)

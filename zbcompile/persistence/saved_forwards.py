@@ -42,10 +42,13 @@ def _count_of(batch: Batch, program: Program) -> int:
             f"the forward was compiled for microbatches of {listed(program.call)}; received "
             f"{listed(call_of(batch.whole))}, which does not divide into these. Pad it, or compile and save another."
         )
-    if count > 1 and not program.returns.has_rows(batch.size // count):
+    output = program.returns
+    fixed = output.computes == "eval" and any(value is not None for value in output.constants.values())
+    if count > 1 and (fixed or not output.has_rows(batch.size // count)):
+        what = "holds numbers that may depend on the rows" if fixed else "has not one row per sample"
         raise PipelineError(
-            "the model's output has not one row per sample, and is computed of one microbatch as it was compiled. Pass "
-            f"batches of {batch.size // count}, or leave out the argument that makes forward return the loss."
+            f"the model's output {what}, and is computed of one microbatch as it was compiled. Pass batches of "
+            f"{batch.size // count}, or leave out the argument that makes forward return more than rows."
         )
     return count
 

@@ -32,9 +32,10 @@ class Output:
         return all(spec.shape[:1] == (size,) for _, spec in self.made.values())
 
     @property
-    def rest(self) -> dict[str, tuple[int, ...]]:
-        """The shape of each tensor without its rows."""
-        return {name: spec.shape[1:] for name, (_, spec) in self.made.items()}
+    def rest(self) -> tuple[Any, ...]:
+        """All but the rows: the structure, the shape of each tensor without its rows, and the other leaves."""
+        shapes = {name: spec.shape[1:] for name, (_, spec) in self.made.items()}
+        return self.structure, self.names, shapes, self.constants
 
     def rebuild(self, leaves: Mapping[str, torch.Tensor]) -> Any:
         """The output with these tensors."""

@@ -74,6 +74,14 @@ def test_bits_of_the_unsplit_model(pipe: zbcompile.Pipeline) -> None:
         assert not ours.requires_grad
 
 
+def test_labels_of_a_small_type(pipe: zbcompile.Pipeline) -> None:
+    """In eight bits -100 would be 156."""
+    tokens, _ = batch_of(8)
+    labels = tokens.to(torch.uint8)
+    labels[0, 0] = 156
+    assert torch.equal(pipe.log_probs(tokens, labels=labels), eager(gpt(), tokens, labels.long())[0])
+
+
 def test_entropies_and_split_microbatches(pipe: zbcompile.Pipeline) -> None:
     """Microbatches of two shapes flow through one run."""
     tokens, labels = batch_of(8)
@@ -99,10 +107,12 @@ def test_what_is_refused_says_why_in_one_line(pipe: zbcompile.Pipeline) -> None:
         ({"labels": labels, "outputs": "first"}, "outputs='first'"),
         ({"labels": labels, "microbatches": 0}, "microbatches=0"),
     ]
+    kept = len(pipe._forwards._kept._shapes)
     for given, reason in wrong:
         with pytest.raises((zbcompile.PipelineError, zbcompile.CompileError), match=reason) as raised:
             pipe.log_probs(tokens, **given)
         assert "\n" not in str(raised.value)
+    assert len(pipe._forwards._kept._shapes) == kept
 
 
 class Odd(nn.Module):

@@ -61,3 +61,30 @@ def test_a_forward_alone(tmp_path: Path, whole: Any, capsys: pytest.CaptureFixtu
         pipe.step(tokens, target=tokens)
     assert zbcompile.inspect.main([str(tmp_path)]) == 0
     assert "forward-only on 2 ranks" in capsys.readouterr().out
+    with pytest.raises(zbcompile.PipelineError, match=r"microbatches\[0\] is .* \(args, kwargs, labels\)"):
+        pipe.log_probs(microbatches=[((tokens,), {})], entropies=True)
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        return {"rows": self.layers(x), "count": x.shape[0]}
+
+
+def counting() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    return Counting(), (torch.ones(2, 4),)
+
+
+def test_numbers_are_those_of_one_microbatch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A batch of several would have others; and no output layer is sharded without a step."""
+    arguments = [f"{__file__}:counting", "--schedule", "1f1b", "--ranks", "2", "--only", "eval"]
+    assert zbcompile.compile.main([*arguments, "--output", str(tmp_path)]) == 0
+    pipe = zbcompile.load(tmp_path, state_dict=Counting().state_dict())
+    assert pipe.eval(torch.ones(2, 4))["count"] == 2
+    with pytest.raises(zbcompile.PipelineError, match=r"numbers that may depend on the rows.*Pass batches of 2,"):
+        pipe.eval(torch.ones(4, 4))
+    assert zbcompile.compile.main([*arguments, "--vocab", "1", "--output", str(tmp_path)]) == 2
+    assert "--vocab shards the output layer of a training step" in capsys.readouterr().err

@@ -1,0 +1,223 @@
+"""Evaluations one after the other: what has changed in between is seen or refused, and what is asked for is checked."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import zbcompile
+from tests.support.meshes import mesh_of
+from tests.support.pool import Pool
+
+WIDTH = 8
+
+
+class Counting(nn.Module):
+    """Returns numbers beside its rows."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return {"rows": x, "count": x.shape[0], "half": x.shape[0] / 2, "name": "counting"}
+
+
+def loss_of(output: dict[str, Any], target: Tensor) -> Tensor:
+    return F.mse_loss(output["rows"], target)
+
+
+def batch_of(rows: int) -> Tensor:
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(rows))
+
+
+def made(model: nn.Module, **options: Any) -> zbcompile.Pipeline:
+    options = {"schedule": "zb-h1", "ranks": 2, **options}
+    return zbcompile.pipeline(model, microbatches=4, loss=loss_of, **options)
+
+
+@pytest.fixture(scope="module")
+def pipe() -> zbcompile.Pipeline:
+    return made(Counting()).compile(batch_of(8), target=batch_of(8))
+
+
+def assert_like_eager(pipe: zbcompile.Pipeline, x: Tensor) -> None:
+    ours, theirs = pipe.eval(x), pipe._model(x)
+    torch.testing.assert_close(ours.pop("rows"), theirs.pop("rows"), rtol=1e-6, atol=1e-6)
+    assert ours == theirs
+
+
+def test_numbers_in_the_output_are_those_of_the_batch(pipe: zbcompile.Pipeline) -> None:
+    for rows in (8, 7):
+        assert_like_eager(pipe, batch_of(rows))
+
+
+def test_hooks_that_come_and_go_are_seen(pipe: zbcompile.Pipeline) -> None:
+    assert_like_eager(pipe, batch_of(8))
+    hook = pipe._model.layers[3].register_forward_hook(lambda module, given, output: output * 2)  # type: ignore[index, union-attr, operator]
+    assert_like_eager(pipe, batch_of(8))
+    hook.remove()
+    assert_like_eager(pipe, batch_of(8))
+    everywhere = nn.modules.module.register_module_forward_hook(lambda module, given, output: output * 2)
+    try:
+        with pytest.raises(zbcompile.CompileError, match="for all modules are registered"):
+            pipe.eval(batch_of(8))
+    finally:
+        everywhere.remove()
+
+
+@contextmanager
+def replaced(layer: nn.Module, weight: nn.Parameter) -> Iterator[None]:
+    before, layer.weight = layer.weight, weight
+    yield
+    layer.weight = before
+
+
+@contextmanager
+def another_module(layers: nn.ModuleList) -> Iterator[None]:
+    before, layers[3] = layers[3], nn.Linear(WIDTH, WIDTH, bias=False)
+    yield
+    layers[3] = before
+
+
+@contextmanager
+def converted(layers: nn.ModuleList) -> Iterator[None]:
+    layers.double()
+    yield
+    layers.float()
+
+
+CHANGES: dict[str, tuple[Callable[[nn.ModuleList], Any], str]] = {
+    "parameter": (
+        lambda layers: replaced(layers[3], nn.Parameter(torch.zeros(WIDTH, WIDTH))),
+        "weight was replaced by another tensor",
+    ),
+    "tied": (lambda layers: replaced(layers[3], layers[0].weight), "weight was replaced by another tensor"),
+    "module": (another_module, "weight was replaced by another tensor"),
+    "converted": (converted, "weight was float32.* and is float64"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_changed_model_is_refused(
+    pipe: zbcompile.Pipeline, reference: zbcompile.Pipeline, change: str, frozen: bool
+) -> None:
+    pipe, (changed, reason) = reference if frozen else pipe, CHANGES[change]
+    with changed(pipe._model.layers):  # type: ignore[arg-type]
+        for rows in (8, 2):  # compiled, and not yet
+            with pytest.raises((zbcompile.PipelineError, zbcompile.CompileError), match=reason):
+                pipe.eval(batch_of(rows))
+    assert_like_eager(pipe, batch_of(8))
+
+
+@pytest.fixture(scope="module")
+def reference() -> zbcompile.Pipeline:
+    """Nothing trains, and it is evaluated."""
+    frozen = made(Counting().requires_grad_(False), vocab=1)
+    with pytest.warns(UserWarning, match="vocab=1 is not used: nothing trains"):
+        frozen.eval(batch_of(8))
+    return frozen
+
+
+def test_split_microbatches_have_one_form(pipe: zbcompile.Pipeline) -> None:
+    x = batch_of(8)
+    wrong: list[tuple[tuple[Any, ...], Any, str]] = [
+        ((), [], r"microbatches=\[\]; expected one or more \(args, kwargs\)"),
+        ((x,), "4", "microbatches='4'; expected"),
+        ((), [(x,)], r"microbatches\[0\] is a tuple of another form"),
+        ((), [((x,), {}), (x, {})], r"microbatches\[1\] is"),
+        ((), [((x,), {}, x)], r"microbatches\[0\] is"),
+        ((), [x], r"microbatches\[0\] is a Tensor"),
+        ((x,), [((x,), {})], "other inputs stand beside it"),
+    ]
+    for args, microbatches, reason in wrong:
+        with pytest.raises(zbcompile.PipelineError, match=reason) as raised:
+            pipe.eval(*args, microbatches=microbatches)
+        assert "\n" not in str(raised.value)
+    for labels, microbatches, reason in [(x, [((x,), {}, x)], "beside it"), (None, [((x,), {})], "kwargs, labels")]:
+        with pytest.raises(zbcompile.PipelineError, match=reason):
+            pipe.log_probs(labels=labels, microbatches=microbatches)
+
+
+class WithLoss(Counting):
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        rows = super().forward(x)["rows"]
+        return {"loss": rows.square().mean(), "rows": rows}
+
+
+def test_a_first_evaluation_that_is_no_batch_of_a_step() -> None:
+    pipe = zbcompile.pipeline(WithLoss(), schedule="zb-h1", microbatches=4, ranks=2)
+    for args, microbatches in [((batch_of(5),), None), ((), [((batch_of(2),), {})])]:
+        with pytest.raises(
+            zbcompile.PipelineError, match=r"first evaluation compiles .* call pipe.compile with a batch"
+        ):
+            pipe.eval(*args, microbatches=microbatches)
+
+
+def test_compiled_in_inference_mode() -> None:
+    """What is compiled and kept there serves outside, too."""
+    pipe = made(Counting())
+    with torch.inference_mode():
+        x = batch_of(8).clone()
+        pipe.compile(x, target=x)
+        inside = pipe.eval(x, microbatches=2)
+    assert torch.equal(pipe.eval(batch_of(8), microbatches=2)["rows"], inside["rows"])
+    assert_like_eager(pipe, batch_of(8))
+    torch.testing.assert_close(pipe.step(batch_of(8), target=batch_of(8)), loss_of(pipe._model(x.clone()), x.clone()))
+
+
+def test_what_was_evaluated_frozen_trains_later(reference: zbcompile.Pipeline) -> None:
+    """The program is then the step; a layout that is searched for training is searched before."""
+    model, x = reference._model.requires_grad_(True), batch_of(8)
+    ours, theirs = reference.step(x, target=x), loss_of(model(x), x)
+    torch.testing.assert_close(ours, theirs)
+    assert reference.program.output is None
+    assert {name for name, _ in model.named_parameters()} == set(reference.program.trained)
+    model.requires_grad_(False)
+    model.zero_grad()
+    searched = made(Counting().requires_grad_(False), schedule="auto")
+    searched.eval(x)
+    searched._model.requires_grad_(True)
+    with pytest.raises(zbcompile.PipelineError, match='schedule="auto" searches a layout for training, but'):
+        searched.step(x, target=x)
+
+
+class Random(Counting):
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        return {"rows": F.dropout(super().forward(x)["rows"])}
+
+
+def test_random_numbers_in_eval_mode_are_said_to_differ() -> None:
+    with pytest.warns(UserWarning, match="draws random numbers in eval mode"):
+        made(Random().requires_grad_(False)).eval(batch_of(8))
+
+
+def apart() -> tuple[float, str]:
+    """Every rank has weights of its own in a frozen model: what replicas compute, and why stages are refused."""
+    model = Counting(dist.get_rank()).requires_grad_(False)
+    parts = mesh_of(dp=2, pp=1)
+    pipe = zbcompile.pipeline(model, mesh=parts, schedule="1f1b", microbatches=4)
+    found = pipe.eval(batch_of(8))["rows"].sum().item()
+    model = Counting(dist.get_rank()).requires_grad_(False)
+    model.layers[3].weight = model.layers[0].weight  # type: ignore[union-attr, assignment]
+    with pytest.raises(zbcompile.PipelineError) as raised:
+        zbcompile.pipeline(model, schedule="1f1b", microbatches=4).eval(batch_of(8))
+    return found, str(raised.value)
+
+
+@pytest.mark.slow
+def test_ranks_that_begin_with_other_weights(pool: Pool) -> None:
+    (first, reason), (second, _) = pool.run(apart)
+    with torch.no_grad():
+        assert first == second == pytest.approx(Counting(0)(batch_of(8))["rows"].sum().item(), rel=1e-5)
+    assert "layers.0.weight" in reason
+    assert "\n" not in reason
