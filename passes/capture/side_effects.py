@@ -63,7 +63,7 @@ class Watch:
     def forward(self, model: nn.Module, inputs: Any) -> Iterator[None]:
         """Around the model's forward inside an export."""
         self.questions.begin(inputs)
-        buffers, attributes, modules = _buffers(model), _attributes(model), dict(model.named_modules())
+        buffers, attributes, modules = _buffers(model), _attributes(model), _modules(model)
         parameters = {id(parameter) for parameter in model.parameters()}
         python = numbers_drawn_outside_torch(model, self.problem), output_of_forward(self.warning)
         failures = failed_questions(self.note_unanswered)
@@ -71,11 +71,11 @@ class Watch:
             yield
             self._put_back(buffers)
         self._compare(attributes, _attributes(model))
-        for path, new in model.named_modules():
+        for path, new in _modules(model).items():
             if modules.get(path, new) is not new:
                 self.problem(
-                    f"forward replaces the module {path} by another {type(new).__name__}, so its first call is unlike "
-                    "the next. Call the model once before compiling."
+                    f"forward replaces the module {path} by another one, so its first call is unlike the next. Call "
+                    "the model once before compiling."
                 )
 
     def problem(self, text: str) -> None:
@@ -244,6 +244,11 @@ def _inference_as_no_grad() -> Iterator[None]:
 
 def _buffers(model: nn.Module) -> dict[tuple[nn.Module, str], torch.Tensor]:
     return {(m, name): b for m in model.modules() for name, b in buffer_table(m).items() if b is not None}
+
+
+def _modules(model: nn.Module) -> dict[str, Any]:
+    """The submodules by path, each as its attributes: torch's tracer may hand out proxies, which share them."""
+    return {path: vars(module) for path, module in model.named_modules()}
 
 
 def _attributes(model: nn.Module) -> dict[str, Any]:
