@@ -11,6 +11,7 @@ from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.partition.named_cuts import edges_named
 from zbcompile.passes.partition.search import Limits, choose_edges
 from zbcompile.schedules import ScheduleError, search
+from zbcompile.schedules.ir.costs import Costs
 from zbcompile.schedules.ir.placement import Placement
 from zbcompile.schedules.ir.schedule import Schedule
 from zbcompile.schedules.searching.order_search import Found
@@ -63,18 +64,22 @@ class Question:
     choices: Choices
     counts: tuple[int, ...] = ()
     chunks: int | None = None
-    boundary: float | None = None
 
     @property
     def placements(self) -> tuple[str, ...]:
-        """The placements that there are cuts for."""
+        """The placements that there are cuts for. Raises PartitionError for named cuts that fit none."""
         if self.ranks == 1 and self.chunks is None:
             return ("linear",)
-        named = not isinstance(self.choices.balance, str)
-        stages = {len(self.choices.balance) + 1} if named else set(range(1, len(self.costs.line.nodes) + 1))
-        parsed = {name: Placement.parse(name, self.ranks) for name in PLACEMENTS}
-        found = {n: p for n, p in parsed.items() if p.stages in stages and self.chunks in (None, p.chunks)}
-        return tuple(found) or (f"looped:{self.chunks}",)
+        usual = PLACEMENTS if self.chunks in (None, 1, 2, 4) else (f"looped:{self.chunks}",)
+        parsed = {name: Placement.parse(name, self.ranks) for name in usual}
+        stages = None if isinstance(self.choices.balance, str) else len(self.choices.balance) + 1
+        found = [n for n, p in parsed.items() if self.chunks in (None, p.chunks) and stages in (None, p.stages)]
+        if not found:
+            raise PartitionError(
+                f"balance= names the cuts of {stages} stages, which no placement has on {self.ranks} ranks; expected "
+                f"{' or '.join(map(str, sorted({p.stages - 1 for p in parsed.values()})))} cuts."
+            )
+        return tuple(found)
 
     @property
     def recomputations(self) -> tuple[Choices, ...]:
@@ -157,7 +162,7 @@ def _laid_out(
     return Layout(placement, microbatches, choices, tuple(edges), resident, found)
 
 
-def _costs(question: Question, edges: Sequence[int], microbatches: int, choices: Choices):  # type: ignore[no-untyped-def]
+def _costs(question: Question, edges: Sequence[int], microbatches: int, choices: Choices) -> Costs:
     rows = question.microbatches / microbatches
     return question.costs.costs(edges, rows, choices.recompute == "full")
 

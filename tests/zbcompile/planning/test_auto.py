@@ -1,6 +1,7 @@
 """`schedule="auto"`: the layout and the order are searched, all ranks agree, and the bits are eager's as ever."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,13 +29,12 @@ def auto(**options: object) -> tuple[zbcompile.Pipeline, Batch]:
     return zbcompile.pipeline(PROBLEM.model(), schedule="auto", loss=PROBLEM.loss, **options), batch  # type: ignore[call-overload]
 
 
-def decided(memory: float | None = None, counts: tuple[int, ...] = (), recompute: str = "hints") -> Decision:
+def decided(counts: tuple[int, ...] = (), **options: Any) -> Decision:
     (batch,) = PROBLEM.batches(1, 2)
     model = PROBLEM.model()
     example = zbcompile.Example(model, batch.args, loss=PROBLEM.loss, target=batch.target)
     drawn = draw_step(model, one_microbatch(example), PROBLEM.loss)
-    choices = Choices(memory=memory, recompute=recompute)  # type: ignore[arg-type]
-    return decide(drawn, build("zb-v", 2, 8), choices, counts, None, 0.5, {})
+    return decide(drawn, build("zb-v", 2, 8), Choices(**options), counts, None, 0.5, {})
 
 
 def test_bits_and_plan(tmp_path: Path) -> None:
@@ -83,6 +83,10 @@ def test_a_limit_of_memory_is_kept_by_recomputing() -> None:
 
 
 def test_what_is_asked_for_is_kept() -> None:
+    named = decided(balance=("blocks.2",))
+    assert (named.schedule.stages, named.schedule.placement.kind) == (2, "linear")
+    with pytest.raises(PartitionError, match=r"names the cuts of 3 stages.*2 ranks; expected 1 or 3 or 7 cuts"):
+        decided(balance=("blocks.1", "blocks.2"))
     assert decided(recompute="none", memory=1e9).choices.recompute == "none"
     assert {d.schedule.microbatches for d in (decided(), decided(counts=(8,)))} == {8}
 
