@@ -64,10 +64,10 @@ def quick_step(case: ModelCase, drawn: dict[str, Drawn], compiled: dict[Any, Pro
             drawn[case.model] = draw_step(*given, **more)
         return drawn[case.model]
 
-    def compile_once(model: Any, microbatch: Any, line: Drawn, schedule: Any, *rest: Any) -> Program:
+    def compile_once(model: Any, microbatch: Any, line: Drawn, schedule: Any, *rest: Any, **more: Any) -> Program:
         key = (case.model, case.barriers, schedule.placement)
         if key not in compiled:
-            compiled[key] = compile_drawn(model, microbatch, line, schedule, *rest)
+            compiled[key] = compile_drawn(model, microbatch, line, schedule, *rest, **more)
         found = compiled[key]
         assert found.vocabulary is not None
         return replace(found, lowered=lower(insert(schedule, found.vocabulary, found.stages)))
