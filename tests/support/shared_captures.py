@@ -176,8 +176,8 @@ def _once_per_plan(compile_: Callable[..., Program]) -> Callable[..., Program]:
         schedule, choices, seconds, *rest = plan
         if any(rest) or more.get("observe") or drawn.canonical.captured.groups:
             return compile_(model, microbatch, drawn, *plan, **more)
-        key = id(drawn.line), id(drawn.sharding), schedule, repr(choices), tuple(seconds.items())
-        made = found.get_or_make(key, lambda: (drawn, compile_(model, microbatch, drawn, *plan)))
+        key = id(drawn.line), id(drawn.sharding), schedule, repr(choices), tuple(seconds.items()), more.get("edges")
+        made = found.get_or_make(key, lambda: (drawn, compile_(model, microbatch, drawn, *plan, **more)))
         return replace(made[1])
 
     return compiled
