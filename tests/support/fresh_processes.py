@@ -6,7 +6,7 @@ Four processes run each program of four ranks together, and then in two pairs th
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,30 +27,33 @@ MODELS = ("gpt-tied", "llama", "vit", "unet")
 PLANS = {2: "zb-v", 4: "zb-h1"}  # ranks: schedule; both have four stages, so the same graphs
 MICROBATCHES = 4
 SCRIPT = """
-import sys
+import os, sys
 sys.modules.update(dict.fromkeys(("transformers", "gpt", "tests", "examples")))  # now nobody can import these
 import torch, zbcompile
-from torch.distributed.device_mesh import init_device_mesh
 
 torch.set_num_threads(1)
 
-def run(model, ranks, mesh=None):
+def run(model, ranks):
     given = torch.load(f"{model}.pt")
-    pipe = zbcompile.load(f"{model} at {ranks}", given["state"], mesh=mesh, timeout=1800)
+    pipe = zbcompile.load(f"{model} at {ranks}", given["state"], timeout=1800)
     loss = pipe.step(*given["args"], **given["kwargs"])
     found = {"loss": loss, "gradients": {name: p.grad for name, p in pipe.named_parameters()}}
     pipe.close()
     return found
 
+def leave_together():
+    torch.distributed.barrier()  # the store of the process group lives as long as its first rank
+    torch.distributed.destroy_process_group()
+
 models = sys.argv[1:]
 found = {f"{model} at 4": run(model, 4) for model in models}
 rank = torch.distributed.get_rank()
-pair = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pair", "pp"))["pp"]
+leave_together()
+os.environ |= {"RANK": str(rank % 2), "WORLD_SIZE": "2", "MASTER_PORT": os.environ[f"PORT_OF_PAIR_{rank // 2}"]}
 half = (len(models) + 1) // 2
-found |= {f"{model} at 2": run(model, 2, pair) for model in (models[half:] if rank >= 2 else models[:half])}
+found |= {f"{model} at 2": run(model, 2) for model in (models[half:] if rank >= 2 else models[:half])}
+leave_together()
 torch.save(found, f"found-{rank}.pt")
-torch.distributed.barrier()  # the store of the process group lives as long as its first rank
-torch.distributed.destroy_process_group()
 """
 
 
@@ -59,8 +62,8 @@ def run_alone(folder: Path, models: Sequence[str], backend: str = "fx") -> dict[
     for model in models:
         _save(model, folder, backend)
     (folder / "zbcompile").symlink_to(ROOT / "zbcompile")  # all of this repository that they can import
-    port = free_port()
-    processes = [_start(rank, port, folder, models) for rank in range(4)]
+    ports = {"MASTER_PORT": free_port(), "PORT_OF_PAIR_0": free_port(), "PORT_OF_PAIR_1": free_port()}
+    processes = [_start(rank, ports, folder, models) for rank in range(4)]
     said = [process.communicate(timeout=300 if backend == "fx" else 3600)[1] for process in processes]
     assert [process.returncode for process in processes] == [0] * 4, "\n".join(said)
     found = [torch.load(folder / f"found-{rank}.pt") for rank in range(4)]
@@ -89,8 +92,10 @@ def _save(model: str, folder: Path, backend: str) -> None:
     torch.save(given, folder / f"{model}.pt")
 
 
-def _start(rank: int, port: int, folder: Path, models: Sequence[str]) -> subprocess.Popen[str]:
-    place = {"RANK": str(rank), "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+def _start(rank: int, ports: Mapping[str, int], folder: Path, models: Sequence[str]) -> subprocess.Popen[str]:
+    place = {"RANK": str(rank), "WORLD_SIZE": "4", "MASTER_ADDR": "localhost"} | {
+        name: str(port) for name, port in ports.items()
+    }
     environment = {**os.environ, **place, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", SCRIPT, *models]
     return subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True)
