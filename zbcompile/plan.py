@@ -13,6 +13,7 @@ from zbcompile.cli.exit_status import exit_status
 from zbcompile.cli.option_flags import flag_of, split_options
 from zbcompile.compiler.compile_example import one_microbatch
 from zbcompile.compiler.compile_model import draw_step
+from zbcompile.compiler.measure_nodes import measure_line
 from zbcompile.errors import PipelineError
 from zbcompile.inspection.plan_table import format_plan, to_picture
 from zbcompile.inspection.report import wrap
@@ -73,8 +74,9 @@ def _searched(request: PlanRequest, ranks: int) -> tuple[list[Row], list[str]]:
     say(f"capturing {type(example.model).__name__}")
     with quiet(request):
         drawn = draw_step(example.model, microbatch, example.loss, options.choices)
+        measured = measure_line(drawn.line) if options.balance == "measured" else {}
     batch, budget = request.global_batch, options.search_seconds
-    return factorisations(drawn, options.choices, ranks, count, batch, budget, say)
+    return factorisations(drawn, options.choices, ranks, count, batch, budget, measured, say)
 
 
 def _command(request: PlanRequest, row: Row) -> str:
@@ -114,7 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rows", metavar="N", type=_positive, default=12, help="rows to print (default: %(default)s)")
     parser.add_argument("--svg", metavar="FILE", type=Path, help="draw rate against memory")
     parser.add_argument("--debug", action="store_true", help="show tracebacks, and what torch prints")
-    add_plan(parser)
+    add_plan(parser, without=("schedule", "microbatches", "chunks", "loss_reduction"))
     return parser
 
 

@@ -4,7 +4,7 @@ import argparse
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -63,10 +63,11 @@ def with_options(plan: AnyPlan, **options: Any) -> AnyPlan:
     return replace(plan, given={**plan.given, **options})
 
 
-def add_plan(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `Plan`."""
+def add_plan(parser: argparse.ArgumentParser, without: Sequence[str] = ()) -> None:
+    """Add the arguments of `Plan`, but not the options that the command chooses by itself."""
     group = parser.add_argument_group("what to compile")
-    add_flags(group, FLAGS, ranks="how many ranks (default: 2, or those of a schedule file)")
+    names = [name for name in FLAGS if name not in without]
+    add_flags(group, names, ranks="how many ranks (default: 2, or those of a schedule file)")
     group.add_argument("--fake", action="store_true", help="build the model of fake tensors (CPU, no memory)")
 
 

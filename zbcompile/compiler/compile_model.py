@@ -133,7 +133,7 @@ def compile_drawn(
         if like is None:
             cuts = plan_cuts(canonical, line, schedule, choices, seconds, edges)
             assigned: Assignment = assign_by_cuts(line, cuts)
-        elif _targets(line) == like.canonical_targets:  # the same operations on other shapes: the same cuts
+        elif targets_of(line) == like.canonical_targets:  # the same operations on other shapes: the same cuts
             cuts, assigned = like.cuts, assign_by_cuts(line, like.cuts)
         else:
             cuts, assigned = like.cuts, assign_by_parameters(canonical, line, like.homes)
@@ -157,7 +157,7 @@ def compile_drawn(
         choices=choices,
         loss_dtype=vocabulary.loss_dtype if vocabulary else _loss_dtype(stages[-1]),
         inputs={path: (tuple(t.shape), str(t.dtype)) for path, t in microbatch.tensors.items()},
-        canonical_targets=_targets(line),
+        canonical_targets=targets_of(line),
         operations=_operations(drawn),
         guards=captured.guards,
         vocabulary=vocabulary,
@@ -239,7 +239,8 @@ def _operations(drawn: Drawn) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _targets(line: Line) -> tuple[str, ...]:
+def targets_of(line: Line) -> tuple[str, ...]:
+    """The operations of a line: lines with the same ones can be cut at the same places."""
     return tuple(str(node.target) for node in line.nodes)
 
 

@@ -6,14 +6,14 @@ from zbcompile.schedules.generators.registry import admits, find, smallest_micro
 from zbcompile.schedules.ir.schedule import Schedule
 from zbcompile.schedules.searching.by_name import build
 
+PROVISIONAL = "zb-v"  # until a searched layout is known: it admits any number of microbatches
+
 
 def choose_schedule(options: Options, ranks: int) -> Schedule:
     """The schedule for `ranks` ranks. Raises ScheduleError or PipelineError for one that does not fit them."""
-    given = provisional(options) if is_searched(options) else options.schedule
+    given, chunks = (PROVISIONAL, None) if is_searched(options) else (options.schedule, options.chunks)
     if isinstance(given, str):
-        return build(
-            given, ranks, options.microbatches or _usual_count(given, ranks, options.chunks), chunks=options.chunks
-        )
+        return build(given, ranks, options.microbatches or _usual_count(given, ranks, chunks), chunks=chunks)
     if given.ranks != ranks:
         raise PipelineError(
             f"the schedule {given.name} is for {given.ranks} ranks ({given.stages} stages), but there are {ranks}. "
@@ -29,11 +29,6 @@ def choose_schedule(options: Options, ranks: int) -> Schedule:
 def is_searched(options: Options) -> bool:
     """Whether the layout is searched by cost when the first batch is there: `schedule="auto"`."""
     return isinstance(options.schedule, str) and find(options.schedule).name == "auto"
-
-
-def provisional(options: Options) -> str:
-    """The name whose counts of microbatches are usual until the layout is known."""
-    return {None: "zb-v", 1: "zb-h1", 2: "zb-v"}.get(options.chunks, "interleaved-zb")
 
 
 def counts_for(options: Options, rows: int, schedule: Schedule) -> tuple[int, ...]:
@@ -62,4 +57,5 @@ def fit_to_batch(schedule: Schedule, options: Options, rows: int, announce: bool
         if count != usual:
             why = f"into which a batch of {rows} divides; {usual} would be {why}"
         print(f"zbcompile: microbatches= not given; using {count}, {why}.")
-    return build(schedule.name, schedule.ranks, count, chunks=options.chunks)
+    chunks = None if is_searched(options) else options.chunks
+    return build(schedule.name, schedule.ranks, count, chunks=chunks)

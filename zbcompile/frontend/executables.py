@@ -3,7 +3,7 @@
 The first one decides where every parameter lives; later ones keep to that.
 """
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -15,7 +15,7 @@ from torch import nn
 from zbcompile.backends.backend import Compilation, make_backend
 from zbcompile.backends.compiled_passes import CompiledPasses, compile_passes
 from zbcompile.backends.cuda_graphs import check_cuda_graphs
-from zbcompile.compiler.compile_model import Drawn, compile_drawn, draw_step, is_drawn_as
+from zbcompile.compiler.compile_model import Drawn, compile_drawn, draw_step, is_drawn_as, targets_of
 from zbcompile.compiler.measure_nodes import measure_line
 from zbcompile.distributed.agreement import agreed_seconds, from_first, require_equal_programs, together
 from zbcompile.distributed.equal_tensors import require_equal_tensors
@@ -124,17 +124,25 @@ class Executables:
                 'schedule="auto" searches a layout for training, but an evaluation placed the parameters while nothing '
                 "trained. Call pipe.compile before that evaluation, when the parameters train, or name a schedule."
             )
-        options, provisional = self._options, self.schedule
-        microbatch = batch.microbatch(0, provisional.microbatches)
         with self._ranks.watch.position.turn_to("searching the layout"):
-            drawn = self._drawn(microbatch, leads=True)
-            counts = counts_for(options, batch.size, provisional)
-            settings = counts, options.chunks, options.search_seconds, self._measured(drawn)
-            self._decision = from_first(
-                *(self._ranks, "searching the layout"), lambda: decide(drawn, provisional, options.choices, *settings)
-            )
-        self.schedule = self._decision.schedule
-        self._planned = drawn if self.schedule.microbatches == provisional.microbatches else None
+            drawn = self._first_drawn(batch)
+            decision = self._decided(drawn, counts_for(self._options, batch.size, self.schedule))
+            if decision.schedule.microbatches != self.schedule.microbatches:
+                self.schedule, before = decision.schedule, drawn.line
+                drawn = self._first_drawn(batch)
+                if targets_of(drawn.line) != targets_of(before):  # other rows can take other operations: cuts move
+                    decision = self._decided(drawn, ())
+        self.schedule, self._decision, self._planned = decision.schedule, decision, drawn
+
+    def _first_drawn(self, batch: Batch) -> Drawn:
+        return self._drawn(batch.microbatch(0, self.schedule.microbatches), leads=True)
+
+    def _decided(self, drawn: Drawn, counts: Sequence[int]) -> Decision:
+        options, schedule = self._options, self.schedule
+        settings = counts, options.chunks, options.search_seconds, self._measured(drawn)
+        return from_first(
+            *(self._ranks, "searching the layout"), lambda: decide(drawn, schedule, options.choices, *settings)
+        )
 
     def _answered(self, found: ByAnswers[Executable], batch: Batch) -> Executable:
         count = self.schedule.microbatches

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from zbcompile.cli.compile_arguments import RANKS, schedule_of, with_options
 from zbcompile.compiler.compile_example import Inspected
 from zbcompile.errors import PipelineError
+from zbcompile.frontend.choose_schedule import is_searched
 from zbcompile.inspection.report import format_share, format_time, table, wrap
 from zbcompile.inspection.request import Request, compile_for
 from zbcompile.inspection.summary import SCHEMA, Prediction, prediction_of
@@ -16,6 +17,7 @@ from zbcompile.model.example import Example
 from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.stage.print_python import format_bytes
 from zbcompile.prediction.predict import basis_of
+from zbcompile.program.program import Program
 from zbcompile.schedules import ScheduleError, lower, simulate, smallest_microbatches
 from zbcompile.schedules.ir.placement import Placement
 from zbcompile.schedules.simulation.timeline import Timeline
@@ -64,16 +66,24 @@ def _compared(
 ) -> Compared:
     """One line of the comparison; its timeline is added to `drawn`."""
     try:
-        schedule = schedule_of(request, name)
-        if schedule.placement not in by_placement:
-            by_placement[schedule.placement] = compile_for(example, schedule, request)
+        request = with_options(request, schedule=name)
+        program = _compiled(example, request, by_placement)
     except (PipelineError, PartitionError, ScheduleError) as error:
         return Compared(name, 0, request.options.microbatches or 0, None, str(error).splitlines()[0])
-    program = replace(by_placement[schedule.placement].program, lowered=lower(schedule))
+    schedule = program.schedule
     basis = basis_of(program, request.costs)
     drawn.append(simulate(schedule, basis.costs))
     prediction = prediction_of(program, basis, drawn[-1])
     return Compared(schedule.name, schedule.stages, schedule.microbatches, prediction)
+
+
+def _compiled(example: Example, request: Request, by_placement: dict[Placement, Inspected]) -> Program:
+    schedule = schedule_of(request)
+    if is_searched(request.options):  # its cuts are its own
+        return compile_for(example, schedule, request).program
+    if schedule.placement not in by_placement:
+        by_placement[schedule.placement] = compile_for(example, schedule, request)
+    return replace(by_placement[schedule.placement].program, lowered=lower(schedule))
 
 
 def _format_table(compared: Sequence[Compared]) -> str:

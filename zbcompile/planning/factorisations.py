@@ -1,9 +1,10 @@
 """Every way to divide ranks among replicas and pipelines, each with the layouts of its pipeline."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from zbcompile.compiler.compile_model import Drawn
+from zbcompile.compiler.line_costs import LineCosts
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import PartitionError
 from zbcompile.planning.layouts import Layout, Question, find_layouts
@@ -40,13 +41,15 @@ def factorisations(
     microbatch: int,
     batch: int | None,
     seconds: float,
+    measured: Mapping[str, float],
     announce: Callable[[str], None],
 ) -> tuple[list[Row], list[str]]:
     """The rows, the fastest first, with those marked that nothing beats in both time and memory; and why other numbers
     of pipeline ranks are impossible.
 
     `microbatch` is the number of rows of the captured microbatch, `batch` that of a whole step over all replicas, by
-    default four microbatches for each rank; `seconds` may be spent on the search altogether.
+    default four microbatches for each rank; `seconds` may be spent on the search altogether; `measured` are the times
+    of operations for `balance="measured"`.
     """
     sizes = [size for size in range(1, ranks + 1) if ranks % size == 0]
     found: list[Row] = []
@@ -55,21 +58,21 @@ def factorisations(
         replicas = ranks // size
         announce(f"{replicas} replicas of {size} pipeline ranks")
         try:
-            found += _rows(drawn, choices, replicas, size, microbatch, batch, seconds / len(sizes))
+            costs = line_costs(drawn, choices, measured, size)
+            found += _rows(costs, choices, replicas, size, microbatch, batch, seconds / len(sizes))
         except (PartitionError, ScheduleError) as error:
             impossible.append(f"pp={size}: {str(error).splitlines()[0]}")
     return list(_marked(sorted(found, key=lambda row: (-row.rate, row.peak)))), impossible
 
 
 def _rows(
-    drawn: Drawn, choices: Choices, replicas: int, ranks: int, microbatch: int, batch: int | None, seconds: float
+    costs: LineCosts, choices: Choices, replicas: int, ranks: int, microbatch: int, batch: int | None, seconds: float
 ) -> Iterator[Row]:
     own = 4 * ranks * microbatch if batch is None else batch // replicas
     if batch is not None and (batch % replicas or own % microbatch):
         raise PartitionError(f"a batch of {batch} rows is not {replicas} x a multiple of {microbatch} rows")
     count = own // microbatch
     counts = tuple(n for n in range(max(1, ranks), 8 * ranks + 1) if own % n == 0) if batch is not None else ()
-    costs = line_costs(drawn, choices, {}, ranks)
     question = Question(costs, ranks, count, choices, counts)
     for layout in find_layouts(question, seconds):
         yield Row(replicas, ranks, layout, own * replicas)

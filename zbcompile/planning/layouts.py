@@ -158,7 +158,10 @@ def _laid_out(
     resident = question.costs.resident(edges, Placement.parse(placement, question.ranks))
     costs = _costs(question, edges, microbatches, choices)
     limits = None if choices.memory is None else list(_room(choices.memory, resident, placement))
-    found = search(costs, question.ranks, microbatches, limits, (placement,), seconds=seconds, moves=moves)
+    barriers = choices.vocab if isinstance(choices.vocab, int) else 1
+    found = search(
+        *(costs, question.ranks, microbatches, limits, (placement,)), barriers=barriers, seconds=seconds, moves=moves
+    )
     return Layout(placement, microbatches, choices, tuple(edges), resident, found)
 
 

@@ -71,8 +71,9 @@ def line_costs(drawn: Drawn, choices: Choices, measured: Mapping[str, float], ra
     loads, _ = loads_of(drawn.line, basis, measured)
     shard = WHOLE
     if drawn.sharding is not None:
-        whole, _ = loads_of(draw_line(drawn.sharding.whole), basis, measured)
-        shard = _shard(drawn.sharding, max(0.0, sum(whole) - sum(loads)) / ranks, ranks, choices)
+        whole, trunk = (sum(loads_of(line, "flops", {})[0]) for line in (draw_line(drawn.sharding.whole), drawn.line))
+        scale = sum(loads) / trunk if trunk else 1.0  # what is sharded is not on the line, so it is not measured
+        shard = _shard(drawn.sharding, scale * max(0.0, whole - trunk) / ranks, ranks, choices)
     return LineCosts(drawn.canonical, drawn.line, loads, choices.optimizer_state, shard)
 
 

@@ -170,7 +170,7 @@ def test_a_program_directory(
 
 def test_compared_schedules_are_drawn(tmp_path: Path, tiny: Path, inspect: Callable[..., str]) -> None:
     picture = tmp_path / "compared.svg"
-    assert str(picture) in inspect(f"{tiny}:two", "--compare", "1f1b,zb-h1", "--timeline", picture)
+    assert str(picture) in inspect(f"{tiny}:two", "--compare", "1f1b,auto", "--timeline", picture)
     assert picture.read_text().count("<svg") == 3
 
 

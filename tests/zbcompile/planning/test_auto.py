@@ -1,10 +1,12 @@
 """`schedule="auto"`: the layout and the order are searched, all ranks agree, and the bits are eager's as ever."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import zbcompile
 from tests.support.oracle import PROBLEMS, Batch, eager_step
@@ -12,6 +14,7 @@ from tests.support.pool import Pool
 from zbcompile.compiler.compile_example import one_microbatch
 from zbcompile.compiler.compile_model import draw_step
 from zbcompile.compiler.makespan_cuts import places_of
+from zbcompile.compiler.measure_nodes import measure_line
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import PartitionError
 from zbcompile.planning.planner import Decision, decide, line_costs
@@ -61,6 +64,41 @@ def test_another_shape_keeps_the_layout() -> None:
     assert torch.equal(loss, eager_step(PROBLEM.model(), PROBLEM.loss, more, 4, 1))
 
 
+@pytest.mark.parametrize("barriers", [1, 2])
+def test_a_sharded_output_layer_is_searched_with_its_barriers(barriers: int) -> None:
+    pipe, batch = auto(microbatches=4, vocab=barriers, exact=False)
+    loss = pipe.step(*batch.args, target=batch.target)
+    assert pipe.program.vocabulary is not None
+    assert pipe.program.vocabulary.barriers == barriers
+    assert torch.allclose(loss, eager_step(PROBLEM.model(), PROBLEM.loss, batch, 4, 0), rtol=2e-6)
+
+
+class SlowOnOneRow(nn.Module):
+    """With one row a microbatch takes other operations, which a search for more rows must not take for the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] == 1:
+            for _ in range(40):
+                x = x.sin()
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x
+
+
+def test_the_cuts_belong_to_the_number_of_microbatches_that_was_chosen() -> None:
+    torch.manual_seed(0)
+    pipe = zbcompile.pipeline(SlowOnOneRow(), loss=nn.functional.mse_loss, schedule="auto", ranks=2, search_seconds=0.5)
+    pipe.step(torch.randn(8, 16), target=torch.randn(8, 16))
+    assert pipe.program.schedule.microbatches < 8  # eight would be slower, and were captured first
+    held = [len(stage.trained) for stage in pipe.program.stages]
+    assert min(held) > 0
+    assert sum(held) == 12
+
+
 def on_each_rank() -> tuple[str, list[str]]:
     pipe, batch = auto(ranks=None, microbatches=4)
     pipe.step(*batch.args, target=batch.target)
@@ -105,5 +143,8 @@ def test_a_sharded_output_layer_counts_in_the_memory() -> None:
         assert (drawn.sharding is None) == (choices.vocab == "off")
         costs = line_costs(drawn, choices, {}, 2)
         edges = places_of(costs.line)[::8][1:4]
+        assert bool(costs.shard.scan) == (choices.vocab == 1)
+        measured = line_costs(drawn, replace(choices, balance="measured"), measure_line(drawn.line), 2)
+        assert bool(measured.shard.scan) == (choices.vocab == 1)
         held.append(sum(costs.resident(edges, Placement.parse("v", 2))))
     assert held[1] == pytest.approx(held[0], rel=0.02)

@@ -50,3 +50,10 @@ def test_what_cannot_be_planned(asked: tuple[str, ...], says: str, capsys: pytes
     assert main([TARGET, *asked]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert re.search(says, line)
+
+
+def test_what_it_chooses_itself_cannot_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    for flag in ("--schedule=zb-v", "--microbatches=4", "--chunks=2", "--loss-reduction=sum"):
+        with pytest.raises(SystemExit):
+            main([TARGET, "--ranks", "2", flag])
+        assert f"unrecognized arguments: {flag}" in capsys.readouterr().err
