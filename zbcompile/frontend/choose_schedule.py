@@ -59,3 +59,10 @@ def fit_to_batch(schedule: Schedule, options: Options, rows: int, announce: bool
         print(f"zbcompile: microbatches= not given; using {count}, {why}.")
     chunks = None if is_searched(options) else options.chunks
     return build(schedule.name, schedule.ranks, count, chunks=chunks)
+
+
+def fit_to_count(schedule: Schedule, options: Options, count: int) -> Schedule:
+    """Without `microbatches=`, a named schedule for so many microbatches that are already split."""
+    if options.microbatches is not None or not isinstance(options.schedule, str):
+        return schedule
+    return build(schedule.name, schedule.ranks, count, chunks=None if is_searched(options) else options.chunks)

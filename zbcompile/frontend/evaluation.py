@@ -1,6 +1,6 @@
 """Evaluation: forward-only programs of the model, compiled for the shapes that they meet, and run."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from zbcompile.frontend.executables import Executables, torch_modes
 from zbcompile.frontend.options import Options
 from zbcompile.frontend.recent import Recent
 from zbcompile.frontend.state_dict import gather_rows
-from zbcompile.model.batch import Batch, whole_batch
+from zbcompile.model.batch import Batch
 from zbcompile.model.resident_tensors import require_same_attributes, resident_tensors
 from zbcompile.passes.capture.guards import Guards
 from zbcompile.passes.capture.questions import Given
@@ -216,22 +216,6 @@ def _fits(chunk: Program, whole: Program, rows: int) -> bool:
     others."""
     asks = whole.guards is None and chunk.guards is not None
     return not asks and chunk.returns.has_rows(rows) and chunk.returns.rest == whole.returns.rest
-
-
-def split_batches(given: Sequence[Any], computes: str, beside: bool) -> list[Batch]:
-    """The microbatches of `microbatches=[...]`; `beside` it stand other inputs. Raises PipelineError."""
-    kinds = (tuple, Mapping) if computes == "eval" else (tuple, Mapping, object)
-    form = ", ".join(("args", "kwargs", "labels")[: len(kinds)])
-    expected = f"expected one or more ({form}), args a tuple and kwargs a mapping"
-    if isinstance(given, str) or not given:
-        raise PipelineError(f"microbatches={given!r}; {expected}, or how many to split the batch into.")
-    if beside:
-        raise PipelineError("microbatches= holds microbatches that are split, and other inputs stand beside it.")
-    for index, each in enumerate(given):
-        fits = isinstance(each, Sequence) and len(each) == len(kinds) and all(map(isinstance, each, kinds))
-        if not fits:
-            raise PipelineError(f"microbatches[{index}] is a {type(each).__name__} of another form; {expected}.")
-    return [whole_batch(each[0], dict(each[1]), (*each[2:], None)[0]) for each in given]
 
 
 def require_words(batch: Batch, program: Program) -> None:

@@ -8,10 +8,11 @@ from torch import nn
 
 from zbcompile.compiler.inference import Computation
 from zbcompile.errors import PipelineError
-from zbcompile.frontend.evaluation import MODES, OUTPUTS, Asked, Forwards, split_batches
+from zbcompile.frontend.evaluation import MODES, OUTPUTS, Asked, Forwards
 from zbcompile.frontend.held_model import HeldModel
 from zbcompile.frontend.options import Options, checked
 from zbcompile.model.batch import flatten_batch
+from zbcompile.model.given_microbatches import split_batches
 from zbcompile.runtime.engine import Engine
 
 
@@ -108,13 +109,13 @@ class ForwardCalls(HeldModel):
             if self.options.loss is not None:
                 self.program  # noqa: B018  raises
             try:
-                batch = self._split(args, kwargs, None)
+                step = self._split(args, kwargs, None)
             except PipelineError as error:
                 raise PipelineError(
                     "the first evaluation compiles the training step, too, and its inputs are no batch of a step: "
                     f"{error} Or call pipe.compile with a batch first."
                 ) from None
-            self._program_for(batch)
+            self._program_for(step)
 
 
 def _without_words(found: Any) -> Any:

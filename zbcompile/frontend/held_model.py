@@ -11,13 +11,14 @@ from torch import nn
 from zbcompile.backends.backend import Compilation
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
-from zbcompile.frontend.choose_schedule import choose_schedule, fit_to_batch
+from zbcompile.frontend.choose_schedule import choose_schedule
 from zbcompile.frontend.executables import Executables
 from zbcompile.frontend.optimizers import Optimizers
 from zbcompile.frontend.options import Options
 from zbcompile.frontend.state_dict import load_state, owned_parameters, share_state, stream_state
-from zbcompile.model.batch import Batch, flatten_batch, refuse_input_gradients, require_divisible
+from zbcompile.model.batch import Microbatches, flatten_batch, refuse_input_gradients
 from zbcompile.model.distributed_tensors import Part, Parts, is_distributed
+from zbcompile.model.given_microbatches import Given, split_batches
 from zbcompile.passes.capture.training_step import LossFunction
 from zbcompile.profiling.step_record import StepRecord
 from zbcompile.program.program import Program
@@ -139,11 +140,11 @@ class HeldModel:
         """
         return tuple(self._compiled.compilations)
 
-    def compile(self, *args: Any, target: Any = None, **kwargs: Any) -> Self:
+    def compile(self, *args: Any, target: Any = None, microbatches: Given | None = None, **kwargs: Any) -> Self:
         """Compile for the shapes of this batch (as `step` takes it) without running it."""
         with self._watch.region("compiling"), torch.inference_mode(False):
             self._parts.take_gradients()
-            self._program_for(self._split(args, kwargs, target))
+            self._program_for(self._split(args, kwargs, target, microbatches))
         return self
 
     def adopt(self, program: Program) -> Executable:
@@ -237,19 +238,27 @@ class HeldModel:
     def _own_names(self) -> list[str]:
         return [name for name, _ in owned_parameters(self._model, self._ranks, self.program.holders)]
 
-    def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Batch:
+    def _split(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, given: Given | None = None
+    ) -> Microbatches:
+        batches = split_batches(given, "step", bool(args or kwargs or target is not None)) if given is not None else []
+        for each in batches:
+            refuse_input_gradients(each)
+            self._refuse_target(each.whole.example[2])
+        if batches:
+            return self._compiled.fit([each.whole for each in batches])
+        self._refuse_target(target)
+        batch = flatten_batch(args, kwargs, target, self.options.split)
+        refuse_input_gradients(batch)
+        return self._compiled.split(batch, self.is_first)
+
+    def _refuse_target(self, target: Any) -> None:
         if self.options.loss is None and target is not None:
             raise PipelineError(
                 "step received target=, but the pipeline has no loss=; forward returns the loss itself."
             )
-        batch = flatten_batch(args, kwargs, target, self.options.split)
-        refuse_input_gradients(batch)
-        if self._compiled.program is None:
-            self._compiled.schedule = fit_to_batch(self._compiled.schedule, self.options, batch.size, self.is_first)
-        require_divisible(batch, self._compiled.schedule.microbatches)
-        return batch
 
-    def _program_for(self, batch: Batch) -> Executable:
-        found = self._compiled.get(batch)
+    def _program_for(self, step: Microbatches) -> Executable:
+        found = self._compiled.get(step)
         self._optimizers.bind()
         return found

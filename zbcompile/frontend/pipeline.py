@@ -12,10 +12,10 @@ from zbcompile.distributed.mesh import BATCHES
 from zbcompile.errors import PipelineError
 from zbcompile.frontend.forward_calls import ForwardCalls
 from zbcompile.frontend.grad_clip import total_norm
-from zbcompile.model.batch import Batch
+from zbcompile.model.batch import Microbatches
+from zbcompile.model.given_microbatches import Given
 from zbcompile.optimizer.parameter_groups import Predicate
 from zbcompile.optimizer.pipeline_optimizer import PipelineOptimizer, Wanted
-from zbcompile.program.program import Program
 from zbcompile.runtime.engine import StepInput
 from zbcompile.runtime.shared_gradients import total_loss
 
@@ -31,25 +31,33 @@ class Pipeline(ForwardCalls):
     spans of the next steps. `step_index` counts steps; it enters `zbcompile.microbatch_seed`.
     """
 
-    def step(self, *args: Any, target: Any = None, **kwargs: Any) -> torch.Tensor:
+    def step(self, *args: Any, target: Any = None, microbatches: Given | None = None, **kwargs: Any) -> torch.Tensor:
         """Forward and backward of one batch: gradients accumulate into `.grad`, the loss is returned on every rank.
 
-        Every rank passes the same whole batch, along "dp" and "ep" of a mesh a batch of its own. Raises PipelineError
-        for a batch that cannot be split.
-        """
-        return total_loss(self.step_losses(*args, target=target, **kwargs), self.options.loss_reduction)
+        Every rank passes the same whole batch, along "dp" and "ep" of a mesh a batch of its own. A batch that the
+        usual number of microbatches does not divide runs in as many equal ones as have no more samples than usual, if
+        the schedule has a name that admits so many. `microbatches=[(args, kwargs, target), ...]` are split already:
+        any number that the schedule admits, each of its own shapes (packed sequences, say); `max_shapes` programs are
+        kept. Raises PipelineError for a batch that cannot be split.
 
-    def step_losses(self, *args: Any, target: Any = None, **kwargs: Any) -> list[torch.Tensor]:
+        >>> pipe.step(microbatches=[((part,), {}, goal) for part, goal in packed])       # doctest: +SKIP
+        """
+        losses = self.step_losses(*args, target=target, microbatches=microbatches, **kwargs)
+        return total_loss(losses, self.options.loss_reduction)
+
+    def step_losses(
+        self, *args: Any, target: Any = None, microbatches: Given | None = None, **kwargs: Any
+    ) -> list[torch.Tensor]:
         """As `step`, but returns the loss of every microbatch, not yet divided by their number."""
         with self._watch.region(f"step {self.step_index}"):
             if torch.is_inference_mode_enabled():
                 raise PipelineError("step is inside torch.inference_mode(), which has no gradients. Call it outside.")
-            batch = self._split(args, kwargs, target)
             self._parts.take_gradients()
-            executable = self._program_for(batch)
+            step = self._split(args, kwargs, target, microbatches)
+            executable = self._program_for(step)
             self._compiled.share.require_filled()
             self._compiled.require_equal_shares()
-            given = self._step_input(batch, executable.program)
+            given = self._step_input(step)
             try:
                 with self._as_captured(), self._compiled.void_if_it_fails(), self._optimizers.step():
                     losses = self._engine.step(executable, given, self._compiled.parameters)
@@ -59,10 +67,9 @@ class Pipeline(ForwardCalls):
         self._note_record()
         return losses
 
-    def _step_input(self, batch: Batch, program: Program) -> StepInput:
-        count = program.schedule.microbatches
+    def _step_input(self, step: Microbatches) -> StepInput:
         return StepInput(
-            microbatches=[batch.microbatch(i, count).tensors for i in range(count)],
+            microbatches=step.tensors,
             index=self.step_index,
             seed=self.options.seed,
             reduction=self.options.loss_reduction,

@@ -60,6 +60,10 @@ class Batch:
         leaves = tuple(leaf if dim is None else _part(leaf, dim, index, count) for leaf, dim in pairs)
         return Microbatch(leaves, self.paths, self.structure)
 
+    def into(self, count: int) -> "Microbatches":
+        """The microbatches, `count` equal ones."""
+        return Microbatches(tuple(self.microbatch(i, count) for i in range(count)), alike=True)
+
 
 def _part(leaf: torch.Tensor, dim: int, index: int, count: int) -> torch.Tensor:
     width = -(-leaf.shape[dim] // count)
@@ -98,6 +102,28 @@ def _describe(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return tuple(leaf.shape), leaf.stride(), str(leaf.dtype), str(leaf.device)
     return repr(leaf)
+
+
+@dataclass(frozen=True)
+class Microbatches:
+    """The microbatches of a step; `alike` if one graph is right for the shapes of all."""
+
+    each: tuple[Microbatch, ...]
+    alike: bool = False
+
+    @property
+    def tensors(self) -> list[dict[str, torch.Tensor]]:
+        """The tensor inputs of each, by path."""
+        return [microbatch.tensors for microbatch in self.each]
+
+    @property
+    def distinct(self) -> tuple[Microbatch, ...]:
+        """One, if all are alike."""
+        return self.each[:1] if self.alike else self.each
+
+    def shapes(self) -> tuple[str, ...]:
+        """What they look like, in few words."""
+        return tuple(each.summary() for each in self.distinct)
 
 
 def flatten_batch(

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -16,7 +16,8 @@ from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.frontend.options import Options
 from zbcompile.frontend.pipeline import Pipeline
-from zbcompile.model.batch import Batch, flatten_batch, refuse_input_gradients, require_divisible
+from zbcompile.model.batch import Microbatches
+from zbcompile.model.given_microbatches import Given
 from zbcompile.model.materialize import Init
 from zbcompile.model.model_info import has_values, module_of
 from zbcompile.passes.graph.process_groups import groups_in
@@ -214,32 +215,33 @@ class LoadedPipeline(Pipeline):
         self.take_forwards(functools.partial(SavedForwards, programs=found))
         return self._executable
 
-    def compile(self, *args: Any, target: Any = None, **kwargs: Any) -> "LoadedPipeline":
+    def compile(self, *args: Any, target: Any = None, microbatches: Given | None = None, **kwargs: Any) -> Self:
         """Check that the program was compiled for this batch."""
-        self._program_for(self._split(args, kwargs, target))
+        self._program_for(self._split(args, kwargs, target, microbatches))
         return self
 
-    def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Batch:
+    def _split(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, given: Given | None = None
+    ) -> Microbatches:
         if self.program.output is not None:
             raise PipelineError(
                 f"the directory holds {self.program.output.computes} alone, and no step to train with. Compile one "
                 "without --only."
             )
-        batch = flatten_batch(args, kwargs, target, self.options.split)
-        refuse_input_gradients(batch)
-        require_divisible(batch, self.program.schedule.microbatches)
-        return batch
+        return super()._split(args, kwargs, target, given)
 
-    def _program_for(self, batch: Batch) -> Executable:
-        count = self.program.schedule.microbatches
-        if call_of(batch.microbatch(0, count)) != self.program.call:
-            raise PipelineError(
-                f"the program was compiled for microbatches of {listed(self.program.call)}; received "
-                f"{listed(call_of(batch.microbatch(0, count)))}. Pass such batches, or compile and save a program for "
-                "these."
-            )
-        require_answers(self.program, batch, count)
-        return self._executable
+    def _refuse_target(self, target: Any) -> None:
+        """The loss is in the graphs."""
+
+    def _program_for(self, step: Microbatches) -> Executable:
+        for each in step.distinct:
+            if call_of(each) != self.program.call:
+                raise PipelineError(
+                    f"the program was compiled for microbatches of {listed(self.program.call)}; received "
+                    f"{listed(call_of(each))}. Pass such batches, or compile and save a program for these."
+                )
+        require_answers(self.program, step.tensors)
+        return self._compiled.at(self._executable, len(step.each))
 
     def _require_place(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The program has placed all parameters."""

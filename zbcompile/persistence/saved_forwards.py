@@ -1,7 +1,9 @@
 """Evaluating with a loaded program: the forwards that its directory holds, for the microbatches of their shapes."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import torch
 
 from zbcompile.errors import PipelineError
 from zbcompile.frontend.evaluation import Asked, Forwards, Parts, require_words
@@ -29,7 +31,7 @@ class SavedForwards(Forwards):
         program = self._programs[computes]
         count = _count_of(batch, program)
         require_words(batch, program)
-        require_answers(program, batch, count)
+        require_answers(program, batch.into(count).tensors)
         return (self._executable[computes],) * count
 
 
@@ -53,10 +55,10 @@ def _count_of(batch: Batch, program: Program) -> int:
     return count
 
 
-def require_answers(program: Program, batch: Batch, count: int) -> None:
-    """Require that every one of `count` microbatches answers what forward asks as the program was compiled for."""
-    for index in range(count) if program.guards else ():
-        found = program.guards and program.guards.different(batch.microbatch(index, count).tensors)
+def require_answers(program: Program, microbatches: Sequence[Mapping[str, torch.Tensor]]) -> None:
+    """Require that every microbatch answers what forward asks as the program was compiled for."""
+    for index, tensors in enumerate(microbatches if program.guards else ()):
+        found = program.guards and program.guards.different(tensors)
         if found:
             raise PipelineError(
                 f"microbatch {index} gives another answer than the one that the program was compiled for: {found}. "

@@ -1,4 +1,4 @@
-"""One step whose microbatches run different graphs: those of their own answers to what forward asks."""
+"""One step whose microbatches run different graphs: those of their own shapes and answers to what forward asks."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,9 +10,9 @@ from zbcompile.runtime.engine import Executable
 from zbcompile.runtime.rank_plan import plan_rank
 
 
-def mix(own: Sequence[Executable], everywhere: Sequence[Executable], line: str) -> Executable:
+def mix(own: Sequence[Executable], everywhere: Sequence[Executable], why: str) -> Executable:
     """The executable of a step in which microbatch i runs as `own[i]`, and those of other replicas as any of
-    `everywhere`: programs of one schedule, with every parameter in the same place. `line` asks what they answer.
+    `everywhere`: programs of one schedule, with every parameter in the same place. `why` says in what they differ.
 
     Raises PipelineError if what runs at the end of the step cannot serve all of them.
     """
@@ -23,8 +23,8 @@ def mix(own: Sequence[Executable], everywhere: Sequence[Executable], line: str) 
     problem = _problem(programs, several=any(each is not first for each in own))
     if problem:
         raise PipelineError(
-            f"the microbatches of this step differ in their answers to {line}, and {problem}, so they cannot share a "
-            "step. Put samples that answer alike into one batch."
+            f"the microbatches of this step differ in their {why}, and {problem}, so they cannot share a step. Put "
+            "samples that are alike in that into one batch."
         )
     beside = tuple(each.stages for each in distinct)
     program = replace(first.program, stages=_trained_by_any(first.program, programs))

@@ -1,0 +1,143 @@
+"""Steps of other numbers of microbatches than usual, and of microbatches that are already split."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import zbcompile
+from tests.support.oracle import PROBLEMS, Batch, eager_step
+from tests.support.pool import Pool
+from zbcompile.errors import PipelineError
+from zbcompile.schedules import build
+
+PROBLEM = PROBLEMS["gpt"]
+(EIGHT,) = PROBLEM.batches(1, 8)
+Part = tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor], torch.Tensor]
+
+
+def rows(count: int) -> Batch:
+    (batch,) = PROBLEM.batches(1, count)
+    return batch
+
+
+def made(schedule: str = "zb-v", **options: object) -> zbcompile.Pipeline:
+    options = {"ranks": 2, "microbatches": 4, "exact": True, **options}
+    return zbcompile.pipeline(PROBLEM.model(), schedule=schedule, loss=PROBLEM.loss, **options)  # type: ignore[call-overload]
+
+
+def gradients(pipe: zbcompile.Pipeline) -> dict[str, torch.Tensor | None]:
+    return {name: p.grad for name, p in pipe.named_parameters()}
+
+
+def same(pipe: zbcompile.Pipeline, model: nn.Module) -> bool:
+    expected = dict(model.named_parameters())
+    return all(torch.equal(grad, expected[name].grad) for name, grad in gradients(pipe).items())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
+def test_a_smaller_batch_takes_fewer_microbatches_and_compiles_nothing(schedule: str) -> None:
+    pipe, model = made(schedule), PROBLEM.model()
+    for count in (8, 6, 2, 8):
+        loss = pipe.step(*rows(count).args, target=rows(count).target)
+        assert torch.equal(loss, eager_step(model, PROBLEM.loss, rows(count), max(1, count // 2), 0))
+    assert same(pipe, model)
+    assert len(pipe.compilations) == 1
+
+
+def test_rows_that_the_usual_do_not_divide_take_their_largest_divisor() -> None:
+    pipe, model = made(), PROBLEM.model()
+    for count, parts in ((8, 4), (5, 5), (9, 9)):
+        loss = pipe.step(*rows(count).args, target=rows(count).target)
+        assert torch.equal(loss, eager_step(model, PROBLEM.loss, rows(count), parts, 0))
+    assert same(pipe, model)
+    assert len(pipe.compilations) == 2
+
+
+def split(batch: Batch, *sizes: int) -> list[Part]:
+    """Microbatches of so many samples, with shorter sequences from one to the next."""
+    assert batch.target is not None
+    pairs = zip(batch.args[0].split(list(sizes)), batch.target.split(list(sizes)), strict=True)
+    return [((x[:, : x.shape[1] - i],), {}, t[:, : t.shape[1] - i]) for i, (x, t) in enumerate(pairs)]
+
+
+def eagerly(model: nn.Module, parts: list[Part]) -> torch.Tensor:
+    losses = []
+    for args, kwargs, target in parts:
+        loss = PROBLEM.loss(model(*args, **kwargs), target) / len(parts)
+        loss.backward()  # type: ignore[no-untyped-call]
+        losses.append(loss.detach())
+    return torch.stack(losses).sum() if len(losses) < 2 else sum(losses[1:], losses[0])
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
+def test_microbatches_of_several_shapes_in_one_step(schedule: str) -> None:
+    pipe, model = made(schedule), PROBLEM.model()
+    for sizes in ((2, 2, 2, 2), (3, 1, 4), (2, 2, 2, 2)):
+        parts = split(EIGHT, *sizes)
+        assert torch.equal(pipe.step(microbatches=parts), eagerly(model, parts))
+    assert same(pipe, model)
+    assert len(pipe.compilations) == 4 + 3
+
+
+def test_the_first_step_may_bring_its_own_count(tmp_path: Path) -> None:
+    pipe, model = made(microbatches=None), PROBLEM.model()
+    parts = [each for part in split(EIGHT, 8) for each in [part] * 3]
+    pipe.step(microbatches=parts)
+    assert pipe.program.schedule.microbatches == 3
+    pipe.program.save(tmp_path / "program")
+    loaded = zbcompile.load(tmp_path / "program", model.state_dict(), ranks=2)
+    loss = loaded.step(microbatches=parts[:2])
+    assert torch.equal(loss, eagerly(model, parts[:2]))
+    assert same(loaded, model)
+
+
+def test_what_a_step_cannot_take() -> None:
+    parts = split(EIGHT, 2, 2, 2, 2)
+    pipe = made("dualpipe-v")
+    with pytest.raises(
+        PipelineError, match=r"microbatches=4; expected one or more .*target.*when the pipeline is made"
+    ):
+        pipe.step(microbatches=4)  # type: ignore[arg-type]
+    with pytest.raises(PipelineError, match=r"microbatches\[1\] is a list"):
+        pipe.step(microbatches=[parts[0], [parts[1][0]]])  # type: ignore[list-item]
+    with pytest.raises(PipelineError, match="other inputs stand beside"):
+        pipe.step(*EIGHT.args, microbatches=parts)
+    with pytest.raises(PipelineError, match="a batch of 6 samples cannot be split into 4 equal"):
+        pipe.step(*rows(6).args, target=rows(6).target)  # nothing is usual yet
+    pipe.step(*EIGHT.args, target=EIGHT.target)
+    with pytest.raises(PipelineError, match=r"has 3 microbatches, and the schedule dualpipe-v admits 4, 5, 6"):
+        pipe.step(*rows(6).args, target=rows(6).target)
+    with pytest.raises(PipelineError, match="4 shapes, and max_shapes=3"):
+        made(max_shapes=3).step(microbatches=parts)
+    own = replace(build("zb-h1", 2, 4), name="mine")
+    pipe = zbcompile.pipeline(PROBLEM.model(), schedule=own, loss=PROBLEM.loss, ranks=2)
+    pipe.step(*EIGHT.args, target=EIGHT.target)
+    with pytest.raises(PipelineError, match="the schedule mine is an order for 4 alone"):
+        pipe.step(*rows(6).args, target=rows(6).target)
+
+
+def on_each_replica(sizes: tuple[int, ...]) -> tuple[torch.Tensor, int] | str:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    pipe = made(mesh=mesh, ranks=None, timeout=60)
+    loss = pipe.step(*EIGHT.args, target=EIGHT.target)
+    batch = rows(sizes[dist.get_rank() // 2])
+    try:
+        loss = pipe.step(*batch.args, target=batch.target)
+        return loss, len(pipe.compilations)
+    except PipelineError as error:
+        return str(error)
+    finally:
+        pipe.close()
+
+
+def test_replicas_take_as_many_microbatches(pool: Pool) -> None:
+    assert all(found[1] == 1 for found in pool.run(on_each_replica, (6, 6), ranks=4))
+    for found in pool.run(on_each_replica, (6, 8), ranks=4):
+        assert "rank 0 passes 3 microbatches of" in found
+        assert "rank 2 4 of" in found

@@ -1,0 +1,164 @@
+"""Programs bound to the tensors of a model: which of these live here, and what runs on them."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from zbcompile.backends.backend import Compilation, make_backend
+from zbcompile.backends.compiled_passes import CompiledPasses, compile_passes
+from zbcompile.backends.cuda_graphs import check_cuda_graphs
+from zbcompile.distributed.agreement import together
+from zbcompile.distributed.equal_tensors import require_equal_tensors
+from zbcompile.distributed.ranks import Ranks
+from zbcompile.distributed.replicas import broadcast
+from zbcompile.env import DEBUG_NAN
+from zbcompile.frontend.options import Options
+from zbcompile.frontend.state_dict import own_state
+from zbcompile.model.materialize import Share
+from zbcompile.model.placements import SHARD, along
+from zbcompile.model.resident_tensors import kind_of, require_same_tensors, resident_tensors
+from zbcompile.passes.capture.unsupported import hook_problems, raise_first
+from zbcompile.passes.graph.roles import Slot
+from zbcompile.passes.stage.stage_program import bind_groups
+from zbcompile.passes.torch_private import global_hooks
+from zbcompile.program.program import Program
+from zbcompile.runtime.data_parallel import sums_of
+from zbcompile.runtime.engine import Executable, make_executable
+from zbcompile.runtime.nan_check import inspected
+from zbcompile.runtime.stage_plan import prepare_stage
+from zbcompile.runtime.vocabulary_collectives import Roots
+from zbcompile.runtime.vocabulary_parameters import VocabularyExecutable, VocabularyShards, make_executable_shards
+from zbcompile.torch_private import fingerprint
+
+
+class BoundPrograms:
+    """A model's tensors, and what is bound to them. `program` is the first of the programs (None before), `share` this
+    process's share of the model, `shards` that of an output layer that is sharded over the ranks; `compilations` say
+    what the backend did for each program. `parameters` are those that the next step trains, by name: the model's, of a
+    sharded output layer this rank's rows; `trained` the names of those that get a gradient in any program."""
+
+    def __init__(self, model: nn.Module, options: Options, ranks: Ranks) -> None:
+        self.program: Program | None = None
+        self.share = Share(model, ranks.device, options.init, options.seed)
+        self.shards: VocabularyShards | None = None
+        self._model, self._options, self._ranks = model, options, ranks
+        self.debug_nan = options.debug_nan or DEBUG_NAN.read()
+        self._backend = make_backend("fx" if self.debug_nan else options.backend, ranks.device)
+        check_cuda_graphs(options.cuda_graphs, ranks.device)
+        self.compilations: list[Compilation] = []
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.trained: set[str] = set()
+        self._bound: dict[Slot, tuple[torch.Tensor, str]] = {}
+        self._unchanged: tuple[Any, ...] = ()
+        self._compared = False
+
+    def hold(self, program: Program) -> None:
+        """Let the parameters live where `program`, the first one, has them."""
+        self.program, self.trained = program, set(program.trained)
+        together(self._ranks, "filling the model", lambda: self._make_real(program))
+
+    def require_same_model(self) -> None:
+        """Raise PipelineError or CaptureError if the model has other tensors than those that were bound, or hooks that
+        a stage would lose."""
+        now = tuple(fingerprint(self._model)), tuple(global_hooks())
+        if now != self._unchanged:
+            require_same_tensors(self._model, self._bound)
+            raise_first(hook_problems(self._model))
+            self._unchanged = now
+
+    def is_own(self, name: str) -> bool:
+        """Whether a parameter or buffer lives in this process."""
+        assert self.program is not None
+        return bool(set(self.program.holders(name)) & set(self._ranks.local))
+
+    def require_equal_shares(self) -> None:
+        """Raise PipelineError, on every rank, if ranks start with different values of what they share: parameters and
+        buffers of several stages or model copies, and along the dimensions of the mesh all that is not sharded there.
+        Compares once."""
+        program, ranks = self.program, self._ranks
+        if self._compared or ranks.group is None or program is None:
+            return
+        rows = self.shards.own if self.shards else {}
+        held = {slot.name: tensor for slot, (tensor, _) in self._bound.items() if slot.name not in rows}
+        shared = {self._title(name): t for name, t in held.items() if self.is_own(name) and self._is_shared(name)}
+        if ranks.mesh.beside("pp"):
+            shared |= {f"{name} (the rows of pipeline rank {ranks.rank})": t for name, t in rows.items()}
+        require_equal_tensors(ranks, shared)
+        self._compared = True
+
+    def _is_shared(self, name: str) -> bool:
+        assert self.program is not None
+        return bool(self._ranks.mesh.beside("pp")) or len(self.program.holders(name)) > 1
+
+    def _title(self, name: str) -> str:
+        """The name, with the ranks that hold this part of it."""
+        assert self.program is not None
+        mesh = self._ranks.mesh
+        parts = [f"{each} rank {mesh.index(each)}" for each in along(self.program.placement(name), SHARD)]
+        return f"{name} (the part of {', '.join(parts)})" if parts else name
+
+    def copy_first_replica(self, program: Program) -> None:
+        """Replicas begin with the same parameters and buffers, as under DistributedDataParallel."""
+        with self._ranks.watch.position.waiting("the first replica's parameters"):
+            share = own_state(self._model, self._ranks, program.holders)
+            tensors = {**share, **(self.shards.own if self.shards else {})}.values()
+            real = [value for value in tensors if isinstance(value, torch.Tensor) and not value.is_meta]
+            broadcast(real, self._ranks.mesh.group("dp"))
+
+    def _make_real(self, program: Program) -> None:
+        """Give this process's share of the model memory and values: of a sharded output layer only its rows."""
+        rank = self._ranks.rank
+        sharded = () if program.vocabulary is None else program.vocabulary.parameters
+        in_rows = set(sharded) - set(program.tied) if rank is not None else set()
+        self.share.make_real(lambda name: self.is_own(name) and name not in in_rows)
+        if program.vocabulary is not None:
+            whole = dict(self._model.named_parameters())
+            bounds, device = program.vocabulary.bounds, self._ranks.device
+            self.shards = VocabularyShards(bounds, {name: whole[name] for name in sharded}, rank, device)
+            self.shards.fill(self.share)
+
+    def _prepare(self, program: Program) -> Executable:
+        self.parameters = {**dict(self._model.named_parameters()), **(self.shards.own if self.shards else {})}
+        sums = {} if self._ranks.rank is None else sums_of(program, self._ranks.mesh, self._ranks.rank)
+        return replace(self.prepare(program), sums=sums)
+
+    def prepare(self, program: Program) -> Executable:
+        """Compile the graphs of `program`, a step or a forward alone, and bind them to the model's tensors."""
+        resident = resident_tensors(self._model, program.model.constants)
+        self._bound = {s: (t, kind_of(t)) for s, t in resident.items() if s.kind != "constant"} | self._bound
+        own = sorted({stage for rank in self._ranks.local for stage in program.stages_of(rank)})
+        device, until = self._ranks.device, program.random_until
+        bound = replace(program, stages=tuple(bind_groups(each, program.groups) for each in program.stages))
+        passes = self._compile_passes(bound)
+        stages = {i: prepare_stage(bound.stages[i], resident, device, until, passes.of("stage", i)) for i in own}
+        if self.debug_nan:
+            stages = {i: inspected(stage) for i, stage in stages.items()}
+        vocabulary = self._prepare_vocabulary(program, resident, passes)
+        self._ranks.watch_over(program.groups.values())
+        return make_executable(program, stages, self._ranks.local, device, vocabulary)
+
+    def _compile_passes(self, program: Program) -> CompiledPasses:
+        ranks, backend = self._ranks, self._backend
+        graphs = self._options.cuda_graphs and not self.debug_nan and program.output is None
+
+        def compile_() -> CompiledPasses:
+            return compile_passes(program, ranks.local, backend, graphs)
+
+        passes = compile_() if backend.compiler is None else together(ranks, f"compiling with {backend.name}", compile_)
+        self.compilations.append(passes.compilation)
+        if passes.compilation.compiled and ranks.is_first:
+            print(f"zbcompile: {passes.compilation}.")
+        return passes
+
+    def _prepare_vocabulary(
+        self, program: Program, resident: Mapping[Slot, torch.Tensor], passes: CompiledPasses
+    ) -> VocabularyExecutable | None:
+        """The shards of the output layer; shapes that are compiled later use the same rows."""
+        if program.vocabulary is None or self.shards is None:
+            return None
+        group, device = self._ranks.collective_group(), self._ranks.device
+        roots = Roots(program.rank_of(0), program.rank_of(program.schedule.stages - 1))
+        return make_executable_shards(program.vocabulary, self.shards, roots, resident, device, group, passes)
