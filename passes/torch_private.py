@@ -65,6 +65,7 @@ MEMORY_BOUND = {
 
 # 2.11-2.13: what reshape, casts and log_softmax become in some graphs; no public operator has these names.
 UNSAFE_VIEW, TO_COPY, LOG_SOFTMAX = aten._unsafe_view.default, aten._to_copy.default, aten._log_softmax.default
+SOFTMAX = aten._softmax.default
 LOG_SOFTMAX_BACKWARD = aten._log_softmax_backward_data.default
 
 # 2.11-2.13: the regions that torch.export makes of torch.no_grad and torch.enable_grad, and of torch.autocast.

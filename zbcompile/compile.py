@@ -59,16 +59,17 @@ def run(request: CompileRequest) -> None:
     options = request.options
     if request.weights is not None and request.fake:
         raise PipelineError("--weights writes the model's own values, which it lacks under --fake. Leave one out.")
-    if request.only and options.choices.vocab != "off":
-        raise PipelineError(
-            "--vocab shards the output layer of a training step, which --only leaves out. Leave it out, too."
-        )
     schedule = schedule_of(request)
     say = announcer(always=True)
     example = example_of(request)
     backend = make_backend(options.backend, device_of(example.model))
     say(f"{type(example.model).__name__} is built; capturing it for {schedule.name}, {schedule.ranks} ranks")
     program = replace(_programs(example, schedule, request, say), writer=save_here)
+    if request.only and options.choices.vocab != "off" and program.vocabulary is None:
+        raise PipelineError(
+            f"--vocab {options.choices.vocab} shards an output layer whose logits nobody needs whole, for log_probs or "
+            f"entropies; --only {','.join(request.only)} has none. Leave --vocab out."
+        )
     program.save(request.output)
     if request.weights is not None:
         save_weights(request.weights, example.model)
@@ -80,7 +81,7 @@ def run(request: CompileRequest) -> None:
 
 def _programs(example: Example, schedule: Schedule, request: CompileRequest, say: Callable[[str], None]) -> Program:
     """The program that was asked for, with the forwards beside it."""
-    names, main = request.only or request.also, None
+    names, main = sorted(request.only, key="eval".__eq__) or request.also, None  # eval is placed as the others are
     if not request.only:
         main = replace(compiled(example, schedule, request, say).program, step=request.options.step)
     found: dict[str, Program] = {}

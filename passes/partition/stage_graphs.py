@@ -80,16 +80,18 @@ def cut(canonical: Canonical, line: Line, assigned: Assignment, stages: int, exa
     With `exact` the values that cross keep their strides even if these leave gaps.
     """
     anywhere = replicable(canonical, line.flops)
-    boundaries = [_boundary(line, assigned, s) for s in range(stages)]
+    boundaries = [_boundary(canonical, line, assigned, s) for s in range(stages)]
     return tuple(
         _build(canonical, line, assigned, _Builder(anywhere, exact, boundaries[s - 1] if s else []), boundaries, s)
         for s in range(stages)
     )
 
 
-def _boundary(line: Line, assigned: Assignment, stage: int) -> list[Node]:
-    """The values that cross from `stage` to the next, in execution order."""
-    return [n for n in line.nodes if assigned[n] <= stage and any(assigned.get(u, -1) > stage for u in n.users)]
+def _boundary(canonical: Canonical, line: Line, assigned: Assignment, stage: int) -> list[Node]:
+    """The values that cross from `stage` to the next, in execution order; what a trunk makes goes on to the last."""
+    ends = {node for slot, node in canonical.outputs if slot.kind == "activation"}
+    made = [node for node in line.nodes if assigned[node] <= stage]
+    return [n for n in made if n in ends or any(assigned.get(user, -1) > stage for user in n.users)]
 
 
 class _Builder:
@@ -152,7 +154,8 @@ def _build(
     leaving = boundaries[stage] if stage < len(boundaries) - 1 else []
     outputs = [(Slot("activation", node.name), builder.leaving(node)) for node in leaving]
     for slot, node in canonical.outputs:
-        if isinstance(node, Node) and assigned.get(node, 0) == stage:
+        made = len(boundaries) - 1 if slot.kind == "activation" else assigned.get(node, 0)
+        if isinstance(node, Node) and made == stage:
             outputs.append((slot, builder.value(node)))
     builder.graph.output(tuple(node for _, node in outputs))
     _placeholders_first(builder.graph)

@@ -3,23 +3,24 @@ token.
 
 Logits may be reshaped, sliced and transposed as long as the vocabulary stays one whole dimension, and pass through
 elementwise operations with numbers (scale, soft cap). They leave through an exit: cross entropy, nll, gather,
-logsumexp, sum or mean over the vocabulary. If anything else reads them, this is not a vocabulary layer, or one that
-cannot be sharded.
+logsumexp, sum or mean over the vocabulary, or the entropy of their softmax. If anything else reads them, this is not a
+vocabulary layer, or one that cannot be sharded.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.fx import Node
 
 from zbcompile.passes.errors import CompileError
 from zbcompile.passes.graph.fx import source_line
-from zbcompile.passes.torch_private import LOG_SOFTMAX, TO_COPY, UNSAFE_VIEW
+from zbcompile.passes.torch_private import LOG_SOFTMAX, SOFTMAX, TO_COPY, UNSAFE_VIEW
 
 aten = torch.ops.aten
+Form = Literal["scores", "log_probs", "probs", "entropies"]  # the last: -p log p of every word
 
 
 class NotShardable(CompileError):
@@ -44,14 +45,14 @@ class Pointwise:
 class Logits:
     """A value on the way: its vocabulary dimension, the elementwise operations and the moves so far.
 
-    `normalised` says that they are log probabilities. A move maps any tensor with another last dimension than the
-    vocabulary along.
+    `form` says what has become of the scores; elementwise operations come before. A move maps any tensor with another
+    last dimension than the vocabulary along.
     """
 
     axis: int
     pointwise: tuple[Pointwise, ...] = ()
     moves: tuple[Callable[[torch.Tensor, int], torch.Tensor], ...] = ()
-    normalised: bool = False
+    form: Form = "scores"
 
     def move(self, value: torch.Tensor) -> torch.Tensor:
         """Apply the moves to the output layer's input, its last dimension back at the end: [tokens, width]."""
@@ -84,7 +85,10 @@ EXITS = frozenset(
         *(aten.gather.default, aten.logsumexp.default, aten.sum.dim_IntList, aten.mean.dim),
     }
 )
-LOG_SOFTMAXES = frozenset({aten.log_softmax.int, LOG_SOFTMAX})
+NORMALISATIONS: Mapping[Any, Form] = {
+    **dict.fromkeys((aten.log_softmax.int, LOG_SOFTMAX), "log_probs"),
+    **dict.fromkeys((aten.softmax.int, SOFTMAX), "probs"),
+}
 
 
 def follow(linear: Node) -> list[Exit]:
@@ -113,6 +117,9 @@ def _refusal(node: Node) -> NotShardable:
 
 
 def _exit(node: Node, logits: Logits) -> Exit:
+    summed = node.target is aten.sum.dim_IntList
+    if logits.form == "probs" or (logits.form == "entropies" and not summed):
+        raise _refusal(node)
     if node.target in (aten.gather.default, aten.logsumexp.default, aten.sum.dim_IntList, aten.mean.dim):
         given = node.args[1]
         dims = list(given) if isinstance(given, Sequence) else [given]
@@ -123,7 +130,7 @@ def _exit(node: Node, logits: Logits) -> Exit:
             raise _refusal(node)
     elif logits.axis != min(1, node.args[0].meta["val"].ndim - 1):  # type: ignore[union-attr]
         raise _refusal(node)  # the class dimension of the losses is 1
-    elif node.target is not aten.cross_entropy_loss.default and not logits.normalised:
+    elif node.target is not aten.cross_entropy_loss.default and logits.form != "log_probs":
         raise NotShardable(f"{node.name} reads logits that are not log probabilities ({source_line(node)})")
     return Exit(node, logits)
 
@@ -131,9 +138,11 @@ def _exit(node: Node, logits: Logits) -> Exit:
 def _step(node: Node, before: Node, logits: Logits) -> Logits:
     if node.target in CASTS | COPIES:
         return logits
-    if node.target in LOG_SOFTMAXES and not logits.normalised and _dimension(node, before) == logits.axis:
-        return replace(logits, normalised=True)
-    if node.target in POINTWISE and not logits.normalised:
+    if node.target in NORMALISATIONS and logits.form == "scores" and _dimension(node, before) == logits.axis:
+        return replace(logits, form=NORMALISATIONS[node.target])
+    if node.target is aten.special_entr.default and logits.form == "probs":
+        return replace(logits, form="entropies")
+    if node.target in POINTWISE and logits.form == "scores":
         return _pointwise(node, before, logits)
     move = _MOVES.get(node.target)
     if move is None:

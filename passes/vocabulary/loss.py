@@ -6,10 +6,11 @@ With y the logits of a token, m their maximum and t that of its label, every acc
 
 (w: class weights, or ones), so its gradient by the logits is a * softmax(y) + b * onehot(t) + c * w with
 a, b, c = d loss / d (log_z, target, total): one number each per token, which every shard computes for itself. It covers
-ignored tokens, label smoothing, class weights, z-loss, and any function of a token's own probability.
+ignored tokens, label smoothing, class weights, z-loss, and any function of a token's own probability. A forward alone
+may have entropies, too: log_z - mean, with mean = sum_j softmax(y)_j (y_j - m).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -33,6 +34,7 @@ class Statistics(NamedTuple):
     target: torch.Tensor
     total: torch.Tensor | None
     maximum: torch.Tensor
+    mean: torch.Tensor | None = None
 
 
 Values = Mapping[Slot, torch.Tensor]
@@ -40,7 +42,8 @@ Values = Mapping[Slot, torch.Tensor]
 
 @dataclass(frozen=True)
 class RowLoss:
-    """`labels` is the node of every token's label, `class_weights` of w (None: ones), `tail` what follows the exits.
+    """`labels` is the node of every token's label, `class_weights` of w (None: ones), `tail` what follows the exits,
+    `results` what is computed: the loss, or the outputs of a forward alone.
 
     `data` are the slots of what these read: inputs, constants and buffers.
     """
@@ -48,11 +51,22 @@ class RowLoss:
     labels: Node
     class_weights: Node | None
     needs_total: bool
+    needs_mean: bool
     data: tuple[Slot, ...]
     size: int
     exits: Mapping[Node, Exit]
     tail: tuple[Node, ...]
-    output: Node
+    results: Mapping[Slot, Node]
+
+    @property
+    def rows(self) -> int:
+        """How many statistics per token every shard sends."""
+        return 4 + self.needs_mean
+
+    @property
+    def like(self) -> torch.Tensor:
+        """The fake value of the first result."""
+        return next(iter(self.results.values())).meta["val"]  # type: ignore[no-any-return]
 
     def label_of(self, values: Values) -> torch.Tensor:
         """The label of every token [tokens]; what is no word is ignored by the loss."""
@@ -62,31 +76,31 @@ class RowLoss:
         """w [size]."""
         return None if self.class_weights is None else evaluate(self.class_weights, values, {})
 
-    def __call__(self, statistics: Statistics, values: Values) -> torch.Tensor:
-        """The loss, in the dtype in which the model returns it."""
+    def __call__(self, statistics: Statistics, values: Values) -> dict[Slot, torch.Tensor]:
+        """The results, in the dtypes in which the model returns them."""
         known: dict[Node, Any] = {n: _leave(self, leaving, statistics, values) for n, leaving in self.exits.items()}
         for node in self.tail:
             evaluate(node, values, known)
-        return known[self.output].to(self.output.meta["val"].dtype)  # type: ignore[no-any-return]
+        return {slot: known[node].to(node.meta["val"].dtype) for slot, node in self.results.items()}
 
 
 def row_loss(canonical: Canonical, exits: list[Exit], size: int) -> RowLoss:
     """The loss as a function of the exits. Raises NotShardable if it reads anything else that is trained."""
-    results = [n for slot, n in canonical.outputs if slot.kind in ("loss", "output") and isinstance(n, Node)]
-    if len(results) > 1:
-        raise NotShardable("the model returns several tensors; a sharded output layer makes one")
-    (output,) = results
+    results = {s: n for s, n in canonical.outputs if s.kind in ("loss", "output") and isinstance(n, Node)}
+    needs_mean = any(e.logits.form == "entropies" for e in exits)
+    if needs_mean and Slot("loss") in results:
+        raise NotShardable("the loss has an entropy, whose gradient needs all logits at once")
     labels = _common({_labels(e.node) for e in exits} - {None}, "labels")
     if labels is None:
         raise NotShardable("no term of the loss has labels")
     weights = _common({argument_of(e.node, "weight", None) for e in exits if _totals(e.node)}, "class weights")
     leaving = {e.node: e for e in exits}
-    tail = _tail(output, frozenset(leaving))
+    tail = _tail(tuple(results.values()), frozenset(leaving))
     _require_data_only(labels)
     read = [labels, *tail, *(arg for e in exits for arg in e.node.all_input_nodes[1:])]
     data = {slot for node in (*read, *([] if weights is None else [weights])) for slot in data_of(node, leaving)}
-    needs_total = any(_totals(e.node) for e in exits)
-    return RowLoss(labels, weights, needs_total, tuple(sorted(data)), size, leaving, tuple(tail), output)
+    totals = any(_totals(e.node) and e.logits.form != "entropies" for e in exits)
+    return RowLoss(labels, weights, totals, needs_mean, tuple(sorted(data)), size, leaving, tuple(tail), results)
 
 
 def _common(found: set[Any], what: str) -> Any:
@@ -113,15 +127,15 @@ def _totals(node: Node) -> bool:
     return node.target in (aten.sum.dim_IntList, aten.mean.dim)
 
 
-def _tail(output: Node, exits: frozenset[Node]) -> list[Node]:
-    """The nodes that follow an exit and lead to the loss, in graph order."""
-    after: set[Node] = set(exits)
-    for node in output.graph.nodes:
+def _tail(results: Sequence[Node], exits: frozenset[Node]) -> list[Node]:
+    """The nodes that follow an exit and lead to a result, in graph order."""
+    after, nodes = set(exits), results[0].graph.nodes
+    for node in nodes:
         if node.op == "call_function" and any(a in after for a in node.all_input_nodes):
             after.add(node)
-    if output not in after:
+    if not after.issuperset(results):
         raise NotShardable("the logits do not reach the loss")
-    wanted, queue = {output}, [] if output in exits else [output]
+    wanted, queue = set(results), [node for node in results if node not in exits]
     while queue:
         for argument in queue.pop().all_input_nodes:
             if argument in wanted:
@@ -135,7 +149,7 @@ def _tail(output: Node, exits: frozenset[Node]) -> list[Node]:
     lost = [node for node in exits if node not in wanted]
     if lost:
         raise NotShardable(f"{lost[0].name} does not reach the loss")
-    return [node for node in output.graph.nodes if node in wanted and node not in exits]
+    return [node for node in nodes if node in wanted and node not in exits]
 
 
 def _require_data_only(node: Node) -> None:
@@ -177,12 +191,16 @@ def evaluate(node: Node, values: Values, known: dict[Node, Any]) -> Any:
 def _leave(loss: RowLoss, leaving: Exit, given: Statistics, values: Values) -> torch.Tensor:
     """The result of an exit, from statistics: one value per token in the layout of the logits, or a whole loss."""
     node = leaving.node
-    log_sum = given.log_z if leaving.logits.normalised else -given.maximum  # y_t = target + m, log p_t = target - log_z
+    normalised = leaving.logits.form == "log_probs"
+    log_sum = given.log_z if normalised else -given.maximum  # y_t = target + m, log p_t = target - log_z
     target: Any = node.target
+    if leaving.logits.form == "entropies":
+        assert given.mean is not None
+        return (given.log_z - given.mean).reshape(node.meta["val"].shape)
     if target is aten.cross_entropy_loss.default:
         return _cross_entropy(loss, node, given, values)
     if target is aten.logsumexp.default:
-        if leaving.logits.normalised:
+        if normalised:
             raise NotShardable("logsumexp of log probabilities is zero")
         return (given.maximum + given.log_z).reshape(node.meta["val"].shape)
     if target is aten.gather.default:

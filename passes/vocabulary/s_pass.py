@@ -20,6 +20,7 @@ from zbcompile.passes.vocabulary.shard import (
     class_weight,
     finite,
     local,
+    mean_over,
     pointwise,
     pull,
     raw_logits,
@@ -33,7 +34,8 @@ Label = tuple[Tensor, Tensor]  # see `local`
 
 class Scan(NamedTuple):
     """What S knows of some words, per token: the maximum, the sum of exponentials, the label's logit if it is among
-    them, the weighted sum of logits over the maximum and the sum of these weights. With one barrier `others` is
+    them, the weighted sum of logits over the maximum and the sum of these weights; `mean`, for entropies, is that sum
+    with the exponentials as weights. With one barrier `others` is
     sum_{j != t} p_j D_j W_j [tokens, width], p = exp(y - maximum) / z and D the derivative of the elementwise
     operations, and `total_rows` sum_j w_j D_j W_j."""
 
@@ -44,6 +46,7 @@ class Scan(NamedTuple):
     weights: Tensor
     others: Tensor | None
     total_rows: Tensor | None
+    mean: Tensor | None = None
 
 
 def scan(shard: Shard, hidden: Tensor, own: Parameters, values: Values) -> Scanned:
@@ -60,7 +63,8 @@ def scan(shard: Shard, hidden: Tensor, own: Parameters, values: Values) -> Scann
         tile = _scan_tile(shard, raw, own, labels, values, words)
         found = tile if found is None else _merge(found, tile)
     found = found or _nothing(shard, hidden)
-    statistics = torch.stack([found.maximum, found.z, found.target, found.total])
+    means = [] if found.mean is None else [found.mean]
+    statistics = torch.stack([found.maximum, found.z, found.target, found.total, *means])
     return Scanned(statistics, found.others, label_rows, found.total_rows, tuple(kept))
 
 
@@ -68,7 +72,8 @@ def _nothing(shard: Shard, hidden: Tensor) -> Scan:
     zeros = torch.zeros(hidden.shape[0], dtype=shard.statistics_dtype, device=hidden.device)
     rows = torch.zeros_like(hidden, dtype=shard.statistics_dtype) if shard.barriers == 1 else None
     totals = rows if shard.head.loss.needs_total else None
-    return Scan(torch.full_like(zeros, -torch.inf), zeros, zeros, zeros, zeros.sum(), rows, totals)
+    mean = zeros if shard.head.loss.needs_mean else None
+    return Scan(torch.full_like(zeros, -torch.inf), zeros, zeros, zeros, zeros.sum(), rows, totals, mean)
 
 
 def _scan_tile(shard: Shard, raw: Tensor, own: Parameters, labels: Tensor, values: Values, words: slice) -> Scan:
@@ -84,10 +89,16 @@ def _scan_tile(shard: Shard, raw: Tensor, own: Parameters, labels: Tensor, value
         weight = class_weight(shard, values, words, shifted)
         total, weights = (shifted * weight).sum(1), weight.sum()
     if shard.barriers != 1:
-        return Scan(maximum, z, target, total, weights, None, None)
+        mean = _mean(exponentials, shifted) if shard.head.loss.needs_mean else None
+        return Scan(maximum, z, target, total, weights, None, None, mean)
     others = _others(shard, raw, exponentials, z, own, (inside, number), words)
     total_rows = _total_rows(shard, raw, own, values, words) if shard.head.loss.needs_total else None
     return Scan(maximum, z, target, total, weights, others, total_rows)
+
+
+def _mean(exponentials: Tensor, shifted: Tensor) -> Tensor:
+    """sum_j exp(y_j - maximum) (y_j - maximum); words that are masked by -inf add nothing."""
+    return torch.where(exponentials == 0, 0.0, exponentials * shifted).sum(1)
 
 
 def _others(
@@ -117,8 +128,11 @@ def _merge(one: Scan, other: Scan) -> Scan:
     total_rows = None
     if one.total_rows is not None and other.total_rows is not None:
         total_rows = one.total_rows + other.total_rows
+    mean = None
+    if one.mean is not None and other.mean is not None:
+        mean = mean_over(safe, one.maximum, one.z, one.mean) + mean_over(safe, other.maximum, other.z, other.mean)
     target, weights = one.target + other.target, one.weights + other.weights
-    return Scan(maximum, z, target, totals[0] + totals[1], weights, others, total_rows)
+    return Scan(maximum, z, target, totals[0] + totals[1], weights, others, total_rows, mean)
 
 
 def _label_rows(shard: Shard, hidden: Tensor, own: Parameters, labels: Tensor) -> Tensor:

@@ -60,9 +60,9 @@ class Shard:
 
 
 class Scanned(NamedTuple):
-    """What leaves S: `statistics` [4, tokens]; with one barrier parts of the input gradient [tokens, width]: `others`,
-    of all words but the label, `label_rows` of labels of this shard, and `total_rows` of the weighted sum of logits;
-    and what is kept for T of every tile, `raw` [tokens, words]: what the output layer made, or where
+    """What leaves S: `statistics` [4, tokens], with entropies 5; with one barrier parts of the input gradient [tokens,
+    width]: `others`, of all words but the label, `label_rows` of labels of this shard, and `total_rows` of the weighted
+    sum of logits; and what is kept for T of every tile, `raw` [tokens, words]: what the output layer made, or where
     `Shard.keeps_exponentials` the exponentials over `maximum` [tokens], 0 at the label."""
 
     statistics: Tensor
@@ -125,6 +125,11 @@ def without_label(values: Tensor, inside: Tensor, number: Tensor) -> Tensor:
 def finite(maximum: Tensor) -> Tensor:
     """The maximum, or 0 if no word is alive (a shard without words, columns masked by -inf)."""
     return torch.where(maximum == -torch.inf, 0.0, maximum)
+
+
+def mean_over(common: Tensor, maximum: Tensor, z: Tensor, mean: Tensor) -> Tensor:
+    """`mean` (see `zbcompile.passes.vocabulary.s_pass.Scan`) over a larger maximum than that of its words."""
+    return (mean + (finite(maximum) - common) * z) * (maximum - common).exp()
 
 
 def class_weight(shard: Shard, values: Values, words: slice, like: Tensor) -> Tensor:

@@ -30,7 +30,6 @@ COEFFICIENTS, TANGENT = Slot("saved", "coefficients"), Slot("tangent", "loss")
 LOOKED_UP, OF_LOOKUP = Slot("activation", "lookup"), Slot("tangent", "lookup")
 RAW = "raw"  # the name of the kept tiles
 MAXIMUM = Slot("saved", "maximum")
-ROWS = 4  # statistics per token that every shard sends
 
 Bounds = tuple[tuple[int, int], ...]
 
@@ -58,7 +57,7 @@ class VocabularyProgram:
     """How the output layer is sharded: `bounds[rank]` are the words of a rank, `pieces[rank]` its graphs.
 
     `hidden` is what the last stage broadcasts to all shards, `activation` its name in that stage; `lookup` is the input
-    layer if that is sharded too. Without a backward `barriers` is 0, and STATS makes a value per token in place of
+    layer if that is sharded too. Without a backward `barriers` is 0, and STATS makes the outputs in place of
     the loss. `tiling.keep` says whether logits wait between S and T. `flops[rank]` is per pass
     and microbatch.
     """
@@ -139,7 +138,7 @@ def make_vocabulary(
     made = [_Tracer(canonical, shard, lookup).pieces() for shard in shards]
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     hidden = _tokens(head, mode)
-    statistics = torch.empty(ROWS, hidden.shape[0], dtype=shards[0].statistics_dtype, device=hidden.device)
+    statistics = torch.empty(head.loss.rows, hidden.shape[0], dtype=shards[0].statistics_dtype, device=hidden.device)
     embedding = None
     if lookup is not None:
         rows = tensor_spec(lookup.node.meta["val"], needs_gradient=True)
@@ -155,7 +154,7 @@ def make_vocabulary(
         hidden=tensor_spec(hidden),
         statistics=tensor_spec(statistics),
         gradient=tensor_spec(hidden.to(statistics.dtype)),
-        loss_dtype=str(head.loss.output.meta["val"].dtype).removeprefix("torch."),
+        loss_dtype=str(head.loss.like.dtype).removeprefix("torch."),
         pieces=tuple({name: _accumulating(piece, choices) for name, piece in each.items()} for each in made),
         flops=tuple({name: sum(count_flops(piece.module, mode).values()) for name, piece in p.items()} for p in made),
         lookup=embedding,
@@ -195,9 +194,9 @@ class _Tracer:
             self.hidden = _tokens(self.head, self.mode)
             device = self.hidden.device
             tokens, kind = self.hidden.shape[0], shard.statistics_dtype
-            self.gathered = torch.empty(len(shard.bounds), ROWS, tokens, dtype=kind, device=device)
+            self.gathered = torch.empty(len(shard.bounds), self.head.loss.rows, tokens, dtype=kind, device=device)
             self.coefficients = torch.empty(5, tokens, dtype=kind, device=device)
-            self.tangent = torch.empty((), dtype=self.head.loss.output.meta["val"].dtype, device=device)
+            self.tangent = torch.empty((), dtype=self.head.loss.like.dtype, device=device)
 
     def _likes(self, slots: Sequence[Slot]) -> dict[Slot, torch.Tensor]:
         return {slot: like(self.holders[slot]) for slot in slots}
@@ -248,7 +247,7 @@ class _Tracer:
 
     def _read(self, values: Mapping[Slot, Any]) -> dict[Slot, Any]:
         statistics, _ = gather_statistics(self.shard, values[GATHERED], values)
-        return {Slot("loss"): self.head.loss(statistics, values)}
+        return self.head.loss(statistics, values)
 
     def _combine(self, values: Mapping[Slot, Any]) -> dict[Slot, Any]:
         kept = {slot.name: value for slot, value in values.items() if slot.kind == "saved"}

@@ -15,6 +15,7 @@ from zbcompile.passes.vocabulary.shard import (
     finite,
     joined,
     local,
+    mean_over,
     pointwise,
     pull,
     raw_logits,
@@ -36,9 +37,9 @@ class Combined(NamedTuple):
 
 
 def gather_statistics(shard: Shard, gathered: Tensor, values: Values) -> tuple[Statistics, Tensor]:
-    """Those of all words, from `gathered` [shards, 4, tokens], and the sum of exponentials of every shard over the
-    common maximum [shards, tokens]."""
-    maxima, z, targets, totals = gathered.unbind(1)
+    """Those of all words, from `gathered` [shards, statistics, tokens], and the sum of exponentials of every shard over
+    the common maximum [shards, tokens]."""
+    maxima, z, targets, totals, *means = gathered.unbind(1)
     maximum = maxima.amax(0)
     safe = finite(maximum)
     shares = z * (maxima - safe).exp()
@@ -46,6 +47,8 @@ def gather_statistics(shard: Shard, gathered: Tensor, values: Values) -> tuple[S
     if shard.head.loss.needs_total:
         moved = (finite(maxima) - safe) * _weight_sums(shard, values, z)[:, None]
         statistics = statistics._replace(total=(totals + moved).sum(0))
+    if means:
+        statistics = statistics._replace(mean=mean_over(safe, maxima, z, means[0]).sum(0) / shares.sum(0))
     return statistics, shares
 
 
@@ -79,7 +82,7 @@ def _differentiate(
     with torch.enable_grad():
         leaves = [each.detach().requires_grad_() for each in statistics[:3] if each is not None]
         total = leaves[2] if len(leaves) > 2 else None
-        loss = shard.head.loss(Statistics(leaves[0], leaves[1], total, statistics.maximum), values)
+        (loss,) = shard.head.loss(Statistics(leaves[0], leaves[1], total, statistics.maximum), values).values()
         found = torch.autograd.grad(loss, leaves, tangent.to(loss.dtype), allow_unused=True)
     zeros = torch.zeros_like(statistics.log_z)
     a, b, c = [zeros if each is None else each for each in (*found, None)][:3]

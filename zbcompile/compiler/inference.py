@@ -25,6 +25,7 @@ from zbcompile.passes.pass_list.passes_in_order import CAPTURE_INFERENCE, CUT
 from zbcompile.passes.pass_list.run_passes import PassManager
 from zbcompile.passes.stage.stage_program import forward_programs, tensor_spec
 from zbcompile.passes.vocabulary.logits import NotShardable
+from zbcompile.passes.vocabulary.shard_program import even_bounds
 from zbcompile.program.output import FORWARDS, Output
 from zbcompile.program.program import Program, call_of
 from zbcompile.program.save import save_here
@@ -68,23 +69,25 @@ def compile_forward(
     )  # a frozen model is cut like one that trains
     with without_autocast(microbatch):
         canonical = canonicalise(captured, manager)
-        sharding = _sharding(canonical, like, manager)
+        sharding = _sharding(canonical, frame, manager)
         trunk = canonical if sharding is None else sharding.trunk
         line = draw_line(trunk)
         cuts = plan_cuts(trunk, line, frame.schedule, frame.choices, {}) if like is None else like.cuts
         assigned = assign_by_cuts(line, cuts) if like is None else assign_by_parameters(trunk, line, like.homes)
         stages: tuple[Stage, ...] = manager.run(CUT, trunk, line, assigned, frame.schedule.stages)
         programs = forward_programs(stages, seeded=wanted.training)
-        _warn(wanted, frame, stages)
+        _warn(wanted, stages)
         vocabulary = None
-        if sharding is not None and like is not None and like.vocabulary is not None:
-            vocabulary = forward_shards(sharding, like.vocabulary.bounds, frame.choices, manager)
+        if sharding is not None:
+            placed = like.vocabulary if like is not None else None
+            bounds = placed.bounds if placed is not None else even_bounds(sharding.head.size, frame.schedule.ranks)
+            vocabulary = forward_shards(sharding, bounds, frame.choices, manager)
     program = Program(
         model=facts_of(model, captured.constants),
         cuts=cuts,
         stages=programs,
         lowered=lower(forward_only(frame.schedule.placement, 1)),
-        homes=place(model, captured, stages, None) if like is None else like.homes,
+        homes=place(model, captured, stages, vocabulary) if like is None else like.homes,
         choices=frame.choices,
         loss_dtype="float32",
         inputs={path: (tuple(t.shape), str(t.dtype)) for path, t in microbatch.tensors.items()},
@@ -100,13 +103,7 @@ def compile_forward(
     return for_microbatches(program, 1)
 
 
-def _warn(wanted: Computation, frame: Frame, stages: Sequence[Stage]) -> None:
-    if frame.like is None and frame.choices.vocab in (1, 2):
-        warnings.warn(
-            f"vocab={frame.choices.vocab} is not used: nothing trains, and an evaluation places the output layer whole "
-            "on the last stage.",
-            stacklevel=2,
-        )
+def _warn(wanted: Computation, stages: Sequence[Stage]) -> None:
     if not wanted.training and any(stage.random for stage in stages):
         warnings.warn(
             "the model draws random numbers in eval mode; every rank draws them from its own generator, microbatch by "
@@ -115,13 +112,23 @@ def _warn(wanted: Computation, frame: Frame, stages: Sequence[Stage]) -> None:
         )
 
 
-def _sharding(canonical: Canonical, like: Program | None, manager: PassManager) -> Sharding | None:
-    """The output layer as shards, if training has it so, and if what is computed needs it only through its exits: of
-    other results (all logits, entropies) the rows are gathered."""
+def _sharding(canonical: Canonical, frame: Frame, manager: PassManager) -> Sharding | None:
+    """The output layer as shards, if what is computed needs it only through its exits: the rows that are shards
+    already, which are gathered for other results (all logits), or if this places the parameters those of `vocab=`."""
+    like, vocab = frame.like, frame.choices.vocab
+    if (like is None and vocab not in (1, 2)) or (like is not None and like.vocabulary is None):
+        return None
     try:
-        rows = () if like is None or like.vocabulary is None else like.vocabulary.parameters
-        return shard_head(canonical, manager, rows) if rows else None
-    except NotShardable:
+        if like is None and frame.choices.exact:
+            raise NotShardable("exact=True sums over the vocabulary in eager's order")
+        return shard_head(canonical, manager, like.vocabulary.parameters if like and like.vocabulary else None)
+    except NotShardable as reason:
+        if like is None:
+            warnings.warn(
+                f"vocab={vocab} is not used: {reason}. The first evaluation of a model in which nothing trains places "
+                "its parameters, and this one the output layer whole on the last stage. Let log_probs be the first.",
+                stacklevel=2,
+            )
         return None
 
 

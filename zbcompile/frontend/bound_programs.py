@@ -59,6 +59,7 @@ class BoundPrograms:
         """Let the parameters live where `program`, the first one, has them."""
         self.program, self.trained = program, set(program.trained)
         together(self._ranks, "filling the model", lambda: self._make_real(program))
+        self.parameters = {**dict(self._model.named_parameters()), **(self.shards.own if self.shards else {})}
 
     def require_same_model(self) -> None:
         """Raise PipelineError or CaptureError if the model has other tensors than those that were bound, or hooks that
@@ -121,7 +122,6 @@ class BoundPrograms:
             self.shards.fill(self.share)
 
     def _prepare(self, program: Program) -> Executable:
-        self.parameters = {**dict(self._model.named_parameters()), **(self.shards.own if self.shards else {})}
         sums = {} if self._ranks.rank is None else sums_of(program, self._ranks.mesh, self._ranks.rank)
         return replace(self.prepare(program), sums=sums)
 

@@ -273,6 +273,8 @@ class Executables(BoundPrograms):
             self.copy_first_replica(program)
         elif self.program.output is not None:
             self.program = program  # an evaluation placed the parameters; from now on they train
+            for name, rows in self.shards.own.items() if self.shards else ():
+                rows.requires_grad_(name in program.trained)
         self.trained |= program.trained
         return self._prepare(program)
 
@@ -321,7 +323,9 @@ class Executables(BoundPrograms):
         choices = self._decision.choices if self._decision else self._options.choices
         if self.program is None or (choices.vocab != "auto" and self.program.output is None):
             return choices
-        return replace(choices, vocab="off" if self.program.vocabulary is None else 1)
+        if self.program.vocabulary is None:
+            return replace(choices, vocab="off")
+        return choices if choices.vocab in (1, 2) else replace(choices, vocab=1)
 
     def _measured(self, drawn: Drawn) -> dict[str, float]:
         """The times by which the model is cut, the same on all ranks."""

@@ -29,7 +29,7 @@ from zbcompile.program.stage_outlines import (
 from zbcompile.program.step_options import StepOptions
 from zbcompile.schedules.ir.schedule import Lowered
 
-FORMAT, VERSION = "zbcompile program", 3
+FORMAT, VERSION = "zbcompile program", 4
 AGAIN = "Compile and save the program again"
 
 

@@ -24,7 +24,7 @@ def run_forward(executable: Executable, given: StepInput, engine: Engine, channe
         engine.end_recording(recorder)
     made = {name: parts for run in runs for stage in run.runs.values() for name, parts in stage.outputs.items()}
     shards = [run.vocabulary.shard for run in runs if run.vocabulary is not None]
-    return made | {name: shard.losses for name in program.returns.made for shard in shards}
+    return made | {name: parts for shard in shards for name, parts in shard.outputs.items()}
 
 
 def joined(made: Made, outputs: dict[int, Output]) -> dict[str, torch.Tensor]:

@@ -40,7 +40,8 @@ class VocabularyShards:
 
     def __post_init__(self) -> None:
         if self.rank is not None:
-            self.own = {name: nn.Parameter(self._memory(self.rank, name)) for name in self.whole}
+            own = {name: self._memory(self.rank, name) for name in self.whole}
+            self.own = {name: nn.Parameter(rows, self.whole[name].requires_grad) for name, rows in own.items()}
 
     def _memory(self, rank: int, name: str) -> torch.Tensor:
         low, high = self.bounds[rank]

@@ -46,7 +46,8 @@ def prepare_shard(
 @dataclass
 class ShardRun:
     """A shard during one step: `states[microbatch]` holds what waits for its next pass, `looked_up[microbatch]` the
-    rows for the first stage, if that is here, `spreads[microbatch]` their gradient.
+    rows for the first stage, if that is here, `spreads[microbatch]` their gradient; `outputs[leaf]` the parts of the
+    output of a forward alone, by microbatch.
 
     `accumulator` gives the tensor that the gradient of a parameter's rows is added into, `factor` is the tangent of a
     microbatch's loss.
@@ -58,6 +59,7 @@ class ShardRun:
     factor: torch.Tensor
     states: dict[int, Values] = field(default_factory=dict)
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
+    outputs: dict[str, dict[int, torch.Tensor]] = field(default_factory=dict)
     looked_up: dict[int, torch.Tensor] = field(default_factory=dict)
     spreads: dict[int, torch.Tensor] = field(default_factory=dict)
 
@@ -78,7 +80,11 @@ class ShardRun:
         the input gradient."""
         self.states[microbatch][GATHERED] = gathered
         made = self._call("STATS", microbatch)
-        self.losses[microbatch] = made[Slot("loss")]
+        for slot, value in made.items():
+            if slot.kind == "output":
+                self.outputs.setdefault(slot.name, {})[microbatch] = value
+            elif slot.kind == "loss":
+                self.losses[microbatch] = value
         state, update = self.states.pop(microbatch), self.shard.program.pieces[self.shard.rank].get("T")
         if update is not None:
             kept = {slot: value for slot, value in state.items() if slot in set(update.inputs)}

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -149,28 +150,40 @@ def test_a_frozen_model_has_no_backward_graphs() -> None:
         frozen.step(tokens)
 
 
-def sharded(kind: str, vocab: int) -> list[float]:
-    """The largest difference from eager: of log-probabilities from the shards, and of those beside entropies."""
+def sharded(kind: str, vocab: int, frozen: bool) -> list[float]:
+    """The largest differences from eager: of log-probabilities from the shards, of those beside entropies, of these,
+    and of all logits, for which the rows are gathered."""
     model, words, loss = (gpt(), VOCABULARY, next_byte_loss) if kind == "tied" else (Capped(), 37, loss_of)
-    made = zbcompile.pipeline(model, schedule="zb-h1", microbatches=4, ranks=2, loss=loss, vocab=vocab)
+    ranks = None if dist.is_initialized() else 2
+    made = zbcompile.pipeline(model, schedule="zb-v", microbatches=4, ranks=ranks, loss=loss, vocab=vocab)
     tokens, labels = batch_of(8, words)
-    theirs, _ = eager(model, tokens, labels)
-    made.compile(tokens, target=tokens)
+    model.requires_grad_(not frozen)
+    if not frozen:
+        made.compile(tokens, target=tokens)
     with made.recording() as records:
-        ours = made.log_probs(tokens, labels=labels)
-        again, _ = made.log_probs(tokens, labels=labels, entropies=True)
-    assert {"S" in record.schedule.ops for record in records} == {True, False}
-    return [(each - theirs).abs().max().item() for each in (ours, again)]
+        ours = [made.log_probs(tokens, labels=labels), *made.log_probs(tokens, labels=labels, entropies=True)]
+        logits = made.eval(tokens)
+    assert ["S" in record.schedule.ops for record in records] == [True, True, False]
+    assert [parameter.requires_grad for parameter in made.parameters()] == [not frozen] * len(list(made.parameters()))
+    model.requires_grad_(True)
+    made.step(tokens, target=tokens)
+    assert "T" in made.program.schedule.ops  # what was placed frozen trains from its shards
+    assert all(parameter.requires_grad for parameter in made.parameters())
+    reference = gpt() if kind == "tied" else Capped()
+    theirs, entropies = eager(reference, tokens, labels)
+    whole = reference.eval()(tokens).detach() if kind == "tied" else reference(tokens)["logits"].detach()
+    found = [*ours, logits if kind == "tied" else logits["logits"]]
+    return [(a - b).abs().max().item() for a, b in zip(found, (theirs, theirs, entropies, whole), strict=True)]
 
 
-@pytest.mark.parametrize(("kind", "vocab"), [("tied", 1), ("capped", 2)])
-def test_from_shards_of_the_output_layer(kind: str, vocab: int) -> None:
-    assert max(sharded(kind, vocab)) <= 2e-6
+@pytest.mark.parametrize(("kind", "vocab", "frozen"), [("tied", 1, True), ("capped", 2, False), ("capped", 1, True)])
+def test_from_shards_of_the_output_layer(kind: str, vocab: int, frozen: bool) -> None:
+    assert max(sharded(kind, vocab, frozen)) <= 2e-6
 
 
 @pytest.mark.slow
 def test_from_shards_in_processes(pool: Pool) -> None:
-    assert max(max(each) for each in pool.run(sharded, "tied", 1)) <= 2e-6
+    assert max(max(each) for each in pool.run(sharded, "tied", 1, True)) <= 2e-6
 
 
 @pytest.mark.slow

@@ -65,6 +65,18 @@ def test_a_forward_alone(tmp_path: Path, whole: Any, capsys: pytest.CaptureFixtu
         pipe.log_probs(microbatches=[((tokens,), {})], entropies=True)
 
 
+def test_forwards_alone_from_shards(tmp_path: Path, whole: Any) -> None:
+    """An evaluation of all logits is placed as the log-probabilities are, and gathers the rows."""
+    model, tokens, logits = whole
+    compiled(tmp_path, "--only", "eval,log_probs", "--vocab", "1")
+    pipe = zbcompile.load(tmp_path, state_dict=model.state_dict())
+    torch.testing.assert_close(pipe.eval(tokens), logits)
+    with pipe.recording() as records:
+        ours = pipe.log_probs(tokens, labels=tokens)
+    torch.testing.assert_close(ours, log_probs_of(logits, tokens), rtol=0, atol=2e-6)
+    assert "S" in records[0].schedule.ops
+
+
 class Counting(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +91,7 @@ def counting() -> tuple[nn.Module, tuple[Tensor, ...]]:
 
 
 def test_numbers_are_those_of_one_microbatch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A batch of several would have others; and no output layer is sharded without a step."""
+    """A batch of several would have others; and --vocab without an output layer to shard is refused."""
     arguments = [f"{__file__}:counting", "--schedule", "1f1b", "--ranks", "2", "--only", "eval"]
     assert zbcompile.compile.main([*arguments, "--output", str(tmp_path)]) == 0
     pipe = zbcompile.load(tmp_path, state_dict=Counting().state_dict())
@@ -87,4 +99,4 @@ def test_numbers_are_those_of_one_microbatch(tmp_path: Path, capsys: pytest.Capt
     with pytest.raises(zbcompile.PipelineError, match=r"numbers that may depend on the rows.*Pass batches of 2,"):
         pipe.eval(torch.ones(4, 4))
     assert zbcompile.compile.main([*arguments, "--vocab", "1", "--output", str(tmp_path)]) == 2
-    assert "--vocab shards the output layer of a training step" in capsys.readouterr().err
+    assert "--only eval has none. Leave --vocab out" in capsys.readouterr().err
