@@ -10,6 +10,7 @@ from torch import nn
 
 from zbcompile.compiler.inference import Computation, Frame, compile_forward, for_microbatches
 from zbcompile.distributed.agreement import require_equal_programs
+from zbcompile.distributed.ranks import Ranks
 from zbcompile.distributed.transport import ReceiveBuffers
 from zbcompile.errors import PipelineError
 from zbcompile.frontend.answers import ByShape, captured_alike
@@ -216,6 +217,25 @@ def _fits(chunk: Program, whole: Program, rows: int) -> bool:
     others."""
     asks = whole.guards is None and chunk.guards is not None
     return not asks and chunk.returns.has_rows(rows) and chunk.returns.rest == whole.returns.rest
+
+
+def require_same_calls(ranks: Ranks, asked: Asked, batches: Sequence[Batch]) -> None:
+    """Raise PipelineError, on every rank, if ranks ask for different things: they would wait for each other."""
+    inputs = [", ".join(f"{path} {_form(each)}" for path, each in batch.whole.tensors.items()) for batch in batches]
+    notes = {
+        "the call": asked.wanted.computes,
+        "mode": MODES[asked.wanted.training],
+        "outputs": asked.outputs,
+        "microbatches": asked.microbatches,
+        "recording": asked.record,
+        "the inputs": inputs,
+    }
+    remedy = "Every rank must make the same calls."
+    require_equal_programs(ranks, notes, "evaluate different things", remedy, of_a_place=("the inputs",))
+
+
+def _form(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
 def require_words(batch: Batch, program: Program) -> None:

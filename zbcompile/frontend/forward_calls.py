@@ -8,7 +8,7 @@ from torch import nn
 
 from zbcompile.compiler.inference import Computation
 from zbcompile.errors import PipelineError
-from zbcompile.frontend.evaluation import MODES, OUTPUTS, Asked, Forwards
+from zbcompile.frontend.evaluation import MODES, OUTPUTS, Asked, Forwards, require_same_calls
 from zbcompile.frontend.held_model import HeldModel
 from zbcompile.frontend.options import Options, checked
 from zbcompile.model.batch import flatten_batch
@@ -47,8 +47,8 @@ class ForwardCalls(HeldModel):
         An output without a row per sample (a loss) is computed on the whole batch. Raises PipelineError and
         CompileError.
         """
-        asked = self._asked("eval", mode, outputs, microbatches)
         with self._watch.region("eval"), torch.inference_mode(False):
+            asked = self._asked("eval", mode, outputs, microbatches)
             return self._forward(args, kwargs, None, microbatches, asked)
 
     def log_probs(
@@ -76,8 +76,8 @@ class ForwardCalls(HeldModel):
 
         >>> logp = pipe.log_probs(tokens[:, :-1], labels=tokens[:, 1:])                  # doctest: +SKIP
         """
-        asked = self._asked("entropies" if entropies else "log_probs", mode, outputs, microbatches)
         with self._watch.region("log_probs"), torch.inference_mode(False):
+            asked = self._asked("entropies" if entropies else "log_probs", mode, outputs, microbatches)
             found = self._forward(args, kwargs, labels, microbatches, asked)
         return [_without_words(each) for each in found] if isinstance(found, list) else _without_words(found)
 
@@ -88,15 +88,16 @@ class ForwardCalls(HeldModel):
         return Asked(Computation(computes, mode == "train"), outputs, count, self.step_index, self.record)
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], labels: Any, given: Any, asked: Asked) -> Any:
-        split = None
-        if isinstance(given, Sequence):
-            split = split_batches(given, asked.wanted.computes, beside=bool(args or kwargs or labels is not None))
+        split = isinstance(given, Sequence)
+        if split:
+            batches = split_batches(given, asked.wanted.computes, beside=bool(args or kwargs or labels is not None))
+        else:
+            batches = [flatten_batch(args, kwargs, labels, self.options.split, True)]
+        require_same_calls(self._ranks, asked, batches)
         self._require_place(args, kwargs)
         self._optimizers.arrive()
-        if split is not None:
-            found = self._forwards.of_microbatches(split, asked)
-        else:
-            found = self._forwards.of_batch(flatten_batch(args, kwargs, labels, self.options.split, True), asked)
+        run = self._forwards
+        found = run.of_microbatches(batches, asked) if split else run.of_batch(batches[0], asked)
         if self.record:
             self._note_record()
         return found

@@ -201,6 +201,41 @@ def test_random_numbers_in_eval_mode_are_said_to_differ() -> None:
         made(Random().requires_grad_(False)).eval(batch_of(8))
 
 
+def calls_apart() -> tuple[list[str], Any]:
+    """What two ranks that ask for different things are told, and then what each gets with outputs="last"."""
+    pipe, x, rank = made(Counting().requires_grad_(False), schedule="1f1b", ranks=None), batch_of(8), dist.get_rank()
+    pipe.eval(x)
+    labels = torch.zeros(8, dtype=torch.int64)
+    calls: list[Callable[[], Any]] = [
+        lambda: pipe.eval(x, outputs=("all", "last")[rank]),
+        lambda: pipe.eval(x, mode=("eval", "train")[rank]),
+        lambda: pipe.eval(x, microbatches=1 + rank),
+        lambda: pipe.eval(batch_of(8 - rank)),
+        lambda: pipe.eval(microbatches=[((x[:2],), {})] * (1 + rank)),
+        lambda: pipe.log_probs(x, labels=labels if rank else None),
+        lambda: (pipe.eval, pipe.log_probs)[rank](x),
+    ]
+    reasons = []
+    for call in calls:
+        with pytest.raises(zbcompile.PipelineError) as raised:
+            call()
+        reasons.append(str(raised.value))
+    return reasons, pipe.eval(x, outputs="last")
+
+
+@pytest.mark.slow
+def test_ranks_that_ask_for_different_things(pool: Pool) -> None:
+    """Every rank says why, at once, and the pipeline stays whole."""
+    (reasons, first), (others, last) = pool.run(calls_apart)
+    assert reasons == others
+    words = ("outputs", "mode", "microbatches", "the inputs[0]", "the inputs", "the inputs[0]", "the call")
+    for word, reason in zip(words, reasons, strict=True):
+        assert f"the ranks evaluate different things: {word} is " in reason
+    assert first is None
+    with torch.no_grad():
+        torch.testing.assert_close(last["rows"], Counting()(batch_of(8))["rows"])
+
+
 def apart() -> tuple[float, str]:
     """Every rank has weights of its own in a frozen model: what replicas compute, and why stages are refused."""
     model = Counting(dist.get_rank()).requires_grad_(False)
