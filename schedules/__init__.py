@@ -45,6 +45,7 @@ if TYPE_CHECKING:  # what `__getattr__` resolves, for editors and type checkers;
         parse_step as parse_step,
     )
     from zbcompile.schedules.lowering.lower import lower as lower
+    from zbcompile.schedules.lowering.updates import with_updates as with_updates
     from zbcompile.schedules.searching.by_name import build as build
     from zbcompile.schedules.searching.order_search import Found as Found, bound as bound, search as search
     from zbcompile.schedules.simulation.closed_forms import ClosedForm as ClosedForm, closed_form as closed_form
@@ -76,6 +77,7 @@ _HOME = {
     "ir.placement": "Placement",
     "ir.schedule": "Lowered Schedule format_order format_schedule format_step parse_order parse_schedule parse_step",
     "lowering.lower": "lower",
+    "lowering.updates": "with_updates",
     "searching.by_name": "build",
     "searching.order_search": "Found bound search",
     "simulation.closed_forms": "ClosedForm closed_form",

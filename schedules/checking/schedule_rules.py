@@ -10,14 +10,13 @@ from zbcompile.schedules.execution.deadlock import culprit_error, require_finish
 from zbcompile.schedules.execution.event_loop import has_pairs, require_fit, run, without_collector
 from zbcompile.schedules.execution.memory import first_beyond, peak_memory
 from zbcompile.schedules.generators.forward_only import FORWARD_ONLY
-from zbcompile.schedules.ir.actions import BW, COMMUNICATION, COMPUTE, Action, B, F, Pair, S, Step, W, flatten
+from zbcompile.schedules.ir.actions import BW, COMMUNICATION, COMPUTE, ONCE, Action, B, F, Pair, S, Step, W, flatten
 from zbcompile.schedules.ir.costs import Costs
 from zbcompile.schedules.ir.kinds import KINDS, with_scope
 from zbcompile.schedules.ir.schedule import Lowered, Schedule
 
 Done = int  # a bit for each operation that a microbatch has run on a stage
 BITS: Mapping[str, Done] = {op: 1 << place for place, op in enumerate(KINDS)}
-ONCE = with_scope("stage")
 OWN_WEIGHT_ORDER = frozenset(("zb-h1-lazy",))  # declares another order of accumulation than that of the microbatches
 WeightOrder = Literal["microbatch", "any"]
 
@@ -150,16 +149,27 @@ def _numbered(schedule: Schedule, order: Sequence[Step]) -> Iterable[tuple[int, 
 
 
 def _check_once(schedule: Schedule, rank: int, order: Sequence[Step]) -> None:
-    """Check actions that run once per stage: on every stage if on any, and after all that they need."""
+    """Check actions that run once per stage: on every stage if on any, after all that they need, and before all that
+    needs them."""
     for op in schedule.ops & ONCE:
         for stage in schedule.placement.stages_of(rank):
             places = [index for index, step in enumerate(order) if step == (op, stage, 0)]
             actions = [(i, a) for i, step in enumerate(order) for a in flatten((step,)) if a.stage == stage]
             needed = [i for i, a in actions if {*KINDS[op].after} & {*KINDS[a.op].does}]
-            if len(places) != 1 or places[0] < max(needed, default=0):
-                what = "comes before what it depends on" if len(places) == 1 else f"appears {len(places)} times"
-                text = f"{schedule.name}: rank {rank}: {Action(op, stage, 0)} {what}; expected once, after all"
-                text = f"{text} {', '.join(KINDS[op].after)} of its stage"
+            serves = [i for i, a in actions if {*KINDS[op].before} & {*KINDS[a.op].does}]
+            wrong = f"appears {len(places)} times" if len(places) != 1 else ""
+            if not wrong and places[0] < max(needed, default=0):
+                wrong = "comes before what it depends on"
+            if not wrong and places[0] > min(serves, default=len(order)):
+                wrong = f"comes after {order[min(serves)]}, which needs it"
+            if wrong:
+                expected = " and".join(
+                    f" {word} all {', '.join(ops)}"
+                    for word, ops in (("after", KINDS[op].after), ("before", KINDS[op].before))
+                    if ops
+                )
+                text = f"{schedule.name}: rank {rank}: {Action(op, stage, 0)} {wrong}; expected once,{expected}"
+                text = f"{text} of its stage"
                 raise culprit_error(text, schedule.orders, rank, places[-1] if places else len(order) - 1)
         for index, step in enumerate(order):
             if step[0] == op and (step[1] not in schedule.placement.stages_of(rank) or step[2] != 0):

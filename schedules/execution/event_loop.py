@@ -15,18 +15,24 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.execution.noise import Draw
-from zbcompile.schedules.ir.actions import COLLECTIVES, COMPUTE, MESSAGES, Action, F, Pair, Step
+from zbcompile.schedules.ir.actions import COLLECTIVES, COMPUTE, MESSAGES, ONCE, Action, F, Pair, Step
 from zbcompile.schedules.ir.costs import Costs
 from zbcompile.schedules.ir.dependencies import RECEIVE_OF, SEND_OF, awaited, needs, target
-from zbcompile.schedules.ir.kinds import KINDS
+from zbcompile.schedules.ir.kinds import KINDS, Kind
 from zbcompile.schedules.ir.schedule import Lowered, Schedule
+
+
+def _awaits(kind: Kind) -> tuple[str, ...]:
+    """What a kind waits for; what one of scope "stage" comes after has run on its own rank."""
+    return (kind.takes,) if kind.scope == "stage" else (*kind.after, kind.takes)
+
 
 # Operations that others wait for, and that therefore have events: nothing waits for W unless a kind in the table does.
 WAITED_FOR = tuple(
     op
     for op, kind in KINDS.items()
     if kind.role != "compute"
-    or (kind.event == op and (kind.along or any(op in (*other.after, other.takes) for other in KINDS.values())))
+    or (kind.event == op and (kind.along or any(op in _awaits(other) for other in KINDS.values())))
 )
 
 # What an operation on one stage does: it waits for event `need` + microbatch and `delay` more, takes `time` (`None`:
@@ -113,7 +119,7 @@ def run(program: Schedule | Lowered, costs: Costs, draw: Draw | None = None) -> 
     schedule, orders = parts(program)
     lowered, ops = isinstance(program, Lowered), operations(program)
     known = (op for op in WAITED_FOR if schedule.shards or KINDS[op].scope != "shard")
-    bands = tuple(op for op in known if op in ops or op in COMPUTE)  # what has events when these operations run
+    bands = tuple(op for op in known if op in ops or op in COMPUTE - ONCE)  # what has events when these operations run
     events = Events(schedule.stages, schedule.microbatches, bands)
     happened: list[Any] = [None] * (events.nothing + events.microbatches)
     happened[: events.microbatches] = [0] * events.microbatches
@@ -259,9 +265,16 @@ class _RowsOf(NamedTuple):
     def _entrance(self, rank: int, op: str, stage: int) -> tuple[int, float]:
         """The event that a pass waits for, and how long that takes to arrive: a message from another rank."""
         kind = KINDS[op]
+        if kind.scope == "stage":  # the rest `check` has seen before it on its rank
+            made = kind.takes in self.ops
+            return (
+                (self.events.first(kind.takes, stage), self.costs.delay(kind.takes, stage))
+                if made
+                else (0, self.costs.delay(op, stage) if kind.before else 0)
+            )
         needed = needs(op, stage, self.events.stages)
-        if not needed or kind.scope == "stage" or (kind.made_at and self.lowered):
-            return (0, 0)  # nothing, or what `check` has seen before it on its rank, or a collective (`awaits`)
+        if not needed or (kind.made_at and self.lowered):
+            return (0, 0)  # nothing, or a collective (`awaits`)
         other, at = needed[-1]
         if kind.made_at:
             return (self.events.first(other, at), self.costs.delay(other))

@@ -1,20 +1,23 @@
 """What a rank can be told to do: one operation on one stage for one microbatch.
 
 The letters are those of the papers: F forward, B input gradient, W weight gradient, BW the fused backward, S and T
-the two vocabulary passes. A lowered program also holds SEND_F, RECV_F, SEND_B and RECV_B, and the collectives of the
+the two vocabulary passes. VALIDATE, GATHER, REDUCE and OPT are the optimizer's, once per stage. A lowered program also
+holds SEND_F, RECV_F, SEND_B and RECV_B, and the collectives of the
 vocabulary passes: CAST, STATS, SUM, LOOKUP and SPREAD. torch writes I for our B, W for our W and B for our BW;
 `zbcompile.schedules` reads and writes both. `zbcompile.schedules.ir.kinds` says everything else about them.
 """
 
 from typing import NamedTuple
 
-from zbcompile.schedules.ir.kinds import with_role
+from zbcompile.schedules.ir.kinds import with_role, with_scope
 
 F, B, W, BW, S, T = "F", "B", "W", "BW", "S", "T"
 SEND_F, RECV_F, SEND_B, RECV_B = "SEND_F", "RECV_F", "SEND_B", "RECV_B"
 CAST, STATS, SUM = "CAST", "STATS", "SUM"
 LOOKUP, SPREAD = "LOOKUP", "SPREAD"
+VALIDATE, GATHER, REDUCE, OPT = "VALIDATE", "GATHER", "REDUCE", "OPT"
 COMPUTE = with_role("compute")
+ONCE = with_scope("stage")
 SENDS, RECEIVES = with_role("send"), with_role("receive")
 MESSAGES = SENDS | RECEIVES
 COLLECTIVES = with_role("collective")

@@ -35,14 +35,16 @@ class Costs:
     * `forward`, `backward` (input gradient), `weight`: time of F, B and W; BW takes backward + weight; no work is 0.
     * `vocab_s`, `vocab_t`: time of the vocabulary passes S and T of the shard that a stage names, `vocab_state` what
       the shard holds from S to T; `cast`, `stats`: time of their collectives, C0 and C1 (or C2), by default `comm`.
-    * `optimizer`: time of the optimizer step of a stage.
+    * `optimizer`: time of the optimizer step of a stage; `reduce`: from the start of its gradients' sum until that is
+      there; `gather`: from the begin of a step until the parameters that were updated before it have arrived.
     * `activation`: what F adds; `residue`: what is left of it after B until W (by default all of it).
     * `message`: size of what a stage sends onwards, and of the gradient that comes back for it.
     * `comm`: latency of a hop between two ranks, `bandwidth` its size term (`None`: none); `links` overrides both for
       single links.
     * `overlap`: share of the shorter half that a pair (F|BW) hides, 0 they add up, 1 the longer one decides; `pairs`
       overrides it for single pairs of stages.
-    * `barrier`: time of the global check between the last gradient of any rank and the first optimizer step.
+    * `barrier`: time of the global check between the last gradient of any rank and the first optimizer step; of one
+      that follows behind (VALIDATE), from the begin of the next step.
     * `time_unit`, `memory_unit`: what pictures write behind the numbers.
 
     Raises `ScheduleError` for lengths that differ and for values that are negative or not finite.
@@ -61,6 +63,8 @@ class Costs:
     vocab_t: tuple[float, ...] = ()
     vocab_state: tuple[float, ...] = ()
     optimizer: tuple[float, ...] = ()
+    reduce: tuple[float, ...] = ()
+    gather: tuple[float, ...] = ()
     message: tuple[float, ...] = ()
     comm: float = 0
     bandwidth: float | None = None
@@ -154,10 +158,11 @@ class Costs:
             raise ScheduleError(f"costs: {op!r} has no time; expected one of {', '.join(sorted(COMPUTE))}")
         return self._sum(KINDS[op].time)
 
-    def delay(self, op: str) -> float:
-        """From the end of the pass or collective `op` until every vocabulary shard has its result."""
-        time: float = getattr(self, KINDS[op].delay)
-        return time
+    def delay(self, op: str, stage: int = 0) -> float:
+        """From the end of the pass or collective `op` until every vocabulary shard has its result, or as the kinds of
+        scope "stage" say; 0 for those that nothing waits for."""
+        time = getattr(self, KINDS[op].delay) if KINDS[op].delay else 0
+        return time[stage] if isinstance(time, tuple) else time
 
     def added(self, op: str) -> tuple[float, ...]:
         """What the compute operation `op` adds to the memory of its rank (below 0: frees), on every stage."""

@@ -1,7 +1,7 @@
 """Every kind of action, in one table that text, checks, simulation, memory, lowering and pictures read.
 
 A new kind is one entry in `KINDS`; to run it, `zbcompile.runtime.action_loop` needs a handler for it. Kinds that one
-stage runs once per step (an optimizer step, a reduction) are written with microbatch 0.
+stage runs once per step (those of the optimizer) are written with microbatch 0.
 """
 
 from collections.abc import Mapping
@@ -31,12 +31,14 @@ class Kind:
     * `torch`: the letters that torch writes ("": it has none).
     * `scope`: a stage runs it for every "microbatch", a vocabulary "shard" for every microbatch, a "stage" once.
     * `does`: the operations whose work it does; others wait for the first of them.
-    * `after`: operations that must have run before on its stage, for its microbatch (of scope "stage": for all).
+    * `after`: operations that must have run before on its stage, for its microbatch (of scope "stage": for all);
+      `before`: of scope "stage", those that must not have run yet.
     * `along`: 1 if results go down the pipeline, from stage to stage + 1, -1 if they go up, 0 if they stay. It needs
       the result of the stage before it on this way; only at the start of the way does it wait for `after` itself.
     * `takes`: the operation whose result it takes from elsewhere: a message or collective carries it. Unless along the
       pipeline, `made_at` says where it is made: on the "first" or "last" stage, or on its "own".
     * `time`: the `Costs` per stage that add up to its time; `delay`: the `Costs` time until all shards have its result.
+      Of scope "stage": until its result can be taken; of one that awaits the step before, from the begin of the step.
     * `adds`, `frees`: the `Costs` per stage that it adds to the memory of its rank, and frees.
     """
 
@@ -47,6 +49,7 @@ class Kind:
     scope: Scope = "microbatch"
     does: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
+    before: tuple[str, ...] = ()
     along: int = 0
     takes: str = ""
     made_at: Where = ""
@@ -138,6 +141,40 @@ KINDS: Mapping[str, Kind] = {
             delay="stats_time",
             frees=("vocab_state",),
             look=Look("#f0e442", "M3,0 v6"),
+        ),
+        Kind(
+            "VALIDATE",
+            "total norm of the step before",
+            scope="stage",
+            before=("GATHER", "F"),
+            delay="barrier",
+            look=Look("#c8c8c8", "M0,0 l6,6"),
+        ),
+        Kind(
+            "GATHER",
+            "arrival of updated parameters",
+            scope="stage",
+            before=("F",),
+            delay="gather",
+            look=Look("#8dd3c7", "M0,6 l6,-6"),
+        ),
+        Kind(
+            "REDUCE",
+            "start of the gradients' sum",
+            scope="stage",
+            after=("W",),
+            delay="reduce",
+            look=Look("#9e9e9e", "M0,2 h6 M0,4 h6"),
+        ),
+        Kind(
+            "OPT",
+            "optimizer step",
+            scope="stage",
+            after=("W", "REDUCE"),
+            takes="REDUCE",
+            made_at="own",
+            time=("optimizer",),
+            look=Look("#b39ddb", "M0,3 h6 M3,0 v6"),
         ),
         _message("RECV", "F"),
         _message("RECV", "B"),

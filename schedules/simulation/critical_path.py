@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from zbcompile.schedules.execution.event_loop import parts
-from zbcompile.schedules.ir.actions import COMMUNICATION, Step, flatten
+from zbcompile.schedules.ir.actions import COMMUNICATION, GATHER, VALIDATE, Step, flatten
 from zbcompile.schedules.simulation.idle_causes import Idle
 from zbcompile.schedules.simulation.timeline import Timeline
 
@@ -75,10 +75,12 @@ def _back(timeline: Timeline, rank: int, index: int, travel: float = 0) -> Itera
     orders = parts(timeline.program)[1]
     while True:
         start = run.begin[rank][index]
+        needed = timeline.waits.held_up(rank, index)
+        if needed is None and orders[rank][index][0] in (GATHER, VALIDATE):
+            start = run.end[rank][index - 1] if index else 0  # it waited for the step before
         if orders[rank][index][0] not in COMMUNICATION:
             yield Leg(rank, orders[rank][index], start, run.end[rank][index], travel, overhead)
             travel = overhead = 0  # those of a SEND, which takes no time, go to the step that made the message
-        needed = timeline.waits.held_up(rank, index)
         if needed is not None:
             rank, index, travel = needed.rank, needed.step, travel + start - needed.made
         elif index:

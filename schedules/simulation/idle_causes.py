@@ -39,7 +39,8 @@ class Idle(NamedTuple):
     source: int | None
 
     def __str__(self) -> str:
-        waits = f"waits for {self.action} of rank {self.source}" if self.action else "its inputs were ready"
+        ready = "its inputs were ready" if self.cause == "overhead" else "waits for the step before"
+        waits = f"waits for {self.action} of rank {self.source}" if self.action else ready
         waits = waits if self.step else "waits until the last rank has finished"
         return f"rank {self.rank} idle {self.start:g} to {self.end:g}: {self.cause}, {waits}"
 
@@ -97,8 +98,9 @@ class Waits:
         """The wait until what the next step needs was made, then its way to this rank."""
         step = self.orders[rank][gap.before]
         needed = self.held_up(rank, gap.before)
-        if needed is None:
-            yield Idle(rank, gap.start, gap.end, "overhead", step, None, None)
+        if needed is None:  # what GATHER waits for was made in the step before
+            awaits = isinstance(step, Action) and KINDS[step.op].scope == "stage" and KINDS[step.op].before
+            yield Idle(rank, gap.start, gap.end, "communication" if awaits else "overhead", step, None, None)
             return
         made = gap.start if step[0] in SENDS else min(max(needed.made, gap.start), gap.end)
         if made > gap.start:
@@ -140,6 +142,8 @@ class Waits:
             yield from (self._made(Action(by, shard, microbatch), self.costs.delay(by)) for shard in self.shards)
         if kind.role == "send" and (there := target(op, stage, self.schedule.stages)) is not None:
             yield self._made(Action(RECEIVE_OF[kind.takes], there, microbatch), 0)
+        if kind.scope == "stage" and kind.takes in self.schedule.ops:
+            yield self._made(Action(kind.takes, stage, 0), self.costs.delay(kind.takes, stage))
         if kind.role not in ("compute", "collective") or kind.scope == "stage":
             return
         for made in (Action(*need, microbatch) for need in needs(op, stage, self.schedule.stages)):

@@ -30,7 +30,7 @@ class Timeline:
     """What `simulate` predicts. Times count from the first start, in the unit of the costs.
 
     * `makespan`: the whole step with an optimizer barrier: from the first start to the last end on any rank, then
-      `costs.barrier`, then the slowest rank's optimizer.
+      `costs.barrier`, then the slowest rank's optimizer; of orders that have the optimizer's actions, to the last end.
     * `cost`: the longest own span of a rank, from its first start to its last end, with its own optimizer: what counts
     if ranks may start the next step on their own (Qi et al., Zero Bubble, section 4).
     * `work`: the sum of passes (and optimizer) on the busiest rank. `bubble` = 1 - work/makespan, `cost_bubble` =
@@ -69,14 +69,19 @@ class Timeline:
     @cached_property
     def optimizer(self) -> tuple[float, ...]:
         """The time of every rank's optimizer step behind its last pass; none if actions of the orders take it."""
-        if any("optimizer" in KINDS[op].time for op in self.schedule.ops):
+        if self._updates:
             return (0,) * self.schedule.ranks
         placement = self.schedule.placement
         return tuple(sum(self.costs.optimizer[s] for s in placement.stages_of(r)) for r in range(placement.ranks))
 
+    @cached_property
+    def _updates(self) -> bool:
+        """Whether actions of the orders are the optimizer's steps."""
+        return any("optimizer" in KINDS[op].time for op in self.schedule.ops)
+
     @property
     def makespan(self) -> float:
-        return self.finish + self.costs.barrier + max(self.optimizer)
+        return self.finish if self._updates else self.finish + self.costs.barrier + max(self.optimizer)
 
     @cached_property
     def cost(self) -> float:

@@ -29,6 +29,7 @@ class Training:
     scale: float | None = None
     updates: int = 3
     vocab: Any = "off"
+    early: bool = False
 
     def __str__(self) -> str:
         usual = vars(Training())
@@ -48,13 +49,14 @@ class Result:
 
 
 def at_levels(training: Training, levels: tuple[int, ...] = (0, 1, 2)) -> list[Result]:
-    """The same training with each `zero`, on this rank."""
+    """The same training with each `zero`, on this rank; of one that is early, before them one that is not."""
     torch.set_num_threads(1)
     mesh = mesh_of_replicas()
     if training.vocab != "off":  # whose collectives stand in the schedule of each program
         return [trained(training, zero, mesh) for zero in levels]
     with compiled_once(f"{training.problem} {training.dtype}", exact=True):
-        return [trained(training, zero, mesh) for zero in levels]
+        late = [trained(replace(training, early=False), 0, mesh)] if training.early else []
+        return [*late, *(trained(training, zero, mesh) for zero in levels)]
 
 
 def trained(training: Training, zero: int, mesh: DeviceMesh) -> Result:
@@ -90,7 +92,7 @@ def pipeline_with(training: Training, zero: int, mesh: DeviceMesh | None) -> tup
     kind, matrices = getattr(torch.optim, training.kind), {"params": lambda _, p: p.ndim == 2}
     groups = [{"params": lambda _, p: p.ndim < 2, "weight_decay": 0.0}]
     more: dict[str, Any] = matrices if training.kind == "Muon" else {"groups": groups}
-    return pipe, pipe.optimizer(kind, lr=1e-2, zero=zero, clip=training.clip, **more)
+    return pipe, pipe.optimizer(kind, lr=1e-2, zero=zero, clip=training.clip, early=training.early, **more)
 
 
 def in_dtype(batch: Batch, dtype: str) -> Batch:

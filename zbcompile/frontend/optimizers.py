@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from torch import nn
+from torch.amp import GradScaler
 
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
@@ -56,6 +57,16 @@ class Optimizers:
                 f"{what} needs whole gradients, and pipe.optimizer(zero={max(each.wanted.zero for each in self.made)}) "
                 "keeps this replica's part. Pass clip= to pipe.optimizer to clip, or zero=0."
             )
+
+    @property
+    def early(self) -> tuple[PipelineOptimizer, ...]:
+        """Those that update stage by stage in the next step: not inside `no_sync`."""
+        return tuple(each for each in self.made if each.wanted.early and self.ranks.replicas.synchronise)
+
+    def begin_step(self, scaler: GradScaler | None) -> None:
+        """Before a step of the pipeline. Raises PipelineError if updates inside of it cannot follow the last ones."""
+        for each in self.made:
+            each.begin_step(scaler is not None and scaler.is_enabled())
 
     @contextmanager
     def step(self) -> Iterator[None]:

@@ -52,6 +52,7 @@ class Pipeline(ForwardCalls):
         with self._watch.region(f"step {self.step_index}"):
             if torch.is_inference_mode_enabled():
                 raise PipelineError("step is inside torch.inference_mode(), which has no gradients. Call it outside.")
+            self._optimizers.begin_step(self.scaler)
             self._parts.take_gradients()
             step = self._split(args, kwargs, target, microbatches)
             executable = self._program_for(step)
@@ -76,6 +77,7 @@ class Pipeline(ForwardCalls):
             record=self.record,
             scale=None if self.scaler is None else self.scaler.scale,
             sharded=self._optimizers.sharded,
+            early=self._optimizers.early,
         )
 
     @contextmanager

@@ -43,7 +43,8 @@ def _interval(timeline: Timeline, gap: Idle, unit: str) -> str:
     if gap.step is None:
         return f"{length} of {gap.cause} from {start} on: nothing left to do until the last rank has finished"
     if gap.action is None:
-        return f"{length} of {gap.cause} from {start} on, before {gap.step}: its inputs were ready"
+        reason = "its inputs were ready" if gap.cause == "overhead" else "it waits for the update of the step before"
+        return f"{length} of {gap.cause} from {start} on, before {gap.step}: {reason}"
     awaited = f"{gap.action} of rank {gap.source}"
     head = f"{length} of {gap.cause} from {start} on, before {gap.step}, which needs {awaited}"
     return "\n".join([head, *(f"  {_leg(legs, unit)}" for legs in by_rank(chain(timeline, gap)))])

@@ -1,7 +1,7 @@
 """The optimizer of a pipeline: a torch optimizer that exists before the pipeline is compiled, over parameters, or parts
 of them, that are known afterwards."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from zbcompile.distributed.agreement import require_equal_programs, together
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
+from zbcompile.optimizer.early_update import NOTHING, SCALED, TORN, TWICE, EarlyUpdate
 from zbcompile.optimizer.gradient_norm import norm_of_all
 from zbcompile.optimizer.parameter_groups import Predicate, divide_into_groups, read_groups
 from zbcompile.optimizer.sharded_parameters import ShardedParameters
@@ -62,9 +63,18 @@ def _require_known(wanted: Wanted) -> None:
         raise PipelineError(f"clip={wanted.clip!r}; expected a norm above 0, or None.")
     if wanted.validate not in ("before", "after"):
         raise PipelineError(f'validate={wanted.validate!r}; expected "before" or "after".')
-    for name, usual in (("early", False), ("validate", "before")):
-        if getattr(wanted, name) != usual:
-            raise PipelineError(f"{name}={getattr(wanted, name)!r} is not available yet; leave {name}= out.")
+    if wanted.validate != "before":
+        raise PipelineError(f"validate={wanted.validate!r} is not available yet; leave validate= out.")
+    if wanted.early and wanted.clip is not None:
+        raise PipelineError(
+            "early=True updates a stage before the norm of all gradients is known, by which clip= clips. Leave one of "
+            "them out."
+        )
+    if wanted.early and rule_of(wanted.kind) is None:
+        raise PipelineError(
+            f"early=True updates stage by stage, and {wanted.kind.__name__} is not known to update element by element "
+            "or matrix by matrix. If it does, say so in its class: elementwise = True, or matrixwise = True."
+        )
 
 
 class PipelineOptimizer(Optimizer):
@@ -82,6 +92,8 @@ class PipelineOptimizer(Optimizer):
         self._made = made
         self._stepped: set[torch.Tensor] = set()  # which of its tensors have had an update
         self._update: WholeParameters | ShardedParameters | None = None
+        self._begun = self._torn = False  # whether stages have updated in this step, or in one that failed
+        self._made_early: EarlyUpdate | None = None  # what optimizer.step() completes
         self.numbers: dict[str, int] = {}
         self._rule = require_divisible(wanted.kind, wanted.zero, ranks.mesh) if wanted.zero else rule_of(wanted.kind)
         self._predicates, options = read_groups(wanted.groups)
@@ -107,7 +119,7 @@ class PipelineOptimizer(Optimizer):
         """Take the parameters of a compiled pipeline; every rank must call it. Raises PipelineError on every rank."""
         try:
             together(self._ranks, "making the optimizer", lambda: self._bind(trained))
-            said = {key: repr(getattr(self.wanted, key)) for key in ("zero", "clip")}
+            said = {key: repr(getattr(self.wanted, key)) for key in ("zero", "clip", "early")}
             options = [{k: repr(v) for k, v in g.items() if isinstance(v, PLAIN)} for g in self.param_groups]
             made = {"optimizer": self.wanted.kind.__name__, **said, "groups": self.numbers, "options": options}
             what, remedy = "made different optimizers", "Every rank must make the same optimizer."
@@ -127,8 +139,8 @@ class PipelineOptimizer(Optimizer):
         self.numbers = divide_into_groups(trained.model, self._predicates, wanted.params)
         self._require_alone(trained)
         for name in () if plain else self.numbers:
-            trained.require_whole(name, wanted.kind.__name__, wanted.zero)
-        update: WholeParameters | ShardedParameters = WholeParameters(trained, self.numbers, plain)
+            trained.require_whole(name, wanted.kind.__name__, wanted.zero or wanted.early)
+        update: WholeParameters | ShardedParameters = WholeParameters(trained, self.numbers, plain or wanted.early)
         if wanted.zero:
             update = ShardedParameters(trained, self.numbers, not plain, keep=wanted.zero == 1)
         tensors = update.groups(self.numbers, len(self.param_groups))
@@ -150,8 +162,31 @@ class PipelineOptimizer(Optimizer):
         """What the pipeline has told of its parameters."""
         return self._bound_update().trained
 
+    def begin_step(self, scaled: bool) -> None:
+        """Before a step of the pipeline. Raises PipelineError, on every rank, if its early update cannot follow."""
+        problems = {TORN: self._torn, TWICE: self._made_early is not None, SCALED: scaled}
+        found = next((text for text, is_so in problems.items() if is_so), None)
+        if self.wanted.early and found is not None:
+            raise self._ranks.watch.known_to_all(PipelineError(found))
+
+    def update(self, stage: int) -> None:
+        """Update what is complete with the last W of `stage`, inside of a step."""
+        update = self._bound_update()
+        self._begun = True
+        with torch.no_grad():
+            self._take()
+            update.begin_update(stage)
+            self._step_inner(update.tensors_of(stage))
+            update.end_update(stage)
+
     def take(self) -> None:
         """Take the gradients that a step of the pipeline has left."""
+        self._take()
+        if self._begun:
+            self._begun = False
+            self._made_early = EarlyUpdate.made_with(self.param_groups, self._bound_update().gradients())
+
+    def _take(self) -> None:
         if self.whole is not None:
             self._give_masters(lambda parameter: parameter.grad is not None)
             self.whole.take()
@@ -160,7 +195,7 @@ class PipelineOptimizer(Optimizer):
         """Take the gradients that are there now: the user may have put others in their place."""
         if self.whole is not None:
             self.trained.take_gradients()
-            self.take()
+            self._take()
 
     def _give_masters(self, wanted: Callable[[nn.Parameter], bool]) -> None:
         """Update parameters that were frozen at first by way of masters as well."""
@@ -185,6 +220,7 @@ class PipelineOptimizer(Optimizer):
 
     def drop(self) -> None:
         """Forget all gradients: a step has failed."""
+        self._torn, self._begun = self._torn or self._begun, False
         if self._update is not None:
             self._update.drop()
 
@@ -193,15 +229,38 @@ class PipelineOptimizer(Optimizer):
         if closure is not None:
             raise PipelineError("optimizer.step received a closure; call pipe.step before it instead.")
         update = self._bound_update()
+        if self.wanted.early:
+            self._complete(update)
+            return
         with self._ranks.watch.region("the optimizer's step"), torch.no_grad():
             self.take_replaced()
             update.begin_update()
             if self.wanted.clip is not None:
                 self.norm = norm_of_all(update.counted(), self._ranks)
                 update.clip(self.wanted.clip, self.norm)
-            self._stepped.update(member for member in self._members() if member.grad is not None)
-            step_without_hooks(self._inner)
+            self._step_inner(self._members())
             update.end_update()
+
+    def _complete(self, update: WholeParameters | ShardedParameters) -> None:
+        """Every stage has updated within the last step; it is done if nothing has changed since."""
+        if self._made_early is None:
+            raise PipelineError(NOTHING)
+        if self.whole is not None:
+            self.trained.take_gradients()
+        self._made_early.require_unchanged(self.param_groups, update.gradients())
+        self._made_early = None
+
+    def _step_inner(self, chosen: Collection[torch.Tensor]) -> None:
+        """Update these of its tensors."""
+        members, wanted = [group["params"] for group in self.param_groups], set(chosen)
+        self._stepped.update(tensor for tensor in chosen if tensor.grad is not None)
+        for group, own in zip(self.param_groups, members, strict=True):
+            group["params"] = [member for member in own if member in wanted]
+        try:
+            step_without_hooks(self._inner)
+        finally:
+            for group, own in zip(self.param_groups, members, strict=True):
+                group["params"] = own
 
     def _bound_update(self) -> WholeParameters | ShardedParameters:
         if all(each is not self for each in self._made):
@@ -250,6 +309,7 @@ class PipelineOptimizer(Optimizer):
     def load_state_dict(self, state_dict: State) -> None:
         """Continue from what `state_dict` returned on this rank."""
         self._bound_update()
+        self._torn, self._made_early = False, None
         self._require_own(state_dict.get("parts", self._parts()))
         kept = {number: dict(each) for number, each in state_dict["state"].items()}
         masters = {number: each.pop(MASTER) for number, each in kept.items() if MASTER in each}

@@ -77,11 +77,10 @@ class ShardedParameters:
         program, mesh = self.trained.program, self.trained.ranks.mesh
         (rank,) = self.trained.ranks.local
         stages = {name: s for s in program.stages_of(rank) for name in program.stages[s].trained}
-        late = program.shared | set(program.vocabulary.parameters if program.vocabulary else ())
         found: defaultdict[Kind, list[str]] = defaultdict(list)
         for name in sorted(self.everywhere & self.trained.own.keys()):
             placement, parameter = program.placement(name), self.trained.own[name]
-            stage, alone = (LATE, name) if name in late else (stages[name], "")
+            stage, alone = (LATE, name) if name in program.late else (stages[name], "")
             summed, equal = (_beside(mesh, along(placement, word)) for word in (PARTIAL, REPLICATE))
             found[Kind(stage, numbers[name], parameter.dtype, summed, equal, alone)].append(name)
         return {kind: found[kind] for kind in sorted(found, key=lambda kind: (kind.stage, kind.alone, str(kind)))}
@@ -153,33 +152,45 @@ class ShardedParameters:
         for bucket in self._of(stage):
             bucket.scatter(gradients, observe)
 
-    def finish(self) -> None:
-        for bucket in self.buckets.values():
+    def finish(self, stage: int | None = None) -> None:
+        for bucket in self._of(stage):
             bucket.finish()
         self.summed = True
 
     def sums(self) -> Mapping[str, torch.Tensor]:
         return {name: part for bucket in self.buckets.values() for name, part in bucket.sums().items()}
 
-    def _of(self, stage: int) -> Iterator[Bucket]:
-        return (bucket for kind, bucket in self.buckets.items() if kind.stage == stage)
+    def _of(self, stage: int | None) -> Iterator[Bucket]:
+        return (bucket for kind, bucket in self.buckets.items() if stage is None or kind.stage == stage)
 
     # For an update
 
     def take(self) -> None:
         """The parts have their gradients already."""
 
-    def begin_update(self) -> None:
-        """Before an update. Raises PipelineError for gradients that are not summed over the replicas."""
-        self.arrive_all()
+    def tensors_of(self, stage: int) -> list[nn.Parameter]:
+        """What the optimizer updates once a stage is complete."""
+        return [tensor for bucket in self._of(stage) for tensor in bucket.tensors]
+
+    def gradients(self) -> dict[str, torch.Tensor | None]:
+        """The gradients that an update uses, and those that are not summed."""
+        parts = {", ".join(bucket.parameters): tensor.grad for bucket in self._of(None) for tensor in bucket.tensors}
+        return parts | {name: self.trained.own[name].grad for name in self.names}
+
+    def begin_update(self, stage: int | None = None) -> None:
+        """Before an update, of all or of a stage. Raises PipelineError for gradients that are not summed over the
+        replicas."""
+        if stage is None:
+            self.arrive_all()
         own = self.trained.own
-        left = min((name for name in self.names if own[name].grad is not None), default=None)
+        names = (name for bucket in self._of(stage) for name in bucket.parameters)
+        left = min((name for name in names if own[name].grad is not None), default=None)
         if left is not None:
             raise PipelineError(
                 f"the gradient of {left} is this replica's own: the last step was inside no_sync, or the gradient was "
                 "made elsewhere. Run a step outside of no_sync before optimizer.step()."
             )
-        for bucket in self.buckets.values():
+        for bucket in self._of(stage):
             bucket.refresh()
 
     def counted(self) -> Iterator[torch.Tensor]:
@@ -193,10 +204,10 @@ class ShardedParameters:
         tensors = [tensor for bucket in self.buckets.values() for tensor in bucket.tensors]
         nn.utils.clip_grads_with_norm_(tensors, limit, norm)
 
-    def end_update(self) -> None:
+    def end_update(self, stage: int | None = None) -> None:
         """After an update: the parts travel, those first that the next step needs first."""
         self.used = self.summed
-        for bucket in self.buckets.values():
+        for bucket in self._of(stage):
             bucket.gather()
 
     def arrive_all(self) -> None:

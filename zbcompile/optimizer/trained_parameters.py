@@ -12,6 +12,7 @@ from zbcompile.model.distributed_tensors import is_distributed
 from zbcompile.model.placements import SHARD, along
 from zbcompile.program.program import Program
 from zbcompile.runtime.data_parallel import Sum
+from zbcompile.runtime.sharded_updates import LATE
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,12 @@ class TrainedParameters:
     shown: Mapping[str, nn.Parameter]
     rows: frozenset[str]
     take_gradients: Callable[[], None]
+
+    def stage_of(self, name: str) -> int:
+        """The stage whose last W completes the gradient of a parameter; `LATE` if only the step's end does."""
+        program, homes = self.program, self.program.homes[name]
+        rows = () if program.vocabulary is None else program.vocabulary.parameters
+        return LATE if program.copies > 1 or len(homes) > 1 or name in rows else homes[0]
 
     def counts(self, name: str, *dimensions: str) -> bool:
         """Whether this process speaks for its part of a parameter: the first of all that hold it. Along `dimensions`

@@ -31,6 +31,18 @@ class WholeParameters:
         self.tensors = dict(self.given)
         self.give_masters(lambda parameter: parameter.requires_grad)
 
+    def _of(self, stage: int | None) -> list[str]:
+        """The parameters that are complete with a stage; None: all."""
+        return [name for name in self.own if stage is None or self.trained.stage_of(name) == stage]
+
+    def tensors_of(self, stage: int) -> list[nn.Parameter]:
+        """What the optimizer updates once a stage is complete."""
+        return [self.tensors[name] for name in self._of(stage)]
+
+    def gradients(self) -> dict[str, torch.Tensor | None]:
+        """The gradients that an update uses."""
+        return {name: p.grad for name, p in self.own.items()}
+
     def groups(self, numbers: Mapping[str, int], count: int) -> list[list[nn.Parameter]]:
         """The tensors of each group."""
         return [[tensor for name, tensor in self.tensors.items() if numbers[name] == i] for i in range(count)]
@@ -65,15 +77,15 @@ class WholeParameters:
         for name, master in self.masters.items():
             master.grad = self.given[name].grad
 
-    def begin_update(self) -> None:
-        """Before an update."""
-        for name, master in self.masters.items():
-            refresh(master.detach(), self.given[name].detach())
+    def begin_update(self, stage: int | None = None) -> None:
+        """Before an update, of all or of a stage."""
+        for name in self.masters.keys() & self._of(stage):
+            refresh(self.masters[name].detach(), self.given[name].detach())
 
-    def end_update(self) -> None:
+    def end_update(self, stage: int | None = None) -> None:
         """After an update: round the masters."""
-        for name, master in self.masters.items():
-            self.given[name].detach().copy_(master.detach())
+        for name in self.masters.keys() & self._of(stage):
+            self.given[name].detach().copy_(self.masters[name].detach())
 
     def arrive_all(self) -> None:
         """The parameters have their values already."""

@@ -8,7 +8,8 @@ from zbcompile.errors import PipelineError
 from zbcompile.prediction.predict import Basis
 from zbcompile.profiling.recorded_timeline import mean_seconds, recorded_timeline
 from zbcompile.profiling.step_record import StepRecord
-from zbcompile.schedules import Costs, Schedule, simulate
+from zbcompile.schedules import Costs, Schedule, simulate, with_updates
+from zbcompile.schedules.ir.actions import ONCE
 from zbcompile.schedules.simulation.timeline import Timeline
 
 PASSES = ("F", "B", "W", "BW", "S", "T")
@@ -88,6 +89,9 @@ def compare_step(record: StepRecord, predicted: Timeline, basis: Basis, manifest
     """
     if basis.unit != "s":
         raise PipelineError("--measured compares seconds; --costs uniform has none. Use flops, or a file of costs.")
+    updates = record.schedule.ops & ONCE  # the optimizer's actions, which the record alone has
+    if updates:
+        predicted = simulate(with_updates(predicted.program, updates), predicted.costs)
     require_same_schedule(record.schedule, predicted.schedule)
     measured = measured_timeline(record, predicted.costs)
     return StepComparison(

@@ -36,7 +36,8 @@ def mean_seconds(spans: Spans) -> dict[tuple[str, int], float]:
 
 
 def recorded_costs(schedule: Schedule, spans: Spans) -> Costs:
-    """The mean seconds of every pass of every stage; of a stage that runs BW alone, all of it as `backward`.
+    """The mean seconds of every pass of every stage, of OPT with the wait for its sum; of a stage that runs BW alone,
+    all of it as `backward`.
 
     `comm` is the median delay between the end of a pass on one rank and the beginning of the pass on another that stood
     waiting for it. Memory is left at its default.
@@ -52,7 +53,7 @@ def _costs(schedule: Schedule, means: Mapping[tuple[str, int], float]) -> Costs:
         return tuple(next((means[op, s] for op in ops if (op, s) in means), 0.0) for s in range(schedule.stages))
 
     shards: dict[str, Any] = {"vocab_s": times("S"), "vocab_t": times("T")} if schedule.shards else {}
-    return Costs(times("F"), times("B", "BW"), times("W"), **shards)
+    return Costs(times("F"), times("B", "BW"), times("W"), optimizer=times("OPT"), **shards)
 
 
 def recorded_timeline(schedule: Schedule, spans: Spans, costs: Costs) -> Timeline:

@@ -97,6 +97,16 @@ class Program:
         several = {name for name in trained if self.copies > 1 or len(self.homes[name]) > 1}
         return frozenset(several - set(sharded))
 
+    @cached_property
+    def late(self) -> frozenset[str]:
+        """Trained parameters whose gradients are complete at the end of the step only: shared ones, and rows of a
+        sharded output layer."""
+        return self.shared | frozenset(() if self.vocabulary is None else self.vocabulary.parameters)
+
+    def complete_with(self, stage: int) -> tuple[str, ...]:
+        """The trained parameters whose gradients are complete once the last W of `stage` has run."""
+        return tuple(name for name in self.stages[stage].trained if name not in self.late)
+
     def placement(self, name: str) -> dict[str, str]:
         """What a parameter or buffer is along each dimension of the mesh."""
         late = {stage.deferred[name]: PARTIAL for stage in self.stages if name in stage.deferred}

@@ -11,6 +11,7 @@ from zbcompile.distributed.transport import Transport
 from zbcompile.runtime.rank_plan import Instruction, RankPlan
 from zbcompile.runtime.stage_plan import Tensors
 from zbcompile.runtime.stage_run import StageRun
+from zbcompile.runtime.stage_updates import StageUpdates
 from zbcompile.runtime.vocabulary_transport import VocabularyTransport
 from zbcompile.schedules.ir.actions import COLLECTIVES, RECEIVES, SENDS, Action
 
@@ -27,8 +28,8 @@ class Observer(Protocol):
 @dataclass
 class RankRun:
     """One rank during one step. `runs[stage]` are its stages, `outbox` what was made but not yet sent, `position` shows
-    other threads how far the rank is; `before[action]` is called when `action` may begin, `after[action]` when it is
-    done. `vocabulary` is the rank's shard of the output layer, if that is sharded."""
+    other threads how far the rank is. `vocabulary` is the rank's shard of the output layer, if that is sharded,
+    `updates` what the optimizer does within the step."""
 
     plan: RankPlan
     runs: Mapping[int, StageRun]
@@ -36,8 +37,7 @@ class RankRun:
     position: Position
     observe: Observer | None = None
     vocabulary: VocabularyTransport | None = None
-    before: Mapping[Action, Callable[[], None]] = field(default_factory=dict)
-    after: Mapping[Action, Callable[[], None]] = field(default_factory=dict)
+    updates: StageUpdates | None = None
     outbox: dict[Message, Tensors] = field(default_factory=dict)
 
     @property
@@ -53,14 +53,7 @@ class RankRun:
                     yield instruction.action
                     self.position.action = instruction.action
             self._arrive(step[0])
-            self._call(self.before, step)
             self._execute(step)
-            self._call(self.after, step)
-
-    def _call(self, hooks: Mapping[Action, Callable[[], None]], step: tuple[Instruction, ...]) -> None:
-        for instruction in step:
-            if instruction.action in hooks:
-                hooks[instruction.action]()
 
     def _execute(self, step: tuple[Instruction, ...]) -> None:
         self.position.action = step[0].action
@@ -142,6 +135,18 @@ class RankRun:
         assert self.vocabulary is not None
         self.vocabulary.announce(to.action.op, to.action.microbatch)
 
+    def _gather(self, to: Instruction) -> None:
+        assert self.updates is not None
+        self.updates.arrive(to.action.stage)
+
+    def _reduce(self, to: Instruction) -> None:
+        assert self.updates is not None
+        self.updates.reduce(to.action.stage)
+
+    def _optimize(self, to: Instruction) -> None:
+        assert self.updates is not None
+        self.updates.update(to.action.stage)
+
 
 HANDLERS: Mapping[str, Callable[..., None]] = {
     "F": RankRun._forward,
@@ -150,6 +155,9 @@ HANDLERS: Mapping[str, Callable[..., None]] = {
     "BW": RankRun._backward,
     "S": RankRun._scan,
     "T": RankRun._update,
+    "GATHER": RankRun._gather,
+    "REDUCE": RankRun._reduce,
+    "OPT": RankRun._optimize,
     **dict.fromkeys(SENDS, RankRun._send),
     **dict.fromkeys(RECEIVES, RankRun._receive),
     **dict.fromkeys(COLLECTIVES, RankRun._announce),

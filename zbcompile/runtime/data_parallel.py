@@ -5,9 +5,10 @@ The gradients of a stage are reduced as soon as its last W has run, while the re
 factor 1/replicas of a mean loss enters as the tangent of the loss, like the 1/microbatches, so a reduction is a sum.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import groupby
 
 import torch
@@ -22,7 +23,6 @@ from zbcompile.model.placements import PARTIAL, along
 from zbcompile.program.program import Program
 from zbcompile.runtime.gradient_buffers import Gradients
 from zbcompile.runtime.sharded_updates import LATE, Sharded
-from zbcompile.schedules.ir.actions import BW, Action, B, F, W, flatten
 
 BUCKET_BYTES = 25 << 20  # small gradients travel together up to this size, as in DistributedDataParallel
 
@@ -54,19 +54,16 @@ def start_reduction(
 ) -> "Reduction":
     """The reductions of one step on pipeline rank `rank`. `sums` has the parameters whose gradients are summed; of
     those that are `sharded` each replica gets its part of the sum."""
-    stages = {stage: program.stages[stage].trained for stage in program.stages_of(rank)}
-    rows = frozenset(() if program.vocabulary is None else program.vocabulary.parameters)
-    late = program.shared | rows  # complete at the end of the step only
-    names = {stage: [name for name in found if name in sums and name not in late] for stage, found in stages.items()}
-    held = {name for found in stages.values() for name in found}
-    shared = sorted(name for name in rows | program.shared & held if name in sums)
+    stages = program.stages_of(rank)
+    names = {stage: [name for name in program.complete_with(stage) if name in sums] for stage in stages}
+    held = {name for stage in stages for name in program.stages[stage].trained}
+    shared = sorted(name for name in program.late - (program.shared - held) if name in sums)
     reduces = bool(sums or sharded) and replicas.synchronise
     summed = {name for found in (*names.values(), shared) for name in found}
     if reduces:
         _require_all(name for name in replicas.partial - summed if gradients.parameters[name].grad is not None)
     _clear(gradients.parameters[name] for name in summed - replicas.partial if not sums[name].first)
-    hooks = _last_backwards(program, rank) if reduces else {}
-    return Reduction(replicas, gradients, names, shared, {a: s for s, a in hooks.items()}, reduces, sums, sharded)
+    return Reduction(replicas, gradients, names, shared, reduces, sums, sharded)
 
 
 def _require_all(parts: Iterable[str]) -> None:
@@ -83,11 +80,6 @@ def _clear(parameters: Iterable[nn.Parameter]) -> None:
     for parameter in parameters:
         if parameter.grad is not None:
             parameter.grad.zero_()
-
-
-def _last_backwards(program: Program, rank: int) -> dict[int, Action]:
-    """The action of each stage after which its gradients are complete."""
-    return {a.stage: a for a in flatten(program.lowered.programs[rank]) if a.op in (B, W, BW)}
 
 
 @dataclass
@@ -111,33 +103,17 @@ class Bucket:
 
 @dataclass
 class Reduction:
-    """The reductions of one step. `last[action]` is the stage whose gradients are complete after `action`. `observe`
-    sees what this rank contributes to each sum."""
+    """The reductions of one step: `buckets[stage]` are under way. `observe` sees what this rank adds to each sum."""
 
     replicas: Replicas
     gradients: Gradients
     names: Mapping[int, Sequence[str]]
     shared: Sequence[str]
-    last: Mapping[Action, int]
     reduces: bool
     sums: Mapping[str, Sum]
     sharded: Sequence[Sharded] = ()
-    buckets: list[Bucket] = field(default_factory=list)
+    buckets: defaultdict[int, list[Bucket]] = field(default_factory=lambda: defaultdict(list))
     observe: Callable[[str, torch.Tensor], None] = lambda name, part: None
-
-    @property
-    def hooks(self) -> dict[Action, Callable[[], None]]:
-        """The functions to call after actions."""
-        return {action: partial(self.start, stage) for action, stage in self.last.items()}
-
-    def arrivals(self, program: Program, rank: int) -> dict[Action, Callable[[], None]]:
-        """The functions to call before actions: a stage's first one waits for the parameters of its last update."""
-        first = {a.stage: a for a in reversed(flatten(program.lowered.programs[rank])) if a.op == F}
-        return {action: partial(self._arrive, stage) for stage, action in first.items()} if self.sharded else {}
-
-    def _arrive(self, stage: int) -> None:
-        for each in self.sharded:
-            each.arrive(stage)
 
     def start(self, stage: int) -> None:
         """Begin to reduce a stage's gradients; returns at once. What no microbatch here trained, those of another
@@ -147,13 +123,20 @@ class Reduction:
         names = sorted(self._whole(self.names[stage]), key=lambda name: self.order[self._group(name)])
         for group, found in groupby(names, key=self._group):
             parts = (self._part(name, stage) for name in found)
-            self.buckets.extend(_send(part, group) for part in in_buckets(parts))
+            self.buckets[stage].extend(_send(part, group) for part in in_buckets(parts))
 
     def _part(self, name: str, stage: int) -> torch.Tensor:
         own = self.gradients.whole_sum(name)
         part = self.gradients.buffer(name, stage) if own is None else own
         self.observe(name, part)
         return part
+
+    def finish_stage(self, stage: int) -> None:
+        """Wait for the sums of a stage."""
+        for bucket in self.buckets.pop(stage, ()):
+            bucket.finish()
+        for each in self.sharded:
+            each.finish(stage)
 
     def finish(self) -> None:
         """Reduce what several stages share, and wait for everything.
@@ -168,8 +151,8 @@ class Reduction:
             found = self.gradients.whole_sum(name)
             if found is not None:
                 self.observe(name, found)
-                self.buckets.append(_send([found], self._group(name)))
-        for bucket in self.buckets:
+                self.buckets[LATE].append(_send([found], self._group(name)))
+        for bucket in (each for found in self.buckets.values() for each in found):
             bucket.finish()
         self.buckets.clear()
         for each in self.sharded:

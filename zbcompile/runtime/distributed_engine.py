@@ -20,7 +20,10 @@ from zbcompile.runtime.engine import Executable, StepInput, StepRuns, losses_of
 from zbcompile.runtime.equal_results import EqualResults, written_buffers
 from zbcompile.runtime.gradient_buffers import Gradients
 from zbcompile.runtime.recorder import Recorder, make_record
+from zbcompile.runtime.sharded_updates import LATE
 from zbcompile.runtime.shared_gradients import share_losses, sum_shared
+from zbcompile.runtime.stage_updates import StageUpdates
+from zbcompile.schedules.ir.schedule import Schedule
 
 
 @dataclass
@@ -42,20 +45,24 @@ class DistributedEngine:
         program, ranks = executable.program, self.ranks
         gradients = Gradients(parameters, program.shared, program.choices)
         transport = ranks.transport(program.schedule, program.schedule.microbatches, executable.buffers)
-        recorder = self.begin_recording(program) if given.record else None
         for each in given.sharded:
             each.begin(program)
         if executable.vocabulary is not None:
             with ranks.watch.position.waiting("the rows of a tied embedding"):
                 executable.vocabulary.begin_step(gradients, program.tied)
-        run = StepRuns(executable, given, ranks, transport, recorder).run_of(executable.plans[0], gradients)
         reduction = start_reduction(ranks.replicas, program, ranks.rank, gradients, executable.sums, given.sharded)
         self.equal.begin(program)
         reduction.observe = self.equal.note
-        run.before, run.after = reduction.arrivals(program, ranks.rank), reduction.hooks
+        updates = StageUpdates(program, gradients, given.early, reduction)
+        ordered = executable.with_updates(updates.kinds)
+        recorder = self.begin_recording(program, ordered.lowered.schedule) if given.record else None
+        runs = StepRuns(executable, given, ranks, transport, recorder)
+        run = runs.run_of(ordered.plans[0], gradients, updates)
         self.carry_out([run])
         losses = losses_of(run)
         self._complete(executable, gradients, reduction)
+        for early in given.early:
+            early.update(LATE)
         with ranks.watch.position.waiting("the end"):
             self.last_step = None
             if recorder is not None:
@@ -87,18 +94,18 @@ class DistributedEngine:
             gradients.finish()
             _share_buffers(executable)
 
-    def begin_recording(self, program: Program) -> Recorder:
+    def begin_recording(self, program: Program, schedule: Schedule) -> Recorder:
         """All ranks begin together, on clocks that have been compared."""
         with self.ranks.watch.position.waiting("the common start"):
             if self.ahead is None:
                 self.ahead = offset_to_first(self.ranks.everyone, self.ranks.device)
             dist.barrier(self.ranks.group)
-        return Recorder(program, clock_of(self.ranks.device))
+        return Recorder(program, schedule, clock_of(self.ranks.device))
 
     def end_recording(self, recorder: Recorder) -> None:
         """Every rank learns what every rank of its pipeline has seen."""
         parts = self.ranks.gather_here(recorder.seen(self.ahead or 0.0))
-        self.last_step = make_record(recorder.program, parts, in_process=False)
+        self.last_step = make_record(recorder, parts, in_process=False)
 
 
 def _share_buffers(executable: Executable) -> None:

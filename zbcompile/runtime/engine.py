@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -18,18 +18,21 @@ from zbcompile.runtime.data_parallel import Sum
 from zbcompile.runtime.gradient_buffers import Gradients
 from zbcompile.runtime.rank_plan import RankPlan, Stages, plan_rank
 from zbcompile.runtime.recorder import Labels, Recorder
-from zbcompile.runtime.sharded_updates import Sharded
+from zbcompile.runtime.sharded_updates import Early, Sharded
 from zbcompile.runtime.stage_plan import CompiledStage
 from zbcompile.runtime.stage_run import StageRun
+from zbcompile.runtime.stage_updates import StageUpdates
 from zbcompile.runtime.vocabulary_collectives import Collectives
 from zbcompile.runtime.vocabulary_parameters import VocabularyExecutable
+from zbcompile.schedules.ir.schedule import Lowered, Schedule
+from zbcompile.schedules.lowering.updates import with_updates
 from zbcompile.torch_private import profiler_is_on
 
 
 @dataclass(frozen=True)
 class StepInput:
     """One step: the tensors of each microbatch by input path, which step it is, how losses combine, how a GradScaler
-    scales the loss, and the parameters that replicas update in parts."""
+    scales the loss, the parameters that replicas update in parts, and the optimizers that update stage by stage."""
 
     microbatches: list[dict[str, torch.Tensor]]
     index: int
@@ -38,6 +41,14 @@ class StepInput:
     record: bool
     scale: Callable[[torch.Tensor], torch.Tensor] | None = None
     sharded: Sequence[Sharded] = ()
+    early: Sequence[Early] = ()
+
+
+class Ordered(NamedTuple):
+    """What the ranks of a step run, and the plans of those of this process."""
+
+    lowered: Lowered
+    plans: tuple[RankPlan, ...]
 
 
 @dataclass(frozen=True)
@@ -57,6 +68,15 @@ class Executable:
     sums: Mapping[str, Sum] = field(default_factory=dict)
     variants: tuple[Stages, ...] = ()
     beside: tuple[Stages, ...] = ()
+    ordered: dict[frozenset[str], Ordered] = field(init=False, default_factory=dict)
+
+    def with_updates(self, kinds: frozenset[str]) -> Ordered:
+        """The program with the optimizer's actions of these kinds; each is made once."""
+        if kinds not in self.ordered:
+            lowered = with_updates(self.program.lowered, kinds)
+            plans = tuple(plan.with_updates(lowered.programs[plan.rank]) for plan in self.plans)
+            self.ordered[kinds] = Ordered(lowered, plans)
+        return self.ordered[kinds]
 
 
 def make_executable(
@@ -83,8 +103,8 @@ class Engine(Protocol):
         """Run the programs of this process's ranks to their ends. Does not advance the caller's RNG."""
         ...
 
-    def begin_recording(self, program: Program) -> Recorder:
-        """What observes the actions of a run; its ranks begin together."""
+    def begin_recording(self, program: Program, schedule: Schedule) -> Recorder:
+        """What observes the actions of a run of `schedule`; its ranks begin together."""
         ...
 
     def end_recording(self, recorder: Recorder) -> None:
@@ -112,8 +132,8 @@ class StepRuns:
     transport: Transport
     recorder: Recorder | None
 
-    def run_of(self, plan: RankPlan, gradients: Gradients) -> RankRun:
-        """The run of the rank that `plan` is for."""
+    def run_of(self, plan: RankPlan, gradients: Gradients, updates: StageUpdates | None = None) -> RankRun:
+        """The run of the rank that `plan` is for, whose optimizer's actions `updates` does."""
         executable, microbatches = self.executable, self.given.microbatches
         runs = {
             stage: StageRun(executable.stages[stage], gradients, microbatches, self._loss_factor, self._seeds)
@@ -124,11 +144,11 @@ class StepRuns:
         observe = Labels(self.recorder) if profiler_is_on() else self.recorder
         position, transport = self.ranks.watch.position, self.transport
         if executable.vocabulary is None or self._collectives is None:
-            return RankRun(plan, runs, transport, position, observe)
+            return RankRun(plan, runs, transport, position, observe, updates=updates)
         shard = executable.vocabulary.begin(
             plan.rank, gradients, microbatches, self._loss_factor, transport, self._collectives
         )
-        return RankRun(plan, runs, shard, position, observe, shard)
+        return RankRun(plan, runs, shard, position, observe, shard, updates)
 
     @cached_property
     def _collectives(self) -> Collectives | None:

@@ -15,7 +15,7 @@ def run_forward(executable: Executable, given: StepInput, engine: Engine, channe
     """The leaves of the output that this process's stages make. `channels` is the schedule of the training step, if
     there is one: channels that are opened now must serve it, too."""
     ranks, program = engine.ranks, executable.program
-    recorder = engine.begin_recording(program) if given.record else None
+    recorder = engine.begin_recording(program, program.schedule) if given.record else None
     transport = ranks.transport(channels, program.schedule.microbatches, executable.buffers)
     begin = StepRuns(executable, given, ranks, transport, recorder)
     runs = [begin.run_of(plan, Gradients({}, frozenset(), program.choices)) for plan in executable.plans]

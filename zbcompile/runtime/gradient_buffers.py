@@ -2,7 +2,7 @@
 and the parameter's strides, otherwise into a buffer that lives for the step and is added to `.grad` once, at its end;
 those that several stages train are first summed over the stages, in the order in which eager autograd adds them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 
@@ -102,11 +102,10 @@ class Gradients:
         self.buffers.pop(name, None)
         self.parameters[name].grad = None
 
-    def finish(self) -> None:
-        """Put all sums into `.grad`, each rounded to its dtype once."""
-        for name, buffer in self.buffers.items():
-            accumulate(self.parameters[name], buffer)
-        self.buffers.clear()
+    def finish(self, names: Iterable[str] | None = None) -> None:
+        """Put the sums of `names` (default: all) into `.grad`, each rounded to its dtype once."""
+        for name in list(self.buffers) if names is None else self.buffers.keys() & set(names):
+            accumulate(self.parameters[name], self.buffers.pop(name))
 
 
 def accumulate(parameter: nn.Parameter, gradient: torch.Tensor) -> None:

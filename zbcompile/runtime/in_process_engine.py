@@ -16,8 +16,11 @@ from zbcompile.runtime.action_loop import RankRun
 from zbcompile.runtime.engine import Executable, StepInput, StepRuns, losses_of
 from zbcompile.runtime.gradient_buffers import Gradients
 from zbcompile.runtime.recorder import Recorder, make_record
+from zbcompile.runtime.sharded_updates import LATE
 from zbcompile.runtime.shared_gradients import sum_shared_in_process
-from zbcompile.schedules.ir.actions import Action
+from zbcompile.runtime.stage_updates import StageUpdates
+from zbcompile.schedules.ir.actions import OPT, Action
+from zbcompile.schedules.ir.schedule import Schedule
 
 
 @dataclass
@@ -33,26 +36,30 @@ class InProcess:
         for run in runs:
             run.transport.finish()
 
-    def begin_recording(self, program: Program) -> Recorder:
-        return Recorder(program, clock_of(self.ranks.device))
+    def begin_recording(self, program: Program, schedule: Schedule) -> Recorder:
+        return Recorder(program, schedule, clock_of(self.ranks.device))
 
     def end_recording(self, recorder: Recorder) -> None:
-        self.last_step = make_record(recorder.program, [recorder.seen()], in_process=True)
+        self.last_step = make_record(recorder, [recorder.seen()], in_process=True)
 
     def step(
         self, executable: Executable, given: StepInput, parameters: Mapping[str, nn.Parameter]
     ) -> list[torch.Tensor]:
         program = executable.program
-        recorder = self.begin_recording(program) if given.record else None
+        ordered = executable.with_updates(frozenset((OPT,) if given.early else ()))
+        recorder = self.begin_recording(program, ordered.lowered.schedule) if given.record else None
         gradients = [Gradients(parameters, program.shared, program.choices) for _ in self.ranks.local]
         mailboxes = self.ranks.transport(program.schedule, program.schedule.microbatches, executable.buffers)
         begin = StepRuns(executable, given, self.ranks, mailboxes, recorder)
-        runs = [begin.run_of(plan, own) for plan, own in zip(executable.plans, gradients, strict=True)]
+        updates = [StageUpdates(program, own, given.early) for own in gradients]
+        runs = [begin.run_of(*each) for each in zip(ordered.plans, gradients, updates, strict=True)]
         self.carry_out(runs)
         losses = {i: loss for run in runs for i, loss in losses_of(run).items()}
         sum_shared_in_process(program, gradients)
         for own in gradients:
             own.finish()
+        for each in given.early:
+            each.update(LATE)
         self.last_step = None
         if recorder is not None:
             self.end_recording(recorder)

@@ -9,8 +9,8 @@ reports the end of a send only to a wait; once the send is known to be over, tha
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from zbcompile.passes.graph.roles import TensorSpec
 from zbcompile.program.program import Program
 from zbcompile.runtime.overlapped_pairs import make_pairs
 from zbcompile.runtime.stage_plan import AFTER, Arrival, CompiledStage, arrivals_of
-from zbcompile.schedules.ir.actions import COMPUTE, MESSAGES, RECEIVES, SENDS, Action, B, F, Pair, flatten
+from zbcompile.schedules.ir.actions import COMPUTE, MESSAGES, ONCE, RECEIVES, SENDS, Action, B, F, Pair, Step, flatten
 from zbcompile.schedules.ir.dependencies import RECEIVE_OF, SEND_OF, awaited, source, target, travels_as
 from zbcompile.schedules.ir.kinds import KINDS
 
@@ -52,6 +52,13 @@ class RankPlan:
     rank: int
     instructions: tuple[tuple[Instruction, ...], ...]
     merged: Mapping[tuple[Action, Action], Run]
+
+    def with_updates(self, order: Iterable[Step]) -> "RankPlan":
+        """The plan with the optimizer's actions where `order`, which has all others as well, has them."""
+        own = {step[0].action: step for step in self.instructions}
+        actions = [flatten((step,))[0] for step in order]
+        steps = [(Instruction(a),) if a.op in ONCE else own[a] for a in actions if a.op in ONCE or a in own]
+        return replace(self, instructions=tuple(steps))
 
     @property
     def buffers(self) -> dict[TensorSpec, int]:

@@ -14,7 +14,7 @@ from zbcompile.program.program import Program
 from zbcompile.runtime.action_loop import Observer, RankRun
 from zbcompile.runtime.rank_plan import made_by
 from zbcompile.schedules.ir.actions import SEND_B, SEND_F, Action
-from zbcompile.schedules.ir.schedule import TORCH_LETTERS, format_step
+from zbcompile.schedules.ir.schedule import TORCH_LETTERS, Schedule, format_step
 
 
 class Timed(NamedTuple):
@@ -41,6 +41,7 @@ class Recorder:
     """Observes the actions of the ranks in this process."""
 
     program: Program
+    schedule: Schedule
     clock: Clock = field(default_factory=Clock)
     begin: float = field(default_factory=time.perf_counter)
     marks: dict[int, list[tuple[Action, Any, Any]]] = field(default_factory=dict)
@@ -78,7 +79,7 @@ class Recorder:
         return Seen(self.begin - ahead, time.perf_counter() - ahead, timed, self.held, self.sent)
 
 
-def make_record(program: Program, parts: Sequence[Seen], in_process: bool) -> StepRecord:
+def make_record(recorder: Recorder, parts: Sequence[Seen], in_process: bool) -> StepRecord:
     """One record of what all processes have seen, on one clock."""
     started = min(part.begin for part in parts)
     timed = _merged([part.timed for part in parts])
@@ -90,8 +91,8 @@ def make_record(program: Program, parts: Sequence[Seen], in_process: bool) -> St
         step_time=max(part.end for part in parts) - started,
         started=started,
         in_process=in_process,
-        schedule=program.schedule,
-        program=program.manifest,
+        schedule=recorder.schedule,
+        program=recorder.program.manifest,
     )
 
 

@@ -13,6 +13,14 @@ Observe = Callable[[str, torch.Tensor], None]
 LATE = -1  # in place of a stage: what is complete, and needed, outside of the program of a stage
 
 
+class Early(Protocol):
+    """An optimizer that updates stage by stage inside of a step."""
+
+    def update(self, stage: int) -> None:
+        """Update what is complete with the last W of `stage`; its gradients are summed, and in `.grad`."""
+        ...
+
+
 class Sharded(Protocol):
     """The parameters called `names` of this process, each updated in parts by the replicas. Every call returns at once
     but `arrive` and `finish`; the ranks that share a parameter make all of them in the same order."""
@@ -33,8 +41,8 @@ class Sharded(Protocol):
         adds."""
         ...
 
-    def finish(self) -> None:
-        """Wait for the sums."""
+    def finish(self, stage: int | None = None) -> None:
+        """Wait for the sums of `stage`, or of all."""
         ...
 
     def sums(self) -> Mapping[str, torch.Tensor]:

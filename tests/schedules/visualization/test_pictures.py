@@ -45,7 +45,7 @@ def test_svg_shows_every_step_and_every_idle_interval(name: str) -> None:
 
 
 def test_operations_differ_in_colour_hatching_and_letter() -> None:
-    assert len(set(COLOURS.values())) == len({KINDS[op].look.strokes for op in COLOURS}) == 6
+    assert len(set(COLOURS.values())) == len({KINDS[op].look.strokes for op in COLOURS}) == 10
     assert {">F0<", ">B0<", ">W0<"} <= {f">{text}<" for text in ("F0", "B0", "W0") if f">{text}<" in to_svg(timeline())}
 
 

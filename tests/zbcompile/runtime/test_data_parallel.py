@@ -21,7 +21,9 @@ from tests.support.training import Case, pipeline_of, pipelined
 from zbcompile.distributed.replicas import Replicas
 from zbcompile.runtime.data_parallel import Sum, start_reduction
 from zbcompile.runtime.gradient_buffers import Gradients
-from zbcompile.schedules.ir.actions import flatten
+from zbcompile.runtime.stage_updates import StageUpdates
+from zbcompile.schedules import with_updates
+from zbcompile.schedules.ir.actions import REDUCE, flatten
 
 # Sums of the same numbers in another order: replicas add up their own microbatches first. Each addition rounds by at
 # most 2^-24 of the sum so far; 24 of them stay below this, relative to the largest entry.
@@ -142,10 +144,11 @@ def test_a_reduction_begins_after_the_last_weight_gradient_of_its_stage() -> Non
     for rank in range(2):
         gradients = Gradients({}, program.shared, program.choices)
         sums = {name: Sum(dist.group.WORLD, True) for name in program.trained}  # type: ignore[arg-type]
-        hooks = start_reduction(Replicas(count=2), program, rank, gradients, sums).hooks
-        order = flatten(program.schedule.orders[rank])
-        assert sorted(a.stage for a in hooks) == sorted(program.stages_of(rank))
-        for action in hooks:
-            after = order[order.index(action) + 1 :]
-            assert not any(a.stage == action.stage and a.op != "F" for a in after)
-        assert min(order.index(action) for action in hooks) < len(order) - 1
+        reduction = start_reduction(Replicas(count=2), program, rank, gradients, sums)
+        kinds = StageUpdates(program, gradients, reduction=reduction).kinds
+        order = flatten(with_updates(program.schedule, kinds).orders[rank])
+        reduced = [action for action in order if action.op == REDUCE]
+        assert sorted(a.stage for a in reduced) == sorted(program.stages_of(rank))
+        for action in reduced:
+            assert not any(a.stage == action.stage for a in order[order.index(action) + 1 :])
+        assert min(order.index(action) for action in reduced) < len(order) - 2

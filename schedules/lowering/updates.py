@@ -1,0 +1,82 @@
+"""The optimizer's actions of a step: where they stand in the orders of all ranks.
+
+VALIDATE and GATHER wait for the step before, in front of the first forward of their stage. REDUCE starts the sum of
+the stage's gradients right after its last W. OPT stands behind everything that another rank waits for and, where there
+are sums, one step behind REDUCE, so that a sum has that long.
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+from itertools import takewhile
+from typing import overload
+
+from zbcompile.schedules.ir.actions import (
+    COMMUNICATION,
+    GATHER,
+    OPT,
+    REDUCE,
+    VALIDATE,
+    Action,
+    F,
+    Step,
+    W,
+    flatten,
+)
+from zbcompile.schedules.ir.kinds import KINDS
+from zbcompile.schedules.ir.schedule import Lowered, Schedule
+
+UPDATES = (VALIDATE, GATHER, REDUCE, OPT)
+
+
+@overload
+def with_updates(program: Schedule, kinds: Collection[str]) -> Schedule: ...
+@overload
+def with_updates(program: Lowered, kinds: Collection[str]) -> Lowered: ...
+def with_updates(program: Schedule | Lowered, kinds: Collection[str]) -> Schedule | Lowered:
+    """The program with the actions of these `kinds`, of VALIDATE, GATHER, REDUCE and OPT, for every stage.
+
+    Under two model copies (`dual`) all parameters are complete at the end of the step only: nothing is added.
+
+    >>> from zbcompile.schedules import build
+    >>> print(with_updates(build("zb-h1", ranks=2, microbatches=1), ("GATHER", "REDUCE", "OPT")))
+    zb-h1: 2 ranks, 1 microbatches, linear placement, 1 chunk
+    rank 0  GATHER0.0  F0.0  B0.0  W0.0  REDUCE0.0  OPT0.0
+    rank 1  GATHER1.0  F1.0  B1.0  W1.0  REDUCE1.0  OPT1.0
+    """
+    if isinstance(program, Lowered):
+        schedule = with_updates(program.schedule, kinds)
+        return Lowered(schedule, tuple(map(_with_communication, schedule.orders, program.programs)))
+    if not kinds or program.placement.kind == "dual":
+        return program
+    return replace(program, orders=tuple(_updated(order, kinds) for order in program.orders))
+
+
+def _updated(order: Sequence[Step], kinds: Collection[str]) -> tuple[Step, ...]:
+    actions = [(index, action) for index, step in enumerate(order) for action in flatten((step,))]
+    first = {a.stage: index for index, a in reversed(actions) if a.op == F}
+    last = {a.stage: index for index, a in actions if W in KINDS[a.op].does}
+    awaited = max((index for index, a in actions if a.op != W), default=0)
+    behind = int(REDUCE in kinds)
+    updates = {stage: min(max(awaited, index + behind), len(order) - 1) for stage, index in last.items()}
+    found: list[Step] = []
+    for index, step in enumerate(order):
+        found += _at(first, index, [kind for kind in (VALIDATE, GATHER) if kind in kinds])
+        found.append(step)
+        found += _at(last, index, [REDUCE] * (REDUCE in kinds))
+        found += _at(dict(sorted(updates.items(), key=lambda at: last[at[0]])), index, [OPT] * (OPT in kinds))
+    return tuple(found)
+
+
+def _at(places: dict[int, int], index: int, kinds: Sequence[str]) -> Iterator[Action]:
+    return (Action(kind, stage, 0) for stage, place in places.items() if place == index for kind in kinds)
+
+
+def _with_communication(order: Sequence[Step], program: Sequence[Step]) -> tuple[Step, ...]:
+    """The steps of `order`, in which those of `program` appear, with the messages and collectives of `program`."""
+    rest = iter(order)
+    found: list[Step] = []
+    for step in program:
+        if step[0] not in COMMUNICATION:
+            found += takewhile(step.__ne__, rest)
+        found.append(step)
+    return (*found, *rest)

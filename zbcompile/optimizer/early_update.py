@@ -1,0 +1,78 @@
+"""What an update inside of a step was made with: it must not change until `optimizer.step()` completes the update."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zbcompile.errors import PipelineError
+from zbcompile.torch_private import writes_into
+
+TWICE = (
+    "pipe.step was called again without optimizer.step() after the last one, which has updated the parameters, since "
+    "early=True. Call optimizer.step() after each step outside of pipe.no_sync(), and accumulate inside of it."
+)
+NOTHING = (
+    "optimizer.step() has nothing to complete: with early=True pipe.step makes the updates, outside of pipe.no_sync(). "
+    "Run a step first."
+)
+TORN = (
+    "a step has failed after some stages had updated their parameters, since early=True, so that the model is of two "
+    "steps. Load a checkpoint."
+)
+SCALED = (
+    "early=True updates a stage before anybody knows whether the gradients of another one are infinite, which a "
+    "GradScaler asks. Leave early= out."
+)
+
+Options = list[dict[str, Any]]
+Gradients = Mapping[str, torch.Tensor | None]
+
+
+@dataclass
+class EarlyUpdate:
+    """`options` are those of every group, `gradients` what was used, with the number of writes into it."""
+
+    options: Options
+    gradients: Mapping[str, tuple[torch.Tensor | None, int]]
+
+    @classmethod
+    def made_with(cls, groups: Sequence[Mapping[str, Any]], gradients: Gradients) -> "EarlyUpdate":
+        """An update by these groups and gradients."""
+        return cls(options_of(groups), {name: (each, _writes(each)) for name, each in gradients.items()})
+
+    def require_unchanged(self, groups: Sequence[Mapping[str, Any]], gradients: Gradients) -> None:
+        """Raise PipelineError if an option or a gradient is another one than the update has used."""
+        for number, (used, now) in enumerate(zip(self.options, options_of(groups), strict=True)):
+            changed = next((key for key in used.keys() | now.keys() if not _same(used.get(key), now.get(key))), None)
+            if changed is not None:
+                values = f"{changed} of param_groups[{number}] was {used.get(changed)}, now it is {now.get(changed)}"
+                raise PipelineError(_too_late(values))
+        for name, (used_gradient, writes) in self.gradients.items():
+            now_gradient = gradients.get(name)
+            if now_gradient is not used_gradient or _writes(now_gradient) != writes:
+                raise PipelineError(_too_late(f"the gradient of {name} was changed"))
+
+
+def options_of(groups: Sequence[Mapping[str, Any]]) -> Options:
+    """The options of every group, as they are now."""
+    return [{key: copy.deepcopy(value) for key, value in group.items() if key != "params"} for group in groups]
+
+
+def _too_late(what: str) -> str:
+    return (
+        f"between pipe.step and optimizer.step() {what}, but with early=True the update was made in pipe.step. Change "
+        "it before pipe.step, or leave early= out."
+    )
+
+
+def _writes(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else writes_into(tensor)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one, other)
+    return bool(one == other)
