@@ -1,4 +1,4 @@
-"""What was captured before in this process is not captured again: half of a test's time is torch.export.
+"""What was captured before in this test run is not captured again: half of a test's time is torch.export.
 
 Two models are the same where all that a capture reads of them is: their attributes, hooks and code, the kinds of their
 tensors and which of these are one, the loss, the microbatch, torch's switches. That is compared as pickled bytes; what
@@ -21,6 +21,7 @@ from unittest import mock
 import torch
 from torch import nn
 
+from tests.support.stored_captures import read_or_make
 from zbcompile.compiler.compile_model import Drawn, compile_drawn
 from zbcompile.compiler.vocabulary_decision import choose_sharding
 from zbcompile.compiler.vocabulary_sharding import Sharding
@@ -101,7 +102,7 @@ class Recent(OrderedDict[Any, Any]):
         return self[key]
 
 
-def _once(capture: Callable[..., Any]) -> Callable[..., Any]:
+def _once(name: str, capture: Callable[..., Any]) -> Callable[..., Any]:
     found = Recent()
 
     def captured(*given: Any) -> Any:
@@ -113,7 +114,9 @@ def _once(capture: Callable[..., Any]) -> Callable[..., Any]:
             return made
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
-            made = capture(*given)
+            made = read_or_make(
+                name.encode() + key, lambda stored: _fits(stored, given), lambda: (capture(*given), not seen)
+            )
         for warning in seen:
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
         if not seen:
@@ -186,7 +189,7 @@ def _once_per_plan(compile_: Callable[..., Program]) -> Callable[..., Program]:
 @contextlib.contextmanager
 def shared_captures() -> Iterator[None]:
     """What the compiler captures inside, and compiles from it, is shared."""
-    passes = [(each, replace(each, run=_once(each.run))) for each in (CAPTURE, CAPTURE_INFERENCE)]
+    passes = [(each, replace(each, run=_once(each.name, each.run))) for each in (CAPTURE, CAPTURE_INFERENCE)]
     functions = [
         (canonicalise, _canonical_once()),
         (choose_sharding, _sharding_once()),

@@ -1,6 +1,8 @@
 """A capture is shared with nothing that would be captured differently."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,12 @@ from torch import Tensor, nn
 
 from tests.support.oracle import MLP
 from tests.support.shared_captures import sketch
+from tests.support.stored_captures import FOLDER, from_bytes, read_or_make, to_bytes
+from tests.support.training import problem_of
+from zbcompile.passes.capture.canonical import Canonical
+from zbcompile.passes.capture.export import Captured, capture
+from zbcompile.passes.graph.fx import source_line
+from zbcompile.passes.pass_list.canonicalise import canonicalise
 
 X = torch.zeros(2, 32)
 
@@ -78,6 +86,40 @@ def test_switches_matter() -> None:
         assert of(MLP()) != before
     with torch.backends.mkldnn.flags(enabled=False):
         assert of(MLP()) != before
+
+
+def test_what_is_read_back_is_what_was_written() -> None:
+    """To the nodes' places in the model's source."""
+    problem = problem_of("small-dropout")
+    batch = problem.batches(1, 2)[0]
+    written = capture(problem.model(), batch.args, batch.kwargs, batch.target, problem.loss)
+    content = to_bytes(written)
+    assert content is not None
+    read = from_bytes(content)
+    assert replace(read, module=written.module) == written
+    assert described(canonicalise(read)) == described(canonicalise(written))
+
+
+def described(canonical: Canonical) -> list[Any]:
+    nodes = canonical.graph.nodes
+    return [(n.format_node(), str(n.meta["val"]), source_line(n), n.meta["differentiable"]) for n in nodes if n.meta]
+
+
+def test_a_capture_is_made_once_and_read_if_it_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    made = capture(MLP(), (X,), {}, X, F.mse_loss)
+    calls: list[bool] = []
+
+    def make(shared: bool = True) -> tuple[Captured, bool]:
+        calls.append(shared)
+        return made, shared
+
+    read_or_make(b"here alone", lambda _: True, lambda: make(shared=False))
+    read_or_make(b"here alone", lambda _: True, make)
+    assert read_or_make(b"here alone", lambda _: True, make) is not made
+    assert calls == [False, True]
+    assert read_or_make(b"here alone", lambda _: False, make) is made
+    assert read_or_make(b"another", lambda _: True, make) is made
 
 
 def test_what_cannot_be_told_is_not_shared() -> None:
