@@ -1,9 +1,10 @@
 """Faults: the position of a rank, what ended its step, and which rank is to blame."""
 
 import json
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from zbcompile.errors import FaultError
 from zbcompile.schedules.ir.actions import Action
@@ -11,9 +12,9 @@ from zbcompile.schedules.ir.actions import Action
 
 @dataclass(frozen=True)
 class Fault:
-    """What ended a step: on which rank, in which action, and why."""
+    """What ended a step: on which rank, in which action, and why; rank None if the store or a connection failed."""
 
-    rank: int
+    rank: int | None
     where: str
     cause: str
 
@@ -43,8 +44,8 @@ class Position:
     waits: bool = False
     waited: int = 0
 
-    def status(self, beat: int = 0) -> "Status":
-        return Status(beat, self.region, self.doing, str(self.action), self.waits)
+    def status(self, beat: int = 0, closed: bool = False) -> "Status":
+        return Status(beat, self.region, self.doing, str(self.action), self.waits, closed)
 
     def enter(self, doing: str) -> None:
         self.region += 1
@@ -71,13 +72,15 @@ class Position:
 
 @dataclass(frozen=True)
 class Status:
-    """A rank's position as other ranks see it; `beat` grows for as long as its process lives."""
+    """A rank's position as other ranks see it; `beat` grows for as long as its process lives, `closed` says that it
+    makes no further calls."""
 
     beat: int
     region: int
     doing: str
     action: str
     waits: bool
+    closed: bool = False
 
     @property
     def where(self) -> str:
@@ -94,18 +97,36 @@ class Status:
 NEVER = Status(beat=-1, region=-1, doing="its first call", action="", waits=False)
 
 
-def find_dead(own: int, before: Mapping[int, Status], after: Mapping[int, Status]) -> Fault | None:
-    """The first other rank without a heartbeat between two readings of all statuses."""
-    here = after[own]
-    for rank, status in after.items():
-        if rank != own and status.beat == before[rank].beat:
+@dataclass
+class Heartbeats:
+    """Since when, on this process's clock, each rank has shown no new sign of life."""
+
+    seen: dict[int, tuple[int, float]] = field(default_factory=dict)
+
+    def note(self, statuses: Mapping[int, Status]) -> None:
+        now = time.monotonic()
+        for rank, status in statuses.items():
+            if self.seen.get(rank, (None,))[0] != status.beat:
+                self.seen[rank] = status.beat, now
+
+    def silent(self, rank: int, seconds: float) -> bool:
+        return rank in self.seen and time.monotonic() - self.seen[rank][1] >= seconds
+
+
+def find_gone(own: int, statuses: Mapping[int, Status], heartbeats: Heartbeats, seconds: float) -> Fault | None:
+    """The first other rank that has closed its pipeline, or had come and shows no sign of life for so long."""
+    here = statuses[own]
+    for rank, status in statuses.items():
+        silent = status.beat >= 0 and heartbeats.silent(rank, seconds)
+        if rank != own and (status.closed or silent):
             where = status.where if status.region == here.region else here.doing
-            return Fault(
-                rank,
-                where,
-                f"its process ended, or its machine was lost. Its last sign of life came from {status.where}; rank "
-                f"{own} missed it at {here.where}",
+            cause = (
+                "it closed its pipeline, or its process ended by itself"
+                if status.closed
+                else "its process ended or is frozen, or its machine was lost"
             )
+            told = f"{cause}. Its last sign of life came from {status.where}; rank {own} missed it at {here.where}"
+            return Fault(rank, where, told)
     return None
 
 
@@ -138,4 +159,9 @@ def find_late(own: int, statuses: Mapping[int, Status], seconds: float, on_devic
             return Fault(rank, status.where, f"it did not finish; {waited}")
     if on_device:
         return Fault(own, here.where, f"its device did not finish within {seconds:g} s of its host")
-    return Fault(own, here.where, f"every rank has waited for another one for {seconds:g} s")
+    return Fault(
+        None,
+        here.where,
+        f"every rank shows signs of life and has waited for another one for {seconds:g} s. A connection between two of "
+        "them is cut, or torch's own collectives were called in different orders",
+    )

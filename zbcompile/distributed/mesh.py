@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from itertools import product
 from typing import Any
 
@@ -26,13 +27,14 @@ PARTS = ("dp", "ep", "cp")  # ranks along these have losses of their own, which 
 @dataclass
 class Mesh:
     """`layout` holds the ranks of all processes, with an axis for each of `names`, and this one at `place`. `groups`
-    are those made so far; `made` lists the ones that torch's mesh did not bring along."""
+    are those made so far; `made` lists the ones that torch's mesh did not bring along, which wait `timeout` seconds."""
 
     names: tuple[str, ...] = ()
     layout: torch.Tensor = field(default_factory=lambda: torch.tensor(0))
     place: tuple[int, ...] = ()
     groups: dict[tuple[str, ...], dist.ProcessGroup] = field(default_factory=dict)
     made: list[dist.ProcessGroup] = field(default_factory=list)
+    timeout: float = 300
 
     def size(self, *dimensions: str) -> int:
         """How many ranks there are along these dimensions; 1 along one that the mesh does not have."""
@@ -96,12 +98,18 @@ class Mesh:
                 f"the pipeline needs a group of some ranks ({what}), and the process group is bound to a device, so "
                 "that only all ranks together can make one. Call init_process_group without device_id=."
             )
-        made = dist.new_group(members, use_local_synchronization=True)
+        made = new_group(members, self.timeout)
         self.made.append(made)
         return made
 
 
-def mesh_of(given: Any) -> Mesh:
+def new_group(members: list[int], timeout: float) -> dist.ProcessGroup:
+    """A group of some ranks, which only these make. torch's own watchdog over NCCL comes after this package's."""
+    patience = timedelta(seconds=timeout if dist.get_backend() == "gloo" else 2 * timeout)
+    return dist.new_group(members, patience, use_local_synchronization=True)
+
+
+def mesh_of(given: Any, timeout: float) -> Mesh:
     """The mesh that was `given`, None for one of the pipeline's ranks alone. Raises PipelineError for one that is not
     a pipeline's."""
     if not dist.is_initialized():
@@ -111,9 +119,9 @@ def mesh_of(given: Any) -> Mesh:
         )
     if given is None:
         world = dist.get_world_size()
-        return Mesh(("pp",), torch.arange(world), (dist.get_rank(),), {("pp",): dist.group.WORLD})  # type: ignore[dict-item]
+        return Mesh(("pp",), torch.arange(world), (dist.get_rank(),), {("pp",): dist.group.WORLD}, timeout=timeout)  # type: ignore[dict-item]
     names = _require_fit(given)
-    mesh = Mesh(names, given.mesh, tuple(given.get_coordinate()))
+    mesh = Mesh(names, given.mesh, tuple(given.get_coordinate()), timeout=timeout)
     mesh.groups |= {(name,): given[name].get_group() for name in names}
     return mesh
 

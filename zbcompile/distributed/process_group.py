@@ -10,10 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zbcompile.distributed.bounded_store import ANSWER, cut_after
 from zbcompile.distributed.device_progress import progress_of
+from zbcompile.distributed.elastic import fresh_store
 from zbcompile.distributed.fault_store import Board
 from zbcompile.distributed.faults import Position
 from zbcompile.distributed.gpus import require_own_gpus, take_gpu
+from zbcompile.distributed.interfaces import VARIABLE, let_gloo_find
 from zbcompile.distributed.mesh import PARTS, Mesh, mesh_of
 from zbcompile.distributed.ranks import GroupRanks, LocalRanks, Ranks
 from zbcompile.distributed.replicas import Replicas
@@ -31,7 +34,7 @@ def find_ranks(find_device: FindDevice, ranks: int | None, mesh: Any, timeout: f
     if not is_alone(mesh):
         if mesh is None and not dist.is_initialized():
             start_group(find_device, timeout)
-        return _group_ranks(find_device, mesh_of(mesh), ranks, timeout)
+        return _group_ranks(find_device, mesh_of(mesh, timeout), ranks, timeout)
     if ranks is None:
         print("zbcompile: neither torchrun nor ranks= gives a number of ranks; running as one rank in this process.")
     count = 1 if ranks is None else ranks
@@ -77,13 +80,27 @@ def start_group(find_device: FindDevice, timeout: float) -> None:
     cuda = find_device().type == "cuda"
     began = time.monotonic()
     try:
-        dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=2 * timeout if cuda else timeout))
+        _start("nccl" if cuda else "gloo", timeout, 2 * timeout if cuda else timeout)
     except RuntimeError as error:
         raise PipelineError(
             f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} found no process group after "
             f"{time.monotonic() - began:.0f} s (timeout={timeout:g}): "
-            f"{error}. Start all processes, with the same MASTER_ADDR and MASTER_PORT, or give them more timeout=."
+            f"{error}. Start all processes, with the same MASTER_ADDR and MASTER_PORT, on machines that reach each "
+            f"other by {os.environ.get(VARIABLE, 'the address of their host name')} (set {VARIABLE} to the interface; "
+            "python -m zbcompile.doctor shows them), or give them more timeout=."
         ) from error
+
+
+def _start(backend: str, seconds: float, patience: float) -> None:
+    """Make the group of all processes within `seconds`; torch waits `patience` in its collectives."""
+    let_gloo_find(os.environ["MASTER_ADDR"])
+    end = time.monotonic() + seconds
+    with cut_after(seconds + ANSWER, int(os.environ["MASTER_PORT"])):
+        store, rank, ranks = next(dist.rendezvous("env://", timeout=timedelta(seconds=seconds)))
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            store = fresh_store(store, rank, ranks, end - time.monotonic())
+        store.set_timeout(timedelta(seconds=max(1.0, end - time.monotonic())))
+        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=patience))
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
@@ -109,7 +126,7 @@ def _group_ranks(find_device: FindDevice, mesh: Mesh, ranks: int | None, timeout
     everyone = mesh.group(*mesh.names) or mesh.only_me()
     device, own = find_device(), dist.get_rank()
     backend = backend_of(everyone, device)
-    board = Board(everyone, dist.get_process_group_ranks(everyone), own)
+    board = Board(everyone, dist.get_process_group_ranks(everyone), own, timeout)
     if device.type == "cuda":
         require_own_gpus(board, device, timeout)
     pipeline = mesh.group("pp") or mesh.only_me()

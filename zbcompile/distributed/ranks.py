@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from zbcompile.distributed.channels import Channels, Ordered, Tagged, open_channels
 from zbcompile.distributed.faults import Position
-from zbcompile.distributed.mesh import Mesh
+from zbcompile.distributed.mesh import Mesh, new_group
 from zbcompile.distributed.replicas import Replicas
 from zbcompile.distributed.transport import Mailboxes, PointToPoint, ReceiveBuffers, Transport
 from zbcompile.distributed.watchdog import Alone, Watch
@@ -235,7 +235,8 @@ class GroupRanks:
                     "without device_id=."
                 )
             members = dist.get_process_group_ranks(self.group)
-            self.collectives = dist.new_group(members, use_local_synchronization=True)
+            with self.watch.position.waiting("the making of a group"):
+                self.collectives = new_group(members, self.watch.timeout)
             self.watch.groups = (*self.watch.groups, self.collectives)
         return self.collectives
 

@@ -7,8 +7,8 @@ on the network.
 """
 
 import contextlib
+import itertools
 import os
-import signal
 import sys
 import threading
 import time
@@ -19,10 +19,12 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from zbcompile.distributed.bounded_store import SilentStoreError
 from zbcompile.distributed.channels import Link
 from zbcompile.distributed.device_progress import Progress
 from zbcompile.distributed.fault_store import Board
-from zbcompile.distributed.faults import Fault, Position, Status, find_dead, find_late, find_stray
+from zbcompile.distributed.faults import Fault, Heartbeats, Position, Status, find_gone, find_late, find_stray
+from zbcompile.distributed.termination import Terminated, not_yet_terminated, stop_watching, watch_termination
 from zbcompile.distributed.turns import Turns
 from zbcompile.errors import PipelineError
 from zbcompile.schedules.ir.actions import Action
@@ -66,11 +68,12 @@ def own_fault(position: Position, error: BaseException) -> Fault:
     return Fault(position.rank, position.status().where, f"{type(error).__name__}: {error}")
 
 
-@dataclass
+@dataclass(eq=False)
 class Watch:
     """This process is one rank of several. `groups` are all those that its pipeline uses, by way of `backend`,
     `inner` those that its graphs use, with ranks of other pipelines; `timeout` is how many seconds it waits for another
-    rank, and `progress` says how far its device is."""
+    rank, and `progress` says how far its device is. `inside` says whether it runs a call now; `heard` is a fault that
+    was posted."""
 
     position: Position
     board: Board
@@ -81,11 +84,16 @@ class Watch:
     fault: Fault | None = None
     known: Exception | None = None
     inner: tuple[dist.ProcessGroup, ...] = ()
+    inside: bool = False
+    heard: Fault | None = None
+    heartbeats: Heartbeats = field(default_factory=Heartbeats)
     stopped: threading.Event = field(default_factory=threading.Event)
     turns: Turns = field(default_factory=lambda: Turns(wait=False))
 
     def __post_init__(self) -> None:
         self._seen, self._since, self._keeper = self._place(), time.monotonic(), self.position.status()
+        self._beats = itertools.count(1)
+        self._termination = watch_termination(self)
         self._thread = threading.Thread(target=self._watch, name="zbcompile-watch", daemon=True)
         self._thread.start()
 
@@ -95,6 +103,7 @@ class Watch:
         self._require_open()
         with self.turns.take(doing):
             self.position.enter(doing)
+            before, self.inside = self.inside, True
             try:
                 yield
             except BaseException as error:
@@ -102,6 +111,8 @@ class Watch:
                 if told is error:
                     raise
                 raise told from error
+            finally:
+                self.inside = before
             self.position.leave()
             self.progress.mark()
 
@@ -113,6 +124,7 @@ class Watch:
     def close(self) -> None:
         """End the thread and release the store."""
         self.stopped.set()
+        stop_watching(self._termination, self)
         if self._thread is not threading.current_thread():
             self._thread.join(4 * INTERVAL)
 
@@ -130,15 +142,18 @@ class Watch:
         them."""
         if error is self.known:
             return error
-        try:
-            return self._tell(error)
-        except RuntimeError:  # the store does not answer
-            self.fault = self._without_store()
-            return self.fault.error()
+        with not_yet_terminated():
+            try:
+                return self._tell(error)
+            except RuntimeError:  # the store does not answer
+                if self.fault is None and not self._is_of_others(error):
+                    return error
+                self.fault = self.fault or self._without_store()
+                return self.fault.error()
 
     def _tell(self, error: BaseException) -> BaseException:
         region = self.position.region
-        if self.fault is None and not self._lost_connection(error):
+        if self.fault is None and not self._is_of_others(error):
             fault = self.board.post(region, own_fault(self.position, error))
             if not isinstance(self.position.action, Action) or not isinstance(error, Exception):
                 self._leave(region)  # nothing of this call was sent: the connections may still be good
@@ -152,6 +167,10 @@ class Watch:
         self._leave(region)
         return fault.error()
 
+    def _is_of_others(self, error: BaseException) -> bool:
+        """Whether another rank may have caused `error`: the end of a connection, or of this process."""
+        return isinstance(error, Terminated) or self._lost_connection(error)
+
     def _lost_connection(self, error: BaseException) -> bool:
         """Whether the process group raised `error`: only it raises while a rank waits or communicates."""
         action = self.position.action
@@ -159,18 +178,33 @@ class Watch:
         return isinstance(error, RuntimeError) and (self.position.waits or communicates)
 
     def _find_out(self, region: int, error: BaseException) -> Fault:
-        """The fault that broke a connection: one that a rank has posted, or a rank without a heartbeat."""
-        before, end = self.board.statuses(), time.monotonic() + SILENCE
-        with _not_yet_terminated():
-            while time.monotonic() < end:
-                posted = self.board.posted(region)
-                if posted is not None:
-                    return posted
-                time.sleep(INTERVAL / 10)
-        after = self.board.statuses()
-        here = after[self.position.rank]
-        cause = f"it lost its connection to the other ranks, which all show signs of life: {error}"
-        return find_dead(self.position.rank, before, after) or Fault(self.position.rank, here.where, cause)
+        """The fault that broke a connection: one that a rank has posted, or a rank that has gone."""
+        rank, end = self.position.rank, time.monotonic() + SILENCE + INTERVAL
+        while time.monotonic() < end:
+            fault = self.board.posted(region) or self._find_gone(self.board.statuses())
+            if fault is not None:
+                return fault
+            time.sleep(INTERVAL / 10)
+        if isinstance(error, Terminated):
+            return Fault(rank, self.position.status().where, str(error))
+        cause = f"rank {rank} lost its connection to the other ranks, which all show signs of life: {error}"
+        return Fault(None, self.position.status().where, cause)
+
+    def _find_gone(self, statuses: dict[int, Status]) -> Fault | None:
+        self.heartbeats.note(statuses)
+        return find_gone(self.position.rank, statuses, self.heartbeats, SILENCE)
+
+    def say_before_end(self) -> bool:
+        """This process is asked to end, and the main thread says so. Inside of a call that makes the call raise, and
+        this returns True; outside of one the reason goes to standard error."""
+        if self.inside:
+            if self.fault is None:
+                raise Terminated
+            return True
+        with contextlib.suppress(RuntimeError):
+            if self.fault is None:
+                _report(self._find_out(self.position.region, Terminated()))
+        return False
 
     def _leave(self, region: int) -> None:
         """Stay until all ranks know: a launcher that sees one process end kills the other ranks."""
@@ -180,41 +214,60 @@ class Watch:
             time.sleep(INTERVAL / 10)
 
     def _without_store(self) -> Fault:
+        if self.heard is not None:
+            return self.heard
+        here, rank = self.position.status(), self.position.rank
+        lost = f"ended, is frozen, or cannot be reached from rank {rank}; it hosts the store of the process group"
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            return Fault(self.position.rank, self.position.status().where, "the launcher, which hosts the store, ended")
-        here = self.position.status()
+            return Fault(None, here.where, f"the launcher at {self.board.address} {lost}")
         where = self._keeper.where if self._keeper.region == here.region else here.doing
-        return Fault(self.board.members[0], where, "its process ended, and with it the store of the process group")
+        return Fault(self.board.members[0], where, f"its process {lost}")
 
     # On the watching thread
 
     def _watch(self) -> None:
-        beat, world = 0, dist.group.WORLD
+        world = dist.group.WORLD
         try:
             while dist.group.WORLD is world:
-                beat += 1
-                self._look(beat)
+                self._look_patiently()
                 if self.stopped.wait(INTERVAL):
                     break
+            if self.fault is None:
+                self.board.beat(self.position.status(next(self._beats), closed=True))
         except RuntimeError:  # the store does not answer
             if dist.group.WORLD is world and not self.stopped.is_set():
                 self._cut(self._without_store())
         self.stopped.set()
         self.board.close()
 
+    def _look_patiently(self) -> None:
+        """A store that does not answer may do so later; it is given up once this rank has waited long enough."""
+        try:
+            self._look()
+        except SilentStoreError:
+            if self._waited() >= self.timeout:
+                self.board.cut()
+                raise
+
     def _place(self) -> tuple[object, ...]:
         position = self.position
         return position.region, position.doing, position.action, position.waits, position.waited
 
-    def _look(self, beat: int) -> None:
-        """Look at the store once; end this rank's wait if there is a reason to."""
-        self.board.beat(self.position.status(beat))
+    def _waited(self) -> float:
+        """How many seconds this rank has waited at its place."""
         place = self._place()
         if place != self._seen:
             self._seen, self._since = place, time.monotonic()
+        return time.monotonic() - self._since if self.position.waits or self.progress.behind() else 0.0
+
+    def _look(self) -> None:
+        """Look at the store once; end this rank's wait if there is a reason to."""
+        waited = self._waited()
+        self.board.beat(self.position.status(next(self._beats)))
+        self.heard = self.board.posted(self.position.region)
         if self.fault is None and (self.position.waits or self.progress.behind() or not self._host_waits):
             self._keeper = self.board.status(self.board.members[0])
-            fault = self.board.posted(self.position.region) or self._lose_patience(time.monotonic() - self._since)
+            fault = self.heard or self._lose_patience(waited)
             if fault is not None:
                 self._cut(fault)
 
@@ -224,43 +277,32 @@ class Watch:
         return self.backend == "gloo"
 
     def _lose_patience(self, waited: float) -> Fault | None:
-        if waited < min(STRAY, self.timeout) or not (self.position.waits or self.progress.behind()):
+        asked = self._termination.since() if self._termination else None
+        waits, behind = self.position.waits, self.progress.behind()
+        if not (waits or behind) or (waited < min(STRAY, self.timeout - SILENCE) and asked is None):
             return None
         rank, statuses = self.position.rank, self.board.statuses()
-        fault = find_stray(rank, statuses)
-        if fault is None and waited >= self.timeout:
-            on_device = not self.position.waits
-            fault = self._find_dead(statuses) if on_device else None
-            fault = fault or find_late(rank, statuses, self.timeout, on_device)
+        gone = self._find_gone(statuses)  # notes the heartbeats, some time before they decide
+        fault = find_stray(rank, statuses) if waited >= min(STRAY, self.timeout) else None
+        if asked is not None:
+            fault = fault or gone
+            if asked > SILENCE + INTERVAL:
+                fault = fault or Fault(rank, self.position.status().where, str(Terminated()))
+        if waited >= self.timeout + INTERVAL:
+            fault = fault or gone or find_late(rank, statuses, self.timeout, not waits)
         return None if fault is None else self.board.post(self.position.region, fault)
-
-    def _find_dead(self, before: dict[int, Status]) -> Fault | None:
-        """The rank whose heartbeat has stopped: NCCL does not report that a peer has died."""
-        self.stopped.wait(SILENCE)
-        after = {rank: status for rank, status in self.board.statuses().items() if before[rank].beat >= 0}
-        return find_dead(self.position.rank, before, after)
 
     def _cut(self, fault: Fault) -> None:
         """End this rank's wait. If its device waits, and no call that could raise, report the fault at once."""
         self.fault = fault
-        if not self.position.waits:
-            print(f"zbcompile: {fault.error()}", file=sys.stderr, flush=True)
+        if self.progress.behind():
+            _report(fault)
         for group in (*self.groups, *self.inner):
             cut_connections(group, self.backend)
 
 
-@contextlib.contextmanager
-def _not_yet_terminated() -> Iterator[None]:
-    """Ignore SIGTERM inside: a launcher that sees one process die sends it to the other ranks at once, and a rank that
-    is about to raise for the same reason should first say why."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def _report(fault: Fault) -> None:
+    print(f"zbcompile: {fault.error()}", file=sys.stderr, flush=True)
 
 
 def cut_connections(group: Group, backend: str) -> None:

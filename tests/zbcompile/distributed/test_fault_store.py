@@ -14,7 +14,7 @@ def test_a_closed_board_answers_like_a_store_that_is_gone() -> None:
     """The watchdog may close it while another thread still explains why a connection broke: that handles RuntimeError,
     and another error would hide the cause."""
     group: Any = SimpleNamespace(get_group_store=dist.HashStore)
-    board = Board(group, (0,), 0)
+    board = Board(group, (0,), 0, 5.0)
     fault = Fault(0, "step 3", "a cause")
     board.end(fault)
     assert board.posted(0) == fault

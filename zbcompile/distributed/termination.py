@@ -1,0 +1,112 @@
+"""SIGTERM, which a launcher sends to all ranks once one has ended: each should first say why it ends."""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from types import FrameType
+from typing import Protocol
+
+
+class Terminated(BaseException):
+    """This process was asked to end while it ran a call of a pipeline."""
+
+    def __str__(self) -> str:
+        return "it was terminated (SIGTERM)"
+
+
+class Watched(Protocol):
+    """A pipeline that can say what happened."""
+
+    def say_before_end(self) -> bool: ...
+
+
+class Termination:
+    """The handler of SIGTERM for the pipelines of this process.
+
+    Python runs it in the main thread between two bytecodes, but not while that waits inside torch. So the signal also
+    writes a byte into a pipe, which a pipeline's watching thread reads by `since`.
+    """
+
+    def __init__(self) -> None:
+        self.pipelines: weakref.WeakSet[Watched] = weakref.WeakSet()
+        self._asked: float | None = None
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._read, False)
+        os.set_blocking(self._write, False)
+
+    def since(self) -> float | None:
+        """Seconds since this process was asked to end; None if it was not."""
+        with contextlib.suppress(BlockingIOError):
+            if signal.SIGTERM in os.read(self._read, 512) and self._asked is None:
+                self._asked = time.monotonic()
+        return None if self._asked is None else time.monotonic() - self._asked
+
+    def __call__(self, signum: int, frame: FrameType | None) -> None:
+        """The second signal ends the process as if this handler had never been there."""
+        self.release()
+        with not_yet_terminated():
+            said = [each.say_before_end() for each in self.pipelines]
+            if any(said):
+                return
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def install(self) -> bool:
+        """Take SIGTERM; False if the process handles it, or the pipe for signals, in its own way."""
+        before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        if before != -1:
+            signal.set_wakeup_fd(before)
+            return False
+        signal.signal(signal.SIGTERM, self)
+        ours = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: _release(ours()))
+        return True
+
+    def release(self) -> None:
+        """Give SIGTERM back, unless somebody else has taken it since."""
+        if signal.getsignal(signal.SIGTERM) is self:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.set_wakeup_fd(-1)
+
+
+def _release(handler: Termination | None) -> None:
+    if handler is not None:
+        handler.release()
+
+
+def watch_termination(pipeline: Watched) -> Termination | None:
+    """Tell `pipeline` of SIGTERM as long as it lives. None if a handler of the user's does that, or on a thread other
+    than the main one, which alone can set handlers."""
+    found = signal.getsignal(signal.SIGTERM)
+    if threading.current_thread() is not threading.main_thread():
+        return None
+    if isinstance(found, Termination):
+        handler = found
+    elif found is not signal.SIG_DFL or not (handler := Termination()).install():
+        return None
+    handler.pipelines.add(pipeline)
+    return handler
+
+
+def stop_watching(termination: Termination | None, pipeline: Watched) -> None:
+    """Tell `pipeline` no more; the last one gives SIGTERM back."""
+    if termination is not None:
+        termination.pipelines.discard(pipeline)
+        if not termination.pipelines and threading.current_thread() is threading.main_thread():
+            termination.release()
+
+
+@contextlib.contextmanager
+def not_yet_terminated() -> Iterator[None]:
+    """Ignore SIGTERM inside: a rank that is about to raise should first say why."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
