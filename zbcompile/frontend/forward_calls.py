@@ -47,6 +47,8 @@ class ForwardCalls(HeldModel):
         An output without a row per sample (a loss) is computed on the whole batch. Raises PipelineError and
         CompileError.
         """
+        if not args and not kwargs and not isinstance(microbatches, Sequence):
+            raise PipelineError("eval runs a batch, and got none; for the modes of the modules use model.eval().")
         with self._watch.region("eval"), torch.inference_mode(False):
             asked = self._asked("eval", mode, outputs, microbatches)
             return self._forward(args, kwargs, None, microbatches, asked)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
@@ -67,6 +67,33 @@ class Pipeline(ForwardCalls):
         self.step_index += 1
         self._note_record()
         return losses
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises PipelineError: a pipeline has no call that autograd could go back through."""
+        raise PipelineError(
+            "a pipeline is not called: pipe.step(inputs, target=targets) runs forward and backward, pipe.eval(inputs) "
+            "gives outputs without gradients."
+        )
+
+    def train(self, mode: bool = True) -> Self:
+        """As `model.train(mode)`: the modes of the modules in the next steps."""
+        self._model.train(mode)
+        return self
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As `model.zero_grad`, for this process's parameters."""
+        for parameter in self.parameters():
+            if parameter.grad is not None and not set_to_none:
+                parameter.grad.zero_()
+            elif set_to_none:
+                parameter.grad = None
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Raises PipelineError: a pipeline's tensors stay where they are, and of their dtype."""
+        raise PipelineError(
+            "the tensors of a pipeline stay where they are, and of their dtype: call model.to(...) before "
+            "zbcompile.pipeline."
+        )
 
     def _step_input(self, step: Microbatches) -> StepInput:
         return StepInput(

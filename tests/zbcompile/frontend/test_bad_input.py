@@ -355,3 +355,20 @@ def test_ranks_that_compile_different_programs(what: str, pool: Pool) -> None:
     assert first.error == second.error == "PipelineError", first.trace + second.trace
     assert first.text == second.text
     assert "the ranks compiled different programs" in first.text
+
+
+def test_habits_of_modules() -> None:
+    """They work, or say in one line what to call."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    pipe = zbcompile.pipeline(model, schedule="1f1b", ranks=2, microbatches=2, loss=nn.functional.mse_loss)
+    for call, says in ((pipe, "is not called: pipe.step"), (pipe.to, "model.to"), (pipe.eval, r"use model\.eval\(\)")):
+        with pytest.raises(zbcompile.PipelineError, match=says):
+            call()
+    assert pipe.train(False) is pipe
+    assert not any(module.training for module in model.modules())
+    x = torch.ones(2, 2)
+    pipe.step(x, target=x)
+    pipe.zero_grad(set_to_none=False)
+    assert all(not p.grad.any() for p in pipe.parameters())  # type: ignore[union-attr]
+    pipe.zero_grad()
+    assert all(p.grad is None for p in pipe.parameters())
