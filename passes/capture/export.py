@@ -73,16 +73,18 @@ def capture(
     target: Any = None,
     loss: LossFunction | None = None,
     given: Given | None = None,
+    outputs: bool = False,
 ) -> Captured:
-    """Capture the training step of `model` for ONE microbatch, in the mode (train or eval) its modules are in. Where
-    forward asks about the values of its inputs, the answers are the microbatch's own, or those `given`.
+    """Capture the training step of `model` for ONE microbatch, in the mode (train or eval) its modules are in; with
+    `outputs` also what the model returns. Where forward asks about the values of its inputs, the answers are the
+    microbatch's own, or those `given`.
 
     Raises CaptureError for what cannot be captured or would lose gradients.
     """
     raise_first(training_problems(model, loss))
     watch = Watch(questions=Questions(given=given))
     with _judged(watch):
-        captured = trace_training(model, args, kwargs, target, loss, watch)
+        captured = trace_training(model, args, kwargs, target, loss, watch, outputs)
     for text in watch.warnings:
         warnings.warn(f"zbcompile: {text}", stacklevel=2)
     return captured
@@ -95,11 +97,13 @@ def trace_training(
     target: Any,
     loss: LossFunction | None,
     watch: Watch,
+    outputs: bool = False,
 ) -> Captured:
     """As `capture`, but the caller judges what `watch` has seen. Raises CaptureError if no graph could be made."""
-    captured = _export(TrainingStep(model, loss, watch), watch, args, kwargs, target)
+    captured = _export(TrainingStep(model, loss, watch, outputs), watch, args, kwargs, target)
     as_loss = {Slot("output", "0"): Slot("loss")}
-    return replace(captured, outputs=tuple(as_loss.get(slot, slot) for slot in captured.outputs))
+    structure = captured.structure.child(1) if outputs else None
+    return replace(captured, outputs=tuple(as_loss.get(s, s) for s in captured.outputs), structure=structure)
 
 
 def capture_inference(

@@ -30,24 +30,36 @@ def register_dataclasses(value: Any) -> None:
 
 
 class TrainingStep(nn.Module):
-    """The model followed by its loss. Everything else the model returns is dropped. Beside the result stand the tensors
-    that forward asked about."""
+    """The model followed by its loss, and with `outputs` what the model returns, without gradients: together with
+    metrics if the loss function returns `(loss, metrics)`. Everything else is dropped. Beside the result stand the
+    tensors that forward asked about."""
 
-    def __init__(self, model: nn.Module, loss: LossFunction | None, watch: Watch) -> None:
+    def __init__(self, model: nn.Module, loss: LossFunction | None, watch: Watch, outputs: bool = False) -> None:
         super().__init__()
         self.model = model
         self.loss = loss
         self.watch = watch
+        self.outputs = outputs
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> tuple[Any, list[torch.Tensor]]:
         with self.watch.forward(self.model, (args, kwargs, target)):
             output = self.model(*args, **kwargs)
             if isinstance(output, Pending):
-                loss = output.finish(loss_in) if self.loss is None else output.finish(self.loss, target)
+                if self.outputs:
+                    raise CaptureError("the model returns a DTensor, which return_outputs= cannot hold. Leave it out.")
+                found = output.finish(loss_in) if self.loss is None else output.finish(self.loss, target)
             else:
-                loss = loss_in(output) if self.loss is None else self.loss(output, target)
+                found = loss_in(output) if self.loss is None else self.loss(output, target)
+            loss, *metrics = found if isinstance(found, tuple) and len(found) == 2 else (found,)
             loss = check_loss(loss)
-        return loss, self.watch.questions.tensors
+        kept = detached((output, *metrics) if metrics else output) if self.outputs else None
+        return (loss, kept) if self.outputs else loss, self.watch.questions.tensors
+
+
+def detached(output: Any) -> Any:
+    """The output without gradients."""
+    register_dataclasses(output)
+    return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output)
 
 
 class Inference(nn.Module):

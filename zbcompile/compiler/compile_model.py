@@ -10,6 +10,7 @@ from types import MappingProxyType
 
 import torch
 from torch import nn
+from torch.fx import Node
 
 from zbcompile.compiler.cut_planning import plan_cuts
 from zbcompile.compiler.torch_logs import without_torchs_logs
@@ -37,6 +38,7 @@ from zbcompile.passes.stage.deduplicate import Renaming, StageCompiler, compile_
 from zbcompile.passes.stage.exchanges import collectives_of
 from zbcompile.passes.stage.stage_program import StageProgram, tensor_spec
 from zbcompile.passes.vocabulary.shard_program import VocabularyProgram
+from zbcompile.program.output import Output
 from zbcompile.program.program import Program, call_of
 from zbcompile.program.save import save_here
 from zbcompile.schedules.ir.schedule import Schedule
@@ -66,14 +68,15 @@ def draw_step(
     observe: Observer | None = None,
     dimensions: Mapping[str, str] | None = None,
     given: Given | None = None,
+    outputs: bool = False,
 ) -> Drawn:
     """Capture the training step of `model` for one microbatch's shapes. `vocab="auto"` decides for `schedule`.
 
-    `observe` sees each pass over the model; `dimensions` are those of `Captured`, `given` answers for `capture`.
+    `observe` sees each pass over the model; `dimensions` are those of `Captured`, `given` and `outputs` of `capture`.
     """
     manager = make_manager(observe)
     args, kwargs, target = microbatch.example
-    captured = on_mesh(manager.run(CAPTURE, model, args, kwargs, target, loss, given), dimensions or {})
+    captured = on_mesh(manager.run(CAPTURE, model, args, kwargs, target, loss, given, outputs), dimensions or {})
     with without_autocast(microbatch):
         canonical = canonicalise(captured, manager)
         raise_first([*mixed_dtypes(canonical), *loss_problems(canonical)])
@@ -163,6 +166,7 @@ def compile_drawn(
         vocabulary=vocabulary,
         call=call_of(microbatch),
         groups=groups_of(canonical, programs),
+        returned=output_of("outputs", captured, canonical, stages) if captured.structure is not None else None,
         writer=save_here,
     )
 
@@ -236,6 +240,7 @@ def _operations(drawn: Drawn) -> str:
     graph = (drawn.sharding.whole if drawn.sharding else drawn.canonical).module.graph
     numbers = node_numbers(graph)
     text = "\n".join(call_text(node, numbers) for node in graph.nodes)
+    text += "with outputs" * (drawn.captured.structure is not None)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -247,6 +252,16 @@ def targets_of(line: Line) -> tuple[str, ...]:
 def _loss_dtype(stage: Stage) -> str:
     results = zip(stage.outputs, output_values(stage.module.graph), strict=True)
     return next(tensor_spec(node.meta["val"]).dtype for slot, node in results if slot.kind == "loss")
+
+
+def output_of(computes: str, captured: Captured, canonical: Canonical, stages: Sequence[Stage]) -> Output:
+    """What is returned; shards return it as the last stage would."""
+    found = {slot.name: len(stages) - 1 for slot, node in canonical.outputs if slot.kind == "output"}
+    found |= {slot.name: stage.index for stage in stages for slot in stage.outputs if slot.kind == "output"}
+    results = [(slot.name, node) for slot, node in canonical.outputs if slot.name in found and isinstance(node, Node)]
+    made = {name: (found[name], tensor_spec(node.meta["val"])) for name, node in results}
+    names = tuple(slot.name for slot in captured.outputs if slot.kind == "output")
+    return Output(computes, captured.structure, names, made, captured.constant_leaves)
 
 
 def place(

@@ -6,16 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
-from torch.fx import Node
 
-from zbcompile.compiler.compile_model import groups_of, make_manager, on_mesh, place, without_autocast
+from zbcompile.compiler.compile_model import groups_of, make_manager, on_mesh, output_of, place, without_autocast
 from zbcompile.compiler.cut_planning import plan_cuts
 from zbcompile.compiler.torch_logs import without_torchs_logs
 from zbcompile.compiler.vocabulary_sharding import Sharding, forward_shards, shard_head
 from zbcompile.model.batch import Microbatch
 from zbcompile.model.model_info import facts_of
 from zbcompile.passes.capture.canonical import Canonical
-from zbcompile.passes.capture.export import Captured
 from zbcompile.passes.capture.questions import Given
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.partition.liveness import draw_line
@@ -23,10 +21,10 @@ from zbcompile.passes.partition.stage_graphs import Stage, assign_by_cuts, assig
 from zbcompile.passes.pass_list.canonicalise import canonicalise
 from zbcompile.passes.pass_list.passes_in_order import CAPTURE_INFERENCE, CUT
 from zbcompile.passes.pass_list.run_passes import PassManager
-from zbcompile.passes.stage.stage_program import forward_programs, tensor_spec
+from zbcompile.passes.stage.stage_program import forward_programs
 from zbcompile.passes.vocabulary.logits import NotShardable
 from zbcompile.passes.vocabulary.shard_program import even_bounds
-from zbcompile.program.output import FORWARDS, Output
+from zbcompile.program.output import FORWARDS
 from zbcompile.program.program import Program, call_of
 from zbcompile.program.save import save_here
 from zbcompile.schedules.generators.forward_only import forward_only
@@ -97,7 +95,7 @@ def compile_forward(
         call=call_of(microbatch),
         groups=groups_of(canonical, programs),
         plain=captured.plain,
-        output=_output(wanted.computes, captured, canonical, stages),
+        output=output_of(wanted.computes, captured, canonical, stages),
         writer=save_here,
     )
     return for_microbatches(program, 1)
@@ -130,16 +128,6 @@ def _sharding(canonical: Canonical, frame: Frame, manager: PassManager) -> Shard
                 stacklevel=2,
             )
         return None
-
-
-def _output(computes: str, captured: Captured, canonical: Canonical, stages: Sequence[Stage]) -> Output:
-    """What is returned; shards return it as the last stage would."""
-    found = {slot.name: len(stages) - 1 for slot, node in canonical.outputs if slot.kind == "output"}
-    found |= {slot.name: stage.index for stage in stages for slot in stage.outputs if slot.kind == "output"}
-    results = [(slot.name, node) for slot, node in canonical.outputs if slot.name in found and isinstance(node, Node)]
-    made = {name: (found[name], tensor_spec(node.meta["val"])) for name, node in results}
-    names = tuple(slot.name for slot in captured.outputs if slot.kind == "output")
-    return Output(computes, captured.structure, names, made, captured.constant_leaves)
 
 
 def for_microbatches(program: Program, count: int) -> Program:

@@ -51,6 +51,7 @@ class Executables(BoundPrograms):
         self._plain: list[PlainTensor] = []
         self._last: ByAnswers[Executable]
         self._last_state: tuple[Any, ...] | None = None
+        self.outputs = False  # whether the present step returns what the model does
         self._rows: int | None = None  # samples of a usual microbatch
         self._decision: Decision | None = None
         self._planned: Drawn | None = None
@@ -124,7 +125,7 @@ class Executables(BoundPrograms):
         if self._ranks.replicas.count == 1:
             return
         new = not all(self._is_known(each) or self._key(each) in self._kept for each in step.distinct)
-        found = gathered(self._ranks, (len(step.each), new, step.shapes()))
+        found = gathered(self._ranks, (len(step.each), new, (*step.shapes(), f"outputs={self.outputs}")))
         for rank, (count, _, shapes) in zip(self._ranks.members, found, strict=True):
             if count != found[0][0] or (any(each[1] for each in found) and shapes != found[0][2]):
                 text = (
@@ -210,7 +211,8 @@ class Executables(BoundPrograms):
     def _state(self, microbatch: Microbatch) -> tuple[Any, ...]:
         """Cache key: if unchanged since the last step, reuse the last executable."""
         hooks = bool(global_hooks())
-        return microbatch.signature, torch_modes(self._ranks.device), hooks, fingerprint(self._model)
+        modes = self.outputs, torch_modes(self._ranks.device)
+        return microbatch.signature, modes, hooks, fingerprint(self._model)
 
     def _look_up(self, microbatch: Microbatch) -> ByAnswers[Executable]:
         key = self._key(microbatch)
@@ -257,7 +259,7 @@ class Executables(BoundPrograms):
         parameters."""
         modules = tuple((module.training, forward_hooks(module)) for module in self._model.modules())
         trains = tuple(parameter.requires_grad for parameter in self._model.parameters())
-        return microbatch.signature, modules, trains, torch_modes(self._ranks.device)
+        return microbatch.signature, modules, trains, torch_modes(self._ranks.device), self.outputs
 
     def _compile(self, microbatch: Microbatch, drawn: Drawn, reason: str) -> Executable:
         if self.program is not None and self._ranks.is_first:
@@ -283,7 +285,7 @@ class Executables(BoundPrograms):
 
         def draw(given: Given | None) -> Drawn:
             step = self._model, microbatch, self._options.loss, self._choices(), self.schedule
-            return draw_step(*step, dimensions=self._ranks.mesh.labels, given=given)
+            return draw_step(*step, dimensions=self._ranks.mesh.labels, given=given, outputs=self.outputs)
 
         return captured_alike(self._ranks, "capturing", draw, lambda drawn: drawn.captured.guards, leads)
 

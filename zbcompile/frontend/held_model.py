@@ -239,8 +239,14 @@ class HeldModel:
         return [name for name, _ in owned_parameters(self._model, self._ranks, self.program.holders)]
 
     def _split(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, given: Given | None = None
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        target: Any,
+        given: Given | None = None,
+        outputs: bool = False,
     ) -> Microbatches:
+        self._compiled.outputs = outputs
         batches = split_batches(given, "step", bool(args or kwargs or target is not None)) if given is not None else []
         for each in batches:
             refuse_input_gradients(each)

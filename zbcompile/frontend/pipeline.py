@@ -12,6 +12,7 @@ from zbcompile.distributed.mesh import BATCHES
 from zbcompile.errors import PipelineError
 from zbcompile.frontend.forward_calls import ForwardCalls
 from zbcompile.frontend.grad_clip import total_norm
+from zbcompile.frontend.step_outputs import joined_outputs, require_where
 from zbcompile.model.batch import Microbatches
 from zbcompile.model.given_microbatches import Given
 from zbcompile.optimizer.parameter_groups import Predicate
@@ -31,42 +32,68 @@ class Pipeline(ForwardCalls):
     spans of the next steps. `step_index` counts steps; it enters `zbcompile.microbatch_seed`.
     """
 
-    def step(self, *args: Any, target: Any = None, microbatches: Given | None = None, **kwargs: Any) -> torch.Tensor:
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        microbatches: Given | None = None,
+        return_outputs: bool | str = False,
+        **kwargs: Any,
+    ) -> Any:
         """Forward and backward of one batch: gradients accumulate into `.grad`, the loss is returned on every rank.
 
         Every rank passes the same whole batch, along "dp" and "ep" of a mesh a batch of its own. A batch that the
         usual number of microbatches does not divide runs in as many equal ones as have no more samples than usual, if
         the schedule has a name that admits so many. `microbatches=[(args, kwargs, target), ...]` are split already:
         any number that the schedule admits, each of its own shapes (packed sequences, say); `max_shapes` programs are
-        kept. Raises PipelineError for a batch that cannot be split.
+        kept.
 
+        `return_outputs=True` returns `(loss, outputs)`: what the model returned, without gradients, on every rank
+        ("last": only on that of the last stage, None on others), or `(outputs, metrics)` if the loss function returns
+        `(loss, metrics)`. Leaves with a row per sample are joined to those of the batch, floating scalars combined as
+        the loss is; others are lists with an entry per microbatch. Raises PipelineError for a batch that cannot be
+        split.
+
+        >>> loss, logits = pipe.step(inputs, target=targets, return_outputs=True)        # doctest: +SKIP
         >>> pipe.step(microbatches=[((part,), {}, goal) for part, goal in packed])       # doctest: +SKIP
         """
-        losses = self.step_losses(*args, target=target, microbatches=microbatches, **kwargs)
-        return total_loss(losses, self.options.loss_reduction)
+        require_where(return_outputs)
+        found, outputs = self._run(args, kwargs, target, microbatches, return_outputs)
+        loss = total_loss(found, self.options.loss_reduction)
+        return (loss, outputs) if return_outputs else loss
 
     def step_losses(
         self, *args: Any, target: Any = None, microbatches: Given | None = None, **kwargs: Any
     ) -> list[torch.Tensor]:
         """As `step`, but returns the loss of every microbatch, not yet divided by their number."""
+        return self._run(args, kwargs, target, microbatches, False)[0]
+
+    def _run(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, given: Given | None, outputs: bool | str
+    ) -> tuple[list[torch.Tensor], Any]:
         with self._watch.region(f"step {self.step_index}"):
             if torch.is_inference_mode_enabled():
                 raise PipelineError("step is inside torch.inference_mode(), which has no gradients. Call it outside.")
             self._optimizers.begin_step(self.scaler)
             self._parts.take_gradients()
-            step = self._split(args, kwargs, target, microbatches)
+            step = self._split(args, kwargs, target, given, bool(outputs))
             executable = self._program_for(step)
             self._compiled.share.require_filled()
             self._compiled.require_equal_shares()
-            given = self._step_input(step)
+            tensors = self._step_input(step)
             try:
                 with self._as_captured(), self._compiled.void_if_it_fails(), self._optimizers.step():
-                    losses = self._engine.step(executable, given, self._compiled.parameters)
+                    losses, made = self._engine.step(executable, tensors, self._compiled.parameters)
             finally:
                 self._parts.give_gradients()
+            found = None
+            if outputs:
+                with self._watch.position.waiting("the exchange of outputs"):
+                    settings = self.options.loss_reduction, self._ranks, outputs is True
+                    found = joined_outputs(made, executable, step.rows, *settings)
         self.step_index += 1
         self._note_record()
-        return losses
+        return losses, found
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Raises PipelineError: a pipeline has no call that autograd could go back through."""

@@ -62,7 +62,8 @@ class Batch:
 
     def into(self, count: int) -> "Microbatches":
         """The microbatches, `count` equal ones."""
-        return Microbatches(tuple(self.microbatch(i, count) for i in range(count)), alike=True)
+        rows = self.size // count
+        return Microbatches(tuple(self.microbatch(i, count) for i in range(count)), alike=True, rows=rows)
 
 
 def _part(leaf: torch.Tensor, dim: int, index: int, count: int) -> torch.Tensor:
@@ -106,10 +107,12 @@ def _describe(leaf: Any) -> Any:
 
 @dataclass(frozen=True)
 class Microbatches:
-    """The microbatches of a step; `alike` if one graph is right for the shapes of all."""
+    """The microbatches of a step; `alike` if one graph is right for the shapes of all, `rows` how many samples each has
+    (None: they were given, and who knows)."""
 
     each: tuple[Microbatch, ...]
     alike: bool = False
+    rows: int | None = None
 
     @property
     def tensors(self) -> list[dict[str, torch.Tensor]]:

@@ -221,8 +221,17 @@ class LoadedPipeline(Pipeline):
         return self
 
     def _split(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, given: Given | None = None
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        target: Any,
+        given: Given | None = None,
+        outputs: bool = False,
     ) -> Microbatches:
+        if outputs:
+            raise PipelineError(
+                "a saved program keeps no outputs of a step: evaluate, or make a pipeline of the model."
+            )
         if self.program.output is not None:
             raise PipelineError(
                 f"the directory holds {self.program.output.computes} alone, and no step to train with. Compile one "

@@ -59,6 +59,7 @@ class Program:
     step: StepOptions = field(default_factory=StepOptions)
     groups: Mapping[str, str] = field(default_factory=dict, compare=False)
     output: Output | None = None
+    returned: Output | None = None
     plain: tuple[PlainTensor, ...] = field(default=(), repr=False, compare=False)
     also: Mapping[str, "Program"] = field(default_factory=dict, repr=False)
     plan: ChosenPlan | None = field(default=None, compare=False)

@@ -16,7 +16,7 @@ from zbcompile.profiling.step_record import StepRecord
 from zbcompile.program.program import Program
 from zbcompile.runtime.action_loop import RankRun
 from zbcompile.runtime.data_parallel import Reduction, start_reduction
-from zbcompile.runtime.engine import Executable, StepInput, StepRuns, losses_of
+from zbcompile.runtime.engine import Executable, StepInput, StepResult, StepRuns, losses_of, outputs_of
 from zbcompile.runtime.equal_results import EqualResults, written_buffers
 from zbcompile.runtime.gradient_buffers import Gradients
 from zbcompile.runtime.recorder import Recorder, make_record
@@ -39,9 +39,7 @@ class DistributedEngine:
     def __post_init__(self) -> None:
         self.equal = EqualResults(self.ranks)
 
-    def step(
-        self, executable: Executable, given: StepInput, parameters: Mapping[str, nn.Parameter]
-    ) -> list[torch.Tensor]:
+    def step(self, executable: Executable, given: StepInput, parameters: Mapping[str, nn.Parameter]) -> StepResult:
         program, ranks = executable.program, self.ranks
         gradients = Gradients(parameters, program.shared, program.choices)
         transport = ranks.transport(program.schedule, program.schedule.microbatches, executable.buffers)
@@ -71,7 +69,7 @@ class DistributedEngine:
             shared, news = share_losses(program, losses, ranks, self.equal.has_news(executable, results))
         if self.equal.pending and news:
             self.equal.compare(executable, results, shared)
-        return list(shared[:, 0].unbind())
+        return StepResult(list(shared[:, 0].unbind()), outputs_of([run]))
 
     def carry_out(self, runs: Sequence[RankRun]) -> None:
         (run,) = runs

@@ -12,6 +12,7 @@ from zbcompile.distributed.ranks import Ranks
 from zbcompile.distributed.transport import ReceiveBuffers, Transport
 from zbcompile.model.seeds import microbatch_seed
 from zbcompile.profiling.step_record import StepRecord
+from zbcompile.program.output import Output
 from zbcompile.program.program import Program
 from zbcompile.runtime.action_loop import RankRun
 from zbcompile.runtime.data_parallel import Sum
@@ -56,8 +57,9 @@ class Executable:
     """A program with this process's part of it: its compiled stages, the plans of its ranks, their buffers, and over
     whom gradients are summed.
 
-    `variants`, if there are any, are the stages for each microbatch: the graphs of its own answers to forward's
-    questions. `beside` are all stages that run in the same step: for some microbatches, or in other replicas.
+    `variants`, if there are any, are the stages for each microbatch: the graphs of its own shapes and answers to
+    forward's questions; `returned` then says for each what it returns. `beside` are all stages that run in the same
+    step: for some microbatches, or in other replicas.
     """
 
     program: Program
@@ -67,6 +69,7 @@ class Executable:
     vocabulary: VocabularyExecutable | None
     sums: Mapping[str, Sum] = field(default_factory=dict)
     variants: tuple[Stages, ...] = ()
+    returned: tuple[Output | None, ...] = ()
     beside: tuple[Stages, ...] = ()
     ordered: dict[frozenset[str], Ordered] = field(init=False, default_factory=dict)
 
@@ -91,6 +94,17 @@ def make_executable(
     return Executable(program, stages, plans, ReceiveBuffers(device), vocabulary)
 
 
+Made = dict[str, dict[int, torch.Tensor]]  # by leaf of the output, then by microbatch
+
+
+class StepResult(NamedTuple):
+    """The loss of each microbatch of all replicas, and the leaves of the model's output that this process's stages have
+    made, if the program returns them."""
+
+    losses: list[torch.Tensor]
+    made: Made
+
+
 class Engine(Protocol):
     """Runs compiled steps of the ranks of this process."""
 
@@ -111,11 +125,8 @@ class Engine(Protocol):
         """Let `last_step` be what all ranks have seen of the run."""
         ...
 
-    def step(
-        self, executable: Executable, given: StepInput, parameters: Mapping[str, nn.Parameter]
-    ) -> list[torch.Tensor]:
-        """Run one step; gradients accumulate into the parameters. Returns the loss of each microbatch of all
-        replicas."""
+    def step(self, executable: Executable, given: StepInput, parameters: Mapping[str, nn.Parameter]) -> StepResult:
+        """Run one step; gradients accumulate into the parameters."""
         ...
 
 
@@ -168,6 +179,15 @@ class StepRuns:
         count = program.schedule.microbatches * self.ranks.replicas.count
         scaled = given.scale(one).to(one.dtype) if given.scale else one  # a GradScaler answers in float32
         return scaled / count if given.reduction == "mean" else scaled
+
+
+def outputs_of(runs: Sequence[RankRun]) -> Made:
+    """The leaves of the model's output that these ranks have made. Two copies of the model make one leaf."""
+    made: Made = {}
+    for stage in (stage for run in runs for stage in run.runs.values()):
+        for name, parts in stage.outputs.items():
+            made.setdefault(name, {}).update(parts)
+    return made
 
 
 def losses_of(run: RankRun) -> dict[int, torch.Tensor]:

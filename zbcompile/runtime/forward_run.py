@@ -4,11 +4,9 @@ import torch
 
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.program.output import Output
-from zbcompile.runtime.engine import Engine, Executable, StepInput, StepRuns
+from zbcompile.runtime.engine import Engine, Executable, Made, StepInput, StepRuns, outputs_of
 from zbcompile.runtime.gradient_buffers import Gradients
 from zbcompile.schedules.ir.schedule import Schedule
-
-Made = dict[str, dict[int, torch.Tensor]]  # by leaf of the output, then by microbatch
 
 
 def run_forward(executable: Executable, given: StepInput, engine: Engine, channels: Schedule) -> Made:
@@ -22,9 +20,8 @@ def run_forward(executable: Executable, given: StepInput, engine: Engine, channe
     engine.carry_out(runs)
     if recorder is not None:
         engine.end_recording(recorder)
-    made = {name: parts for run in runs for stage in run.runs.values() for name, parts in stage.outputs.items()}
     shards = [run.vocabulary.shard for run in runs if run.vocabulary is not None]
-    return made | {name: parts for shard in shards for name, parts in shard.outputs.items()}
+    return outputs_of(runs) | {name: parts for shard in shards for name, parts in shard.outputs.items()}
 
 
 def joined(made: Made, outputs: dict[int, Output]) -> dict[str, torch.Tensor]:

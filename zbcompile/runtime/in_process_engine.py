@@ -13,7 +13,7 @@ from zbcompile.model.seeds import undisturbed
 from zbcompile.profiling.step_record import StepRecord
 from zbcompile.program.program import Program
 from zbcompile.runtime.action_loop import RankRun
-from zbcompile.runtime.engine import Executable, StepInput, StepRuns, losses_of
+from zbcompile.runtime.engine import Executable, StepInput, StepResult, StepRuns, losses_of, outputs_of
 from zbcompile.runtime.gradient_buffers import Gradients
 from zbcompile.runtime.recorder import Recorder, make_record
 from zbcompile.runtime.sharded_updates import LATE
@@ -42,9 +42,7 @@ class InProcess:
     def end_recording(self, recorder: Recorder) -> None:
         self.last_step = make_record(recorder, [recorder.seen()], in_process=True)
 
-    def step(
-        self, executable: Executable, given: StepInput, parameters: Mapping[str, nn.Parameter]
-    ) -> list[torch.Tensor]:
+    def step(self, executable: Executable, given: StepInput, parameters: Mapping[str, nn.Parameter]) -> StepResult:
         program = executable.program
         ordered = executable.with_updates(frozenset((OPT,) if given.early else ()))
         recorder = self.begin_recording(program, ordered.lowered.schedule) if given.record else None
@@ -63,7 +61,8 @@ class InProcess:
         self.last_step = None
         if recorder is not None:
             self.end_recording(recorder)
-        return [losses[i].detach() for i in range(program.schedule.microbatches)]
+        found = [losses[i].detach() for i in range(program.schedule.microbatches)]
+        return StepResult(found, outputs_of(runs))
 
 
 def interleave(ranks: Sequence[RankRun]) -> None:

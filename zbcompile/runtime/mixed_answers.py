@@ -32,7 +32,8 @@ def mix(own: Sequence[Executable], everywhere: Sequence[Executable], why: str) -
         return replace(first, program=program, beside=beside)
     variants = tuple(each.stages for each in own)
     plans = tuple(plan_rank(program, plan.rank, first.stages, variants) for plan in first.plans)
-    return replace(first, program=program, plans=plans, variants=variants, beside=beside)
+    returned = tuple(each.program.returned for each in own)
+    return replace(first, program=program, plans=plans, variants=variants, returned=returned, beside=beside)
 
 
 def _problem(programs: Sequence[Program], several: bool) -> str:
@@ -42,6 +43,8 @@ def _problem(programs: Sequence[Program], several: bool) -> str:
             return "train different parameters on several stages"
         if [stage.deferred for stage in other.stages] != [stage.deferred for stage in first.stages]:
             return "leave different sums over ranks to the end of the step"
+        if (other.returned is None) != (first.returned is None):
+            return "return different outputs"
         if other.loss_dtype != first.loss_dtype:
             return f"their losses are {first.loss_dtype} and {other.loss_dtype}"
         if several and other.manifest["vocabulary"] != first.manifest["vocabulary"]:

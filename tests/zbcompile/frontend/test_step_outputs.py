@@ -1,0 +1,101 @@
+"""`step(return_outputs=True)`: what the model returned, and what the loss function measured, beside the loss."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zbcompile
+from tests.support.oracle import PROBLEMS, eager_step
+from tests.support.pool import Pool
+
+PROBLEM = PROBLEMS["gpt"]
+(EIGHT,) = PROBLEM.batches(1, 8)
+
+
+def made(schedule: str = "zb-v", **options: object) -> zbcompile.Pipeline:
+    options = {"loss": PROBLEM.loss, "ranks": 2, "microbatches": 4, "exact": True, **options}
+    return zbcompile.pipeline(PROBLEM.model(), schedule=schedule, **options)  # type: ignore[call-overload]
+
+
+def with_accuracy(logits: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+    right = (logits.argmax(-1) == target).float()
+    metrics = {"accuracy": right.mean(), "right": right.sum().long(), "of rows": right.mean(1), "name": "bytes"}
+    return PROBLEM.loss(logits, target), metrics
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v", "dualpipe"])
+def test_outputs_and_metrics(schedule: str) -> None:
+    pipe, model = made(schedule, loss=with_accuracy), PROBLEM.model()
+    loss, (logits, metrics) = pipe.step(*EIGHT.args, target=EIGHT.target, return_outputs=True)
+    expected = [model(x).detach() for x in EIGHT.args[0].split(2)]
+    assert torch.equal(loss, eager_step(model, PROBLEM.loss, EIGHT, 4, 0))
+    assert torch.equal(logits, torch.cat(expected))
+    assert not logits.requires_grad
+    pairs = zip(expected, EIGHT.target.split(2), strict=True)  # type: ignore[union-attr]
+    own = [with_accuracy(each, target)[1] for each, target in pairs]
+    assert torch.equal(metrics["accuracy"], sum(each["accuracy"] / 4 for each in own))
+    assert torch.equal(metrics["of rows"], torch.cat([each["of rows"] for each in own]))
+    assert [int(each) for each in metrics["right"]] == [int(each["right"]) for each in own]
+    assert metrics["name"] == "bytes"
+    gradients = dict(model.named_parameters())
+    assert all(torch.equal(p.grad, gradients[name].grad) for name, p in pipe.named_parameters())  # type: ignore[arg-type]
+
+
+def test_a_step_without_them_is_another_program() -> None:
+    pipe = made(loss=with_accuracy)
+    loss = pipe.step(*EIGHT.args, target=EIGHT.target)
+    pipe.step(*EIGHT.args, target=EIGHT.target, return_outputs=True)
+    assert isinstance(loss, torch.Tensor)
+    assert len(pipe.compilations) == 2
+    with pytest.raises(zbcompile.PipelineError, match="return_outputs='first'; expected one of"):
+        pipe.step(*EIGHT.args, target=EIGHT.target, return_outputs="first")
+
+
+def test_microbatches_of_several_shapes_give_lists() -> None:
+    pipe, model = made(), PROBLEM.model()
+    tokens, target = EIGHT.args[0], EIGHT.target
+    assert target is not None
+    parts = [((tokens[:3, :9],), {}, target[:3, :9]), ((tokens[3:],), {}, target[3:])]
+    _, found = pipe.step(microbatches=[*parts, *parts], return_outputs=True)
+    assert all(torch.equal(each, model(*args)) for each, (args, _, _) in zip(found, [*parts, *parts], strict=True))
+
+
+def test_outputs_of_earlier_stages_beside_a_loss_of_the_models_own() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> dict[str, Any]:
+            early = self.first(x)
+            late = self.second(torch.relu(early))
+            return {"loss": late.square().mean(), "early": early, "late": late, "steps": None}
+
+    torch.manual_seed(0)
+    model, x = Own(), torch.randn(8, 4)
+    expected = model(x)
+    pipe = zbcompile.pipeline(model, schedule="1f1b", ranks=2, microbatches=4, balance=("second",))
+    loss, outputs = pipe.step(x, return_outputs=True)
+    assert torch.equal(outputs["loss"], loss)
+    assert outputs["steps"] is None
+    assert torch.allclose(outputs["early"], expected["early"])
+    assert torch.allclose(outputs["late"], expected["late"])
+
+
+def on_each_rank(where: bool | str) -> tuple[bool, Any]:
+    pipe = made("dualpipe-v" if where == "last" else "zb-h1", ranks=None, loss=with_accuracy)
+    _, found = pipe.step(*EIGHT.args, target=EIGHT.target, return_outputs=where)
+    return found is not None, None if found is None else (found[0], found[1]["right"])
+
+
+@pytest.mark.parametrize("where", [True, "last"])
+def test_every_rank_or_the_last_one_gets_them(where: bool | str, pool: Pool) -> None:
+    found = pool.run(on_each_rank, where, ranks=2)
+    last = [True, True] if where is True else [True, False]  # the last stage of a V is on the first rank
+    assert [has for has, _ in found] == last
+    model = PROBLEM.model()
+    for _, (logits, right) in (each for each in found if each[0]):
+        assert torch.equal(logits, torch.cat([model(x) for x in EIGHT.args[0].split(2)]))
+        assert len(right) == 4
