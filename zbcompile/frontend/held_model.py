@@ -140,11 +140,18 @@ class HeldModel:
         """
         return tuple(self._compiled.compilations)
 
-    def compile(self, *args: Any, target: Any = None, microbatches: Given | None = None, **kwargs: Any) -> Self:
+    def compile(
+        self,
+        *args: Any,
+        target: Any = None,
+        microbatches: Given | None = None,
+        return_outputs: bool | str = False,
+        **kwargs: Any,
+    ) -> Self:
         """Compile for the shapes of this batch (as `step` takes it) without running it."""
         with self._watch.region("compiling"), torch.inference_mode(False):
             self._parts.take_gradients()
-            self._program_for(self._split(args, kwargs, target, microbatches))
+            self._program_for(self._split(args, kwargs, target, microbatches, bool(return_outputs)))
         return self
 
     def adopt(self, program: Program) -> Executable:

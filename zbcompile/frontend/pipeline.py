@@ -57,26 +57,28 @@ class Pipeline(ForwardCalls):
         >>> loss, logits = pipe.step(inputs, target=targets, return_outputs=True)        # doctest: +SKIP
         >>> pipe.step(microbatches=[((part,), {}, goal) for part, goal in packed])       # doctest: +SKIP
         """
-        require_where(return_outputs)
-        found, outputs = self._run(args, kwargs, target, microbatches, return_outputs)
+        given = {"target": target, "microbatches": microbatches, "return_outputs": return_outputs}
+        found, outputs = self.step_losses(*args, **given, **kwargs)
         loss = total_loss(found, self.options.loss_reduction)
         return (loss, outputs) if return_outputs else loss
 
     def step_losses(
-        self, *args: Any, target: Any = None, microbatches: Given | None = None, **kwargs: Any
-    ) -> list[torch.Tensor]:
-        """As `step`, but returns the loss of every microbatch, not yet divided by their number."""
-        return self._run(args, kwargs, target, microbatches, False)[0]
-
-    def _run(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, given: Given | None, outputs: bool | str
+        self,
+        *args: Any,
+        target: Any = None,
+        microbatches: Given | None = None,
+        return_outputs: bool | str = False,
+        **kwargs: Any,
     ) -> tuple[list[torch.Tensor], Any]:
+        """As `step`, but returns the loss of every microbatch, not yet divided by their number; and the outputs, None
+        if they were not asked for."""
+        require_where(return_outputs)
         with self._watch.region(f"step {self.step_index}"):
             if torch.is_inference_mode_enabled():
                 raise PipelineError("step is inside torch.inference_mode(), which has no gradients. Call it outside.")
             self._optimizers.begin_step(self.scaler)
             self._parts.take_gradients()
-            step = self._split(args, kwargs, target, given, bool(outputs))
+            step = self._split(args, kwargs, target, microbatches, bool(return_outputs))
             executable = self._program_for(step)
             self._compiled.share.require_filled()
             self._compiled.require_equal_shares()
@@ -87,9 +89,9 @@ class Pipeline(ForwardCalls):
             finally:
                 self._parts.give_gradients()
             found = None
-            if outputs:
+            if return_outputs:
                 with self._watch.position.waiting("the exchange of outputs"):
-                    settings = self.options.loss_reduction, self._ranks, outputs is True
+                    settings = self.options.loss_reduction, self._ranks, return_outputs is True
                     found = joined_outputs(made, executable, step.rows, *settings)
         self.step_index += 1
         self._note_record()

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -215,11 +215,6 @@ class LoadedPipeline(Pipeline):
         self.take_forwards(functools.partial(SavedForwards, programs=found))
         return self._executable
 
-    def compile(self, *args: Any, target: Any = None, microbatches: Given | None = None, **kwargs: Any) -> Self:
-        """Check that the program was compiled for this batch."""
-        self._program_for(self._split(args, kwargs, target, microbatches))
-        return self
-
     def _split(
         self,
         args: tuple[Any, ...],
@@ -230,7 +225,7 @@ class LoadedPipeline(Pipeline):
     ) -> Microbatches:
         if outputs:
             raise PipelineError(
-                "a saved program keeps no outputs of a step: evaluate, or make a pipeline of the model."
+                "a saved program keeps no outputs of a step. Pass return_outputs=False, or pipeline the model itself."
             )
         if self.program.output is not None:
             raise PipelineError(

@@ -20,8 +20,8 @@ class Steps(Protocol):
     def ranks(self) -> Ranks: ...
     @property
     def loss(self) -> LossFunction | None: ...
-    def compile(self, *args: Any, target: Any = None, **kwargs: Any) -> Any: ...
-    def step_losses(self, *args: Any, target: Any = None, **kwargs: Any) -> list[torch.Tensor]: ...
+    def compile(self, *args: Any, target: Any = None, return_outputs: bool = False, **kwargs: Any) -> Any: ...
+    def step_losses(self, *args: Any, target: Any = None, **kwargs: Any) -> Any: ...
     def eval(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
@@ -31,20 +31,28 @@ class ScheduleLike:
 
     Other ranks learn the inputs that only one rank passes in the first step, which sends them to all and compiles; from
     then on their shapes are fixed, and only boundary tensors travel. Differences from torch: gradients are
-    scaled by the pipeline's `loss_reduction` (torch's `scale_grads`), and `step` returns None, because a compiled step
-    keeps no outputs.
+    scaled by the pipeline's `loss_reduction` (torch's `scale_grads`).
 
     >>> schedule = pipe.as_schedule()                                                        # doctest: +SKIP
     >>> schedule.step(inputs)                                # on the first rank             # doctest: +SKIP
-    >>> schedule.step(target=targets, losses=losses)         # on the last one               # doctest: +SKIP
+    >>> output = schedule.step(target=targets, losses=losses)  # on the last one             # doctest: +SKIP
     """
 
     def __init__(self, pipe: Steps) -> None:
         self._pipe = pipe
         self._known: tuple[Any, Any, Any] | None = None
 
-    def step(self, *args: Any, target: Any = None, losses: list[torch.Tensor] | None = None, **kwargs: Any) -> None:
-        """Forward and backward of one batch. `losses` becomes the list of the microbatches' losses on the last rank.
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[torch.Tensor] | None = None,
+        return_outputs: bool = True,
+        **kwargs: Any,
+    ) -> Any:
+        """Forward and backward of one batch. Returns the model's output on the last rank (None on others), unless
+        `return_outputs=False`, which saves the memory of it and which an output layer sharded by `vocab=` needs.
+        `losses` becomes the list of the microbatches' losses on the last rank.
 
         Raises PipelineError if a stage of this rank reads an input that only other ranks passed, and for shapes
         other than those of the first step.
@@ -52,16 +60,23 @@ class ScheduleLike:
         given = (args or None, kwargs or None, target)
         if self._known is None:
             self._known = self._shared(*given)
-            self._pipe.compile(*(self._known[0] or ()), target=self._known[2], **(self._known[1] or {}))
+            args, kwargs, target = self._known
+            self._pipe.compile(*(args or ()), target=target, return_outputs=return_outputs, **(kwargs or {}))
         self._require_known_shapes(given)
         self._require_what_is_read(given)
         whole = [own if own is not None else known for own, known in zip(given, self._known, strict=True)]
-        found = self._pipe.step_losses(*(whole[0] or ()), target=whole[2], **(whole[1] or {}))
+        where = "last" if return_outputs else False
+        found, output = self._pipe.step_losses(
+            *(whole[0] or ()), target=whole[2], return_outputs=where, **(whole[1] or {})
+        )
         self._fill(losses, found)
+        return output if self._is_last else None
 
     def eval(self, *args: Any, target: Any = None, losses: list[torch.Tensor] | None = None, **kwargs: Any) -> Any:
         """The model's output for one batch, on the last rank (None elsewhere), and with a target its losses."""
         args, kwargs, target = self._shared(args or None, kwargs or None, target)
+        if self._known is None and target is not None:  # a first step would have to place the parameters
+            self._pipe.compile(*(args or ()), target=target, return_outputs=True, **(kwargs or {}))
         output = self._pipe.eval(*(args or ()), **(kwargs or {}))
         if target is not None and self._pipe.loss is not None:
             count = self._pipe.program.schedule.microbatches

@@ -57,6 +57,23 @@ def test_a_loop_for_torch_schedules(pool: Pool) -> None:
     model = PROBLEMS[CASE.problem].model()
     model.load_state_dict(theirs.state)
     torch.testing.assert_close(returned[1][-1], model(*batch.args))
+    first = PROBLEMS[CASE.problem].batches(CASE.steps, 8)[0]
+    torch.testing.assert_close(returned[1][0], PROBLEMS[CASE.problem].model()(*first.args))
+
+
+def eval_first() -> tuple[torch.Tensor | None, list[float]]:
+    (batch,) = PROBLEMS[CASE.problem].batches(1, 8)
+    schedule, losses = pipeline_of(CASE).as_schedule(), list[torch.Tensor]()
+    return schedule.eval(*batch.args, target=batch.target, losses=losses), [float(loss) for loss in losses]
+
+
+def test_eval_before_any_step(pool: Pool) -> None:
+    (nothing, none), (output, losses) = pool.run(eval_first, ranks=2)
+    (batch,) = PROBLEMS[CASE.problem].batches(1, 8)
+    assert nothing is None
+    assert none == []
+    torch.testing.assert_close(output, PROBLEMS[CASE.problem].model()(*batch.args))
+    assert len(losses) == CASE.microbatches
 
 
 def other_shapes() -> None:
