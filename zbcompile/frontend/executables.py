@@ -23,12 +23,13 @@ from zbcompile.frontend.choose_schedule import counts_for, fit_to_batch, fit_to_
 from zbcompile.frontend.microbatch_counts import at_count, count_for, order_at
 from zbcompile.frontend.options import Options
 from zbcompile.frontend.recent import Recent
-from zbcompile.model.batch import Batch, Microbatch, Microbatches, require_divisible
+from zbcompile.model.batch import Batch, Microbatch, Microbatches, hint_at_target, require_divisible
 from zbcompile.model.placements import require_matches
 from zbcompile.model.resident_tensors import require_same_attributes
 from zbcompile.passes.capture.attention_kernels import attention_kernels
 from zbcompile.passes.capture.questions import Given
 from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.torch_private import forward_hooks, global_hooks
 from zbcompile.passes.values.plain_tensors import PlainTensor
 from zbcompile.planning.planner import Decision, decide, order_by_graphs, reordered
@@ -285,7 +286,13 @@ class Executables(BoundPrograms):
 
         def draw(given: Given | None) -> Drawn:
             step = self._model, microbatch, self._options.loss, self._choices(), self.schedule
-            return draw_step(*step, dimensions=self._ranks.mesh.labels, given=given, outputs=self.outputs)
+            try:
+                return draw_step(*step, dimensions=self._ranks.mesh.labels, given=given, outputs=self.outputs)
+            except CaptureError as error:
+                hint = hint_at_target(self._model, microbatch, self._options.loss)
+                if not hint:
+                    raise
+                raise CaptureError(f"{error} {hint}") from error
 
         return captured_alike(self._ranks, "capturing", draw, lambda drawn: drawn.captured.guards, leads)
 

@@ -1,9 +1,11 @@
 """A batch as a flat list of leaves, and its microbatches."""
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from zbcompile.errors import PipelineError
 from zbcompile.model.batch_split import Cut, Split, choose_cuts
@@ -145,6 +147,18 @@ def whole_batch(args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> B
     """A batch that is one microbatch, whatever its shapes."""
     paths, leaves, structure = flatten_inputs((args, kwargs, target))
     return Batch(leaves, paths, (None,) * len(leaves), structure, size=0)
+
+
+def hint_at_target(model: nn.Module, microbatch: Microbatch, loss: Any) -> str:
+    """What to write if the target of a loss was forgotten, or passed to forward; "" if that explains no failure."""
+    args, kwargs, target = microbatch.example
+    if loss is None or target is not None:
+        return ""
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError:
+        return "What loss=fn(output, target) compares with is passed as target=: pipe.step(inputs, target=labels)."
+    return "The step got no target=, so loss=fn(output, target) received None."
 
 
 def refuse_input_gradients(batch: Batch) -> None:

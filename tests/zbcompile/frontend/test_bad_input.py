@@ -357,6 +357,21 @@ def test_ranks_that_compile_different_programs(what: str, pool: Pool) -> None:
     assert "the ranks compiled different programs" in first.text
 
 
+@pytest.mark.parametrize(
+    ("args", "kwargs", "says"),
+    [
+        (1, {}, "The step got no target=, so loss=.* received None"),
+        (2, {}, "takes 2 positional arguments .*is passed as target=: pipe.step"),
+        (1, {"labels": torch.ones(4, 2)}, "unexpected keyword argument 'labels'.*is passed as target="),
+    ],
+)
+def test_a_target_in_another_place(args: int, kwargs: dict[str, torch.Tensor], says: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    pipe = zbcompile.pipeline(model, schedule="1f1b", ranks=2, microbatches=2, loss=nn.functional.mse_loss)
+    with pytest.raises(zbcompile.CaptureError, match=says):
+        pipe.step(*[torch.ones(4, 2)] * args, **kwargs)
+
+
 def test_habits_of_modules() -> None:
     """They work, or say in one line what to call."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
