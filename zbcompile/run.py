@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from zbcompile.cli.compile_arguments import FLAGS
 from zbcompile.cli.exit_status import exit_status
 from zbcompile.cli.option_flags import add_flags
 from zbcompile.cli.train_job import Job, train
@@ -36,7 +37,12 @@ examples:
   python -m zbcompile.run program --data examples/text_batches.py:batches --weights model.safetensors --steps 100
   torchrun --standalone --nproc-per-node 4 -m zbcompile.run program --data examples/text_batches.py:batches \\
       --weights model.safetensors --steps 1000 --lr 3e-4 --checkpoint checkpoints --every 100 --resume
-The second one resumes after a crash or a kill, with the same bits as if it had never stopped: start it again.
+  torchrun --nnodes 1:2 --nproc-per-node 4 --max-restarts 10 --rdzv-backend c10d --rdzv-endpoint HOST:29400 \\
+      -m zbcompile.run examples/targets.py:gpt --schedule zb-h1 --microbatches 16 --exact --data ... --steps 1000 \\
+      --checkpoint checkpoints --resume
+The second one resumes after a crash or a kill, with the same bits as if it had never stopped: start it again, or let
+torchrun do it (--max-restarts). A program is compiled for one number of ranks. The third one starts from a TARGET:
+after a restart on fewer or more ranks it is compiled for these, and goes on from the last checkpoint.
 docs/running.md describes checkpoints and how to load them elsewhere.
 exit status: 0, or 2 with one line on standard error if the run cannot continue.
 """
@@ -60,7 +66,12 @@ def _job(parser: argparse.ArgumentParser, chosen: dict[str, Any]) -> Job:
     options = dict(chosen.pop("option"))
     options |= {name: chosen.pop(name) for name in ("lr", "weight_decay") if chosen[name] is not None}
     chosen = {name: value for name, value in chosen.items() if name not in ("lr", "weight_decay")}
-    job = Job(**chosen, options=options)
+    compiling = {name: chosen.pop(name) for name in FLAGS if name in chosen}
+    job = Job(**chosen, options=options, compiling=compiling)
+    if job.is_target and "microbatches" not in compiling:
+        parser.error("a TARGET needs --microbatches N, so that it trains alike on any number of ranks")
+    if compiling and not job.is_target:
+        parser.error(f"--{next(iter(compiling)).replace('_', '-')} is for a TARGET; {job.directory} is compiled")
     for name in ("steps", "every", "keep", "replicas", "log_every"):
         if getattr(job, name) < 1:
             parser.error(f"--{name.replace('_', '-')} is {getattr(job, name)}; expected at least 1")
@@ -79,13 +90,20 @@ def _parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("directory", metavar="DIR", type=Path, help="a program, as pipe.program.save writes it")
+    parser.add_argument(
+        "directory",
+        metavar="DIR|TARGET",
+        type=Path,
+        help="a program, as pipe.program.save writes it; or FILE.py:function, which returns the model and one "
+        "microbatch (as for zbcompile.compile) and is compiled for the ranks that are there",
+    )
     parser.add_argument("--data", required=True, metavar="FILE.py:NAME", help="the source of the batches (see below)")
     parser.add_argument("--steps", required=True, type=int, help="optimizer steps in total, resumed ones included")
     parser.add_argument("--seed", type=int, help="of dropout, --init and the data (default: the program's)")
     _add_optimizer(parser.add_argument_group("the optimizer"))
     _add_state(parser.add_argument_group("weights and checkpoints"))
     _add_process(parser.add_argument_group("processes and output"))
+    add_flags(parser.add_argument_group("how to compile a TARGET"), FLAGS)
     return parser
 
 

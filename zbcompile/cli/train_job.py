@@ -1,27 +1,26 @@
 """Training a compiled program with a data function: from its weights or its newest checkpoint to the last step."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.optim import Optimizer
 
 from zbcompile.cli.target import load_object
 from zbcompile.cli.train_data import Data, Start, amount, on_device
 from zbcompile.cli.train_optimizer import make_optimizer, options_of, rate_factor, set_options
+from zbcompile.cli.train_pipeline import open_pipeline
 from zbcompile.cli.train_progress import Progress
 from zbcompile.distributed.agreement import gathered, together
 from zbcompile.distributed.mesh import BATCHES
-from zbcompile.distributed.process_group import start_group
 from zbcompile.errors import PipelineError
 from zbcompile.frontend.options import Options
+from zbcompile.frontend.pipeline import Pipeline
 from zbcompile.model.random_state import restore_random_state, seed_everything
 from zbcompile.persistence.checkpoint import Checkpoint, hold_folder, load_checkpoint, save_checkpoint
 from zbcompile.persistence.checkpoint_directory import candidates, latest_checkpoint
-from zbcompile.persistence.loaded_pipeline import LoadedPipeline, device_for, load
 from zbcompile.persistence.safetensors_weights import holds_weights, load_weights, save_weights
 
 
@@ -54,6 +53,12 @@ class Job:
     timeout: float = Options.timeout
     log_every: int = 10
     debug_nan: bool = Options.debug_nan
+    compiling: Mapping[str, Any] = field(default_factory=dict)  # options of zbcompile.pipeline, for a TARGET
+
+    @property
+    def is_target(self) -> bool:
+        """Whether `directory` is none, but names a function that builds the model."""
+        return ":" in self.directory.name and not self.directory.exists()
 
 
 def train(job: Job) -> None:
@@ -61,39 +66,14 @@ def train(job: Job) -> None:
     if job.threads is not None:
         torch.set_num_threads(job.threads)
     source = load_object(job.data)
-    init = load_object(job.init) if job.init else None
-    pipe = load(
-        job.directory,
-        mesh=_mesh(job),
-        operators=job.operators,
-        init=init,
-        seed=job.seed,
-        backend=load_object(job.backend) if job.backend and ":" in job.backend else job.backend,
-        timeout=job.timeout,
-        debug_nan=job.debug_nan,
-    )
+    pipe = open_pipeline(job)
     try:
         _train(job, pipe, source)
     finally:
         pipe.close()
 
 
-def _mesh(job: Job) -> Any:
-    """Replicas and ranks as a mesh; None if there is one replica."""
-    if job.replicas == 1:
-        return None
-    from torch.distributed.device_mesh import init_device_mesh
-
-    if not dist.is_initialized():
-        start_group(lambda: device_for(job.directory), job.timeout)
-    world = dist.get_world_size()
-    if world % job.replicas:
-        raise PipelineError(f"--replicas {job.replicas} does not divide the {world} processes that were started.")
-    shape = job.replicas, world // job.replicas
-    return init_device_mesh(device_for(job.directory).type, shape, mesh_dim_names=("dp", "pp"))
-
-
-def _train(job: Job, pipe: LoadedPipeline, source: Any) -> None:
+def _train(job: Job, pipe: Pipeline, source: Any) -> None:
     with pipe.ranks.watch.region("making the optimizer"):
         optimizer = together(
             pipe.ranks,
@@ -104,7 +84,9 @@ def _train(job: Job, pipe: LoadedPipeline, source: Any) -> None:
     at = _first_state(job, pipe, optimizer)
     set_options(optimizer, asked)
     progress = Progress(at.step, job.steps, job.log_every, pipe.is_first)
-    origin = f"the weights of {job.weights or job.init}" if at.path is None else f"resumed from {at.path}"
+    origin = (
+        f"the weights of {job.weights or job.init or job.directory}" if at.path is None else f"resumed from {at.path}"
+    )
     progress.say(f"step {at.step} of {job.steps}: {origin}")
     with pipe.ranks.watch.region(f"opening {job.data}"):
         data = together(pipe.ranks, f"opening {job.data}", lambda: _data(job, pipe, source, at))
@@ -117,7 +99,7 @@ def _train(job: Job, pipe: LoadedPipeline, source: Any) -> None:
         progress.say(f"weights written to {job.export}")
 
 
-def _first_state(job: Job, pipe: LoadedPipeline, optimizer: Optimizer) -> Checkpoint:
+def _first_state(job: Job, pipe: Pipeline, optimizer: Optimizer) -> Checkpoint:
     """Fill the parameters: from the newest checkpoint when resuming, else from what the command names."""
     with pipe.ranks.watch.region("looking for checkpoints"):
         existing = gathered(pipe.ranks, job.checkpoint and latest_checkpoint(job.checkpoint))[0]
@@ -133,7 +115,7 @@ def _first_state(job: Job, pipe: LoadedPipeline, optimizer: Optimizer) -> Checkp
         return load_checkpoint(job.checkpoint, pipe, optimizer, random=False, trust=trust, fallback=True)
     if job.weights is not None:
         _load_weights(job.weights, pipe, job.trust_checkpoint)
-    elif job.init is None:
+    elif job.init is None and not job.is_target:
         raise PipelineError(
             f"the parameters have no values; {job.directory} holds only the program. Pass --weights FILE"
             ".safetensors (zbcompile.save_weights writes one), or --init FILE.py:function."
@@ -141,7 +123,7 @@ def _first_state(job: Job, pipe: LoadedPipeline, optimizer: Optimizer) -> Checkp
     return Checkpoint(step=0)
 
 
-def _load_weights(path: Path, pipe: LoadedPipeline, trust: bool) -> None:
+def _load_weights(path: Path, pipe: Pipeline, trust: bool) -> None:
     """From safetensors, if there are any, or from a checkpoint, of which only the model is taken."""
     if holds_weights(path) or not candidates(path):
         load_weights(path, pipe)
@@ -150,7 +132,7 @@ def _load_weights(path: Path, pipe: LoadedPipeline, trust: bool) -> None:
     pipe.step_index = 0
 
 
-def _data(job: Job, pipe: LoadedPipeline, source: Any, at: Checkpoint) -> Data:
+def _data(job: Job, pipe: Pipeline, source: Any, at: Checkpoint) -> Data:
     """The data from step `at.step` on. If batches are drawn again to be skipped, so are their random numbers; otherwise
     the generators continue from their restored state."""
     seed, mesh = pipe.options.seed, pipe.ranks.mesh
@@ -162,7 +144,7 @@ def _data(job: Job, pipe: LoadedPipeline, source: Any, at: Checkpoint) -> Data:
     return data
 
 
-def _steps(job: Job, pipe: LoadedPipeline, optimizer: Optimizer, data: Data, progress: Progress) -> None:
+def _steps(job: Job, pipe: Pipeline, optimizer: Optimizer, data: Data, progress: Progress) -> None:
     rates = [group["lr"] for group in optimizer.param_groups]
     for step in range(pipe.step_index, job.steps):
         with pipe.ranks.watch.region(f"batch {step}"):

@@ -79,7 +79,7 @@ def pipeline(model: Any = ..., **options: Any) -> Any:
     >>> pipe = zbcompile.pipeline(model, schedule="zbv", microbatches=8, loss=loss_fn)      # doctest: +SKIP
     >>> loss = pipe.step(inputs, target=targets)                                            # doctest: +SKIP
     """
-    build = functools.partial(_build, options_from(options))
+    build = functools.partial(build_pipeline, options_from(options))
     if isinstance(model, nn.Module):
         return build(model)
     return functools.partial(_decorate, build) if model is ... else _decorate(build, model)
@@ -96,7 +96,8 @@ pipeline.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
 )
 
 
-def _build(options: Options, module: Any) -> Pipeline:
+def build_pipeline(options: Options, module: Any) -> Pipeline:
+    """What `pipeline` does, with its options checked."""
     if not isinstance(module, nn.Module):
         raise PipelineError(f"expected an nn.Module to pipeline, received {type(module).__name__}.")
     ranks = options.ranks

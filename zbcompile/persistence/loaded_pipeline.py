@@ -170,7 +170,7 @@ def _read_for(
     if data["ranks"] != ranks.count:
         raise PipelineError(
             f"{folder} was compiled for {data['ranks']} ranks, but there are {ranks.count}. Start {data['ranks']} "
-            f"processes, or compile it again for {ranks.count}."
+            f"processes, compile it again for {ranks.count}, or pass zbcompile.run a TARGET instead."
         )
     if data["device"] != ranks.device.type:
         raise PipelineError(

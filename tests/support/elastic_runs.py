@@ -1,0 +1,112 @@
+"""Jobs of torchrun whose processes are killed, and that go on by themselves with the bits of an undisturbed job.
+
+    python -m tests.support.elastic_runs
+
+from the repository's root: twice a rank is killed in one job; then one of two nodes is killed, and the job goes on with
+half of its ranks. The model is compiled from a TARGET, in exact mode, so that all runs have one result.
+"""
+
+import itertools
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import zbcompile
+
+HERE = "tests.support.elastic_runs"
+STEPS, KILLS = 20, (7, 13)
+ROOT = Path(__file__).parents[2]
+
+
+def model() -> zbcompile.Example:
+    """The TARGET."""
+    layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(8)))
+    return zbcompile.Example(layers, (torch.randn(2, 16),), loss=nn.functional.mse_loss, target=torch.randn(2, 16))
+
+
+def batches(start: int) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Batches by their numbers. ELASTIC_KILLS names a folder: in it stand the kills that have been made."""
+    generator = torch.Generator()
+    for number in itertools.count(start):
+        _disturb(number)
+        generator.manual_seed(number)
+        yield (torch.randn(16, 16, generator=generator),), {"target": torch.randn(16, 16, generator=generator)}
+
+
+def _disturb(number: int) -> None:
+    folder, what = os.environ.get("ELASTIC_KILLS"), os.environ.get("ELASTIC_WHAT")
+    last = int(os.environ.get("RANK", "0")) == int(os.environ.get("WORLD_SIZE", "1")) - 1
+    if folder and last and number in (KILLS if what == "rank" else KILLS[:1]):
+        mark = Path(folder) / f"kill-{number}"
+        if not mark.exists():
+            mark.touch()
+            if what == "node":  # its agent, and then itself
+                os.kill(os.getppid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def command(folder: Path, name: str, nodes: str, per_node: int, port: int) -> list[str]:
+    """torchrun with a run that resumes."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", nodes, "--nproc-per-node", str(per_node)]
+    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", name]
+    limits = [
+        "--max-restarts",
+        "3",
+        "--rdzv-conf",
+        "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3",
+    ]
+    return [
+        *(*launcher, *meeting, *limits, "-m", "zbcompile.run", f"{HERE}:model", "--data", f"{HERE}:batches"),
+        *("--schedule", "1f1b", "--microbatches", "8", "--exact", "--steps", str(STEPS), "--every", "5", "--seed", "1"),
+        *("--checkpoint", str(folder / name), "--resume", "--export", str(folder / f"{name}.safetensors")),
+        *("--timeout", "20"),
+    ]
+
+
+def run(folder: Path, name: str, what: str, nodes: int, per_node: int) -> bytes:
+    """The weights of a job that `what` disturbs."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = int(probe.getsockname()[1])
+    kills = folder / f"{name}-kills"
+    kills.mkdir()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment |= {"ELASTIC_KILLS": str(kills) if what else "", "ELASTIC_WHAT": what}
+    agents = []
+    for number in range(nodes):  # the first agent keeps the store, so it is not the one that is killed
+        span = f"1:{nodes}" if nodes > 1 else "1"
+        log = (folder / f"{name}-{number}.txt").open("w")
+        agents.append(
+            subprocess.Popen(command(folder, name, span, per_node, port), env=environment, stdout=log, stderr=log)
+        )
+        time.sleep(1)
+    codes = [agent.wait(timeout=400) for agent in agents]
+    for number in range(nodes):
+        for line in (folder / f"{name}-{number}.txt").read_text().splitlines():
+            if "zbcompile.run" in line or "step" in line:
+                print(f"  node {number}: {line[:160]}")
+    print(f"{name}: {len(list(kills.iterdir()))} kills, exit statuses {codes}", flush=True)
+    return (folder / f"{name}.safetensors").read_bytes()
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        undisturbed = run(folder, "undisturbed", "", 1, 2)
+        for name, what, nodes, per_node in (("restarts", "rank", 1, 2), ("fewer", "node", 2, 2)):
+            same = run(folder, name, what, nodes, per_node) == undisturbed
+            print(f"{name}: weights {'bitwise equal' if same else 'DIFFER'}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""The pipeline of a run: loaded from a directory, or compiled from a TARGET for the ranks that are there."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zbcompile.cli.target import load_example, load_object
+from zbcompile.distributed.process_group import device_of, start_group
+from zbcompile.errors import PipelineError
+from zbcompile.frontend.options import Options
+from zbcompile.frontend.pipeline import Pipeline
+from zbcompile.frontend.pipeline_function import build_pipeline
+from zbcompile.model.example import Example
+from zbcompile.model.random_state import seed_everything
+from zbcompile.persistence.loaded_pipeline import device_for, load
+from zbcompile.torch_private import pytree
+
+if TYPE_CHECKING:
+    from zbcompile.cli.train_job import Job
+
+
+def open_pipeline(job: "Job") -> Pipeline:
+    """The pipeline that a job trains, on this process's ranks. Raises PipelineError, CompileError or ScheduleError."""
+    asked: dict[str, Any] = {"timeout": job.timeout, "debug_nan": job.debug_nan}
+    asked["init"] = load_object(job.init) if job.init else None
+    if job.backend is not None:
+        asked["backend"] = load_object(job.backend) if ":" in job.backend else job.backend
+    if job.seed is not None:
+        asked["seed"] = job.seed
+    if job.is_target:
+        return _compile(job, asked)
+    return load(job.directory, mesh=_mesh(job, None), operators=job.operators, **asked)
+
+
+def _compile(job: "Job", asked: dict[str, Any]) -> Pipeline:
+    """Every rank builds the model with the same random numbers, and compiles its part."""
+    seed_everything(asked.get("seed", 0))
+    example = load_example(str(job.directory))
+    microbatches = job.compiling["microbatches"]
+    asked |= {"loss": example.loss, "mesh": _mesh(job, example.model), "example": _batch(example, microbatches)}
+    if not any(tensor.is_meta for tensor in example.model.parameters()) and asked["init"] is not None:
+        _fill(example.model, asked.pop("init"))
+    return build_pipeline(Options(**job.compiling, **asked), example.model)
+
+
+def _fill(model: nn.Module, init: Any) -> None:
+    with torch.no_grad():
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            init(name, tensor)
+
+
+def _batch(example: Example, microbatches: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A batch of so many times the example's microbatch."""
+    kwargs = dict(example.kwargs) | ({} if example.target is None else {"target": example.target})
+    tensors = [leaf for leaf in pytree.tree_leaves((example.args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    rows = tensors[0].shape[0] if tensors and tensors[0].dim() else 0
+
+    def repeated(leaf: Any) -> Any:
+        split = isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == rows
+        return torch.cat([leaf] * microbatches) if split else leaf
+
+    return pytree.tree_map(repeated, (example.args, kwargs))  # type: ignore[no-any-return]
+
+
+def _mesh(job: "Job", model: nn.Module | None) -> Any:
+    """Replicas and ranks as a mesh; None if there is one replica."""
+    if job.replicas == 1:
+        return None
+    from torch.distributed.device_mesh import init_device_mesh
+
+    device = device_for(job.directory) if model is None else device_of(model)
+    if not dist.is_initialized():
+        start_group(lambda: device, job.timeout)
+    world = dist.get_world_size()
+    if world % job.replicas:
+        raise PipelineError(f"--replicas {job.replicas} does not divide the {world} processes that were started.")
+    return init_device_mesh(device.type, (job.replicas, world // job.replicas), mesh_dim_names=("dp", "pp"))
