@@ -261,7 +261,7 @@ class Cell:
 
     def said(self, rank: int) -> str:
         text = (self.folder / f"log-{rank}").read_text(errors="replace")
-        found = re.findall(r"^(?!frame|\[).*(?:failed at|Error:|found no process group).*$", text, re.M)
+        found = re.findall(r"^(?!frame|\[W).*(?:failed at|Error:|found no process group).*$", text, re.M)
         return found[-1].strip() if found else ""
 
     def spoke_after(self, rank: int) -> float:

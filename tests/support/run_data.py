@@ -8,9 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.support.checkpointing import LENGTH, SIZE
+import zbcompile
+from tests.support.checkpointing import LENGTH, MICROBATCHES, PROBLEM, SIZE
 
 Batch = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def example() -> zbcompile.Example:
+    """The model with one microbatch, as a command line takes it."""
+    (inputs,), kwargs = drawn()
+    rows = SIZE // MICROBATCHES
+    return zbcompile.Example(PROBLEM.model(), (inputs[:rows],), loss=PROBLEM.loss, target=kwargs["target"][:rows])
 
 
 def drawn() -> Batch:

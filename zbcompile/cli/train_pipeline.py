@@ -13,7 +13,9 @@ from zbcompile.frontend.options import Options
 from zbcompile.frontend.pipeline import Pipeline
 from zbcompile.frontend.pipeline_function import build_pipeline
 from zbcompile.model.example import Example
+from zbcompile.model.materialize import Init, fill
 from zbcompile.model.random_state import seed_everything
+from zbcompile.passes.capture.meta_device import is_on_meta
 from zbcompile.persistence.loaded_pipeline import device_for, load
 from zbcompile.torch_private import pytree
 
@@ -40,15 +42,14 @@ def _compile(job: "Job", asked: dict[str, Any]) -> Pipeline:
     example = load_example(str(job.directory))
     microbatches = job.compiling["microbatches"]
     asked |= {"loss": example.loss, "mesh": _mesh(job, example.model), "example": _batch(example, microbatches)}
-    if not any(tensor.is_meta for tensor in example.model.parameters()) and asked["init"] is not None:
-        _fill(example.model, asked.pop("init"))
+    if asked["init"] is not None and not is_on_meta(example.model):
+        _fill(example.model, asked.pop("init"), asked.get("seed", 0))
     return build_pipeline(Options(**job.compiling, **asked), example.model)
 
 
-def _fill(model: nn.Module, init: Any) -> None:
-    with torch.no_grad():
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            init(name, tensor)
+def _fill(model: nn.Module, init: Init, seed: int) -> None:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        fill(init, seed, name, tensor)
 
 
 def _batch(example: Example, microbatches: int) -> tuple[tuple[Any, ...], dict[str, Any]]:

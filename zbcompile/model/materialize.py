@@ -63,10 +63,7 @@ class Share:
         if self.init is None:
             self.unfilled.add(name)
             return
-        seed = int.from_bytes(hashlib.sha256(f"{self.seed} {name}".encode()).digest()[:7])
-        with undisturbed(self.device), torch.no_grad():
-            torch.manual_seed(seed)
-            self.init(name, tensor)
+        fill(self.init, self.seed, name, tensor)
 
     def _require_known_values(self) -> None:
         """Raise PipelineError for tensors that no state dict holds if there is no `init` to fill them."""
@@ -88,6 +85,13 @@ class Share:
                 f"{shortened(lost)}: buffers on the meta device that no state dict holds, so nothing can fill them. "
                 "Pass init=fn(name, tensor), which fills a parameter or buffer in place."
             )
+
+
+def fill(init: Init, seed: int, name: str, tensor: torch.Tensor) -> None:
+    """Let `init` fill a tensor, with random numbers that depend on `seed` and its name alone."""
+    with undisturbed(tensor.device), torch.no_grad():
+        torch.manual_seed(int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7]))
+        init(name, tensor)
 
 
 def shortened(names: list[str]) -> str:

@@ -168,3 +168,28 @@ def test_rates() -> None:
     assert cosine[0] == 1.0
     assert cosine[2] == pytest.approx(0.5)
     assert cosine == sorted(cosine, reverse=True)
+
+
+@pytest.mark.slow
+def test_a_target_goes_on_at_another_number_of_ranks(
+    small_program: Program, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is compiled for the ranks that are there; the bits are those of a program that was never stopped."""
+    assert main(command(small_program("zb-h1", 2), tmp_path, "whole", 4, "numbered")) == 0
+    target = [f"{DATA}:example", "--schedule", "zb-h1", "--microbatches", str(MICROBATCHES), "--exact"]
+    for steps, ranks in ((2, 2), (4, 1)):
+        more = command(Path(target[0]), tmp_path, "parts", steps, "numbered")[1:]
+        assert main([*target, "--ranks", str(ranks), *more]) == 0
+    assert "step 2 of 4: resumed from" in capsys.readouterr().out
+    whole, parts = (load_file(tmp_path / f"{name}.safetensors") for name in ("whole", "parts"))
+    assert_same_tensors(parts, whole, "weight")
+
+
+def test_only_a_target_is_compiled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for program, more, says in (
+        (str(tmp_path), ["--schedule", "zb-h1"], "--schedule is for a TARGET"),
+        (f"{DATA}:example", [], "a TARGET needs --microbatches"),
+    ):
+        with pytest.raises(SystemExit):
+            main([program, "--data", f"{DATA}:numbered", "--steps", "1", *more])
+        assert says in capsys.readouterr().err
