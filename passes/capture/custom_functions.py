@@ -55,9 +55,14 @@ def confirm_call(target: object, args: tuple[Any, ...]) -> None:
         confirm(call)
 
 
+def is_call(node: Node) -> bool:
+    """Whether a node is an operator that stands for a call."""
+    return node.target in (_OPERATOR, _RANDOM)
+
+
 def overwritten_by(node: Node) -> list[Node]:
     """What the exchange of a Function writes into: nothing else may read it, since in the graph it does not change."""
-    if node.target not in (_OPERATOR, _RANDOM):
+    if not is_call(node):
         return []
     tensors, name = node.args
     return [tensors[i] for i in _calls[str(name)].overwrites]  # type: ignore[index, misc]

@@ -4,12 +4,17 @@ the model's output.
 Both are written so that `zbcompile.passes.vocabulary.logits` finds the exits of the logits in them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.fx import Node
 
 from zbcompile.passes.errors import CaptureError
+from zbcompile.passes.graph.fx import output_values
+from zbcompile.passes.graph.process_groups import is_collective
+from zbcompile.passes.partition.stage_graphs import Stage
+from zbcompile.passes.vocabulary.logits import NORMALISATIONS
 
 IGNORED = -100
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
@@ -36,6 +41,36 @@ def log_probs_and_entropies(output: Any, labels: Any) -> tuple[torch.Tensor, tor
     logits = logits_in(output)
     chances = torch.softmax(logits, -1, dtype=_wide(logits.dtype))
     return found, torch.special.entr(chances).sum(-1), words
+
+
+def require_whole_logits(stages: Sequence[Stage], sharded: Collection[str]) -> None:
+    """Raise CaptureError if the log-probabilities are of one rank's part of the logits: if its part of a weight among
+    `sharded` makes them, and nothing is exchanged in between."""
+    for index, node in ((stage.index, node) for stage in stages for node in stage.module.graph.nodes):
+        makers = _makers(stages, index, node.all_input_nodes[0]) if node.target in NORMALISATIONS else set()
+        for name in sorted(makers.intersection(sharded)):
+            raise CaptureError(
+                f"the logits are this rank's part of them, by its part of {name}; a distribution needs all words. "
+                "Gather them in forward, or return the DTensor (use_local_output=False)."
+            )
+
+
+def _makers(stages: Sequence[Stage], index: int, node: Node) -> set[str]:
+    """The parameters that the operation behind a node of stage `index` reads: the first one of several inputs."""
+    node = _origin(stages, index, node)
+    behind = [_origin(stages, index, each) for each in node.all_input_nodes if not is_collective(node)]
+    return {each.meta["slot"].name for each in behind if each.op == "placeholder"}
+
+
+def _origin(stages: Sequence[Stage], index: int, node: Node) -> Node:
+    """Where the value of a node comes from through operations of one input, in earlier stages, too."""
+    while len(node.all_input_nodes) == 1 and not is_collective(node):
+        (node,) = node.all_input_nodes
+    if node.op != "placeholder" or node.meta["slot"].kind != "activation" or index == 0:
+        return node
+    before = stages[index - 1]
+    made = dict(zip(before.outputs, output_values(before.module.graph), strict=True))
+    return _origin(stages, index - 1, made[node.meta["slot"]])  # type: ignore[arg-type]
 
 
 def logits_in(output: Any) -> torch.Tensor:

@@ -183,7 +183,7 @@ def _compile_stages(
     def rename(program: StageProgram, to: Renaming) -> StageProgram:
         return manager.run(DEDUPLICATE, program, to, stage=to.stage)  # type: ignore[no-any-return]
 
-    labels = _labels(canonical)
+    labels = labels_of(canonical)
     held = Counter(name for stage in stages for name in stage.named("parameter"))
     several = frozenset(name for name, count in held.items() if count > 1)
     make: StageCompiler = functools.partial(
@@ -198,7 +198,7 @@ def _compile_stages(
         raise CaptureError(backward_failure(canonical, error)) from error
 
 
-def _labels(canonical: Canonical) -> dict[str, str]:
+def labels_of(canonical: Canonical) -> dict[str, str]:
     """What the graphs call each process group, by this process's name of it."""
     captured = canonical.captured
     return {**captured.dimensions, **{name: label for label, name in captured.groups.items()}}
@@ -206,7 +206,7 @@ def _labels(canonical: Canonical) -> dict[str, str]:
 
 def groups_of(canonical: Canonical, programs: Sequence[StageProgram]) -> dict[str, str]:
     """This process's names of the groups in the graphs of the stages."""
-    names = {label: name for name, label in _labels(canonical).items()}
+    names = {label: name for name, label in labels_of(canonical).items()}
     used = {each.dimension for program in programs for each in collectives_of(program)}
     return {label: name for label, name in names.items() if label in used}
 

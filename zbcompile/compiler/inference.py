@@ -2,12 +2,20 @@
 trains."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
 
-from zbcompile.compiler.compile_model import groups_of, make_manager, on_mesh, output_of, place, without_autocast
+from zbcompile.compiler.compile_model import (
+    groups_of,
+    labels_of,
+    make_manager,
+    on_mesh,
+    output_of,
+    place,
+    without_autocast,
+)
 from zbcompile.compiler.cut_planning import plan_cuts
 from zbcompile.compiler.torch_logs import without_torchs_logs
 from zbcompile.compiler.vocabulary_sharding import Sharding, forward_shards, shard_head
@@ -21,7 +29,9 @@ from zbcompile.passes.partition.stage_graphs import Stage, assign_by_cuts, assig
 from zbcompile.passes.pass_list.canonicalise import canonicalise
 from zbcompile.passes.pass_list.passes_in_order import CAPTURE_INFERENCE, CUT
 from zbcompile.passes.pass_list.run_passes import PassManager
+from zbcompile.passes.stage.forward_graph import without_calls
 from zbcompile.passes.stage.stage_program import forward_programs
+from zbcompile.passes.vocabulary.log_probs import require_whole_logits
 from zbcompile.passes.vocabulary.logits import NotShardable
 from zbcompile.passes.vocabulary.shard_program import even_bounds
 from zbcompile.program.output import FORWARDS
@@ -44,12 +54,14 @@ class Computation:
 @dataclass(frozen=True)
 class Frame:
     """Where a forward is compiled for: the schedule whose stages and ranks it takes, `like` a program of the same model
-    that has placed the parameters (None: it is cut for itself), the options, and `dimensions` as in `Captured`."""
+    that has placed the parameters (None: it is cut for itself), the options, `dimensions` as in `Captured`, and the
+    parameters that are `sharded` along any of them."""
 
     schedule: Schedule
     like: Program | None
     choices: Choices
     dimensions: Mapping[str, str]
+    sharded: Collection[str] = ()
 
 
 @without_torchs_logs()
@@ -73,6 +85,9 @@ def compile_forward(
         cuts = plan_cuts(trunk, line, frame.schedule, frame.choices, {}) if like is None else like.cuts
         assigned = assign_by_cuts(line, cuts) if like is None else assign_by_parameters(trunk, line, like.homes)
         stages: tuple[Stage, ...] = manager.run(CUT, trunk, line, assigned, frame.schedule.stages)
+        stages = tuple(without_calls(stage, labels_of(canonical)) for stage in stages)
+        if wanted.computes != "eval":
+            require_whole_logits(stages, frame.sharded)
         programs = forward_programs(stages, seeded=wanted.training)
         _warn(wanted, stages)
         vocabulary = None
@@ -119,7 +134,10 @@ def _sharding(canonical: Canonical, frame: Frame, manager: PassManager) -> Shard
     try:
         if like is None and frame.choices.exact:
             raise NotShardable("exact=True sums over the vocabulary in eager's order")
-        return shard_head(canonical, manager, like.vocabulary.parameters if like and like.vocabulary else None)
+        found = shard_head(canonical, manager, like.vocabulary.parameters if like and like.vocabulary else None)
+        if found.head.weight in frame.sharded:
+            raise NotShardable(f"{found.head.weight} is one rank's part already")
+        return found
     except NotShardable as reason:
         if like is None:
             warnings.warn(

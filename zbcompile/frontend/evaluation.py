@@ -19,6 +19,7 @@ from zbcompile.frontend.options import Options
 from zbcompile.frontend.recent import Recent
 from zbcompile.frontend.state_dict import gather_rows
 from zbcompile.model.batch import Batch
+from zbcompile.model.placements import SHARD, along, placement_of, require_matches
 from zbcompile.model.resident_tensors import require_same_attributes, resident_tensors
 from zbcompile.passes.capture.guards import Guards
 from zbcompile.passes.capture.questions import Given
@@ -118,17 +119,21 @@ class Forwards:
 
     @property
     def _frame(self) -> Frame:
-        held = self.executables
-        return Frame(held.schedule, held.program, self._options.choices, self._ranks.mesh.labels)
+        held, rules = self.executables, self._options.placements or {}
+        names = (name for name, _ in self._model.named_parameters())
+        sharded = frozenset(name for name in names if along(placement_of(name, rules), SHARD))
+        return Frame(held.schedule, held.program, self._options.choices, self._ranks.mesh.labels, sharded)
 
     def _prepared(self, programs: tuple[Program, ...]) -> Parts:
         made: dict[int, Executable] = {}
-        for program in {id(each): each for each in programs}.values():
+        for number, each in {id(each): each for each in programs}.items():
+            program = replace(each, step=self._options.step)
             require_equal_programs(self._ranks, program.manifest, of_a_place=OF_A_PLACE)
             if self.executables.program is None:
                 self.executables.hold(program)
+                require_matches(program.step.placements or {}, program.homes)
                 self.executables.copy_first_replica(program)
-            made[id(program)] = self.executables.prepare(program)
+            made[number] = self.executables.prepare(program)
         return tuple(made[id(program)] for program in programs)
 
     def _run(
