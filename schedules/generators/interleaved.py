@@ -2,7 +2,7 @@
 
 All of them run the forwards of a rank in the same order: microbatches in groups, a whole group on the first chunk, then
 on the second, and so on; backwards the same with the chunks reversed. With one chunk they are eager 1F1B, 1F1B in pairs
-and ZB-H1.
+and ZB-H1. `group=` makes groups of that many microbatches, the last one of what is left, so it takes any number.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ def even_groups(ranks: int, microbatches: int) -> bool:
 
 
 @each_rank
-def interleaved_one_f_one_b(task: Task, rank: int) -> Order:
+def interleaved_one_f_one_b(task: Task, rank: int, group: int | None = None) -> Order:
     """1F1B over v chunks a rank: a bubble v times smaller for v times the messages.
 
     Warm-up of (v-1)g + 2(p-1-r) chunk forwards with groups of g microbatches (g = p if p divides m). Bubble
@@ -31,7 +31,7 @@ def interleaved_one_f_one_b(task: Task, rank: int) -> Order:
         F0.0  F0.1  F2.0  F2.1         BW2.0         BW2.1  BW0.0  BW0.1
               F1.0  F1.1  F3.0  BW3.0  F3.1   BW3.1  BW1.0  BW1.1
     """
-    write, forwards, backwards, _ = _start(task, rank, 2 * (task.ranks - 1 - rank))
+    write, forwards, backwards, _ = _start(task, rank, 2 * (task.ranks - 1 - rank), group)
     for stage in backwards:
         for forward in _take(forwards, 1):
             write.f(forward)
@@ -40,7 +40,7 @@ def interleaved_one_f_one_b(task: Task, rank: int) -> Order:
 
 
 @each_rank
-def overlapped_interleaved(task: Task, rank: int) -> Order:
+def overlapped_interleaved(task: Task, rank: int, group: int | None = None) -> Order:
     """Interleaved 1F1B in pairs (F|BW), with one more chunk forward in the warm-up so that no half needs the other.
 
     The order of Megatron-LM's combined 1F1B with expert-parallel overlap. On 2 ranks, 2 chunks, 2 microbatches::
@@ -48,7 +48,7 @@ def overlapped_interleaved(task: Task, rank: int) -> Order:
         F0.0  F0.1  F2.0  F2.1                BW2.0  BW2.1  BW0.0  BW0.1
               F1.0  F1.1  F3.0  (F3.1|BW3.0)  BW3.1  BW1.0  BW1.1
     """
-    write, forwards, backwards, _ = _start(task, rank, 2 * (task.ranks - 1 - rank) + 1)
+    write, forwards, backwards, _ = _start(task, rank, 2 * (task.ranks - 1 - rank) + 1, group)
     for stage in backwards:
         paired = list(_take(forwards, 1))
         if paired:
@@ -59,7 +59,7 @@ def overlapped_interleaved(task: Task, rank: int) -> Order:
 
 
 @each_rank
-def interleaved_zero_bubble(task: Task, rank: int) -> Order:
+def interleaved_zero_bubble(task: Task, rank: int, group: int | None = None) -> Order:
     """Interleaved with every backward split and the warm-up cut to what that needs (torch's InterleavedZeroBubble).
 
     Warm-up of (v-1)g + p-1-r chunk forwards; the oldest pending W follows each B once r backwards are done. Bubble
@@ -69,7 +69,7 @@ def interleaved_zero_bubble(task: Task, rank: int) -> Order:
         F0.0  F0.1  F2.0  F2.1        B2.0  W2.0  B2.1  W2.1  B0.0  W0.0  B0.1  W0.1
               F1.0  F1.1  F3.0  B3.0  F3.1  B3.1  W3.0  B1.0  W3.1  B1.1  W1.0  W1.1
     """
-    write, forwards, backwards, pending = _start(task, rank, task.ranks - 1 - rank)
+    write, forwards, backwards, pending = _start(task, rank, task.ranks - 1 - rank, group)
     for done, stage in enumerate(backwards):
         for forward in _take(forwards, 1):
             write.f(forward)
@@ -81,13 +81,16 @@ def interleaved_zero_bubble(task: Task, rank: int) -> Order:
     return tuple(write.order)
 
 
-def _start(task: Task, rank: int, extra: int) -> tuple[Writer, Iterator[int], Iterator[int], Iterator[int]]:
+def _start(
+    task: Task, rank: int, extra: int, group: int | None
+) -> tuple[Writer, Iterator[int], Iterator[int], Iterator[int]]:
     """Write the warm-up; return the pen, the stages of the remaining forwards, of all backwards, and these once more.
 
     The second list of backwards is for the weight gradients, which follow in the same order.
     """
     stages = task.placement.stages_of(rank)
-    group = task.microbatches // rounds(task.ranks, task.microbatches) if task.chunks > 1 else 1
+    usual = task.microbatches // rounds(task.ranks, task.microbatches)
+    group = min(group or usual, task.microbatches) if task.chunks > 1 else 1
     write = Writer(task.microbatches)
     forwards = _in_groups(stages, group, task.microbatches)
     for stage in _take(forwards, (task.chunks - 1) * group + extra):
@@ -97,10 +100,10 @@ def _start(task: Task, rank: int, extra: int) -> tuple[Writer, Iterator[int], It
 
 
 def _in_groups(stages: tuple[int, ...], group: int, microbatches: int) -> Iterator[int]:
-    for _ in range(microbatches // group):
+    """The last group is as long as what is left."""
+    for done in range(0, microbatches, group):
         for stage in stages:
-            for _ in range(group):
-                yield stage
+            yield from [stage] * min(group, microbatches - done)
 
 
 def _take(stages: Iterator[int], count: int) -> Iterator[int]:

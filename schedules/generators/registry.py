@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from zbcompile.schedules.errors import ScheduleError
+from zbcompile.schedules.execution.deadlock import require_finished
+from zbcompile.schedules.execution.event_loop import run
 from zbcompile.schedules.execution.memory import peak_memory
 from zbcompile.schedules.generators import dualpipe, gpipe_1f1b, interleaved, v_half_v_min, zb_auto, zb_h, zb_v
 from zbcompile.schedules.generators.task import Generator, Task
@@ -53,7 +55,9 @@ class Family:
 
 
 def _interleaved(name: str, generate: Generator, *aliases: str) -> Family:
-    return Family(name, generate, "looped", chunks=2, free_chunks=True, rule=EVEN_GROUPS, aliases=aliases)
+    return Family(
+        name, generate, "looped", chunks=2, free_chunks=True, rule=EVEN_GROUPS, options=("group",), aliases=aliases
+    )
 
 
 FAMILIES = (
@@ -120,6 +124,8 @@ def named(
         raise ScheduleError(f"{family.name}: costs of {costs.stages} stages for a schedule of {placement.stages}")
     task = Task(placement, microbatches, costs, memory_limit)
     schedule = Schedule(family.name, placement, microbatches, family.generate(task, **options))
+    if options.get("group") is not None:
+        require_finished(schedule, run(schedule, task.costs_or_equal))  # a short last group can end in a deadlock
     _require_within(schedule, task)
     return schedule
 
@@ -130,12 +136,14 @@ def require_admitted(
     """The placement of a family; raises `ScheduleError` for counts and options that it does not admit."""
     placement = _placement(family, ranks, chunks)
     _require_count("microbatches", microbatches)
-    if not family.rule.holds(ranks, microbatches):
+    if options.get("group") is None and not family.rule.holds(ranks, microbatches):
         raise ScheduleError(_inadmissible(family, ranks, microbatches))
     unknown = sorted(set(options) - set(family.options))
     if unknown:
         expected = f"expected {', '.join(family.options)}" if family.options else "it has none"
         raise ScheduleError(f"{family.name}: unknown option {', '.join(unknown)}; {expected}")
+    if options.get("group") is not None:
+        _require_count("group", options["group"])
     return placement
 
 

@@ -24,7 +24,8 @@ def build(
     """Generate the schedule called `name` (any spelling) for `ranks` ranks and `microbatches` microbatches.
 
     `costs` (one entry per stage) are read by the schedules that adapt to them; `memory_limit` has the unit of
-    `costs.activation`; `chunks` is the number of stages per rank, if the schedule leaves that open. "auto" is
+    `costs.activation`; `chunks` is the number of stages per rank, if the schedule leaves that open; `group` that of
+    microbatches in a group of an interleaved schedule (default: equal groups of at least `ranks`). "auto" is
     `search` with a fixed number of moves. Raises `ScheduleError` for an unknown name, an unknown option, and counts
     that the schedule does not admit.
 

@@ -149,3 +149,32 @@ def test_counts_of_interleaved_schedules_are_those_that_the_message_says() -> No
     for ranks, microbatches in itertools.product(range(1, 9), range(1, 49)):
         said = microbatches < 2 * ranks or microbatches % ranks == 0 or microbatches % (microbatches // ranks) == 0
         assert admits("interleaved-zb", ranks, microbatches) == said
+
+
+GROUPED = ("interleaved-1f1b", "interleaved-1f1b-overlap", "interleaved-zb")
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_groups_of_any_size(name: str) -> None:
+    """Every order that is built is right; the others would wait for each other, and the error says so."""
+    built, refused = 0, 0
+    for ranks, chunks, count, group in itertools.product((2, 3, 4), (2, 3), (2, 5, 7, 9), (1, 2, 3, 4, 5)):
+        try:
+            schedule = build(name, ranks, count, chunks=chunks, group=group)
+        except ScheduleError:
+            refused += 1
+        else:
+            assert schedules.check(schedules.lower(schedule))
+            built += 1
+    assert built > 2 * refused
+    assert build(name, 4, 8, group=4) == build(name, 4, 8)
+    with pytest.raises(ScheduleError, match="wait for each other"):
+        build(name, 5, 5, chunks=4, group=1)
+    with pytest.raises(ScheduleError, match="group=0; expected a whole number"):
+        build(name, 2, 4, group=0)
+
+
+def test_a_short_last_group() -> None:
+    """Two ranks, two chunks, five microbatches in groups of three."""
+    forwards = [str(step) for step in build("interleaved-1f1b", 2, 5, group=3).orders[0] if str(step).startswith("F")]
+    assert forwards == ["F0.0", "F0.1", "F0.2", "F2.0", "F2.1", "F2.2", "F0.3", "F0.4", "F2.3", "F2.4"]
