@@ -29,7 +29,7 @@ ORDER = {
         *("version", "__init__", "errors", "env", "json_text", "atomic_files", "regular_files", "torch_private"),
         *("profiling", "model", "distributed", "program", "backends", "compiler", "runtime", "optimizer"),
         *("prediction", "planning", "torch_pipelining", "frontend", "persistence", "cli", "inspection"),
-        *("compile", "run", "inspect", "plan", "checkpoints"),
+        *("compile", "run", "inspect", "plan", "checkpoints", "doctor"),
     ),
 }
 OTHERS = {"schedules": set(), "passes": set(), "zbcompile": {"passes", "schedules"}}  # which folders each may import

@@ -31,7 +31,7 @@ import zbcompile
 from tests.support.faulty import INJECT, Faulty, Order, make, rows
 from tests.support.namespaces import Machines
 
-PATIENCE = 90.0  # seconds for a job to get going
+PATIENCE = 180.0  # seconds for a job to get going
 LIMIT = 5.0  # seconds beyond the timeout
 END = "end"  # what broke was to end the process with success
 
