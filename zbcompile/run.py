@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 from zbcompile.cli.compile_arguments import FLAGS
 from zbcompile.cli.exit_status import exit_status
+from zbcompile.cli.job import Job
 from zbcompile.cli.option_flags import add_flags
-from zbcompile.cli.train_job import Job, train
+from zbcompile.cli.train_job import train
 from zbcompile.cli.train_optimizer import DECAYS, NAMED
 from zbcompile.program.step_options import BACKENDS
 

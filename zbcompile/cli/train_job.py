@@ -1,13 +1,12 @@
 """Training a compiled program with a data function: from its weights or its newest checkpoint to the last step."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from zbcompile.cli.job import Job
 from zbcompile.cli.target import load_object
 from zbcompile.cli.train_data import Data, Start, amount, on_device
 from zbcompile.cli.train_optimizer import make_optimizer, options_of, rate_factor, set_options
@@ -16,49 +15,11 @@ from zbcompile.cli.train_progress import Progress
 from zbcompile.distributed.agreement import gathered, together
 from zbcompile.distributed.mesh import BATCHES
 from zbcompile.errors import PipelineError
-from zbcompile.frontend.options import Options
 from zbcompile.frontend.pipeline import Pipeline
 from zbcompile.model.random_state import restore_random_state, seed_everything
 from zbcompile.persistence.checkpoint import Checkpoint, hold_folder, load_checkpoint, save_checkpoint
 from zbcompile.persistence.checkpoint_directory import candidates, latest_checkpoint
 from zbcompile.persistence.safetensors_weights import holds_weights, load_weights, save_weights
-
-
-@dataclass(frozen=True)
-class Job:
-    """A run, as its command line says it; `python -m zbcompile.run --help` explains every field."""
-
-    directory: Path
-    data: str
-    steps: int
-    optimizer: str
-    options: Mapping[str, Any]
-    warmup: int = 0
-    decay: str = "none"
-    clip: float | None = None
-    weights: Path | None = None
-    init: str | None = None
-    checkpoint: Path | None = None
-    every: int = 100
-    keep: int = 3
-    save_async: bool = False
-    resume: bool = False
-    trust_checkpoint: bool = False
-    export: Path | None = None
-    seed: int | None = None
-    replicas: int = 1
-    threads: int | None = None
-    operators: tuple[str, ...] = ()
-    backend: str | None = None
-    timeout: float = Options.timeout
-    log_every: int = 10
-    debug_nan: bool = Options.debug_nan
-    compiling: Mapping[str, Any] = field(default_factory=dict)  # options of zbcompile.pipeline, for a TARGET
-
-    @property
-    def is_target(self) -> bool:
-        """Whether `directory` is none, but names a function that builds the model."""
-        return ":" in self.directory.name and not self.directory.exists()
 
 
 def train(job: Job) -> None:

@@ -1,11 +1,12 @@
 """The pipeline of a run: loaded from a directory, or compiled from a TARGET for the ranks that are there."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from zbcompile.cli.job import Job
 from zbcompile.cli.target import load_example, load_object
 from zbcompile.distributed.process_group import device_of, start_group
 from zbcompile.errors import PipelineError
@@ -19,11 +20,8 @@ from zbcompile.passes.capture.meta_device import is_on_meta
 from zbcompile.persistence.loaded_pipeline import device_for, load
 from zbcompile.torch_private import pytree
 
-if TYPE_CHECKING:
-    from zbcompile.cli.train_job import Job
 
-
-def open_pipeline(job: "Job") -> Pipeline:
+def open_pipeline(job: Job) -> Pipeline:
     """The pipeline that a job trains, on this process's ranks. Raises PipelineError, CompileError or ScheduleError."""
     asked: dict[str, Any] = {"timeout": job.timeout, "debug_nan": job.debug_nan}
     asked["init"] = load_object(job.init) if job.init else None
@@ -36,7 +34,7 @@ def open_pipeline(job: "Job") -> Pipeline:
     return load(job.directory, mesh=_mesh(job, None), operators=job.operators, **asked)
 
 
-def _compile(job: "Job", asked: dict[str, Any]) -> Pipeline:
+def _compile(job: Job, asked: dict[str, Any]) -> Pipeline:
     """Every rank builds the model with the same random numbers, and compiles its part."""
     seed_everything(asked.get("seed", 0))
     example = load_example(str(job.directory))
@@ -65,7 +63,7 @@ def _batch(example: Example, microbatches: int) -> tuple[tuple[Any, ...], dict[s
     return pytree.tree_map(repeated, (example.args, kwargs))  # type: ignore[no-any-return]
 
 
-def _mesh(job: "Job", model: nn.Module | None) -> Any:
+def _mesh(job: Job, model: nn.Module | None) -> Any:
     """Replicas and ranks as a mesh; None if there is one replica."""
     if job.replicas == 1:
         return None

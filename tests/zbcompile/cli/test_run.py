@@ -18,7 +18,8 @@ from tests.support.pool import Pool
 from tests.support.run_data import numbered
 from tests.support.training import assert_same_tensors
 from zbcompile.cli.exit_status import FAILED
-from zbcompile.cli.train_job import Job, train
+from zbcompile.cli.job import Job
+from zbcompile.cli.train_job import train
 from zbcompile.cli.train_optimizer import rate_factor
 from zbcompile.run import main
 
