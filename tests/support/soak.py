@@ -1,0 +1,85 @@
+"""Memory over many steps, batch shapes and pipelines in one process: what grows, and by how much each.
+
+    python -m tests.support.soak [--steps 500] [--shapes 60] [--pipelines 60] [--objects]
+
+from the repository's root with PYTHONPATH=.:examples. A line per phase: resident megabytes after each quarter, and the
+slope over the last half. --objects lists the types of Python objects that have become more.
+"""
+
+import argparse
+import ctypes
+import gc
+import os
+from collections import Counter
+from collections.abc import Callable
+
+import torch
+
+import zbcompile
+from gpt import GPT, next_byte_loss
+
+LENGTH = 16
+
+
+def resident() -> float:
+    """Resident megabytes, once what is free has been returned."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+def tokens(rows: int) -> torch.Tensor:
+    return torch.randint(0, 256, (rows, LENGTH + 1))
+
+
+def make() -> zbcompile.Pipeline:
+    model = GPT(layers=2, width=16, heads=2, length=LENGTH)
+    return zbcompile.pipeline(model, ranks=2, schedule="1f1b", microbatches=2, loss=next_byte_loss, max_shapes=2)
+
+
+def step(pipe: zbcompile.Pipeline, rows: int) -> None:
+    batch = tokens(rows)
+    pipe.step(batch[:, :-1].contiguous(), target=batch[:, 1:].contiguous())
+
+
+def types() -> Counter[str]:
+    gc.collect()
+    return Counter(f"{type(each).__module__}.{type(each).__qualname__}" for each in gc.get_objects())
+
+
+def measure(name: str, count: int, act: Callable[[int], None], objects: bool) -> None:
+    """Do it `count` times, after as many as fill every cache."""
+    for number in range(count // 4):
+        act(number)
+    found, before = [resident()], types()
+    for number in range(count // 4, count):
+        act(number)
+        if (number + 1) % max(1, count // 4) == 0:
+            found.append(resident())
+    slope = (found[-1] - found[len(found) // 2]) / (count - (len(found) // 2 + 1) * (count // 4))
+    print(f"{name}: {' '.join(f'{each:.1f}' for each in found)} MB, {slope:.4f} MB each", flush=True)
+    if objects:
+        more = (types() - before).most_common(25)
+        print("  " + ", ".join(f"{kind} +{grown}" for kind, grown in more))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Memory over many steps, shapes and pipelines.")
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--shapes", type=int, default=60)
+    parser.add_argument("--pipelines", type=int, default=60)
+    parser.add_argument("--objects", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    pipe = make()
+    if options.steps:
+        measure("steps", options.steps, lambda _: step(pipe, 4), options.objects)
+    if options.shapes:
+        measure("shapes", options.shapes, lambda number: step(pipe, 2 * (number + 3)), options.objects)
+    if options.pipelines:
+        measure("pipelines", options.pipelines, lambda _: step(make(), 4), options.objects)
+
+
+if __name__ == "__main__":
+    main()
