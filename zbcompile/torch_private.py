@@ -93,6 +93,14 @@ def add_found_infinity(scaler: torch.amp.GradScaler, optimizer: torch.optim.Opti
     per_device[found.device] = found
 
 
+def unscale_and_find_infinities(
+    gradients: list[torch.Tensor], found: torch.Tensor, inverse_scale: torch.Tensor
+) -> None:
+    """What a GradScaler does to gradients of one dtype and device; `found` becomes 1 if one is not finite. No public
+    name does it without a parameter (2.11-2.13)."""
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse_scale)
+
+
 def gloo_link(store: dist.Store, rank: int, timeout: timedelta) -> Any:
     """A gloo group of two that torch.distributed does not know of. The class is public, its constructor not documented
     (2.11-2.13; torch.distributed._dist2 makes groups so)."""

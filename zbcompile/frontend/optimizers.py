@@ -12,8 +12,9 @@ from zbcompile.errors import PipelineError
 from zbcompile.frontend.executables import Executables
 from zbcompile.frontend.state_dict import owned_parameters
 from zbcompile.model.distributed_tensors import Parts
-from zbcompile.optimizer.pipeline_optimizer import PipelineOptimizer, Wanted
+from zbcompile.optimizer.pipeline_optimizer import PipelineOptimizer
 from zbcompile.optimizer.trained_parameters import TrainedParameters
+from zbcompile.optimizer.wanted import Wanted
 from zbcompile.runtime.sharded_updates import Sharded
 
 
@@ -61,12 +62,17 @@ class Optimizers:
     @property
     def early(self) -> tuple[PipelineOptimizer, ...]:
         """Those that update stage by stage in the next step: not inside `no_sync`."""
-        return tuple(each for each in self.made if each.wanted.early and self.ranks.replicas.synchronise)
+        return tuple(each for each in self.made if each.wanted.updates_early and self.ranks.replicas.synchronise)
+
+    @property
+    def validating(self) -> tuple[PipelineOptimizer, ...]:
+        """Those whose last update the next step may have to correct."""
+        return tuple(each for each in self.made if each.wanted.validates)
 
     def begin_step(self, scaler: GradScaler | None) -> None:
         """Before a step of the pipeline. Raises PipelineError if updates inside of it cannot follow the last ones."""
         for each in self.made:
-            each.begin_step(scaler is not None and scaler.is_enabled())
+            each.begin_step(scaler if scaler is not None and scaler.is_enabled() else None)
 
     @contextmanager
     def step(self) -> Iterator[None]:

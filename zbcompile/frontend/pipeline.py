@@ -16,7 +16,8 @@ from zbcompile.frontend.step_outputs import joined_outputs, require_where
 from zbcompile.model.batch import Microbatches
 from zbcompile.model.given_microbatches import Given
 from zbcompile.optimizer.parameter_groups import Predicate
-from zbcompile.optimizer.pipeline_optimizer import PipelineOptimizer, Wanted
+from zbcompile.optimizer.pipeline_optimizer import PipelineOptimizer
+from zbcompile.optimizer.wanted import Wanted
 from zbcompile.runtime.engine import StepInput
 from zbcompile.runtime.shared_gradients import total_loss
 
@@ -134,6 +135,7 @@ class Pipeline(ForwardCalls):
             scale=None if self.scaler is None else self.scaler.scale,
             sharded=self._optimizers.sharded,
             early=self._optimizers.early,
+            validating=self._optimizers.validating,
         )
 
     @contextmanager

@@ -11,20 +11,21 @@ from zbcompile.errors import PipelineError
 from zbcompile.torch_private import writes_into
 
 TWICE = (
-    "pipe.step was called again without optimizer.step() after the last one, which has updated the parameters, since "
-    "early=True. Call optimizer.step() after each step outside of pipe.no_sync(), and accumulate inside of it."
+    "pipe.step was called again without optimizer.step() after the last one, which has updated the parameters: it does "
+    'with early=True and validate="after". Call optimizer.step() after each step outside of pipe.no_sync(), and '
+    "accumulate inside of it."
 )
 NOTHING = (
-    "optimizer.step() has nothing to complete: with early=True pipe.step makes the updates, outside of pipe.no_sync(). "
-    "Run a step first."
+    'optimizer.step() has nothing to complete: with early=True and validate="after" pipe.step makes the updates, '
+    "outside of pipe.no_sync(). Run a step first."
 )
 TORN = (
-    "a step has failed after some stages had updated their parameters, since early=True, so that the model is of two "
-    "steps. Load a checkpoint."
+    "a step has failed after some stages had updated their parameters, or before their updates were corrected, so that "
+    "the model is of two steps. Load a checkpoint."
 )
 SCALED = (
     "early=True updates a stage before anybody knows whether the gradients of another one are infinite, which a "
-    "GradScaler asks. Leave early= out."
+    'GradScaler asks. Pass validate="after", which corrects such updates, or leave early= out.'
 )
 
 Options = list[dict[str, Any]]
@@ -42,6 +43,15 @@ class EarlyUpdate:
     def made_with(cls, groups: Sequence[Mapping[str, Any]], gradients: Gradients) -> "EarlyUpdate":
         """An update by these groups and gradients."""
         return cls(options_of(groups), {name: (each, _writes(each)) for name, each in gradients.items()})
+
+    def require_unwritten(self) -> None:
+        """Raise PipelineError if a gradient was written in place since."""
+        for name, (gradient, writes) in self.gradients.items():
+            if _writes(gradient) != writes:
+                raise PipelineError(
+                    f"the gradient of {name} was written before the norm of all gradients was known, so that the "
+                    "update cannot be corrected. Call optimizer.zero_grad(), which sets gradients to None."
+                )
 
     def require_unchanged(self, groups: Sequence[Mapping[str, Any]], gradients: Gradients) -> None:
         """Raise PipelineError if an option or a gradient is another one than the update has used."""
@@ -63,8 +73,8 @@ def options_of(groups: Sequence[Mapping[str, Any]]) -> Options:
 
 def _too_late(what: str) -> str:
     return (
-        f"between pipe.step and optimizer.step() {what}, but with early=True the update was made in pipe.step. Change "
-        "it before pipe.step, or leave early= out."
+        f"between pipe.step and optimizer.step() {what}, but pipe.step has made the update: it does with early=True "
+        'and validate="after". Change it before pipe.step, or leave them out.'
     )
 
 

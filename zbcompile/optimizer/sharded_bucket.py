@@ -176,6 +176,12 @@ class Bucket:
                 values = flat[piece.at : piece.at + piece.end - piece.begin]
                 _memory(self.parameters[piece.name])[piece.begin : piece.end].copy_(values)
 
+    def recall(self) -> None:
+        """Forget the updated parts that are on their way."""
+        if self.gathering is not None:
+            self.gathering.wait()
+            self.gathering = None
+
     def drop(self) -> None:
         """Forget all gradients, and collectives under way that failed."""
         self.scattering = None

@@ -174,8 +174,17 @@ class ShardedParameters:
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
         """The gradients that an update uses, and those that are not summed."""
-        parts = {", ".join(bucket.parameters): tensor.grad for bucket in self._of(None) for tensor in bucket.tensors}
+        parts = {f"{', '.join(each.name for each in own)} (a part)": tensor.grad for tensor, own in self.parts()}
         return parts | {name: self.trained.own[name].grad for name in self.names}
+
+    def with_gradients(self) -> list[torch.Tensor]:
+        """The tensors whose `.grad` an update uses."""
+        return [tensor for bucket in self._of(None) for tensor in bucket.tensors]
+
+    def recall(self) -> None:
+        """An update was undone: forget its parts, which are on their way."""
+        for bucket in self._of(None):
+            bucket.recall()
 
     def begin_update(self, stage: int | None = None) -> None:
         """Before an update, of all or of a stage. Raises PipelineError for gradients that are not summed over the
@@ -193,10 +202,11 @@ class ShardedParameters:
         for bucket in self._of(stage):
             bucket.refresh()
 
-    def counted(self) -> Iterator[torch.Tensor]:
-        """The gradients that this process counts in the norm of all: each replica those of its parts."""
+    def counted(self, stage: int | None = None) -> Iterator[torch.Tensor]:
+        """The gradients, all or those of a stage, that this process counts in the norm of all: each replica those of
+        its parts."""
         for kind, bucket in self.buckets.items():
-            if self.trained.counts(min(bucket.parameters), *kind.summed):
+            if stage in (None, kind.stage) and self.trained.counts(min(bucket.parameters), *kind.summed):
                 yield from (tensor.grad for tensor in bucket.tensors if tensor.grad is not None)
 
     def clip(self, limit: float, norm: torch.Tensor) -> None:

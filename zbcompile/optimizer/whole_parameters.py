@@ -63,10 +63,18 @@ class WholeParameters:
         self.tensors |= found
         return {self.given[name]: master for name, master in found.items()}
 
-    def counted(self) -> Iterator[torch.Tensor]:
-        """The gradients that this process counts in the norm of all."""
-        found = {name: p.grad for name, p in self.own.items() if self.trained.counts(name)}
-        return (gradient for gradient in found.values() if gradient is not None)
+    def counted(self, stage: int | None = None) -> Iterator[torch.Tensor]:
+        """The gradients, all or those of a stage, that this process counts in the norm of all."""
+        found = (self.own[name].grad for name in self._of(stage) if self.trained.counts(name))
+        return (gradient for gradient in found if gradient is not None)
+
+    def with_gradients(self) -> list[torch.Tensor]:
+        """The tensors whose `.grad` an update uses."""
+        return [*self.own.values(), *self.masters.values()]
+
+    def recall(self) -> None:
+        """An update was undone: the parameters round their masters again."""
+        self.end_update()
 
     def clip(self, limit: float, norm: torch.Tensor) -> None:
         """Scale all gradients so that their norm, which is `norm`, stays below `limit`."""

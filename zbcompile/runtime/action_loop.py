@@ -135,6 +135,10 @@ class RankRun:
         assert self.vocabulary is not None
         self.vocabulary.announce(to.action.op, to.action.microbatch)
 
+    def _validate(self, to: Instruction) -> None:
+        assert self.updates is not None
+        self.updates.validate()
+
     def _gather(self, to: Instruction) -> None:
         assert self.updates is not None
         self.updates.arrive(to.action.stage)
@@ -155,6 +159,7 @@ HANDLERS: Mapping[str, Callable[..., None]] = {
     "BW": RankRun._backward,
     "S": RankRun._scan,
     "T": RankRun._update,
+    "VALIDATE": RankRun._validate,
     "GATHER": RankRun._gather,
     "REDUCE": RankRun._reduce,
     "OPT": RankRun._optimize,

@@ -51,7 +51,7 @@ class DistributedEngine:
         reduction = start_reduction(ranks.replicas, program, ranks.rank, gradients, executable.sums, given.sharded)
         self.equal.begin(program)
         reduction.observe = self.equal.note
-        updates = StageUpdates(program, gradients, given.early, reduction)
+        updates = StageUpdates(program, gradients, given.early, given.validating, reduction)
         ordered = executable.with_updates(updates.kinds)
         recorder = self.begin_recording(program, ordered.lowered.schedule) if given.record else None
         runs = StepRuns(executable, given, ranks, transport, recorder)

@@ -33,7 +33,8 @@ from zbcompile.torch_private import profiler_is_on
 @dataclass(frozen=True)
 class StepInput:
     """One step: the tensors of each microbatch by input path, which step it is, how losses combine, how a GradScaler
-    scales the loss, the parameters that replicas update in parts, and the optimizers that update stage by stage."""
+    scales the loss, the parameters that replicas update in parts, the optimizers that update stage by stage, and those
+    whose last update is still to be validated."""
 
     microbatches: list[dict[str, torch.Tensor]]
     index: int
@@ -43,6 +44,7 @@ class StepInput:
     scale: Callable[[torch.Tensor], torch.Tensor] | None = None
     sharded: Sequence[Sharded] = ()
     early: Sequence[Early] = ()
+    validating: Sequence[Early] = ()
 
 
 class Ordered(NamedTuple):

@@ -19,7 +19,7 @@ from zbcompile.runtime.recorder import Recorder, make_record
 from zbcompile.runtime.sharded_updates import LATE
 from zbcompile.runtime.shared_gradients import sum_shared_in_process
 from zbcompile.runtime.stage_updates import StageUpdates
-from zbcompile.schedules.ir.actions import OPT, Action
+from zbcompile.schedules.ir.actions import Action
 from zbcompile.schedules.ir.schedule import Schedule
 
 
@@ -44,12 +44,12 @@ class InProcess:
 
     def step(self, executable: Executable, given: StepInput, parameters: Mapping[str, nn.Parameter]) -> StepResult:
         program = executable.program
-        ordered = executable.with_updates(frozenset((OPT,) if given.early else ()))
-        recorder = self.begin_recording(program, ordered.lowered.schedule) if given.record else None
         gradients = [Gradients(parameters, program.shared, program.choices) for _ in self.ranks.local]
+        updates = [StageUpdates(program, own, given.early, given.validating) for own in gradients]
+        ordered = executable.with_updates(updates[0].kinds)
+        recorder = self.begin_recording(program, ordered.lowered.schedule) if given.record else None
         mailboxes = self.ranks.transport(program.schedule, program.schedule.microbatches, executable.buffers)
         begin = StepRuns(executable, given, self.ranks, mailboxes, recorder)
-        updates = [StageUpdates(program, own, given.early) for own in gradients]
         runs = [begin.run_of(*each) for each in zip(ordered.plans, gradients, updates, strict=True)]
         self.carry_out(runs)
         losses = {i: loss for run in runs for i, loss in losses_of(run).items()}

@@ -20,6 +20,10 @@ class Early(Protocol):
         """Update what is complete with the last W of `stage`; its gradients are summed, and in `.grad`."""
         ...
 
+    def settle(self) -> None:
+        """Correct the last update, if it was made before all that it depends on was known."""
+        ...
+
 
 class Sharded(Protocol):
     """The parameters called `names` of this process, each updated in parts by the replicas. Every call returns at once

@@ -7,16 +7,17 @@ from zbcompile.program.program import Program
 from zbcompile.runtime.data_parallel import Reduction
 from zbcompile.runtime.gradient_buffers import Gradients
 from zbcompile.runtime.sharded_updates import Early, Sharded
-from zbcompile.schedules.ir.actions import GATHER, OPT, REDUCE
+from zbcompile.schedules.ir.actions import GATHER, OPT, REDUCE, VALIDATE
 
 
 @dataclass
 class StageUpdates:
-    """What REDUCE, OPT and GATHER do for a stage; `reduction` is None in one process."""
+    """What VALIDATE, GATHER, REDUCE and OPT do for a stage; `reduction` is None in one process."""
 
     program: Program
     gradients: Gradients
     early: Sequence[Early] = ()
+    validating: Sequence[Early] = ()
     reduction: Reduction | None = None
 
     @property
@@ -27,8 +28,13 @@ class StageUpdates:
     def kinds(self) -> frozenset[str]:
         """The kinds of actions that the step has."""
         reduces = self.reduction is not None and self.reduction.reduces
-        wanted = {GATHER: bool(self.sharded), REDUCE: reduces, OPT: bool(self.early)}
-        return frozenset(kind for kind, has in wanted.items() if has)
+        has = {VALIDATE: self.validating, GATHER: self.sharded, REDUCE: reduces, OPT: self.early}
+        return frozenset(kind for kind, found in has.items() if found)
+
+    def validate(self) -> None:
+        """Correct the updates of the last step, if they were made too early."""
+        for each in self.validating:
+            each.settle()
 
     def arrive(self, stage: int) -> None:
         """Wait for the parameters that the last update gave to a stage."""

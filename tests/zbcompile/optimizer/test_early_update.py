@@ -139,7 +139,7 @@ def scaled(pipe: Any, optimizer: Any, step: Callable[[], Any]) -> None:
     [
         (twice, "pipe.step was called again without optimizer.step"),
         (nothing, "optimizer.step.. has nothing to complete"),
-        (replaced_gradient, "the gradient of .* was changed, but with early=True the update was made in pipe.step"),
+        (replaced_gradient, "the gradient of .* was changed, but pipe.step has made the update"),
         (forgotten_gradients, "the gradient of .* was changed"),
         (changed_rate, r"lr of param_groups\[0\] was 0.1, now it is 1.0"),
         (scaled, "before anybody knows whether the gradients of another one are infinite"),

@@ -222,7 +222,6 @@ def closed(optimizer: Any) -> Any:
     [
         (lambda pipe: pipe.optimizer(AdamW, early=True, clip=1.0), "before the norm of all gradients is known, by wh"),
         (lambda pipe: pipe.optimizer(Odd, early=True), "early=True updates stage by stage, and Odd is not known to"),
-        (lambda pipe: pipe.optimizer(AdamW, validate="after"), "validate='after' is not available yet"),
         (lambda pipe: pipe.optimizer(AdamW, validate="never"), 'validate=\'never\'; expected "before" or "after"'),
         (lambda pipe: pipe.optimizer(AdamW, zero=3), "zero=3; expected 0, 1 or 2"),
         (lambda pipe: pipe.optimizer(AdamW, zero=1), 'the mesh has no dimension "dp"'),

@@ -1,0 +1,119 @@
+"""The protocol of updates that do not wait: over random histories of norms the result is that of the barrier."""
+
+import math
+import random
+import struct
+from copy import deepcopy
+from dataclasses import dataclass, field
+
+from zbcompile.optimizer.speculation import Speculation, Verdict
+
+HISTORIES, STEPS, LIMIT = 1000, 6, 1.0
+
+
+@dataclass
+class Stage:
+    """A parameter with its moment, updated by something that cannot be inverted."""
+
+    value: float = 1.0
+    moment: float = 0.0
+
+    def update(self, gradient: float) -> None:
+        self.moment = 0.9 * self.moment + gradient
+        self.value -= 0.1 * self.moment / (abs(self.moment) + 1e-3)
+
+
+@dataclass
+class Step:
+    """Of each rank the gradients of its stages; whether a scaler skips what is not finite."""
+
+    gradients: list[list[float]]
+    scaled: bool
+
+    def factor(self, squares: float) -> float:
+        factor = LIMIT / (math.sqrt(squares) + 1e-6) if squares != math.inf else 0.0
+        return 1.0 if factor >= 1 else factor
+
+    def verdict(self, squares: float, infinite: bool) -> Verdict:
+        if infinite and self.scaled:
+            return "skipped"
+        return "as it is" if self.factor(squares) == 1.0 else "clipped"
+
+    @property
+    def total(self) -> tuple[float, bool]:
+        every = [each for rank in self.gradients for each in rank]
+        return sum(each * each for each in every), not all(map(math.isfinite, every))
+
+
+def drawn(generator: random.Random, ranks: int, stages: int) -> Step:
+    """A usual step, one of a norm close to or above the limit, or one with infinities and NaNs on some ranks."""
+    scale = generator.choice([0.1, 0.1, 0.9, 1.0, 20.0]) / math.sqrt(ranks * stages)
+    gradients = [[generator.gauss(0, scale) for _ in range(stages)] for _ in range(ranks)]
+    if generator.random() < 0.2:
+        odd = generator.choice([math.inf, -math.inf, math.nan])
+        gradients[generator.randrange(ranks)][generator.randrange(stages)] = odd
+    return Step(gradients, generator.random() < 0.7)
+
+
+def with_barrier(model: list[list[Stage]], step: Step) -> None:
+    squares, infinite = step.total
+    if step.verdict(squares, infinite) != "skipped":
+        for stages, gradients in zip(model, step.gradients, strict=True):
+            for stage, gradient in zip(stages, gradients, strict=True):
+                stage.update(gradient * step.factor(squares))
+
+
+@dataclass
+class Rank:
+    """What one rank has done without waiting."""
+
+    stages: list[Stage]
+    speculation: Speculation = field(default_factory=Speculation)
+    kept: dict[int, Stage] = field(default_factory=dict)
+
+
+def without_barrier(model: list[list[Stage]], step: Step, generator: random.Random) -> tuple[int, int]:
+    """Returns how many stages have updated without waiting, and how many of these updates were undone."""
+    ranks, known, infinite = [Rank(stages) for stages in model], 0.0, False
+    for rank, gradients in zip(ranks, step.gradients, strict=True):
+        for number, gradient in enumerate(gradients):
+            known, infinite = known + gradient * gradient, infinite or not math.isfinite(gradient)
+            verdict = step.verdict(known, infinite)
+            if generator.random() < 0.02:
+                verdict = "clipped"  # another replica's sum may be rounded differently
+            if rank.speculation.may_update(number, verdict):
+                rank.kept[number] = deepcopy(rank.stages[number])
+                rank.stages[number].update(gradient)
+    squares, infinite = step.total
+    total, held = step.verdict(squares, infinite), any(rank.speculation.held for rank in ranks)
+    updated = sum(len(rank.kept) for rank in ranks)
+    if all(rank.speculation.stands(total, held) for rank in ranks):
+        return updated, 0
+    assert not any(rank.speculation.stands(total, held) for rank in ranks), "ranks disagree"
+    for rank in ranks:
+        assert sorted(rank.kept) == sorted(rank.speculation.updated)
+        for number, stage in rank.kept.items():
+            rank.stages[number] = stage
+    model[:] = [rank.stages for rank in ranks]
+    with_barrier(model, step)
+    return updated, updated
+
+
+def bits(model: list[list[Stage]]) -> list[bytes]:
+    return [struct.pack("dd", stage.value, stage.moment) for stages in model for stage in stages]
+
+
+def test_the_result_is_that_of_the_barrier() -> None:
+    generator = random.Random(0)
+    updated = undone = 0
+    for _ in range(HISTORIES):
+        ranks, stages = generator.randint(1, 4), generator.randint(1, 2)
+        early = [[Stage() for _ in range(stages)] for _ in range(ranks)]
+        late = deepcopy(early)
+        for _ in range(STEPS):
+            step = drawn(generator, ranks, stages)
+            found = without_barrier(early, step, generator)
+            updated, undone = updated + found[0], undone + found[1]
+            with_barrier(late, step)
+            assert bits(early) == bits(late)
+    assert updated > 2 * undone > 1000

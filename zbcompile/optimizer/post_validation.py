@@ -1,0 +1,145 @@
+"""Updates inside of a step that do not wait for the norm of all gradients: what they leave to be corrected by."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zbcompile.distributed.ranks import Ranks
+from zbcompile.optimizer.early_update import EarlyUpdate, Options
+from zbcompile.optimizer.gradient_norm import as_norm, begin_sum, squares_of
+from zbcompile.optimizer.speculation import Speculation, Verdict
+from zbcompile.torch_private import unscale_and_find_infinities
+
+TAG = 1 << 30  # above those of the pipeline's messages
+State = dict[torch.Tensor, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A tensor of the optimizer, and its state, as they were before an update."""
+
+    tensor: torch.Tensor
+    value: torch.Tensor
+    state: Mapping[str, Any] | None
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, state: State) -> "Kept":
+        """What `tensor` is now."""
+        own = state.get(tensor)
+        return cls(tensor, _copied(tensor), None if own is None else {key: _copied(v) for key, v in own.items()})
+
+    def restore(self, state: State) -> None:
+        """Make it that again."""
+        self.tensor.detach().copy_(self.value)
+        if self.state is None:
+            state.pop(self.tensor, None)
+        else:
+            state[self.tensor] = dict(self.state)
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+@dataclass
+class PostValidation:
+    """One update of an optimizer on this process, from its first stage to the verdict on all gradients.
+
+    `inverse` is what a GradScaler multiplies gradients by, `stages` how many stages update before the end of the step.
+    `squares` are those of the gradients that this process counts, `before` the sum over the ranks before this one, and
+    whether they have met an infinity. `gradients` are those that the update has used, `made` says with which options.
+    """
+
+    ranks: Ranks
+    clip: float | None
+    inverse: torch.Tensor | None
+    stages: int
+    speculation: Speculation = field(default_factory=Speculation)
+    squares: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
+    kept: list[Kept] = field(default_factory=list)
+    gradients: Sequence[tuple[torch.Tensor, torch.Tensor | None]] = ()
+    made: EarlyUpdate | None = None
+    sending: dist.Work | None = None
+    works: list[dist.Work] = field(default_factory=list)
+    weighed: int = 0
+
+    def __post_init__(self) -> None:
+        self.infinite = torch.zeros((), device=self.ranks.device)
+        self.before = torch.zeros(2, dtype=torch.float64, device=self.ranks.device)
+        rank = self.ranks.rank
+        if rank and self.stages:
+            with self.ranks.watch.position.waiting("the norm of the ranks before"):
+                dist.recv(self.before, group=self.ranks.group, group_src=rank - 1, tag=TAG)
+
+    def may_update(self, stage: int, tensors: Sequence[torch.Tensor], counted: Iterable[torch.Tensor]) -> bool:
+        """Whether a stage with these `tensors`, of whose gradients this process counts some, updates now."""
+        self._unscale([tensor.grad for tensor in tensors if tensor.grad is not None])
+        self.squares |= {gradient: squares_of(gradient) for gradient in counted}
+        self.weighed += 1
+        known = torch.stack([sum(self.squares.values(), self.before[0]), self.infinite + self.before[1]])
+        if self.weighed == self.stages and self.ranks.rank is not None and self.ranks.rank + 1 < self.ranks.count:
+            self.sent = known  # until it has arrived
+            self.sending = dist.isend(known, group=self.ranks.group, group_dst=self.ranks.rank + 1, tag=TAG)
+        return self.speculation.may_update(stage, self._verdict(as_norm(known[0]), known[1]))
+
+    def keep(self, tensors: Sequence[torch.Tensor], state: State) -> None:
+        """Keep what an update of `tensors` will change."""
+        self.kept += [Kept.of(tensor, state) for tensor in tensors]
+
+    def _unscale(self, gradients: list[torch.Tensor]) -> None:
+        """As a GradScaler does."""
+        if self.inverse is not None and gradients:
+            unscale_and_find_infinities(gradients, self.infinite, self.inverse)
+
+    def _verdict(self, norm: torch.Tensor, infinite: torch.Tensor) -> Verdict:
+        if infinite > 0:
+            return "skipped"
+        return "as it is" if self.clip is None or self.clip / (norm + 1e-6) >= 1.0 else "clipped"
+
+    def begin_total(self, counted: Iterable[torch.Tensor]) -> None:
+        """All stages are weighed: begin to add up what all processes count, in the order of `counted`."""
+        self.total, work = begin_sum([self.squares[gradient] for gradient in counted], self.ranks)
+        self.flags = torch.stack([self.infinite, torch.full_like(self.infinite, self.speculation.held)])
+        if self.ranks.everyone is not None:
+            flags = dist.all_reduce(self.flags, dist.ReduceOp.MAX, group=self.ranks.everyone, async_op=True)
+            self.works = [each for each in (work, flags, self.sending) if each is not None]
+
+    def settle(self) -> tuple[Verdict, bool]:
+        """Wait for what all gradients say, and whether the updates stand."""
+        with self.ranks.watch.position.waiting("the norm of all gradients"):
+            while self.works:
+                self.works.pop().wait()
+        self.norm = as_norm(self.total)
+        verdict = self._verdict(self.norm, self.flags[0])
+        return verdict, self.speculation.stands(verdict, bool(self.flags[1]))
+
+    def undo(self, state: State) -> None:
+        """Restore what was kept."""
+        for each in self.kept:
+            each.restore(state)
+
+    @contextmanager
+    def as_then(self, groups: Sequence[dict[str, Any]]) -> Iterator[None]:
+        """Inside, the options of `groups`, and the gradients, are those that the updates have used."""
+        assert self.made is not None
+        self.made.require_unwritten()
+        options = [{key: group[key] for key in used} for group, used in zip(groups, self.made.options, strict=True)]
+        gradients = [(tensor, tensor.grad) for tensor, _ in self.gradients]
+        _put(groups, self.made.options, self.gradients)
+        try:
+            yield
+        finally:
+            _put(groups, options, gradients)
+
+
+def _put(
+    groups: Sequence[dict[str, Any]], options: Options, gradients: Iterable[tuple[torch.Tensor, torch.Tensor | None]]
+) -> None:
+    for group, values in zip(groups, options, strict=True):
+        group.update(values)
+    for tensor, gradient in gradients:
+        tensor.grad = gradient
