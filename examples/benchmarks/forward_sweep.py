@@ -4,7 +4,9 @@
 
 Linear and V placements, in one process, on a copy in which nothing trains: only forwards are compiled. Says whether
 every tensor of the output is bitwise equal to eager's, or by how much it differs: rows of a microbatch are computed
-with fewer others, so a product of matrices may round differently.
+with fewer others, so a product of matrices may round differently. Beside it stands what is alive at most while a second
+evaluation runs, parameters and inputs apart, and what is predicted: one microbatch in its largest stage, and messages
+and outputs.
 """
 
 import argparse
@@ -22,6 +24,7 @@ import torch  # noqa: E402
 
 import zbcompile  # noqa: E402
 from gpt import GPT, next_byte_loss  # noqa: E402
+from tests.support.live_storages import Alive, forward_bytes  # noqa: E402
 from tests.support.zoo import ZOO  # noqa: E402
 from zbcompile.torch_private import pytree  # noqa: E402
 
@@ -38,19 +41,27 @@ def arguments() -> argparse.Namespace:
 
 
 def difference(problem: str, schedule: str, ranks: int, microbatches: int) -> str:
-    """ "" if every bit of the output is equal."""
+    """Whether every bit of the output is equal, and the memory."""
     batch, model = ZOO[problem].batches(1, 8)[0], ZOO[problem].model().requires_grad_(False)
     kwargs: dict[str, Any] = dict(batch.kwargs)
     if hasattr(getattr(model, "config", None), "use_cache"):
         kwargs["use_cache"] = False
     pipe = zbcompile.pipeline(model, schedule=schedule, ranks=ranks)
     ours = tensors(pipe.eval(*batch.args, microbatches=microbatches, **kwargs))
+    given = [*model.parameters(), *model.buffers(), *tensors((batch.args, kwargs))]
+    program = list(pipe._forwards._ready)[-1][1].program
+    with Alive([], [*given, *program.model.constants.values()]) as alive:
+        pipe.eval(*batch.args, microbatches=microbatches, **kwargs)
+    inside, beside = forward_bytes(program)
+    memory = f"; {alive.most:,} bytes at most, predicted {inside:,} and at most {beside:,}"
+    if alive.most > inside + beside:
+        raise AssertionError(f"more is alive than was predicted{memory}")
     with torch.no_grad():
         theirs = tensors(model.eval()(*batch.args, **kwargs))
     pairs = list(zip(ours, theirs, strict=True))
     if all(map(torch.equal, ours, theirs)):
-        return ""
-    return f"differs by {max((a.float() - b.float()).abs().max().item() for a, b in pairs):.1e}"
+        return f"bitwise equal{memory}"
+    return f"differs by {max((a.float() - b.float()).abs().max().item() for a, b in pairs):.1e}{memory}"
 
 
 def tensors(output: Any) -> list[torch.Tensor]:
@@ -78,7 +89,7 @@ def main() -> int:
     for problem, *rest in product(chosen.problems, PLACEMENTS, chosen.ranks, chosen.microbatches):
         start = time.perf_counter()
         try:
-            found = difference(problem, *rest) or "bitwise equal"
+            found = difference(problem, *rest)
         except Exception as error:
             found, failed = f"{type(error).__name__}: {str(error)[:200]}", failed + 1
         print(f"{time.perf_counter() - start:6.1f} s  {problem} {' '.join(map(str, rest))}: {found}", flush=True)

@@ -1,19 +1,16 @@
 """The memory of a pass while it runs, predicted from its graph, against the storages that a real run keeps alive."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.live_storages import Alive
 from zbcompile.cli.target import load_example
 from zbcompile.compiler.compile_example import compile_example
 from zbcompile.compiler.synthetic_values import synthetic
 from zbcompile.passes.compile_options import Choices, Recompute
 from zbcompile.passes.graph.roles import Slot
-from zbcompile.passes.graph.storage import tensors_of
 from zbcompile.passes.split.subgraphs import LATER
 from zbcompile.passes.stage.peak_memory import ALIVE, LOSS, transient_bytes
 from zbcompile.passes.stage.stage_program import StageProgram
@@ -21,30 +18,6 @@ from zbcompile.passes.torch_private import boxed
 from zbcompile.schedules import build
 
 TARGETS = Path(__file__).parents[3] / "examples" / "targets.py"
-
-
-class Alive(TorchDispatchMode):
-    """Adds up, after every operation, the storages that are alive: those of `values`, and all made since."""
-
-    def __init__(self, values: list[torch.Tensor], uncounted: list[torch.Tensor]) -> None:
-        super().__init__()
-        self.without = {t.untyped_storage()._cdata for t in uncounted}
-        self.seen: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.most = 0
-        self.look(values)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.look(tensors_of(result))
-        return result
-
-    def look(self, values: list[torch.Tensor]) -> None:
-        for value in values:
-            storage = value.untyped_storage()
-            if storage._cdata not in self.without:
-                self.seen[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        self.seen = {key: found for key, found in self.seen.items() if not found[0].expired()}
-        self.most = max(self.most, sum(size for _, size in self.seen.values()))
 
 
 def measured(stage: StageProgram, name: str, frame: dict[Slot, torch.Tensor]) -> int:

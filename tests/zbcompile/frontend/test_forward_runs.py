@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zbcompile
+from tests.support.live_storages import Alive, forward_bytes
 from tests.support.training import assert_same_tensors
 from zbcompile.compiler.inference import for_microbatches
 from zbcompile.passes.stage.peak_memory import transient_bytes
@@ -86,6 +87,17 @@ def test_a_run_is_checked_recorded_and_predicted(pipe: zbcompile.Pipeline) -> No
     for rank, peak in enumerate(peaks):
         assert peak == max(transient_bytes(program.stages[i], "F") for i in program.stages_of(rank))
         assert peak <= max(transient_bytes(pipe.program.stages[i], "F") for i in program.stages_of(rank))
+
+
+@pytest.mark.parametrize("count", [1, 8])
+def test_what_is_predicted_is_alive(pipe: zbcompile.Pipeline, count: int) -> None:
+    """One microbatch in one stage beside messages and outputs, however many microbatches there are."""
+    x = batch_of(8)
+    pipe.eval(x, microbatches=count)
+    with Alive([], [*pipe._model.parameters(), *pipe._model.buffers(), x]) as alive:
+        pipe.eval(x, microbatches=count)
+    inside, beside = forward_bytes(list(pipe._forwards._ready)[-1][1].program)
+    assert inside <= alive.most <= inside + beside
 
 
 def test_step_eval_step_has_the_bits_of_step_step() -> None:
