@@ -69,12 +69,12 @@ def generated_stages(context: StageContext, stages: Mapping[int, CompiledStage])
 class CompiledPipelineStage(PipelineStage):
     """One compiled stage behind torch's PipelineStage interface.
 
-    Run it with the schedule's `loss_fn` set to `stage.loss` and `scale_grads=False` (1/m is part of the graphs). Inputs
-    that later stages read must be keywords: torch hands positional arguments to the first stage only. `step` and `eval`
-    of the schedule return an empty tuple on the last rank, because a compiled step keeps no outputs (`pipe.eval` gives
-    them); `eval` computes the losses alone, with the training step's own forward.
+    Run it with the schedule's `loss_fn` set to `stage.loss`, since the loss is part of the graphs; so is 1/m, whatever
+    `scale_grads` says. Inputs that later stages read must be keywords: torch hands positional arguments to the first
+    stage only. `step` and `eval` of the schedule return an empty tuple on the last rank, because a compiled step keeps
+    no outputs (`pipe.eval` gives them); `eval` computes the losses alone, with the training step's own forward.
 
-    >>> Schedule1F1B(stage, n_microbatches=8, loss_fn=stage.loss, scale_grads=False).step(x, target=y)  # doctest: +SKIP
+    >>> Schedule1F1B(stage, n_microbatches=8, loss_fn=stage.loss).step(x, target=y)  # doctest: +SKIP
     """
 
     def __init__(self, stage: CompiledStage, context: StageContext) -> None:
@@ -117,15 +117,15 @@ class CompiledPipelineStage(PipelineStage):
         self._run.inputs[fwd_chunk_id] |= whole_batch(args if self.is_first else (), kwargs or {}, None).whole.tensors
         if self.is_last:
             self.output_chunks.append(())  # torch merges these into the output of the whole batch
-            return torch.full((1,), fwd_chunk_id, device=self.device)
+            return OutputToCome.of(fwd_chunk_id)
         self._forward(fwd_chunk_id)
         return tuple(self._made["F", fwd_chunk_id])
 
-    def loss(self, output: torch.Tensor, target: Any) -> torch.Tensor:
+    def loss(self, output: Any, target: Any) -> torch.Tensor:
         """The `loss_fn` for torch's schedules: runs the last stage's F of the microbatch that `output` stands for."""
         if self._run is None:
             raise PipelineError("loss was called outside a step of a torch schedule.")
-        microbatch = int(output)
+        microbatch = output.microbatch
         wants_target = any(s.kind == "input" and s.name.startswith("target") for s in self._forward_inputs)
         if wants_target:
             self._run.inputs[microbatch] |= whole_batch((), {}, target).whole.tensors
@@ -173,6 +173,11 @@ class CompiledPipelineStage(PipelineStage):
         with torch.no_grad():
             self._run.weight(bwd_chunk_id)
         self._finish_microbatch()
+
+    def scale_grads(self, grad_scale_factor: int) -> None:
+        """torch's division by the number of microbatches, which a loss that is a mean has in its graphs."""
+        if self._context.reduction != "mean":
+            super().scale_grads(grad_scale_factor)
 
     def _finish_microbatch(self) -> None:
         """torch's schedules do not say when a step ends: it does with the last microbatch's weight gradients."""
@@ -231,6 +236,25 @@ class CompiledPipelineStage(PipelineStage):
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
         """Activations from a stage on the same rank; torch hands over what `forward_one_chunk` returned."""
         self._arrived["F", mb_index] = list(prev_stage_outputs)
+
+
+class OutputToCome(torch.Tensor):
+    """What the last stage's forward returns of a microbatch before its target is known. Only `loss` can read it."""
+
+    microbatch: int
+
+    @classmethod
+    def of(cls, microbatch: int) -> "OutputToCome":
+        found = torch.empty(0).as_subclass(cls)
+        found.microbatch = microbatch
+        return found
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise PipelineError(
+            "torch's schedule called a loss function of its own, and the loss is part of the last stage's graphs. "
+            "Build it with loss_fn=stage.loss, stage the last one of pipe.stages()."
+        )
 
 
 def parameter_tree(parameters: Mapping[str, nn.Parameter]) -> nn.Module:

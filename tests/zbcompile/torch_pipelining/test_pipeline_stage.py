@@ -12,6 +12,7 @@ import zbcompile
 from tests.support.oracle import PROBLEMS, WIDTH
 from tests.support.pool import Pool
 from tests.support.training import Case, Trained, assert_same_tensors, gradients_of, join, pipeline_of, reference
+from zbcompile.torch_pipelining.pipeline_stage import OutputToCome
 
 STEPS = 2
 
@@ -49,7 +50,7 @@ def schedule_of(given: TorchCase, pipe: zbcompile.Pipeline) -> Any:
     single = issubclass(kind, torch_schedules.PipelineScheduleSingle)
     loss = next((stage for stage in stages if stage.is_last), stages[0]).loss
     microbatches = pipe.program.schedule.microbatches
-    return kind(stages[0] if single else stages, microbatches, loss_fn=loss, scale_grads=False)
+    return kind(stages[0] if single else stages, microbatches, loss_fn=loss)
 
 
 def driven_by_torch(given: TorchCase) -> Trained:
@@ -144,3 +145,15 @@ def test_one_process_has_no_stages() -> None:
     pipe = pipeline_of(Case("mlp", "1f1b", 2, 2)).compile(torch.zeros(4, WIDTH), target=torch.zeros(4, WIDTH))
     with pytest.raises(zbcompile.PipelineError, match="torchrun"):
         pipe.stages()
+
+
+def test_another_loss_function_says_what_to_pass() -> None:
+    output = OutputToCome.of(3)
+    for loss in (
+        torch.nn.functional.mse_loss,
+        torch.nn.CrossEntropyLoss(),
+        lambda output, target: (output - target).sum(),
+    ):
+        with pytest.raises(zbcompile.PipelineError, match=r"loss_fn=stage\.loss"):
+            loss(output, torch.zeros(4, WIDTH))
+    assert output.microbatch == 3
