@@ -53,6 +53,7 @@ def trained() -> tuple[float, dict[str, float]]:
 
 @pytest.mark.slow
 def test_gradients_are_those_of_one_process(pool: Pool) -> None:
+    pool.rehearse(qwen)  # imports transformers for all ranks
     found = pool.run(trained, ranks=4)
     for loss, far in found:
         assert loss <= BOUND

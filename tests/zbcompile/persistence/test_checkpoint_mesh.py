@@ -49,14 +49,6 @@ def contents(named: Any, optimizer: torch.optim.Optimizer) -> State:
     return found
 
 
-def saved(sizes: Sizes, folder: Path) -> State:
-    pipe, optimizer = begun(sizes, seed=1)
-    zbcompile.save_checkpoint(folder, pipe, optimizer)
-    zbcompile.save_weights(folder / "weights", pipe)
-    pipe.close()
-    return contents(pipe.named_parameters(), optimizer)
-
-
 def require_weights(folder: Path, source: Any, found: State) -> None:
     """The file of weights has what the checkpoint has."""
     for parameter in source.parameters():
@@ -66,14 +58,19 @@ def require_weights(folder: Path, source: Any, found: State) -> None:
     assert_same_tensors(weights, {name: found[name] for name in weights}, "weight")
 
 
-def loaded(sizes: Sizes, folder: Path) -> State:
-    pipe, optimizer = begun(sizes, seed=2)
-    zbcompile.load_checkpoint(folder, pipe, optimizer)
-    found = contents(pipe.named_parameters(), optimizer)
-    require_weights(folder, pipe, found)
-    optimizer.step()  # with the state that was loaded
+def trained(sizes: Sizes, earlier: Path | None, folder: Path) -> tuple[State, State]:
+    """What a pipeline on this mesh reads from an `earlier` checkpoint, and what it saves in `folder` a step later."""
+    pipe, optimizer = begun(sizes, seed=1)
+    before: State = {}
+    if earlier is not None:
+        zbcompile.load_checkpoint(earlier, pipe, optimizer)
+        before = contents(pipe.named_parameters(), optimizer)
+        require_weights(earlier, pipe, before)
+        optimizer.step()  # with the state that was loaded
+    zbcompile.save_checkpoint(folder, pipe, optimizer)
+    zbcompile.save_weights(folder / "weights", pipe)
     pipe.close()
-    return found
+    return before, contents(pipe.named_parameters(), optimizer)
 
 
 def in_one_process(folder: Path) -> State:
@@ -87,18 +84,20 @@ def in_one_process(folder: Path) -> State:
     return found
 
 
-@pytest.mark.mostly_slow(every=3)
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [({"pp": 2, "tp": 2}, {"tp": 2, "dp": 2}), ({"pp": 2, "tp": 2}, {"pp": 4}), ({"dp": 2, "tp": 2}, {"tp": 4})],
-)
-def test_parameters_and_moments_of_another_mesh(one: Sizes, other: Sizes, pool: Pool, tmp_path: Path) -> None:
-    """The rows of embedding and head are uneven along "tp"."""
-    parts = pool.run(saved, one, tmp_path, ranks=4)
-    expected = {name: value for part in parts for name, value in part.items()}
-    assert_same_tensors(in_one_process(tmp_path), expected, "saved")
-    for part in pool.run(loaded, other, tmp_path, ranks=4):
-        assert_same_tensors(part, {name: expected[name] for name in part}, "saved")
+MESHES: tuple[Sizes, ...] = ({"pp": 2, "tp": 2}, {"tp": 2, "dp": 2}, {"tp": 4}, {"pp": 4})
+
+
+@pytest.mark.slow
+def test_parameters_and_moments_of_another_mesh(pool: Pool, tmp_path: Path) -> None:
+    """From mesh to mesh, and from each to one process. The rows of embedding and head are uneven along "tp"."""
+    earlier, expected = None, State()
+    for number, sizes in enumerate(MESHES):
+        folder = tmp_path / str(number)
+        parts = pool.run(trained, sizes, earlier, folder, ranks=4)
+        for read, _ in parts:
+            assert_same_tensors(read, {name: expected[name] for name in read}, "read")
+        earlier, expected = folder, {name: value for _, written in parts for name, value in written.items()}
+        assert_same_tensors(in_one_process(folder), expected, "saved")
 
 
 def by_hand(folder: Path, again: bool) -> State:
@@ -120,6 +119,7 @@ def by_hand(folder: Path, again: bool) -> State:
     return contents(pipe.named_parameters(), optimizer)
 
 
+@pytest.mark.slow
 def test_what_is_sharded_by_hand_is_kept_rank_by_rank(pool: Pool, tmp_path: Path) -> None:
     before = pool.run(by_hand, tmp_path, False, ranks=4)
     for one, other in zip(before, pool.run(by_hand, tmp_path, True, ranks=4), strict=True):
