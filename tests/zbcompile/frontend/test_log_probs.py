@@ -176,6 +176,7 @@ def sharded(kind: str, vocab: int, frozen: bool) -> list[float]:
     return [(a - b).abs().max().item() for a, b in zip(found, (theirs, theirs, entropies, whole), strict=True)]
 
 
+@pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize(("kind", "vocab", "frozen"), [("tied", 1, True), ("capped", 2, False), ("capped", 1, True)])
 def test_from_shards_of_the_output_layer(kind: str, vocab: int, frozen: bool) -> None:
     assert max(sharded(kind, vocab, frozen)) <= 2e-6

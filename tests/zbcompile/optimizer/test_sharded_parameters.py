@@ -23,6 +23,8 @@ def assert_bitwise(runs: list[list[Result]]) -> None:
 
 
 SLOW = [
+    Training("small-tied", "zb-v", clip=0.05),
+    Training("short-mlp", "zb-v", kind="Muon"),
     Training("small-tied", "zb-h1"),
     Training("small-tied", "dualpipe-v", clip=0.05),
     Training("small-tied", "zb-h1", vocab=1, clip=0.05),
@@ -34,9 +36,7 @@ SLOW = [
 @pytest.mark.parametrize(
     "training",
     [
-        Training("small-tied", "zb-v", clip=0.05),
         Training("short-mlp", "zb-h1", dtype="bfloat16", clip=0.05),
-        Training("short-mlp", "zb-v", kind="Muon"),
         *(pytest.param(each, marks=pytest.mark.slow) for each in SLOW),
     ],
     ids=str,

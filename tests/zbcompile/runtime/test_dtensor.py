@@ -79,7 +79,7 @@ def trained(kind: str, schedule: str, exact: bool) -> dict[str, Any]:
     }
 
 
-@pytest.mark.mostly_slow(every=3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "schedule", "exact"),
     [("plain", "zb-h1", True), ("loss", "zb-v", False), ("odd", "interleaved-zb", True)],
