@@ -150,7 +150,7 @@ def _own_goal(size: int) -> Batch:
     return Batch((torch.randn(size, WIDTH),), {"goal": torch.randn(size, WIDTH)})
 
 
-_gpt = partial(GPT, layers=4, width=WIDTH, heads=2, length=SEQUENCE)
+_gpt = partial(GPT, layers=2, width=WIDTH, heads=2, length=SEQUENCE)  # can be cut into eight stages
 _small_gpt = partial(GPT, layers=1, width=WIDTH, heads=2, length=SEQUENCE)
 
 PROBLEMS: Mapping[str, Problem] = {

@@ -22,6 +22,7 @@ SMALL = {
     "num_attention_heads": 4,
     "max_position_embeddings": 64,
 }
+ONE_LAYER = {"num_hidden_layers": 1}  # for models that take long to trace; Llama, GPT-2, BERT, Gemma-2 have two
 
 
 def _llama() -> nn.Module:
@@ -50,7 +51,7 @@ def _vit() -> nn.Module:
     """Patches through a convolution; its loss is a function of the output."""
     from transformers import ViTConfig, ViTForImageClassification
 
-    sizes = {k: v for k, v in SMALL.items() if k not in ("vocab_size", "max_position_embeddings")}
+    sizes = {k: v for k, v in SMALL.items() if k not in ("vocab_size", "max_position_embeddings")} | ONE_LAYER
     return ViTForImageClassification(ViTConfig(**sizes, image_size=16, patch_size=4, num_labels=8))
 
 
@@ -79,7 +80,7 @@ def _mixtral() -> nn.Module:
     """A mixture of experts. The loop over experts depends on data; the batched form does not."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    config = MixtralConfig(**SMALL, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2)
+    config = MixtralConfig(**SMALL | ONE_LAYER, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2)
     model = MixtralForCausalLM(config)
     model.set_experts_implementation("batched_mm")
     return model
@@ -90,7 +91,12 @@ def _qwen_moe() -> nn.Module:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     config = Qwen3MoeConfig(
-        **SMALL, num_key_value_heads=2, head_dim=8, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2
+        **SMALL | ONE_LAYER,
+        num_key_value_heads=2,
+        head_dim=8,
+        moe_intermediate_size=32,
+        num_experts=4,
+        num_experts_per_tok=2,
     )
     model = Qwen3MoeForCausalLM(config)
     model.set_experts_implementation("batched_mm")
@@ -108,7 +114,7 @@ def _mamba() -> nn.Module:
     """A state-space model; without its own kernels transformers scans in plain operations."""
     from transformers import MambaConfig, MambaForCausalLM
 
-    sizes = {"hidden_size": HIDDEN, "state_size": 4, "num_hidden_layers": 2, "expand": 2}
+    sizes = {"hidden_size": HIDDEN, "state_size": 4, "num_hidden_layers": 1, "expand": 2}
     return MambaForCausalLM(MambaConfig(vocab_size=VOCABULARY, **sizes, use_mambapy=False))
 
 
@@ -281,7 +287,6 @@ def _sequences(size: int) -> Batch:
 ZOO: Mapping[str, Problem] = {
     "llama": Problem(_llama, None, _padded_text),
     "llama-unpadded": Problem(_llama, None, _text),
-    "llama-full": Problem(_llama, None, _full_text),
     "llama-half-padded": Problem(_llama, None, _half_padded_text),
     "gpt2": Problem(_gpt2, None, _text),
     "gpt2-full": Problem(_gpt2, None, _full_text),

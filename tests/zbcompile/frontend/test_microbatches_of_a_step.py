@@ -13,7 +13,7 @@ from tests.support.pool import Pool
 from zbcompile.errors import PipelineError
 from zbcompile.schedules import build
 
-PROBLEM = PROBLEMS["gpt"]
+PROBLEM = PROBLEMS["small-tied"]
 (EIGHT,) = PROBLEM.batches(1, 8)
 Part = tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor], torch.Tensor]
 
@@ -37,6 +37,7 @@ def same(pipe: zbcompile.Pipeline, model: nn.Module) -> bool:
     return all(torch.equal(grad, expected[name].grad) for name, grad in gradients(pipe).items())  # type: ignore[arg-type]
 
 
+@pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
 def test_a_smaller_batch_takes_fewer_microbatches_and_compiles_nothing(schedule: str) -> None:
     pipe, model = made(schedule), PROBLEM.model()
@@ -72,7 +73,8 @@ def eagerly(model: nn.Module, parts: list[Part]) -> torch.Tensor:
     return torch.stack(losses).sum() if len(losses) < 2 else sum(losses[1:], losses[0])
 
 
-@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
+@pytest.mark.mostly_slow(every=2)
+@pytest.mark.parametrize("schedule", ["zb-v", "zb-h1"])
 def test_microbatches_of_several_shapes_in_one_step(schedule: str) -> None:
     pipe, model = made(schedule), PROBLEM.model()
     for sizes in ((2, 2, 2, 2), (3, 1, 4), (2, 2, 2, 2)):

@@ -28,7 +28,6 @@ from zbcompile.program.program import Program
 CASES = (
     Case("llama", "zb-h1", 4, 4, steps=2),
     Case("llama-unpadded", "zb-v", 2, 4, steps=2),
-    Case("llama-full", "zb-h1", 2, 4, steps=2),
     Case("llama-half-padded", "zb-v", 2, 4, steps=2),
     Case("gpt2-full", "zb-v", 2, 4, steps=2),
     Case("bert-full", "zb-h1", 2, 4, steps=2),
