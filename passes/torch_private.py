@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from types import ModuleType
 from typing import Any
@@ -101,6 +101,12 @@ def written_as(node: Node) -> str:
     return str(sources[-1].target) if sources else ""
 
 
+def made_for(node: Node) -> str:
+    """Names the operation of the model for which `node` was made when the graph became functional (2.11-2.13)."""
+    sources = node.meta.get("from_node") or ()
+    return str(sources[-1].name) if sources else node.name
+
+
 def attention_priority() -> tuple[int, ...]:
     """The order in which attention tries its kernels (2.11-2.13: no public function says)."""
     return tuple(torch._C._get_sdp_priority_order())
@@ -130,6 +136,16 @@ def history_of(tensor: torch.Tensor) -> torch.Tensor:
 def is_in_place(operation: object) -> bool:
     """Whether `operation` works in place (2.11-2.13: the schema of an operator has no public name)."""
     return isinstance(operation, OpOverload) and bool(operation._schema.is_mutable)
+
+
+def written_arguments(operation: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments that `operation` writes, each a tensor or a list (2.11-2.13: as above)."""
+    if not is_in_place(operation):
+        return []
+    declared = operation._schema.arguments  # type: ignore[attr-defined]
+    given = dict(zip((each.name for each in declared), args, strict=False)) | dict(kwargs)
+    writes = (each.name for each in declared if each.alias_info is not None and each.alias_info.is_write)
+    return [given[name] for name in writes if given.get(name) is not None]
 
 
 def is_composite(operation: OpOverload) -> bool:

@@ -16,7 +16,7 @@ from zbcompile.passes.capture.autocast import is_autocasts
 from zbcompile.passes.capture.custom_functions import confirm_call, overwritten_by
 from zbcompile.passes.capture.export import Captured
 from zbcompile.passes.capture.export_errors import operation_failure
-from zbcompile.passes.capture.mutations import separate_changing_buffers
+from zbcompile.passes.capture.functional_writes import separate_changing_buffers
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.graph.fx import is_random, like, output_values, source_line
 from zbcompile.passes.graph.kernel_layouts import kernels_layouts

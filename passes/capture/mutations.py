@@ -1,14 +1,13 @@
-"""In-place writes: those around autograd are separated while the graph still writes in place, and the traces of all
-are brought into a form that can be split once it is functional.
+"""In-place writes around autograd, separated while the graph still writes in place.
 
 A write under no_grad, or into a detached tensor, changes in eager the values of all tensors over that memory, and the
 history of none, or of one. In functional form, the gradients of a write go where its values go. So results of no_grad
-are detached, a detached tensor that becomes differentiable by a write gets memory of its own, and writes on which the
-two forms cannot agree are refused.
+are detached, as is what it writes, a detached tensor that becomes differentiable by a write gets memory of its own, and
+writes on which the two forms cannot agree are refused.
 """
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,17 +17,17 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from zbcompile.passes.capture.export_errors import operation_failure
 from zbcompile.passes.errors import CaptureError
-from zbcompile.passes.graph.fx import like, source_line
-from zbcompile.passes.graph.roles import Slot
-from zbcompile.passes.graph.storage import is_view, tensors_of
+from zbcompile.passes.graph.fx import call_like, like, source_line
+from zbcompile.passes.graph.storage import tensors_of
 from zbcompile.passes.torch_private import (
     GRAD_MODE_REGION,
     FakeTensorMode,
     HigherOrderOperator,
     history_of,
     is_in_place,
+    pytree,
     storage_key,
-    written_as,
+    written_arguments,
 )
 
 aten = torch.ops.aten
@@ -45,8 +44,22 @@ def detach_no_grad_regions(module: GraphModule) -> None:
         if node.args[0] is False:
             for result in [user for user in node.users if user.target.__name__ == "getitem"] or [node]:
                 _insert_after(module.graph, result, DETACH)
+            _detach_what_is_written(getattr(module, node.args[1].target))
     if regions:
         module.recompile()
+
+
+def _detach_what_is_written(region: GraphModule) -> None:
+    """Into tensors from outside a no_grad region, too, its writes carry values alone."""
+    for node in filter(lambda node: is_in_place(node.target), list(region.graph.nodes)):
+        written = pytree.tree_leaves(written_arguments(node.target, node.args, node.kwargs))
+        for source in node.all_input_nodes:
+            if source not in written and isinstance(source.meta.get("val"), Tensor):
+                with region.graph.inserting_before(node):
+                    node.replace_input_with(
+                        source, call_like(region.graph, source, DETACH, (source,), source.meta["val"])
+                    )
+    region.recompile()
 
 
 def separate_written(program: ExportedProgram) -> None:
@@ -88,12 +101,12 @@ def _insert_after(graph: Graph, node: Node, operation: Any) -> None:
 
 
 class _Seen:
-    """The live tensors over each memory, and the last write, to be judged once what nobody reads any more is gone."""
+    """The live tensors over each memory, and the last writes, to be judged once what nobody reads any more is gone."""
 
     def __init__(self) -> None:
         self.over: dict[int, list[weakref.ref[Tensor]]] = {}
         self.detached: list[tuple[weakref.ref[Tensor], Node]] = []
-        self.write: tuple[Node, int, weakref.ref[Tensor], bool] | None = None
+        self.writes: list[tuple[Node, int, weakref.ref[Tensor], bool]] = []
         self.becoming_differentiable: dict[Node, None] = {}
 
     def made(self, node: Node, value: Any) -> None:
@@ -103,13 +116,13 @@ class _Seen:
                 self.detached.append((weakref.ref(tensor), node))
 
     def written(self, node: Node, tensor: Tensor) -> None:
-        self.write = (node, storage_key(tensor), weakref.ref(history_of(tensor)), torch.is_grad_enabled())
+        self.writes.append((node, storage_key(tensor), weakref.ref(history_of(tensor)), torch.is_grad_enabled()))
 
     def judge(self) -> None:
-        if self.write is None:
-            return
-        node, key, reference, recorded = self.write
-        self.write = None
+        while self.writes:
+            self._judge(*self.writes.pop())
+
+    def _judge(self, node: Node, key: int, reference: weakref.ref[Tensor], recorded: bool) -> None:
         history = reference()
         alive = [tensor for each in self.over.get(key, ()) if (tensor := each()) is not None]
         others = [tensor for tensor in alive if history_of(tensor) is not history]
@@ -151,7 +164,7 @@ class _AsEager(Interpreter):
         except Exception as error:
             raise CaptureError(operation_failure(n, error)) from error
         self.seen.made(n, value)
-        for tensor in _written(n, self.fetch_args_kwargs_from_env(n)[0]):
+        for tensor in pytree.tree_leaves(written_arguments(n.target, *self.fetch_args_kwargs_from_env(n))):
             self.seen.written(n, tensor)
         return value
 
@@ -164,81 +177,3 @@ def _needed(graph: Graph) -> set[Node]:
         if writes or node.op in ("placeholder", "output") or not needed.isdisjoint(node.users):
             needed.add(node)
     return needed
-
-
-def _written(node: Node, args: Sequence[Any]) -> list[Tensor]:
-    return [args[0]] if is_in_place(node.target) and isinstance(args[0], Tensor) else []
-
-
-def make_copies_differentiable(graph: Graph) -> None:
-    """Replace `aten.copy`, to which a write into a slice is traced, with a cast and an expand: it has no derivative
-    below autograd, they do."""
-    for node in graph.find_nodes(op="call_function", target=aten.copy.default):
-        into, value = node.args[:2]
-        with graph.inserting_before(node):
-            node.replace_all_uses_with(_as_like(graph, node, value, into))
-        graph.erase_node(node)
-
-
-def _as_like(graph: Graph, node: Node, value: Any, into: Any) -> Node:
-    """`value` with the dtype, shape and strides of `into`."""
-    wanted = into.meta["val"]
-    if value.meta["val"].dtype != wanted.dtype:
-        value = _call(graph, node, aten.to.dtype, (value, wanted.dtype), value.meta["val"].to(wanted.dtype))
-    if value.meta["val"].shape != wanted.shape:
-        shape = list(wanted.shape)
-        value = _call(graph, node, aten.expand.default, (value, shape), value.meta["val"].expand(shape))
-    if value.meta["val"].stride() != wanted.stride() and wanted.ndim:
-        value = _call(graph, node, aten.slice_scatter.default, (into, value), wanted)
-    return value
-
-
-def separate_changing_buffers(graph: Graph, outputs: tuple[Slot, ...]) -> None:
-    """Make views of a buffer that forward changes views of a copy, since they may be read after the change. A buffer
-    whose new value is an input gets a copy of that input, which is an operation with a place in the graph."""
-    (results,) = graph.output_node().args
-    for slot, value in zip(outputs, results, strict=True):  # type: ignore[arg-type]
-        if slot.kind != "mutation":
-            continue
-        for holder in _holders(graph, slot.name):
-            for view in [user for user in holder.users if is_view(user)]:
-                with graph.inserting_before(view):
-                    view.replace_input_with(holder, _clone(graph, holder, view))
-        if isinstance(value, Node) and value.op == "placeholder":
-            with graph.inserting_before(graph.output_node()):
-                graph.output_node().replace_input_with(value, _clone(graph, value, value))
-
-
-def draw_in_memory_order(graph: Graph) -> None:
-    """Draw the masks of transposed tensors in memory order, as eager does.
-    `bernoulli_`, with which a dropout draws its mask, fills memory in order; `aten.bernoulli.p`, which replaces it,
-    works row by row and makes a contiguous tensor. For a transposed tensor the two assign the numbers to different
-    elements, so such a mask is drawn in memory order and transposed afterwards."""
-    for node in graph.find_nodes(op="call_function", target=aten.bernoulli.p):
-        fresh = node.args[0]
-        value = fresh.meta["val"]
-        if value.is_contiguous() or written_as(node).startswith("aten.bernoulli.p"):
-            continue
-        order = sorted(range(value.ndim), key=lambda dimension: -value.stride(dimension))
-        back = [order.index(dimension) for dimension in range(value.ndim)]
-        with graph.inserting_before(node):
-            packed = _call(graph, node, aten.permute.default, (fresh, order), value.permute(order))
-            drawn = _call(graph, node, aten.bernoulli.p, (packed, *node.args[1:]), packed.meta["val"])
-            node.replace_all_uses_with(_call(graph, node, aten.permute.default, (drawn, back), value))
-        graph.erase_node(node)
-
-
-def _holders(graph: Graph, buffer: str) -> list[Node]:
-    return [node for node in graph.find_nodes(op="placeholder") if node.meta["slot"] == Slot("buffer", buffer)]
-
-
-def _clone(graph: Graph, value: Node, source: Node) -> Node:
-    return _call(graph, source, aten.clone.default, (value,), value.meta["val"])
-
-
-def _call(graph: Graph, source: Node, target: Any, args: tuple[Any, ...], value: Any) -> Node:
-    """A new node that comes from where `source` comes from."""
-    node = graph.call_function(target, args)
-    node.meta = {**source.meta, "val": value}
-    node.meta.pop("slot", None)
-    return node

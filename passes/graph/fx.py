@@ -89,6 +89,14 @@ def source_line(node: Node) -> str:
     return f"{lines[files[-1]]}: {code}"
 
 
+def call_like(graph: Graph, source: Node, target: Any, args: tuple[Any, ...], value: Any, **kwargs: Any) -> Node:
+    """A new node with `value`, that comes from where `source` comes from."""
+    node = graph.call_function(target, args, kwargs)
+    node.meta = {**source.meta, "val": value}
+    node.meta.pop("slot", None)
+    return node
+
+
 def like(value: torch.Tensor, *, dtype: torch.dtype | None = None, device: torch.device | None = None) -> torch.Tensor:
     """An uninitialised tensor with the shape and strides of `value`, and its dtype and device unless others are given.
 

@@ -13,7 +13,13 @@ import torch
 from zbcompile.passes.capture import canonical
 from zbcompile.passes.capture.canonical import on_graph as _on
 from zbcompile.passes.capture.export import capture, capture_inference
-from zbcompile.passes.capture.mutations import draw_in_memory_order, make_copies_differentiable
+from zbcompile.passes.capture.functional_writes import (
+    correct_strided_writes,
+    draw_in_memory_order,
+    keep_strides_of_writes,
+    make_copies_differentiable,
+    merge_remade_views,
+)
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.partition.shared_parameters import separate_uses
 from zbcompile.passes.partition.stage_graphs import cut
@@ -83,12 +89,15 @@ CANONICALISE = _in_turn(
         "merge-tied", "one input per tensor, tied or not", _on(canonical.merge_tied_placeholders), (graph.roles_unique,)
     ),
     Pass("drop-checks", "drops checks of shapes", _on(canonical.drop_checks), (model.no_runtime_checks,)),
+    Pass("merge-views", "keeps one of the views that a write has doubled", _on(merge_remade_views)),
     Pass(
         "open-copies",
         "gives writes into slices a derivative",
         _on(make_copies_differentiable),
         (model.copies_differentiable,),
     ),
+    Pass("strided-writes", "gives writes through as_strided their gradient", _on(correct_strided_writes)),
+    Pass("keep-strides", "gives what is written the strides it had", _on(keep_strides_of_writes)),
     Pass(
         "separate-buffers",
         "copies views of buffers that change",
