@@ -11,7 +11,7 @@ from benchmarks.composition_sweep import BOUND, difference, in_one_process
 from tests.support.meshes import mesh_of
 from tests.support.pool import Pool
 
-SIZES = {"layers": 2, "width": 16, "sequence-length": 8, "batch": 4, "microbatches": 2, "steps": 8}
+SIZES = {"layers": 1, "width": 16, "sequence-length": 8, "batch": 4, "microbatches": 2, "steps": 8}
 SMALL = [word for name, value in SIZES.items() for word in (f"--{name}", str(value))]
 
 

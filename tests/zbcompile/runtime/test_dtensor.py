@@ -42,10 +42,11 @@ def whole(gradient: Any) -> Tensor:
 def trained(kind: str, schedule: str, exact: bool) -> dict[str, Any]:
     """What differs from one process, from eager DTensor in bits, and where collectives are."""
     mesh = mesh_of(pp=2, tp=2)
-    one = Llama(odd=kind == "odd")
+    layers = 2 if kind == "odd" else 1
+    one = Llama(layers, odd=kind == "odd")
     expected = accumulated(one)
     around = loss_parallel() if kind == "loss" else contextlib.nullcontext()
-    eager, model = parallelised(mesh["tp"], kind), parallelised(mesh["tp"], kind)
+    eager, model = parallelised(mesh["tp"], kind, layers), parallelised(mesh["tp"], kind, layers)
     with around:
         accumulated(eager)
         pipe = zbcompile.pipeline(
