@@ -1,6 +1,7 @@
 """Is the step as short as its schedule promises? Measured step / simulated step, for five schedules.
 
     python examples/benchmarks/promise.py                      # 2, 4 and 8 processes
+    python examples/benchmarks/promise.py --optimizer          # with updates inside of the step
     torchrun --standalone --nproc-per-node 4 examples/benchmarks/promise.py
 
 Processes, gloo messages, compiled stages and the action loop are real. Only the computation is not: the operations of
@@ -13,6 +14,11 @@ bare message between two of the processes. Target: <= 1.03; below 1 under dualpi
 forward's result before their backward begins, while the simulation has both at the end of the pair. A process that
 still wakes up late counts as late, so nothing else may run meanwhile; all schedules take turns, so that a disturbance
 of the machine affects all of them. About 11 minutes.
+
+With --optimizer a step ends with an update that sleeps as well, made inside of it with `validate="after"`, and the
+simulation has its actions. Beside it stands the time per step of STEPS steps one after the other, each of whose losses
+is read, and its ratio to what the simulation says of a rank alone (`cost`): ranks exchange the losses at the end of a
+step, so that none of them runs ahead into the next one.
 """
 
 import argparse
@@ -21,7 +27,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,11 +39,14 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
 import zbcompile
-from zbcompile.schedules import Costs, build, simulate
+from zbcompile.schedules import Costs, Timeline, build, simulate, with_updates
 
 SCALE = 4  # of the profile
 FORWARD, BACKWARD, WEIGHT = 18.522e-3 * SCALE, 18.086e-3 * SCALE, 9.337e-3 * SCALE  # a rank's share, in seconds
+UPDATE = FORWARD / 4  # of a rank's parameters
+STEPS = 20
 SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "dualpipe-v")
+WITH_UPDATES = ("1f1b", "zb-h2", "zb-v")
 WIDTH = 16
 late = 0.0  # seconds that an operation takes longer than its sleep
 
@@ -96,10 +108,25 @@ class Sleeper(nn.Module):
         return x
 
 
+class SleepingSGD(torch.optim.SGD):
+    """The update of a layer takes its share of `UPDATE`."""
+
+    elementwise = True
+
+    def __init__(self, params: Any, lr: float, share: float = 1.0) -> None:
+        super().__init__(params, lr=lr)
+        self.share = share
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        layers = sum(p.grad is not None for group in self.param_groups for p in group["params"])
+        pause(UPDATE * self.share * layers)
+        super().step(closure)
+
+
 Step = Callable[[], object]
 
 
-def prepared(schedule: str, microbatches: int) -> Step:
+def prepared(schedule: str, microbatches: int, updates: bool) -> Step:
     """A function that takes one step."""
     ranks = dist.get_world_size()
     stages = build(schedule, ranks, microbatches).stages
@@ -109,7 +136,18 @@ def prepared(schedule: str, microbatches: int) -> Step:
     pipe.compile(x, target=x)
     layers = [sum(name.startswith("weights") for name in stage.trained) for stage in pipe.program.stages]
     assert layers == [1] * stages, f"one layer per stage, not {layers}"
-    return lambda: pipe.step(x, target=x)
+    if not updates:
+        return lambda: pipe.step(x, target=x)
+    options: dict[str, Any] = {"params": lambda name, _: "weights" in name, "share": model.share}
+    optimizer = pipe.optimizer(SleepingSGD, lr=0.0, clip=1e9, validate="after", **options)
+
+    def step_with_update() -> float:
+        loss = pipe.step(x, target=x)
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss)
+
+    return step_with_update
 
 
 def measured(step: Step) -> float:
@@ -120,6 +158,11 @@ def measured(step: Step) -> float:
     span = torch.tensor([-begin, time.monotonic()], dtype=torch.float64)  # one clock for all processes
     dist.all_reduce(span, dist.ReduceOp.MAX)
     return float(span.sum())
+
+
+def repeat(step: Step) -> None:
+    for _ in range(STEPS):
+        step()
 
 
 def lateness(calls: int = 40) -> float:
@@ -146,19 +189,23 @@ def hop(trips: int = 50) -> float:
     return median(found) / 2 if found else 0.0
 
 
-def promised(schedule: str, microbatches: int, comm: float) -> float:
-    """Seconds that the simulator predicts, with an optimizer barrier, if a message takes `comm` seconds."""
+def promised(schedule: str, microbatches: int, comm: float, updates: bool) -> Timeline:
+    """What the simulator predicts, in seconds, if a message takes `comm`; `makespan` has an optimizer barrier."""
     ranks = dist.get_world_size()
     order = build(schedule, ranks, microbatches)
     share = ranks / order.stages
     costs = Costs.uniform(order.stages, FORWARD * share, BACKWARD * share, WEIGHT * share, comm=comm)
-    return float(simulate(order, costs).makespan)
+    if updates:
+        order = with_updates(order, ("VALIDATE", "OPT"))
+        costs = replace(costs, optimizer=(UPDATE * share,) * order.stages)
+    return simulate(order, costs)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="2,4,8", help="without torchrun: how many processes (default: %(default)s)")
-    parser.add_argument("--schedules", default=",".join(SCHEDULES), help="default: %(default)s")
+    parser.add_argument("--schedules", help=f"default: {', '.join(SCHEDULES)}; with updates {', '.join(WITH_UPDATES)}")
+    parser.add_argument("--optimizer", action="store_true", help="update inside of the step")
     parser.add_argument("--rounds", type=int, default=5, help="the medians count (default: %(default)s)")
     parser.add_argument("--per-rank", default="2,4", help="microbatches per rank (default: %(default)s)")
     options = parser.parse_args()
@@ -172,19 +219,26 @@ def main() -> None:
     global late
     late = lateness()
     ranks, comm = dist.get_world_size(), hop()
-    chosen = [(name, ranks * int(n)) for n in options.per_rank.split(",") for name in options.schedules.split(",")]
-    steps = {each: prepared(*each) for each in chosen}
+    usual = WITH_UPDATES if options.optimizer else SCHEDULES
+    names = options.schedules.split(",") if options.schedules else usual
+    chosen = [(name, ranks * int(n)) for n in options.per_rank.split(",") for name in names]
+    steps = {each: prepared(*each, options.optimizer) for each in chosen}
     rounds = [{each: measured(step) for each, step in steps.items()} for _ in range(options.rounds + 1)]
     rows = []
     for schedule, microbatches in chosen:
         seconds = median(each[schedule, microbatches] for each in rounds[1:])  # the first one warms up
-        alone, with_hops = (promised(schedule, microbatches, each) for each in (0.0, comm))
-        times = [1e3 * alone, 1e3 * seconds, seconds / alone, seconds / with_hops]
+        alone, with_hops = (promised(schedule, microbatches, each, options.optimizer) for each in (0.0, comm))
+        times = [1e3 * alone.makespan, 1e3 * seconds, seconds / alone.makespan, seconds / with_hops.makespan]
+        if options.optimizer:
+            each = measured(partial(repeat, steps[schedule, microbatches])) / STEPS
+            times += [1e3 * each, each / with_hops.makespan, each / with_hops.cost]
         rows.append([schedule, ranks, microbatches, *times])
     if dist.get_rank() == 0:
         head = ["schedule", "ranks", "microbatches", "simulated ms", "measured ms", "ratio", "with hops"]
+        head += [f"ms of {STEPS}", "ratio", "to cost"] * options.optimizer
         print(f"of {ranks} processes: a sleep is {1e3 * late:.2f} ms late, a bare message takes {1e3 * comm:.2f} ms")
-        print(tabulate(rows, head, floatfmt=("", "", "", ".1f", ".1f", ".3f", ".3f")), flush=True)
+        digits = ("", "", "", ".1f", ".1f", ".3f", ".3f", ".1f", ".3f", ".3f")
+        print(tabulate(rows, head, floatfmt=digits[: len(head)]), flush=True)
     dist.destroy_process_group()
 
 

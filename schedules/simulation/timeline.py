@@ -1,6 +1,7 @@
 """The result of a simulation: figures at once, spans, memory curves and idle intervals when asked for."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -9,7 +10,7 @@ from typing import NamedTuple
 from zbcompile.schedules.execution.event_loop import Outcome, parts
 from zbcompile.schedules.execution.memory import deltas
 from zbcompile.schedules.execution.noise import Noise
-from zbcompile.schedules.ir.actions import COMMUNICATION, Step, flatten
+from zbcompile.schedules.ir.actions import COMMUNICATION, GATHER, VALIDATE, Step, flatten
 from zbcompile.schedules.ir.costs import Costs
 from zbcompile.schedules.ir.kinds import KINDS
 from zbcompile.schedules.ir.schedule import Lowered, Schedule
@@ -31,7 +32,7 @@ class Timeline:
 
     * `makespan`: the whole step with an optimizer barrier: from the first start to the last end on any rank, then
       `costs.barrier`, then the slowest rank's optimizer; of orders that have the optimizer's actions, to the last end.
-    * `cost`: the longest own span of a rank, from its first start to its last end, with its own optimizer: what counts
+    * `cost`: the longest own span of a rank, from its first pass to its last end, with its own optimizer: what counts
     if ranks may start the next step on their own (Qi et al., Zero Bubble, section 4).
     * `work`: the sum of passes (and optimizer) on the busiest rank. `bubble` = 1 - work/makespan, `cost_bubble` =
       1 - work/cost.
@@ -85,8 +86,9 @@ class Timeline:
 
     @cached_property
     def cost(self) -> float:
-        spans = zip(self.run.begin, self.run.end, self.optimizer, strict=True)
-        return max((end[-1] - begin[0] + optimizer for begin, end, optimizer in spans if end), default=0)
+        starts = map(_first_start, parts(self.program)[1], self.run.begin)
+        spans = zip(starts, self.run.end, self.optimizer, strict=True)
+        return max((end[-1] - start + optimizer for start, end, optimizer in spans if end), default=0)
 
     @cached_property
     def work(self) -> float:
@@ -142,3 +144,9 @@ class Timeline:
         curve = [(begin if change > 0 else end, change) for (begin, end), change in changes if change]
         amounts = accumulate(change for _, change in curve)
         return tuple((time, amount) for (time, _), amount in zip(curve, amounts, strict=True))
+
+
+def _first_start(order: Sequence[Step], begins: Sequence[float]) -> float:
+    """When a rank begins, apart from waiting for the step before."""
+    own = (begin for step, begin in zip(order, begins, strict=True) if step[0] not in (VALIDATE, GATHER))
+    return next(own, 0)

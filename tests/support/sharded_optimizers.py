@@ -30,6 +30,7 @@ class Training:
     updates: int = 3
     vocab: Any = "off"
     early: bool = False
+    validate: str = "before"
 
     def __str__(self) -> str:
         usual = vars(Training())
@@ -92,7 +93,9 @@ def pipeline_with(training: Training, zero: int, mesh: DeviceMesh | None) -> tup
     kind, matrices = getattr(torch.optim, training.kind), {"params": lambda _, p: p.ndim == 2}
     groups = [{"params": lambda _, p: p.ndim < 2, "weight_decay": 0.0}]
     more: dict[str, Any] = matrices if training.kind == "Muon" else {"groups": groups}
-    return pipe, pipe.optimizer(kind, lr=1e-2, zero=zero, clip=training.clip, early=training.early, **more)
+    return pipe, pipe.optimizer(
+        kind, lr=1e-2, zero=zero, clip=training.clip, early=training.early, validate=training.validate, **more
+    )
 
 
 def in_dtype(batch: Batch, dtype: str) -> Batch:

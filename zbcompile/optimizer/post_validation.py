@@ -70,21 +70,29 @@ class PostValidation:
     def __post_init__(self) -> None:
         self.infinite = torch.zeros((), device=self.ranks.device)
         self.before = torch.zeros(2, dtype=torch.float64, device=self.ranks.device)
-        rank = self.ranks.rank
-        if rank and self.stages:
-            with self.ranks.watch.position.waiting("the norm of the ranks before"):
-                dist.recv(self.before, group=self.ranks.group, group_src=rank - 1, tag=TAG)
 
     def may_update(self, stage: int, tensors: Sequence[torch.Tensor], counted: Iterable[torch.Tensor]) -> bool:
         """Whether a stage with these `tensors`, of whose gradients this process counts some, updates now."""
         self._unscale([tensor.grad for tensor in tensors if tensor.grad is not None])
         self.squares |= {gradient: squares_of(gradient) for gradient in counted}
         self.weighed += 1
+        if self.weighed == self.stages:
+            self._receive()
         known = torch.stack([sum(self.squares.values(), self.before[0]), self.infinite + self.before[1]])
-        if self.weighed == self.stages and self.ranks.rank is not None and self.ranks.rank + 1 < self.ranks.count:
+        if self.weighed == self.stages:
+            self._pass_on(known)
+        return self.speculation.may_update(stage, self._verdict(as_norm(known[0]), known[1]))
+
+    def _receive(self) -> None:
+        """The last stage of a rank waits for the ranks before it: those that update earlier would hold up the chain."""
+        if self.ranks.rank:
+            with self.ranks.watch.position.waiting("the norm of the ranks before"):
+                dist.recv(self.before, group=self.ranks.group, group_src=self.ranks.rank - 1, tag=TAG)
+
+    def _pass_on(self, known: torch.Tensor) -> None:
+        if self.ranks.rank is not None and self.ranks.rank + 1 < self.ranks.count:
             self.sent = known  # until it has arrived
             self.sending = dist.isend(known, group=self.ranks.group, group_dst=self.ranks.rank + 1, tag=TAG)
-        return self.speculation.may_update(stage, self._verdict(as_norm(known[0]), known[1]))
 
     def keep(self, tensors: Sequence[torch.Tensor], state: State) -> None:
         """Keep what an update of `tensors` will change."""

@@ -1,66 +1,32 @@
 """Updates that do not wait for the norm of all gradients, and are corrected afterwards: every bit is the barrier's."""
 
+import os
+import signal
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.optim import AdamW
 
 import zbcompile
+from tests.support.disturbed_training import (
+    CLIPPED,
+    INFINITE,
+    MICROBATCHES,
+    NOT_A_NUMBER,
+    STEPS,
+    History,
+    assert_bitwise,
+    disturbed,
+    trained,
+)
 from tests.support.oracle import PROBLEMS, Batch
-from tests.support.pool import Pool
+from tests.support.pool import FORKS, Pool
 from tests.support.replicated import REPLICAS, mesh_of_replicas
 from tests.support.training import ROWS, Case, assert_same_tensors, compiled_once, pipeline_of, pipelined
-
-MICROBATCHES, STEPS, CLIP = 4, 40, 1.0
-CLIPPED, INFINITE, NOT_A_NUMBER = {4: 8.0, 5: 1e3, 20: 10.0}, (7, 8), 30
-History = tuple[list[Tensor], list[float], dict[str, Any], list[str]]
-
-
-def disturbed(batch: Batch, step: int) -> Batch:
-    """A batch whose gradients are large, infinite or no numbers in some steps."""
-    x, target = batch.args[0].clone(), batch.target * CLIPPED.get(step, 1.0)
-    if step in INFINITE:
-        target[0] = torch.inf
-    if step == NOT_A_NUMBER:
-        x[-1] = torch.nan
-    return Batch((x,), {}, target)
-
-
-def trained(pipe: zbcompile.Pipeline, batches: list[Batch], scaled: bool, **options: Any) -> History:
-    """The losses, the norms, the state dict, and what happened to the updates that were validated."""
-    optimizer = pipe.optimizer(AdamW, lr=1e-3, clip=CLIP, **options)
-    rate = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
-    scaler = zbcompile.GradScaler(pipe, init_scale=4.0, growth_interval=10) if scaled else None
-    losses, norms, seen = [], [], []
-    for batch in batches:
-        losses.append(pipe.step(*batch.args, target=batch.target))
-        if optimizer._unsettled is not None:
-            seen.append(optimizer._unsettled)
-        if scaler is not None:
-            scaler.step(optimizer)
-            scaler.update()
-        else:
-            optimizer.step()
-        optimizer.zero_grad()
-        rate.step()
-        norms.append(optimizer.norm if len(norms) % 2 else None)  # reading it settles the update
-    corrected = ["undone" if each.kept else "held" for each in seen if not stood(each)]
-    return losses, norms, pipe.state_dict(full=True), corrected  # type: ignore[return-value]
-
-
-def stood(validation: Any) -> bool:
-    return bool(validation.settle()[1])
-
-
-def assert_bitwise(found: History, expected: History) -> None:
-    for one, other in zip(found[0], expected[0], strict=True):
-        assert torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
-    for mine, theirs in zip(found[1], expected[1], strict=True):
-        assert (mine is None) is (theirs is None)
-        assert mine is None or torch.equal(mine, theirs)  # type: ignore[arg-type]
-    assert_same_tensors(found[2], expected[2], "state dict:")
+from zbcompile.optimizer.post_validation import PostValidation
 
 
 @pytest.mark.parametrize("schedule", ["zb-h2", "zb-2p", "zb-v"])
@@ -102,6 +68,45 @@ def test_gradients_that_a_correction_needs_must_not_be_written() -> None:
         pipe.step(*batch.args, target=batch.target)
     with pytest.raises(zbcompile.PipelineError, match=r"before their updates were corrected"):
         pipe.step(*batch.args, target=batch.target)
+
+
+def steps(pipe: zbcompile.Pipeline, optimizer: Any, numbers: range, folder: Path | None = None) -> dict[str, Any]:
+    for step, batch in enumerate(PROBLEMS["mlp"].batches(numbers.stop, MICROBATCHES * ROWS)):
+        if step in numbers:
+            given = disturbed(batch, step)
+            pipe.step(*given.args, target=given.target)
+            optimizer.step()
+            optimizer.zero_grad()
+            if folder is not None:
+                zbcompile.save_checkpoint(folder, pipe, optimizer)
+    return pipe.state_dict(full=True)
+
+
+@pytest.mark.skipif(not FORKS, reason=f"torch does not survive a fork on {sys.platform}")
+@pytest.mark.parametrize("step", [3, 4])
+def test_a_process_that_dies_before_the_validation_resumes_from_its_checkpoint(step: int, tmp_path: Path) -> None:
+    """With the bits of a run that did not die. The update that was not validated is in no checkpoint: a checkpoint
+    waits for it, and corrects that of step 4."""
+    options: dict[str, Any] = {"lr": 1e-3, "clip": 1.0}
+    case = Case("mlp", "zb-v", 2, MICROBATCHES)
+    with compiled_once("mlp", exact=True):
+        undisturbed, dying, resumed = (pipeline_of(case) for _ in range(3))
+        expected = steps(undisturbed, undisturbed.optimizer(AdamW, **options), range(7))
+        optimizer = dying.optimizer(AdamW, validate="after", **options)
+        steps(dying, optimizer, range(step), tmp_path)
+        child = os.fork()
+        if child == 0:
+            PostValidation.settle = lambda self: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment, return-value]
+            steps(dying, optimizer, range(step, step + 2))
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+        batch = PROBLEMS["mlp"].batches(1, MICROBATCHES * ROWS)[0]
+        resumed.compile(*batch.args, target=batch.target)
+        again = resumed.optimizer(AdamW, validate="after", **options)
+        found = zbcompile.load_checkpoint(tmp_path, resumed, again)
+        assert found is not None
+        assert found.step == step
+        assert_same_tensors(steps(resumed, again, range(step, 7)), expected, "state dict:")
 
 
 def beside_replicas(schedule: str, scaled: bool) -> list[History]:

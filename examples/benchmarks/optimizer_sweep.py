@@ -1,0 +1,158 @@
+"""What an optimizer of a pipeline promises, held against one that is neither divided nor early, in a checkout:
+
+    torchrun --standalone --nproc-per-node 4 examples/benchmarks/optimizer_sweep.py
+    torchrun --standalone --nproc-per-node 4 examples/benchmarks/optimizer_sweep.py --part validation
+    torchrun --standalone --nproc-per-node 4 examples/benchmarks/optimizer_sweep.py --part bounds
+
+`levels`, at dp2 x pp2: losses, norms and parameters of 20 updates are compared bit by bit with `zero=0`, for `zero=1`
+and `zero=2`, updated after the step and inside of it (with clipping: `validate="after"`), and the bytes of the
+optimizer's state are counted. `validation`, at pp4: 40 updates with three clips, two infinities and one NaN. `bounds`,
+at dp4, where replicas add in another order: gradients at equal parameters, and parameters after 20 updates by SGD,
+relative to the largest entry.
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
+
+import zbcompile  # noqa: E402
+from tests.support import disturbed_training  # noqa: E402
+from tests.support.disturbed_training import STEPS, assert_bitwise, disturbed  # noqa: E402
+from tests.support.oracle import PROBLEMS  # noqa: E402
+from tests.support.replicated import MICROBATCHES, ROWS  # noqa: E402
+from tests.support.sharded_optimizers import Result, Training, trained  # noqa: E402
+from tests.support.training import assert_same_tensors, compiled_once  # noqa: E402
+from zbcompile.optimizer.pipeline_optimizer import PipelineOptimizer  # noqa: E402
+
+UPDATES, BOUND = 20, 2e-6
+Row = tuple[str, bool]  # what was found, and whether it is as promised
+
+
+def levels() -> Iterator[Row]:
+    """Bit by bit at dp2 x pp2, and the bytes of this rank's state."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    for schedule in ("zb-h1", "zb-v", "dualpipe-v"):
+        for clip in (None, 0.05):
+            usual = Training("small-tied", schedule, clip=clip, updates=UPDATES)
+            inside = replace(usual, early=clip is None, validate="before" if clip is None else "after")
+            with compiled_once("small-tied float32", exact=True):
+                whole = trained(usual, 0, mesh)
+                asked = [(usual, 1), (usual, 2), (inside, 0), (inside, 1), (inside, 2)]
+                others = [trained(each, zero, mesh) for each, zero in asked]
+            equal = all(same(found, whole) for found in others)
+            held = {zero: found.held for (_, zero), found in zip(asked, others, strict=True)}
+            fair = held[1] <= whole.held / 2 + 512 and held[2] <= whole.held / 2 + 512
+            text = f"{schedule:10} clip={clip}: {len(others)} runs bitwise {equal}; bytes of state by zero: {held}"
+            yield text, equal and fair
+
+
+def same(found: Result, whole: Result) -> bool:
+    try:
+        for each in ("losses", "norms", "state"):
+            assert_same_tensors(getattr(found, each), getattr(whole, each), each)
+    except AssertionError as error:
+        print(error)
+        return False
+    return True
+
+
+def validation() -> Iterator[Row]:
+    """Post-validation on four ranks."""
+    problem = PROBLEMS["mlp"]
+    for schedule in ("zb-h2", "zb-2p", "zb-v"):
+        batches = [disturbed(b, step) for step, b in enumerate(problem.batches(STEPS, 8 * ROWS))]
+        found = []
+        with compiled_once("mlp", exact=True):
+            for when in ("before", "after"):
+                pipe = zbcompile.pipeline(
+                    problem.model(), schedule=schedule, microbatches=8, loss=problem.loss, exact=True
+                )
+                found.append(disturbed_training.trained(pipe, batches, True, validate=when))
+                pipe.close()
+        try:
+            assert_bitwise(found[1], found[0])
+            equal = True
+        except AssertionError:
+            equal = False
+        yield f"{schedule:10} bitwise {equal} over {STEPS} updates; corrected here: {found[1][3]}", equal
+
+
+def bounds() -> Iterator[Row]:
+    """Four replicas of one rank, each of which has a part of what it is compared with."""
+    mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "pp"))
+    whole_gradients, whole = by_sgd(0, mesh)
+    for zero in (1, 2):
+        gradients, state = by_sgd(zero, mesh)
+        far = torch.tensor([furthest(gradients, whole_gradients), furthest(state, whole)])
+        dist.all_reduce(far, dist.ReduceOp.MAX)
+        text = f"zero={zero}: gradients {far[0].item():.1e}, parameters {far[1].item():.1e}"
+        yield text, bool((far <= BOUND).all())
+
+
+Parts = dict[tuple[str, int], torch.Tensor]  # by parameter, and where they begin in it
+
+
+def by_sgd(zero: int, mesh: DeviceMesh) -> tuple[Parts, Parts]:
+    """The gradients that this process has after the first step, and the parameters after the last."""
+    problem = PROBLEMS["mlp"]
+    gradients: Parts = {}
+    pipe = zbcompile.pipeline(problem.model(), schedule="1f1b", microbatches=MICROBATCHES, loss=problem.loss, mesh=mesh)
+    optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1, zero=zero)
+    for batch in problem.batches(UPDATES, 4 * MICROBATCHES * ROWS):
+        own = list(batch.parts(4))[mesh["dp"].get_local_rank()]
+        pipe.step(*own.args, target=own.target)
+        gradients = gradients or gradients_here(pipe, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    state = {(name, 0): value.flatten().clone() for name, value in pipe.state_dict(full=True).items()}
+    pipe.close()
+    return gradients, state
+
+
+def gradients_here(pipe: zbcompile.Pipeline, optimizer: PipelineOptimizer) -> Parts:
+    if optimizer.sharded is None:
+        found = ((name, parameter.grad) for name, parameter in pipe.named_parameters())
+        return {(name, 0): each.flatten().clone() for name, each in found if each is not None}
+    parts = ((tensor.grad, part) for tensor, own in optimizer.sharded.parts() for part in own)
+    return {(p.name, p.begin): grad[p.at or 0 :][: p.size].clone() for grad, p in parts if grad is not None}
+
+
+def furthest(parts: Parts, whole: Parts) -> float:
+    """The largest difference, relative to the largest entry of what it is a part of."""
+    pairs = ((part, whole[name, 0], begin) for (name, begin), part in parts.items())
+    return max(float((part - all_[at : at + len(part)]).abs().max() / all_.abs().max()) for part, all_, at in pairs)
+
+
+PARTS: dict[str, Callable[[], Iterator[Row]]] = {"levels": levels, "validation": validation, "bounds": bounds}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--part", choices=PARTS, default="levels")
+    part = PARTS[parser.parse_args().part]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    promised, began = [], time.perf_counter()
+    for text, kept in part():
+        everywhere = torch.tensor(float(kept))
+        dist.all_reduce(everywhere, dist.ReduceOp.MIN)
+        promised.append(bool(everywhere))
+        if os.environ["RANK"] == "0":
+            print(f"{time.perf_counter() - began:6.1f} s  {text}; on all ranks: {promised[-1]}", flush=True)
+    dist.destroy_process_group()
+    return 0 if all(promised) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
