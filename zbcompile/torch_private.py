@@ -52,6 +52,12 @@ def group_called(name: str) -> dist.ProcessGroup:
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type, no-any-return]
 
 
+def set_group_timeout(timeout: timedelta) -> None:
+    """How long operations of the default process group may take (2.11-2.13: only a group that is made has a public
+    timeout, which is also that of each of gloo's attempts to connect)."""
+    dist.distributed_c10d._set_pg_timeout(timeout)
+
+
 def root_of(mesh: Any) -> Any:
     """The mesh that a mesh is a part of, or the mesh itself (2.11-2.13)."""
     return mesh._get_root_mesh()

@@ -5,6 +5,7 @@ import contextlib
 import os
 import queue
 import socket
+import stat
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, TimeoutError
@@ -74,14 +75,21 @@ def port_of(store: Any) -> int | None:
 
 @contextlib.contextmanager
 def cut_after(seconds: float, port: int | None) -> Iterator[None]:
-    """Around calls of torch that may wait for a store's server: after so long they raise RuntimeError."""
-    timer = threading.Timer(seconds, cut_connections_to, (port,))
-    timer.daemon = True
-    timer.start()
+    """Around calls of torch that may wait for a store's server: after so long they raise RuntimeError, as soon as they
+    make no new connections."""
+    done = threading.Event()
+
+    def cut() -> None:
+        wait = seconds
+        while not done.wait(wait):
+            cut_connections_to(port)
+            wait = GRACE
+
+    threading.Thread(target=cut, name="zbcompile-cut", daemon=True).start()
     try:
         yield
     finally:
-        timer.cancel()
+        done.set()
 
 
 def cut_connections_to(port: int | None) -> None:
@@ -89,6 +97,13 @@ def cut_connections_to(port: int | None) -> None:
     if port is None:
         return
     for name in os.listdir("/dev/fd"):
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
-            if connection.getpeername()[1] == port:
-                connection.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                with socket.socket(fileno=os.dup(int(name))) as connection:
+                    _shut_down(connection, port)
+
+
+def _shut_down(connection: socket.socket, port: int) -> None:
+    internet = connection.family in (socket.AF_INET, socket.AF_INET6)
+    if internet and connection.getpeername()[1] == port:
+        connection.shutdown(socket.SHUT_RDWR)

@@ -24,7 +24,9 @@ from zbcompile.distributed.watchdog import Watch
 from zbcompile.env import ORDERED
 from zbcompile.errors import PipelineError
 from zbcompile.passes.capture.meta_device import is_on_meta
+from zbcompile.torch_private import set_group_timeout
 
+GLOO_TRIES = 5  # to connect; each may take the whole timeout of the group
 FindDevice = Callable[[], torch.device]
 
 
@@ -99,8 +101,11 @@ def _start(backend: str, seconds: float, patience: float) -> None:
         store, rank, ranks = next(dist.rendezvous("env://", timeout=timedelta(seconds=seconds)))
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             store = fresh_store(store, rank, ranks, end - time.monotonic())
-        store.set_timeout(timedelta(seconds=max(1.0, end - time.monotonic())))
-        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=patience))
+        left = timedelta(seconds=max(1.0, end - time.monotonic()))
+        store.set_timeout(left)
+        connecting = left / GLOO_TRIES if backend == "gloo" else timedelta(seconds=patience)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=connecting)
+    set_group_timeout(timedelta(seconds=patience))
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:

@@ -1,0 +1,94 @@
+"""A store whose server is frozen: calls of it end; it may answer again."""
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from zbcompile.distributed.bounded_store import BoundedStore, SilentStoreError, cut_after
+from zbcompile.distributed.elastic import fresh_store
+
+
+def serve(pipe: Connection) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipe.send(store.port)
+    pipe.recv()
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[int, int]]:
+    """The process and port of a store."""
+    here, there = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=serve, args=(there,))
+    process.start()
+    assert process.pid is not None
+    yield process.pid, here.recv()
+    process.kill()
+    process.join()
+
+
+def freeze(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        pass
+
+
+def client(port: int) -> dist.TCPStore:
+    patience = timedelta(seconds=1)  # with which it connects
+    return dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=patience)
+
+
+def test_a_store_that_does_not_answer_may_answer_later(server: tuple[int, int]) -> None:
+    pid, port = server
+    store = BoundedStore(client(port))
+    store.ask(lambda each: each.set("key", "value"))
+    freeze(pid)
+    for within in (0.2, 3600.0):  # it is known to be silent: the second call does not wait for its turn
+        with pytest.raises(SilentStoreError):
+            store.ask(lambda each: each.get("key"), within)
+    os.kill(pid, signal.SIGCONT)
+    while True:
+        try:
+            assert store.ask(lambda each: each.get("key")) == b"value"
+            break
+        except SilentStoreError:
+            pass
+    store.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        store.ask(lambda each: each.get("key"))
+
+
+def test_a_store_is_given_up_on_every_thread(server: tuple[int, int]) -> None:
+    pid, port = server
+    other, store = client(port), BoundedStore(client(port))
+    freeze(pid)
+    with ThreadPoolExecutor(1) as executor:
+        waiting = executor.submit(other.check, ["key"])
+        with pytest.raises(SilentStoreError):
+            store.ask(lambda each: each.check(["key"]), 0.2)
+        store.cut()
+        with pytest.raises(RuntimeError):
+            waiting.result()
+    with pytest.raises(RuntimeError), cut_after(0.1, port):
+        client(port).check(["key"])
+    store.close()
+
+
+def test_a_start_does_not_meet_an_earlier_one() -> None:
+    """In the same store, after ranks that ended at any moment: also with fewer or more ranks."""
+    store = dist.HashStore()
+    for ranks in (2, 2, 3, 1):
+        store.set("zbcompile/member/0", "a rank that ended before the others came")
+        with ThreadPoolExecutor(ranks) as executor:
+            found = list(executor.map(lambda rank, count=ranks: fresh_store(store, rank, count, 30.0), range(ranks)))
+        values = [each.add("arrived", 1) for each in found]
+        assert sorted(values) == list(range(1, ranks + 1))
+    with pytest.raises(RuntimeError, match="not all of the 2 ranks arrived"):
+        fresh_store(dist.HashStore(), 0, 2, 0.2)
