@@ -73,7 +73,7 @@ def eagerly(model: nn.Module, parts: list[Part]) -> torch.Tensor:
     return torch.stack(losses).sum() if len(losses) < 2 else sum(losses[1:], losses[0])
 
 
-@pytest.mark.mostly_slow(every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["zb-v", "zb-h1"])
 def test_microbatches_of_several_shapes_in_one_step(schedule: str) -> None:
     pipe, model = made(schedule), PROBLEM.model()
@@ -138,6 +138,7 @@ def on_each_replica(sizes: tuple[int, ...]) -> tuple[torch.Tensor, int] | str:
         pipe.close()
 
 
+@pytest.mark.slow
 def test_replicas_take_as_many_microbatches(pool: Pool) -> None:
     assert all(found[1] == 1 for found in pool.run(on_each_replica, (6, 6), ranks=4))
     for found in pool.run(on_each_replica, (6, 8), ranks=4):

@@ -64,6 +64,7 @@ def test_another_shape_keeps_the_layout() -> None:
     assert torch.equal(loss, eager_step(PROBLEM.model(), PROBLEM.loss, more, 4, 1))
 
 
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize("barriers", [1, 2])
 def test_a_sharded_output_layer_is_searched_with_its_barriers(barriers: int) -> None:
     pipe, batch = auto(microbatches=4, vocab=barriers, exact=False)
@@ -105,6 +106,7 @@ def on_each_rank() -> tuple[str, list[str]]:
     return str(pipe.program.plan), list(map(str, pipe.program.schedule.orders))
 
 
+@pytest.mark.slow
 def test_all_ranks_agree(pool: Pool) -> None:
     one, other = pool.run(on_each_rank, ranks=2)
     assert one == other
