@@ -58,6 +58,11 @@ class ByAnswers(Generic[Value]):
         """The value that was added first."""
         return self._kept.first()[1]
 
+    def others(self) -> list[tuple[Guards | None, Value]]:
+        """All values with their guards, but the one that was added first."""
+        first = self._kept.first()
+        return [each for each in self._kept if each is not first]
+
     def add(self, guards: Guards | None, value: Value, exchanges: Iterable[str] = ()) -> bool:
         """Add a value; return whether another one was evicted for it."""
         self.exchanges |= {name if name in DIMENSIONS else UNKNOWN for name in exchanges}
@@ -138,7 +143,11 @@ class ByShape(Generic[Key, Value]):
 
     def first(self) -> Value:
         """The value that was added first."""
-        return self._shapes.first().first()
+        return self.first_shape().first()
+
+    def first_shape(self) -> ByAnswers[Value]:
+        """The values of the shape that was added first."""
+        return self._shapes.first()
 
     def new(self) -> ByAnswers[Value]:
         """What one shape begins with."""

@@ -20,9 +20,10 @@ from zbcompile.errors import PipelineError
 from zbcompile.frontend.answers import ByAnswers, ByShape, captured_alike
 from zbcompile.frontend.bound_programs import BoundPrograms
 from zbcompile.frontend.choose_schedule import counts_for, fit_to_batch, fit_to_count, is_searched
-from zbcompile.frontend.microbatch_counts import at_count, count_for, order_at
+from zbcompile.frontend.microbatch_counts import at_count, count_for, order_at, require_few
 from zbcompile.frontend.options import Options
 from zbcompile.frontend.recent import Recent
+from zbcompile.frontend.saved_answers import require_held, save_with_answers
 from zbcompile.model.batch import Batch, Microbatch, Microbatches, hint_at_target, require_divisible
 from zbcompile.model.placements import require_matches
 from zbcompile.model.resident_tensors import require_same_attributes
@@ -34,7 +35,6 @@ from zbcompile.passes.torch_private import forward_hooks, global_hooks
 from zbcompile.passes.values.plain_tensors import PlainTensor
 from zbcompile.planning.planner import Decision, decide, order_by_graphs, reordered
 from zbcompile.program.program import OF_A_PLACE, Program
-from zbcompile.program.save import save_program
 from zbcompile.runtime.engine import Executable
 from zbcompile.runtime.mixed_answers import mix
 from zbcompile.schedules.ir.schedule import Schedule
@@ -67,11 +67,17 @@ class Executables(BoundPrograms):
     def adopt(self, program: Program) -> Executable:
         """Run `program`, which was compiled elsewhere."""
         self.hold(program)
-        executable = self._prepare(program)
         self._last = self._kept.new()
-        self._last.add(program.guards, executable)
+        for each in (program, *program.answers):
+            self._last.add(each.guards, self._prepare(each), each.exchanges)
+            self.trained |= each.trained
         self._kept.add((), self._last)
-        return executable
+        return self._last.first()
+
+    def adopted(self, step: Microbatches) -> Executable:
+        """What was adopted, by the answers of each microbatch, which it must hold."""
+        require_held(self._last, step.tensors)
+        return self._of_one_shape(step)
 
     def split(self, batch: Batch, announce: bool) -> Microbatches:
         """The microbatches of a batch. The first batch decides how many that usually are: as many as was asked for, as
@@ -104,13 +110,12 @@ class Executables(BoundPrograms):
         require_same_attributes(self._plain)
         self._require_equal_steps(step)
         if not step.alike:
-            return self._answered([self._look_up(each) for each in self._require_few(step.each)], step)
+            require_few(step.each, self._options.max_shapes)
+            return self._answered([self._look_up(each) for each in step.each], step)
         if not self._is_known(step.each[0]):
             self._last = self._look_up(step.each[0])
             self._last_state = self._state(step.each[0])
-        if self._last.asks:
-            return self._answered([self._last] * len(step.each), step)
-        return self.at(self._last.first(), len(step.each))
+        return self._of_one_shape(step)
 
     @property
     def _is_undecided(self) -> bool:
@@ -135,15 +140,6 @@ class Executables(BoundPrograms):
                     "pass batches of one size."
                 )
                 raise self._ranks.watch.known_to_all(PipelineError(text))
-
-    def _require_few(self, microbatches: Sequence[Microbatch]) -> Sequence[Microbatch]:
-        kinds, limit = len({each.signature for each in microbatches}), self._options.max_shapes
-        if kinds > limit:
-            raise PipelineError(
-                f"the microbatches of this step have {kinds} shapes, and max_shapes={limit} programs are kept. Raise "
-                "it, or pad to fewer shapes."
-            )
-        return microbatches
 
     def _decide(self, microbatch: Callable[[int], Microbatch], counts: Sequence[int]) -> None:
         """Choose the layout by cost for the first batch, which `microbatch` cuts; the first rank decides for all."""
@@ -182,6 +178,10 @@ class Executables(BoundPrograms):
         count = len(step.each)
         chosen = [self.at(own[place], count) for place in range(count)]
         return self._mixed(chosen, [self.at(each, count) for each in needed], why)
+
+    def _of_one_shape(self, step: Microbatches) -> Executable:
+        count = len(step.each)
+        return self._answered([self._last] * count, step) if self._last.asks else self.at(self._last.first(), count)
 
     def _find(self, found: ByAnswers[Executable], microbatches: Sequence[Microbatch]) -> tuple[list[str], list[str]]:
         def add(new: int | None) -> None:
@@ -310,7 +310,7 @@ class Executables(BoundPrograms):
         program = replace(together(ranks, "compiling", compile_), step=options.step)
         if decided is not None:
             program = self._in_best_order(program, decided)
-        program = replace(program, writer=partial(save_program, ranks=ranks))
+        program = replace(program, writer=partial(save_with_answers, self._kept, ranks))
         if ranks.is_first and self.program is None and program.cuts.overweight:
             print(f"zbcompile: {program.cuts.overweight}")
         return program

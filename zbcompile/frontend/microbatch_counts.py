@@ -1,11 +1,12 @@
 """How many microbatches a step has: as many as the schedule, or as many as a batch of another size takes."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from zbcompile.compiler.vocabulary_sharding import insert
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
-from zbcompile.model.batch import Batch, require_divisible
+from zbcompile.model.batch import Batch, Microbatch, require_divisible
 from zbcompile.program.program import Program
 from zbcompile.runtime.engine import Executable
 from zbcompile.runtime.rank_plan import plan_rank
@@ -63,3 +64,13 @@ def _built(program: Program, count: int) -> Schedule:
 
 def _listed(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers))
+
+
+def require_few(microbatches: Sequence[Microbatch], limit: int) -> None:
+    """Raise PipelineError if the microbatches of a step have more shapes than programs are kept."""
+    kinds = len({each.signature for each in microbatches})
+    if kinds > limit:
+        raise PipelineError(
+            f"the microbatches of this step have {kinds} shapes, and max_shapes={limit} programs are kept. Raise "
+            "it, or pad to fewer shapes."
+        )

@@ -22,10 +22,10 @@ from zbcompile.model.materialize import Init
 from zbcompile.model.model_info import has_values, module_of
 from zbcompile.passes.graph.process_groups import groups_in
 from zbcompile.persistence.checkpoint import load_checkpoint
-from zbcompile.persistence.saved_forwards import SavedForwards, listed, require_answers
+from zbcompile.persistence.saved_forwards import SavedForwards, listed
 from zbcompile.program.manifest import AGAIN, SavedProgram
 from zbcompile.program.output import FORWARDS
-from zbcompile.program.program import Program, call_of
+from zbcompile.program.program import ANSWERS, Program, call_of
 from zbcompile.program.read_verified import read_manifest, read_program
 from zbcompile.program.step_options import BACKENDS
 from zbcompile.runtime.engine import Engine, Executable
@@ -143,18 +143,25 @@ def _options(program: SavedProgram, asked: Mapping[str, Any]) -> Options:
             f"the program was saved with a custom backend, {saved['backend']}, which a directory cannot hold. Pass "
             'backend=: that function, "fx" or "inductor".'
         )
-    return Options(**{**saved, "schedule": program.schedule, "max_shapes": 1, **asked})
+    return Options(**{**saved, "schedule": program.schedule, "max_shapes": 1 + len(program.answers), **asked})
 
 
 def _read_all(folder: Path, manifest: _Manifest, ranks: Ranks, *rest: Any) -> SavedProgram:
     """This process's part of the program, and of the forwards beside it."""
     program = _read_for(folder, manifest, ranks, *rest)
-    found = {name: folder / name for name in FORWARDS if (folder / name).exists()}
-    also = {name: _read_for(path, _manifest_of(path), ranks, *rest) for name, path in found.items()}
+    found = [folder / name for name in FORWARDS if (folder / name).exists()] + sorted(folder.glob(f"{ANSWERS}*"))
+    also = {path.name: _read_for(path, _manifest_of(path), ranks, *rest) for path in found}
     for name, each in also.items():
-        if (each.model.members, each.homes) != (program.model.members, program.homes) or each.output is None:
+        same = (each.model.members, each.homes) == (program.model.members, program.homes)
+        if not same or not (_is_other_step(each, program) if name.startswith(ANSWERS) else each.output is not None):
             raise PipelineError(f"{folder / name} does not belong to the program in {folder}. {AGAIN}.")
     return replace(program, also=also)
+
+
+def _is_other_step(other: Program, program: Program) -> bool:
+    """Whether `other` is a step in the order of `program`, for the same microbatches with other answers."""
+    asks = other.guards is not None and program.guards is not None and other.guards.given != program.guards.given
+    return asks and other.output is None and (other.schedule, other.call) == (program.schedule, program.call)
 
 
 def _read_for(
@@ -210,10 +217,11 @@ class LoadedPipeline(Pipeline):
         super().__init__(module_of(program.model), options, engine)
 
     def adopt(self, program: Program) -> Executable:
-        self._executable = super().adopt(program)
-        found = program.also if program.output is None else {program.output.computes: program, **program.also}
+        executable = super().adopt(program)
+        also = {name: each for name, each in program.also.items() if each.output is not None}
+        found = also if program.output is None else {program.output.computes: program, **also}
         self.take_forwards(functools.partial(SavedForwards, programs=found))
-        return self._executable
+        return executable
 
     def _split(
         self,
@@ -244,8 +252,7 @@ class LoadedPipeline(Pipeline):
                     f"the program was compiled for microbatches of {listed(self.program.call)}; received "
                     f"{listed(call_of(each))}. Pass such batches, or compile and save a program for these."
                 )
-        require_answers(self.program, step.tensors)
-        return self._compiled.at(self._executable, len(step.each))
+        return self._compiled.adopted(step)
 
     def _require_place(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The program has placed all parameters."""

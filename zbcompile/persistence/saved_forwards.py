@@ -7,6 +7,7 @@ import torch
 
 from zbcompile.errors import PipelineError
 from zbcompile.frontend.evaluation import Asked, Forwards, Parts, require_words
+from zbcompile.frontend.saved_answers import refuse_answers
 from zbcompile.model.batch import Batch
 from zbcompile.program.program import Program, call_of
 
@@ -58,12 +59,8 @@ def _count_of(batch: Batch, program: Program) -> int:
 def require_answers(program: Program, microbatches: Sequence[Mapping[str, torch.Tensor]]) -> None:
     """Require that every microbatch answers what forward asks as the program was compiled for."""
     for index, tensors in enumerate(microbatches if program.guards else ()):
-        found = program.guards and program.guards.different(tensors)
-        if found:
-            raise PipelineError(
-                f"microbatch {index} gives another answer than the one that the program was compiled for: {found}. "
-                "Pass batches that answer alike, or compile and save a program for these."
-            )
+        if program.guards and program.guards.different(tensors):
+            refuse_answers(program.guards, index, tensors)
 
 
 def listed(call: tuple[str, ...]) -> str:

@@ -26,6 +26,7 @@ from zbcompile.program.step_options import StepOptions
 from zbcompile.schedules.ir.schedule import Lowered, Schedule
 from zbcompile.version import __version__
 
+ANSWERS = "answers-"  # and a number: a program for other answers, in the directory of the first
 OF_A_PLACE = ("graphs", "types")  # of a manifest: tensor-parallel ranks may hold parts of different sizes
 
 
@@ -39,8 +40,8 @@ class Program:
     that saves it, `vocabulary` the output layer if that is sharded over all ranks, `guards` what forward asks about its
     inputs, with the answers that the program was compiled for, `operations` a hash of the graph before it was cut.
     `groups` are this process's names of the process groups, by what the graphs call them. `also` are the forwards that
-    a directory holds beside it, by what they compute, `plain` the attributes of the model that must not be replaced.
-    `plan` says how `schedule="auto"` chose, None for a schedule that was given.
+    a directory holds beside it, by what they compute, and the steps for other answers; `plain` the attributes of the
+    model that must not be replaced. `plan` says how `schedule="auto"` chose, None for a schedule that was given.
     """
 
     model: ModelFacts
@@ -107,6 +108,11 @@ class Program:
     def complete_with(self, stage: int) -> tuple[str, ...]:
         """The trained parameters whose gradients are complete once the last W of `stage` has run."""
         return tuple(name for name in self.stages[stage].trained if name not in self.late)
+
+    @property
+    def answers(self) -> tuple["Program", ...]:
+        """The programs beside it for other answers to what forward asks."""
+        return tuple(each for name, each in self.also.items() if name.startswith(ANSWERS))
 
     def placement(self, name: str) -> dict[str, str]:
         """What a parameter or buffer is along each dimension of the mesh."""

@@ -18,7 +18,7 @@ from zbcompile.errors import PipelineError
 from zbcompile.model.model_info import has_values
 from zbcompile.program.manifest import manifest_to_text
 from zbcompile.program.output import FORWARDS
-from zbcompile.program.program import Program
+from zbcompile.program.program import ANSWERS, Program
 from zbcompile.program.rank_files import MANIFEST, SCHEDULE, files_of, operators_of
 from zbcompile.schedules.ir.files import to_json
 
@@ -80,7 +80,7 @@ def program_in(directory: Path) -> list[Path]:
         raise PipelineError(f"{directory} is a file; expected a directory, or a path that does not exist yet.")
     held = sorted(directory.iterdir()) if directory.exists() else []
     for path in held:
-        if not path.name.lstrip(".").startswith((MANIFEST, SCHEDULE, "rank-", *FORWARDS)):
+        if not path.name.lstrip(".").startswith((MANIFEST, SCHEDULE, "rank-", ANSWERS, *FORWARDS)):
             raise PipelineError(
                 f"{directory} holds other files ({path.name}); expected a new directory, or one that holds a program, "
                 "which is replaced."

@@ -23,6 +23,7 @@ from tests.support.deciding import (
     replicated_answers,
 )
 from tests.support.pool import Pool
+from tests.support.training import assert_same_tensors, gradients_of
 from zbcompile.errors import PipelineError
 from zbcompile.frontend.answers import ByAnswers
 from zbcompile.passes.capture.export import capture
@@ -220,6 +221,21 @@ def test_plain_tensors_that_change_between_steps() -> None:
     model.scales[0] = torch.tensor(4.0)
     with pytest.raises(PipelineError, match=r"plain attribute scales\.0 was replaced"):
         pipe.step(x, target=x)
+
+
+def test_a_saved_program_holds_every_answer(tmp_path: Path) -> None:
+    """What was compiled so far; each microbatch of a loaded program runs the graphs of its own answer."""
+    pipe = follow(KINDS, "zb-h1", 2, ranks=2)
+    pipe.program.save(tmp_path / "program")
+    loaded = zbcompile.load(tmp_path / "program", state_dict=pipe.state_dict(full=True))
+    for kind in ("both", "padded", "full"):
+        x, mask, target = batch_of(kind, 2, seed=5)
+        loaded.step_index = pipe.step_index
+        for each in (pipe, loaded):
+            for parameter in each.parameters():
+                parameter.grad = None
+        assert torch.equal(loaded.step(x, mask, target=target), pipe.step(x, mask, target=target))
+        assert_same_tensors(gradients_of(loaded), gradients_of(pipe), "gradient of")
 
 
 def test_a_saved_program_refuses_other_answers(tmp_path: Path) -> None:
