@@ -89,8 +89,9 @@ class Job:
         torch.set_num_threads(1)
         if self.fault.what == "never arrives" and self.rank == self.fault.rank(self.ranks):
             time.sleep(3600)
-        pipe = make("1f1b", self.timeout)
+        pipe = make("1f1b", self.timeout if self.fault.what == "never arrives" else PATIENCE)
         pipe.step(rows(), target=rows())
+        pipe._watch.timeout = self.timeout  # type: ignore[union-attr]
         act = self._activity(pipe)
         for number in itertools.count():
             (self.folder / f"at-{self.rank}").write_text(str(number))
