@@ -178,8 +178,9 @@ class ShardedParameters:
         return parts | {name: self.trained.own[name].grad for name in self.names}
 
     def with_gradients(self) -> list[torch.Tensor]:
-        """The tensors whose `.grad` an update uses."""
-        return [tensor for bucket in self._of(None) for tensor in bucket.tensors]
+        """The tensors whose `.grad` an update uses, and the parameters, to which the next step lends memory."""
+        own = [self.trained.own[name] for name in self.names]
+        return [*own, *(tensor for bucket in self._of(None) for tensor in bucket.tensors)]
 
     def recall(self) -> None:
         """An update was undone: forget its parts, which are on their way."""
