@@ -89,15 +89,15 @@ CANONICALISE = _in_turn(
         "merge-tied", "one input per tensor, tied or not", _on(canonical.merge_tied_placeholders), (graph.roles_unique,)
     ),
     Pass("drop-checks", "drops checks of shapes", _on(canonical.drop_checks), (model.no_runtime_checks,)),
-    Pass("merge-views", "keeps one of the views that a write has doubled", _on(merge_remade_views)),
+    Pass("merge-views", "merges views that a write repeats", _on(merge_remade_views)),
     Pass(
         "open-copies",
         "gives writes into slices a derivative",
         _on(make_copies_differentiable),
         (model.copies_differentiable,),
     ),
-    Pass("strided-writes", "gives writes through as_strided their gradient", _on(correct_strided_writes)),
-    Pass("keep-strides", "gives what is written the strides it had", _on(keep_strides_of_writes)),
+    Pass("strided-writes", "gives strided writes a gradient", _on(correct_strided_writes)),
+    Pass("keep-strides", "keeps the strides of what is written", _on(keep_strides_of_writes)),
     Pass(
         "separate-buffers",
         "copies views of buffers that change",
