@@ -50,10 +50,15 @@ class TrainingStep(nn.Module):
                 found = output.finish(loss_in) if self.loss is None else output.finish(self.loss, target)
             else:
                 found = loss_in(output) if self.loss is None else self.loss(output, target)
-            loss, *metrics = found if isinstance(found, tuple) and len(found) == 2 else (found,)
+            loss, *metrics = with_metrics(found)
             loss = check_loss(loss)
         kept = detached((output, *metrics) if metrics else output) if self.outputs else None
         return (loss, kept) if self.outputs else loss, self.watch.questions.tensors
+
+
+def with_metrics(found: Any) -> tuple[Any, ...]:
+    """What a loss function returned: the loss, or the loss and metrics."""
+    return found if isinstance(found, tuple) and len(found) == 2 else (found,)
 
 
 def detached(output: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from zbcompile.errors import PipelineError
 from zbcompile.frontend.options import Options
+from zbcompile.model.batch import Batch
 from zbcompile.schedules.generators.registry import admits, find, smallest_microbatches
 from zbcompile.schedules.ir.schedule import Schedule
 from zbcompile.schedules.searching.by_name import build
@@ -31,11 +32,11 @@ def is_searched(options: Options) -> bool:
     return isinstance(options.schedule, str) and find(options.schedule).name == "auto"
 
 
-def counts_for(options: Options, rows: int, schedule: Schedule) -> tuple[int, ...]:
+def counts_for(options: Options, batch: Batch, schedule: Schedule) -> tuple[int, ...]:
     """The numbers of microbatches that a search may choose: what divides the batch, up to eight for each rank."""
     if options.microbatches is not None:
         return ()
-    return tuple(n for n in range(schedule.ranks, 8 * schedule.ranks + 1) if rows % n == 0)
+    return tuple(n for n in range(schedule.ranks, 8 * schedule.ranks + 1) if batch.divides_into(n))
 
 
 def _usual_count(name: str, ranks: int, chunks: int | None) -> int:
@@ -44,18 +45,18 @@ def _usual_count(name: str, ranks: int, chunks: int | None) -> int:
     return smallest_microbatches(name, ranks, at_least=2 * stages, chunks=chunks)
 
 
-def fit_to_batch(schedule: Schedule, options: Options, rows: int, announce: bool) -> Schedule:
-    """Without `microbatches=`, a named schedule with a count that divides a batch of `rows`: the smallest from the
+def fit_to_batch(schedule: Schedule, options: Options, batch: Batch, announce: bool) -> Schedule:
+    """Without `microbatches=`, a named schedule with a count that divides the batch: the smallest from the
     usual one on up to four times as many, else the largest below. If there is none, the schedule is not changed."""
     if options.microbatches is not None or not isinstance(options.schedule, str):
         return schedule
     usual = schedule.microbatches
-    fitting = [n for n in range(2, 4 * usual + 1) if rows % n == 0 and admits(schedule.name, schedule.ranks, n)]
+    fitting = [n for n in range(2, 4 * usual + 1) if batch.divides_into(n) and admits(schedule.name, schedule.ranks, n)]
     count = min((n for n in fitting if n >= usual), default=max(fitting, default=usual))
     if announce and not is_searched(options):
         why = f"the smallest that {schedule.name} admits from 2 x {schedule.stages} stages on"
         if count != usual:
-            why = f"into which a batch of {rows} divides; {usual} would be {why}"
+            why = f"into which a batch of {batch.size} divides; {usual} would be {why}"
         print(f"zbcompile: microbatches= not given; using {count}, {why}.")
     chunks = None if is_searched(options) else options.chunks
     return build(schedule.name, schedule.ranks, count, chunks=chunks)

@@ -46,13 +46,13 @@ class Executables(BoundPrograms):
 
     def __init__(self, model: nn.Module, options: Options, ranks: Ranks, schedule: Schedule) -> None:
         super().__init__(model, options, ranks)
-        self.schedule = schedule
+        self.schedule = self._unfitted = schedule  # as it is before a first step fits it
         self._kept: ByShape[Any, Executable] = ByShape(options.max_shapes)
         self._runs: Recent[Any, tuple[Any, Executable]] = Recent(4 * options.max_shapes)
         self._plain: list[PlainTensor] = []
         self._last: ByAnswers[Executable]
         self._last_state: tuple[Any, ...] | None = None
-        self.outputs = False  # whether the present step returns what the model does
+        self.outputs: bool | str = False  # whether the present step returns what the model does, and to whom
         self._rows: int | None = None  # samples of a usual microbatch
         self._decision: Decision | None = None
         self._planned: Drawn | None = None
@@ -83,10 +83,10 @@ class Executables(BoundPrograms):
         """The microbatches of a batch. The first batch decides how many that usually are: as many as was asked for, as
         a named schedule admits, or as a search finds best. Raises PipelineError for a batch that cannot be cut."""
         if self.program is None:
-            self.schedule = fit_to_batch(self.schedule, self._options, batch.size, announce)
+            self.schedule = fit_to_batch(self._unfitted, self._options, batch, announce)
         if self._is_undecided:
             require_divisible(batch, self.schedule.microbatches)
-            counts = counts_for(self._options, batch.size, self.schedule)
+            counts = counts_for(self._options, batch, self.schedule)
             self._decide(lambda count: batch.microbatch(0, count), counts)
         count = count_for(batch, self.program, self.schedule, self._rows)
         if count == self.schedule.microbatches:
@@ -96,7 +96,7 @@ class Executables(BoundPrograms):
     def fit(self, given: Sequence[Microbatch]) -> Microbatches:
         """Microbatches that are already split. Raises PipelineError for a number that the schedule does not admit."""
         if self.program is None:
-            self.schedule = fit_to_count(self.schedule, self._options, len(given))
+            self.schedule = fit_to_count(self._unfitted, self._options, len(given))
         if self._is_undecided:
             self._decide(lambda count: given[0], ())
         if self.program is not None:
@@ -120,18 +120,19 @@ class Executables(BoundPrograms):
     @property
     def _is_undecided(self) -> bool:
         trains = self.program is not None and self.program.output is None
-        return not trains and self._decision is None and is_searched(self._options)
+        return not trains and is_searched(self._options)  # again, if a first step failed
 
     def _is_known(self, microbatch: Microbatch) -> bool:
         return self._last_state is not None and self._state(microbatch) == self._last_state
 
     def _require_equal_steps(self, step: Microbatches) -> None:
         """Raise PipelineError, on every rank, if replicas have batches of other numbers of microbatches, or if one has
-        to compile for shapes that others do not have."""
+        to compile for shapes that others do not have, or to ask microbatches of other shapes."""
         if self._ranks.replicas.count == 1:
             return
         new = not all(self._is_known(each) or self._key(each) in self._kept for each in step.distinct)
-        found = gathered(self._ranks, (len(step.each), new, (*step.shapes(), f"outputs={self.outputs}")))
+        asks = any(each.program.guards is not None for each in self)
+        found = gathered(self._ranks, (len(step.each), new or asks, (*step.shapes(), f"outputs={self.outputs}")))
         for rank, (count, _, shapes) in zip(self._ranks.members, found, strict=True):
             if count != found[0][0] or (any(each[1] for each in found) and shapes != found[0][2]):
                 text = (
@@ -212,7 +213,7 @@ class Executables(BoundPrograms):
     def _state(self, microbatch: Microbatch) -> tuple[Any, ...]:
         """Cache key: if unchanged since the last step, reuse the last executable."""
         hooks = bool(global_hooks())
-        modes = self.outputs, torch_modes(self._ranks.device)
+        modes = bool(self.outputs), torch_modes(self._ranks.device)
         return microbatch.signature, modes, hooks, fingerprint(self._model)
 
     def _look_up(self, microbatch: Microbatch) -> ByAnswers[Executable]:
@@ -260,7 +261,7 @@ class Executables(BoundPrograms):
         parameters."""
         modules = tuple((module.training, forward_hooks(module)) for module in self._model.modules())
         trains = tuple(parameter.requires_grad for parameter in self._model.parameters())
-        return microbatch.signature, modules, trains, torch_modes(self._ranks.device), self.outputs
+        return microbatch.signature, modules, trains, torch_modes(self._ranks.device), bool(self.outputs)
 
     def _compile(self, microbatch: Microbatch, drawn: Drawn, reason: str) -> Executable:
         if self.program is not None and self._ranks.is_first:
@@ -269,7 +270,8 @@ class Executables(BoundPrograms):
                 f"{len(list(self)) + 1}; max_shapes={self._options.max_shapes} are kept)."
             )
         program = self._make_program(microbatch, drawn)
-        require_equal_programs(self._ranks, {**program.manifest, **vars(self._options.step)}, of_a_place=OF_A_PLACE)
+        asked = {"return_outputs": self.outputs, **vars(self._options.step)}
+        require_equal_programs(self._ranks, {**asked, **program.manifest}, of_a_place=OF_A_PLACE)
         if self.program is None:
             self.hold(program)
             require_matches(program.step.placements or {}, program.homes)
@@ -287,7 +289,7 @@ class Executables(BoundPrograms):
         def draw(given: Given | None) -> Drawn:
             step = self._model, microbatch, self._options.loss, self._choices(), self.schedule
             try:
-                return draw_step(*step, dimensions=self._ranks.mesh.labels, given=given, outputs=self.outputs)
+                return draw_step(*step, dimensions=self._ranks.mesh.labels, given=given, outputs=bool(self.outputs))
             except CaptureError as error:
                 hint = hint_at_target(self._model, microbatch, self._options.loss)
                 if not hint:

@@ -151,7 +151,7 @@ class HeldModel:
         """Compile for the shapes of this batch (as `step` takes it) without running it."""
         with self._watch.region("compiling"), torch.inference_mode(False):
             self._parts.take_gradients()
-            self._program_for(self._split(args, kwargs, target, microbatches, bool(return_outputs)))
+            self._program_for(self._split(args, kwargs, target, microbatches, return_outputs))
         return self
 
     def adopt(self, program: Program) -> Executable:
@@ -251,7 +251,7 @@ class HeldModel:
         kwargs: dict[str, Any],
         target: Any,
         given: Given | None = None,
-        outputs: bool = False,
+        outputs: bool | str = False,
     ) -> Microbatches:
         self._compiled.outputs = outputs
         batches = split_batches(given, "step", bool(args or kwargs or target is not None)) if given is not None else []

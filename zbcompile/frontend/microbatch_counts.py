@@ -25,7 +25,9 @@ def count_for(batch: Batch, program: Program | None, schedule: Schedule, rows: i
     if program is None or rows is None or batch.divides_into(usual):
         require_divisible(batch, usual)
         return usual
-    count = next(n for n in range(1, batch.size + 1) if batch.divides_into(n) and batch.size // n <= rows)
+    fitting = (n for n in range(1, batch.size + 1) if batch.divides_into(n) and batch.size // n <= rows)
+    count = next(fitting, usual)  # inputs of several lengths may have no such divisor
+    require_divisible(batch, count)
     order_at(program, count, f"a batch of {batch.size} samples, in equal parts of at most {rows},")
     return count
 

@@ -79,7 +79,7 @@ class Pipeline(ForwardCalls):
                 raise PipelineError("step is inside torch.inference_mode(), which has no gradients. Call it outside.")
             self._optimizers.begin_step(self.scaler)
             self._parts.take_gradients()
-            step = self._split(args, kwargs, target, microbatches, bool(return_outputs))
+            step = self._split(args, kwargs, target, microbatches, return_outputs)
             executable = self._program_for(step)
             self._compiled.share.require_filled()
             self._compiled.require_equal_shares()

@@ -16,7 +16,7 @@ WHERE = (False, True, "last")
 
 def require_where(asked: Any) -> None:
     """Raise PipelineError unless `asked` is a value of return_outputs=."""
-    if asked not in WHERE:
+    if not isinstance(asked, bool | str) or asked not in WHERE:
         raise PipelineError(f"return_outputs={asked!r}; expected one of {WHERE}.")
 
 

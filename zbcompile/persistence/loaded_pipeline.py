@@ -229,7 +229,7 @@ class LoadedPipeline(Pipeline):
         kwargs: dict[str, Any],
         target: Any,
         given: Given | None = None,
-        outputs: bool = False,
+        outputs: bool | str = False,
     ) -> Microbatches:
         if outputs:
             raise PipelineError(

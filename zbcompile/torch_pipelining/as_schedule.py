@@ -6,7 +6,8 @@ import torch
 
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
-from zbcompile.passes.capture.training_step import LossFunction
+from zbcompile.model.batch import flatten_batch
+from zbcompile.passes.capture.training_step import LossFunction, with_metrics
 from zbcompile.program.program import Program
 from zbcompile.torch_private import pytree
 
@@ -59,16 +60,16 @@ class ScheduleLike:
         """
         given = (args or None, kwargs or None, target)
         if self._known is None:
-            self._known = self._shared(*given)
-            args, kwargs, target = self._known
-            self._pipe.compile(*(args or ()), target=target, return_outputs=return_outputs, **(kwargs or {}))
+            known = self._shared(*given)
+            args, keywords, target = known
+            self._pipe.compile(*(args or ()), target=target, return_outputs=return_outputs, **(keywords or {}))
+            self._known = known
         self._require_known_shapes(given)
         self._require_what_is_read(given)
-        whole = [own if own is not None else known for own, known in zip(given, self._known, strict=True)]
+        first, last = (given[i] if given[i] is not None else self._known[i] for i in (0, 2))
         where = "last" if return_outputs else False
-        found, output = self._pipe.step_losses(
-            *(whole[0] or ()), target=whole[2], return_outputs=where, **(whole[1] or {})
-        )
+        whole = {**(self._known[1] or {}), **kwargs}
+        found, output = self._pipe.step_losses(*(first or ()), target=last, return_outputs=where, **whole)
         self._fill(losses, found)
         return output if self._is_last else None
 
@@ -79,9 +80,10 @@ class ScheduleLike:
             self._pipe.compile(*(args or ()), target=target, return_outputs=True, **(kwargs or {}))
         output = self._pipe.eval(*(args or ()), **(kwargs or {}))
         if target is not None and self._pipe.loss is not None:
-            count = self._pipe.program.schedule.microbatches
-            parts = zip(output.chunk(count), target.chunk(count), strict=True)
-            self._fill(losses, [self._pipe.loss(part, goal) for part, goal in parts])
+            whole = flatten_batch((output,), {}, target, None)
+            count = whole.most_parts(self._pipe.program.schedule.microbatches, even=True)
+            parts = (part.example for part in whole.into(count).each)
+            self._fill(losses, [with_metrics(self._pipe.loss(part[0], goal))[0] for part, _, goal in parts])
         return output if self._is_last else None
 
     @property
@@ -94,15 +96,17 @@ class ScheduleLike:
             losses[:] = found
 
     def _shared(self, *given: Any) -> tuple[Any, Any, Any]:
-        """Inputs, keywords and target, each from the first rank that passed it."""
+        """Inputs, every keyword and target, each from the first rank that passed it."""
         everyone = self._pipe.ranks.gather_here(given)
-        args, kwargs, target = (
-            next((v for v in values if v is not None), None) for values in zip(*everyone, strict=True)
-        )
-        return args, kwargs, target
+        args, keywords, target = ([v for v in values if v is not None] for values in zip(*everyone, strict=True))
+        kwargs = {name: value for own in reversed(keywords) for name, value in own.items()}
+        return (*args, None)[0], kwargs or None, (*target, None)[0]
 
     def _require_known_shapes(self, given: tuple[Any, Any, Any]) -> None:
-        for own, known in zip(given, self._known or (), strict=True):
+        args, kwargs, target = self._known or (None, None, None)
+        kwargs = kwargs or {}
+        passed = {name: kwargs[name] for name in given[1] or () if name in kwargs}
+        for own, known in zip(given, (args, passed, target), strict=True):
             if own is not None and _shapes(own) != _shapes(known):
                 raise PipelineError(
                     f"the step received {_shapes(own)}, the first step {_shapes(known)}; ranks that pass no inputs "
@@ -112,6 +116,7 @@ class ScheduleLike:
 
     def _require_what_is_read(self, given: tuple[Any, Any, Any]) -> None:
         absent = [name for name, own in zip(("args", "kwargs", "target"), given, strict=True) if own is None]
+        absent += [f"kwargs[{name!r}]" for name in (self._known or given)[1] or () if name not in (given[1] or ())]
         for path, stage in _inputs_read(self._pipe).items():
             if path.startswith(tuple(absent)):
                 raise PipelineError(

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import mse_loss
 
 import zbcompile
-from tests.support.oracle import PROBLEMS, Batch, eager_step
+from tests.support.oracle import MLP, PROBLEMS, Batch, eager_step
 from tests.support.pool import Pool
 from zbcompile.errors import PipelineError
 from zbcompile.schedules import build
@@ -121,6 +122,38 @@ def test_what_a_step_cannot_take() -> None:
         pipe.step(*rows(6).args, target=rows(6).target)
 
 
+class Pooled(MLP):
+    """Inputs of two lengths."""
+
+    def forward(self, x: torch.Tensor, extra: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(x) + (0.0 if extra is None else extra.mean())
+
+
+def test_inputs_of_two_lengths_that_no_small_count_divides() -> None:
+    pipe = zbcompile.pipeline(
+        Pooled(2), schedule="zb-h1", ranks=2, microbatches=4, loss=mse_loss, split={"extra": True}
+    )
+    pipe.step(torch.randn(8, 32), target=torch.randn(8, 32), extra=torch.randn(12, 32))
+    with pytest.raises(PipelineError, match=r"a batch of 5 samples \(kwargs\['extra'\] has 7\) cannot be split into 4"):
+        pipe.step(torch.randn(5, 32), target=torch.randn(5, 32), extra=torch.randn(7, 32))
+
+
+def test_a_first_step_that_is_refused_leaves_nothing_to_the_next() -> None:
+    problem, settings = PROBLEMS["short-mlp"], {"search_seconds": 0.2, "max_shapes": 1, "exact": True}
+    pipe, model = (
+        zbcompile.pipeline(problem.model(), schedule="auto", ranks=2, loss=problem.loss, **settings),  # type: ignore[call-overload]
+        problem.model(),
+    )
+    (batch,) = problem.batches(1, 8)
+    assert batch.target is not None
+    with pytest.raises(PipelineError, match="3 shapes, and max_shapes=1"):
+        pipe.step(microbatches=[((batch.args[0][:n],), {}, batch.target[:n]) for n in (1, 2, 3, 1)])
+    loss = pipe.step(*batch.args, target=batch.target)
+    count = pipe.program.schedule.microbatches
+    assert torch.equal(loss, eager_step(model, problem.loss, batch, count, 0))
+    assert same(pipe, model)
+
+
 def on_each_replica(sizes: tuple[int, ...]) -> tuple[torch.Tensor, int] | str:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -144,3 +177,32 @@ def test_replicas_take_as_many_microbatches(pool: Pool) -> None:
     for found in pool.run(on_each_replica, (6, 8), ranks=4):
         assert "rank 0 passes 3 microbatches of" in found
         assert "rank 2 4 of" in found
+
+
+class Asking(MLP):
+    """Answers to a question decide its forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = super().forward(x)
+        return found * 2 if x.sum() > 0 else found
+
+
+def replicas_that_ask(uneven: tuple[int, ...]) -> str:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
+    pipe = zbcompile.pipeline(Asking(2), schedule="1f1b", microbatches=2, loss=mse_loss, mesh=mesh, timeout=60)
+    for sizes in ((2, 2), (3, 3), (2, uneven[dist.get_rank()])):
+        parts = [(torch.ones(n, 32), torch.ones(n, 32)) for n in sizes]
+        try:
+            pipe.step(microbatches=[((x,), {}, target) for x, target in parts])
+        except PipelineError as error:
+            return str(error)
+    return "as many"
+
+
+def test_replicas_ask_microbatches_of_equal_shapes(pool: Pool) -> None:
+    assert pool.run(replicas_that_ask, (3, 3), ranks=2) == ["as many", "as many"]
+    for found in pool.run(replicas_that_ask, (3, 2), ranks=2):
+        assert "Replicas take as many microbatches in every step" in found

@@ -51,6 +51,8 @@ def test_a_step_without_them_is_another_program() -> None:
     assert len(pipe.compilations) == 2
     with pytest.raises(zbcompile.PipelineError, match="return_outputs='first'; expected one of"):
         pipe.step(*EIGHT.args, target=EIGHT.target, return_outputs="first")
+    with pytest.raises(zbcompile.PipelineError, match=r"return_outputs=tensor\(.*\); expected one of"):
+        pipe.step(*EIGHT.args, target=EIGHT.target, return_outputs=torch.ones(2))  # type: ignore[arg-type]
 
 
 def test_microbatches_of_several_shapes_give_lists() -> None:
@@ -99,3 +101,18 @@ def test_every_rank_or_the_last_one_gets_them(where: bool | str, pool: Pool) -> 
     for _, (logits, right) in (each for each in found if each[0]):
         assert torch.equal(logits, torch.cat([model(x) for x in EIGHT.args[0].split(2)]))
         assert len(right) == 4
+
+
+def asked_on_each_rank(asked: tuple[bool | str, bool | str]) -> str:
+    import torch.distributed as dist
+
+    try:
+        made("zb-h1", ranks=None).step(*EIGHT.args, target=EIGHT.target, return_outputs=asked[dist.get_rank()])
+    except zbcompile.PipelineError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_ask_alike(pool: Pool) -> None:
+    for found in pool.run(asked_on_each_rank, ("last", True), ranks=2):
+        assert "return_outputs is last on rank 0 and True on rank 1" in found

@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.functional import mse_loss
 
 import zbcompile
-from tests.support.oracle import PROBLEMS
+from tests.support.oracle import MLP, PROBLEMS
 from tests.support.pool import Pool
 from tests.support.training import (
     Case,
@@ -74,6 +75,58 @@ def test_eval_before_any_step(pool: Pool) -> None:
     assert none == []
     torch.testing.assert_close(output, PROBLEMS[CASE.problem].model()(*batch.args))
     assert len(losses) == CASE.microbatches
+
+
+class Scaled(MLP):
+    """A keyword for the first stage, one for the last; the output is a mapping."""
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> Any:  # type: ignore[override]
+        return {"output": super().forward(x * scale) + shift, "note": None}
+
+
+def with_mean(output: Any, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return mse_loss(output["output"], target), output["output"].mean()
+
+
+def scaled(microbatches: int, **options: Any) -> zbcompile.Pipeline:
+    torch.manual_seed(0)
+    return zbcompile.pipeline(
+        Scaled(2), schedule="1f1b", microbatches=microbatches, loss=with_mean, timeout=60, **options
+    )
+
+
+INPUTS, SCALE, SHIFT = torch.ones(4, 32), torch.full((4, 1), 0.5), torch.full((4, 1), 2.0)
+
+
+def keywords_of_stages() -> list[float]:
+    schedule, losses = scaled(2).as_schedule(), list[torch.Tensor]()
+    first = dist.get_rank() == 0
+    for _ in range(2):
+        if first:
+            schedule.step(INPUTS, scale=SCALE)
+        else:
+            schedule.step(shift=SHIFT, target=INPUTS, losses=losses)
+    return [float(loss) for loss in losses]
+
+
+def test_each_rank_passes_the_keywords_of_its_stages(pool: Pool) -> None:
+    pipe = scaled(2, ranks=2)
+    expected, _ = pipe.step_losses(INPUTS, scale=SCALE, shift=SHIFT, target=INPUTS)
+    none, losses = pool.run(keywords_of_stages, ranks=2)
+    assert none == []
+    torch.testing.assert_close(torch.tensor(losses), torch.stack(expected))
+
+
+def test_an_evaluation_has_the_losses_of_a_step() -> None:
+    """Of outputs that are not a tensor, and a loss function with metrics; also of fewer rows."""
+    schedule, losses, steps = scaled(2, ranks=2).as_schedule(), list[torch.Tensor](), list[torch.Tensor]()
+    given = {"scale": SCALE, "shift": SHIFT, "target": INPUTS}
+    output = schedule.eval(INPUTS, **given, losses=losses)
+    assert output["output"].shape == (4, 32)
+    schedule.step(INPUTS, **given, losses=steps)
+    torch.testing.assert_close(losses, steps)
+    schedule.eval(INPUTS[:3], **{name: value[:3] for name, value in given.items()}, losses=losses)
+    assert len(losses) == 1
 
 
 def other_shapes() -> None:
