@@ -119,8 +119,7 @@ class Executables(BoundPrograms):
 
     @property
     def _is_undecided(self) -> bool:
-        trains = self.program is not None and self.program.output is None
-        return not trains and is_searched(self._options)  # again, if a first step failed
+        return is_searched(self._options) and (self.program is None or self.program.output is not None)
 
     def _is_known(self, microbatch: Microbatch) -> bool:
         return self._last_state is not None and self._state(microbatch) == self._last_state
