@@ -78,6 +78,8 @@ class ForwardCalls(HeldModel):
 
         >>> logp = pipe.log_probs(tokens[:, :-1], labels=tokens[:, 1:])                  # doctest: +SKIP
         """
+        if not args and not kwargs and not isinstance(microbatches, Sequence):
+            raise PipelineError("log_probs runs a batch, and got no inputs beside labels=. Pass those of eval.")
         with self._watch.region("log_probs"), torch.inference_mode(False):
             asked = self._asked("entropies" if entropies else "log_probs", mode, outputs, microbatches)
             found = self._forward(args, kwargs, labels, microbatches, asked)
