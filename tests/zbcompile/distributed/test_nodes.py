@@ -22,7 +22,7 @@ losses = [float(pipe.step(x, target=x)) for _ in range(2)]
 assert losses[0] == losses[1]
 print("loss", losses[0])
 rank = torch.distributed.get_rank()
-pipe.step(x[: 4 - rank], target=x[: 4 - rank])  # rank 1 passes 3 rows: they cannot be split
+pipe.step(x, target=x[: 4 - rank])  # rank 1 passes a target of 3 rows
 """
 
 
@@ -49,6 +49,6 @@ def test_two_agents_train_and_fail_together(tmp_path: Path) -> None:
     assert all(agent.returncode for agent in agents)
     losses = {line for text in said for line in text.splitlines() if line.startswith("loss")}
     assert len(losses) == 1, "\n".join(said)
-    message = "a batch of 3 samples cannot be split into 2 equal microbatches"
+    message = "target has 3 rows, the batch 4 (args[0])"
     assert f"PipelineError: {message}" in said[0]
     assert f"FaultError: rank 1 failed at step 2: PipelineError: {message}" in said[1]
