@@ -207,6 +207,13 @@ def bad_batch(rank: int) -> Ended | None:
     return attempt(pipe, lambda: pipe.step(rows(8), target=rows(6 if dist.get_rank() == rank else 8)))
 
 
+def other_count(rank: int) -> Ended | None:
+    """A rank's second batch runs in fewer microbatches."""
+    pipe = trained()
+    x = rows(6 if dist.get_rank() == rank else 8)
+    return attempt(pipe, lambda: pipe.step(x, target=x))
+
+
 def other_shape(rank: int) -> Ended | None:
     """A rank's second batch has another size."""
     pipe = trained()
@@ -348,6 +355,13 @@ SCENARIOS = (
         bad_batch,
         (1,),
         "target has 6 rows, the batch 8",
+    ),
+    Scenario(
+        "a later batch of fewer microbatches",
+        1,
+        other_count,
+        (1,),
+        r"rank 1 failed at .* of step 1 in 3 microbatches: rank 0 is at .* of step 1 meanwhile",
     ),
     Scenario(
         "a later batch of another size",

@@ -1,9 +1,12 @@
 """Agreement of all ranks: a failure on one is raised on all, and ranks that compiled different programs do not
 start."""
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any, TypeVar
+
+import torch
 
 from zbcompile.distributed.mesh import PLACE
 from zbcompile.distributed.ranks import Ranks
@@ -36,6 +39,17 @@ def gathered(ranks: Ranks, value: Result) -> list[Result]:
     """The value of every rank, on every rank."""
     with ranks.watch.position.waiting("the exchange"):
         return ranks.gather(value)
+
+
+def equal_everywhere(ranks: Ranks, count: int, value: object, compare: bool) -> bool:
+    """Whether all ranks have one count and, if any of them asks to `compare`, one value by its repr. One reduction of
+    five numbers: cheap enough for every step, where gathering objects is not."""
+    mark = int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big")
+    largest = torch.tensor([count, -count, mark, -mark, compare], dtype=torch.int64, device=ranks.device)
+    with ranks.watch.position.waiting("the exchange"):
+        ranks.largest(largest)
+    most, least, high, low, compared = largest.tolist()
+    return most == -least and (not compared or high == -low)
 
 
 def from_first(ranks: Ranks, what: str, make: Callable[[], Result]) -> Result:

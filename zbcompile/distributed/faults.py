@@ -163,6 +163,5 @@ def find_late(own: int, statuses: Mapping[int, Status], seconds: float, on_devic
         None,
         here.where,
         f"every rank shows signs of life and has waited for another one for {seconds:g} s. A connection between two of "
-        "them is cut, ranks passed batches of different sizes, or torch's own collectives were called in different "
-        "orders",
+        "them is cut, or torch's own collectives were called in different orders",
     )

@@ -14,7 +14,14 @@ from torch import nn
 
 from zbcompile.compiler.compile_model import Drawn, compile_drawn, draw_step, is_drawn_as, targets_of
 from zbcompile.compiler.measure_nodes import measure_line
-from zbcompile.distributed.agreement import agreed_seconds, from_first, gathered, require_equal_programs, together
+from zbcompile.distributed.agreement import (
+    agreed_seconds,
+    equal_everywhere,
+    from_first,
+    gathered,
+    require_equal_programs,
+    together,
+)
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.frontend.answers import ByAnswers, ByShape, captured_alike
@@ -53,6 +60,7 @@ class Executables(BoundPrograms):
         self._last: ByAnswers[Executable]
         self._last_state: tuple[Any, ...] | None = None
         self.outputs: bool | str = False  # whether the present step returns what the model does, and to whom
+        self._admitted: set[int] = set()  # numbers of microbatches
         self._rows: int | None = None  # samples of a usual microbatch
         self._decision: Decision | None = None
         self._planned: Drawn | None = None
@@ -88,9 +96,10 @@ class Executables(BoundPrograms):
             require_divisible(batch, self.schedule.microbatches)
             counts = counts_for(self._options, batch, self.schedule)
             self._decide(lambda count: batch.microbatch(0, count), counts)
-        count = count_for(batch, self.program, self.schedule, self._rows)
+        count = count_for(batch, self.schedule.microbatches, self._rows if self.program is not None else None)
         if count == self.schedule.microbatches:
             self._rows = batch.rows(0, count)
+        self._require_order(count)
         return batch.into(count)
 
     def fit(self, given: Sequence[Microbatch]) -> Microbatches:
@@ -99,20 +108,28 @@ class Executables(BoundPrograms):
             self.schedule = fit_to_count(self._unfitted, self._options, len(given))
         if self._is_undecided:
             self._decide(lambda count: given[0], ())
-        if self.program is not None:
-            order_at(self.program, len(given))
+        self._require_order(len(given))
         return Microbatches(tuple(given), alike=len({each.signature for each in given}) == 1)
+
+    def _require_order(self, count: int) -> None:
+        """Raise PipelineError, before a rank waits, for a number of microbatches that the schedule does not admit."""
+        trains = self.program is not None and self.program.output is None
+        if trains and count != self.schedule.microbatches and count not in self._admitted:
+            order_at(self.first().program, count)
+            self._admitted.add(count)
 
     def get(self, step: Microbatches) -> Executable:
         """The executable for the microbatches of a step, by their number and shapes and by their answers to what
         forward asks; compiled if there is none. Raises PipelineError and CaptureError if the model is no longer the one
         that was compiled."""
         require_same_attributes(self._plain)
-        self._require_equal_steps(step)
+        known = step.alike and self._is_known(step.each[0])
+        if self._ranks.replicas.count > 1:
+            self._require_equal_steps(step, known)
         if not step.alike:
             require_few(step.each, self._options.max_shapes)
             return self._answered([self._look_up(each) for each in step.each], step)
-        if not self._is_known(step.each[0]):
+        if not known:
             self._last = self._look_up(step.each[0])
             self._last_state = self._state(step.each[0])
         return self._of_one_shape(step)
@@ -124,18 +141,19 @@ class Executables(BoundPrograms):
     def _is_known(self, microbatch: Microbatch) -> bool:
         return self._last_state is not None and self._state(microbatch) == self._last_state
 
-    def _require_equal_steps(self, step: Microbatches) -> None:
+    def _require_equal_steps(self, step: Microbatches, known: bool) -> None:
         """Raise PipelineError, on every rank, if replicas have batches of other numbers of microbatches, or if one has
         to compile for shapes that others do not have, or to ask microbatches of other shapes."""
-        if self._ranks.replicas.count == 1:
-            return
-        new = not all(self._is_known(each) or self._key(each) in self._kept for each in step.distinct)
+        shapes = (*step.shapes(), f"outputs={self.outputs}")
+        new = not known and not all(self._key(each) in self._kept for each in step.distinct)
         asks = any(each.program.guards is not None for each in self)
-        found = gathered(self._ranks, (len(step.each), new or asks, (*step.shapes(), f"outputs={self.outputs}")))
-        for rank, (count, _, shapes) in zip(self._ranks.members, found, strict=True):
-            if count != found[0][0] or (any(each[1] for each in found) and shapes != found[0][2]):
+        if equal_everywhere(self._ranks, len(step.each), shapes, new or asks):
+            return
+        found = gathered(self._ranks, (len(step.each), shapes))
+        for rank, (count, shapes) in zip(self._ranks.members, found, strict=True):
+            if (count, shapes) != found[0]:
                 text = (
-                    f"rank {self._ranks.members[0]} passes {found[0][0]} microbatches of {found[0][2][0]}, rank {rank} "
+                    f"rank {self._ranks.members[0]} passes {found[0][0]} microbatches of {found[0][1][0]}, rank {rank} "
                     f"{count} of {shapes[0]}. Replicas take as many microbatches in every step, and compile together: "
                     "pass batches of one size."
                 )

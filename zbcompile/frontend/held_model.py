@@ -253,6 +253,7 @@ class HeldModel:
         given: Given | None = None,
         outputs: bool | str = False,
     ) -> Microbatches:
+        self._require_step(outputs)
         self._compiled.outputs = outputs
         batches = split_batches(given, "step", bool(args or kwargs or target is not None)) if given is not None else []
         for each in batches:
@@ -264,6 +265,14 @@ class HeldModel:
         batch = flatten_batch(args, kwargs, target, self.options.split)
         refuse_input_gradients(batch)
         return self._compiled.split(batch, self.is_first)
+
+    def _require_step(self, outputs: bool | str) -> None:
+        """Raise PipelineError if this pipeline has no step, or none with outputs."""
+        sharded = self.options.vocab in (1, 2) or self._compiled.shards is not None
+        if outputs and sharded:
+            raise PipelineError(
+                'return_outputs= needs whole outputs, and the output layer is sharded: pass False, or vocab="off".'
+            )
 
     def _refuse_target(self, target: Any) -> None:
         if self.options.loss is None and target is not None:

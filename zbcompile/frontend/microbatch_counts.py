@@ -15,31 +15,28 @@ from zbcompile.schedules.ir.schedule import Schedule
 from zbcompile.schedules.lowering.lower import lower
 from zbcompile.schedules.searching.by_name import build
 
-SEARCHED = "auto"
 
-
-def count_for(batch: Batch, program: Program | None, schedule: Schedule, rows: int | None) -> int:
-    """How many microbatches `batch` is cut into: those of `schedule` if they divide it, else as many as leave each no
+def count_for(batch: Batch, usual: int, rows: int | None) -> int:
+    """How many microbatches `batch` is cut into: the usual number if that divides it, else as many as leave each no
     more samples than the usual `rows` (None before the first step). Raises PipelineError if neither is possible."""
-    usual = schedule.microbatches
-    if program is None or rows is None or batch.divides_into(usual):
+    if rows is None or batch.divides_into(usual):
         require_divisible(batch, usual)
         return usual
     fitting = (n for n in range(1, batch.size + 1) if batch.divides_into(n) and batch.size // n <= rows)
     count = next(fitting, usual)  # inputs of several lengths may have no such divisor
     require_divisible(batch, count)
-    order_at(program, count, f"a batch of {batch.size} samples, in equal parts of at most {rows},")
     return count
 
 
-def order_at(program: Program, count: int, what: str = "the step") -> Schedule:
+def order_at(program: Program, count: int) -> Schedule:
     """The schedule of a program for another number of microbatches. Raises PipelineError if its name does not admit
     that many, or if its order is not the one of its name."""
     own = program.schedule
     if count == own.microbatches:
         return own
-    problem = f"{what} has {count} microbatches, and the schedule {own.name}"
-    if own.name == SEARCHED or own.name not in names() or _built(program, own.microbatches) != own:
+    problem = f"the step has {count} microbatches, and the schedule {own.name}"
+    rule = own.name in names() and find(own.name).generate is not None
+    if not rule or _built(program, own.microbatches) != own:
         raise PipelineError(
             f"{problem} is an order for {own.microbatches} alone. Pass as many, a batch that divides into as many, or "
             "a schedule by its name."

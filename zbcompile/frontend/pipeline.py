@@ -1,7 +1,7 @@
 """The pipeline object: a model's training step, compiled for the shapes it meets."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -80,23 +80,34 @@ class Pipeline(ForwardCalls):
             self._optimizers.begin_step(self.scaler)
             self._parts.take_gradients()
             step = self._split(args, kwargs, target, microbatches, return_outputs)
-            executable = self._program_for(step)
-            self._compiled.share.require_filled()
-            self._compiled.require_equal_shares()
-            tensors = self._step_input(step)
-            try:
-                with self._as_captured(), self._compiled.void_if_it_fails(), self._optimizers.step():
-                    losses, made = self._engine.step(executable, tensors, self._compiled.parameters)
-            finally:
-                self._parts.give_gradients()
-            found = None
-            if return_outputs:
-                with self._watch.position.waiting("the exchange of outputs"):
-                    settings = self.options.loss_reduction, self._ranks, return_outputs is True
-                    found = joined_outputs(made, executable, step.rows, *settings)
+            with self._named(step):
+                losses, found = self._run(step, return_outputs)
         self.step_index += 1
         self._note_record()
         return losses, found
+
+    def _named(self, step: Microbatches) -> AbstractContextManager[None]:
+        """Around a step of an unusual number of microbatches: a rank with another number waits in vain for this one."""
+        count = len(step.each)
+        if count == self._compiled.schedule.microbatches:
+            return nullcontext()
+        return self._watch.position.turn_to(f"step {self.step_index} in {count} microbatches")
+
+    def _run(self, step: Microbatches, return_outputs: bool | str) -> tuple[list[torch.Tensor], Any]:
+        executable = self._program_for(step)
+        self._compiled.share.require_filled()
+        self._compiled.require_equal_shares()
+        tensors = self._step_input(step)
+        try:
+            with self._as_captured(), self._compiled.void_if_it_fails(), self._optimizers.step():
+                losses, made = self._engine.step(executable, tensors, self._compiled.parameters)
+        finally:
+            self._parts.give_gradients()
+        if not return_outputs:
+            return losses, None
+        with self._watch.position.waiting("the exchange of outputs"):
+            reduction, everywhere = self.options.loss_reduction, return_outputs is True
+            return losses, joined_outputs(made, executable, step.rows, reduction, self._ranks, everywhere)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Raises PipelineError: a pipeline has no call that autograd could go back through."""

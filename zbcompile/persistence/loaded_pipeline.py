@@ -17,7 +17,6 @@ from zbcompile.errors import PipelineError
 from zbcompile.frontend.options import Options
 from zbcompile.frontend.pipeline import Pipeline
 from zbcompile.model.batch import Microbatches
-from zbcompile.model.given_microbatches import Given
 from zbcompile.model.materialize import Init
 from zbcompile.model.model_info import has_values, module_of
 from zbcompile.passes.graph.process_groups import groups_in
@@ -223,14 +222,7 @@ class LoadedPipeline(Pipeline):
         self.take_forwards(functools.partial(SavedForwards, programs=found))
         return executable
 
-    def _split(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        target: Any,
-        given: Given | None = None,
-        outputs: bool | str = False,
-    ) -> Microbatches:
+    def _require_step(self, outputs: bool | str) -> None:
         if outputs:
             raise PipelineError(
                 "a saved program keeps no outputs of a step. Pass return_outputs=False, or pipeline the model itself."
@@ -240,7 +232,6 @@ class LoadedPipeline(Pipeline):
                 f"the directory holds {self.program.output.computes} alone, and no step to train with. Compile one "
                 "without --only."
             )
-        return super()._split(args, kwargs, target, given)
 
     def _refuse_target(self, target: Any) -> None:
         """The loss is in the graphs."""

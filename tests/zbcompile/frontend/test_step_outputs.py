@@ -116,3 +116,10 @@ def asked_on_each_rank(asked: tuple[bool | str, bool | str]) -> str:
 def test_ranks_ask_alike(pool: Pool) -> None:
     for found in pool.run(asked_on_each_rank, ("last", True), ranks=2):
         assert "return_outputs is last on rank 0 and True on rank 1" in found
+
+
+@pytest.mark.parametrize("vocab", [1, 2])
+def test_a_sharded_output_layer_makes_no_outputs(vocab: int) -> None:
+    pipe = made(vocab=vocab, exact=False)
+    with pytest.raises(zbcompile.PipelineError, match="needs whole outputs, and the output layer is sharded"):
+        pipe.step(*EIGHT.args, target=EIGHT.target, return_outputs=True)
