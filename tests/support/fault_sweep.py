@@ -1,358 +1,109 @@
 """Break everything that can break in a job of several processes, and look at how each of them ends.
 
-    python -m tests.support.fault_sweep [--ranks 2 4] [--nodes 1 2] [--only TEXT] [--timeout 5]
+    python -m tests.support.fault_sweep FILE [--ranks 2 4] [--nodes 1 2] [--only TEXT] [--timeout 5] [--part 1/2]
+    python -m tests.support.fault_sweep FILE --count
 
-from the repository's root with PYTHONPATH=.:examples. Every cell starts the processes of a job, breaks one thing, and
-does what torchrun does: it sends SIGTERM to the others once a process has failed. A cell is good if every process that
-still runs says what was broken within `timeout` + 5 seconds of the fault, and ends. Ranks are forked
-from this process, which has imported torch; each then ends as a Python program does.
+from the repository's root with PYTHONPATH=.:examples. FILE gets a line of JSON for each cell. A cell that has one is
+not run again, so a sweep can be interrupted, and several that run other parts can share FILE. A cell is good if every
+process that still runs says what was broken, and ends, within `timeout` + 5 seconds of the fault. `queued` are the
+seconds for which a process had no processor: on a loaded machine they make it late. --late runs the cells again that
+were late.
 
 Two nodes are network namespaces; without the right to make them, their cells are skipped, with the reason.
 """
 
 import argparse
-import contextlib
+import gc
 import itertools
+import json
 import os
-import re
-import signal
-import socket
-import sys
-import tempfile
-import time
+import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-import torch
-import torch.distributed as dist
-
-import zbcompile
-from tests.support.faulty import INJECT, Faulty, Order, make, rows
+from tests.support.fault_cells import FAULTS, Cell
+from tests.support.faulty import Faulty
 from tests.support.namespaces import Machines
 
-PATIENCE = 180.0  # seconds for a job to get going
-LIMIT = 5.0  # seconds beyond the timeout
-END = "end"  # what broke was to end the process with success
-
-
-@dataclass(frozen=True)
-class Fault:
-    """`what` breaks while all ranks are in `activity`: on rank `victim` (-1: the last one), or elsewhere. The store is
-    kept by the launcher, or by rank 0."""
-
-    what: str
-    activity: str = "step"
-    victim: int = 0
-    store: str = "launcher"
-
-    def __str__(self) -> str:
-        where = {0: "rank 0", -1: "last rank"}[self.victim] if self.what in ON_A_RANK else ""
-        return f"{self.what} in {self.activity} {where}{' (keeps the store)' if self.store == 'rank 0' else ''}".strip()
-
-    def rank(self, ranks: int) -> int:
-        return self.victim % ranks
-
-
-SENT = {"SIGKILL": signal.SIGKILL, "SIGSTOP": signal.SIGSTOP, "SIGTERM": signal.SIGTERM}
-PASSES = {f"exception in {name}": Order("raise", 0, name, 2) for name in "FBW"}
-PASSES |= {"endless F": Order("sleep", 0, "F", 2)}
-GONE_WITH_THE_STORE = {"launcher SIGKILL": ["launcher"], "machine SIGSTOP": ["launcher", "0"]}
-OUTSIDE = ("exception between calls", "early end", "endless code between calls")
-ON_A_RANK = (*SENT, *PASSES, *OUTSIDE, "never arrives")
-ACTIVITIES = ("step", "eval", "compile", "save", "save in a thread", "load")
-FAULTS = (
-    *(Fault(what, activity, -1) for what in ("SIGKILL", "SIGSTOP") for activity in ACTIVITIES),
-    *(Fault(what, activity, 0) for what in ("SIGKILL", "SIGSTOP") for activity in ACTIVITIES),
-    *(Fault(what, activity, 0, "rank 0") for what in ("SIGKILL", "SIGSTOP") for activity in ACTIVITIES),
-    *(Fault("SIGTERM", activity, victim) for activity in ("step", "eval", "save") for victim in (0, -1)),
-    *(Fault(what, "step", victim) for what in (*PASSES, *OUTSIDE) for victim in (0, -1)),
-    *(Fault("never arrives", "start", victim) for victim in (0, -1)),
-    *(Fault("launcher SIGKILL", activity) for activity in ("step", "compile", "save")),
-    *(Fault("machine SIGSTOP", activity) for activity in ("step", "compile", "save", "load")),
-    *(Fault("SIGTERM to all", activity) for activity in ("step", "save")),
-    *(Fault("link cut", activity) for activity in ("step", "compile", "save", "load")),
-)
-
-
-@dataclass(frozen=True)
-class Job:
-    """One process of a job: what it does until it is told, or made, to end."""
-
-    rank: int
-    ranks: int
-    fault: Fault
-    timeout: float
-    folder: Path
-
-    def __call__(self) -> None:
-        torch.set_num_threads(1)
-        if self.fault.what == "never arrives" and self.rank == self.fault.rank(self.ranks):
-            time.sleep(3600)
-        pipe = make("1f1b", self.timeout if self.fault.what == "never arrives" else PATIENCE)
-        pipe.step(rows(), target=rows())
-        pipe._watch.timeout = self.timeout  # type: ignore[union-attr]
-        act = self._activity(pipe)
-        for number in itertools.count():
-            (self.folder / f"at-{self.rank}").write_text(str(number))
-            if number == 3:
-                self._break()
-            act(number)
-
-    def _activity(self, pipe: zbcompile.Pipeline) -> Callable[[int], object]:
-        optimizer, folder = torch.optim.SGD(pipe.parameters(), lr=0.01), self.folder / "checkpoints"
-        if self.fault.activity == "load":
-            zbcompile.save_checkpoint(folder, pipe, optimizer)
-        acts: dict[str, Callable[[int], object]] = {
-            "step": lambda _: pipe.step(rows(), target=rows()),
-            "eval": lambda _: pipe.eval(rows()),
-            "compile": lambda number: pipe.compile(rows(8 + 4 * number), target=rows(8 + 4 * number)),
-            "save": lambda _: zbcompile.save_checkpoint(folder, pipe, optimizer, keep=1),
-            "save in a thread": lambda _: zbcompile.save_checkpoint(folder, pipe, optimizer, keep=1, wait=False),
-            "load": lambda _: zbcompile.load_checkpoint(folder, pipe, optimizer),
-        }
-        return acts[self.fault.activity]
-
-    def _break(self) -> None:
-        """What this rank breaks by itself."""
-        what = self.fault.what
-        if self.rank != self.fault.rank(self.ranks) or what not in (*PASSES, *OUTSIDE):
-            return
-        (self.folder / "broken").write_text("")
-        if what in PASSES:
-            order = PASSES[what]
-            INJECT.order, INJECT.calls = Order(order.what, self.rank, order.pass_, order.call), 0
-        elif what == "exception between calls":
-            raise ValueError("broken between calls")
-        elif what == "early end":
-            sys.exit(0)
-        else:
-            time.sleep(4 * self.timeout)
-
-
-def keep_store(folder: Path) -> None:
-    """The launcher's part: keep the store until killed."""
-    store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
-    (folder / "port.new").write_text(str(store.port))
-    (folder / "port.new").rename(folder / "port")
-    time.sleep(3600)
-
-
-@dataclass
-class Cell:
-    """A fault at a number of ranks on one or two machines, and how it ended."""
-
-    fault: Fault
-    ranks: int
-    timeout: float
-    machines: Machines | None
-    folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="faults-")))
-    pids: dict[str, int] = field(default_factory=dict)
-    ended: dict[int, float] = field(default_factory=dict)
-    codes: dict[int, int] = field(default_factory=dict)
-    broken: float = 0.0
-
-    def node(self, rank: int) -> int:
-        return 0 if self.machines is None or rank < self.ranks // 2 else 1
-
-    def start(self) -> Callable[[], None] | None:
-        """Fork all processes; in each of them, what it is to do."""
-        if self.fault.store == "launcher":
-            if self._fork("launcher", 0):
-                return lambda: keep_store(self.folder)
-            wait_for((self.folder / "port").exists)
-            port = (self.folder / "port").read_text()
-        else:
-            port = free_port()
-        host = "127.0.0.1" if self.machines is None else self.machines.address(0)
-        for rank in range(self.ranks):
-            if self._fork(str(rank), self.node(rank)):
-                os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.ranks)}
-                os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": port, "LOCAL_WORLD_SIZE": str(self.ranks)}
-                os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str(self.fault.store == "launcher")
-                return Job(rank, self.ranks, self.fault, self.timeout, self.folder)
-        return None
-
-    def _fork(self, name: str, node: int) -> bool:
-        """Whether this is the new process."""
-        pid = os.fork()
-        if pid:
-            self.pids[name] = pid
-            return False
-        log = os.open(self.folder / f"log-{name}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        if self.machines is not None:
-            self.machines.enter(node)
-        return True
-
-    def finish(self) -> None:
-        """Break it, and wait for all processes that can end."""
-        at = self._break()
-        self.broken = time.time()
-        end = at + self.timeout + LIMIT + 60  # the end of an interpreter may lack a processor
-        told = False
-        while len(self.ended) < self.ranks and time.monotonic() < end and not self._only_frozen():
-            self._reap(at)
-            failed = any(self.codes.values())
-            if failed and not told and self.fault.what not in GONE_WITH_THE_STORE:
-                told = True
-                for rank in set(range(self.ranks)) - self.ended.keys():
-                    os.kill(self.pids[str(rank)], signal.SIGTERM)
-            time.sleep(0.05)
-        self.close()
-
-    def _only_frozen(self) -> bool:
-        silent = self.fault.what in ("SIGSTOP", "machine SIGSTOP", "never arrives") and self.fault.rank(self.ranks)
-        return silent is not False and set(range(self.ranks)) - self.ended.keys() == {silent}
-
-    def _break(self) -> float:
-        """Break what is broken from outside, once all ranks are at work; when it was broken."""
-        fault = self.fault
-        if fault.what == "never arrives":
-            return time.monotonic()
-        if fault.what in (*PASSES, *OUTSIDE):
-            wait_for((self.folder / "broken").exists)
-            return time.monotonic()
-        wait_for(lambda: all(self._at(rank) >= 3 for rank in range(self.ranks)))
-        time.sleep(0.1)
-        if fault.what == "link cut":
-            assert self.machines is not None
-            self.machines.plug(False)
-        elif fault.what in GONE_WITH_THE_STORE:
-            for name in GONE_WITH_THE_STORE[fault.what]:
-                os.kill(self.pids[name], SENT[fault.what.split()[1]])
-        else:
-            for rank in range(self.ranks) if "all" in fault.what else [fault.rank(self.ranks)]:
-                os.kill(self.pids[str(rank)], SENT[fault.what.split()[0]])
-        return time.monotonic()
-
-    def _at(self, rank: int) -> int:
-        path = self.folder / f"at-{rank}"
-        return int(path.read_text() or "0") if path.exists() else -1
-
-    def _reap(self, at: float) -> None:
-        for rank in set(range(self.ranks)) - self.ended.keys():
-            pid, status = os.waitpid(self.pids[str(rank)], os.WNOHANG)
-            if pid:
-                self.ended[rank], self.codes[rank] = time.monotonic() - at, os.waitstatus_to_exitcode(status)
-
-    def close(self) -> None:
-        """End what is left."""
-        for name, pid in self.pids.items():
-            if name == "launcher" or int(name) not in self.ended:
-                with contextlib.suppress(ProcessLookupError, ChildProcessError):
-                    os.kill(pid, signal.SIGKILL)
-                    os.waitpid(pid, 0)
-        if self.machines is not None:
-            self.machines.plug(True)
-
-    def speakers(self) -> Iterator[int]:
-        """The ranks that can still say something."""
-        what, victim = self.fault.what, self.fault.rank(self.ranks)
-        mute = what in (
-            "SIGKILL",
-            "SIGSTOP",
-            "machine SIGSTOP",
-            "never arrives",
-            "early end",
-            "endless code between calls",
-        )
-        return (rank for rank in range(self.ranks) if not (mute and rank == victim))
-
-    def said(self, rank: int) -> str:
-        text = (self.folder / f"log-{rank}").read_text(errors="replace")
-        found = re.findall(r"^(?!frame|\[W).*(?:failed at|Error:|found no process group).*$", text, re.M)
-        return found[-1].strip() if found else ""
-
-    def spoke_after(self, rank: int) -> float:
-        """Seconds from the fault to a rank's last word: what is left is the end of the interpreter, which takes the
-        processor 1.4 s to drop all modules."""
-        return (self.folder / f"log-{rank}").stat().st_mtime - self.broken
-
-    def blames(self, rank: int) -> bool:
-        """Whether a rank named what was broken."""
-        what, victim, said = self.fault.what, self.fault.rank(self.ranks), self.said(rank)
-        if what in GONE_WITH_THE_STORE:
-            return "the launcher at" in said
-        if what == "SIGTERM to all":
-            return "SIGTERM" in said
-        if what == "link cut":
-            far = [other for other in range(self.ranks) if self.node(other) != self.node(rank)]
-            return "the launcher at" in said or any(f"rank {other} failed" in said for other in far)
-        if what == "never arrives":
-            return "found no process group" in said or "did not arrive" in said
-        return rank == victim or f"rank {victim} failed" in said
-
-    def verdict(self) -> str:
-        faults = []
-        for rank in self.speakers():
-            if rank not in self.ended:
-                faults.append(f"rank {rank} did not end")
-            if self.spoke_after(rank) > self.timeout + LIMIT:
-                faults.append(f"rank {rank} spoke after {self.spoke_after(rank):.1f} s")
-            if not self.said(rank):
-                faults.append(f"rank {rank} said nothing")
-            elif not self.blames(rank):
-                faults.append(f"rank {rank} said: {self.said(rank)[:300]}")
-        return "; ".join(faults)
-
-
-def wait_for(holds: Callable[[], bool]) -> None:
-    end = time.monotonic() + PATIENCE
-    while not holds():
-        if time.monotonic() > end:
-            raise TimeoutError("the job did not get going")
-        time.sleep(0.02)
-
-
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return str(probe.getsockname()[1])
+BAD = ("silent", "wrong", "late to speak", "late to end", "no fault")
 
 
 def cells(options: argparse.Namespace, machines: Machines | None) -> Iterator[Cell]:
-    for nodes, ranks, fault in itertools.product(options.nodes, options.ranks, FAULTS):
-        if (fault.what == "link cut" and nodes == 1) or options.only not in str(fault):
-            continue
-        yield Cell(fault, ranks, options.timeout, machines if nodes == 2 else None)
+    """The cells of this part that have no result, in an order whose beginning has some of everything."""
+    faults = random.Random(1).sample(FAULTS, len(FAULTS))
+    wanted = itertools.product(faults, options.nodes, options.ranks)
+    made = (Cell(fault, ranks, options.timeout, machines if nodes == 2 else None) for fault, nodes, ranks in wanted)
+    legal = [each for each in made if (each.machines or each.fault.what != "link cut") and options.only in each.name]
+    late = ("late to speak", "late to end", "no fault") if options.late else ()
+    done = {each["cell"] for each in results(options.results) if not any(each.get(what) for what in late)}
+    first, parts = map(int, options.part.split("/"))
+    return (each for each in legal[first - 1 :: parts] if each.name not in done)
+
+
+def results(path: Path) -> list[dict[str, Any]]:
+    """The last result of every cell."""
+    lines = map(json.loads, path.read_text().splitlines() if path.exists() else [])
+    return list({line["cell"]: line for line in lines}.values())
+
+
+def count(path: Path) -> None:
+    """What docs/faults.md says of a sweep."""
+    found = results(path)
+    for group in ("2 ranks, one node", "2 ranks, two nodes", "4 ranks, one node", "4 ranks, two nodes"):
+        print(f"{group}: {sum(group in each['cell'] for each in found)} cells")
+    for what in BAD:
+        bad = [each for each in found if each.get(what)]
+        print(f"{what}: {len(bad)} of {len(found)}")
+        for each in bad:
+            print(f"  {each['cell']} | {each[what]} | queued {each.get('queued')}, load {each['load']}")
 
 
 def main() -> Callable[[], None] | None:
     """Run all cells. In a process of a job: what it is to do."""
     parser = argparse.ArgumentParser(description="Break everything that can break in a job, and look at every process.")
+    parser.add_argument("results", type=Path)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--timeout", type=float, default=5.0)
-    parser.add_argument("--only", default="", help="faults whose name contains this")
-    parser.add_argument("--skip", type=int, default=0, help="leave out so many cells")
-    parser.add_argument("--every", type=int, default=1, help="only every so manieth cell")
+    parser.add_argument("--only", default="", help="cells whose name contains this")
+    parser.add_argument("--part", default="1/1", help="I/N: every Nth cell, from the Ith one")
+    parser.add_argument("--late", action="store_true", help="also the cells in which a process was late")
+    parser.add_argument("--count", action="store_true", help="only say what the results are")
     options = parser.parse_args()
+    if options.count:
+        count(options.results)
+        return None
     Faulty()  # imports what it needs
+    gc.freeze()  # spares every process at its end 0.8 s of processor time for what was imported
     machines = Machines() if 2 in options.nodes else None
     if machines is not None and machines.reason:
         print(f"two nodes: skipped, {machines.reason}")
         options.nodes, machines = [1], None
-    count = bad = 0
-    for cell in itertools.islice(cells(options, machines), options.skip, None, options.every):
+    for cell in cells(options, machines):
         if (job := cell.start()) is not None:
             return job
-        try:
-            cell.finish()
-            verdict = cell.verdict()
-        except TimeoutError as error:
-            cell.close()
-            verdict = f"no fault: {error}"
-        count, bad = count + 1, bad + bool(verdict)
-        took = max(cell.ended.values(), default=float("inf"))
-        spoke = max(map(cell.spoke_after, cell.speakers()), default=0.0) if cell.broken else float("inf")
-        where = f"{cell.ranks} ranks, {'two nodes' if cell.machines else 'one node'}"
-        print(f"{cell.fault} | {where} | {spoke:.1f} s | {took:.1f} s | {verdict or 'good'}", flush=True)
-    print(f"{count} faults, {count - bad} good")
+        write(options.results, outcome(cell))
     if machines is not None:
         machines.close()
     return None
+
+
+def outcome(cell: Cell) -> dict[str, Any]:
+    try:
+        cell.finish()
+    except TimeoutError as error:
+        cell.close()
+        return {"cell": cell.name, "no fault": str(error)}
+    return cell.result()
+
+
+def write(path: Path, result: dict[str, Any]) -> None:
+    """Append a line, in one call, since other parts append theirs; and say it."""
+    bad = {what: result[what] for what in BAD if result.get(what)}
+    print(f"{result['cell']} | {result.get('spoke')} s | {result.get('ended')} s | {bad or 'good'}", flush=True)
+    with open(path, "ab", buffering=0) as file:
+        file.write((json.dumps(result | {"load": round(os.getloadavg()[0], 1)}) + "\n").encode())
 
 
 if __name__ == "__main__":

@@ -1,0 +1,324 @@
+"""A job of several processes in which one thing breaks, and how each of them ends: the cells of the fault sweep.
+
+A cell starts the processes of a job, breaks one thing, and does what torchrun does: it sends SIGTERM to the others once
+a process has failed. Ranks are forked from this process, which has imported torch; each then ends as a Python program
+does.
+"""
+
+import contextlib
+import itertools
+import os
+import re
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import zbcompile
+from tests.support.faulty import INJECT, Order, make, rows
+from tests.support.namespaces import Machines
+
+PATIENCE = 180.0  # seconds for a job to get going
+LIMIT = 5.0  # seconds beyond the timeout
+INFINITE = float("inf")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`what` breaks while all ranks are in `activity`: on rank `victim` (-1: the last one), or elsewhere. The store is
+    kept by the launcher, or by rank 0."""
+
+    what: str
+    activity: str = "step"
+    victim: int = 0
+    store: str = "launcher"
+
+    def __str__(self) -> str:
+        where = {0: "rank 0", -1: "last rank"}[self.victim] if self.what in ON_A_RANK else ""
+        return f"{self.what} in {self.activity} {where}{' (keeps the store)' if self.store == 'rank 0' else ''}".strip()
+
+    def rank(self, ranks: int) -> int:
+        return self.victim % ranks
+
+
+SENT = {"SIGKILL": signal.SIGKILL, "SIGSTOP": signal.SIGSTOP, "SIGTERM": signal.SIGTERM}
+PASSES = {f"exception in {name}": Order("raise", 0, name, 2) for name in "FBW"}
+PASSES |= {"endless F": Order("sleep", 0, "F", 2)}
+GONE_WITH_THE_STORE = {"launcher SIGKILL": ["launcher"], "machine SIGSTOP": ["launcher", "0"]}
+OUTSIDE = ("exception between calls", "early end", "endless code between calls")
+ON_A_RANK = (*SENT, *PASSES, *OUTSIDE, "never arrives")
+ACTIVITIES = ("step", "eval", "compile", "save", "save in a thread", "load")
+FAULTS = (
+    *(Fault(what, activity, -1) for what in ("SIGKILL", "SIGSTOP") for activity in ACTIVITIES),
+    *(Fault(what, activity, 0) for what in ("SIGKILL", "SIGSTOP") for activity in ACTIVITIES),
+    *(Fault(what, activity, 0, "rank 0") for what in ("SIGKILL", "SIGSTOP") for activity in ACTIVITIES),
+    *(Fault("SIGTERM", activity, victim) for activity in ("step", "eval", "save") for victim in (0, -1)),
+    *(Fault(what, "step", victim) for what in (*PASSES, *OUTSIDE) for victim in (0, -1)),
+    *(Fault("never arrives", "start", victim) for victim in (0, -1)),
+    *(Fault("launcher SIGKILL", activity) for activity in ("step", "compile", "save")),
+    *(Fault("machine SIGSTOP", activity) for activity in ("step", "compile", "save", "load")),
+    *(Fault("SIGTERM to all", activity) for activity in ("step", "save")),
+    *(Fault("link cut", activity) for activity in ("step", "compile", "save", "load")),
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One process of a job: what it does until it is told, or made, to end."""
+
+    rank: int
+    ranks: int
+    fault: Fault
+    timeout: float
+    folder: Path
+
+    def __call__(self) -> None:
+        torch.set_num_threads(1)
+        if self.fault.what == "never arrives" and self.rank == self.fault.rank(self.ranks):
+            time.sleep(3600)
+        pipe = make("1f1b", self.timeout if self.fault.what == "never arrives" else PATIENCE)
+        pipe.step(rows(), target=rows())
+        pipe._watch.timeout = self.timeout  # type: ignore[union-attr]
+        act = self._activity(pipe)
+        for number in itertools.count():
+            (self.folder / f"at-{self.rank}").write_text(str(number))
+            if number == 3:
+                self._break()
+            act(number)
+
+    def _activity(self, pipe: zbcompile.Pipeline) -> Callable[[int], object]:
+        optimizer, folder = torch.optim.SGD(pipe.parameters(), lr=0.01), self.folder / "checkpoints"
+        if self.fault.activity == "load":
+            zbcompile.save_checkpoint(folder, pipe, optimizer)
+        acts: dict[str, Callable[[int], object]] = {
+            "step": lambda _: pipe.step(rows(), target=rows()),
+            "eval": lambda _: pipe.eval(rows()),
+            "compile": lambda number: pipe.compile(rows(8 + 4 * number), target=rows(8 + 4 * number)),
+            "save": lambda _: zbcompile.save_checkpoint(folder, pipe, optimizer, keep=1),
+            "save in a thread": lambda _: zbcompile.save_checkpoint(folder, pipe, optimizer, keep=1, wait=False),
+            "load": lambda _: zbcompile.load_checkpoint(folder, pipe, optimizer),
+        }
+        return acts[self.fault.activity]
+
+    def _break(self) -> None:
+        """What this rank breaks by itself."""
+        what = self.fault.what
+        if self.rank != self.fault.rank(self.ranks) or what not in (*PASSES, *OUTSIDE):
+            return
+        (self.folder / "broken").write_text("")
+        if what in PASSES:
+            order = PASSES[what]
+            INJECT.order, INJECT.calls = Order(order.what, self.rank, order.pass_, order.call), 0
+        elif what == "exception between calls":
+            raise ValueError("broken between calls")
+        elif what == "early end":
+            sys.exit(0)
+        else:
+            time.sleep(4 * self.timeout)
+
+
+def keep_store(folder: Path) -> None:
+    """The launcher's part: keep the store until killed."""
+    store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
+    (folder / "port.new").write_text(str(store.port))
+    (folder / "port.new").rename(folder / "port")
+    time.sleep(3600)
+
+
+@dataclass
+class Cell:
+    """A fault at a number of ranks on one or two machines, and how it ended."""
+
+    fault: Fault
+    ranks: int
+    timeout: float
+    machines: Machines | None
+    folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="faults-")))
+    pids: dict[str, int] = field(default_factory=dict)
+    ended: dict[int, float] = field(default_factory=dict)
+    codes: dict[int, int] = field(default_factory=dict)
+    queued: dict[int, float] = field(default_factory=dict)
+    broken: float = 0.0
+
+    def node(self, rank: int) -> int:
+        return 0 if self.machines is None or rank < self.ranks // 2 else 1
+
+    def start(self) -> Callable[[], None] | None:
+        """Fork all processes; in each of them, what it is to do."""
+        if self.fault.store == "launcher":
+            if self._fork("launcher", 0):
+                return lambda: keep_store(self.folder)
+            wait_for((self.folder / "port").exists)
+            port = (self.folder / "port").read_text()
+        else:
+            port = free_port()
+        host = "127.0.0.1" if self.machines is None else self.machines.address(0)
+        for rank in range(self.ranks):
+            if self._fork(str(rank), self.node(rank)):
+                os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.ranks)}
+                os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": port, "LOCAL_WORLD_SIZE": str(self.ranks)}
+                os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str(self.fault.store == "launcher")
+                return Job(rank, self.ranks, self.fault, self.timeout, self.folder)
+        return None
+
+    def _fork(self, name: str, node: int) -> bool:
+        """Whether this is the new process."""
+        pid = os.fork()
+        if pid:
+            self.pids[name] = pid
+            return False
+        log = os.open(self.folder / f"log-{name}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        if self.machines is not None:
+            self.machines.enter(node)
+        return True
+
+    def finish(self) -> None:
+        """Break it, and wait for all processes that can end."""
+        at = self._break()
+        self.broken = time.time()
+        before = {rank: queued(self.pids[str(rank)]) for rank in range(self.ranks)}
+        end = at + self.timeout + LIMIT + 60  # the end of an interpreter may lack a processor
+        told = False
+        while len(self.ended) < self.ranks and time.monotonic() < end and not self._only_frozen():
+            self._reap(at)
+            failed = any(self.codes.values())
+            if failed and not told and self.fault.what not in GONE_WITH_THE_STORE:
+                told = True
+                for rank in set(range(self.ranks)) - self.ended.keys():
+                    os.kill(self.pids[str(rank)], signal.SIGTERM)
+            time.sleep(0.05)
+        self.queued = {rank: seconds - before[rank] for rank, seconds in self.queued.items()}
+        self.close()
+
+    def _only_frozen(self) -> bool:
+        silent = self.fault.what in ("SIGSTOP", "machine SIGSTOP", "never arrives") and self.fault.rank(self.ranks)
+        return silent is not False and set(range(self.ranks)) - self.ended.keys() == {silent}
+
+    def _break(self) -> float:
+        """Break what is broken from outside, once all ranks are at work; when it was broken."""
+        fault = self.fault
+        if fault.what == "never arrives":
+            return time.monotonic()
+        if fault.what in (*PASSES, *OUTSIDE):
+            wait_for((self.folder / "broken").exists)
+            return time.monotonic()
+        wait_for(lambda: all(self._at(rank) >= 3 for rank in range(self.ranks)))
+        time.sleep(0.1)
+        if fault.what == "link cut":
+            assert self.machines is not None
+            self.machines.plug(False)
+        elif fault.what in GONE_WITH_THE_STORE:
+            for name in GONE_WITH_THE_STORE[fault.what]:
+                os.kill(self.pids[name], SENT[fault.what.split()[1]])
+        else:
+            for rank in range(self.ranks) if "all" in fault.what else [fault.rank(self.ranks)]:
+                os.kill(self.pids[str(rank)], SENT[fault.what.split()[0]])
+        return time.monotonic()
+
+    def _at(self, rank: int) -> int:
+        path = self.folder / f"at-{rank}"
+        return int(path.read_text() or "0") if path.exists() else -1
+
+    def _reap(self, at: float) -> None:
+        for rank in set(range(self.ranks)) - self.ended.keys():
+            pid = self.pids[str(rank)]
+            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                self.queued[rank] = queued(pid)
+                status = os.waitpid(pid, 0)[1]
+                self.ended[rank], self.codes[rank] = time.monotonic() - at, os.waitstatus_to_exitcode(status)
+
+    def close(self) -> None:
+        """End what is left."""
+        for name, pid in self.pids.items():
+            if name == "launcher" or int(name) not in self.ended:
+                with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                    os.kill(pid, signal.SIGKILL)
+                    os.waitpid(pid, 0)
+        if self.machines is not None:
+            self.machines.plug(True)
+
+    def speakers(self) -> Iterator[int]:
+        """The ranks that can still say something."""
+        what, victim = self.fault.what, self.fault.rank(self.ranks)
+        mute = what in (
+            "SIGKILL",
+            "SIGSTOP",
+            "machine SIGSTOP",
+            "never arrives",
+            "early end",
+            "endless code between calls",
+        )
+        return (rank for rank in range(self.ranks) if not (mute and rank == victim))
+
+    def said(self, rank: int) -> str:
+        text = (self.folder / f"log-{rank}").read_text(errors="replace")
+        found = re.findall(r"^(?!frame|\[W).*(?:failed at|Error:|found no process group).*$", text, re.M)
+        return found[-1].strip() if found else ""
+
+    def spoke_after(self, rank: int) -> float:
+        """Seconds from the fault to a rank's last word: what is left is the end of the interpreter, which takes the
+        processor 1.4 s to drop all modules."""
+        return (self.folder / f"log-{rank}").stat().st_mtime - self.broken
+
+    def blames(self, rank: int) -> bool:
+        """Whether a rank named what was broken."""
+        what, victim, said = self.fault.what, self.fault.rank(self.ranks), self.said(rank)
+        if what in GONE_WITH_THE_STORE:
+            return "the launcher at" in said
+        if what == "SIGTERM to all":
+            return "SIGTERM" in said
+        if what == "link cut":
+            far = [other for other in range(self.ranks) if self.node(other) != self.node(rank)]
+            return "the launcher at" in said or any(f"rank {other} failed" in said for other in far)
+        if what == "never arrives":
+            return "found no process group" in said or "did not arrive" in said
+        return rank == victim or f"rank {victim} failed" in said
+
+    @property
+    def name(self) -> str:
+        return f"{self.fault} | {self.ranks} ranks, {'two nodes' if self.machines else 'one node'}"
+
+    def result(self) -> dict[str, Any]:
+        """A line of the results: seconds from the fault to the last word and to the last end, and what was not good."""
+        limit, ranks = self.timeout + LIMIT, list(self.speakers())
+        spoke, said = {rank: self.spoke_after(rank) for rank in ranks}, {rank: self.said(rank) for rank in ranks}
+        ended = {rank: self.ended.get(rank, INFINITE) for rank in ranks}
+        return {
+            "cell": self.name,
+            "spoke": round(max(spoke.values()), 1),
+            "ended": round(max(ended.values()), 1),
+            "silent": [rank for rank in ranks if not said[rank]],
+            "wrong": {rank: said[rank][:300] for rank in ranks if said[rank] and not self.blames(rank)},
+            "late to speak": {rank: round(spoke[rank], 1) for rank in ranks if spoke[rank] > limit},
+            "late to end": {rank: round(ended[rank], 1) for rank in ranks if ended[rank] > limit},
+            "queued": {rank: round(self.queued.get(rank, 0.0), 1) for rank in ranks},
+        }
+
+
+def queued(pid: int) -> float:
+    """Seconds for which the main thread of a process was ready to run and had no processor."""
+    return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+
+
+def wait_for(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE
+    while not holds():
+        if time.monotonic() > end:
+            raise TimeoutError("the job did not get going")
+        time.sleep(0.02)
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return str(probe.getsockname()[1])
