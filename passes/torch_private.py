@@ -296,8 +296,9 @@ def numbered_checkpoints() -> Iterator[None]:
     """What torch.export traces inside a torch.utils.checkpoint region gets `meta["custom"][RECOMPUTE]`, its number.
 
     Models keep the public function in variables, so the generator that it runs around the region is replaced
-    (2.11-2.13). The original's hooks for saved tensors have nothing to do in a trace, and in nested regions they switch
-    gradients off. A region inside another belongs to the outer one, which recomputes it.
+    (2.11-2.13; from 2.14 on that is another function, and the old name, which is still there, does nothing). The
+    original's hooks for saved tensors have nothing to do in a trace, and in nested regions they switch gradients off.
+    A region inside another belongs to the outer one, which recomputes it.
     """
     numbers = itertools.count()
 
@@ -306,7 +307,8 @@ def numbered_checkpoints() -> Iterator[None]:
         with annotate({RECOMPUTE: next(numbers) if around is None else around}):
             yield
 
-    original = "_checkpoint_without_reentrant_generator"
+    names = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
+    original = next(name for name in names if hasattr(torch.utils.checkpoint, name))
     with replaced(torch.utils.checkpoint, original, numbered), preserve_node_meta():  # annotations reach the nodes
         yield
 

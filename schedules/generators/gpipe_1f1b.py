@@ -14,11 +14,31 @@ def gpipe(task: Task, rank: int) -> Order:
         F0.0  F0.1  F0.2               BW0.0  BW0.1  BW0.2
               F1.0  F1.1  F1.2  BW1.0  BW1.1  BW1.2
     """
+    return _breadth_first(task, rank)
+
+
+@each_rank
+def looped_bfs(task: Task, rank: int) -> Order:
+    """GPipe over v chunks a rank: stage after stage, all microbatches of each (Lamy-Poirier, arXiv 2211.05953).
+
+    Bubble (p-1)(T_F+T_B+T_W)/v if m >= p, peak memory m activations. torch begins the backwards of a stage with its
+    last microbatch. On 2 ranks, 2 chunks, 2 microbatches::
+
+        F0.0  F0.1  F2.0  F2.1                       BW2.0  BW2.1  BW0.0  BW0.1
+              F1.0  F1.1  F3.0  F3.1  BW3.0  BW3.1  BW1.0  BW1.1
+    """
+    return _breadth_first(task, rank)
+
+
+def _breadth_first(task: Task, rank: int) -> Order:
     write = Writer(task.microbatches)
-    for _ in range(task.microbatches):
-        write.f(rank)
-    for _ in range(task.microbatches):
-        write.bw(rank)
+    stages = task.placement.stages_of(rank)
+    for stage in stages:
+        for _ in range(task.microbatches):
+            write.f(stage)
+    for stage in reversed(stages):
+        for _ in range(task.microbatches):
+            write.bw(stage)
     return tuple(write.order)
 
 

@@ -67,6 +67,7 @@ FAMILIES = (
     Family("1f1b-overlap", gpipe_1f1b.overlapped_one_f_one_b),
     _interleaved("interleaved-1f1b", interleaved.interleaved_one_f_one_b),
     _interleaved("interleaved-1f1b-overlap", interleaved.overlapped_interleaved),
+    Family("looped-bfs", gpipe_1f1b.looped_bfs, "looped", chunks=2, free_chunks=True),
     Family("zb-h1", zb_h.zb_h1),
     Family("zb-h1-lazy", zb_h.zb_h1_lazy, options=("exact",)),
     Family("zb-h2", zb_h.zb_h2),
@@ -76,6 +77,7 @@ FAMILIES = (
     Family("zb-v", zb_v.zb_v, placement="v", chunks=2, aliases=("zbv-zero-bubble",)),
     Family("v-half", v_half_v_min.v_half, placement="v", chunks=2),
     Family("v-min", v_half_v_min.v_min, placement="v", chunks=2),
+    Family("1f1b-v", v_half_v_min.one_f_one_b_v, placement="v", chunks=2),
     Family("dualpipe", dualpipe.dualpipe, placement="dual", rule=WIDE_AND_EVEN),
     Family("dualpipe-v", dualpipe.dualpipe_v, placement="v", chunks=2, rule=WIDE),
 )

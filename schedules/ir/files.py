@@ -1,6 +1,6 @@
 """Schedules as files: CSV that torch's own loader reads, JSON with placement and costs, and the text grid.
 
-torch (distributed/pipelining/schedules.py, `_load_csv`, 2.11 to 2.13) expects one row per rank and one action per cell;
+torch (distributed/pipelining/schedules.py, `_load_csv`, 2.11 to 2.15) expects one row per rank and one action per cell;
 it reads schedules as format "compute_only" and lowered programs as "compute_comms". It knows no second model copy.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zbcompile.schedules.errors import ScheduleError
-from zbcompile.schedules.ir.actions import COMMUNICATION, Step, flatten
+from zbcompile.schedules.ir.actions import COMMUNICATION, SENDS, Step, flatten
 from zbcompile.schedules.ir.costs import Costs
 from zbcompile.schedules.ir.placement import Placement
 from zbcompile.schedules.ir.schedule import (
@@ -28,12 +28,13 @@ from zbcompile.schedules.ir.schedule import (
     parse_step,
 )
 
-PARAMETER_ACTION = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*")  # torch writes FSDP's actions among the others
+TORCHS_OWN = re.compile(r"\d+(UNSHARD|RESHARD|(WAIT_)?REDUCE_GRAD|WAIT_SEND_[FB])\d*")  # written among the others
 JSON_VERSION = 1
 
 
-def to_csv(program: Schedule | Lowered, letters: Letters = "torch") -> str:
-    """One row per rank, one action per cell.
+def to_csv(program: Schedule | Lowered, letters: Letters = "torch", waits: bool = False) -> str:
+    """One row per rank, one action per cell. `waits`: with the WAIT_SEND_F and WAIT_SEND_B that torch 2.15 expects in a
+    lowered program and earlier releases do not know: each before the rank's next send.
 
     >>> from zbcompile.schedules import build
     >>> print(to_csv(build("1f1b", ranks=2, microbatches=2)))
@@ -51,15 +52,27 @@ def to_csv(program: Schedule | Lowered, letters: Letters = "torch") -> str:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     for order in program.programs if isinstance(program, Lowered) else program.orders:
-        writer.writerow([format_step(step, letters) for step in order])
+        writer.writerow(_with_waits(order) if waits else [format_step(step, letters) for step in order])
     return out.getvalue()
+
+
+def _with_waits(order: Sequence[Step]) -> list[str]:
+    found: list[str] = []
+    waiting = ""
+    for step in order:
+        cell = format_step(step, "torch")
+        if step[0] in SENDS:
+            found += [waiting] * bool(waiting)
+            waiting = cell.replace("SEND", "WAIT_SEND")
+        found.append(cell)
+    return found + [waiting] * bool(waiting)
 
 
 def from_csv(text: str, name: str = "csv", placement: Placement | None = None) -> Schedule | Lowered:
     """Read what `to_csv` or torch's `_dump_csv` writes; a program with SEND and RECV comes back lowered.
 
-    Empty cells (torch's bubbles) and torch's UNSHARD, RESHARD and REDUCE_GRAD are not part of a schedule and are left
-    out. The placement is read off the rows unless it is given.
+    Empty cells (torch's bubbles) and torch's UNSHARD, RESHARD, REDUCE_GRAD and waits are not part of a schedule and are
+    left out. The placement is read off the rows unless it is given.
     """
     rows = [row for row in csv.reader(io.StringIO(text)) if row]
     programs = tuple(tuple(_cells(rank, row)) for rank, row in enumerate(rows))
@@ -75,7 +88,7 @@ def from_csv(text: str, name: str = "csv", placement: Placement | None = None) -
 def _cells(rank: int, row: Sequence[str]) -> list[Step]:
     steps = []
     for column, cell in enumerate(row):
-        if not cell.strip() or PARAMETER_ACTION.fullmatch(cell.strip()):
+        if not cell.strip() or TORCHS_OWN.fullmatch(cell.strip()):
             continue
         try:
             steps.append(parse_step(cell.strip()))
@@ -89,17 +102,18 @@ def infer_placement(orders: Sequence[Sequence[Step]]) -> Placement:
 
     >>> from zbcompile.schedules.ir.schedule import parse_order
     >>> infer_placement([parse_order("F0.0 F3.0"), parse_order("F1.0 F2.0")])
-    Placement(kind='v', ranks=2, chunks=2)
+    Placement(kind='v', ranks=2, chunks=2, owners=())
     """
-    ranks = len(orders)
     found = [tuple(sorted({action.stage for action in flatten(tuple(order))})) for order in orders]
-    stages = 1 + max(stage for owned in found for stage in owned)
-    looped = Placement("looped", ranks, max(1, stages // ranks))
-    for placement in (Placement("linear", ranks), Placement("v", ranks, 2), looped, Placement("dual", ranks)):
-        if [placement.stages_of(rank) for rank in range(ranks)] == found:
-            return placement
-    listing = "; ".join(f"rank {rank}: {', '.join(map(str, owned))}" for rank, owned in enumerate(found))
-    raise ScheduleError(f"stages by rank ({listing}) match no known placement; expected linear, v, looped or dual")
+    dual = Placement("dual", len(orders))
+    if len(orders) > 1 and [dual.stages_of(rank) for rank in range(dual.ranks)] == found:
+        return dual
+    owners = {stage: rank for rank, owned in enumerate(found) for stage in owned}
+    if all(found) and sorted(owners) == sorted(stage for owned in found for stage in owned) == [*range(len(owners))]:
+        return Placement.of_owners([owners[stage] for stage in range(len(owners))])
+    listing = "; ".join(f"rank {rank}: {', '.join(map(str, owned)) or 'none'}" for rank, owned in enumerate(found))
+    expected = "each of the stages 0 to n-1 on one rank, at least one on every rank (or two copies of the model, dual)"
+    raise ScheduleError(f"stages by rank ({listing}) match no placement; expected {expected}")
 
 
 class Document(NamedTuple):
@@ -116,7 +130,7 @@ def to_json(program: Schedule | Lowered, costs: Costs | None = None) -> str:
         "format": "zbcompile schedule",
         "version": JSON_VERSION,
         "name": schedule.name,
-        "placement": asdict(schedule.placement),
+        "placement": {name: value for name, value in asdict(schedule.placement).items() if value != ()},
         "microbatches": schedule.microbatches,
     }
     if schedule.barriers != 1:

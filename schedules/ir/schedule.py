@@ -6,7 +6,7 @@ or `0F3`, `0I3`, `0B3` (stage, operation, microbatch; torch's I is our B, its B 
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import zip_longest
 from operator import itemgetter
@@ -24,7 +24,8 @@ class Schedule:
 
     If there are vocabulary passes, `barriers` says what the backward of the last stage waits for: S of every shard (1)
     or T of every shard (2). `lookups` says that the embedding is sharded too: the first stage receives the rows that
-    all shards have looked up.
+    all shards have looked up. `programs` are the orders with their messages, if whoever made them has placed these:
+    `lower` keeps them.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Schedule:
     orders: tuple[tuple[Step, ...], ...]
     barriers: int = 1
     lookups: bool = False
+    programs: tuple[tuple[Step, ...], ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -98,6 +100,10 @@ class Lowered:
         """The grid of a schedule, with its messages."""
         return format_schedule(self)
 
+    def as_schedule(self) -> Schedule:
+        """The schedule that `lower` makes this program of."""
+        return replace(self.schedule, programs=self.programs)
+
 
 Letters = Literal["papers", "torch"]
 
@@ -108,8 +114,8 @@ _TORCH = re.compile(r"(\d+)([A-Z]+(?:_[FB])?)(\d+)")
 _PAPERS_PAIR = re.compile(r"\(([^|()]+)\|([^|()]+)\)")
 _TORCH_PAIR = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
 _HEADER = re.compile(
-    r"(\S+): (\d+) ranks, (\d+) microbatches, (\w+) placement, (\d+) chunks?(?:, (\d+) barriers)?(, lookups)?"
-    r"(, lowered)?"
+    r"(\S+): (\d+) ranks, (\d+) microbatches, (\w+(?::[\d,]+)?) placement, (\d+) chunks?(?:, (\d+) barriers)?"
+    r"(, lookups)?(, lowered)?"
 )
 
 
@@ -194,7 +200,8 @@ def format_schedule(program: Schedule | Lowered, letters: Letters = "papers", wi
 
 
 def _header(schedule: Schedule, lowered: bool) -> str:
-    kind, chunks = schedule.placement.kind, schedule.placement.chunks
+    placement, chunks = schedule.placement, schedule.placement.chunks
+    kind = str(placement) if placement.kind == "map" else placement.kind
     counts = f"{schedule.ranks} ranks, {schedule.microbatches} microbatches"
     plural = "" if chunks == 1 else "s"
     barriers = f", {schedule.barriers} barriers" * (schedule.barriers != 1)
@@ -240,7 +247,8 @@ def parse_schedule(text: str) -> Schedule | Lowered:
             raise ScheduleError(f"line {line!r}; expected 'rank R' with R from 0 to {len(orders) - 1} and its steps")
         orders[int(rank)] += map(parse_step, steps)
     programs = tuple(map(tuple, orders))
-    placement = Placement(kind, int(ranks), int(chunks))
+    known = kind.startswith("map:")
+    placement = Placement.parse(kind, int(ranks)) if known else Placement(kind, int(ranks), int(chunks))
     passes = int(barriers or 1), lookups is not None
     schedule = Schedule(name, placement, int(microbatches), compute_only(programs), *passes)
     return Lowered(schedule, programs) if lowered else schedule

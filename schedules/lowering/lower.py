@@ -26,7 +26,7 @@ from zbcompile.schedules.ir.actions import COMPUTE, Action, Pair, Step, flatten
 from zbcompile.schedules.ir.costs import Costs
 from zbcompile.schedules.ir.dependencies import RECEIVE_OF, SEND_OF, target
 from zbcompile.schedules.ir.kinds import KINDS
-from zbcompile.schedules.ir.schedule import Lowered, Schedule
+from zbcompile.schedules.ir.schedule import Lowered, Schedule, compute_only
 from zbcompile.schedules.lowering.collectives import Posts, post_collectives
 
 
@@ -45,13 +45,17 @@ Peers = dict[str, dict[int, Peer]]  # by operation, then by stage
 def lower(schedule: Schedule, costs: Costs | None = None) -> Lowered:
     """Place SEND, RECV and (with vocabulary passes) collective actions in every rank's order.
 
-    `costs` (default: uniform) only say when each receive will be needed; whatever they are, the program is safe.
+    `costs` (default: uniform) only say when each receive will be needed; whatever they are, the program is safe. A
+    schedule that brings its messages (`Lowered.as_schedule`) keeps them; `check` says whether they are safe.
+
     Raises `ScheduleError` if the orders wait for each other in a circle, which no placement of messages can resolve.
 
     >>> from zbcompile.schedules import build
     >>> " ".join(map(str, lower(build("1f1b", ranks=2, microbatches=1)).programs[0]))
     'F0.0 RECV_B0.0 SEND_F0.0 BW0.0'
     """
+    if schedule.programs and compute_only(schedule.programs) == schedule.orders:
+        return Lowered(replace(schedule, programs=()), schedule.programs)
     outcome = run(schedule, _positive(costs or Costs.uniform(schedule.stages)))
     require_finished(schedule, outcome)
     microbatches = tuple(range(schedule.microbatches))  # one object per number, not one per action

@@ -66,7 +66,7 @@ def _built(family: Family, problem: Problem) -> Schedule | None:
         return None
 
 
-_KINDS = {"linear": ("linear", "looped"), "looped": ("looped",), "v": ("v",), "dual": ("dual",)}
+_KINDS = {"linear": ("linear", "looped"), "looped": ("looped",), "v": ("v",), "dual": ("dual",), "map": ()}
 
 
 def _with_shards(schedule: Schedule, problem: Problem) -> Schedule:

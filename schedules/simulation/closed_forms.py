@@ -155,6 +155,12 @@ def _gpipe(name: str) -> ClosedForm:
     return _form(name, length, Formula(m * M_B), LINEAR)
 
 
+def _looped_bfs(name: str) -> ClosedForm:
+    waits = Or(FREE_HOPS, Ge((m - p) * Min(T_F, T_B + T_W), v * p * c))  # a lap is back before its chunk is due
+    length = Formula((m + (p - 1) / v) * T + 2 * (p - 1) * c, And(Ge(m, p), waits), "Lamy-Poirier, arXiv 2211.05953")
+    return _form(name, length, Formula(m * M_B), LOOPED)
+
+
 def _one_f_one_b(name: str) -> ClosedForm:
     """Only p microbatches circulate, so all but every p-th one pay for a way there and back."""
     length = Formula((m + p - 1) * T + _circulation(m) * c, true, MEASURED)
@@ -232,6 +238,12 @@ def _v_min(name: str) -> ClosedForm:
     return _form(name, length, Formula(floor((p + 4) / 3) * M_B, And(EQUAL_TIMES, Ge(m, 2 * p))), VEE)
 
 
+def _one_f_one_b_v(name: str) -> ClosedForm:
+    valid = And(EQUAL_TIMES, FREE_HOPS, Ge(p, 4), Eq(Mod(p, 3), 1), Ge(m, 2 * p))
+    length = Formula((m + p - 1) * T, valid, f"{CONTROLLABLE}; exact bubble: {MEASURED}")
+    return _form(name, length, Formula(floor((2 * p + 3) / 3) * M_B, And(EQUAL_TIMES, Ge(m, 2 * p))), VEE)
+
+
 def _dual_form(name: str, depth: Any, chunks: int, pairs: Any, messages: Any, peak: Any) -> ClosedForm:
     valid = And(Eq(T_F, T_B), Le(T_W, T_F), FREE_HOPS)
     idle = (depth - 1) * (T_P + (T_B - 2 * T_W) / chunks)
@@ -252,6 +264,7 @@ FORMS: Mapping[str, Callable[[str], ClosedForm]] = {
     "1f1b-overlap": _overlap,
     "interleaved-1f1b": _interleaved,
     "interleaved-1f1b-overlap": _interleaved_overlap,
+    "looped-bfs": _looped_bfs,
     "zb-h1": _zb_h1(Min(m, p + 1)),
     "zb-h1-lazy": _zb_h1(m),
     "zb-h2": _zb_h2,
@@ -261,6 +274,7 @@ FORMS: Mapping[str, Callable[[str], ClosedForm]] = {
     "zb-v": _zb_v,
     "v-half": _v_half,
     "v-min": _v_min,
+    "1f1b-v": _one_f_one_b_v,
     "dualpipe": lambda name: _dual_form(name, p / 2, 1, m - p - 1, LINEAR, p + 1),
     "dualpipe-v": lambda name: _dual_form(name, p, 2, 2 * (m - p) - 1, VEE, 2 * p + 1),
 }

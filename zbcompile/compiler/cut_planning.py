@@ -63,7 +63,7 @@ def _other_placements(placement: Placement) -> dict[str, list[int]]:
     found = {}
     if placement.kind != "v" and ranks > 1:
         found["a V schedule such as zb-v"] = _ranks_of(Placement("v", ranks, 2))
-    if ranks > 2:
+    if ranks > 2 and placement.kind != "map":
         found[f"{ranks // 2} ranks"] = _ranks_of(Placement(placement.kind, ranks // 2, placement.chunks))
     return found
 
@@ -77,7 +77,7 @@ def _limits(canonical: Canonical, line: Line, schedule: Schedule, choices: Choic
         return Limits(choices.boundary_bytes)
     waiting = [most_waiting(schedule, rank) for rank in range(schedule.ranks)]
     residency = Residency(Footprint(canonical, line, choices.optimizer_state), waiting)
-    return Limits(choices.boundary_bytes, choices.memory, len(schedule.placement.stages_of(0)), residency.bytes)
+    return Limits(choices.boundary_bytes, choices.memory, schedule.placement.chunks, residency.bytes)
 
 
 def _require_within(line: Line, edges: list[int], schedule: Schedule, limits: Limits) -> None:

@@ -3,15 +3,18 @@
 from zbcompile.errors import PipelineError
 from zbcompile.frontend.options import Options
 from zbcompile.model.batch import Batch
+from zbcompile.schedules.checking.schedule_rules import check
 from zbcompile.schedules.generators.registry import admits, find, smallest_microbatches
 from zbcompile.schedules.ir.schedule import Schedule
+from zbcompile.schedules.lowering.lower import lower
 from zbcompile.schedules.searching.by_name import build
 
 PROVISIONAL = "zb-v"  # until a searched layout is known: it admits any number of microbatches
 
 
 def choose_schedule(options: Options, ranks: int) -> Schedule:
-    """The schedule for `ranks` ranks. Raises ScheduleError or PipelineError for one that does not fit them."""
+    """The schedule for `ranks` ranks. Raises PipelineError for one that does not fit them, and ScheduleError for one
+    that `check` refuses; only for exact=True must it accumulate in the order of microbatches."""
     given, chunks = (PROVISIONAL, None) if is_searched(options) else (options.schedule, options.chunks)
     if isinstance(given, str):
         return build(given, ranks, options.microbatches or _usual_count(given, ranks, chunks), chunks=chunks)
@@ -24,6 +27,7 @@ def choose_schedule(options: Options, ranks: int) -> Schedule:
         raise PipelineError(
             f"microbatches={options.microbatches}, but the schedule {given.name} is for {given.microbatches}."
         )
+    check(lower(given) if given.programs else given, weight_order=None if options.exact else "any")
     return given
 
 

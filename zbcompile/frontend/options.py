@@ -26,7 +26,7 @@ def _read_example(given: Any) -> Any:
 
 
 SCHEDULE = accept(
-    lambda given: isinstance(given, str | Schedule), "a name, a schedule file or a Schedule", metavar="NAME"
+    lambda given: isinstance(given, str | Schedule | Lowered), "a name, a schedule file or a Schedule", metavar="NAME"
 )
 MESH = accept(lambda given: isinstance(given, DeviceMesh), "a DeviceMesh")
 EXAMPLE = Kind(_read_example, "(args, kwargs) of one batch")
@@ -38,7 +38,8 @@ class Options(Choices, StepOptions):
     for a value that an option cannot have.
 
     Args:
-        schedule: A name in any spelling (`zbcompile.schedules.names()`), a .csv, .json or .txt file, or a `Schedule`.
+        schedule: A name in any spelling (`zbcompile.schedules.names()`), a .csv, .json or .txt file, or a `Schedule`;
+            with messages (a `Lowered`, or such a file) these are kept. Weight gradients accumulate in its order of W.
             "auto" searches placement, cuts, recomputation (with a limit of memory), the number of microbatches (if not
             given) and the order by cost, when the first batch is there (docs/search.md).
         search_seconds: How long "auto" may search.
@@ -82,8 +83,9 @@ class Options(Choices, StepOptions):
         for name in OPTIONS:
             object.__setattr__(self, name, checked(name, getattr(self, name)))
         if isinstance(self.schedule, str) and self.schedule.endswith((".csv", ".json", ".txt")):
-            loaded = load(self.schedule)
-            object.__setattr__(self, "schedule", loaded.schedule if isinstance(loaded, Lowered) else loaded)
+            object.__setattr__(self, "schedule", load(self.schedule))
+        if isinstance(self.schedule, Lowered):
+            object.__setattr__(self, "schedule", self.schedule.as_schedule())
         check_backend(self.backend, self.exact)
 
     @property

@@ -21,13 +21,13 @@ from zbcompile.model.placements import Placements
 from zbcompile.passes.capture.training_step import LossFunction
 from zbcompile.passes.compile_options import Barriers, Recompute
 from zbcompile.runtime.make_engine import make_engine
-from zbcompile.schedules.ir.schedule import Schedule
+from zbcompile.schedules.ir.schedule import Lowered, Schedule
 
 
 class Keywords(TypedDict, total=False):
     """The keywords of `zbcompile.pipeline` with their types, for editors; `Options` describes each."""
 
-    schedule: str | Schedule
+    schedule: str | Schedule | Lowered
     microbatches: int | None
     ranks: int | None
     loss: LossFunction | None

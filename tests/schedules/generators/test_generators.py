@@ -21,6 +21,7 @@ PROMISED_PEAK: dict[str, Callable[[int, int], int]] = {
     "1f1b-overlap": lambda p, m: min(m, 2 * p),
     "interleaved-1f1b": lambda p, m: min(2 * m, _group(p, m) + 2 * p - 1),
     "interleaved-1f1b-overlap": lambda p, m: min(2 * m, _group(p, m) + 2 * p),
+    "looped-bfs": lambda p, m: 2 * m,
     "zb-h1": lambda p, m: min(m, p),
     "zb-h1-lazy": lambda p, m: min(m, p),
     "zb-h2": lambda p, m: min(m, 2 * p - 1),
@@ -30,6 +31,7 @@ PROMISED_PEAK: dict[str, Callable[[int, int], int]] = {
     "zb-v": lambda p, m: min(2 * m, 2 * p),
     "v-half": lambda p, m: min(2 * m, 2 * ((p + 2) // 2)),
     "v-min": lambda p, m: min(2 * m, 2 * ((p + 4) // 3)),
+    "1f1b-v": lambda p, m: min(2 * m, 2 * ((2 * p + 3) // 3)),
     "dualpipe": lambda p, m: p + 1,
     "dualpipe-v": lambda p, m: 2 * p + 1,
     "auto": lambda p, m: 2 * m,  # without a limit it promises none

@@ -12,7 +12,17 @@ from zbcompile import schedules
 from zbcompile.schedules import Costs, ScheduleError, admits, build, names, smallest_microbatches
 
 LINEAR = ("gpipe", "1f1b", "eager-1f1b", "1f1b-overlap", "zb-h1", "zb-h1-lazy", "zb-h2", "zb-1p", "zb-2p")
-CHUNKED = ("interleaved-1f1b", "interleaved-1f1b-overlap", "interleaved-zb", "zb-v", "v-half", "v-min", "dualpipe-v")
+CHUNKED = (
+    "looped-bfs",
+    "1f1b-v",
+    "interleaved-1f1b",
+    "interleaved-1f1b-overlap",
+    "interleaved-zb",
+    "zb-v",
+    "v-half",
+    "v-min",
+    "dualpipe-v",
+)
 CANONICAL = (*LINEAR, *CHUNKED, "dualpipe", "auto")
 
 
@@ -30,6 +40,8 @@ def test_any_spelling_builds_the_same(spelling: str) -> None:
     ("theirs", "ours"),
     [
         ("ScheduleGPipe", "gpipe"),
+        ("ScheduleLoopedBFS", "looped-bfs"),
+        ("1f1bv", "1f1b-v"),
         ("Schedule1F1B", "1f1b"),
         ("ScheduleInterleaved1F1B", "interleaved-1f1b"),
         ("ScheduleInterleavedZeroBubble", "interleaved-zb"),

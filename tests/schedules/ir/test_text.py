@@ -104,7 +104,7 @@ def test_program_with_messages_comes_back_lowered() -> None:
     [
         ("0F0,0X0\n", "CSV row 1, cell 2: '0X0' is not an action"),
         ("", "holds no actions; expected one row of actions per rank"),
-        ("0F0\n3F0\n", r"rank 0: 0; rank 1: 3\) match no known placement"),
+        ("0F0\n3F0\n", r"rank 0: 0; rank 1: 3\) match no placement"),
     ],
 )
 def test_broken_csv(text: str, message: str) -> None:
@@ -144,7 +144,8 @@ def test_json_of_a_later_version() -> None:
         ("", "first line ''; expected 'NAME: P ranks"),
         ("x: 2 ranks, 1 microbatches, linear placement, 1 chunk\nrank 2  F0.0", "with R from 0 to 1"),
         ("x: 2 ranks, 1 microbatches, ring placement, 1 chunk", "placement 'ring'; expected one of linear, looped"),
-        ("x: 2 ranks, 1 microbatches, v placement, 3 chunks", "placement 'v' of 2 ranks with 3 chunks each"),
+        ("x: 2 ranks, 1 microbatches, v placement, 1 chunk", "placement 'v' of 2 ranks with 1 chunks each"),
+        ("x: 2 ranks, 1 microbatches, map:0,2 placement, 1 chunk", "expected ranks 0 to 1, each with a stage"),
     ],
 )
 def test_broken_grid(text: str, message: str) -> None:
@@ -188,7 +189,10 @@ def test_unknown_ending(tmp_path) -> None:
         Placement("looped", 4, 2),
         Placement("looped", 3, 4),
         Placement("v", 4, 2),
+        Placement("v", 2, 4),
+        Placement("v", 3, 3),
         Placement("dual", 4),
+        Placement("map", 2, 3, (0, 0, 1, 1, 0)),
     ],
 )
 def test_placement_is_read_off_the_rows(placement: Placement) -> None:

@@ -18,7 +18,7 @@ COMM_OPS = ("SEND_F", "SEND_B")
 def draw_schedule(name: str, generator: random.Random) -> Schedule:
     while True:
         ranks, microbatches = generator.choice((1, 2, 3, 4, 4, 6, 7, 8)), generator.randint(1, 30)
-        chunks = generator.randint(2, 4) if name.startswith("interleaved") else None
+        chunks = generator.randint(2, 4) if name.startswith(("interleaved", "looped")) else None
         if generator.random() < 0.5:
             microbatches = ranks * generator.randint(1, 4)
         try:
