@@ -1,0 +1,131 @@
+"""Orders that torch's own tests run, and others that no name has: given as a file or an object, with eager's bits."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from torch.distributed.pipelining import schedules as torch_schedules
+
+import zbcompile
+from tests.support.oracle import PROBLEMS
+from tests.support.training import Case, Trained, assert_bitwise, assert_close, compiled_once, eager, train
+from zbcompile.schedules import (
+    Action,
+    Costs,
+    Lowered,
+    Placement,
+    Schedule,
+    ScheduleError,
+    build,
+    check,
+    from_csv,
+    load,
+    lower,
+    save,
+    search,
+    simulate,
+    to_csv,
+)
+
+# One rank a line, in torch's letters, as the schedules that torch keeps for its tests: a V, five stages on two ranks,
+# weight gradients apart, and the messages of a batch of backwards behind all of these.
+FILES = {
+    "v": "0F0,,,3F0,3B0,,,0B0\n,1F0,2F0,,,2B0,1B0,\n",
+    "unbalanced": "0F0,1F0,,,4F0,4B0,,,1B0,0B0\n,,2F0,3F0,,,3B0,2B0,,\n",
+    "weights": "0F0,0F1,2F0,2F1,,2I0,2W0,0I0,2I1,0W0,0I1,2W1,0W1\n,1F0,1F1,3F0,3I0,3F1,1I0,3I1,3W0,1I1,1W0,3W1,1W1\n",
+    "messages": "0F0,0F1,0SEND_F0,0SEND_F1,0RECV_B0,0RECV_B1,0B0,0B1\n"
+    "1RECV_F0,1RECV_F1,1F0,1F1,1B0,1B1,1SEND_B0,1SEND_B1\n",
+    "waits": "0F0,0SEND_F0,0WAIT_SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD,0WAIT_REDUCE_GRAD\n"
+    "1UNSHARD,1RECV_F0,1F0,1B0,1SEND_B0,1WAIT_SEND_B0,1RESHARD\n",
+    "last first": "0F0,0F1,0F2,0B2,0B1,0B0\n1F0,1F1,1F2,1I2,1I1,1I0,1W0,1W2,1W1\n",
+}
+
+
+def step_of(schedule: Schedule | Lowered | str, exact: bool = True) -> tuple[zbcompile.Pipeline, Trained]:
+    """One step of the oracle's net; the schedule alone says how many ranks and microbatches there are."""
+    problem = PROBLEMS["mlp"]
+    pipe = zbcompile.pipeline(problem.model(), schedule=schedule, loss=problem.loss, exact=exact)
+    given = pipe.options.schedule
+    assert isinstance(given, Schedule)
+    with compiled_once("mlp", exact):
+        return pipe, train(pipe, Case("mlp", given.name, given.ranks, given.microbatches, steps=1))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_an_order_of_torch_runs_as_a_file(name: str, tmp_path: Path) -> None:
+    """Every order of torch's tests with eager's bits; one whose W do not ascend only where exact=True is not asked."""
+    path = tmp_path / f"{name}.csv"
+    path.write_text(FILES[name], encoding="utf-8")
+    if name != "last first":
+        pipe, ours = step_of(str(path))
+        assert_bitwise(ours, eager("mlp", pipe.program.schedule.microbatches, 1))
+        return
+    pipe, ours = step_of(str(path), exact=False)
+    assert_close(ours, eager("mlp", 3, 1))
+    assert pipe.program.schedule.weight_order(1) == (0, 2, 1)
+    with pytest.raises(ScheduleError, match="weight gradients of stage 0 run microbatch 2 before 1"):
+        step_of(str(path))
+
+
+def test_messages_of_a_program_stay_where_they_are(tmp_path: Path) -> None:
+    """The program that was given runs, not what `lower` would make of its order; one that could hang is refused."""
+    given = from_csv(FILES["messages"])
+    assert isinstance(given, Lowered)
+    assert given.programs != lower(given.schedule).programs
+    pipe, ours = step_of(given)
+    assert pipe.program.lowered.programs == given.programs
+    assert_bitwise(ours, eager("mlp", 2, 1))
+    late = given.programs[0][:-4] + given.programs[0][-3:-2] + given.programs[0][-4:-3] + given.programs[0][-2:]
+    with pytest.raises(ScheduleError, match=r"channel 1 -> 0: message 0 is SEND_B1.0, but rank 0 posts RECV_B0.1"):
+        step_of(replace(given, programs=(late, given.programs[1])))
+
+
+def breadth_first(placement: Placement, microbatches: int) -> Schedule:
+    orders = []
+    for rank in range(placement.ranks):
+        stages = placement.stages_of(rank)
+        passes = [("F", s) for s in stages] + [(op, s) for s in reversed(stages) for op in "BW"]
+        orders.append(tuple(Action(op, s, m) for op, s in passes for m in range(microbatches)))
+    return Schedule("mine", placement, microbatches, tuple(orders))
+
+
+@pytest.mark.parametrize("owners", [(0, 0, 1, 1, 0), (2, 0, 1, 1, 0, 2, 2), (0, 1, 1, 0, 0, 1, 1, 0)], ids=str)
+def test_any_map_of_stages_to_ranks(owners: tuple[int, ...], tmp_path: Path) -> None:
+    """Checked, lowered, drawn, searched, read back from every kind of file, and run."""
+    schedule = breadth_first(Placement.of_owners(owners), 3)
+    check(schedule)
+    lowered = lower(schedule)
+    check(lowered)
+    for ending in ("csv", "json", "txt"):
+        save(lowered, tmp_path / f"mine.{ending}")
+        assert load(tmp_path / f"mine.{ending}") == lowered
+    found = search(Costs.uniform(len(owners)), schedule.ranks, 3, placements=[str(schedule.placement)], moves=50)
+    assert found.simulation.makespan <= simulate(schedule, Costs.uniform(len(owners))).makespan
+    check(found.schedule)
+    pipe, ours = step_of(found.schedule)
+    assert {stage: pipe.program.rank_of(stage) for stage in range(len(owners))} == dict(enumerate(owners))
+    assert_bitwise(ours, eager("mlp", 3, 1))
+
+
+def test_torchs_messages_are_safe_here(tmp_path: Path) -> None:
+    """What torch's runtime makes of its own order passes our check of messages, blocking sends included."""
+    count = {"num_stages": 4, "group_size": 2, "group_rank": 0}
+    stages = [SimpleNamespace(**count, submod=None, stage_index=i, is_last=False) for i in (0, 2)]
+    theirs = torch_schedules.ScheduleInterleavedZeroBubble(stages, 4)  # type: ignore[arg-type]
+    theirs._dump_csv(str(tmp_path / "comms.csv"), format="compute_comms")
+    program = load(tmp_path / "comms.csv")
+    assert isinstance(program, Lowered)
+    check(program)
+
+
+def test_waits_of_sends_are_written_on_demand() -> None:
+    """torch 2.15 reads a lowered program only with one wait per send; earlier releases do not know the word."""
+    lowered = lower(build("1f1b", 2, 2))
+    text = to_csv(lowered, waits=True)
+    assert (
+        text.splitlines()[1] == "1RECV_F0,1F0,1RECV_F1,1SEND_B0,1B0,1F1,1WAIT_SEND_B0,1SEND_B1,1B1,1WAIT_SEND_B1"
+        or text
+    )
+    assert text.count("WAIT_SEND") == to_csv(lowered).count("SEND")
+    assert from_csv(text, "1f1b") == lowered
