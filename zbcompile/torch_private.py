@@ -47,6 +47,11 @@ def fingerprint(model: torch.nn.Module) -> list[Any]:
     return found
 
 
+def wrapper_like(cls: Any, like: torch.Tensor) -> Any:
+    """A tensor of a subclass without memory of its own (2.11-2.13: no public way to make one)."""
+    return torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)  # type: ignore
+
+
 def group_called(name: str) -> dist.ProcessGroup:
     """The process group of this name, by which functional collectives find it (2.11-2.13: no public function does)."""
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type, no-any-return]

@@ -56,6 +56,9 @@ class Alone:
                 raise own_fault(self.position, error).error() from error
             self.position.leave()
 
+    def apart(self, what: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
     def known_to_all(self, error: Exception) -> Exception:
         return error
 
@@ -115,6 +118,18 @@ class Watch:
                 self.inside = before
             self.position.leave()
             self.progress.mark()
+
+    @contextlib.contextmanager
+    def apart(self, what: str) -> Iterator[None]:
+        """Wrap a wait for what ranks have begun together, which each of them may come to anywhere."""
+        if self.inside:
+            yield
+            return
+        try:
+            with self.position.waiting(what):
+                yield
+        except BaseException as error:
+            raise self._explain(error) from error
 
     def known_to_all(self, error: Exception) -> Exception:
         """`error` is about to be raised, and every other rank raises one for the same reason."""

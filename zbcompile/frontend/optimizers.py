@@ -65,6 +65,11 @@ class Optimizers:
         return tuple(each for each in self.made if each.wanted.updates_early and self.ranks.replicas.synchronise)
 
     @property
+    def all_early(self) -> bool:
+        """Whether a rank that ends a step before another one would not update any more if that one fails."""
+        return bool(self.made) and all(each.wanted.updates_early for each in self.made)
+
+    @property
     def validating(self) -> tuple[PipelineOptimizer, ...]:
         """Those whose last update the next step may have to correct."""
         return tuple(each for each in self.made if each.wanted.validates)

@@ -19,7 +19,7 @@ from zbcompile.optimizer.parameter_groups import Predicate
 from zbcompile.optimizer.pipeline_optimizer import PipelineOptimizer
 from zbcompile.optimizer.wanted import Wanted
 from zbcompile.runtime.engine import StepInput
-from zbcompile.runtime.shared_gradients import total_loss
+from zbcompile.runtime.losses import Losses
 
 if TYPE_CHECKING:  # torch's pipelining takes a second to import
     from zbcompile.torch_pipelining.as_schedule import ScheduleLike
@@ -59,20 +59,24 @@ class Pipeline(ForwardCalls):
         >>> pipe.step(microbatches=[((part,), {}, goal) for part, goal in packed])       # doctest: +SKIP
         """
         given = {"target": target, "microbatches": microbatches, "return_outputs": return_outputs}
-        found, outputs = self.step_losses(*args, **given, **kwargs)
-        loss = total_loss(found, self.options.loss_reduction)
+        found, outputs = self._run_step(*args, **given, **kwargs)
+        loss = found.total(self.options.loss_reduction)
         return (loss, outputs) if return_outputs else loss
 
-    def step_losses(
+    def step_losses(self, *args: Any, **kwargs: Any) -> tuple[list[torch.Tensor], Any]:
+        """As `step`, but returns the loss of every microbatch, not yet divided by their number; and the outputs, None
+        if they were not asked for."""
+        found, outputs = self._run_step(*args, **kwargs)
+        return found.read(), outputs
+
+    def _run_step(
         self,
         *args: Any,
         target: Any = None,
         microbatches: Given | None = None,
         return_outputs: bool | str = False,
         **kwargs: Any,
-    ) -> tuple[list[torch.Tensor], Any]:
-        """As `step`, but returns the loss of every microbatch, not yet divided by their number; and the outputs, None
-        if they were not asked for."""
+    ) -> tuple[Losses, Any]:
         require_where(return_outputs)
         with self._watch.region(f"step {self.step_index}"):
             if torch.is_inference_mode_enabled():
@@ -147,6 +151,7 @@ class Pipeline(ForwardCalls):
             sharded=self._optimizers.sharded,
             early=self._optimizers.early,
             validating=self._optimizers.validating,
+            ahead=self._optimizers.all_early,
         )
 
     @contextmanager
@@ -201,8 +206,9 @@ class Pipeline(ForwardCalls):
                 are in a last group with `options`.
             zero: 0, or with "dp" in the mesh 1 to divide the optimizer's state among replicas, 2 its gradients too.
             clip: the norm to which `optimizer.step()` clips all its gradients, None for no limit.
-            early: update each stage within `pipe.step`. Not available yet.
-            validate: "before", or "after" to check the norm behind the updates. Not available yet.
+            early: update each stage within `pipe.step`, which then returns before other ranks have ended it: the loss
+                is completed when it is read, which waits for them.
+            validate: "before", or "after" to update early although the norm is known later, and to correct the update.
 
         Raises PipelineError, on every rank.
 

@@ -9,7 +9,7 @@ from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.program.output import Output
 from zbcompile.runtime.engine import Executable, Made
-from zbcompile.runtime.shared_gradients import total_loss
+from zbcompile.runtime.losses import total_loss
 
 WHERE = (False, True, "last")
 

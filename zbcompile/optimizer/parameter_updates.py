@@ -29,6 +29,7 @@ class ParameterUpdates(Optimizer):
     """
 
     _inner: Optimizer
+    numbers: dict[str, int]  # the group of every parameter of the model that it trains
     closed = False
 
     def prepare(self, wanted: Wanted, ranks: Ranks) -> None:
@@ -97,21 +98,23 @@ class ParameterUpdates(Optimizer):
             self._take()
             update.begin_update(stage)
             tensors = update.tensors_of(stage)
-            if validation is None or validation.may_update(stage, tensors, update.counted(stage)):
-                if validation is not None:
-                    validation.keep(tensors, self.state)
+            may_update = validation is None or validation.may_update(stage, tensors, update.counted(stage))
+            if validation is not None and validation.is_last(stage):
+                validation.begin_total(update.counted())
+            if validation is not None and may_update:
+                validation.keep(tensors, self.state)
+            if may_update:
                 self._step_inner(tensors)
             update.end_update(stage)
-            if validation is not None and stage == LATE:
-                validation.begin_total(update.counted())
 
     def _begin_validation(self) -> PostValidation:
         program, ranks, inverse = self.trained.program, self._ranks, None
         stages = 0 if ranks.rank is None or program.copies > 1 else len(program.stages_of(ranks.rank))
+        late = any(self.trained.stage_of(name) == LATE for name in self.numbers.keys() & program.trained)
         if self._scaler is not None:
             scale = torch.tensor(self._scaler.get_scale(), dtype=torch.float64, device=ranks.device)
             inverse = scale.reciprocal().float()
-        return PostValidation(ranks, self.wanted.clip, inverse, stages)
+        return PostValidation(ranks, self.wanted.clip, inverse, stages, late or not stages)
 
     def take(self) -> None:
         """Take the gradients that a step of the pipeline has left."""

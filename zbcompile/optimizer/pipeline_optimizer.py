@@ -33,7 +33,7 @@ class PipelineOptimizer(ParameterUpdates):
     def __init__(self, wanted: Wanted, ranks: Ranks, made: "list[PipelineOptimizer]") -> None:
         self.prepare(wanted, ranks)
         self._made = made
-        self.numbers: dict[str, int] = {}
+        self.numbers = {}
         self._rule = require_divisible(wanted.kind, wanted.zero, ranks.mesh) if wanted.zero else rule_of(wanted.kind)
         self._predicates, options = read_groups(wanted.groups)
         inner = wanted.make([{**each, "params": []} for each in options])

@@ -12,6 +12,7 @@ from zbcompile.distributed.ranks import Ranks
 from zbcompile.optimizer.early_update import EarlyUpdate, Options
 from zbcompile.optimizer.gradient_norm import as_norm, begin_sum, squares_of
 from zbcompile.optimizer.speculation import Speculation, Verdict
+from zbcompile.runtime.sharded_updates import LATE
 from zbcompile.torch_private import unscale_and_find_infinities
 
 TAG = 1 << 30  # above those of the pipeline's messages
@@ -49,7 +50,8 @@ def _copied(value: Any) -> Any:
 class PostValidation:
     """One update of an optimizer on this process, from its first stage to the verdict on all gradients.
 
-    `inverse` is what a GradScaler multiplies gradients by, `stages` how many stages update before the end of the step.
+    `inverse` is what a GradScaler multiplies gradients by, `stages` how many stages update before the end of the step,
+    `late` says whether some rank updates more at its end.
     `squares` are those of the gradients that this process counts, `before` the sum over the ranks before this one, and
     whether they have met an infinity. `gradients` are those that the update has used, `made` says with which options.
     """
@@ -58,6 +60,7 @@ class PostValidation:
     clip: float | None
     inverse: torch.Tensor | None
     stages: int
+    late: bool
     speculation: Speculation = field(default_factory=Speculation)
     squares: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
     kept: list[Kept] = field(default_factory=list)
@@ -108,6 +111,10 @@ class PostValidation:
             return "skipped"
         return "as it is" if self.clip is None or self.clip / (norm + 1e-6) >= 1.0 else "clipped"
 
+    def is_last(self, stage: int) -> bool:
+        """Whether all gradients of this rank are weighed with this stage; the same kind of place on every rank."""
+        return stage == LATE if self.late else self.weighed == self.stages
+
     def begin_total(self, counted: Iterable[torch.Tensor]) -> None:
         """All stages are weighed: begin to add up what all processes count, in the order of `counted`."""
         self.total, work = begin_sum([self.squares[gradient] for gradient in counted], self.ranks)
@@ -118,7 +125,8 @@ class PostValidation:
 
     def settle(self) -> tuple[Verdict, bool]:
         """Wait for what all gradients say, and whether the updates stand."""
-        with self.ranks.watch.position.waiting("the norm of all gradients"):
+        watch, what = self.ranks.watch, "the norm of all gradients"
+        with watch.apart(what), watch.position.waiting(what):
             while self.works:
                 self.works.pop().wait()
         self.norm = as_norm(self.total)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from zbcompile.runtime.data_parallel import Reduction, start_reduction
 from zbcompile.runtime.engine import Executable, StepInput, StepResult, StepRuns, losses_of, outputs_of
 from zbcompile.runtime.equal_results import EqualResults, written_buffers
 from zbcompile.runtime.gradient_buffers import Gradients
+from zbcompile.runtime.losses import Losses
 from zbcompile.runtime.recorder import Recorder, make_record
 from zbcompile.runtime.sharded_updates import LATE
 from zbcompile.runtime.shared_gradients import share_losses, sum_shared
@@ -66,10 +68,17 @@ class DistributedEngine:
             if recorder is not None:
                 self.end_recording(recorder)
             results = reduction.results()
-            shared, news = share_losses(program, losses, ranks, self.equal.has_news(executable, results))
+            shared, news, work = share_losses(program, losses, ranks, self.equal.has_news(executable, results))
+            found = Losses(shared[:, 0].unbind(), partial(self._wait, work))
+            if self.equal.pending or not given.ahead:
+                found.read()
         if self.equal.pending and news:
             self.equal.compare(executable, results, shared)
-        return StepResult(list(shared[:, 0].unbind()), outputs_of([run]))
+        return StepResult(found, outputs_of([run]))
+
+    def _wait(self, work: dist.Work) -> None:
+        with self.ranks.watch.apart("the losses of all ranks"):
+            work.wait()
 
     def carry_out(self, runs: Sequence[RankRun]) -> None:
         (run,) = runs

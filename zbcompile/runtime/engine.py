@@ -17,6 +17,7 @@ from zbcompile.program.program import Program
 from zbcompile.runtime.action_loop import RankRun
 from zbcompile.runtime.data_parallel import Sum
 from zbcompile.runtime.gradient_buffers import Gradients
+from zbcompile.runtime.losses import Losses
 from zbcompile.runtime.rank_plan import RankPlan, Stages, plan_rank
 from zbcompile.runtime.recorder import Labels, Recorder
 from zbcompile.runtime.sharded_updates import Early, Sharded
@@ -33,8 +34,8 @@ from zbcompile.torch_private import profiler_is_on
 @dataclass(frozen=True)
 class StepInput:
     """One step: the tensors of each microbatch by input path, which step it is, how losses combine, how a GradScaler
-    scales the loss, the parameters that replicas update in parts, the optimizers that update stage by stage, and those
-    whose last update is still to be validated."""
+    scales the loss, the parameters that replicas update in parts, the optimizers that update stage by stage, those
+    whose last update is still to be validated, and whether the rank goes on before all have ended the step."""
 
     microbatches: list[dict[str, torch.Tensor]]
     index: int
@@ -45,6 +46,7 @@ class StepInput:
     sharded: Sequence[Sharded] = ()
     early: Sequence[Early] = ()
     validating: Sequence[Early] = ()
+    ahead: bool = False
 
 
 class Ordered(NamedTuple):
@@ -100,10 +102,10 @@ Made = dict[str, dict[int, torch.Tensor]]  # by leaf of the output, then by micr
 
 
 class StepResult(NamedTuple):
-    """The loss of each microbatch of all replicas, and the leaves of the model's output that this process's stages have
-    made, if the program returns them."""
+    """The losses of the microbatches of all replicas, and the leaves of the model's output that this process's stages
+    have made, if the program returns them."""
 
-    losses: list[torch.Tensor]
+    losses: Losses
     made: Made
 
 

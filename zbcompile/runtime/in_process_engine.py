@@ -15,6 +15,7 @@ from zbcompile.program.program import Program
 from zbcompile.runtime.action_loop import RankRun
 from zbcompile.runtime.engine import Executable, StepInput, StepResult, StepRuns, losses_of, outputs_of
 from zbcompile.runtime.gradient_buffers import Gradients
+from zbcompile.runtime.losses import Losses
 from zbcompile.runtime.recorder import Recorder, make_record
 from zbcompile.runtime.sharded_updates import LATE
 from zbcompile.runtime.shared_gradients import sum_shared_in_process
@@ -62,7 +63,7 @@ class InProcess:
         if recorder is not None:
             self.end_recording(recorder)
         found = [losses[i].detach() for i in range(program.schedule.microbatches)]
-        return StepResult(found, outputs_of(runs))
+        return StepResult(Losses(found), outputs_of(runs))
 
 
 def interleave(ranks: Sequence[RankRun]) -> None:

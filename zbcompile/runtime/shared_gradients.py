@@ -7,7 +7,6 @@ model copies (DualPipe) the first has the lower microbatches: its sums are folde
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
 
 import torch
 import torch.distributed as dist
@@ -103,19 +102,14 @@ class _Link:
         return buffers
 
 
-def total_loss(losses: Sequence[torch.Tensor], reduction: str) -> torch.Tensor:
-    """The step's loss: the sum over microbatches, in their order, of loss_i / m (`mean`) or of loss_i (`sum`)."""
-    return reduce(torch.add, [loss / len(losses) if reduction == "mean" else loss for loss in losses])
-
-
 def share_losses(
     program: Program, own: Mapping[int, torch.Tensor], ranks: GroupRanks, news: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Give every rank the loss of every microbatch of all replicas, as every rank along "tp" computed it: a tensor
-    [replicas x microbatches, tp]. Beside it, how many ranks have `news`, on the device.
+) -> tuple[torch.Tensor, torch.Tensor, dist.Work]:
+    """Begin to give every rank the loss of every microbatch of all replicas, as every rank along "tp" computed it: a
+    tensor [replicas x microbatches, tp]. Beside it, how many ranks have `news`, on the device.
 
-    Each has one owner and the other ranks add zeros, which changes no bit, so that no rank ends its step before all
-    have run their passes: one that did would update its parameters although another rank has failed.
+    Each has one owner and the other ranks add zeros, which changes no bit. Whoever waits does not end its step before
+    all have run their passes, and so does not update its parameters although another rank has failed.
     """
     count, mesh = program.schedule.microbatches, ranks.mesh
     shape = (ranks.replicas.count * count + 1, mesh.size("tp"))
@@ -123,5 +117,5 @@ def share_losses(
     for microbatch, loss in own.items():
         shared[ranks.replicas.rank * count + microbatch, mesh.index("tp")].copy_(loss)
     shared[-1] += news
-    dist.all_reduce(shared, group=ranks.everyone)
-    return shared[:-1], shared[-1, 0]
+    work = dist.all_reduce(shared, group=ranks.everyone, async_op=True)
+    return shared[:-1], shared[-1, 0], work

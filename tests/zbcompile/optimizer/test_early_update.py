@@ -1,12 +1,14 @@
 """A stage that updates as soon as its gradients are summed, inside of the step, changes no bit; what contradicts it is
 refused."""
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.optim import SGD, AdamW, Muon
 
 import zbcompile
@@ -181,3 +183,43 @@ def test_after_a_step_that_failed_half_way_only_a_checkpoint_helps(
     assert_same_tensors(pipe.state_dict(full=True), before, "state dict:")
     pipe.step(*batch.args, target=batch.target)
     optimizer.step()
+
+
+class PatientSGD(SGD):
+    """Its update on the second rank waits until the first rank has gone on to its next step."""
+
+    elementwise = True
+    sign: Path | None = None
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        end = time.monotonic() + 20
+        while self.sign is not None and dist.get_rank() == 1 and not self.sign.exists():
+            assert time.monotonic() < end, "the first rank has waited for this one"
+            time.sleep(0.01)
+        super().step(closure)
+
+
+def ahead(folder: str, options: dict[str, Any]) -> tuple[list[float], list[str], dict[str, Any]]:
+    pipe, batches = pipeline("mlp", "1f1b")
+    optimizer = pipe.optimizer(PatientSGD, lr=0.1, **options)
+    losses = []
+    for number, batch in enumerate(batches):
+        PatientSGD.sign = Path(folder, str(number)) if optimizer.wanted.updates_early else None
+        losses.append(pipe.step(*batch.args, target=batch.target))
+        if dist.get_rank() == 0:
+            Path(folder, str(number)).touch()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [float(each) for each in losses], [type(each).__name__ for each in losses], pipe.state_dict(full=True)
+
+
+@pytest.mark.parametrize("options", [{"early": True}, {"validate": "after", "clip": 1e6}], ids=str)
+def test_a_step_returns_before_other_ranks_have_updated(options: dict[str, Any], pool: Pool, tmp_path: Path) -> None:
+    """Its loss is read later. An optimizer that is not early waits for all ranks."""
+    usual, folder = {key: value for key, value in options.items() if key == "clip"}, tmp_path / "early"
+    folder.mkdir()
+    found = [pool.run(ahead, str(where), given, ranks=2) for where, given in ((tmp_path, usual), (folder, options))]
+    for late, early in zip(*found, strict=True):
+        assert early[0] == late[0]
+        assert (late[1][0], early[1][0]) == ("Tensor", "PendingLoss")
+        assert_same_tensors(early[2], late[2], "state dict:")

@@ -1,0 +1,60 @@
+"""A loss that ranks still exchange is a tensor like any other: only its value has to be waited for, once."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zbcompile.runtime.losses import Losses
+
+USES: dict[str, Callable[[Tensor], Any]] = {
+    "float": float,
+    "item": Tensor.item,
+    "tolist": Tensor.tolist,
+    "numpy": lambda loss: loss.numpy(),
+    "format": lambda loss: float(f"{loss:.4f}"),
+    "text": lambda loss: float(str(loss)[len("tensor(") : -1]),
+    "sum": lambda loss: sum([loss]),
+    "stack": lambda loss: torch.stack([loss])[0],
+    "copy": copy.deepcopy,
+    "moved": lambda loss: loss.to(torch.float64),
+    "written into": lambda loss: torch.zeros(1).add_(loss)[0],
+    "written": lambda loss: loss.mul_(1.0),
+    "detached": lambda loss: loss.detach().clone(),
+}
+
+
+def pending(waits: list[str]) -> Tensor:
+    return Losses([torch.tensor(1.5), torch.tensor(2.5)], lambda: waits.append("waited")).total("mean")
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_whatever_reads_it_waits_once(use: Callable[[Tensor], Any]) -> None:
+    waits: list[str] = []
+    loss = pending(waits)
+    assert isinstance(loss.detach(), Tensor)
+    assert waits == []
+    assert [float(use(loss)), float(use(loss))] == [2.0, 2.0]
+    assert waits == ["waited"]
+    assert type(loss + 1) is Tensor
+
+
+def test_collectives_of_torch_read_it() -> None:
+    """They come past `__torch_function__`."""
+    waits: list[str] = []
+    loss = pending(waits)
+    group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1)
+    group.allreduce([loss]).wait()
+    assert (waits, float(loss)) == (["waited"], 2.0)
+
+
+def test_several_reads_of_one_step_wait_once() -> None:
+    waits: list[str] = []
+    losses = Losses([torch.tensor(1.0)], lambda: waits.append("waited"))
+    assert losses.read() == losses.read() == [1.0]
+    assert losses.total("sum") == 1.0
+    assert waits == ["waited"]
