@@ -15,11 +15,11 @@ from zbcompile.frontend.grad_clip import total_norm
 from zbcompile.frontend.step_outputs import joined_outputs, require_where
 from zbcompile.model.batch import Microbatches
 from zbcompile.model.given_microbatches import Given
+from zbcompile.model.losses import Losses
 from zbcompile.optimizer.parameter_groups import Predicate
 from zbcompile.optimizer.pipeline_optimizer import PipelineOptimizer
 from zbcompile.optimizer.wanted import Wanted
 from zbcompile.runtime.engine import StepInput
-from zbcompile.runtime.losses import Losses
 
 if TYPE_CHECKING:  # torch's pipelining takes a second to import
     from zbcompile.torch_pipelining.as_schedule import ScheduleLike
@@ -97,7 +97,7 @@ class Pipeline(ForwardCalls):
             return nullcontext()
         return self._watch.position.turn_to(f"step {self.step_index} in {count} microbatches")
 
-    def _run(self, step: Microbatches, return_outputs: bool | str) -> tuple[list[torch.Tensor], Any]:
+    def _run(self, step: Microbatches, return_outputs: bool | str) -> tuple[Losses, Any]:
         executable = self._program_for(step)
         self._compiled.share.require_filled()
         self._compiled.require_equal_shares()

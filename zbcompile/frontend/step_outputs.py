@@ -7,9 +7,9 @@ import torch
 
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
+from zbcompile.model.losses import total_loss
 from zbcompile.program.output import Output
 from zbcompile.runtime.engine import Executable, Made
-from zbcompile.runtime.losses import total_loss
 
 WHERE = (False, True, "last")
 

@@ -12,6 +12,7 @@ from zbcompile.distributed.clocks import clock_of, offset_to_first
 from zbcompile.distributed.ranks import GroupRanks
 from zbcompile.distributed.replicas import broadcast
 from zbcompile.errors import PipelineError
+from zbcompile.model.losses import Losses
 from zbcompile.model.seeds import undisturbed
 from zbcompile.profiling.step_record import StepRecord
 from zbcompile.program.program import Program
@@ -20,7 +21,6 @@ from zbcompile.runtime.data_parallel import Reduction, start_reduction
 from zbcompile.runtime.engine import Executable, StepInput, StepResult, StepRuns, losses_of, outputs_of
 from zbcompile.runtime.equal_results import EqualResults, written_buffers
 from zbcompile.runtime.gradient_buffers import Gradients
-from zbcompile.runtime.losses import Losses
 from zbcompile.runtime.recorder import Recorder, make_record
 from zbcompile.runtime.sharded_updates import LATE
 from zbcompile.runtime.shared_gradients import share_losses, sum_shared

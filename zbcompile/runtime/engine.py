@@ -10,6 +10,7 @@ from torch import nn
 
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.distributed.transport import ReceiveBuffers, Transport
+from zbcompile.model.losses import Losses
 from zbcompile.model.seeds import microbatch_seed
 from zbcompile.profiling.step_record import StepRecord
 from zbcompile.program.output import Output
@@ -17,7 +18,6 @@ from zbcompile.program.program import Program
 from zbcompile.runtime.action_loop import RankRun
 from zbcompile.runtime.data_parallel import Sum
 from zbcompile.runtime.gradient_buffers import Gradients
-from zbcompile.runtime.losses import Losses
 from zbcompile.runtime.rank_plan import RankPlan, Stages, plan_rank
 from zbcompile.runtime.recorder import Labels, Recorder
 from zbcompile.runtime.sharded_updates import Early, Sharded

@@ -9,13 +9,13 @@ from torch import nn
 from zbcompile.distributed.clocks import clock_of
 from zbcompile.distributed.ranks import LocalRanks
 from zbcompile.errors import PipelineError
+from zbcompile.model.losses import Losses
 from zbcompile.model.seeds import undisturbed
 from zbcompile.profiling.step_record import StepRecord
 from zbcompile.program.program import Program
 from zbcompile.runtime.action_loop import RankRun
 from zbcompile.runtime.engine import Executable, StepInput, StepResult, StepRuns, losses_of, outputs_of
 from zbcompile.runtime.gradient_buffers import Gradients
-from zbcompile.runtime.losses import Losses
 from zbcompile.runtime.recorder import Recorder, make_record
 from zbcompile.runtime.sharded_updates import LATE
 from zbcompile.runtime.shared_gradients import sum_shared_in_process
