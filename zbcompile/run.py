@@ -76,6 +76,8 @@ def _job(parser: argparse.ArgumentParser, chosen: dict[str, Any]) -> Job:
     for name in ("steps", "every", "keep", "replicas", "log_every"):
         if getattr(job, name) < 1:
             parser.error(f"--{name.replace('_', '-')} is {getattr(job, name)}; expected at least 1")
+    if job.zero and job.replicas == 1:
+        parser.error(f"--zero {job.zero} divides the optimizer among replicas; pass --replicas N as well")
     if job.resume and job.checkpoint is None:
         parser.error("--resume needs --checkpoint DIR, where the checkpoints are")
     if job.export is not None and job.export.suffix not in ("", ".safetensors"):
@@ -129,6 +131,9 @@ def _add_optimizer(group: Any) -> None:
     add("--warmup", type=int, default=0, metavar="STEPS", help="warm up the rate over this many steps")
     add("--decay", choices=DECAYS, default="none", help="lower the rate to 0 at the last step")
     add("--clip", type=float, metavar="NORM", help="clip the gradients to this norm over all ranks")
+    add("--zero", type=int, choices=(0, 1, 2), default=0, help="divide the optimizer among the --replicas (default: 0)")
+    add("--early", action="store_true", help="update stage by stage inside of the step")
+    add("--validate", choices=("before", "after"), default="before", help="after: early, in spite of --clip")
 
 
 def _option(text: str) -> tuple[str, Any]:

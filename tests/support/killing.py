@@ -44,6 +44,7 @@ class Site:
 
     folder: Path
     more: tuple[str, ...] = ()
+    data: str = "batches"
     lengths: dict[str, float] = field(
         default_factory=lambda: {"step": 0.05, "save": 0.05, "resume": 1.0, "compile": 3.0}
     )
@@ -58,7 +59,7 @@ class Site:
 
     def arguments(self) -> list[str]:
         return [
-            *(str(self.folder / "program"), "--data", f"{PARTS}:batches", "--init", f"{PARTS}:init"),
+            *(str(self.folder / "program"), "--data", f"{PARTS}:{self.data}", "--init", f"{PARTS}:init"),
             *("--steps", str(STEPS), "--lr", "0.01", "--seed", "3", "--log-every", "1"),
             *("--checkpoint", str(self.folder / "checkpoints"), "--every", str(EVERY), "--keep", "2", "--resume"),
             *("--export", str(self.weights), "--timeout", "60", *self.more),

@@ -20,6 +20,9 @@ class Job:
     warmup: int = 0
     decay: str = "none"
     clip: float | None = None
+    zero: int = 0
+    early: bool = False
+    validate: str = "before"
     weights: Path | None = None
     init: str | None = None
     checkpoint: Path | None = None
@@ -38,6 +41,12 @@ class Job:
     log_every: int = 10
     debug_nan: bool = Options.debug_nan
     compiling: Mapping[str, Any] = field(default_factory=dict)  # options of zbcompile.pipeline, for a TARGET
+
+    @property
+    def update(self) -> dict[str, Any]:
+        """What only `pipe.optimizer` does; empty if a torch optimizer will do."""
+        asked = {"zero": self.zero, "early": self.early, "validate": self.validate}
+        return asked if asked != {"zero": 0, "early": False, "validate": "before"} else {}
 
     @property
     def is_target(self) -> bool:

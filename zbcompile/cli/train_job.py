@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from zbcompile.cli.job import Job
 from zbcompile.cli.target import load_object
 from zbcompile.cli.train_data import Data, Start, amount, on_device
-from zbcompile.cli.train_optimizer import make_optimizer, options_of, rate_factor, set_options
+from zbcompile.cli.train_optimizer import NAMED, make_optimizer, options_of, rate_factor, set_options
 from zbcompile.cli.train_pipeline import open_pipeline
 from zbcompile.cli.train_progress import Progress
 from zbcompile.distributed.agreement import gathered, together
@@ -35,12 +35,7 @@ def train(job: Job) -> None:
 
 
 def _train(job: Job, pipe: Pipeline, source: Any) -> None:
-    with pipe.ranks.watch.region("making the optimizer"):
-        optimizer = together(
-            pipe.ranks,
-            "making the optimizer",
-            lambda: make_optimizer(job.optimizer, pipe.named_parameters(), job.options),
-        )
+    optimizer = _optimizer(job, pipe)
     asked = options_of(optimizer)
     at = _first_state(job, pipe, optimizer)
     set_options(optimizer, asked)
@@ -58,6 +53,15 @@ def _train(job: Job, pipe: Pipeline, source: Any) -> None:
     if job.export is not None:
         save_weights(job.export, pipe)
         progress.say(f"weights written to {job.export}")
+
+
+def _optimizer(job: Job, pipe: Pipeline) -> Optimizer:
+    if job.update:
+        kind = NAMED.get(job.optimizer) or load_object(job.optimizer)
+        return pipe.optimizer(kind, clip=job.clip, **job.update, **job.options)
+    made, what = lambda: make_optimizer(job.optimizer, pipe.named_parameters(), job.options), "making the optimizer"
+    with pipe.ranks.watch.region(what):
+        return together(pipe.ranks, what, made)
 
 
 def _first_state(job: Job, pipe: Pipeline, optimizer: Optimizer) -> Checkpoint:
@@ -113,7 +117,7 @@ def _steps(job: Job, pipe: Pipeline, optimizer: Optimizer, data: Data, progress:
         factor = rate_factor(step, job.steps, job.warmup, job.decay)
         set_options(optimizer, [{"lr": rate * factor} for rate in rates])
         loss = pipe.step(*batch[0], **batch[1])
-        if job.clip is not None:
+        if job.clip is not None and not job.update:
             pipe.clip_grad_norm_(job.clip)
         optimizer.step()
         optimizer.zero_grad()

@@ -73,24 +73,38 @@ def test_options_of_a_run(small_program: Program, tmp_path: Path, capsys: pytest
         )
 
 
-def run_replicas(program: str, weights: str, folder: str) -> None:
+def test_updates_inside_of_the_step_change_no_bit(small_program: Program, tmp_path: Path) -> None:
+    """Nor does a run that is resumed."""
+    program, after = small_program("zb-h1", 2), ("--validate", "after", "--clip", "1e6")
+    assert main(command(program, tmp_path, "usual", 3, "numbered")) == 0
+    assert main(command(program, tmp_path, "early", 3, "numbered", "--early")) == 0
+    assert main(command(program, tmp_path, "after", 2, "numbered", *after)) == 0
+    assert main(command(program, tmp_path, "after", 3, "numbered", *after)) == 0
+    (weights,) = {(tmp_path / f"{name}.safetensors").read_bytes() for name in ("usual", "early", "after")}
+    assert weights
+
+
+def run_replicas(program: str, weights: str, folder: str, zero: int) -> None:
     job = Job(
         *(Path(program), f"{DATA}:numbered", 2, "sgd", {"lr": 0.1}),
         weights=Path(weights),
-        checkpoint=Path(folder, "checkpoints"),
-        export=Path(folder, "replicas.safetensors"),
+        checkpoint=Path(folder, f"checkpoints{zero}"),
+        export=Path(folder, f"replicas{zero}.safetensors"),
         seed=3,
         replicas=2,
+        zero=zero,
     )
     train(job)
 
 
 @pytest.mark.slow
 def test_two_replicas_of_two_ranks(small_program: Program, pool: Pool, tmp_path: Path) -> None:
-    """They train on the batches of both, concatenated."""
+    """They train on the batches of both, concatenated; whether they divide the optimizer changes no bit."""
     model = PROBLEM.model()
     zbcompile.save_weights(tmp_path / "first.safetensors", model)
-    pool.run(run_replicas, str(small_program("zb-h1", 2)), str(tmp_path / "first.safetensors"), str(tmp_path), ranks=4)
+    given = (str(small_program("zb-h1", 2)), str(tmp_path / "first.safetensors"), str(tmp_path))
+    for zero in (0, 1):
+        pool.run(run_replicas, *given, zero, ranks=4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sources = [numbered(0, 3, replica, 2) for replica in range(2)]
     for step in range(2):
@@ -99,7 +113,8 @@ def test_two_replicas_of_two_ranks(small_program: Program, pool: Pool, tmp_path:
         eager_step_seeded(model, Batch((inputs,), {}, targets), step)
         optimizer.step()
         optimizer.zero_grad()
-    found = load_file(tmp_path / "replicas.safetensors")
+    found = load_file(tmp_path / "replicas0.safetensors")
+    assert_same_tensors(load_file(tmp_path / "replicas1.safetensors"), found, "weight")
     for name, parameter in model.named_parameters():
         assert (found[name] - parameter).abs().max() <= 2e-6 * parameter.abs().max(), name
 
@@ -147,6 +162,9 @@ def test_checkpoints_are_not_mixed(small_program: Program, tmp_path: Path, capsy
     with pytest.raises(SystemExit):
         main([*arguments[:7], "--resume"])
     assert "--resume needs --checkpoint" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*arguments, "--zero", "1"])
+    assert "--zero 1 divides the optimizer among replicas; pass --replicas" in capsys.readouterr().err
 
 
 class Terminal(io.StringIO):
