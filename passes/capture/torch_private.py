@@ -77,8 +77,9 @@ def quick_decompositions() -> Iterator[None]:
 def instead_of_function_apply(apply: Callable[..., Any]) -> Iterator[None]:
     """Inside, `apply(original, cls, args, kwargs)` runs for every call of an autograd.Function.
 
-    torch.export traces through `forward` and silently loses `backward` (2.11-2.13). Models keep `MyFunction.apply` in a
-    variable, so what that calls in turn is replaced: the method of the C base class, by one of the class between.
+    torch.export traces through `forward` and silently loses `backward` (2.11-2.15). Models keep `MyFunction.apply` in a
+    variable, so what that calls in turn is replaced: the method of the C base class, by one of the class between; from
+    2.14 on, where that method is what the variable holds, the `forward` that it looks up.
     """
 
     between: Any = torch.autograd.function._SingleLevelFunction
@@ -86,11 +87,78 @@ def instead_of_function_apply(apply: Callable[..., Any]) -> Iterator[None]:
     def replacement(cls: Any, *args: Any, **kwargs: Any) -> Any:
         return apply(super(between, cls).apply, cls, args, kwargs)
 
-    between.apply = classmethod(replacement)
+    if isinstance(vars(torch.autograd.Function).get("apply"), classmethod):
+        place, name, value = between, "apply", classmethod(replacement)
+    else:
+        looks_up = _LooksUp(apply)
+        place, name = torch.autograd.function.FunctionMeta, "__getattribute__"
+        value = lambda cls, name: looks_up(cls, name)  # noqa: E731  a method
+    setattr(place, name, value)
     try:
         yield
     finally:
-        del between.apply
+        delattr(place, name)
+
+
+class _LooksUp:
+    """What the C function behind `Function.apply` gets for the attributes of a Function (2.14 on): `_backward_cls`
+    first, where gradients are still enabled as they are around the call; then without gradients `forward`, which here
+    calls `apply`, and `setup_context` if the Function has one."""
+
+    def __init__(self, apply: Callable[..., Any]) -> None:
+        self._apply = apply
+        self._called: tuple[Any, bool] | None = None  # the Function that is called, and whether with gradients
+        self._answered: Any = None  # the Function whose own forward did not run
+
+    def __call__(self, cls: Any, name: str) -> Any:
+        found = type.__getattribute__(cls, name)
+        if name == "_backward_cls":
+            self._called, self._answered = (cls, torch.is_grad_enabled()), None
+        elif name == "forward" and self._called and self._called[0] is cls:
+            (_, with_gradients), self._called = self._called, None
+            return functools.partial(self._forward, cls, found, with_gradients)
+        elif name == "setup_context" and self._answered is cls:
+            self._answered = None
+            return lambda context, _, output: _mark(context, output)
+        return found
+
+    def _forward(self, cls: Any, forward: Callable[..., Any], with_gradients: bool, *args: Any, **kwargs: Any) -> Any:
+        own_context = cls.setup_context is not torch.autograd.function._SingleLevelFunction.setup_context
+        ran = False
+
+        def original(*_: Any, **__: Any) -> Any:
+            nonlocal ran
+            ran = True
+            with _gradients(False):
+                return forward(*args, **kwargs)
+
+        with _gradients(with_gradients):
+            result = self._apply(original, cls, args if own_context else args[1:], kwargs)
+        if not ran and own_context:
+            self._answered = cls
+        elif not ran:
+            _mark(args[0], result)
+        return result
+
+
+def _mark(context: Any, output: Any) -> None:
+    """Tell autograd which results of a Function have no gradient."""
+    leaves = torch.utils._pytree.tree_leaves(output)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.requires_grad]
+    context.mark_non_differentiable(*tensors)
+
+
+@contextlib.contextmanager
+def _gradients(enabled: bool) -> Iterator[None]:
+    """As torch.set_grad_enabled, but a trace does not see it (2.14 on: torch function modes are off in between)."""
+    before = torch.is_grad_enabled()
+    try:
+        with torch._C.DisableTorchFunction():
+            torch._C._set_grad_enabled(enabled)
+        yield
+    finally:
+        with torch._C.DisableTorchFunction():
+            torch._C._set_grad_enabled(before)
 
 
 def instead_of_module_call(call: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
