@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import torch
 
+from zbcompile.passes.layout_strings import cuts_of_layout
 from zbcompile.passes.option import BYTES, DTYPE, SIZES, SWITCH, Kind, number, one_of, option, read_bytes
 
 Recompute = Literal["none", "hints", "selective", "full"] | int
@@ -26,6 +27,8 @@ def _read_recompute(given: Any) -> Any:
 def _read_balance(given: Any) -> Balance:
     if isinstance(given, str) and given in BALANCES:
         return given
+    if isinstance(given, str) and given.endswith("L"):
+        return cuts_of_layout(given)
     if isinstance(given, str) or not all(isinstance(name, str) for name in given):
         raise ValueError
     return tuple(given)
@@ -38,10 +41,11 @@ RECOMPUTE = Kind(
 )
 BALANCE = Kind(
     _read_balance,
-    '"flops", "measured", "parameters", "makespan", or a list with the names of all cuts, such as "blocks.2"',
+    '"flops", "measured", "parameters", "makespan", a list with the names of all cuts, such as "blocks.2", '
+    'or a pipeline layout of Megatron-LM, such as "Ett|tt|ttL"',
     {
         "metavar": "flops|measured|parameters|makespan|NAME,NAME",
-        "type": lambda text: text if text in BALANCES else tuple(text.split(",")),
+        "type": lambda text: text if text in BALANCES or "|" in text else tuple(text.split(",")),
     },
 )
 
@@ -61,7 +65,8 @@ class Choices:
         balance: The measure by which stages are made equal (docs/partitioning.md). "flops" (with bytes, at nominal
             speeds), "measured" (every kind of operation is run on this device), "parameters"; "makespan" (the cuts of
             "flops", moved to where the simulated step is shortest, within the limit of memory); or the cuts themselves,
-            as names of modules (cut before it) or of operations as inspect prints them (cut after it).
+            as names of modules (cut before it), of operations as inspect prints them (cut after it), or a layout of
+            Megatron-LM ("Ett|tt|ttL").
         boundary_bytes: The most bytes that may cross a cut per microbatch.
         memory: The most bytes that a rank may hold. Parameters, gradients, optimizer state, activations in flight; a
             number, or a text ("80GiB"; a GB is 1e9).

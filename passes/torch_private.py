@@ -95,6 +95,13 @@ def module_stack(node: Node) -> dict[str, tuple[str, Any]]:
     return node.meta.get("nn_module_stack") or {}
 
 
+def module_paths(node: Node) -> list[str]:
+    """The modules that a node ran in, outermost first: `blocks`, `blocks.2`, `blocks.2.mlp`."""
+    stack = module_stack(node).values()
+    paths = [str(path).partition("@")[0] for path, _ in stack]  # @1: the second call of a module
+    return [path.removeprefix("model.") for path in paths if path.startswith("model.")]
+
+
 def written_as(node: Node) -> str:
     """The operation of the model that became `node` when the graph was made functional; "" if unknown (2.11-2.13)."""
     sources = node.meta.get("from_node") or ()

@@ -22,7 +22,17 @@ ORDER = {
         *("simulation", "searching", "visualization", "__init__", "__main__"),
     ),
     "passes": (
-        *("__init__", "errors", "option", "compile_options", "torch_private", "graph", "values", "capture"),
+        *(
+            "__init__",
+            "errors",
+            "option",
+            "layout_strings",
+            "compile_options",
+            "torch_private",
+            "graph",
+            "values",
+            "capture",
+        ),
         *("partition", "split", "recompute", "stage", "vocabulary", "verification", "pass_list", "serialization"),
     ),
     "zbcompile": (

@@ -5,8 +5,10 @@ Supporting a newer torch starts here and in `passes/torch_private.py`.
 
 import contextlib
 import copy
+import functools
 import hashlib
 import pickle
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +21,16 @@ from torch.utils import _pytree as pytree  # 2.11-2.13: torch.export's own pytre
 from zbcompile.passes.torch_private import backward_hooks, forward_hooks, is_in_place, make_fx, tensor_hooks
 
 pytree = pytree
+TRIED = ("2.11", "2.12", "2.13", "2.14", "2.15")  # docs/supporting-a-new-torch.md says with which tests
+
+
+@functools.cache
+def warn_of_untried(version: str) -> None:
+    """Say once that zbcompile has not been tried with this release of torch."""
+    if ".".join(version.split(".")[:2]) not in TRIED:
+        tried = f"zbcompile has been tried with torch {', '.join(TRIED)}, not with {version}"
+        text = f"{tried}: compare a first step with eager mode, as examples/train_gpt.py --verify does."
+        warnings.warn(text, stacklevel=4)
 
 
 def profiler_is_on() -> bool:
@@ -55,6 +67,13 @@ def wrapper_like(cls: Any, like: torch.Tensor) -> Any:
 def group_called(name: str) -> dist.ProcessGroup:
     """The process group of this name, by which functional collectives find it (2.11-2.13: no public function does)."""
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type, no-any-return]
+
+
+def group_between(stage: Any, source: int, destination: int) -> dist.ProcessGroup | None:
+    """The group in which a PipelineStage sends from one stage to another: 2.14 on may have one for each direction
+    (torch.distributed.config.pipeline_per_edge_p2p)."""
+    find = getattr(stage, "_get_p2p_group", None)
+    return stage.group if find is None else find(source, destination)  # type: ignore[no-any-return]
 
 
 def set_group_timeout(timeout: timedelta) -> None:

@@ -3,12 +3,11 @@
 from collections.abc import Sequence
 from difflib import get_close_matches
 
-from torch.fx import Node
-
 from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.graph.storage import is_view
+from zbcompile.passes.layout_strings import MARK
 from zbcompile.passes.partition.liveness import Line
-from zbcompile.passes.torch_private import module_stack
+from zbcompile.passes.torch_private import module_paths
 
 
 def edges_named(line: Line, names: Sequence[str], stages: int) -> list[int]:
@@ -23,11 +22,14 @@ def edges_named(line: Line, names: Sequence[str], stages: int) -> list[int]:
         )
     chosen: dict[int, str] = {}
     for name in names:
+        if MARK.fullmatch(name):
+            continue
         edge = _edge(line, name)
         if edge in chosen:
             raise PartitionError(f"balance= names the same cut twice: {chosen[edge]!r} and {name!r}.")
         chosen[edge] = name
-    return sorted(chosen)
+    layout = [_allowed(line, *_place_in_layout(line, name)) for name in names if MARK.fullmatch(name)]
+    return sorted([*chosen, *layout])  # in a layout two equal cuts make an empty stage, which hands on what it gets
 
 
 def _edge(line: Line, name: str) -> int:
@@ -58,8 +60,33 @@ def _allowed(line: Line, edge: int, name: str) -> int:
     )
 
 
-def module_paths(node: Node) -> list[str]:
-    """The modules that a node ran in, outermost first: `blocks`, `blocks.2`, `blocks.2.mlp`."""
-    stack = module_stack(node).values()
-    paths = [str(path).partition("@")[0] for path, _ in stack]  # @1: the second call of a module
-    return [path.removeprefix("model.") for path in paths if path.startswith("model.")]
+def _place_in_layout(line: Line, name: str) -> tuple[int, str]:
+    """The number of nodes of the line before a cut that `cuts_of_layout` named, and what stands there. Raises
+    PartitionError if the model has another number of layers."""
+    match = MARK.fullmatch(name)
+    assert match is not None
+    letter, index, count = match.groups()
+    paths = [module_paths(node) for node in line.nodes]
+    layers = _layers(paths)
+    if len(layers) != int(count):
+        found = f"{layers[0]} to {layers[-1]}" if layers else "no list of modules"
+        raise PartitionError(f"the layout has {count} layers (t), and the model runs {len(layers)}: {found}.")
+    if letter == "t":
+        return next(i for i, own in enumerate(paths) if layers[int(index)] in own), layers[int(index)]
+    predicting = [i for i, own in enumerate(paths) if any(".mtp" in f".{path}" for path in own)]
+    if letter == "L":
+        return max(*predicting, *(i for i, own in enumerate(paths) if {*own} & {*layers})) + 1, "the output layer"
+    if not predicting:
+        raise PartitionError("the layout has multi-token prediction (m), and no module of the model is called mtp.")
+    return predicting[0], "mtp"
+
+
+def _layers(paths: list[list[str]]) -> list[str]:
+    """The modules of the longest list of modules, in the order in which they run."""
+    lists: dict[str, dict[str, None]] = {}
+    for own in paths:
+        for path in own:
+            prefix, _, number = path.rpartition(".")
+            if number.isdigit():
+                lists.setdefault(prefix, {})[path] = None
+    return list(max(lists.values(), key=len, default={}))

@@ -81,7 +81,9 @@ def _fresh(values: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
 def _described(node: Node, numbers: Mapping[Node, NodeNumber], module: GraphModule) -> str:
     if node.op == "placeholder":
         value = node.meta.get("val")  # a branch's inputs have the form of the operands that it is called with
-        return f"{value.dtype} {value.device} {tuple(value.shape)} {value.stride()}" if value is not None else ""
+        if not isinstance(value, torch.Tensor):
+            return "" if value is None else repr(value)
+        return f"{value.dtype} {value.device} {tuple(value.shape)} {value.stride()}"
     if node.op == "get_attr":
         return _held_text(attrgetter(str(node.target))(module))
     return call_text(node, numbers)

@@ -26,6 +26,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -33,7 +34,10 @@ from typing import Any
 
 DIED = "Died"
 START = 200.0  # seconds within which the nursery must have done its imports, or a rehearsal
-FORKS = sys.platform == "linux"  # elsewhere torch does not survive it, and every worker imports for itself
+RELEASE = tuple(map(int, version("torch").split(".")[:2]))
+# Elsewhere torch does not survive it (2.14 on: nor do autograd's threads, which a capture starts): then every worker
+# imports for itself.
+FORKS = sys.platform == "linux" and RELEASE < (2, 14)
 GRACE = 15.0  # seconds that the other ranks have once one has failed: an error must reach all of them
 
 

@@ -22,6 +22,7 @@ from zbcompile.passes.capture.training_step import LossFunction
 from zbcompile.passes.compile_options import Barriers, Recompute
 from zbcompile.runtime.make_engine import make_engine
 from zbcompile.schedules.ir.schedule import Lowered, Schedule
+from zbcompile.torch_private import warn_of_untried
 
 
 class Keywords(TypedDict, total=False):
@@ -98,6 +99,7 @@ pipeline.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
 
 def build_pipeline(options: Options, module: Any) -> Pipeline:
     """What `pipeline` does, with its options checked."""
+    warn_of_untried(torch.__version__)
     if not isinstance(module, nn.Module):
         raise PipelineError(f"expected an nn.Module to pipeline, received {type(module).__name__}.")
     ranks = options.ranks

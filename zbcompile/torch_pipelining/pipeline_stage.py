@@ -25,6 +25,7 @@ from zbcompile.runtime.gradient_buffers import Gradients
 from zbcompile.runtime.rank_plan import generator_spec
 from zbcompile.runtime.stage_plan import CompiledStage
 from zbcompile.runtime.stage_run import StageRun
+from zbcompile.torch_private import group_between
 
 Tensors = list[torch.Tensor]
 
@@ -218,8 +219,9 @@ class CompiledPipelineStage(PipelineStage):
         return [self._operation(dist.isend, value, self.stage_index - 1) for value in values]
 
     def _operation(self, operation: Callable[..., Any], tensor: torch.Tensor, stage: int) -> dist.P2POp:
-        peer = self.stage_index_to_group_rank[stage]
-        return dist.P2POp(operation, as_contiguous(packed(tensor)), group=self.group, group_peer=peer)
+        way = (self.stage_index, stage) if operation is dist.isend else (stage, self.stage_index)
+        peer = dist.get_global_rank(self.group, self.stage_index_to_group_rank[stage])
+        return dist.P2POp(operation, as_contiguous(packed(tensor)), peer, group_between(self, *way))
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         """Nothing to warm up: torch 2.11 would make a V's turning rank send to itself, which gloo cannot."""

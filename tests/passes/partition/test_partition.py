@@ -24,9 +24,9 @@ from zbcompile.passes.graph.fx import is_getitem
 from zbcompile.passes.graph.storage import is_view
 from zbcompile.passes.partition.balance import Row, heaviest_piece
 from zbcompile.passes.partition.memory_estimate import DistinctBytes, Footprint, Residency
-from zbcompile.passes.partition.named_cuts import module_paths
 from zbcompile.passes.partition.node_costs import kernel_key, loads_of
 from zbcompile.passes.partition.search import THINNER, Cuts, rank_spans
+from zbcompile.passes.torch_private import module_paths
 from zbcompile.schedules import Schedule, build
 from zbcompile.schedules.execution.memory import most_waiting
 

@@ -75,5 +75,8 @@ def test_branches_count_by_what_they_do() -> None:
         return lambda flag, x: [torch.cond(flag, lambda x: x * factor, lambda x: x + 1, (x,))]
 
     inputs = torch.tensor(True), torch.zeros(2)
-    texts = [bare(traced(choose(factor), *inputs)).text for factor in (2.0, 2.0, 3.0)]
+    texts = []
+    for factor in (2.0, 2.0, 3.0):
+        torch.compiler.reset()  # or torch 2.15 makes the second number an input, which its own cond refuses
+        texts.append(bare(traced(choose(factor), *inputs)).text)
     assert texts[0] == texts[1] != texts[2]
