@@ -87,6 +87,7 @@ def instead_of_function_apply(apply: Callable[..., Any]) -> Iterator[None]:
     def replacement(cls: Any, *args: Any, **kwargs: Any) -> Any:
         return apply(super(between, cls).apply, cls, args, kwargs)
 
+    value: Any
     if isinstance(vars(torch.autograd.Function).get("apply"), classmethod):
         place, name, value = between, "apply", classmethod(replacement)
     else:

@@ -89,4 +89,4 @@ def _layers(paths: list[list[str]]) -> list[str]:
             prefix, _, number = path.rpartition(".")
             if number.isdigit():
                 lists.setdefault(prefix, {})[path] = None
-    return list(max(lists.values(), key=len, default={}))
+    return max(map(list, lists.values()), key=len, default=[])

@@ -220,6 +220,7 @@ class CompiledPipelineStage(PipelineStage):
 
     def _operation(self, operation: Callable[..., Any], tensor: torch.Tensor, stage: int) -> dist.P2POp:
         way = (self.stage_index, stage) if operation is dist.isend else (stage, self.stage_index)
+        assert self.group is not None, "generated_stages refuses a pipeline without a process group"
         peer = dist.get_global_rank(self.group, self.stage_index_to_group_rank[stage])
         return dist.P2POp(operation, as_contiguous(packed(tensor)), peer, group_between(self, *way))
 
