@@ -6,8 +6,8 @@
 from the repository's root with PYTHONPATH=.:examples. FILE gets a line of JSON for each cell. A cell that has one is
 not run again, so a sweep can be interrupted, and several that run other parts can share FILE. A cell is good if every
 process that still runs says what was broken, and ends, within `timeout` + 5 seconds of the fault. `queued` are the
-seconds for which a process had no processor: on a loaded machine they make it late. --late runs the cells again that
-were late.
+seconds for which a process had no processor: on a loaded machine they make it late. --bad runs the cells again that
+were not good.
 
 Two nodes are network namespaces; without the right to make them, their cells are skipped, with the reason.
 """
@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.support.fault_cells import FAULTS, Cell
+from tests.support.fault_cells import FAULTS, LIMIT, Cell
 from tests.support.faulty import Faulty
 from tests.support.namespaces import Machines
 
@@ -35,8 +35,8 @@ def cells(options: argparse.Namespace, machines: Machines | None) -> Iterator[Ce
     wanted = itertools.product(faults, options.nodes, options.ranks)
     made = (Cell(fault, ranks, options.timeout, machines if nodes == 2 else None) for fault, nodes, ranks in wanted)
     legal = [each for each in made if (each.machines or each.fault.what != "link cut") and options.only in each.name]
-    late = ("late to speak", "late to end", "no fault") if options.late else ()
-    done = {each["cell"] for each in results(options.results) if not any(each.get(what) for what in late)}
+    bad = BAD if options.bad else ()
+    done = {each["cell"] for each in results(options.results) if not any(each.get(what) for what in bad)}
     first, parts = map(int, options.part.split("/"))
     return (each for each in legal[first - 1 :: parts] if each.name not in done)
 
@@ -47,16 +47,22 @@ def results(path: Path) -> list[dict[str, Any]]:
     return list({line["cell"]: line for line in lines}.values())
 
 
-def count(path: Path) -> None:
+def count(path: Path, limit: float) -> None:
     """What docs/faults.md says of a sweep."""
-    found = results(path)
+    found = [each | {"late even so": late_without_queueing(each, limit)} for each in results(path)]
     for group in ("2 ranks, one node", "2 ranks, two nodes", "4 ranks, one node", "4 ranks, two nodes"):
         print(f"{group}: {sum(group in each['cell'] for each in found)} cells")
-    for what in BAD:
+    for what in (*BAD, "late even so"):
         bad = [each for each in found if each.get(what)]
         print(f"{what}: {len(bad)} of {len(found)}")
         for each in bad:
-            print(f"  {each['cell']} | {each[what]} | queued {each.get('queued')}, load {each['load']}")
+            print(f"  {each['cell']} | {each[what]} | queued {each.get('queued')}")
+
+
+def late_without_queueing(result: dict[str, Any], limit: float) -> dict[str, float]:
+    """The processes that were late to end although they hardly waited for a processor."""
+    waited = {rank: took - result["queued"][rank] for rank, took in result.get("late to end", {}).items()}
+    return {rank: round(took, 1) for rank, took in waited.items() if took > limit}
 
 
 def main() -> Callable[[], None] | None:
@@ -68,11 +74,11 @@ def main() -> Callable[[], None] | None:
     parser.add_argument("--timeout", type=float, default=5.0)
     parser.add_argument("--only", default="", help="cells whose name contains this")
     parser.add_argument("--part", default="1/1", help="I/N: every Nth cell, from the Ith one")
-    parser.add_argument("--late", action="store_true", help="also the cells in which a process was late")
+    parser.add_argument("--bad", action="store_true", help="also the cells that were not good")
     parser.add_argument("--count", action="store_true", help="only say what the results are")
     options = parser.parse_args()
     if options.count:
-        count(options.results)
+        count(options.results, options.timeout + LIMIT)
         return None
     Faulty()  # imports what it needs
     gc.freeze()  # spares every process at its end 0.8 s of processor time for what was imported

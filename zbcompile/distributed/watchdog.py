@@ -323,11 +323,12 @@ def _report(fault: Fault) -> None:
 def cut_connections(group: Group, backend: str) -> None:
     """Make everything that waits in `group` raise, on this rank; its peers see a closed connection.
 
-    Gloo's `abort` does nothing (2.11-2.13), but a gloo receive that times out closes the connections of the group.
+    Gloo's `abort` does nothing (2.11-2.13), but a gloo receive that times out closes the connections of the group, if
+    its own is still open.
     """
     if backend != "gloo":
         group.abort()
-    elif group.size() > 1:
-        peer = 1 if group.rank() == 0 else 0
+        return
+    for peer in set(range(group.size())) - {group.rank()}:
         with contextlib.suppress(RuntimeError, ValueError):
             group.recv([torch.empty(1)], peer, UNUSED_TAG).wait(timedelta(milliseconds=1))
