@@ -38,7 +38,8 @@ ORDER = {
     "zbcompile": (
         *("version", "__init__", "errors", "env", "json_text", "atomic_files", "regular_files", "torch_private"),
         *("profiling", "model", "distributed", "program", "backends", "compiler", "runtime", "optimizer"),
-        *("prediction", "planning", "torch_pipelining", "frontend", "persistence", "cli", "inspection"),
+        *("prediction", "planning", "torch_pipelining", "frontend", "persistence", "integrations", "cli"),
+        "inspection",
         *("compile", "run", "inspect", "plan", "checkpoints", "doctor"),
     ),
 }

@@ -88,6 +88,11 @@ class HeldModel:
         return self._compiled.program
 
     @property
+    def model(self) -> nn.Module:
+        """The module that the pipeline was made of; in it the tensors of other ranks keep the values they had."""
+        return self._model
+
+    @property
     def loss(self) -> LossFunction | None:
         """The loss function that the pipeline was made with."""
         return self.options.loss
@@ -153,6 +158,10 @@ class HeldModel:
             self._parts.take_gradients()
             self._program_for(self._split(args, kwargs, target, microbatches, return_outputs))
         return self
+
+    def microbatches_of(self, *args: Any, target: Any = None, **kwargs: Any) -> int:
+        """Into how many microbatches `step` splits this batch. Raises PipelineError if it cannot."""
+        return len(self._split(args, kwargs, target).each)
 
     def adopt(self, program: Program) -> Executable:
         """Run `program`, which was compiled elsewhere, with this pipeline's parameters; see `zbcompile.load`."""

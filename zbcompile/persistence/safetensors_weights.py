@@ -5,6 +5,7 @@ import struct
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.frontend.pipeline import Pipeline
 from zbcompile.model.distributed_tensors import is_distributed
+from zbcompile.persistence.hub_layout import Described, Stored, as_stored, stored_tensors, write_config
 from zbcompile.persistence.local_tensors import Holding, holding_of, local_part
 from zbcompile.regular_files import DESCRIPTION, read_regular, regular_file
 
@@ -31,7 +33,8 @@ def save_weights(path: str | Path, source: Pipeline | nn.Module) -> None:
     Args:
         path: a file that ends in .safetensors, which the first rank writes after gathering everything; or a directory,
             into which each rank writes its own file, with `model.safetensors.index.json` beside them, written
-            last. Tied parameters are written once, under their first name, as safetensors demands.
+            last. Tied parameters are written once, under their first name, as safetensors demands. A model of
+            transformers is written as its `save_pretrained` does, in a directory with its configuration.
         source: a pipeline, or a plain model in one process.
 
     >>> zbcompile.save_weights("model.safetensors", pipe)                   # doctest: +SKIP
@@ -39,11 +42,17 @@ def save_weights(path: str | Path, source: Pipeline | nn.Module) -> None:
     holding, target = _of_whole_tensors(source), Path(path)
     what = f"writing {target}"
     with holding.ranks.watch.region(what):
-        tensors = _whole_tensors(holding)
+        model = module_of(source)
+        tensors = together(holding.ranks, what, partial(as_stored, model, _whole_tensors(holding)))
         if target.suffix == ".safetensors":
             _write_single(target, holding, tensors, what)
         else:
-            _write_parts(target, holding, tensors, what)
+            _write_parts(target, holding, tensors, what, model)
+
+
+def module_of(source: Pipeline | nn.Module) -> nn.Module:
+    """The module whose tensors these are."""
+    return source.model if isinstance(source, Pipeline) else source
 
 
 def _of_whole_tensors(source: Pipeline | nn.Module) -> Holding:
@@ -83,21 +92,31 @@ def _write_single(target: Path, holding: Holding, tensors: Mapping[str, torch.Te
     together(holding.ranks, what, lambda: _write(target, everything) if leads else None)
 
 
-def _write_parts(target: Path, holding: Holding, tensors: Mapping[str, torch.Tensor], what: str) -> None:
+def _write_parts(
+    target: Path, holding: Holding, tensors: Mapping[str, torch.Tensor], what: str, model: nn.Module
+) -> None:
     ranks = holding.ranks
     own = ranks.local[0]
     name = f"model-{own + 1:05d}-of-{ranks.count // len(ranks.local):05d}.safetensors"
     leads = own == 0 and ranks.leads
     if leads:
-        (target / INDEX).unlink(missing_ok=True)  # without the index, the files that follow are not yet a complete set
+        for whole in (INDEX, SINGLE):  # without these, the files that follow are not yet a complete set
+            (target / whole).unlink(missing_ok=True)
+    listed = gathered(ranks, {key: (name, tensor.nbytes, tuple(tensor.shape)) for key, tensor in tensors.items()})
+    found = {key: (name, size) for part in listed for key, (name, size, _) in part.items()}
+    shapes = {key: Described(shape) for part in listed for key, (*_, shape) in part.items()}
+    together(ranks, what, lambda: _sources(target, stored_tensors(model, shapes), holding))
     together(ranks, what, lambda: _write(target / name, tensors) if tensors else None)
-    listed = gathered(ranks, {key: (name, tensor.nbytes) for key, tensor in tensors.items()})
-    found = {key: each for part in listed for key, each in part.items()}
     index = {
         "metadata": {"total_size": sum(size for _, size in found.values())},
         "weight_map": {key: file for key, (file, _) in sorted(found.items())},
     }
-    together(ranks, what, lambda: write_whole(target / INDEX, json.dumps(index, indent=2).encode()) if leads else None)
+    together(ranks, what, lambda: _finish(target, index, model) if leads else None)
+
+
+def _finish(target: Path, index: Mapping[str, Any], model: nn.Module) -> None:
+    write_config(target, model)
+    write_whole(target / INDEX, json.dumps(index, indent=2).encode())
 
 
 def _write(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -109,7 +128,8 @@ def load_weights(path: str | Path, source: Pipeline | nn.Module) -> None:
     """Fill a pipeline, or a plain model, with weights from safetensors; every rank reads only its own part.
 
     Args:
-        path: a .safetensors file, an index (.json), or a directory that holds either under the usual name.
+        path: a .safetensors file, an index (.json), or a directory that holds either under the usual name. For a model
+            of transformers its tensors are renamed, and put together, as `from_pretrained` does.
         source: a compiled or loaded pipeline, or a plain model.
 
     A tied parameter may be stored under any of its names. Values are converted to the dtype that the model has. Raises
@@ -120,22 +140,23 @@ def load_weights(path: str | Path, source: Pipeline | nn.Module) -> None:
     holding = _of_whole_tensors(source)
     what = f"loading {path}"
     with holding.ranks.watch.region(what):
-        together(holding.ranks, what, lambda: _load(Path(path), holding))
+        together(holding.ranks, what, lambda: _load(Path(path), holding, module_of(source)))
     if isinstance(source, Pipeline):
         source.resume(source.step_index, holding.model.names)
 
 
-def _load(path: Path, holding: Holding) -> None:
+def _load(path: Path, holding: Holding, model: nn.Module) -> None:
     files = _files_of(path)
     with ExitStack() as stack:
         try:
             opened = {file: stack.enter_context(_opened(file)) for file in sorted(set(files.values()))}
-            sources = _sources(path, {name: opened[file] for name, file in files.items()}, holding)
+            stored = stored_tensors(model, {name: opened[file] for name, file in files.items()}, loading=True)
+            sources = _sources(path, stored, holding)
         except (OSError, SafetensorError) as error:
             raise PipelineError(f"{path} cannot be read: {error}. Copy it again.") from None
         with torch.no_grad():
             for name, tensor in holding.tensors.items():
-                local_part(tensor).copy_(_read(*sources[name], tensor))
+                local_part(tensor).copy_(sources[name].read(_chunk(tensor)))
 
 
 def _opened(path: Path) -> Any:
@@ -172,9 +193,9 @@ def _names_in(path: Path) -> Iterator[str]:
         yield from (name for name in json.loads(file.read(length)) if name != "__metadata__")
 
 
-def _sources(path: Path, given: Mapping[str, Any], holding: Holding) -> dict[str, tuple[str, Any]]:
-    """For every tensor of the model the name and the file that it comes from. Every rank looks for all of
-    them, so that all ranks report the same."""
+def _sources(path: Path, given: Mapping[str, Stored], holding: Holding) -> dict[str, Stored]:
+    """For every tensor of the model what it is read from. Every rank looks for all of them, so that all ranks report
+    the same."""
     names: dict[str, list[str]] = {}
     for member in holding.model.members:
         if member.saved:
@@ -186,17 +207,18 @@ def _sources(path: Path, given: Mapping[str, Any], holding: Holding) -> dict[str
         raise PipelineError(
             f"{path} is of another model: missing {missing[:4] or 'nothing'}, unexpected {unexpected[:4] or 'nothing'}."
         )
+    found = {first: given[names[0]] for first, names in known.items()}
     for first, shape in holding.shapes.items():
-        size = given[known[first][0]].get_slice(known[first][0]).get_shape()
-        if tuple(size) != shape:
-            raise PipelineError(f"{first} has shape {size} in {path} and {list(shape or ())} in the model.")
-    return {first: (found[0], given[found[0]]) for first, found in known.items()}
+        if found[first].shape != shape:
+            raise PipelineError(
+                f"{first} has shape {list(found[first].shape)} in {path} and {list(shape or ())} in the model."
+            )
+    return found
 
 
-def _read(key: str, file: Any, tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor in a file that this process needs: all of it, or its chunk of a sharded one."""
+def _chunk(tensor: torch.Tensor) -> tuple[slice, ...]:
+    """The part of a tensor in a file that this process needs: of a sharded one its chunk, else all of it (empty)."""
     if not is_distributed(tensor):
-        return file.get_tensor(key)  # type: ignore[no-any-return]
+        return ()
     (chunk,) = tensor.__create_chunk_list__()  # type: ignore[attr-defined]
-    places = zip(chunk.offsets, chunk.sizes, strict=True)
-    return file.get_slice(key)[tuple(slice(low, low + size) for low, size in places)]  # type: ignore[no-any-return]
+    return tuple(slice(low, low + size) for low, size in zip(chunk.offsets, chunk.sizes, strict=True))

@@ -1,0 +1,266 @@
+"""PipelineTrainer beside transformers.Trainer: the same data, the same losses."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zbcompile
+from tests.support.training import assert_same_tensors
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+
+from zbcompile.integrations import PipelineTrainer
+from zbcompile.integrations.same_batch import require_same_batch
+
+ROOT = Path(__file__).parents[3]
+TWO = {"ranks": 2, "schedule": "zb-v", "microbatches": 4}
+SCRIPT = """
+import json, sys, torch
+torch.set_num_threads(1)
+from tests.zbcompile.integrations.test_trainer import trained, TWO
+from torch.distributed.device_mesh import init_device_mesh
+
+folder, jobs = sys.argv[1], json.loads(sys.argv[2])
+for job in jobs:
+    options = {"schedule": "zb-v", "microbatches": 4}
+    if job.pop("replicas", 1) > 1:
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
+        options = {"schedule": "1f1b", "microbatches": 4, "mesh": mesh}
+    name, resume = job.pop("name"), job.pop("resume", None)
+    trainer = trained(folder, options, resume=resume and f"{folder}/{resume}", **job)
+    with open(f"{folder}/{name}-{trainer.args.process_index}.json", "w") as file:
+        json.dump({"log": trainer.state.log_history, "eval": trainer.evaluate()["eval_loss"]}, file)
+    trainer.pipe.close()
+trainer.end()
+"""
+
+
+def samples(count: int, seed: int = 0) -> list[dict[str, torch.Tensor]]:
+    """Sequences of which a part, another one each time, has no labels."""
+    source, found = torch.Generator().manual_seed(seed), []
+    for _ in range(count):
+        ids = torch.randint(0, 32, (12,), generator=source)
+        labels = ids.clone()
+        labels[: int(torch.randint(0, 10, (), generator=source))] = -100
+        found.append({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels})
+    return found
+
+
+def gpt2(vocabulary: int = 32) -> GPT2LMHeadModel:
+    torch.manual_seed(1)
+    sizes = {"vocab_size": vocabulary, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    return GPT2LMHeadModel(GPT2Config(**sizes, **off, bos_token_id=0, eos_token_id=0))
+
+
+def arguments(folder: Path | str, **options: Any) -> TrainingArguments:
+    usual = {"max_steps": 4, "per_device_train_batch_size": 8, "logging_steps": 1, "learning_rate": 1e-2}
+    quiet = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "dataloader_pin_memory": False}
+    return TrainingArguments(str(folder), **{**usual, **quiet, "save_strategy": "no", **options})
+
+
+def trained(
+    folder: Path | str, pipeline: Mapping[str, Any] | None, resume: str | None = None, **options: Any
+) -> Trainer:
+    """A trainer that has trained, as a pipeline if there are options for one."""
+    given: dict[str, Any] = {
+        "train_dataset": samples(96),
+        "eval_dataset": samples(options.pop("evaluated", 20), seed=3),
+    }
+    given |= {name: options.pop(name) for name in ("compute_loss_func", "callbacks") if name in options}
+    made = PipelineTrainer if pipeline else Trainer
+    trainer = made(gpt2(), arguments(folder, **options), **given, **({"pipeline": pipeline} if pipeline else {}))
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def logged(history: list[dict[str, Any]], key: str = "loss") -> list[float]:
+    return [entry[key] for entry in history if key in entry]
+
+
+def largest_difference(one: list[float], other: list[float]) -> float:
+    assert len(one) == len(other)
+    return max(abs(a - b) for a, b in zip(one, other, strict=True))
+
+
+def torchrun(folder: Path, jobs: list[dict[str, Any]]) -> None:
+    """Run the jobs in two processes."""
+    script = folder / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    paths = f"{ROOT}{os.pathsep}{ROOT / 'examples'}"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    done = subprocess.run(
+        [*command, str(folder), json.dumps(jobs)], env=environment, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def found_in(folder: Path, name: str) -> dict[str, Any]:
+    """What both ranks logged, which is the same."""
+    first, second = (json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in (0, 1))
+    keys = ("loss", "grad_norm", "learning_rate", "eval_loss")
+    assert all(logged(first["log"], key) == logged(second["log"], key) for key in keys)
+    return first  # type: ignore[no-any-return]
+
+
+@pytest.mark.slow
+def test_thirty_steps_in_two_processes(tmp_path: Path) -> None:
+    """The losses of the plain Trainer in one process; what is resumed at step 10 has the bits of what is not."""
+    plain = trained(tmp_path / "plain", None, max_steps=30)
+    saving = {"name": "whole", "max_steps": 30, "save_strategy": "steps", "save_steps": 10, "save_total_limit": 3}
+    torchrun(tmp_path, [saving, {"name": "resumed", "max_steps": 30, "resume": "checkpoint-10"}])
+    whole, resumed = found_in(tmp_path, "whole"), found_in(tmp_path, "resumed")
+    for key in ("loss", "grad_norm"):
+        assert largest_difference(logged(whole["log"], key), logged(plain.state.log_history, key)) <= 1e-6
+        assert logged(resumed["log"], key) == logged(whole["log"], key)
+    assert abs(whole["eval"] - plain.evaluate()["eval_loss"]) <= 1e-6
+    assert logged(whole["log"], "total_flos") == logged(plain.state.log_history, "total_flos")
+    plain.model.load_state_dict(GPT2LMHeadModel.from_pretrained(tmp_path / "checkpoint-30").state_dict())
+    assert abs(plain.evaluate()["eval_loss"] - whole["eval"]) <= 1e-6
+
+
+@pytest.mark.slow
+def test_two_replicas(tmp_path: Path) -> None:
+    """Each replica takes the samples that DistributedDataParallel would give it: together a batch of twice the size."""
+    twice = {"per_device_train_batch_size": 16, "per_device_eval_batch_size": 16}
+    plain = trained(tmp_path / "plain", None, data_seed=7, evaluated=16, **twice)
+    torchrun(tmp_path, [{"name": "two", "replicas": 2, "data_seed": 7, "evaluated": 16}])
+    two = found_in(tmp_path, "two")
+    assert largest_difference(logged(two["log"]), logged(plain.state.log_history)) <= 2e-6
+    assert abs(two["eval"] - plain.evaluate()["eval_loss"]) <= 2e-6
+
+
+@pytest.mark.slow
+def test_accumulation_and_clipping(tmp_path: Path) -> None:
+    """Losses and norms of the plain Trainer, evaluation and predictions, callbacks, and the best model at the end."""
+
+    class Noted(TrainerCallback):
+        def __init__(self) -> None:
+            self.events: list[tuple[str, int]] = []
+
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            self.events.append(("update", state.global_step))
+
+        def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            self.events.append(("evaluate", state.global_step))
+
+    options = {"gradient_accumulation_steps": 3, "max_grad_norm": 0.5, "weight_decay": 0.1, "warmup_steps": 2}
+    options |= {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    options |= {"load_best_model_at_end": True, "eval_on_start": True}
+    runs = [(kind, Noted()) for kind in (None, TWO)]
+    plain, piped = (trained(tmp_path / str(bool(kind)), kind, callbacks=[noted], **options) for kind, noted in runs)
+    for key in ("loss", "grad_norm", "eval_loss"):
+        ours, theirs = (logged(each.state.log_history, key) for each in (piped, plain))
+        assert largest_difference(ours, theirs) <= 2e-6, key
+    assert runs[0][1].events == runs[1][1].events
+    assert largest_difference([piped.evaluate()["eval_loss"]], [plain.evaluate()["eval_loss"]]) <= 2e-6
+    ours, theirs = (each.predict(samples(13, seed=9)) for each in (piped, plain))
+    torch.testing.assert_close(torch.tensor(ours.predictions), torch.tensor(theirs.predictions), rtol=0, atol=1e-5)
+    assert (ours.label_ids == theirs.label_ids).all()
+
+
+@pytest.mark.slow
+def test_bfloat16(tmp_path: Path) -> None:
+    """Autocast rounds each microbatch's weight gradients to bfloat16, where the plain Trainer rounds those of a batch:
+    each relative to 2^-9 of its size, which four updates carry into the loss."""
+    options = {"gradient_accumulation_steps": 2, "bf16": True, "max_grad_norm": 0.5}
+    plain, piped = (trained(tmp_path, kind, **options) for kind in (None, TWO))
+    assert largest_difference(logged(piped.state.log_history), logged(plain.state.log_history)) <= 1e-3
+    assert piped.predict(samples(8)).predictions.dtype == "float32"
+
+
+@pytest.mark.slow
+def test_losses_of_ones_own(tmp_path: Path) -> None:
+    """A loss function that counts items, and one that does not: the mean over the accumulated batches."""
+
+    def counted(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+        logits = outputs["logits"][:, :-1].reshape(-1, 32)
+        return (
+            torch.nn.functional.cross_entropy(logits, labels[:, 1:].reshape(-1), reduction="sum") / num_items_in_batch
+        )
+
+    options = {"gradient_accumulation_steps": 2, "compute_loss_func": counted, "max_steps": 2}
+    plain, piped = (trained(tmp_path, kind, **options) for kind in (None, TWO))
+    assert largest_difference(logged(piped.state.log_history), logged(plain.state.log_history)) <= 2e-6
+    assert abs(piped.evaluate()["eval_loss"] - plain.evaluate()["eval_loss"]) <= 2e-6
+
+
+REFUSED = {
+    "fsdp": "full_shard",
+    "neftune_noise_alpha": 5.0,
+    "label_smoothing_factor": 0.1,
+    "auto_find_batch_size": True,
+    "bf16_full_eval": True,
+    "ddp_find_unused_parameters": True,
+    "torch_compile": True,
+    "accelerator_config": {"dispatch_batches": True},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_work_is_refused(name: str, tmp_path: Path) -> None:
+    said = "dispatch_batches" if name == "accelerator_config" else name
+    with pytest.raises(zbcompile.PipelineError, match=f"PipelineTrainer does not support {said}="):
+        PipelineTrainer(gpt2(), arguments(tmp_path, **{name: REFUSED[name]}), pipeline=TWO)
+
+
+def test_what_the_trainer_decides_is_refused(tmp_path: Path) -> None:
+    class Own(PipelineTrainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return super().compute_loss(*args, **kwargs)
+
+    args = arguments(tmp_path)
+    with pytest.raises(zbcompile.PipelineError, match=r"Own\.compute_loss: pass compute_loss_func="):
+        Own(gpt2(), args, pipeline=TWO)
+    with pytest.raises(zbcompile.PipelineError, match="model_init="):
+        PipelineTrainer(model_init=gpt2, args=args, pipeline=TWO)
+    with pytest.raises(zbcompile.PipelineError, match=r"pipeline=\{'loss': \.\.\.\}"):
+        PipelineTrainer(gpt2(), args, pipeline={**TWO, "loss": len})
+    optimizer = torch.optim.AdamW(gpt2().parameters())
+    with pytest.raises(zbcompile.PipelineError, match=r"optimizers=: pass optimizer_cls_and_kwargs="):
+        PipelineTrainer(gpt2(), args, pipeline=TWO, optimizers=(optimizer, None))
+
+
+def test_weights_of_a_model_without_memory(tmp_path: Path) -> None:
+    """A model on the meta device gets its weights from a folder when the first batch compiles it."""
+    accelerate = pytest.importorskip("accelerate")
+    model = gpt2()
+    model.save_pretrained(tmp_path / "theirs", max_shard_size="4KB")
+    with accelerate.init_empty_weights():
+        empty = GPT2LMHeadModel(model.config)
+    empty.tie_weights()
+    trainer = PipelineTrainer(empty, arguments(tmp_path), pipeline=TWO, weights=tmp_path / "theirs")
+    trainer.evaluate(samples(8))
+    assert_same_tensors(trainer.pipe.state_dict(full=True), dict(model.state_dict()), "after the first batch:")
+
+
+def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    with pytest.raises(zbcompile.PipelineError, match=r"needs accelerate.*pip install 'zbcompile\[huggingface\]'"):
+        zbcompile.integrations.PipelineTrainer  # noqa: B018
+
+
+def other_batches() -> str:
+    """Two ranks that got other labels."""
+    pipe = zbcompile.pipeline(torch.nn.Linear(2, 2), schedule="1f1b")
+    batch = {"x": torch.ones(2), "labels": torch.full((2,), pipe.ranks.rank)}
+    with pytest.raises(zbcompile.PipelineError) as caught:
+        require_same_batch(pipe.ranks, batch)
+    pipe.close()
+    return str(caught.value)
+
+
+def test_other_batches_on_other_ranks_are_refused(pool: Any) -> None:
+    for text in pool.run(other_batches):
+        assert text.startswith("labels of this batch differs between rank 0 and rank 1 of the pipeline")

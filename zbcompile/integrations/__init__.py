@@ -1,0 +1,26 @@
+"""Where a pipeline meets the libraries of Hugging Face. Needs `pip install 'zbcompile[huggingface]'`."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from zbcompile.errors import PipelineError
+
+if TYPE_CHECKING:
+    from zbcompile.integrations.trainer import PipelineTrainer as PipelineTrainer
+
+__all__ = ["PipelineTrainer"]  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    """Import transformers and accelerate on first use. Raises PipelineError if one of them is not installed."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    for package in ("transformers", "accelerate"):
+        try:
+            import_module(package)
+        except ImportError as error:
+            raise PipelineError(
+                f"zbcompile.integrations.{name} needs {package}, which cannot be imported ({error}). Install it with "
+                "pip install 'zbcompile[huggingface]'."
+            ) from None
+    return getattr(import_module("zbcompile.integrations.trainer"), name)

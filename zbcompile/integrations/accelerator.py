@@ -1,0 +1,44 @@
+"""An Accelerator for which all processes of one pipeline are one, since they train on the same batch."""
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import recursively_apply
+
+from zbcompile.distributed.mesh import BATCHES
+from zbcompile.frontend.pipeline import Pipeline
+
+
+class PipelineAccelerator(Accelerator):
+    """Data loaders, gathers and counts are those of the replicas. `pipe` is set once the pipeline is made."""
+
+    pipe: Pipeline | None = None
+
+    @property
+    def num_processes(self) -> int:
+        """How many processes get batches of their own: the replicas."""
+        return super().num_processes if self.pipe is None else self.pipe.ranks.mesh.size(*BATCHES)
+
+    @property
+    def process_index(self) -> int:
+        """The number of this process's replica."""
+        return super().process_index if self.pipe is None else self.pipe.ranks.mesh.index(*BATCHES)
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
+        """Its state is where the pipeline has it, and empty before the pipeline is compiled."""
+        return super().prepare_optimizer(optimizer, device_placement=False)
+
+    def gather(self, tensor: Any) -> Any:
+        """The tensors of all replicas, joined along dimension 0."""
+        group = None if self.pipe is None else self.pipe.ranks.mesh.group(*BATCHES)
+        return tensor if group is None else recursively_apply(partial(_gathered, group), tensor)
+
+
+def _gathered(group: dist.ProcessGroup, tensor: torch.Tensor) -> torch.Tensor:
+    own = tensor.reshape(1) if tensor.ndim == 0 else tensor.contiguous()
+    parts = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(parts, own, group=group)
+    return torch.cat(parts)

@@ -1,0 +1,38 @@
+"""All ranks of a pipeline must train on the same batch: they would otherwise compute a wrong gradient in silence."""
+
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from zbcompile.distributed.ranks import Ranks
+from zbcompile.errors import PipelineError
+from zbcompile.torch_private import pytree
+
+
+def require_same_batch(ranks: Ranks, inputs: Mapping[str, Any]) -> None:
+    """Raise PipelineError, on every rank, if another rank of this pipeline got another batch."""
+    if ranks.group is None:
+        return
+    with ranks.watch.region("comparing batches"), ranks.watch.position.waiting("the batch of the others"):
+        found = ranks.gather_here({name: _checksum(value) for name, value in inputs.items()})
+    for rank, other in enumerate(found):
+        for name in sorted(found[0].keys() | other.keys()):
+            if found[0].get(name) != other.get(name):
+                raise ranks.watch.known_to_all(
+                    PipelineError(
+                        f"{name} of this batch differs between rank 0 and rank {rank} of the pipeline, and every rank "
+                        "must get the same batch. Seed what is random in the data set and the collator alike on all "
+                        "ranks of a pipeline."
+                    )
+                )
+
+
+def _checksum(value: Any) -> list[Any]:
+    return [_of_tensor(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in pytree.tree_leaves(value)]
+
+
+def _of_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
+    content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return str(tensor.dtype), tuple(tensor.shape), zlib.crc32(content.numpy().tobytes())

@@ -1,0 +1,287 @@
+"""transformers.Trainer with the forward and backward of a batch run as a pipeline."""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import convert_to_fp32, send_to_device
+from torch import nn
+from transformers import Trainer, TrainingArguments
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
+from transformers.trainer_utils import seed_worker
+
+from zbcompile.errors import PipelineError
+from zbcompile.frontend.grad_scaler import GradScaler
+from zbcompile.frontend.pipeline import Pipeline
+from zbcompile.frontend.pipeline_function import pipeline as make_pipeline
+from zbcompile.integrations.accelerator import PipelineAccelerator
+from zbcompile.integrations.refusals import (
+    refuse_arguments,
+    refuse_calls,
+    refuse_model,
+    refuse_optimizer,
+    refuse_options,
+)
+from zbcompile.integrations.same_batch import require_same_batch
+from zbcompile.optimizer.pipeline_optimizer import PipelineOptimizer
+from zbcompile.persistence.checkpoint import load_checkpoint, save_checkpoint
+from zbcompile.persistence.safetensors_weights import load_weights, save_weights
+
+STATE = "pipeline"  # in a checkpoint of the trainer: parameters and optimizer, for any number of ranks
+Call = dict[str, Any]  # the keywords of pipe.step
+
+
+class PipelineTrainer(Trainer):
+    """`transformers.Trainer` whose steps and evaluations run as a pipeline; its other arguments are Trainer's.
+
+    Args:
+        pipeline: the options of `zbcompile.pipeline`, such as `{"schedule": "zb-v", "microbatches": 8}`; `ranks` runs
+            that many ranks in this process, under torchrun there is one per process.
+        weights: a folder of safetensors, as the Hub stores them, that fills the model after compiling: for one whose
+            parameters are on the meta device (`accelerate.init_empty_weights`).
+
+    All ranks of a pipeline get the same batches, replicas (a mesh with "dp") their own. `pipe` is the pipeline. What a
+    pipeline cannot do is refused with a PipelineError when the trainer is made. docs/huggingface.md says more.
+
+    >>> trainer = PipelineTrainer(model, args, train_dataset=data, pipeline={"ranks": 2})       # doctest: +SKIP
+    >>> trainer.train()                                                                         # doctest: +SKIP
+    """
+
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
+    accelerator: PipelineAccelerator
+    _train_batch_size: int
+
+    def __init__(
+        self,
+        model: Any = None,
+        args: TrainingArguments | None = None,
+        *more: Any,
+        pipeline: Mapping[str, Any] | None = None,
+        weights: str | Path | None = None,
+        **options: Any,
+    ) -> None:
+        refuse_calls(self, options, PipelineTrainer)
+        refuse_options(pipeline or {})
+        if args is not None:
+            refuse_arguments(args)
+        super().__init__(model, args, *more, **options)
+        refuse_model(self.model)
+        self.pipe: Pipeline = make_pipeline(self.model, loss=self._loss, **(pipeline or {}))
+        self.accelerator.pipe = self.pipe
+        if getattr(self.accelerator, "scaler", None) is not None:
+            self.accelerator.scaler = GradScaler(self.pipe)
+        self._pending: dict[str, Callable[[], Any]] = {}  # what fills the pipeline once it is compiled
+        if weights is not None:
+            self._pending["weights"] = partial(load_weights, weights, self.pipe)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        self.accelerator.__class__ = PipelineAccelerator  # Trainer says which class it makes
+        self.accelerator.dataloader_config.dispatch_batches = False
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        if not any(parameter.is_meta for parameter in model.parameters()):
+            super()._move_model_to_device(model, device)
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:
+        return Pipelined(self)
+
+    # ---- a batch
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """Forward and backward of a batch; returns its loss."""
+        model.train()
+        inputs = send_to_device(inputs, self.pipe.device)
+        require_same_batch(self.pipe.ranks, inputs)
+        call = self._call(inputs, num_items_in_batch)
+        with self.accelerator.autocast():
+            self._compile_for(call)
+            return self.pipe.step(**self._weighed(call))  # type: ignore[no-any-return]
+
+    def _call(self, inputs: Mapping[str, Any], items: Any) -> Call:
+        """The keywords of a step. The loss of a model that does not count items is the mean over the batches that are
+        accumulated."""
+        counts = items is not None and (self.model_accepts_loss_kwargs or self.compute_loss_func is not None)
+        divided = counts or self.compute_loss_func is not None
+        if self.loss_is_scaled_for_ga is not None:
+            divided = self.loss_is_scaled_for_ga
+        parts = 1 if divided else self.current_gradient_accumulation_steps
+        kwargs, target = dict(inputs), dict[str, Any](parts=self._number(parts))
+        if self.compute_loss_func is not None:
+            target["labels"] = kwargs.pop("labels", None)
+            target["items"] = self._number(items) if counts else None
+        if counts and self.model_accepts_loss_kwargs:
+            kwargs["num_items_in_batch"] = self._number(items)
+        return {**kwargs, "target": target}
+
+    def _number(self, value: Any) -> torch.Tensor:
+        return torch.as_tensor(value, dtype=torch.float32, device=self.pipe.device)
+
+    def _weighed(self, call: Call) -> Call:
+        """A step is the mean over its microbatches, and of replicas, so each divides by its share of the items."""
+        shares = self.pipe.microbatches_of(**call)
+        if self.args.average_tokens_across_devices:
+            shares *= self.accelerator.num_processes
+        target = dict(call["target"])
+        if target.get("items") is not None:
+            target["items"] = target["items"] / shares
+        found = {**call, "target": target}
+        if "num_items_in_batch" in call:
+            found["num_items_in_batch"] = call["num_items_in_batch"] / shares
+        return found
+
+    def _loss(self, outputs: Any, target: Mapping[str, Any]) -> Any:
+        """The loss of a microbatch, as part of the graphs."""
+        if self.compute_loss_func is not None:
+            loss = self.compute_loss_func(outputs, target["labels"], num_items_in_batch=target["items"])
+        elif isinstance(outputs, dict) and "loss" not in outputs:
+            raise PipelineError(f"the model returned no loss, only {', '.join(outputs)}. Does a batch have labels?")
+        else:
+            loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
+        return loss / target["parts"]
+
+    def _compile_for(self, call: Call) -> None:
+        """Compile if that has not been done, and fill what waited for it."""
+        if self._pending or not self.pipe.compilations:
+            self.pipe.compile(**call)
+        while self._pending:
+            self._pending.pop(next(iter(self._pending)))()
+
+    def evaluated(self, inputs: Mapping[str, Any]) -> Any:
+        """What the model returns for a batch."""
+        require_same_batch(self.pipe.ranks, inputs)
+        with self.accelerator.autocast():
+            if self._pending or not self.pipe.compilations:
+                self._compile_from(inputs)
+            found = self.pipe.eval(**inputs)
+        return convert_to_fp32(found) if self.accelerator.mixed_precision != "no" else found
+
+    def _compile_from(self, inputs: Mapping[str, Any]) -> None:
+        """Compile the training step for a batch of the evaluation: it decides where parameters are."""
+        modes = [(module, module.training) for module in self.model.modules()]
+        self.model.train()
+        self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
+        items = inputs.get("num_items_in_batch", 1)
+        self._compile_for(self._call({k: v for k, v in inputs.items() if k != "num_items_in_batch"}, items))
+        for module, training in modes:
+            module.training = training
+
+    # ---- what is counted over processes
+
+    def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        loader = super()._get_dataloader(*args, **kwargs)
+        if getattr(loader, "worker_init_fn", None) is not None:  # Trainer's seeds are another one on every rank
+            replica = self.accelerator.process_index
+            loader.worker_init_fn = partial(seed_worker, num_workers=self.args.dataloader_num_workers, rank=replica)
+        return loader
+
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
+        return self._train_batch_size * args.gradient_accumulation_steps * self.accelerator.num_processes
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> Any:
+        """This process's share, since Trainer adds up what the processes say."""
+        return super().floating_point_ops(inputs) * self.accelerator.num_processes / self.args.world_size
+
+    # ---- the update
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Trainer's optimizer, over this rank's parameters."""
+        if self.optimizer is None:
+            kind, options = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, self.model)
+            refuse_optimizer(kind, options)
+            decay = set(self.get_decay_parameter_names(self.model))
+            decayed = {"params": lambda name, _: name in decay, "weight_decay": self.args.weight_decay}
+            groups = [decayed] if decay & {name for name, _ in self.model.named_parameters()} else None
+            self.optimizer = self.pipe.optimizer(kind, groups=groups, **{"weight_decay": 0.0, **options})
+        return self.optimizer
+
+    def _clip_grad_norm(self, model: Any) -> torch.Tensor:
+        self.accelerator.unscale_gradients()
+        return self.pipe.clip_grad_norm_(self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        return self.pipe.clip_grad_norm_(float("inf")) if grad_norm is None else grad_norm
+
+    @property
+    def _own_optimizer(self) -> PipelineOptimizer:
+        return getattr(self.optimizer, "optimizer", self.optimizer)  # type: ignore[no-any-return]
+
+    # ---- save and resume
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """The model as `save_pretrained` lays it out; every rank calls it and writes its own part."""
+        if not self.pipe.compilations:
+            super()._save(output_dir, state_dict)
+            return
+        folder = Path(str(output_dir if output_dir is not None else self.args.output_dir))
+        save_weights(folder, self.pipe)
+        if self.args.should_save:
+            named = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+            if named is not None:
+                named.save_pretrained(folder)
+            torch.save(self.args, folder / TRAINING_ARGS_NAME)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        save_checkpoint(Path(output_dir) / STATE, self.pipe, self._own_optimizer)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        self._pending = {"weights": partial(load_weights, resume_from_checkpoint, self.pipe)}
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        folder = Path(checkpoint)
+        if (folder / OPTIMIZER_NAME).exists():
+            raise PipelineError(
+                f"{folder} holds the optimizer of a plain Trainer, which knows parameters by their numbers. Start from "
+                "its weights: load the model with from_pretrained, or pass weights=."
+            )
+        if (folder / STATE).is_dir():
+            again = partial(load_checkpoint, folder / STATE, self.pipe, self._own_optimizer, random=False)
+            self._pending = {"state": again}
+        if (folder / SCHEDULER_NAME).exists():
+            self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
+
+    def _load_best_model(self) -> None:
+        load_weights(str(self.state.best_model_checkpoint), self.pipe)
+
+    def end(self) -> None:
+        """As Trainer's; closes the pipeline first."""
+        self.pipe.close()
+        super().end()
+
+
+class Pipelined:
+    """What Trainer takes for the wrapped model: its modes and gradients, and as a call its evaluation."""
+
+    def __init__(self, trainer: PipelineTrainer) -> None:
+        self._trainer = trainer
+
+    def __call__(self, **inputs: Any) -> Any:
+        return self._trainer.evaluated(inputs)
+
+    def train(self) -> None:
+        self._trainer.model.train()
+
+    def eval(self) -> None:
+        self._trainer.model.eval()
+
+    def parameters(self) -> Any:
+        return self._trainer.model.parameters()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self._trainer.pipe.no_sync()
+
+    def zero_grad(self) -> None:
+        """Forget the gradients, those too that are not in `.grad`."""
+        self._trainer.model.zero_grad()
+        if self._trainer.pipe.compilations:
+            self._trainer.pipe.zero_grad()
+            self._trainer.optimizer.zero_grad()
