@@ -141,7 +141,7 @@ class Cell:
     ranks: int
     timeout: float
     machines: Machines | None
-    folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="faults-")))
+    folder: Path = Path()  # what its processes say
     pids: dict[str, int] = field(default_factory=dict)
     ended: dict[int, float] = field(default_factory=dict)
     codes: dict[int, int] = field(default_factory=dict)
@@ -153,6 +153,7 @@ class Cell:
 
     def start(self) -> Callable[[], None] | None:
         """Fork all processes; in each of them, what it is to do."""
+        self.folder = Path(tempfile.mkdtemp(prefix="faults-"))
         if self.fault.store == "launcher":
             if self._fork("launcher", 0):
                 return lambda: keep_store(self.folder)
@@ -295,6 +296,7 @@ class Cell:
         ended = {rank: self.ended.get(rank, INFINITE) for rank in ranks}
         return {
             "cell": self.name,
+            "folder": str(self.folder),
             "spoke": round(max(spoke.values()), 1),
             "ended": round(max(ended.values()), 1),
             "silent": [rank for rank in ranks if not said[rank]],

@@ -1,0 +1,53 @@
+"""A rank that is asked to end outside of a call says why, also if the store has gone."""
+
+from typing import Any
+
+import pytest
+
+from zbcompile.distributed.faults import Position
+from zbcompile.distributed.watchdog import Watch
+
+
+class GoneStore:
+    """The board of a store whose server has ended."""
+
+    members = (0, 1)
+    address = "10.0.0.1:1234"
+
+    def __getattr__(self, name: str) -> Any:
+        return self._fail
+
+    def _fail(self, *args: object) -> None:
+        raise RuntimeError("connection reset by peer")
+
+    def close(self) -> None:
+        pass
+
+
+class Idle:
+    """A device that has nothing to do."""
+
+    def mark(self) -> None:
+        pass
+
+    def behind(self) -> bool:
+        return False
+
+
+@pytest.fixture
+def watch() -> Any:
+    made = Watch(Position(rank=1), GoneStore(), (), 5.0, "gloo", Idle())  # type: ignore[arg-type]
+    yield made
+    made.close()
+
+
+def test_the_lost_store_is_named(watch: Watch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert not watch.say_before_end()
+    assert "rank 0 failed" in (said := capsys.readouterr().err)
+    assert "it hosts the store of the process group" in said
+
+
+def test_what_a_call_has_raised_is_not_said_twice(watch: Watch, capsys: pytest.CaptureFixture[str]) -> None:
+    watch.told = True
+    assert not watch.say_before_end()
+    assert capsys.readouterr().err == ""
