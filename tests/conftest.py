@@ -21,9 +21,13 @@ os.environ["ZBCOMPILE_CHECK"] = "1"  # between every two passes, in this process
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write the files in tests/golden anew")
+    parser.addoption("--cpu-times", metavar="FILE", help="append the CPU seconds of every test to a CSV file")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--cpu-times"):
+        times = importlib.import_module("tests.support.cpu_times")
+        config.pluginmanager.register(times.CpuTimes(Path(config.getoption("--cpu-times")).absolute()))
     if config.pluginmanager.hasplugin("xdist"):
         config.option.loadscopereorder = False  # xdist would begin with the groups of most tests, however short
     if CAPTURES not in os.environ:  # not a worker of xdist

@@ -17,15 +17,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 from unittest import mock
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
-from tests.support.stored_captures import read_or_make
+from tests.support.stored_captures import program_to_bytes, read_or_make
 from zbcompile.compiler.compile_model import Drawn, compile_drawn
+from zbcompile.compiler.inference import Frame, compile_forward
 from zbcompile.compiler.vocabulary_decision import choose_sharding
 from zbcompile.compiler.vocabulary_sharding import Sharding
-from zbcompile.model.batch import whole_batch
+from zbcompile.model.batch import Microbatch, whole_batch
+from zbcompile.model.model_info import facts_of
 from zbcompile.passes.capture.canonical import Canonical
 from zbcompile.passes.capture.export import Captured
 from zbcompile.passes.graph.process_groups import is_collective
@@ -39,6 +42,7 @@ from zbcompile.program.program import Program
 PASS_LIST = "zbcompile.passes.pass_list.passes_in_order"
 MOST = 64  # of those used last
 PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
+KEYS: WeakKeyDictionary[nn.Module, bytes] = WeakKeyDictionary()  # of captured graphs
 
 
 class _Sketch(pickle.Pickler):
@@ -112,21 +116,29 @@ def _once(name: str, capture: Callable[..., Any]) -> Callable[..., Any]:
         made = found.get_or_make(key, lambda: None)
         if made is not None and _fits(made, given):
             return made
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
+        with _warnings() as seen:
             made = read_or_make(
                 name.encode() + key, lambda stored: _fits(stored, given), lambda: (capture(*given), not seen)
             )
-        for warning in seen:
-            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
         if not seen:
             found[key] = made
+            KEYS[made.module] = name.encode() + key + repr(made.guards and made.guards.given.answers).encode()
         return made
 
     return captured
 
 
-def _fits(made: Captured, given: tuple[Any, ...]) -> bool:
+@contextlib.contextmanager
+def _warnings() -> Iterator[list[warnings.WarningMessage]]:
+    """Those that are given inside, which come at the end."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        yield seen
+    for warning in seen:
+        warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+
+
+def _fits(made: Captured | Program, given: tuple[Any, ...]) -> bool:
     """Whether a graph that was captured before is right for the values of this microbatch, too."""
     if made.guards is None:
         return True
@@ -179,9 +191,51 @@ def _once_per_plan(compile_: Callable[..., Program]) -> Callable[..., Program]:
         schedule, choices, seconds, *rest = plan
         if any(rest) or more.get("observe") or drawn.canonical.captured.groups:
             return compile_(model, microbatch, drawn, *plan, **more)
-        key = id(drawn.line), id(drawn.sharding), schedule, repr(choices), tuple(seconds.items()), more.get("edges")
-        made = found.get_or_make(key, lambda: (drawn, compile_(model, microbatch, drawn, *plan, **more)))
-        return replace(made[1])
+        mesh = tuple(sorted(set(drawn.captured.dimensions.values())))
+        decided = schedule, repr(choices), tuple(seconds.items()), more.get("edges"), mesh
+
+        def make() -> Program:
+            with _warnings() as seen:
+                return _stored(drawn, decided, lambda: (compile_(model, microbatch, drawn, *plan, **more), not seen))
+
+        made = found.get_or_make((id(drawn.line), id(drawn.sharding), *decided), lambda: (drawn, make()))
+        return replace(made[1], model=facts_of(model, drawn.captured.constants))
+
+    return compiled
+
+
+def _stored(drawn: Drawn, decided: tuple[Any, ...], make: Callable[[], tuple[Program, bool]]) -> Program:
+    """The program from the folder of captures, if what was captured can be told."""
+    if drawn.captured.module not in KEYS or not _is_local(drawn.captured):
+        return make()[0]
+    shards = drawn.sharding and (drawn.sharding.head.weight, drawn.sharding.lookup is None)
+    key = KEYS[drawn.captured.module] + repr(("program", torch.get_num_threads(), decided, shards)).encode()
+    return read_or_make(key, lambda _: True, make, program_to_bytes)  # type: ignore[no-any-return]
+
+
+def _forward_once(compile_: Callable[..., Program]) -> Callable[..., Program]:
+    """As `compile_forward`, for the same model placed alike."""
+    found = Recent()
+
+    def compiled(model: nn.Module, microbatch: Microbatch, wanted: Any, frame: Frame, given: Any = None) -> Program:
+        like, mesh = frame.like, sorted(set(frame.dimensions.values()))
+        placed = like and (like.cuts, like.homes, like.vocabulary and like.vocabulary.bounds)
+        decided = repr((wanted, given, frame.schedule, frame.choices, placed, mesh, sorted(frame.sharded)))
+        key = sketch("forward", model, microbatch.example, decided)
+        if key is None:
+            return compile_(model, microbatch, wanted, frame, given)
+        made = found.get_or_make(key, lambda: None)
+        if made is None or not _fits(made, ("", *microbatch.example)):
+            with _warnings() as seen:
+                made = read_or_make(
+                    key,
+                    lambda stored: _fits(stored, ("", *microbatch.example)),
+                    lambda: (compile_(model, microbatch, wanted, frame, given), not seen),
+                    program_to_bytes,
+                )
+            if not seen and not (made.groups or made.plain):
+                found[key] = made
+        return replace(made, model=facts_of(model, made.model.constants))
 
     return compiled
 
@@ -195,6 +249,7 @@ def shared_captures() -> Iterator[None]:
         (choose_sharding, _sharding_once()),
         (draw_line, _once_per_object(draw_line)),
         (compile_drawn, _once_per_plan(compile_drawn)),
+        (compile_forward, _forward_once(compile_forward)),
     ]
     with contextlib.ExitStack() as stack:
         for original, shared in [*passes, *functions]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tests.support.oracle import MLP
 from tests.support.shared_captures import sketch
-from tests.support.stored_captures import FOLDER, from_bytes, read_or_make, to_bytes
+from tests.support.stored_captures import FOLDER, capture_to_bytes, from_bytes, read_or_make
 from tests.support.training import problem_of
 from zbcompile.passes.capture.canonical import Canonical
 from zbcompile.passes.capture.export import Captured, capture
@@ -93,7 +93,7 @@ def test_what_is_read_back_is_what_was_written() -> None:
     problem = problem_of("small-dropout")
     batch = problem.batches(1, 2)[0]
     written = capture(problem.model(), batch.args, batch.kwargs, batch.target, problem.loss)
-    content = to_bytes(written)
+    content = capture_to_bytes(written)
     assert content is not None
     read = from_bytes(content)
     assert replace(read, module=written.module) == written

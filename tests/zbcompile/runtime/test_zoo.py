@@ -46,8 +46,7 @@ CASES = (
 )
 PROCESSES = (
     Case("gpt2", "zb-h1", 2, 4, steps=2),
-    Case("unet", "zb-v", 2, 4, steps=2),
-    Case("resnet", "1f1b", 2, 4, steps=2),
+    Case("resnet", "zb-v", 2, 4, steps=2),
 )
 
 
