@@ -34,10 +34,9 @@ from typing import Any
 
 DIED = "Died"
 START = 200.0  # seconds within which the nursery must have done its imports, or a rehearsal
-RELEASE = tuple(map(int, version("torch").split(".")[:2]))
-# Elsewhere torch does not survive it (2.14 on: nor do autograd's threads, which a capture starts): then every worker
-# imports for itself.
-FORKS = sys.platform == "linux" and RELEASE < (2, 14)
+# Elsewhere torch does not survive it, and in builds with CUDA autograd's threads do not, which a capture starts: then
+# every worker imports for itself.
+FORKS = sys.platform == "linux" and version("torch").endswith("+cpu")
 GRACE = 15.0  # seconds that the other ranks have once one has failed: an error must reach all of them
 
 
