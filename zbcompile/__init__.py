@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from zbcompile.inspection.explanation import Explanation as Explanation
     from zbcompile.model.example import Example as Example
     from zbcompile.model.huggingface_plan import apply_tensor_parallel_plan as apply_tensor_parallel_plan
+    from zbcompile.model.padding import buckets as buckets
     from zbcompile.model.seeds import microbatch_seed as microbatch_seed
     from zbcompile.passes.errors import (
         CaptureError as CaptureError,
@@ -47,6 +48,7 @@ _HOME = {
     "frontend.trace_steps": ("trace",),
     "persistence.safetensors_weights": ("load_weights", "save_weights"),
     "model.huggingface_plan": ("apply_tensor_parallel_plan",),
+    "model.padding": ("buckets",),
     "model.seeds": ("microbatch_seed",),
     "errors": ("FaultError", "PipelineError"),
     "passes.errors": ("CompileError", "CaptureError", "PartitionError"),

@@ -141,6 +141,11 @@ class ByShape(Generic[Key, Value]):
     def __getitem__(self, key: Key) -> ByAnswers[Value]:
         return self._shapes[key]
 
+    @property
+    def keys(self) -> list[Key]:
+        """The keys of the shapes, but that of what was not compiled here."""
+        return [key for key in self._shapes.keys if key]
+
     def first(self) -> Value:
         """The value that was added first."""
         return self.first_shape().first()

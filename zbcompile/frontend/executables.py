@@ -3,13 +3,12 @@
 The first one decides where every parameter lives; later ones keep to that.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from zbcompile.compiler.compile_model import Drawn, compile_drawn, draw_step, is_drawn_as, targets_of
@@ -29,16 +28,16 @@ from zbcompile.frontend.bound_programs import BoundPrograms
 from zbcompile.frontend.choose_schedule import counts_for, fit_to_batch, fit_to_count, is_searched
 from zbcompile.frontend.microbatch_counts import at_count, count_for, order_at, require_few
 from zbcompile.frontend.options import Options
+from zbcompile.frontend.program_keys import ProgramKey, key_of, torch_modes, what_is_new
 from zbcompile.frontend.recent import Recent
 from zbcompile.frontend.saved_answers import require_held, save_with_answers
 from zbcompile.model.batch import Batch, Microbatch, Microbatches, hint_at_target, require_divisible
 from zbcompile.model.placements import require_matches
 from zbcompile.model.resident_tensors import require_same_attributes
-from zbcompile.passes.capture.attention_kernels import attention_kernels
 from zbcompile.passes.capture.questions import Given
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import CaptureError
-from zbcompile.passes.torch_private import forward_hooks, global_hooks
+from zbcompile.passes.torch_private import global_hooks
 from zbcompile.passes.values.plain_tensors import PlainTensor
 from zbcompile.planning.planner import Decision, decide, order_by_graphs, reordered
 from zbcompile.program.program import OF_A_PLACE, Program
@@ -273,19 +272,14 @@ class Executables(BoundPrograms):
         if dropped and self._ranks.is_first:
             print(f"zbcompile: evicted the least recently used program; max_shapes={self._options.max_shapes}.")
 
-    def _key(self, microbatch: Microbatch) -> tuple[Any, ...]:
-        """The key of a captured graph: shapes, autocast, train or eval and forward hooks of each module, frozen
-        parameters."""
-        modules = tuple((module.training, forward_hooks(module)) for module in self._model.modules())
-        trains = tuple(parameter.requires_grad for parameter in self._model.parameters())
-        return microbatch.signature, modules, trains, torch_modes(self._ranks.device), bool(self.outputs)
+    def _key(self, microbatch: Microbatch) -> ProgramKey:
+        return key_of(self._model, microbatch, self._ranks.device, bool(self.outputs))
 
     def _compile(self, microbatch: Microbatch, drawn: Drawn, reason: str) -> Executable:
         if self.program is not None and self._ranks.is_first:
-            print(
-                f"zbcompile: compiling again for {reason or f'microbatches of {microbatch.summary()}'} (program "
-                f"{len(list(self)) + 1}; max_shapes={self._options.max_shapes} are kept)."
-            )
+            reason = reason or what_is_new(self._model, microbatch, self._key(microbatch), self._kept.keys)
+            number = f"program {len(list(self)) + 1}; max_shapes={self._options.max_shapes} are kept"
+            print(f"zbcompile: compiling again for {reason} ({number}).")
         program = self._make_program(microbatch, drawn)
         asked = {"return_outputs": self.outputs, **vars(self._options.step)}
         require_equal_programs(self._ranks, {**asked, **program.manifest}, of_a_place=OF_A_PLACE)
@@ -360,8 +354,3 @@ class Executables(BoundPrograms):
         if self._options.choices.balance != "measured" or self.program is not None:
             return {}
         return agreed_seconds(self._ranks, together(self._ranks, "measuring", lambda: measure_line(drawn.line)))
-
-
-def torch_modes(device: torch.device) -> Hashable:
-    """The torch modes that capture freezes into the graphs: autocast, and the kernels that attention may take."""
-    return torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type), attention_kernels()

@@ -30,6 +30,11 @@ class Recent(Generic[Key, Value]):
         self._entries[key] = value = self._entries.pop(key)
         return value
 
+    @property
+    def keys(self) -> list[Key]:
+        """The least recently used one first."""
+        return list(self._entries)
+
     def peek(self, key: Key) -> Value:
         """The entry, without a use of it."""
         return self._entries[key]
