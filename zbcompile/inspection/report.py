@@ -213,7 +213,10 @@ def _ranks(s: Summary) -> str:
         ]
         for rank in s.per_rank
     ]
-    return table(rows, headers)
+    copies = ", ".join(format_bytes(rank.copies_bytes) for rank in s.per_rank)
+    return "\n".join(
+        [table(rows, headers), "", *wrap(f'Copies that pipe.optimizer(validate="after") keeps: {copies}.')]
+    )
 
 
 def _verdict(s: Summary) -> str:

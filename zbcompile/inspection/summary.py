@@ -95,7 +95,8 @@ class StageSummary:
 @dataclass(frozen=True)
 class RankSummary:
     """One rank: its stages, its FLOPs in a step, and what is predicted (`busy` in the prediction's unit; bytes):
-    `peak_bytes` is the most that waits, `running_peak_bytes` with what the pass needs that runs."""
+    `peak_bytes` is the most that waits, `running_peak_bytes` with what the pass needs that runs. `copies_bytes` is what
+    `pipe.optimizer(validate="after")` keeps besides (see `copies_bytes`)."""
 
     rank: int
     stages: tuple[int, ...]
@@ -105,6 +106,7 @@ class RankSummary:
     idle_share: float
     peak_bytes: int
     running_peak_bytes: int
+    copies_bytes: int
 
 
 @dataclass(frozen=True)
@@ -304,4 +306,18 @@ def _rank(
         idle_share=1 - timeline.busy[rank] / timeline.makespan if timeline.makespan else 0.0,
         peak_bytes=int(timeline.peak_memory[rank]),
         running_peak_bytes=running,
+        copies_bytes=copies_bytes(program, rank, sizes),
     )
+
+
+def copies_bytes(program: Program, rank: int, sizes: Mapping[str, tuple[int, int]]) -> int:
+    """What `validate="after"` keeps on a rank until its updates are validated: a copy of what it updates (float32 for
+    parameters in half precision) and of the optimizer's state, `optimizer_state` bytes per byte of that. With
+    `zero=1 | 2` a replica keeps its share of it. `sizes` has the elements and bytes of each parameter."""
+    updated = {name: max(size, 4 * count) for name, (count, size) in sizes.items()}
+    names = {name for stage in program.stages_of(rank) for name in program.stages[stage].trained}
+    total, vocabulary = 0, program.vocabulary
+    if vocabulary is not None:
+        (low, high), names = vocabulary.bounds[rank], names.difference(vocabulary.parameters)
+        total = sum(updated[name] * (high - low) // vocabulary.bounds[-1][1] for name in vocabulary.parameters)
+    return int((total + sum(updated[name] for name in names)) * (1 + program.choices.optimizer_state))

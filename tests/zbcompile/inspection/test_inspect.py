@@ -263,6 +263,7 @@ def test_json_agrees_with_itself(inspect: Callable[..., str]) -> None:
         assert rank["flops"] == 4 * sum(stage["flops"][op] for op in "FBW")
         assert stage["flops"]["BW"] == stage["flops"]["B"] + stage["flops"]["W"]
         assert rank["peak_bytes"] >= stage["kept"]
+        assert rank["copies_bytes"] == 3 * stage["parameter_bytes"]  # with AdamW's two moments
     sends = [action for program in data["programs"] for action in program if action.startswith("SEND")]
     assert data["prediction"]["messages"]["count"] == len(sends) == 8
 
