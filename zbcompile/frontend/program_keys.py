@@ -1,6 +1,6 @@
 """The keys by which programs are kept: all that a capture freezes into the graphs; and in words how two keys differ."""
 
-from collections.abc import Collection, Hashable
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ class ProgramKey(NamedTuple):
     signature: tuple[Any, ...]
     modules: tuple[tuple[bool, tuple[int, ...]], ...]
     trains: tuple[bool, ...]
-    modes: Hashable
+    modes: tuple[Any, ...]
     outputs: bool
 
 
@@ -44,8 +44,8 @@ def what_is_new(model: nn.Module, microbatch: Microbatch, key: ProgramKey, known
         other = [i for i, (now, before) in enumerate(zip(key.trains, near.trains, strict=False)) if now != before]
         found += [f"{names[i]}{_more(len(other))} {'train' if key.trains[i] else 'frozen'}" for i in other[:1]]
     if key.modes != near.modes:
-        (on, dtype, kernels), (was_on, was_dtype, was_kernels) = key.modes, near.modes  # type: ignore[misc]
-        if (on, on and dtype) != (was_on, was_on and was_dtype):
+        (on, dtype, kernels), (was_on, was_dtype, was_kernels) = key.modes, near.modes
+        if on != was_on or (on and dtype != was_dtype):
             found.append(f"autocast to {str(dtype).removeprefix('torch.')}" if on else "no autocast")
         found += ["other attention kernels"] * (kernels != was_kernels)
     if key.outputs != near.outputs:

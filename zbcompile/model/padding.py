@@ -60,6 +60,6 @@ def _require_all(named: Mapping[str, Any], pad: Mapping[str, Any], length: int, 
     for name, value in named.items():
         if name not in pad and isinstance(value, torch.Tensor) and value.ndim > dim and value.shape[dim] == length:
             raise PipelineError(
-                f"buckets: {name} has length {length} like the tensors of pad=, which does not name it. Add it with its "
-                "value: 0 for a mask, -100 for labels."
+                f"buckets: {name} has length {length} like the tensors of pad=, which does not name it. Add it with "
+                "its value: 0 for a mask, -100 for labels."
             )
