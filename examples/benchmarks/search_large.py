@@ -10,6 +10,7 @@ Kinds: "noise", stages that spread by 10 %; "hops", a hop of a tenth of a rank's
 import argparse
 import json
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ def step_of(kind: str, ranks: int, chunks: int) -> tuple[Costs, float]:
 def run(size: str, kind: str, seconds: float, moves: int | None) -> dict[str, Any]:
     ranks, microbatches = map(int, size.split("x"))
     costs, limit = step_of(kind, ranks, 4 if ranks <= 8 else 2)
+    begun = time.process_time()
     found = search(costs, ranks, microbatches, limit, seconds=seconds, moves=moves)
     check(found.schedule, found.simulation.costs, limit)
     name = min(found.names, key=found.names.__getitem__, default=None)
@@ -52,18 +54,18 @@ def run(size: str, kind: str, seconds: float, moves: int | None) -> dict[str, An
         "name": None if name is None else " on ".join(name),
         "moves": found.moves,
         "seconds": round(found.seconds, 1),
+        "cpu": round(time.process_time() - begun, 1),
     }
 
 
 def report(rows: list[dict[str, Any]]) -> str:
-    heads = ("case", "found", "above the bound", "best name", "takes", "ratio", "moves", "seconds")
+    heads = ("case", "found", "above the bound", "best name", "takes", "ratio", "moves", "seconds", "of a core")
     table = []
     for row in rows:
         ratio = None if row["best_name"] is None else row["found"] / row["best_name"]
         gap = f"{row['found'] / row['bound'] - 1:.2%}"
-        table.append(
-            (row["case"], row["found"], gap, row["name"], row["best_name"], ratio, row["moves"], row["seconds"])
-        )
+        spent = row["moves"], row["seconds"], row["cpu"]
+        table.append((row["case"], row["found"], gap, row["name"], row["best_name"], ratio, *spent))
     return tabulate(table, headers=heads, floatfmt=".4f")
 
 

@@ -1,0 +1,46 @@
+"""The site builds without a warning, and its tutorials run."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.fault_cells import free_port
+
+ROOT = Path(__file__).parent.parent
+PAGES = (ROOT / "docs" / "index.md", *sorted((ROOT / "docs" / "tutorials").glob("*.md")))
+BLOCK = re.compile(r"^```(python|bash)(?: \{(.*?)\})?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def test_pages_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {"__name__": "__main__"}
+    ran = 0
+    for language, mark, text in BLOCK.findall(page.read_text(encoding="utf-8")):
+        if mark.startswith("file="):
+            (tmp_path / mark.removeprefix("file=")).write_text(text, encoding="utf-8")
+        elif language == "python":
+            exec(compile(text, page.name, "exec"), names)
+            ran += 1
+        elif mark == "run":
+            environment = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PORT": str(free_port())}
+            subprocess.run(["bash", "-euc", text], check=True, timeout=120, env={**os.environ, **environment})
+            ran += 1
+    assert ran
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocstrings_handlers.python", reason="the site needs pip install -e '.[site]'")
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)}
+    built = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert (built.returncode, built.stdout + built.stderr) == (0, "")
+    pages = (tmp_path / "reference.html").read_text(encoding="utf-8")
+    assert 'id="zbcompile.pipeline"' in pages
+    assert not re.search(r'<(?:script|link|img)[^>]*(?:src|href)="https?:', pages), "a page fetches from elsewhere"
