@@ -78,3 +78,12 @@ def test_rooms_are_described_in_the_order_of_their_imports(top: str) -> None:
 def test_every_page_is_linked() -> None:
     linked = set(LINK.findall((ROOT / "README.md").read_text(encoding="utf-8")))
     assert {f"docs/{page.name}" for page in DOCUMENTS[1:]} <= linked
+
+
+TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
+
+
+def test_tests_exist(document: Path) -> None:
+    named = TEST.findall(document.read_text(encoding="utf-8"))
+    assert not [each for each in named if f"\ndef {each[1]}(" not in (ROOT / each[0]).read_text(encoding="utf-8")]
+    assert named or document.name != "faq.md"

@@ -19,7 +19,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 IMPORTS = "import zbcompile, zbcompile.passes, zbcompile.schedules; print(zbcompile.schedules.__file__)"
 FILES = ("LICENSE", "MANIFEST.in", "README.md", "pyproject.toml")
-FOLDERS = (".ci", "docs", "examples", "passes", "schedules", "tests", "zbcompile")
+FOLDERS = (".ci", ".github", "docs", "examples", "passes", "schedules", "tests", "zbcompile")
 
 
 def run(command: list[str], folder: Path, **environment: str) -> str:
