@@ -32,7 +32,7 @@ WHEN = {
     "zb-v": "No bubble in the memory of 1F1B, and the loss on the first rank; it sends more messages.",
     "v-half": "When activations must take half of 1F1B's memory.",
     "v-min": "When activations must take a third of 1F1B's memory, whatever it costs in time.",
-    "1f1b-v": "Three quarters of 1F1B's memory without splitting the backward.",
+    "1f1b-v": "Two thirds of 1F1B's memory without splitting the backward.",
     "dualpipe": "For comparison: two copies of the model for the overlap that dualpipe-v has with one.",
     "dualpipe-v": "Mixtures of experts: every exchange of tokens runs beside the products of another microbatch.",
     "auto": "When stages differ, memory is limited in bytes or hops cost time ([how](../search.md)).",
