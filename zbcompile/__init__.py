@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from zbcompile.frontend.pipeline import Pipeline as Pipeline
     from zbcompile.frontend.pipeline_function import pipeline as pipeline
     from zbcompile.frontend.trace_steps import trace as trace
-    from zbcompile.inspection.explain_model import explain as explain
-    from zbcompile.inspection.explanation import Explanation as Explanation
+    from zbcompile.inspection.explain_model import Explanation as Explanation, explain as explain
     from zbcompile.model.example import Example as Example
     from zbcompile.model.huggingface_plan import apply_tensor_parallel_plan as apply_tensor_parallel_plan
     from zbcompile.model.padding import buckets as buckets
@@ -38,8 +37,7 @@ _HOME = {
     "persistence.checkpoint_directory": ("latest_checkpoint",),
     "persistence.checkpoint": ("Checkpoint", "load_checkpoint", "save_checkpoint"),
     "model.example": ("Example",),
-    "inspection.explain_model": ("explain",),
-    "inspection.explanation": ("Explanation",),
+    "inspection.explain_model": ("Explanation", "explain"),
     "frontend.pipeline_function": ("pipeline",),
     "persistence.loaded_pipeline": ("load",),
     "frontend.pipeline": ("Pipeline",),

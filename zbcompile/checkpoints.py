@@ -5,9 +5,125 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from zbcompile.cli.checkpoint_commands import print_list, prune_folder, verify
-from zbcompile.cli.exit_status import exit_status
-from zbcompile.persistence.convert_checkpoint import convert_checkpoint
+import torch
+from tabulate import tabulate
+
+from zbcompile.cli.command_line import exit_status
+from zbcompile.errors import PipelineError
+from zbcompile.persistence.background_save import Save
+from zbcompile.persistence.checkpoint_directory import begin, candidates, prune
+from zbcompile.persistence.checkpoint_record import Record, is_pickled, read_record, require_whole
+from zbcompile.persistence.folder_lock import FolderLock
+from zbcompile.persistence.part_files import Chunk
+from zbcompile.persistence.plain_values import Tensors, to_data
+from zbcompile.persistence.saved_state import SavedState, open_state
+from zbcompile.version import __version__
+
+
+def convert_checkpoint(old: Path, new: Path, trust: bool) -> Path:
+    """Write the checkpoint `old`, or the newest one in that folder, into the folder `new`; the new directory.
+
+    Raises PipelineError if it contains pickles and is not trusted, or cannot be written.
+    """
+    found = next(iter(candidates(old)), None)
+    if found is None:
+        raise PipelineError(f"{old} holds no checkpoint.")
+    saved = open_state(found, trust)
+    lock = FolderLock(new)
+    try:
+        while not lock.attempt(1.0):
+            pass
+        return _write(saved, new, lock)
+    finally:
+        lock.close()
+
+
+def _write(saved: SavedState, new: Path, lock: FolderLock) -> Path:
+    tensors: Tensors = {}
+    values = {}
+    for section in ("model", "optimizer"):
+        room = {key: torch.empty(each[1], dtype=each[0]) if each else None for key, each in saved.keys(section).items()}
+        for key, value in saved.read(room, section).items():
+            name = f"{section}.{key}"
+            if isinstance(value, torch.Tensor):
+                tensors[name] = value
+            else:
+                values[name] = to_data(value, name, {})
+    kept: Tensors = {}
+    process = {name: to_data(saved.process_value(name), name, kept) for name in ("random", "extra")}
+    tensors |= {f"process.{name}": tensor for name, tensor in kept.items()}
+    fields = {"zbcompile": __version__, "torch": torch.__version__, "step": saved.step, "ranks": 1}
+    fields |= {"optimizer": saved.optimizer, "tied": {}, "values": values, "process": process}
+    chunks = [Chunk(name, tuple(t.shape), (0,) * t.dim(), t.detach().contiguous()) for name, t in tensors.items()]
+    save = Save(begin(new, saved.step), 0, 1, chunks, fields, None, lock)
+    return save.run()
+
+
+def verify(path: Path) -> None:
+    """Compare every file of a checkpoint, or of all in a folder, with its checksum. Raises PipelineError if one is
+    damaged."""
+    damaged = []
+    for each in _found(path):
+        try:
+            record = read_record(each)
+            require_whole(record)
+            print(f"{each}: whole, {_bytes(record)} bytes in {len(record.files)} files")
+        except PipelineError as error:
+            damaged.append(each.name)
+            print(f"{each}: {error}")
+    if damaged:
+        raise PipelineError(f"{len(damaged)} damaged or not readable without trust: {', '.join(damaged)}.")
+
+
+def print_list(path: Path) -> None:
+    """A table of the checkpoints in a folder, from their records alone."""
+    print(tabulate(list(map(_row, reversed(_found(path)))), ["checkpoint", "step", "ranks", "tensors", "bytes", ""]))
+
+
+def prune_folder(path: Path, keep: int) -> None:
+    """Remove all but the newest `keep` whole checkpoints of a folder, and the remains of interrupted saves. Those that
+    contain pickles stay: only reading them would tell whether they are whole."""
+    if keep < 1:
+        raise PipelineError(f"--keep {keep}; expected at least 1.")
+    whole = [each for each in _found(path) if _is_whole(each)]
+    if not whole:
+        raise PipelineError(f"{path} holds no whole checkpoint; nothing was removed.")
+    lock = FolderLock(path)
+    try:
+        while not lock.attempt(1.0):
+            pass
+        for each in prune(path, {*whole[:keep], *filter(is_pickled, _found(path))}):
+            print(f"removed {each}")
+    finally:
+        lock.close()
+
+
+def _found(path: Path) -> list[Path]:
+    found = candidates(path)
+    if not found:
+        raise PipelineError(f"{path} holds no checkpoint.")
+    return found
+
+
+def _row(path: Path) -> tuple[object, ...]:
+    try:
+        record = read_record(path)
+    except PipelineError:
+        return path.name, "", "", "", "", "contains pickles" if is_pickled(path) else "damaged"
+    fields = record.fields
+    return path.name, fields["step"], fields["ranks"], len(record.tensors), _bytes(record), ""
+
+
+def _bytes(record: Record) -> int:
+    return sum(size for size, _ in record.files.values())
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        require_whole(read_record(path))
+    except PipelineError:
+        return False
+    return True
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

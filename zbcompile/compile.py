@@ -8,9 +8,8 @@ from pathlib import Path
 
 from zbcompile.backends.backend import make_backend
 from zbcompile.backends.compiled_passes import compile_passes
+from zbcompile.cli.command_line import add_flags, exit_status, split_options
 from zbcompile.cli.compile_arguments import Plan, add_plan, announcer, compiled, example_of, quiet, schedule_of
-from zbcompile.cli.exit_status import exit_status
-from zbcompile.cli.option_flags import add_flags, split_options
 from zbcompile.compiler.compile_example import compile_example_forward
 from zbcompile.compiler.inference import Frame
 from zbcompile.distributed.process_group import device_of, is_alone

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from zbcompile.cli.command_line import exit_status, split_options
 from zbcompile.cli.compile_arguments import add_plan
-from zbcompile.cli.exit_status import exit_status
-from zbcompile.cli.option_flags import split_options
 from zbcompile.env import VARIABLES
 from zbcompile.inspection.commands import run
 from zbcompile.inspection.request import FORMATS, Request

@@ -11,12 +11,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from zbcompile.cli.command_line import add_flags, exit_status
 from zbcompile.cli.compile_arguments import FLAGS
-from zbcompile.cli.exit_status import exit_status
-from zbcompile.cli.job import Job
-from zbcompile.cli.option_flags import add_flags
 from zbcompile.cli.train_job import train
 from zbcompile.cli.train_optimizer import DECAYS, NAMED
+from zbcompile.cli.train_pipeline import Job
 from zbcompile.program.step_options import BACKENDS
 
 EPILOG = """the data:

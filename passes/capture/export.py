@@ -36,6 +36,8 @@ from zbcompile.passes.torch_private import numbered_checkpoints, pytree
 from zbcompile.passes.values.open_numbers import computes_with_them
 from zbcompile.passes.values.plain_tensors import PlainTensor, plain_tensors
 
+Example = tuple[tuple[Any, ...], dict[str, Any], Any]  # (args, kwargs, target) of one microbatch
+
 
 @dataclass(frozen=True)
 class Captured:
@@ -84,23 +86,17 @@ def capture(
     raise_first(training_problems(model, loss))
     watch = Watch(questions=Questions(given=given))
     with _judged(watch):
-        captured = trace_training(model, args, kwargs, target, loss, watch, outputs)
+        captured = trace_training(model, (args, kwargs, target), loss, watch, outputs)
     for text in watch.warnings:
         warnings.warn(f"zbcompile: {text}", stacklevel=2)
     return captured
 
 
 def trace_training(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    target: Any,
-    loss: LossFunction | None,
-    watch: Watch,
-    outputs: bool = False,
+    model: nn.Module, batch: Example, loss: LossFunction | None, watch: Watch, outputs: bool = False
 ) -> Captured:
     """As `capture`, but the caller judges what `watch` has seen. Raises CaptureError if no graph could be made."""
-    captured = _export(TrainingStep(model, loss, watch, outputs), watch, args, kwargs, target)
+    captured = _export(TrainingStep(model, loss, watch, outputs), watch, batch)
     as_loss = {Slot("output", "0"): Slot("loss")}
     structure = captured.structure.child(1) if outputs else None
     return replace(captured, outputs=tuple(as_loss.get(s, s) for s in captured.outputs), structure=structure)
@@ -124,7 +120,7 @@ def capture_inference(
         model.eval()
     try:
         with torch.no_grad(), _without_fast_path(), _judged(watch):
-            return _export(Inference(model, read, watch), watch, args, kwargs, target)
+            return _export(Inference(model, read, watch), watch, (args, kwargs, target))
     finally:
         for module, mode in modes.items():
             module.training = mode
@@ -141,11 +137,9 @@ def _judged(watch: Watch) -> Iterator[None]:
     raise_first(watch.problems)
 
 
-def _export(
-    wrapper: "TrainingStep | Inference", watch: Watch, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
-) -> Captured:
+def _export(wrapper: "TrainingStep | Inference", watch: Watch, batch: Example) -> Captured:
     # Copies: torch.export silently merges inputs that are the same object.
-    example = pytree.tree_map_only(torch.Tensor, copy_with_strides, (args, kwargs, target))
+    example = pytree.tree_map_only(torch.Tensor, copy_with_strides, batch)
     watch.questions.example = pytree.tree_leaves(example)
     with as_if_on(wrapper.model, _device_of(example)) as adapted:
         traced = pytree.tree_map_only(torch.Tensor, adapted, example)

@@ -139,7 +139,8 @@ def separate_changing_buffers(graph: Graph, outputs: tuple[Slot, ...]) -> None:
     for slot, value in zip(outputs, results, strict=True):  # type: ignore[arg-type]
         if slot.kind != "mutation":
             continue
-        for holder in _holders(graph, slot.name):
+        held = Slot("buffer", slot.name)
+        for holder in [each for each in graph.find_nodes(op="placeholder") if each.meta["slot"] == held]:
             for view in [user for user in holder.users if is_view(user)]:
                 with graph.inserting_before(view):
                     view.replace_input_with(holder, _clone(graph, holder, view))
@@ -165,10 +166,6 @@ def draw_in_memory_order(graph: Graph) -> None:
             drawn = call_like(graph, node, aten.bernoulli.p, (packed, *node.args[1:]), packed.meta["val"])
             node.replace_all_uses_with(call_like(graph, node, aten.permute.default, (drawn, back), value))
         graph.erase_node(node)
-
-
-def _holders(graph: Graph, buffer: str) -> list[Node]:
-    return [node for node in graph.find_nodes(op="placeholder") if node.meta["slot"] == Slot("buffer", buffer)]
 
 
 def _clone(graph: Graph, value: Node, source: Node) -> Node:

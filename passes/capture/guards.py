@@ -36,7 +36,8 @@ class Guards:
         """Equal for questions of the same kind, with the same constants, however they are answered."""
         numbers = node_numbers(self.module.graph)
         calls = [call_text(node, numbers) for node in self.module.graph.nodes]
-        values = [f"{name} = {_content(tensor)}" for name, tensor in self.constants.items()]
+        held = [(name, t, hashlib.sha256(bytes_of(t)).hexdigest()) for name, t in self.constants.items()]
+        values = [f"{name} = {t.dtype} {list(t.shape)} {content}" for name, t, content in held]
         return "; ".join((*map(str, self.inputs), *values, *calls))
 
     def begin(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
@@ -68,9 +69,9 @@ def read_answers(tensors: Iterable[torch.Tensor]) -> Answers:
     return tuple(tensor.tolist() for tensor in tensors)
 
 
-def _content(tensor: torch.Tensor) -> str:
-    content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return f"{tensor.dtype} {list(tensor.shape)} {hashlib.sha256(bytes(content.tolist())).hexdigest()}"
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """The elements of a tensor in order, on whatever device."""
+    return bytes(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).tolist())
 
 
 def separate_guards(

@@ -5,7 +5,6 @@ values themselves instead of leaving both to the attention kernel: other kernels
 """
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ import torch
 
 from zbcompile.passes.graph.source_location import calling_line
 from zbcompile.passes.torch_private import FakeTensor, NoTensor, asked_for_fake_tensors, replaced
+from zbcompile.passes.values.open_numbers import asker
 
 FAKES, FLAGS = "fakes", "flags"
 EAGER = (FAKES, FLAGS)
@@ -57,19 +57,10 @@ def ways_to_trace(reads_numbers: Callable[[], bool], asked: Mapping[str, str]) -
 
 def _answer(truth: Callable[[], Any], eagers: Any, kind: str, asked: dict[str, str]) -> Callable[..., Any]:
     def answer(*_: Any) -> Any:
-        if _asker().partition(".")[0] == "torch":
+        if asker().partition(".")[0] == "torch":
             return truth()
         if kind not in asked:
             asked[kind] = calling_line()
         return eagers
 
     return answer
-
-
-def _asker() -> str:
-    """The module of the code that asks, two frames up."""
-    frame = inspect.currentframe()
-    try:
-        return str(frame.f_back.f_back.f_globals.get("__name__"))  # type: ignore[union-attr]
-    finally:
-        del frame  # a frame that holds itself would keep the fake tensors of all frames above it

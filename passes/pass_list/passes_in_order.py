@@ -11,8 +11,8 @@ from itertools import accumulate
 import torch
 
 from zbcompile.passes.capture import canonical
-from zbcompile.passes.capture.canonical import on_graph as _on
-from zbcompile.passes.capture.export import capture, capture_inference
+from zbcompile.passes.capture.canonical import Canonical, on_graph as _on
+from zbcompile.passes.capture.export import Captured, capture, capture_inference
 from zbcompile.passes.capture.functional_writes import (
     correct_strided_writes,
     draw_in_memory_order,
@@ -23,7 +23,7 @@ from zbcompile.passes.capture.functional_writes import (
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.partition.shared_parameters import separate_uses
 from zbcompile.passes.partition.stage_graphs import cut
-from zbcompile.passes.pass_list.run_passes import Pass
+from zbcompile.passes.pass_list.run_passes import SILENT, Pass, PassManager
 from zbcompile.passes.recompute.recompute import recompute
 from zbcompile.passes.split.defer_sums import defer_sums
 from zbcompile.passes.split.joint_graph import trace_joint
@@ -36,7 +36,6 @@ from zbcompile.passes.verification import (
     graph_rules as graph,
     model_rules as model,
     piece_rules as piece,
-    shard_rules as shard,
     stage_rules as stage,
 )
 from zbcompile.passes.vocabulary.shard_program import make_vocabulary
@@ -147,14 +146,20 @@ SHARD = Pass(
     "shard",
     "makes S and T of every vocabulary shard",
     make_vocabulary,
-    (*_WHOLE, piece.only_buffers_written, shard.words_covered),
+    (*_WHOLE, piece.only_buffers_written, piece.words_covered),
 )
 OVERLAP = Pass(
     "overlap",
     "merges a forward and a backward",
     lambda pair: merge(*pair),
-    (graph.operations_in_order, graph.collectives_waited, shard.halves_complete),
+    (graph.operations_in_order, graph.collectives_waited, piece.halves_complete),
 )
 
 PASSES = (*(CAPTURE, *CANONICALISE, TRUNK, CUT, SEPARATE_USES), *(*STAGE_PASSES, DEDUPLICATE, SHARD, OVERLAP))
 PASS_NAMES = tuple(each.name for each in PASSES)
+
+
+def canonicalise(captured: Captured, manager: PassManager = SILENT) -> Canonical:
+    """The canonical form of `captured`, which is not changed. Raises CaptureError if no stage can compute it."""
+    canonical: Canonical = manager.run_all(CANONICALISE, captured)[-1]
+    return canonical

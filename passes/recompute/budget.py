@@ -146,10 +146,7 @@ def _cut(values: Values, weight_of_bytes: int, weight_of_time: int) -> Saving:
             network.connect(("have", argument), ("make", node))
     for node in values.wanted:
         network.connect(("have", node), SINK)
-    return _read(values, network.source_side())
-
-
-def _read(values: Values, side: frozenset[object]) -> Saving:
+    side = network.source_side()
     needed = [node for node in values.inputs if ("have", node) not in side]
     remade = frozenset(node for node in needed if ("make", node) not in side)
     kept = frozenset(needed) - remade

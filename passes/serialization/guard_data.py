@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from zbcompile.passes.capture.guards import Guards
+from zbcompile.passes.capture.guards import Guards, bytes_of
 from zbcompile.passes.capture.questions import Given
 from zbcompile.passes.capture.tracing_flags import EAGERS_WAY
 from zbcompile.passes.graph.roles import Slot
@@ -45,8 +45,7 @@ def guards_from_data(data: Data | None, device: torch.device, operators: Collect
 
 
 def _tensor_to_data(tensor: torch.Tensor) -> list[Any]:
-    content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), bytes(content.tolist()).hex()]
+    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), bytes_of(tensor).hex()]
 
 
 def _tensor_from_data(data: list[Any], device: torch.device) -> torch.Tensor:

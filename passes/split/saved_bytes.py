@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from zbcompile.passes.graph.roles import Slot
-from zbcompile.passes.graph.storage import storage_bytes, tensors_of
+from zbcompile.passes.graph.storage import storage_bytes, storages_read, tensors_of
 from zbcompile.passes.split.joint_graph import Joint
 from zbcompile.passes.split.subgraphs import Assignment
 from zbcompile.passes.torch_private import storage_key
@@ -85,11 +85,6 @@ def keys_of(node: Node) -> set[int]:
     return {storage_key(t) for t in tensors_of(node.meta.get("val"))}
 
 
-def read_by(node: Node) -> set[int]:
-    """The storages that a node reads."""
-    return {key for argument in node.all_input_nodes for key in keys_of(argument)}
-
-
 def find_storages(joint: Joint) -> Storages:
     """Follow every storage of `joint` from its maker to its readers."""
     maker: dict[int, Node] = {}
@@ -105,7 +100,7 @@ def find_storages(joint: Joint) -> Storages:
         if node.op == "call_function" and keys_of(node) and not new:
             views.add(node)
         elif node.op == "call_function":
-            for key in read_by(node):
+            for key in storages_read(node):
                 readers.setdefault(key, []).append(node)
     sizes |= dict.fromkeys(resident_storages(joint), 0)
     return Storages(maker, {key: tuple(nodes) for key, nodes in readers.items()}, sizes, frozenset(views))

@@ -14,9 +14,10 @@ from torch.fx import Node
 from zbcompile.passes.graph.fx import is_getitem, is_random, operations_behind
 from zbcompile.passes.graph.process_groups import is_collective
 from zbcompile.passes.graph.roles import Slot
+from zbcompile.passes.graph.storage import storages_read
 from zbcompile.passes.split.convolution import cut_convolutions, merge_convolutions
 from zbcompile.passes.split.joint_graph import Joint
-from zbcompile.passes.split.saved_bytes import Crossing, crossing_of, keys_of, read_by
+from zbcompile.passes.split.saved_bytes import Crossing, crossing_of, keys_of
 from zbcompile.passes.split.simplify import copy_joint
 from zbcompile.passes.split.subgraphs import Assignment, Piece, extract, share_views
 from zbcompile.passes.split.weight_cut import WeightCut, cut_weight, is_cheap
@@ -56,11 +57,11 @@ def split(joint: Joint, recompute: bool = False) -> Split:
     joint = copy_joint(joint)
     convolutions = cut_convolutions(joint.module.graph)
     cut = closure(joint)
-    moved = choose(cut, recompute=False)
+    moved = cut_weight(cut, recompute=False)
     lean = final = apply(cut, moved)
     repeated: frozenset[Node] = frozenset()
     if recompute:
-        moved = choose(cut, recompute=True)
+        moved = cut_weight(cut, recompute=True)
         repeated, final = moved.again, apply(cut, moved)
     steps = [
         _improvement("convolution backwards cut", convolutions, plain, cut),
@@ -105,12 +106,6 @@ def _assign(joint: Joint, forward: Set[Node], backward: Set[Node], weight: Set[N
     return Assignment(joint, {"F": forward, "B": backward, "W": weight, "BW": backward | weight})
 
 
-def choose(plain: Assignment, recompute: bool) -> WeightCut:
-    """The operations that change sides, by a minimum cut."""
-    nodes = plain.nodes
-    return cut_weight(plain.joint, nodes["F"], nodes["B"], nodes["W"], recompute)
-
-
 def apply(plain: Assignment, moved: WeightCut) -> Assignment:
     """`plain` with the operations of `moved` on their new sides."""
     joint, nodes = plain.joint, plain.nodes
@@ -121,7 +116,7 @@ def apply(plain: Assignment, moved: WeightCut) -> Assignment:
 
 def _repeated(joint: Joint, own: Set[Node], again: Set[Node]) -> set[Node]:
     """The nodes that W repeats: those that `own` needs of the operations in `again` and the views of their results."""
-    made = {key for node in again for key in keys_of(node) - read_by(node)}
+    made = {key for node in again for key in keys_of(node) - storages_read(node).keys()}
     found: set[Node] = set()
     queue = [argument for node in own for argument in node.all_input_nodes]
     queue += [node for slot, node in joint.outputs if slot.kind == "gradient"]

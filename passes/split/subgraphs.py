@@ -117,7 +117,8 @@ class _Extractor:
         assignment, name = self.assignment, self.name
         inputs = [(self._slot(node), node) for node in assignment.arriving(name)]
         for slot, node in inputs:
-            self.copies[node] = self._placeholder(slot, node)
+            self.copies[node] = holder = self.graph.placeholder(slot.identifier)
+            holder.meta = {**node.meta, "slot": slot}
         outputs = [*assignment.results(name), *((Slot("saved", n.name), n) for n in assignment.saved(name))]
         self._copy_nodes()
         self.graph.output([self._result(slot, node) for slot, node in outputs])
@@ -130,11 +131,6 @@ class _Extractor:
         if node in self.slot_of and (self.name == "F" or not self.assignment.copied(node)):
             return self.slot_of[node]
         return Slot("saved", node.name)
-
-    def _placeholder(self, slot: Slot, node: Node) -> Node:
-        holder = self.graph.placeholder(slot.identifier)
-        holder.meta = {**node.meta, "slot": slot}
-        return holder
 
     def _copy_nodes(self) -> None:
         inside = self.assignment.nodes[self.name]

@@ -21,9 +21,10 @@ from torch.fx import Node
 
 from zbcompile.passes.graph.fx import is_random, operations_behind
 from zbcompile.passes.graph.min_cut import SINK, SOURCE, Network
-from zbcompile.passes.graph.storage import bytes_moved
+from zbcompile.passes.graph.storage import bytes_moved, storages_read
 from zbcompile.passes.split.joint_graph import Joint
-from zbcompile.passes.split.saved_bytes import Storages, find_storages, keys_of, read_by
+from zbcompile.passes.split.saved_bytes import Storages, find_storages, keys_of
+from zbcompile.passes.split.subgraphs import Assignment
 from zbcompile.passes.torch_private import MEMORY_BOUND, OpOverload
 
 IN_W, BEFORE = SOURCE, SINK
@@ -48,9 +49,9 @@ def is_cheap(node: Node) -> bool:
     return bool(tagged) or node.target.overloadpacket in MEMORY_BOUND
 
 
-def cut_weight(joint: Joint, before: Set[Node], backward: Set[Node], weight: Set[Node], recompute: bool) -> WeightCut:
-    """The cheapest sides, given F's nodes (`before`), what B must compute and what is left for W."""
-    network = _WeightNetwork(joint, before, backward, weight, recompute)
+def cut_weight(plain: Assignment, recompute: bool) -> WeightCut:
+    """The cheapest sides, given F's nodes, what B must compute and what is left for W."""
+    network = _WeightNetwork(plain.joint, plain.nodes["F"], plain.nodes["B"], plain.nodes["W"], recompute)
     in_w = network.solve()
     return WeightCut(frozenset(network.movable - in_w), frozenset(network.repeatable & in_w))
 
@@ -129,4 +130,4 @@ class _WeightNetwork:
 def _read_outside_w(joint: Joint, backward: Set[Node]) -> set[int]:
     """The storages that B needs in any case."""
     leaving = {key for slot, node in joint.outputs if slot.kind == "input_gradient" for key in keys_of(node)}
-    return leaving.union(*(read_by(node) for node in backward))
+    return leaving.union(*(storages_read(node) for node in backward))

@@ -5,20 +5,26 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
+from torch.fx.traceback import preserve_node_meta
 
+from zbcompile.passes.capture.custom_functions import is_call
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.graph.flops import count_flops
 from zbcompile.passes.graph.fx import like, output_values
-from zbcompile.passes.graph.process_groups import with_groups
+from zbcompile.passes.graph.kernel_layouts import kernels_layouts
+from zbcompile.passes.graph.process_groups import group_of, rename_groups, with_groups
 from zbcompile.passes.graph.roles import Slot, TensorSpec
+from zbcompile.passes.graph.storage import tensors_of
 from zbcompile.passes.graph.strides import boundary_like
 from zbcompile.passes.partition.stage_graphs import Stage
+from zbcompile.passes.split.backward_locations import MarkingInterpreter
+from zbcompile.passes.split.in_place import replace_writes_into_fresh
 from zbcompile.passes.split.joint_graph import Recomputed
 from zbcompile.passes.split.saved_bytes import Crossing
 from zbcompile.passes.split.split import Improvement, Split
 from zbcompile.passes.split.subgraphs import Piece
 from zbcompile.passes.stage.accumulate import accumulate_in_place, own_gradients
-from zbcompile.passes.torch_private import FakeTensorMode
+from zbcompile.passes.torch_private import FakeTensorMode, LazyGraphModule, make_fx
 
 
 @dataclass(frozen=True)
@@ -38,15 +44,15 @@ class StageProgram:
     pieces: Mapping[str, Piece]
     receives: Mapping[str, TensorSpec]
     sends: Mapping[str, TensorSpec]
-    gradients_in: Mapping[str, TensorSpec]
-    gradients_out: Mapping[str, TensorSpec]
     parameters: tuple[str, ...]
     buffers: tuple[str, ...]
-    trained: tuple[str, ...]
     random: bool
-    crossing: Crossing
-    improvements: tuple[Improvement, ...]
     flops: Mapping[str, int]
+    gradients_in: Mapping[str, TensorSpec] = field(default_factory=dict)
+    gradients_out: Mapping[str, TensorSpec] = field(default_factory=dict)
+    trained: tuple[str, ...] = ()
+    crossing: Crossing = field(default_factory=lambda: Crossing(0, 0, 0, 0, 0))
+    improvements: tuple[Improvement, ...] = ()
     recomputed: Recomputed | None = None
     deferred: Mapping[str, str] = field(default_factory=dict)
 
@@ -127,22 +133,16 @@ def forward_programs(stages: Sequence[Stage], seeded: bool) -> tuple[StageProgra
 def _forward_program(
     stage: Stage, receives: Mapping[str, TensorSpec], sends: Mapping[str, TensorSpec], seeded: bool
 ) -> StageProgram:
-    piece = Piece("F", stage.module, stage.inputs, stage.outputs)
     counts = count_flops(stage.module, FakeTensorMode(allow_non_fake_inputs=True))
     return StageProgram(
         stage=stage.index,
         original=stage.index,
-        pieces={"F": piece},
+        pieces={"F": Piece("F", stage.module, stage.inputs, stage.outputs)},
         receives=receives,
         sends=sends,
-        gradients_in={},
-        gradients_out={},
         parameters=stage.named("parameter"),
         buffers=stage.named("buffer"),
-        trained=(),
         random=seeded and stage.random,
-        crossing=Crossing(0, 0, 0, 0, 0),
-        improvements=(),
         flops={"F": sum(counts.values()), "B": 0, "W": 0, "BW": 0},
     )
 
@@ -165,3 +165,45 @@ def tensor_spec(value: torch.Tensor, needs_gradient: bool = False) -> TensorSpec
     """Shape, strides, dtype and device of a (fake) tensor."""
     dtype = str(value.dtype).removeprefix("torch.")
     return TensorSpec(tuple(value.shape), tuple(value.stride()), dtype, str(value.device), needs_gradient)
+
+
+@dataclass(frozen=True)
+class Collective:
+    """An exchange in pass `name` ("F", "B", "W" or "BW"): which `kind`, along which `dimension` of the mesh, with how
+    many `bytes` from this rank, by which `operation` of the graph."""
+
+    name: str
+    kind: str
+    dimension: str
+    bytes: int
+    operation: str
+
+
+def collectives_of(program: StageProgram) -> list[Collective]:
+    """The collectives of a stage, pass by pass, in the order in which they are issued."""
+    found = []
+    for name, node in ((name, node) for name, piece in program.pieces.items() for node in piece.module.graph.nodes):
+        if (group := group_of(node)) is not None:
+            given = [tensor for source in node.all_input_nodes for tensor in tensors_of(source.meta.get("val"))]
+            kind = node.target.overloadpacket.__name__
+            found.append(Collective(name, kind, group, sum(tensor.nbytes for tensor in given), node.name))
+    return found
+
+
+def without_calls(stage: Stage, dimensions: Mapping[str, str]) -> Stage:
+    """`stage` without operators that are calls of modules with DTensors: their local operations, and collectives that
+    name their groups as `dimensions` does. A graph without such calls stays as it is."""
+    graph = stage.module.graph
+    if not any(is_call(node) for node in graph.nodes):
+        return stage
+    mode, holders = FakeTensorMode(allow_non_fake_inputs=True), graph.find_nodes(op="placeholder")
+    interpreter = MarkingInterpreter(stage.module)
+    with mode:
+        values = [like(node.meta["val"]) for node in holders]
+    with mode, torch.no_grad(), kernels_layouts(), preserve_node_meta():
+        module = make_fx(lambda *flat: interpreter.run(*flat))(*values)
+    replace_writes_into_fresh(module)
+    rename_groups(module, dimensions)
+    for node, holder in zip(module.graph.find_nodes(op="placeholder"), holders, strict=True):
+        node.meta |= holder.meta
+    return replace(stage, module=LazyGraphModule(module, module.graph, class_name=f"Stage{stage.index}"))

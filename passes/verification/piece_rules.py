@@ -1,6 +1,9 @@
-"""What holds of F, B, W and BW: who computes what, what waits between them, where gradients go."""
+"""What holds of F, B, W and BW: who computes what, what waits between them, where gradients go; and of the graphs of
+shards and pairs."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -13,11 +16,13 @@ from zbcompile.passes.split.saved_bytes import LOSS, Crossing, is_resident
 from zbcompile.passes.split.split import Split
 from zbcompile.passes.split.subgraphs import LATER
 from zbcompile.passes.split.weight_cut import is_cheap
+from zbcompile.passes.stage.overlap import Merged, ask, hand_over, pick
 from zbcompile.passes.stage.stage_program import StageProgram, tensor_spec
 from zbcompile.passes.torch_private import is_in_place, storage_key
 from zbcompile.passes.verification.graph_rules import form_of
 from zbcompile.passes.verification.graph_views import GraphView, graphs_of, pieces_of
 from zbcompile.passes.verification.rule import Break, graph_rule, rule
+from zbcompile.passes.vocabulary.shard_program import VocabularyProgram
 
 aten = torch.ops.aten
 Pieces = Split | StageProgram
@@ -190,3 +195,24 @@ def messages_described(made: StageProgram, before: Any) -> Iterator[Break]:
                 yield Break(f"is the {kind} {name}, which the stage's description does not list", node, view.title)
             elif (spec := tensor_spec(node.meta["val"]))[:1] + spec[2:4] != specs[name][:1] + specs[name][2:4]:
                 yield Break(f"is {spec.dtype}{list(spec.shape)} but described as {specs[name]}", node, view.title)
+
+
+@rule("the shards cover all words, each once, in the order of the ranks")
+def words_covered(made: VocabularyProgram, before: Any) -> Iterator[Break]:
+    for (_, high), (low, _) in pairwise(made.bounds):
+        if high != low:
+            yield Break(f"one shard ends before word {high}, and the next begins with word {low}")
+    if len(made.pieces) != len(made.bounds):
+        yield Break(f"{len(made.bounds)} shards have the graphs of {len(made.pieces)}")
+
+
+@rule("a pair does what its forward and its backward do, each operation once, and nothing else")
+def halves_complete(made: Merged, before: Any) -> Iterator[Break]:
+    (view,) = graphs_of(made)
+    halves = (made.forward.module.graph, made.backward.module.graph)
+    wanted = Counter(n.target for graph in halves for n in graph.nodes if n.op == "call_function")
+    found = Counter(node.target for node in view.calls if node.target not in (hand_over, ask, pick))
+    for target in wanted.keys() | found.keys():
+        if wanted[target] != found[target]:
+            node = next((node for node in reversed(view.calls) if node.target == target), None)
+            yield Break(f"{target}: {wanted[target]} in the halves, {found[target]} in the pair", node, view.title)

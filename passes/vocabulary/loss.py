@@ -10,7 +10,7 @@ ignored tokens, label smoothing, class weights, z-loss, and any function of a to
 may have entropies, too: log_z - mean, with mean = sum_j softmax(y)_j (y_j - m).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -232,6 +232,3 @@ def _cross_entropy(loss: RowLoss, node: Node, given: Statistics, values: Values)
     if reduction == MEAN:
         return rows.sum() / torch.where(valid, of_label, zeros).sum()
     return rows.sum() if reduction == SUM else rows.reshape(node.meta["val"].shape)
-
-
-Loss = Callable[[Statistics, Values], torch.Tensor]

@@ -13,23 +13,10 @@ import torch
 
 from zbcompile.passes.vocabulary.loss import Values
 from zbcompile.passes.vocabulary.s_t_exponentials import scan_exponentials
-from zbcompile.passes.vocabulary.shard import (
-    Parameters,
-    Scanned,
-    Shard,
-    class_weight,
-    finite,
-    local,
-    mean_over,
-    pointwise,
-    pull,
-    raw_logits,
-    times_weight,
-    without_label,
-)
+from zbcompile.passes.vocabulary.shard import Parameters, Scanned, Shard, finite, mean_over, without_label
 
 Tensor = torch.Tensor
-Label = tuple[Tensor, Tensor]  # see `local`
+Label = tuple[Tensor, Tensor]  # see `Shard.local`
 
 
 class Scan(NamedTuple):
@@ -58,7 +45,7 @@ def scan(shard: Shard, hidden: Tensor, own: Parameters, values: Values) -> Scann
     found: Scan | None = None
     kept = []
     for words in shard.tiles():
-        raw = raw_logits(shard, hidden, own, words)
+        raw = shard.raw_logits(hidden, own, words)
         kept += [raw] if shard.keep else []
         tile = _scan_tile(shard, raw, own, labels, values, words)
         found = tile if found is None else _merge(found, tile)
@@ -77,8 +64,8 @@ def _nothing(shard: Shard, hidden: Tensor) -> Scan:
 
 
 def _scan_tile(shard: Shard, raw: Tensor, own: Parameters, labels: Tensor, values: Values, words: slice) -> Scan:
-    y = pointwise(shard, raw)
-    inside, number = local(shard, labels, words)
+    y = shard.pointwise(raw)
+    inside, number = shard.local(labels, words)
     maximum = y.amax(1)
     shifted = y - finite(maximum)[:, None]
     exponentials = shifted.exp()
@@ -86,19 +73,16 @@ def _scan_tile(shard: Shard, raw: Tensor, own: Parameters, labels: Tensor, value
     target = torch.where(inside, y.gather(1, number[:, None])[:, 0], 0.0)
     total, weights = torch.zeros_like(z), torch.zeros_like(z[0])
     if shard.head.loss.needs_total:
-        weight = class_weight(shard, values, words, shifted)
+        weight = shard.class_weight(values, words, shifted)
         total, weights = (shifted * weight).sum(1), weight.sum()
     if shard.barriers != 1:
-        mean = _mean(exponentials, shifted) if shard.head.loss.needs_mean else None
+        mean = None
+        if shard.head.loss.needs_mean:  # sum_j exp(y_j - maximum) (y_j - maximum); words masked by -inf add nothing
+            mean = torch.where(exponentials == 0, 0.0, exponentials * shifted).sum(1)
         return Scan(maximum, z, target, total, weights, None, None, mean)
     others = _others(shard, raw, exponentials, z, own, (inside, number), words)
     total_rows = _total_rows(shard, raw, own, values, words) if shard.head.loss.needs_total else None
     return Scan(maximum, z, target, total, weights, others, total_rows)
-
-
-def _mean(exponentials: Tensor, shifted: Tensor) -> Tensor:
-    """sum_j exp(y_j - maximum) (y_j - maximum); words that are masked by -inf add nothing."""
-    return torch.where(exponentials == 0, 0.0, exponentials * shifted).sum(1)
 
 
 def _others(
@@ -109,8 +93,8 @@ def _others(
     divisor = torch.where(z > 0, z, 1.0)[:, None]
     early = shard.head.dtype == torch.float16
     p = exponentials / divisor if early else exponentials
-    pulled = pull(shard, raw, without_label(p, *label))
-    found = times_weight(shard, pulled, own, words)
+    pulled = shard.pull(raw, without_label(p, *label))
+    found = shard.times_weight(pulled, own, words)
     return found if early else found / divisor
 
 
@@ -139,18 +123,18 @@ def _label_rows(shard: Shard, hidden: Tensor, own: Parameters, labels: Tensor) -
     """D_t W_t if the label is a word of this shard, else zeros [tokens, width]."""
     if not shard.size:
         return torch.zeros_like(hidden, dtype=shard.statistics_dtype)
-    inside, number = local(shard, labels, slice(0, shard.size))
+    inside, number = shard.local(labels, slice(0, shard.size))
     rows = own.weight[number].to(shard.head.dtype)
     scale = inside.to(shard.statistics_dtype)
     if shard.head.pointwise:
         raw = (hidden * rows).sum(1, dtype=shard.statistics_dtype)
         raw = raw if own.bias is None else raw + own.bias[number]
-        scale = scale * pull(shard, raw, torch.ones_like(scale))
+        scale = scale * shard.pull(raw, torch.ones_like(scale))
     return rows.to(shard.statistics_dtype) * scale[:, None]
 
 
 def _total_rows(shard: Shard, raw: Tensor, own: Parameters, values: Values, words: slice) -> Tensor:
-    weights = class_weight(shard, values, words, torch.empty(0, dtype=shard.statistics_dtype, device=raw.device))
+    weights = shard.class_weight(values, words, torch.empty(0, dtype=shard.statistics_dtype, device=raw.device))
     if shard.head.pointwise:
-        return times_weight(shard, pull(shard, raw, weights.expand(raw.shape)), own, words)
+        return shard.times_weight(shard.pull(raw, weights.expand(raw.shape)), own, words)
     return (weights @ own.weight[words].to(weights.dtype)).expand(raw.shape[0], -1)

@@ -9,17 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from zbcompile.passes.vocabulary.shard import (
-    Parameters,
-    Scanned,
-    Shard,
-    Updates,
-    finite,
-    joined,
-    local,
-    raw_logits,
-    without_label,
-)
+from zbcompile.passes.vocabulary.shard import Parameters, Scanned, Shard, Updates, finite, joined, without_label
 
 Tensor = torch.Tensor
 
@@ -28,14 +18,14 @@ def scan_exponentials(
     shard: Shard, hidden: Tensor, own: Parameters, labels: Tensor, label_rows: Tensor | None
 ) -> Scanned:
     """S: `hidden` [tokens, width] is the output layer's input."""
-    logits = [raw_logits(shard, hidden, own, words) for words in shard.tiles()]
+    logits = [shard.raw_logits(hidden, own, words) for words in shard.tiles()]
     maximum = torch.stack([tile.amax(1) for tile in logits]).amax(0)
     over = finite(maximum)[:, None]
     z = target = torch.zeros_like(maximum)
     others = torch.zeros_like(hidden) if shard.barriers == 1 else None
     kept = []
     for tile, words in zip(logits, shard.tiles(), strict=True):
-        inside, number = local(shard, labels, words)
+        inside, number = shard.local(labels, words)
         target = target + torch.where(inside, tile.gather(1, number[:, None])[:, 0], 0.0)
         exponentials = (tile - over).exp()
         z = z + exponentials.sum(1)
@@ -60,7 +50,7 @@ def update_exponentials(
     """T of the exponentials `kept` over the shard's `own_maximum` [tokens]."""
     maximum, log_z, a, at_label, _ = coefficients.unbind(0)
     factor = a * torch.exp(own_maximum - finite(maximum) - log_z)
-    inside, number = local(shard, labels, slice(0, shard.size))
+    inside, number = shard.local(labels, slice(0, shard.size))
     of_label = torch.where(inside, at_label, 0.0)
     row = torch.where(inside, number, labels.remainder(shard.size))  # those elsewhere add 0, not all to one row
     scaled = factor[:, None] * hidden

@@ -19,6 +19,35 @@ from zbcompile.passes.vocabulary.output_layer import VocabularyHead
 Tensor = torch.Tensor
 
 
+class Scanned(NamedTuple):
+    """What leaves S: `statistics` [4, tokens], with entropies 5; with one barrier parts of the input gradient [tokens,
+    width]: `others`, of all words but the label, `label_rows` of labels of this shard, and `total_rows` of the weighted
+    sum of logits; and what is kept for T of every tile, `raw` [tokens, words]: what the output layer made, or where
+    `Shard.keeps_exponentials` the exponentials over `maximum` [tokens], 0 at the label."""
+
+    statistics: Tensor
+    others: Tensor | None
+    label_rows: Tensor | None
+    total_rows: Tensor | None
+    raw: tuple[Tensor, ...]
+    maximum: Tensor | None = None
+
+
+class Updates(NamedTuple):
+    """What leaves T: gradients of the shard's rows, and with two barriers its part of the input gradient."""
+
+    weight: Tensor
+    bias: Tensor | None
+    part: Tensor | None
+
+
+class Parameters(NamedTuple):
+    """The shard's rows: `weight` [words, width], `bias` [words]."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
 @dataclass(frozen=True)
 class Shard:
     """What rank `rank` computes: words `bounds[rank]` of the vocabulary.
@@ -58,66 +87,51 @@ class Shard:
         for start in range(0, self.size, self.tile):
             yield slice(start, min(start + self.tile, self.size))
 
+    def pointwise(self, raw: Tensor) -> Tensor:
+        """The logits from what the output layer makes, in the dtype of statistics."""
+        return reduce(lambda y, step: step(y), self.head.pointwise, raw.to(self.statistics_dtype))
 
-class Scanned(NamedTuple):
-    """What leaves S: `statistics` [4, tokens], with entropies 5; with one barrier parts of the input gradient [tokens,
-    width]: `others`, of all words but the label, `label_rows` of labels of this shard, and `total_rows` of the weighted
-    sum of logits; and what is kept for T of every tile, `raw` [tokens, words]: what the output layer made, or where
-    `Shard.keeps_exponentials` the exponentials over `maximum` [tokens], 0 at the label."""
+    def pull(self, raw: Tensor, gradient: Tensor) -> Tensor:
+        """The gradient by what the output layer makes, from that by the logits."""
+        if not self.head.pointwise:
+            return gradient
+        with torch.enable_grad():
+            leaf = raw.detach().to(self.statistics_dtype).requires_grad_()
+            return torch.autograd.grad(self.pointwise(leaf), leaf, gradient)[0]
 
-    statistics: Tensor
-    others: Tensor | None
-    label_rows: Tensor | None
-    total_rows: Tensor | None
-    raw: tuple[Tensor, ...]
-    maximum: Tensor | None = None
+    def raw_logits(self, hidden: Tensor, own: Parameters, words: slice) -> Tensor:
+        """What the output layer makes of `hidden` [tokens, width] for some words [tokens, words]."""
+        dtype = self.head.dtype
+        bias = None if own.bias is None else own.bias[words].to(dtype)
+        return F.linear(hidden, own.weight[words].to(dtype), bias)
 
+    def local(self, labels: Tensor, words: slice) -> tuple[Tensor, Tensor]:
+        """Whether a token's label is among `words`, and its number there (0 otherwise)."""
+        own = labels - (self.low + words.start)
+        inside = (own >= 0) & (own < words.stop - words.start)
+        return inside, torch.where(inside, own, 0)
 
-class Updates(NamedTuple):
-    """What leaves T: gradients of the shard's rows, and with two barriers its part of the input gradient."""
+    def class_weight(self, values: Values, words: slice, like: Tensor) -> Tensor:
+        """w of some words [words]."""
+        whole = self.head.loss.weight_of(values)
+        if whole is None:
+            return torch.ones(words.stop - words.start, dtype=like.dtype, device=like.device)
+        return whole[self.low + words.start : self.low + words.stop].to(like.dtype)
 
-    weight: Tensor
-    bias: Tensor | None
-    part: Tensor | None
+    def times_weight(self, gradient: Tensor, own: Parameters, words: slice) -> Tensor:
+        """`gradient` [tokens, words] times the rows of these words, in the dtype of statistics [tokens, width].
 
-
-class Parameters(NamedTuple):
-    """The shard's rows: `weight` [words, width], `bias` [words]."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-
-def pointwise(shard: Shard, raw: Tensor) -> Tensor:
-    """The logits from what the output layer makes, in the dtype of statistics."""
-    return reduce(lambda y, step: step(y), shard.head.pointwise, raw.to(shard.statistics_dtype))
-
-
-def pull(shard: Shard, raw: Tensor, gradient: Tensor) -> Tensor:
-    """The gradient by what the output layer makes, from that by the logits."""
-    if not shard.head.pointwise:
-        return gradient
-    with torch.enable_grad():
-        leaf = raw.detach().to(shard.statistics_dtype).requires_grad_()
-        return torch.autograd.grad(pointwise(shard, leaf), leaf, gradient)[0]
-
-
-def raw_logits(shard: Shard, hidden: Tensor, own: Parameters, words: slice) -> Tensor:
-    """What the output layer makes of `hidden` [tokens, width] for some words [tokens, words]."""
-    dtype = shard.head.dtype
-    bias = None if own.bias is None else own.bias[words].to(dtype)
-    return F.linear(hidden, own.weight[words].to(dtype), bias)
-
-
-def local(shard: Shard, labels: Tensor, words: slice) -> tuple[Tensor, Tensor]:
-    """Whether a token's label is among `words`, and its number there (0 otherwise)."""
-    own = labels - (shard.low + words.start)
-    inside = (own >= 0) & (own < words.stop - words.start)
-    return inside, torch.where(inside, own, 0)
+        Factors have the model's dtype, as in the unsplit model; sums of parts that may cancel are not rounded to it.
+        """
+        dtype, wide = self.head.dtype, self.statistics_dtype
+        rows = own.weight[words].to(dtype)
+        if dtype != wide and rows.device.type == "cuda":
+            return torch.mm(gradient.to(dtype), rows, out_dtype=wide)
+        return gradient.to(dtype).to(wide) @ rows.to(wide)
 
 
 def without_label(values: Tensor, inside: Tensor, number: Tensor) -> Tensor:
-    """`values` [tokens, words] with 0 at the label, which `local` has found."""
+    """`values` [tokens, words] with 0 at the label, which `Shard.local` has found."""
     at = number[:, None]
     return values.scatter(1, at, torch.where(inside, 0.0, values.gather(1, at)[:, 0])[:, None])
 
@@ -132,29 +146,9 @@ def mean_over(common: Tensor, maximum: Tensor, z: Tensor, mean: Tensor) -> Tenso
     return (mean + (finite(maximum) - common) * z) * (maximum - common).exp()
 
 
-def class_weight(shard: Shard, values: Values, words: slice, like: Tensor) -> Tensor:
-    """w of some words [words]."""
-    whole = shard.head.loss.weight_of(values)
-    if whole is None:
-        return torch.ones(words.stop - words.start, dtype=like.dtype, device=like.device)
-    return whole[shard.low + words.start : shard.low + words.stop].to(like.dtype)
-
-
 def joined(pieces: list[Tensor], parameter: Tensor) -> Tensor:
     """The gradient of a parameter from those of its tiles; a shard without words has none."""
     if not pieces:
         return torch.zeros_like(parameter)
     pieces = [piece.to(parameter.dtype) for piece in pieces]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-
-
-def times_weight(shard: Shard, gradient: Tensor, own: Parameters, words: slice) -> Tensor:
-    """`gradient` [tokens, words] times the rows of these words, in the dtype of statistics [tokens, width].
-
-    Factors have the model's dtype, as in the unsplit model; sums of parts that may cancel are not rounded to it.
-    """
-    dtype, wide = shard.head.dtype, shard.statistics_dtype
-    rows = own.weight[words].to(dtype)
-    if dtype != wide and rows.device.type == "cuda":
-        return torch.mm(gradient.to(dtype), rows, out_dtype=wide)
-    return gradient.to(dtype).to(wide) @ rows.to(wide)

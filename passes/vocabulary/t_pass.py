@@ -7,20 +7,7 @@ import torch
 
 from zbcompile.passes.vocabulary.loss import Statistics, Values
 from zbcompile.passes.vocabulary.s_t_exponentials import update_exponentials
-from zbcompile.passes.vocabulary.shard import (
-    Parameters,
-    Shard,
-    Updates,
-    class_weight,
-    finite,
-    joined,
-    local,
-    mean_over,
-    pointwise,
-    pull,
-    raw_logits,
-    times_weight,
-)
+from zbcompile.passes.vocabulary.shard import Parameters, Shard, Updates, finite, joined, mean_over
 
 Tensor = torch.Tensor
 Kept = tuple[Sequence[Tensor], Tensor | None]  # `raw` and `maximum` of what leaves S
@@ -98,10 +85,10 @@ def update(shard: Shard, hidden: Tensor, own: Parameters, coefficients: Tensor, 
     part = torch.zeros_like(hidden, dtype=shard.statistics_dtype) if shard.barriers == 2 else None
     weights, biases = [], []
     for number, words in enumerate(shard.tiles()):
-        logits = raw[number] if raw else raw_logits(shard, hidden, own, words)
+        logits = raw[number] if raw else shard.raw_logits(hidden, own, words)
         gradient = _logit_gradient(shard, logits, coefficients, labels, values, words)
         if part is not None:
-            part = part + times_weight(shard, gradient, own, words)
+            part = part + shard.times_weight(gradient, own, words)
         weights.append(gradient.to(hidden.dtype).t() @ hidden)
         biases.append(gradient.sum(0))
     bias = None if own.bias is None else joined(biases, own.bias)
@@ -113,13 +100,13 @@ def _logit_gradient(
 ) -> Tensor:
     """The gradient by what the output layer makes [tokens, words]."""
     maximum, log_z, a, of_label, c = coefficients.unbind(0)
-    y = pointwise(shard, raw)
+    y = shard.pointwise(raw)
     shifted = y - finite(maximum)[:, None]
     gradient = (a * torch.exp(-log_z))[:, None] * shifted.exp()
-    inside, number = local(shard, labels, words)
+    inside, number = shard.local(labels, words)
     at = number[:, None]
     of_label = torch.where(inside, of_label, gradient.gather(1, at)[:, 0])
     gradient = gradient.scatter(1, at, of_label[:, None])
     if shard.head.loss.needs_total:
-        gradient = gradient + c[:, None] * class_weight(shard, values, words, y)
-    return pull(shard, raw, gradient)
+        gradient = gradient + c[:, None] * shard.class_weight(values, words, y)
+    return shard.pull(raw, gradient)

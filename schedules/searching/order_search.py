@@ -1,5 +1,7 @@
 """From costs to an order: placements, seeds, annealing, and how far from the best the result can be."""
 
+import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -11,10 +13,60 @@ from zbcompile.schedules.searching.annealing import MANY, Annealer, draws_of
 from zbcompile.schedules.searching.lower_bound import lower_bound
 from zbcompile.schedules.searching.problem import Problem, Words
 from zbcompile.schedules.searching.question import problems_of
-from zbcompile.schedules.searching.search_budget import Budget, Progress
 from zbcompile.schedules.searching.starting_orders import RULES, Seed, dispatched, named_seeds, one_by_one
 from zbcompile.schedules.simulation.simulator import simulate
 from zbcompile.schedules.simulation.timeline import Timeline
+
+SEEDS = 0.2  # share of the seconds for orders to start from
+
+
+class Progress:
+    """One line on a terminal that says how far a search is; nothing elsewhere."""
+
+    def __init__(self) -> None:
+        self.shown, self.due = sys.stderr.isatty(), 0.0
+
+    def show(self, best: float, bound: float, spent: float) -> None:
+        if self.shown and spent >= self.due:
+            self.due = spent + 0.5
+            left = f", {best / bound - 1:.1%} above the bound" if bound > 0 else ""
+            print(f"\rsearch: {best:.6g}{left}, {spent:.0f} s ", end="", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        if self.shown and self.due:
+            print(file=sys.stderr)
+
+
+class Budget:
+    """So many seconds from now on, and so many moves (`None`: as many as fit)."""
+
+    def __init__(self, seconds: float, moves: int | None) -> None:
+        self.start, self.seconds, self.moves = time.monotonic(), seconds, moves
+        self.used = 0.0  # share
+
+    @property
+    def spent(self) -> float:
+        return time.monotonic() - self.start
+
+    def seeds_spent(self, tried: int) -> bool:
+        """Whether so many rules are enough; a rule is worth some hundred moves."""
+        return self.spent > SEEDS * self.seconds or (self.moves is not None and tried * 100 > self.moves)
+
+    def slice(self, share: float) -> Callable[[int], float]:
+        """How much of a share of what is left for moves is done, by the moves made."""
+        begin = self.spent
+        if not self.used:
+            self.rest = max(0.0, self.seconds - begin)
+        self.used += share
+        until = self.seconds - self.rest * (1 - min(1, self.used))
+        moves = None if self.moves is None else max(1, round(self.moves * share))
+
+        def done(made: int) -> float:
+            late = (self.spent - begin) / (until - begin) if until > begin else 1.0
+            return late if moves is None else max(made / moves, float(self.spent >= until))
+
+        return done
+
 
 EXACT = 1 + 1e-9  # objectives count as equal up to rounding
 ROUNDS = ((8, 0.25, 1.0), (3, 0.3, 0.7), (1, 0.25, 1.0), (1, 0.2, 0.3))  # orders kept, share of the budget, warmth

@@ -6,7 +6,7 @@ from torch.fx import Node
 
 from zbcompile.passes.graph.process_groups import is_wait
 from zbcompile.passes.split.split import Piece
-from zbcompile.passes.stage.exchanges import collectives_of
+from zbcompile.passes.stage.stage_program import collectives_of
 from zbcompile.program.program import Program
 
 KEEP_SUMS = ("view", "reshape", "t", "transpose", "permute", "add", "_to_copy", "detach", "clone", "unsqueeze")

@@ -15,7 +15,7 @@ from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.partition.liveness import Line, draw_line
 from zbcompile.passes.partition.stage_graphs import Stage, cut
-from zbcompile.passes.pass_list.canonicalise import canonicalise
+from zbcompile.passes.pass_list.passes_in_order import canonicalise
 from zbcompile.passes.split.joint_graph import Joint, tangents_of, trace_joint
 from zbcompile.passes.split.simplify import simplify
 from zbcompile.passes.stage.deduplicate import compile_distinct

@@ -14,7 +14,7 @@ from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.partition.liveness import draw_line
 from zbcompile.passes.partition.stage_graphs import cut
-from zbcompile.passes.pass_list.canonicalise import canonicalise
+from zbcompile.passes.pass_list.passes_in_order import canonicalise
 from zbcompile.passes.split.joint_graph import tangents_of, trace_joint
 from zbcompile.passes.split.simplify import simplify
 from zbcompile.passes.split.split import Split, split

@@ -33,8 +33,7 @@ from zbcompile.passes.capture.canonical import Canonical
 from zbcompile.passes.capture.export import Captured
 from zbcompile.passes.graph.process_groups import is_collective
 from zbcompile.passes.partition.liveness import draw_line
-from zbcompile.passes.pass_list.canonicalise import canonicalise
-from zbcompile.passes.pass_list.passes_in_order import CAPTURE, CAPTURE_INFERENCE
+from zbcompile.passes.pass_list.passes_in_order import CAPTURE, CAPTURE_INFERENCE, canonicalise
 from zbcompile.passes.pass_list.run_passes import SILENT, PassManager
 from zbcompile.passes.torch_private import global_hooks, is_compiled, storage_key, tensor_hooks
 from zbcompile.program.program import Program

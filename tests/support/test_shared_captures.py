@@ -17,7 +17,7 @@ from tests.support.training import problem_of
 from zbcompile.passes.capture.canonical import Canonical
 from zbcompile.passes.capture.export import Captured, capture
 from zbcompile.passes.graph.fx import source_line
-from zbcompile.passes.pass_list.canonicalise import canonicalise
+from zbcompile.passes.pass_list.passes_in_order import canonicalise
 
 X = torch.zeros(2, 32)
 

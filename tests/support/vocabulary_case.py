@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from zbcompile.passes.capture.export import capture
 from zbcompile.passes.graph.roles import Slot
-from zbcompile.passes.pass_list.canonicalise import canonicalise
+from zbcompile.passes.pass_list.passes_in_order import canonicalise
 from zbcompile.passes.vocabulary.output_layer import VocabularyHead, find_head
 from zbcompile.passes.vocabulary.s_pass import scan
 from zbcompile.passes.vocabulary.shard import Parameters, Shard

@@ -21,10 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from zbcompile.atomic_files import cannot_write, sync, write_whole
 from zbcompile.env import CACHE
 from zbcompile.errors import PipelineError
-from zbcompile.regular_files import read_regular, sha256_of
+from zbcompile.safe_files import cannot_write, read_regular, sha256_of, sync, write_whole
 
 Loaded = TypeVar("Loaded")
 How = Literal["compiled", "loaded"]

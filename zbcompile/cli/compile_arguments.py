@@ -9,12 +9,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
-from zbcompile.cli.example_planner import ExamplePlanner
-from zbcompile.cli.option_flags import add_flags, flag_of
-from zbcompile.cli.quiet import silenced
+from zbcompile.cli.command_line import add_flags, flag_of
 from zbcompile.cli.target import load_example
 from zbcompile.compiler.compile_example import Inspected, compile_example
-from zbcompile.compiler.torch_logs import with_torchs_logs
+from zbcompile.compiler.compile_model import Drawn
+from zbcompile.compiler.torch_logs import silenced, with_torchs_logs
 from zbcompile.errors import PipelineError
 from zbcompile.frontend.choose_schedule import choose_schedule, is_searched
 from zbcompile.frontend.options import OPTIONS, Options
@@ -24,7 +23,9 @@ from zbcompile.passes.option import options_of
 from zbcompile.passes.pass_list.passes_in_order import STAGE_PASSES
 from zbcompile.passes.pass_list.run_passes import Observer, Ran
 from zbcompile.passes.torch_private import FakeTensorMode
-from zbcompile.schedules import Schedule
+from zbcompile.planning.planner import decide, order_by_graphs, reordered
+from zbcompile.program.program import Program
+from zbcompile.schedules.ir.schedule import Schedule
 
 RANKS = 2
 FLAGS = ("schedule", "ranks", "microbatches", "chunks", "search_seconds", *options_of(Choices), "loss_reduction")
@@ -112,3 +113,21 @@ def schedule_of(plan: Plan, wanted: str | Schedule | None = None) -> Schedule:
 def quiet(plan: Plan) -> contextlib.AbstractContextManager[None]:
     """Hide everything that torch prints, unless with `--debug`."""
     return with_torchs_logs() if plan.debug else silenced()
+
+
+class ExamplePlanner:
+    """The planner of `compile_example` for `options`; `announce` is told which layout it looks at."""
+
+    def __init__(self, provisional: Schedule, options: Options, announce: Callable[[str], None]) -> None:
+        self.provisional, self.options, self.announce = provisional, options, announce
+
+    def decide(self, drawn: Drawn, seconds: Mapping[str, float]) -> tuple[Schedule, Choices, Sequence[int]]:
+        """The fastest layout that fits."""
+        asked = self.options
+        settings = asked.choices, (), asked.chunks, asked.search_seconds, seconds, self.announce
+        self.decision = decide(drawn, self.provisional, *settings)
+        return self.decision.schedule, self.decision.choices, self.decision.edges
+
+    def finish(self, program: Program) -> Program:
+        """With the order that is best for the FLOPs of the graphs: the device at hand may not be the one to run on."""
+        return reordered(program, *order_by_graphs(program, self.decision, self.options.search_seconds, measure=False))

@@ -1,25 +1,65 @@
 """Training a compiled program with a data function: from its weights or its newest checkpoint to the last step."""
 
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from tqdm import tqdm
 
-from zbcompile.cli.job import Job
 from zbcompile.cli.target import load_object
 from zbcompile.cli.train_data import Data, Start, amount, on_device
 from zbcompile.cli.train_optimizer import NAMED, make_optimizer, options_of, rate_factor, set_options
-from zbcompile.cli.train_pipeline import open_pipeline
-from zbcompile.cli.train_progress import Progress
+from zbcompile.cli.train_pipeline import Job, open_pipeline
 from zbcompile.distributed.agreement import gathered, together
 from zbcompile.distributed.mesh import BATCHES
 from zbcompile.errors import PipelineError
 from zbcompile.frontend.pipeline import Pipeline
-from zbcompile.model.random_state import restore_random_state, seed_everything
+from zbcompile.model.seeds import restore_random_state, seed_everything
 from zbcompile.persistence.checkpoint import Checkpoint, hold_folder, load_checkpoint, save_checkpoint
 from zbcompile.persistence.checkpoint_directory import candidates, latest_checkpoint
 from zbcompile.persistence.safetensors_weights import holds_weights, load_weights, save_weights
+
+
+class Progress:
+    """Shows steps out of `steps`, from `start` on; every `every` steps if there is no terminal."""
+
+    def __init__(self, start: int, steps: int, every: int, shown: bool) -> None:
+        self.steps, self.every, self.shown = steps, every, shown
+        self._bar: Any = None
+        if shown and sys.stderr.isatty():
+            self._bar = tqdm(initial=start, total=steps, unit="step")
+        self._amount, self._since, self._step = 0, time.perf_counter(), start
+
+    def step(self, step: int, loss: torch.Tensor, amount: tuple[int, str]) -> None:
+        """`step` steps are done; the last one had this loss and amount of data."""
+        self._amount += amount[0]
+        if not self.shown:
+            return
+        if self._bar is not None:
+            self._bar.update()
+        passed = time.perf_counter() - self._since
+        due = passed >= REFRESH if self._bar is not None else step % self.every == 0
+        if due or step == self.steps:
+            self._show(step, f"loss {loss.item():.6g}, {self._amount / passed:,.0f} {amount[1]}/s")
+            self._amount, self._since = 0, time.perf_counter()
+
+    def say(self, text: str) -> None:
+        """Print a line that stays."""
+        if self.shown:
+            tqdm.write(text) if self._bar is not None else print(text, flush=True)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def _show(self, step: int, text: str) -> None:
+        if self._bar is not None:
+            self._bar.set_postfix_str(text)
+        else:
+            print(f"step {step} of {self.steps}: {text}", flush=True)
 
 
 def train(job: Job) -> None:
@@ -126,3 +166,6 @@ def _steps(job: Job, pipe: Pipeline, optimizer: Optimizer, data: Data, progress:
             extra, wait = {"data": data.state()}, not job.save_async
             written = save_checkpoint(job.checkpoint, pipe, optimizer, extra=extra, keep=job.keep, wait=wait)
             progress.say(f"step {step + 1} of {job.steps}: {'saved' if wait else 'saving'} {written}")
+
+
+REFRESH = 0.5  # seconds between two readings of the loss, each of which waits for the device

@@ -1,12 +1,14 @@
 """The pipeline of a run: loaded from a directory, or compiled from a TARGET for the ranks that are there."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from zbcompile.cli.job import Job
 from zbcompile.cli.target import load_example, load_object
 from zbcompile.distributed.process_group import device_of, start_group
 from zbcompile.errors import PipelineError
@@ -15,10 +17,56 @@ from zbcompile.frontend.pipeline import Pipeline
 from zbcompile.frontend.pipeline_function import build_pipeline
 from zbcompile.model.example import Example
 from zbcompile.model.materialize import Init, fill
-from zbcompile.model.random_state import seed_everything
+from zbcompile.model.seeds import seed_everything
 from zbcompile.passes.capture.meta_device import is_on_meta
 from zbcompile.persistence.loaded_pipeline import device_for, load
 from zbcompile.torch_private import pytree
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run, as its command line says it; `python -m zbcompile.run --help` explains every field."""
+
+    directory: Path
+    data: str
+    steps: int
+    optimizer: str
+    options: Mapping[str, Any]
+    warmup: int = 0
+    decay: str = "none"
+    clip: float | None = None
+    zero: int = 0
+    early: bool = False
+    validate: str = "before"
+    weights: Path | None = None
+    init: str | None = None
+    checkpoint: Path | None = None
+    every: int = 100
+    keep: int = 3
+    save_async: bool = False
+    resume: bool = False
+    trust_checkpoint: bool = False
+    export: Path | None = None
+    seed: int | None = None
+    replicas: int = 1
+    threads: int | None = None
+    operators: tuple[str, ...] = ()
+    backend: str | None = None
+    timeout: float = Options.timeout
+    log_every: int = 10
+    debug_nan: bool = Options.debug_nan
+    compiling: Mapping[str, Any] = field(default_factory=dict)  # options of zbcompile.pipeline, for a TARGET
+
+    @property
+    def update(self) -> dict[str, Any]:
+        """What only `pipe.optimizer` does; empty if a torch optimizer will do."""
+        asked = {"zero": self.zero, "early": self.early, "validate": self.validate}
+        return asked if asked != {"zero": 0, "early": False, "validate": "before"} else {}
+
+    @property
+    def is_target(self) -> bool:
+        """Whether `directory` is none, but names a function that builds the model."""
+        return ":" in self.directory.name and not self.directory.exists()
 
 
 def open_pipeline(job: Job) -> Pipeline:

@@ -31,18 +31,23 @@ from zbcompile.passes.graph.fx import call_text, node_numbers, output_values
 from zbcompile.passes.partition.liveness import Line, draw_line
 from zbcompile.passes.partition.shared_parameters import refuse_mutation_of_copies, refuse_shared_mutation
 from zbcompile.passes.partition.stage_graphs import Assignment, Stage, assign_by_cuts, assign_by_parameters
-from zbcompile.passes.pass_list.canonicalise import canonicalise
-from zbcompile.passes.pass_list.passes_in_order import CAPTURE, CUT, DEDUPLICATE, SEPARATE_USES, STAGE_PASSES, StageTask
+from zbcompile.passes.pass_list.passes_in_order import (
+    CAPTURE,
+    CUT,
+    DEDUPLICATE,
+    SEPARATE_USES,
+    STAGE_PASSES,
+    StageTask,
+    canonicalise,
+)
 from zbcompile.passes.pass_list.run_passes import Observer, PassManager
 from zbcompile.passes.stage.deduplicate import Renaming, StageCompiler, compile_distinct
-from zbcompile.passes.stage.exchanges import collectives_of
-from zbcompile.passes.stage.stage_program import StageProgram, tensor_spec
+from zbcompile.passes.stage.stage_program import StageProgram, collectives_of, tensor_spec
 from zbcompile.passes.vocabulary.shard_program import VocabularyProgram
 from zbcompile.program.output import Output
 from zbcompile.program.program import Program, call_of
 from zbcompile.program.save import save_here
-from zbcompile.schedules.ir.schedule import Schedule
-from zbcompile.schedules.lowering.lower import lower
+from zbcompile.schedules import Schedule, lower
 
 
 @dataclass(frozen=True)

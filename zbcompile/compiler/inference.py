@@ -26,20 +26,17 @@ from zbcompile.passes.capture.questions import Given
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.partition.liveness import draw_line
 from zbcompile.passes.partition.stage_graphs import Stage, assign_by_cuts, assign_by_parameters
-from zbcompile.passes.pass_list.canonicalise import canonicalise
-from zbcompile.passes.pass_list.passes_in_order import CAPTURE_INFERENCE, CUT
+from zbcompile.passes.pass_list.passes_in_order import CAPTURE_INFERENCE, CUT, canonicalise
 from zbcompile.passes.pass_list.run_passes import PassManager
-from zbcompile.passes.stage.forward_graph import without_calls
-from zbcompile.passes.stage.stage_program import forward_programs
+from zbcompile.passes.stage.stage_program import forward_programs, without_calls
 from zbcompile.passes.vocabulary.log_probs import require_whole_logits
 from zbcompile.passes.vocabulary.logits import NotShardable
 from zbcompile.passes.vocabulary.shard_program import even_bounds
 from zbcompile.program.output import FORWARDS
 from zbcompile.program.program import Program, call_of
 from zbcompile.program.save import save_here
+from zbcompile.schedules import Schedule, lower
 from zbcompile.schedules.generators.forward_only import forward_only
-from zbcompile.schedules.ir.schedule import Schedule
-from zbcompile.schedules.lowering.lower import lower
 
 
 @dataclass(frozen=True)

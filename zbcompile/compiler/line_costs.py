@@ -12,8 +12,7 @@ from zbcompile.passes.capture.canonical import Canonical
 from zbcompile.passes.graph.storage import storage_bytes, tensors_of
 from zbcompile.passes.partition.liveness import Line, held_behind
 from zbcompile.passes.partition.memory_estimate import DistinctBytes, Footprint
-from zbcompile.schedules.ir.costs import Costs
-from zbcompile.schedules.ir.placement import Placement
+from zbcompile.schedules import Costs, Placement
 
 
 class Shares(NamedTuple):

@@ -9,9 +9,7 @@ from random import Random
 
 from zbcompile.compiler.line_costs import LineCosts
 from zbcompile.passes.partition.liveness import Line
-from zbcompile.schedules.execution.memory import peak_memory
-from zbcompile.schedules.ir.schedule import Schedule
-from zbcompile.schedules.simulation.simulator import simulate
+from zbcompile.schedules import Schedule, peak_memory, simulate
 
 GAIN = 1e-3  # smaller gains are not worth stages that differ, which are compiled one by one
 ACTIONS = 300_000  # to be simulated at most

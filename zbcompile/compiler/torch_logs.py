@@ -1,8 +1,11 @@
-"""What torch logs while it traces a model: if that fails, whole graphs and tracebacks, before our error's one line."""
+"""What torch logs while it traces a model: if that fails, whole graphs and tracebacks, before our error's one line;
+and what it warns and prints meanwhile."""
 
 import contextlib
+import io
 import logging
 import os
+import warnings
 from collections.abc import Iterator
 
 from zbcompile.env import TORCH_LOGS
@@ -36,3 +39,17 @@ def with_torchs_logs() -> Iterator[None]:
         yield
     finally:
         os.environ[TORCH_LOGS.name] = before
+
+
+@contextlib.contextmanager
+def silenced() -> Iterator[None]:
+    """Hide everything that is logged, warned of or printed inside; afterwards the caller's settings are restored."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        streams = contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO())
+        with warnings.catch_warnings(), streams[0], streams[1]:
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)

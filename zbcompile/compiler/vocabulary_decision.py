@@ -10,11 +10,7 @@ from zbcompile.passes.compile_options import BALANCES, Choices
 from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.partition.liveness import draw_line
 from zbcompile.passes.pass_list.run_passes import SILENT, PassManager
-from zbcompile.schedules.errors import ScheduleError
-from zbcompile.schedules.generators.vocabulary_insertion import with_vocabulary
-from zbcompile.schedules.ir.costs import Costs
-from zbcompile.schedules.ir.schedule import Schedule
-from zbcompile.schedules.simulation.simulator import simulate
+from zbcompile.schedules import Costs, Schedule, ScheduleError, simulate, with_vocabulary
 
 INFINITE = float("inf")
 WORTH = 0.95  # of the step without: the prediction has no price for the collectives, which the gain must pay

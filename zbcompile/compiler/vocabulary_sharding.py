@@ -16,10 +16,7 @@ from zbcompile.passes.vocabulary.embedding import VocabularyLookup, find_lookup
 from zbcompile.passes.vocabulary.logits import NotShardable
 from zbcompile.passes.vocabulary.output_layer import VocabularyHead, find_head
 from zbcompile.passes.vocabulary.shard_program import Bounds, Tiling, VocabularyProgram, even_bounds, levelled_bounds
-from zbcompile.schedules.execution.memory import peak_memory
-from zbcompile.schedules.generators.vocabulary_insertion import with_vocabulary
-from zbcompile.schedules.ir.costs import Costs
-from zbcompile.schedules.ir.schedule import Schedule
+from zbcompile.schedules import Costs, Schedule, peak_memory, with_vocabulary
 
 LEAN_BYTES = 256 << 20  # logits of a shard beyond this are recomputed in T instead of kept
 TILE_BYTES = {"cpu": 1 << 20, "cuda": 64 << 20}  # of a tile's logits in fp32: S and T need a small multiple of it

@@ -6,7 +6,9 @@ met a new answer cannot compile alone, and one that only hears of it captures wi
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Generic, TypeVar
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 
@@ -17,6 +19,9 @@ from zbcompile.errors import PipelineError
 from zbcompile.frontend.recent import Recent
 from zbcompile.passes.capture.guards import Guards, read_answers
 from zbcompile.passes.capture.questions import Given
+from zbcompile.program.program import ANSWERS, Program
+from zbcompile.program.save import save_program
+from zbcompile.runtime.engine import Executable
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
@@ -206,3 +211,28 @@ def captured_alike(
     if any(each != first for each in found):
         made = together(ranks, what, lambda: made if mine == first else capture(first[1]))
     return made  # type: ignore[return-value]
+
+
+def save_with_answers(kept: ByShape[Any, Executable], ranks: Ranks, program: Program, directory: Path) -> None:
+    """Write a program; beside the first one, those of its shape for the other answers that were met."""
+    found = kept.first_shape() if len(kept) else None
+    if found is not None and found.first().program is program:
+        others = [replace(each.program, guards=guards) for guards, each in found.others()]
+        beside = {f"{ANSWERS}{number}": each for number, each in enumerate(others, 1)}
+        program = replace(program, also={**program.also, **beside})
+    save_program(program, directory, ranks)
+
+
+def require_held(found: ByAnswers[Executable], microbatches: Sequence[Mapping[str, torch.Tensor]]) -> None:
+    """Raise PipelineError unless there is an executable for the answers of every microbatch."""
+    for index, key in enumerate(found.matching(microbatches)):
+        if key is None:
+            refuse_answers(found.guards[0], index, microbatches[index])
+
+
+def refuse_answers(guards: Guards, index: int, microbatch: Mapping[str, torch.Tensor]) -> NoReturn:
+    """Raise PipelineError for a microbatch whose answers a loaded program does not hold."""
+    raise PipelineError(
+        f"microbatch {index} gives another answer than the program was compiled for: {guards.different(microbatch)}. "
+        "Pass batches that answer alike, or step with such a batch before saving the program."
+    )

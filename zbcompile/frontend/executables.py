@@ -23,14 +23,21 @@ from zbcompile.distributed.agreement import (
 )
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
-from zbcompile.frontend.answers import ByAnswers, ByShape, captured_alike
+from zbcompile.frontend.answers import ByAnswers, ByShape, captured_alike, require_held, save_with_answers
 from zbcompile.frontend.bound_programs import BoundPrograms
-from zbcompile.frontend.choose_schedule import counts_for, fit_to_batch, fit_to_count, is_searched
-from zbcompile.frontend.microbatch_counts import at_count, count_for, order_at, require_few
+from zbcompile.frontend.choose_schedule import (
+    at_count,
+    count_for,
+    counts_for,
+    fit_to_batch,
+    fit_to_count,
+    is_searched,
+    order_at,
+    require_few,
+)
 from zbcompile.frontend.options import Options
 from zbcompile.frontend.program_keys import ProgramKey, key_of, torch_modes, what_is_new
 from zbcompile.frontend.recent import Recent
-from zbcompile.frontend.saved_answers import require_held, save_with_answers
 from zbcompile.model.batch import Batch, Microbatch, Microbatches, hint_at_target, require_divisible
 from zbcompile.model.placements import require_matches
 from zbcompile.model.resident_tensors import require_same_attributes

@@ -11,8 +11,7 @@ from zbcompile.errors import PipelineError
 from zbcompile.frontend.evaluation import MODES, OUTPUTS, Asked, Forwards, require_same_calls
 from zbcompile.frontend.held_model import HeldModel
 from zbcompile.frontend.options import Options, checked
-from zbcompile.model.batch import flatten_batch
-from zbcompile.model.given_microbatches import split_batches
+from zbcompile.model.batch import flatten_batch, split_batches
 from zbcompile.runtime.engine import Engine
 
 

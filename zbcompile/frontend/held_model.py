@@ -16,9 +16,8 @@ from zbcompile.frontend.executables import Executables
 from zbcompile.frontend.optimizers import Optimizers
 from zbcompile.frontend.options import Options
 from zbcompile.frontend.state_dict import load_state, owned_parameters, share_state, stream_state
-from zbcompile.model.batch import Microbatches, flatten_batch, refuse_input_gradients
+from zbcompile.model.batch import Given, Microbatches, flatten_batch, refuse_input_gradients, split_batches
 from zbcompile.model.distributed_tensors import Part, Parts, is_distributed
-from zbcompile.model.given_microbatches import Given, split_batches
 from zbcompile.passes.capture.training_step import LossFunction
 from zbcompile.profiling.step_record import StepRecord
 from zbcompile.program.program import Program

@@ -14,8 +14,7 @@ from zbcompile.passes.capture.training_step import LossFunction
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.option import SWITCH, Kind, accept, number, option, options_of, paragraphs_of, whole
 from zbcompile.program.step_options import StepOptions
-from zbcompile.schedules.ir.files import load
-from zbcompile.schedules.ir.schedule import Lowered, Schedule
+from zbcompile.schedules import Lowered, Schedule, load
 
 Part = TypeVar("Part")
 

@@ -13,8 +13,7 @@ from zbcompile.errors import PipelineError
 from zbcompile.frontend.forward_calls import ForwardCalls
 from zbcompile.frontend.grad_clip import total_norm
 from zbcompile.frontend.step_outputs import joined_outputs, require_where
-from zbcompile.model.batch import Microbatches
-from zbcompile.model.given_microbatches import Given
+from zbcompile.model.batch import Given, Microbatches
 from zbcompile.model.losses import Losses
 from zbcompile.optimizer.parameter_groups import Predicate
 from zbcompile.optimizer.pipeline_optimizer import PipelineOptimizer

@@ -5,9 +5,8 @@ from fractions import Fraction
 from statistics import mean
 from typing import Any
 
-from zbcompile.schedules import Costs, Schedule, ScheduleError, build, closed_form
+from zbcompile.schedules import Costs, Schedule, ScheduleError, Timeline, build, closed_form
 from zbcompile.schedules.simulation.closed_forms import c
-from zbcompile.schedules.simulation.timeline import Timeline
 
 
 @dataclass(frozen=True)

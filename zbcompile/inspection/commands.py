@@ -8,9 +8,8 @@ from zbcompile.compiler.compile_example import Inspected, read_saved
 from zbcompile.compiler.pass_history import PassHistory
 from zbcompile.errors import PipelineError
 from zbcompile.inspection.compare_schedules import compare
-from zbcompile.inspection.graphs import difference, graph_text, merge_pairs, stage_and_pass, write_graphs
+from zbcompile.inspection.graphs import difference, graph_text, merge_pairs, pass_table, stage_and_pass, write_graphs
 from zbcompile.inspection.idle_report import format_critical_path, format_idle_intervals, format_slack
-from zbcompile.inspection.pass_table import pass_table
 from zbcompile.inspection.report import format_summary
 from zbcompile.inspection.request import (
     Request,
@@ -30,9 +29,7 @@ from zbcompile.prediction.step_comparison import compare_step, measured_timeline
 from zbcompile.profiling.step_record import StepRecord, read_record
 from zbcompile.program.manifest import SavedProgram
 from zbcompile.program.rank_files import MANIFEST
-from zbcompile.schedules import Costs, simulate
-from zbcompile.schedules.simulation.timeline import Timeline
-from zbcompile.schedules.visualization.write import write_comparison, write_picture
+from zbcompile.schedules import Costs, Timeline, simulate, write_comparison, write_picture
 
 MANY_OPERATIONS = 2500  # above this, a model is recompiled only on request: it takes several minutes on a laptop
 

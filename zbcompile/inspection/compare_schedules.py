@@ -18,10 +18,15 @@ from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.stage.print_python import format_bytes
 from zbcompile.prediction.predict import basis_of
 from zbcompile.program.program import Program
-from zbcompile.schedules import ScheduleError, lower, simulate, smallest_microbatches
-from zbcompile.schedules.ir.placement import Placement
-from zbcompile.schedules.simulation.timeline import Timeline
-from zbcompile.schedules.visualization.write import write_comparison
+from zbcompile.schedules import (
+    Placement,
+    ScheduleError,
+    Timeline,
+    lower,
+    simulate,
+    smallest_microbatches,
+    write_comparison,
+)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,9 @@
 """`zbcompile.explain`: examine a model, report everything that is unsupported, and raise nothing."""
 
-from collections.abc import Iterator, Mapping
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -8,12 +11,10 @@ import torch
 from torch import nn
 from torch.fx import Node
 
-from zbcompile.cli.quiet import silenced
 from zbcompile.compiler.compile_example import names_of_output
-from zbcompile.inspection.explanation import Explanation, Place, counted
+from zbcompile.compiler.torch_logs import silenced
 from zbcompile.model.batch import whole_batch
 from zbcompile.model.materialize import shortened
-from zbcompile.model.module_state import modules_restored
 from zbcompile.passes.capture.canonical import Canonical
 from zbcompile.passes.capture.differentiability import (
     backward_failure,
@@ -31,9 +32,82 @@ from zbcompile.passes.errors import CaptureError, CompileError
 from zbcompile.passes.partition.liveness import Line, draw_line
 from zbcompile.passes.partition.node_costs import nominal_seconds
 from zbcompile.passes.partition.stage_graphs import cut
-from zbcompile.passes.pass_list.canonicalise import canonicalise
+from zbcompile.passes.pass_list.passes_in_order import canonicalise
 from zbcompile.passes.split.joint_graph import trace_joint
 from zbcompile.torch_private import pytree
+
+SHOWN = 15  # places that the printed form lists
+
+
+@dataclass(frozen=True)
+class Place:
+    """A position where the model can be cut.
+
+    `after` is the operation before it with its module and source line, `bytes` what crosses per microbatch in each
+    direction, `share` the part of the step's nominal time that lies before it.
+    """
+
+    operation: str
+    after: str
+    bytes: int
+    share: float
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `zbcompile.pipeline` would do with a model. Empty `problems`: it compiles.
+
+    `problems` are sentences that name what is unsupported, where, and the remedy; `notes` what a user should know.
+    `places` is empty when the model could not be captured at all.
+    """
+
+    model: str
+    inputs: tuple[str, ...]
+    loss: str
+    parameters: tuple[str, ...]
+    places: tuple[Place, ...]
+    problems: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def supported(self) -> bool:
+        return not self.problems
+
+    def nearest_places(self, stages: int) -> tuple[Place, ...]:
+        """For each of the `stages - 1` even cuts the place whose share is nearest to it."""
+        even = (k / stages for k in range(1, stages))
+        return tuple(min(self.places, key=lambda place: abs(place.share - share)) for share in even)
+
+    def __str__(self) -> str:
+        return "\n".join(
+            [*self._what(), *self._where(), *_listed("Problems", self.problems), *_listed("Notes", self.notes)]
+        )
+
+    def _what(self) -> list[str]:
+        verdict = "can be compiled" if self.supported else f"cannot be compiled: {counted(self.problems, 'problem')}"
+        return [
+            f"{self.model} {verdict}.",
+            f"  inputs      {', '.join(self.inputs) or 'no tensors'}",
+            f"  loss        {self.loss}",
+            f"  parameters  {', '.join(self.parameters)}",
+        ]
+
+    def _where(self) -> list[str]:
+        if not self.places:
+            return []
+        shown = self.places if len(self.places) <= SHOWN else tuple(dict.fromkeys(self.nearest_places(SHOWN + 1)))
+        hidden = len(self.places) - len(shown)
+        title = f"It can be cut in {counted(self.places, 'place')}" + (f" ({hidden} not shown)" if hidden else "")
+        lines = (f"  {place.share:6.1%}  {place.bytes:>12,} B  {place.after}" for place in shown)
+        return [f"{title}; work before the cut, bytes across it, and after what:", *lines]
+
+
+def _listed(title: str, texts: tuple[str, ...]) -> list[str]:
+    return [f"{title}:", *(f"  - {text}" for text in texts)] if texts else []
+
+
+def counted(things: Sequence[object], noun: str) -> str:
+    return f"{len(things)} {noun}{'' if len(things) == 1 else 's'}"
 
 
 def explain(
@@ -58,7 +132,7 @@ class _Examination:
     def __init__(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, loss: LossFunction | None
     ) -> None:
-        self.model, self.args, self.kwargs, self.target, self.loss = model, args, kwargs, target, loss
+        self.model, self.batch, self.loss = model, (args, kwargs, target), loss
         self.problems: list[str] = []
         self.notes: list[str] = []
         self.places: tuple[Place, ...] = ()
@@ -72,7 +146,7 @@ class _Examination:
                 self._examine(captured)
         return Explanation(
             model=type(self.model).__name__,
-            inputs=tuple(_inputs(self.args, self.kwargs, self.target)),
+            inputs=tuple(_inputs(*self.batch)),
             loss=self.found_loss,
             parameters=tuple(_parameters(self.model)),
             places=self.places,
@@ -83,7 +157,7 @@ class _Examination:
     def _capture(self) -> Captured | None:
         watch, captured = Watch(), None
         try:
-            captured = trace_training(self.model, self.args, self.kwargs, self.target, self._loss_or_stand_in, watch)
+            captured = trace_training(self.model, self.batch, self._loss_or_stand_in, watch)
             failure = []
         except CaptureError as error:
             failure = [str(error)]
@@ -211,3 +285,39 @@ def _as_tree(output: Any) -> Any:
     """An object that torch's pytrees do not know, as the mapping of its attributes."""
     known = isinstance(output, torch.Tensor | Mapping | list | tuple) or type(output) in pytree.SUPPORTED_NODES
     return output if known or not hasattr(output, "__dict__") else vars(output)
+
+
+@contextlib.contextmanager
+def modules_restored(model: nn.Module) -> Iterator[None]:
+    """On exit, restore every module's attributes and hooks and every parameter's `requires_grad`.
+
+    A forward counts calls, fills lists and installs hooks (transformers does when it first runs). Tensors written in
+    place keep what was written.
+    """
+    undo = [_undo(module) for module in model.modules()]
+    trains = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        yield
+    finally:
+        for each in undo:
+            each()
+        for parameter, before in trains:
+            parameter.requires_grad_(before)
+
+
+def _undo(module: nn.Module) -> Callable[[], None]:
+    """A function that restores the attributes of `module`, and the entries of the tables and lists among them."""
+    attributes = dict(vars(module))
+    tables = [(value, dict(value)) for value in attributes.values() if type(value) in (dict, OrderedDict)]
+    lists = [(value, list(value)) for value in attributes.values() if type(value) is list]
+
+    def undo() -> None:
+        vars(module).clear()
+        vars(module).update(attributes)
+        for table, entries in tables:
+            table.clear()
+            table.update(entries)
+        for values, elements in lists:
+            values[:] = elements
+
+    return undo

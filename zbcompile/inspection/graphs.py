@@ -1,15 +1,19 @@
-"""`--graph`, `--graphs` and `--diff`: the graphs of a program, as text, data and pages."""
+"""`--graph`, `--graphs`, `--diff` and `--passes`: the graphs of a program, and what made them, as text and pages."""
 
 import json
+from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path
 
+from tabulate import tabulate
+
 from zbcompile.compiler.compile_example import Inspected
-from zbcompile.compiler.pass_history import PassHistory
+from zbcompile.compiler.pass_history import PassCost, PassHistory
 from zbcompile.errors import PipelineError
-from zbcompile.inspection.graph_data import PASSES, graph_of
-from zbcompile.inspection.graph_dot import to_dot
+from zbcompile.inspection.graph_data import PASSES, Boundary, Graph, Operation, graph_of
 from zbcompile.inspection.graph_html import to_page
 from zbcompile.inspection.request import Request, require_stage
+from zbcompile.inspection.summary import SCHEMA
 from zbcompile.passes.pass_list.passes_in_order import OVERLAP
 from zbcompile.passes.pass_list.run_passes import PassManager
 from zbcompile.passes.stage.print_python import print_piece
@@ -64,3 +68,62 @@ def write_graphs(inspected: Inspected, directory: Path, form: str) -> None:
             path = directory / f"stage{stage}_{name}.{'py' if form == 'text' else form}"
             path.write_text(graph_text(inspected, stage, name, form), encoding="utf-8")
             print(path)
+
+
+HEADERS = ("pass", "runs", "before", "after", "seconds", "what it does")
+
+
+def pass_table(history: PassHistory, as_json: bool) -> str:
+    """Every pass as a row, also one that had nothing to do; operations and seconds are sums over its runs."""
+    costs = history.costs()
+    if as_json:
+        return json.dumps({"schema": SCHEMA, "passes": [asdict(cost) for cost in costs]}, indent=1) + "\n"
+    rows = [_row(cost) for cost in costs]
+    seconds = sum(cost.seconds for cost in costs)
+    return (
+        tabulate(rows, HEADERS, disable_numparse=True, colalign=("left", *("right",) * 4, "left"))
+        + f"\n\nOperations of all runs of a pass; {seconds:.2f} seconds in passes. Stages that do the same work as "
+        "another\ngo only through `deduplicate`. A pass without runs had nothing to do.\n"
+    )
+
+
+def _row(cost: PassCost) -> tuple[str, ...]:
+    if not cost.runs:
+        return cost.name, "-", "", "", "", cost.does
+    before = "" if cost.before is None else f"{cost.before:,}"
+    return cost.name, str(cost.runs), before, f"{cost.after:,}", f"{cost.seconds:.3f}", cost.does
+
+
+FILL = {"F": "#cfe8f7", "B": "#f6dca6", "W": "#bfe5d6", "BW": "#f3c7ab"}
+
+
+def to_dot(graph: Graph) -> str:
+    """The text for `dot -Tsvg`."""
+    boxes = enumerate(groupby(graph.operations, key=lambda op: op.module))  # neighbours of the same module
+    lines = [
+        f'digraph "stage {graph.stage} {graph.name}" {{',
+        '  node [shape=box, style=filled, fontname="sans-serif", fontsize=10];',
+        *(_oval(b.node, b) for b in graph.inputs),
+        *(line for i, (module, ops) in boxes for line in _cluster(i, module, list(ops), FILL[graph.name])),
+        *(_oval(f"output {i}", b) for i, b in enumerate(graph.outputs)),
+        *(f"  {_quoted(a)} -> {_quoted(op.name)};" for op in graph.operations for a in op.inputs),
+        *(f"  {_quoted(b.node)} -> {_quoted(f'output {i}')};" for i, b in enumerate(graph.outputs)),
+        "}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _cluster(index: int, module: str, operations: list[Operation], fill: str) -> list[str]:
+    texts = [(op, _quoted(f"{op.operator}\n{op.value}".strip())) for op in operations]
+    boxes = [f"    {_quoted(op.name)} [label={text}, tooltip={_quoted(op.line)}];" for op, text in texts]
+    head = f"  subgraph cluster_{index} {{ label={_quoted(module or operations[0].made_by)};"
+    return [f'{head} color="#999999"; node [fillcolor="{fill}"];', *boxes, "  }"]
+
+
+def _oval(name: str, boundary: Boundary) -> str:
+    label = _quoted(f"{boundary.meaning}\n{boundary.value}".strip())
+    return f'  {_quoted(name)} [label={label}, shape=oval, fillcolor="#eeeeee"];'
+
+
+def _quoted(text: str) -> str:
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'

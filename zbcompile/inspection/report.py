@@ -9,9 +9,7 @@ from tabulate import tabulate
 from zbcompile.inspection.summary import Cut, Summary
 from zbcompile.passes.stage.print_python import format_bytes
 from zbcompile.prediction.advice import Alternative, format_idle
-from zbcompile.schedules import format_schedule
-from zbcompile.schedules.simulation.timeline import Timeline
-from zbcompile.schedules.visualization.text import format_timeline
+from zbcompile.schedules import Timeline, format_schedule, format_timeline
 
 WIDTH = 100
 _LONGEST_CUT = 50

@@ -10,8 +10,7 @@ from zbcompile.inspection.idle_report import require_rank
 from zbcompile.model.example import Example
 from zbcompile.passes.pass_list.run_passes import Observer
 from zbcompile.prediction.predict import Basis, basis_of, require_costs
-from zbcompile.schedules import Schedule, simulate
-from zbcompile.schedules.simulation.timeline import Timeline
+from zbcompile.schedules import Schedule, Timeline, simulate
 from zbcompile.schedules.visualization.write import ENDINGS
 
 FORMATS = ("text", "json", "dot", "html")

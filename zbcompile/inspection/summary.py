@@ -11,9 +11,8 @@ from zbcompile.passes.graph.fx import output_values
 from zbcompile.passes.graph.source_location import Origin, origin_of, shown_path
 from zbcompile.passes.split.joint_graph import Recomputed
 from zbcompile.passes.split.split import Improvement
-from zbcompile.passes.stage.exchanges import Collective, collectives_of
 from zbcompile.passes.stage.peak_memory import transient_bytes
-from zbcompile.passes.stage.stage_program import StageProgram
+from zbcompile.passes.stage.stage_program import Collective, StageProgram, collectives_of
 from zbcompile.prediction.advice import Alternative, alternatives, idle_by_cause, what_limits
 from zbcompile.prediction.predict import Basis, Messages, count_messages, running_peaks
 from zbcompile.prediction.recompile_trials import Impossible
@@ -253,7 +252,6 @@ def _balance(program: Program) -> Balance:
 
 
 def _stage(stage: StageProgram, program: Program, sizes: Mapping[str, tuple[int, int]]) -> StageSummary:
-    crossing = stage.crossing
     return StageSummary(
         stage=stage.stage,
         ranks=tuple(sorted(program.ranks_of(stage.stage))),
@@ -263,11 +261,7 @@ def _stage(stage: StageProgram, program: Program, sizes: Mapping[str, tuple[int,
         parameters=sum(sizes[name][0] for name in stage.parameters),
         parameter_bytes=sum(sizes[name][1] for name in stage.parameters),
         flops=dict(stage.flops),
-        forward_to_backward=crossing.forward_to_backward,
-        forward_to_weight=crossing.forward_to_weight,
-        backward_to_weight=crossing.backward_to_weight,
-        kept=crossing.kept,
-        residue=crossing.residue,
+        **vars(stage.crossing),
         running={op: transient_bytes(stage, op) for op in stage.pieces},
         receive_bytes=stage.receive_bytes,
         send_bytes=stage.send_bytes,

@@ -2,11 +2,16 @@
 
 How far a generator moves depends on the shapes drawn, so a stage cannot compute where its own draws begin; the stage
 before tells it. An eager run seeded by `microbatch_seed` before each microbatch's forward draws the same numbers.
+
+The generators of the process serve the data functions alone.
 """
 
-from collections.abc import Iterator
+import random
+import sys
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -63,3 +68,32 @@ class Relay:
         if self.offset is None:
             self.offset = int(state.cpu().view(torch.int64)[1])
         torch.cuda.set_rng_state(torch.tensor([seed, self.offset]).view(torch.uint8), self.device)
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """The state of Python's, torch's and (if it is imported) numpy's generators."""
+    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    if "numpy" in sys.modules:
+        name, keys, *rest = sys.modules["numpy"].random.get_state()
+        state["numpy"] = (name, keys.tolist(), *rest)
+    return state
+
+
+def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None:
+    """Set the generators to where `random_state` was taken."""
+    random.setstate(state["python"])
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"], device)
+    if "numpy" in state and "numpy" in sys.modules:
+        sys.modules["numpy"].random.set_state(state["numpy"])
+
+
+def seed_everything(seed: int) -> None:
+    """Seed the same generators."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % (1 << 32))

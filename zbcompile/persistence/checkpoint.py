@@ -20,7 +20,7 @@ from zbcompile.distributed.watchdog import Alone, Watch
 from zbcompile.errors import PipelineError
 from zbcompile.frontend.options import Options
 from zbcompile.frontend.pipeline import Pipeline
-from zbcompile.model.random_state import random_state, restore_random_state
+from zbcompile.model.seeds import random_state, restore_random_state
 from zbcompile.persistence.background_save import FolderWriter, Save
 from zbcompile.persistence.checkpoint_directory import begin, candidates, final_name
 from zbcompile.persistence.checkpoint_record import require_whole
@@ -39,7 +39,7 @@ ROUND = 2.5  # seconds in which all ranks wait for the lock of a folder before t
 @dataclass(frozen=True)
 class Checkpoint:
     """A checkpoint that was loaded: how many steps had been trained, the `extra` that was saved, its directory (None
-    if there was none), and the state of the first rank's generators (see `random_state.py`)."""
+    if there was none), and the state of the first rank's generators (see `random_state`)."""
 
     step: int
     extra: Any = None

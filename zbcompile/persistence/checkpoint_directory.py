@@ -11,8 +11,8 @@ import shutil
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from zbcompile.atomic_files import sync
 from zbcompile.errors import PipelineError
+from zbcompile.safe_files import sync
 
 INDEX, PICKLED = "checkpoint.json", ".metadata"
 PARTIAL, DROPPED = ".partial", ".dropped"

@@ -17,7 +17,7 @@ from zbcompile.json_text import to_text
 from zbcompile.passes.serialization.arguments import named
 from zbcompile.persistence.checkpoint_directory import INDEX, PICKLED
 from zbcompile.program.manifest import digest_of
-from zbcompile.regular_files import read_regular, sha256_of
+from zbcompile.safe_files import read_regular, sha256_of
 
 FORMAT, VERSION = "zbcompile checkpoint", 2
 Fields = dict[str, Any]

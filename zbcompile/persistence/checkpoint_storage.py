@@ -33,7 +33,7 @@ from zbcompile.errors import PipelineError
 from zbcompile.persistence.checkpoint_record import Record, StoredChunk, StoredTensor, bytes_of, read_record
 from zbcompile.persistence.part_files import Chunk
 from zbcompile.persistence.plain_values import from_data
-from zbcompile.regular_files import regular_file
+from zbcompile.safe_files import regular_file
 
 
 def _done(value: Any) -> Any:

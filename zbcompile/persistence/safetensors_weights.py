@@ -14,7 +14,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import nn
 
-from zbcompile.atomic_files import write_whole
 from zbcompile.distributed.agreement import gathered, together
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
@@ -22,7 +21,7 @@ from zbcompile.frontend.pipeline import Pipeline
 from zbcompile.model.distributed_tensors import is_distributed
 from zbcompile.persistence.hub_layout import Described, Stored, as_stored, stored_tensors, write_config
 from zbcompile.persistence.local_tensors import Holding, holding_of, local_part
-from zbcompile.regular_files import DESCRIPTION, read_regular, regular_file
+from zbcompile.safe_files import DESCRIPTION, read_regular, regular_file, write_whole
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 

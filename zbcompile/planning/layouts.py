@@ -10,11 +10,7 @@ from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.partition.named_cuts import edges_named
 from zbcompile.passes.partition.search import Limits, choose_edges
-from zbcompile.schedules import ScheduleError, search
-from zbcompile.schedules.ir.costs import Costs
-from zbcompile.schedules.ir.placement import Placement
-from zbcompile.schedules.ir.schedule import Schedule
-from zbcompile.schedules.searching.order_search import Found
+from zbcompile.schedules import Costs, Found, Placement, Schedule, ScheduleError, search
 from zbcompile.schedules.searching.problem import Problem
 from zbcompile.schedules.searching.starting_orders import one_by_one
 

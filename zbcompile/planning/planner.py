@@ -19,10 +19,7 @@ from zbcompile.prediction.measure_passes import measure_passes
 from zbcompile.prediction.predict import flop_costs, with_memory
 from zbcompile.program.chosen_plan import ChosenPlan
 from zbcompile.program.program import Program
-from zbcompile.schedules import search
-from zbcompile.schedules.ir.costs import Costs
-from zbcompile.schedules.ir.schedule import Schedule
-from zbcompile.schedules.lowering.lower import lower
+from zbcompile.schedules import Costs, Schedule, lower, search
 
 SHARE = 0.5  # of the time for the search, spent on layouts; the rest finds the order under the costs of the graphs
 

@@ -4,8 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from zbcompile.schedules import Costs, Schedule, ScheduleError, build, names, simulate
-from zbcompile.schedules.simulation.timeline import Timeline
+from zbcompile.schedules import Costs, Schedule, ScheduleError, Timeline, build, names, simulate
 
 WORTH = 0.01  # minimum relative speed-up to be listed
 LEANER = 0.1  # or minimum relative saving of the fullest rank's memory

@@ -9,9 +9,7 @@ from zbcompile.passes.errors import CompileError
 from zbcompile.prediction.advice import Alternative, judge
 from zbcompile.prediction.predict import Rates, costs_at, rates_of
 from zbcompile.program.program import Program
-from zbcompile.schedules import Costs, Schedule, ScheduleError, build, lower, names, simulate
-from zbcompile.schedules.ir.placement import Placement
-from zbcompile.schedules.simulation.timeline import Timeline
+from zbcompile.schedules import Costs, Placement, Schedule, ScheduleError, Timeline, build, lower, names, simulate
 
 Announce = Callable[[str], None]
 

@@ -8,9 +8,8 @@ from zbcompile.errors import PipelineError
 from zbcompile.prediction.predict import Basis
 from zbcompile.profiling.recorded_timeline import mean_seconds, recorded_timeline
 from zbcompile.profiling.step_record import StepRecord
-from zbcompile.schedules import Costs, Schedule, simulate, with_updates
+from zbcompile.schedules import Costs, Schedule, Timeline, simulate, with_updates
 from zbcompile.schedules.ir.actions import ONCE
-from zbcompile.schedules.simulation.timeline import Timeline
 
 PASSES = ("F", "B", "W", "BW", "S", "T")
 WAITS = ("warm-up", "wait", "imbalance", "cool-down")

@@ -6,12 +6,9 @@ from statistics import mean, median
 from typing import Any, NamedTuple
 
 from zbcompile.errors import PipelineError
+from zbcompile.schedules import Action, Costs, Schedule, Timeline, parse_step, peak_memory
 from zbcompile.schedules.execution.event_loop import Events, Outcome
-from zbcompile.schedules.execution.memory import peak_memory
-from zbcompile.schedules.ir.actions import COMPUTE, Action, Step, flatten
-from zbcompile.schedules.ir.costs import Costs
-from zbcompile.schedules.ir.schedule import Schedule, parse_step
-from zbcompile.schedules.simulation.timeline import Timeline
+from zbcompile.schedules.ir.actions import COMPUTE, Step, flatten
 
 
 class Span(NamedTuple):

@@ -10,11 +10,7 @@ from typing import Any
 from zbcompile.errors import PipelineError
 from zbcompile.json_text import to_text
 from zbcompile.profiling.recorded_timeline import Span, recorded_costs, recorded_timeline
-from zbcompile.schedules.errors import ScheduleError
-from zbcompile.schedules.ir.costs import Costs
-from zbcompile.schedules.ir.files import from_json, to_json
-from zbcompile.schedules.ir.schedule import Lowered, Schedule
-from zbcompile.schedules.simulation.timeline import Timeline
+from zbcompile.schedules import Costs, Lowered, Schedule, ScheduleError, Timeline, from_json, to_json
 
 FORMAT, VERSION = "zbcompile step", 1
 

@@ -18,7 +18,7 @@ from zbcompile.passes.option import read_options
 from zbcompile.passes.partition.search import Cuts
 from zbcompile.passes.serialization.guard_data import guards_from_data, guards_to_data
 from zbcompile.program.chosen_plan import ChosenPlan
-from zbcompile.program.output_data import output_from_data, output_to_data
+from zbcompile.program.output import output_from_data, output_to_data
 from zbcompile.program.program import Program
 from zbcompile.program.stage_outlines import (
     outline_from_data,

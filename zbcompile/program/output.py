@@ -1,14 +1,16 @@
 """What a forward-only program returns."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
 
+from zbcompile.errors import PipelineError
 from zbcompile.passes.capture.training_step import Read
 from zbcompile.passes.graph.roles import TensorSpec
 from zbcompile.passes.vocabulary.log_probs import log_probs, log_probs_and_entropies
+from zbcompile.program.stage_outlines import spec_from_data, spec_to_data
 from zbcompile.torch_private import pytree
 
 # What a forward can compute: the model's output, or what is read of it.
@@ -40,3 +42,59 @@ class Output:
     def rebuild(self, leaves: Mapping[str, torch.Tensor]) -> Any:
         """The output with these tensors."""
         return pytree.tree_unflatten([leaves.get(n, self.constants.get(n)) for n in self.names], self.structure)
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """Stands for a tensor of the output."""
+
+    name: str
+
+
+def output_to_data(output: Output | None) -> dict[str, Any] | None:
+    """As JSON values. Raises PipelineError for a class that data cannot describe."""
+    if output is None:
+        return None
+    leaves = [_Leaf(name) if name in output.made else output.constants[name] for name in output.names]
+    made = {name: [stage, spec_to_data(spec)] for name, (stage, spec) in output.made.items()}
+    form = _to_data(pytree.tree_unflatten(leaves, output.structure))
+    return {"computes": output.computes, "form": form, "made": made}
+
+
+def output_from_data(data: dict[str, Any] | None, device: str) -> Output | None:
+    """What `output_to_data` wrote; an object of a class comes back as a dictionary."""
+    if data is None:
+        return None
+    leaves, structure = pytree.tree_flatten(_from_data(data["form"]))
+    names = tuple(each.name if isinstance(each, _Leaf) else f"constant {i}" for i, each in enumerate(leaves))
+    constants = {n: each for n, each in zip(names, leaves, strict=True) if not isinstance(each, _Leaf)}
+    made = {name: (int(stage), spec_from_data(spec, device)) for name, (stage, spec) in data["made"].items()}
+    return Output(data["computes"], structure, names, made, constants)
+
+
+def _to_data(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, _Leaf):
+        return {"tensor": value.name}
+    if is_dataclass(value) and not isinstance(value, Mapping):
+        value = {field.name: getattr(value, field.name) for field in fields(value)}
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {"mapping": {key: _to_data(each) for key, each in value.items()}}
+    if isinstance(value, list | tuple):
+        return {"tuple" if isinstance(value, tuple) else "list": [_to_data(each) for each in value]}
+    raise PipelineError(
+        f"the model's output holds a {type(value).__name__}, which a saved program cannot describe. Return tensors, "
+        "numbers, and lists, tuples and mappings of them."
+    )
+
+
+def _from_data(data: Any) -> Any:
+    if not isinstance(data, dict):
+        return data
+    ((kind, held),) = data.items()
+    if kind == "tensor":
+        return _Leaf(held)
+    if kind == "mapping":
+        return {key: _from_data(each) for key, each in held.items()}
+    return {"tuple": tuple, "list": list}[kind](map(_from_data, held))

@@ -16,8 +16,7 @@ from zbcompile.model.placements import PARTIAL, placement_of
 from zbcompile.passes.capture.guards import Guards
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.partition.search import Cuts
-from zbcompile.passes.stage.exchanges import collectives_of
-from zbcompile.passes.stage.stage_program import StageProgram
+from zbcompile.passes.stage.stage_program import StageProgram, collectives_of
 from zbcompile.passes.values.plain_tensors import PlainTensor
 from zbcompile.passes.vocabulary.shard_program import VocabularyProgram
 from zbcompile.program.chosen_plan import ChosenPlan

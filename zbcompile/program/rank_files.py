@@ -1,14 +1,19 @@
 """The files of a program directory: their names, and one rank's part of them. docs/programs.md describes the format."""
 
+import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from safetensors.torch import load, save
+from torch.fx import Node
 
+from zbcompile.errors import PipelineError
 from zbcompile.json_text import to_text
 from zbcompile.model.model_info import Member, has_values
+from zbcompile.passes.graph.fx import output_values
+from zbcompile.passes.graph.roles import Slot, TensorSpec
 from zbcompile.passes.serialization.graph_modules import (
     Reading,
     foreign_operators,
@@ -18,8 +23,63 @@ from zbcompile.passes.serialization.graph_modules import (
 )
 from zbcompile.passes.serialization.guard_data import guards_piece
 from zbcompile.passes.split.subgraphs import Piece
+from zbcompile.passes.stage.peak_memory import peak_bytes, transient_bytes
 from zbcompile.program.program import Program
-from zbcompile.program.rank_memory import rank_bytes
+
+Form = tuple[tuple[int, ...], str]
+
+
+def rank_bytes(program: Program, rank: int) -> int:
+    """An upper bound of the bytes that `rank` allocates: parameters with their gradients, buffers, constants, messages
+    of all microbatches, and what the largest of its passes makes."""
+    stages = [program.stages[stage] for stage in program.stages_of(rank)]
+    names = {name for name, homes in program.homes.items() if {*homes} & {*program.stages_of(rank)}}
+    held = [(member, TensorSpec(*member[2:5], "")) for member in program.model.members if member.first in names]
+    trains = program.output is None
+    resident = sum(spec.bytes * (1 + (trains and member.trainable)) for member, spec in held)
+    constants = sum(tensor.nbytes for tensor in program.model.constants.values())
+    specs = [spec for stage in stages for each in (stage.receives, stage.gradients_in) for spec in each.values()]
+    messages = program.schedule.microbatches * sum(spec.bytes for spec in specs)
+    passes = [transient_bytes(stage, name) for stage in stages for name in stage.pieces]
+    if program.vocabulary is not None:
+        passes += [peak_bytes(piece) for piece in program.vocabulary.pieces[rank].values()]
+    return resident + constants + messages + max(passes, default=0)
+
+
+def memory_of(device: torch.device) -> int:
+    """The bytes of memory that a device has."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def require_consistent(program: Program, rank: int) -> None:
+    """Require that the graphs of a rank take what the model and each other give them.
+
+    Raises PipelineError for an input of another shape or dtype.
+    """
+    members = {Slot("parameter", m.name): (m.shape, m.dtype) for m in program.model.members if m.kind == "parameter"}
+    members |= {Slot("buffer", m.name): (m.shape, m.dtype) for m in program.model.members if m.kind == "buffer"}
+    for number in program.stages_of(rank):
+        stage = program.stages[number]
+        given = dict(members)
+        given |= {Slot("activation", name): (spec.shape, spec.dtype) for name, spec in stage.receives.items()}
+        given |= {Slot("tangent", name): (spec.shape, spec.dtype) for name, spec in stage.gradients_in.items()}
+        for piece in stage.pieces.values():
+            results = output_values(piece.module.graph)
+            given |= {slot: _form(node) for slot, node in zip(piece.outputs, results, strict=True)}
+        for piece in stage.pieces.values():
+            for slot, node in zip(piece.inputs, piece.module.graph.find_nodes(op="placeholder"), strict=True):
+                if given.get(slot, _form(node)) != _form(node):
+                    raise PipelineError(
+                        f"stage {number}, {piece.name}: {slot} is {given[slot]}, and the graph takes {_form(node)}."
+                    )
+
+
+def _form(node: Node) -> Form:
+    value = node.meta["val"]
+    return tuple(value.shape), str(value.dtype).removeprefix("torch.")
+
 
 MANIFEST, SCHEDULE = "manifest.json", "schedule.json"
 VOCABULARY = "vocabulary"

@@ -21,14 +21,14 @@ from zbcompile.program.rank_files import (
     graph_file,
     graph_files,
     index_file,
+    memory_of,
     part_from_files,
+    rank_bytes,
+    require_consistent,
     tensor_file,
 )
-from zbcompile.program.rank_memory import memory_of, rank_bytes, require_consistent
-from zbcompile.regular_files import read_regular
-from zbcompile.schedules import check
-from zbcompile.schedules.ir.files import from_json
-from zbcompile.schedules.ir.schedule import Lowered
+from zbcompile.safe_files import read_regular
+from zbcompile.schedules import Lowered, check, from_json
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 
-from zbcompile.atomic_files import sync, write_whole
 from zbcompile.distributed.agreement import gathered, together
 from zbcompile.distributed.mesh import DIMENSIONS
 from zbcompile.distributed.ranks import LocalRanks, Ranks
@@ -20,6 +19,7 @@ from zbcompile.program.manifest import manifest_to_text
 from zbcompile.program.output import FORWARDS
 from zbcompile.program.program import ANSWERS, Program
 from zbcompile.program.rank_files import MANIFEST, SCHEDULE, files_of, operators_of
+from zbcompile.safe_files import sync, write_whole
 from zbcompile.schedules.ir.files import to_json
 
 Hashes = dict[str, tuple[int, str]]  # bytes and SHA-256 of files

@@ -26,8 +26,7 @@ from zbcompile.runtime.stage_run import StageRun
 from zbcompile.runtime.stage_updates import StageUpdates
 from zbcompile.runtime.vocabulary_collectives import Collectives
 from zbcompile.runtime.vocabulary_parameters import VocabularyExecutable
-from zbcompile.schedules.ir.schedule import Lowered, Schedule
-from zbcompile.schedules.lowering.updates import with_updates
+from zbcompile.schedules import Lowered, Schedule, with_updates
 from zbcompile.torch_private import profiler_is_on
 
 

@@ -20,8 +20,7 @@ from zbcompile.runtime.recorder import Recorder, make_record
 from zbcompile.runtime.sharded_updates import LATE
 from zbcompile.runtime.shared_gradients import sum_shared_in_process
 from zbcompile.runtime.stage_updates import StageUpdates
-from zbcompile.schedules.ir.actions import Action
-from zbcompile.schedules.ir.schedule import Schedule
+from zbcompile.schedules import Action, Schedule
 
 
 @dataclass

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zbcompile
 from zbcompile.passes.capture.export import capture
-from zbcompile.passes.pass_list.canonicalise import canonicalise
+from zbcompile.passes.pass_list.passes_in_order import canonicalise
 
 WIDTH = 6
 MICROBATCHES = 4

@@ -22,7 +22,7 @@ from zbcompile.compiler.compile_model import Drawn, draw_step
 from zbcompile.model.batch import flatten_batch
 from zbcompile.passes.capture.export import Captured, capture
 from zbcompile.passes.errors import CaptureError
-from zbcompile.passes.pass_list.canonicalise import canonicalise
+from zbcompile.passes.pass_list.passes_in_order import canonicalise
 
 ROWS, MICROBATCHES = 16, 8
 

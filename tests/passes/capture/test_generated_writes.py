@@ -14,7 +14,7 @@ from torch.fx import Interpreter
 from tests.support.training import assert_same_tensors
 from zbcompile.passes.capture.export import capture
 from zbcompile.passes.errors import CaptureError
-from zbcompile.passes.pass_list.canonicalise import canonicalise
+from zbcompile.passes.pass_list.passes_in_order import canonicalise
 
 COMPARED, LINES, MICROBATCHES = 6, 7, 2
 VIEWS = ("[:, :2]", "[1:3]", ".T", ".view(-1)", "[0]", "[None]", ".diagonal()", ".detach()", ".data", ".clone()")

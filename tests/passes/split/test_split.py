@@ -12,9 +12,9 @@ from benchmarks.stages import Stage, compile_stages
 from tests.support.middle_stage import ORDERS, compile_middle, eager_gradients, joint_of_middle, run_in_order
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.split.saved_bytes import crossing_of
-from zbcompile.passes.split.split import apply, choose, closure
+from zbcompile.passes.split.split import apply, closure
 from zbcompile.passes.split.subgraphs import Assignment
-from zbcompile.passes.split.weight_cut import WeightCut, is_cheap
+from zbcompile.passes.split.weight_cut import WeightCut, cut_weight, is_cheap
 
 D = 8
 
@@ -57,7 +57,7 @@ def test_no_other_choice_waits_for_less(make: type[nn.Module], recompute: bool) 
     cheap = [n for n in plain.joint.module.graph.nodes if is_cheap(n)]
     early = _subsets([n for n in cheap if n in plain.nodes["W"]])
     again = _subsets([n for n in cheap if n not in plain.nodes["W"]] if recompute else [])
-    found = waiting(apply(plain, choose(plain, recompute)))
+    found = waiting(apply(plain, cut_weight(plain, recompute)))
     assert found == min(waiting(apply(plain, WeightCut(a, b))) for a in early for b in again)
     assert found < waiting(plain)
 

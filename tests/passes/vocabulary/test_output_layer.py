@@ -23,7 +23,7 @@ from tests.support.vocabulary_case import (
     z_loss,
 )
 from zbcompile.passes.capture.export import capture
-from zbcompile.passes.pass_list.canonicalise import canonicalise
+from zbcompile.passes.pass_list.passes_in_order import canonicalise
 from zbcompile.passes.vocabulary.logits import NotShardable
 from zbcompile.passes.vocabulary.output_layer import find_head
 

@@ -17,10 +17,10 @@ from tests.support.oracle import Batch
 from tests.support.pool import Pool
 from tests.support.run_data import numbered
 from tests.support.training import assert_same_tensors
-from zbcompile.cli.exit_status import FAILED
-from zbcompile.cli.job import Job
+from zbcompile.cli.command_line import FAILED
 from zbcompile.cli.train_job import train
 from zbcompile.cli.train_optimizer import rate_factor
+from zbcompile.cli.train_pipeline import Job
 from zbcompile.run import main
 
 DATA = "tests.support.run_data"

@@ -14,7 +14,7 @@ from zbcompile.compiler.vocabulary_decision import WORTH, choose_sharding, predi
 from zbcompile.passes.capture.export import capture
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import CompileError
-from zbcompile.passes.pass_list.canonicalise import canonicalise
+from zbcompile.passes.pass_list.passes_in_order import canonicalise
 from zbcompile.schedules import build
 
 MICROBATCHES, LENGTH = 4, 16

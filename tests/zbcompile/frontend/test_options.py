@@ -14,8 +14,8 @@ from torch import nn
 
 import zbcompile
 from zbcompile import Memory, PipelineError, Vocab
+from zbcompile.cli.command_line import add_flags, flag_of, split_options
 from zbcompile.cli.compile_arguments import FLAGS
-from zbcompile.cli.option_flags import add_flags, flag_of, split_options
 from zbcompile.frontend.option_groups import GROUPS, options_from, options_in
 from zbcompile.frontend.options import OPTIONS, PARAGRAPHS, Options, checked
 from zbcompile.frontend.pipeline_function import Keywords

@@ -1,0 +1,71 @@
+"""What all command lines share: the options of `zbcompile.pipeline` as flags, and how they end: with 0, or with 2 and
+one line on standard error."""
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from zbcompile.errors import PipelineError
+from zbcompile.frontend.options import OPTIONS, PARAGRAPHS
+from zbcompile.passes.errors import CompileError
+from zbcompile.schedules import ScheduleError
+
+FAILED = 2
+_EXPECTED = (PipelineError, CompileError, ScheduleError, OSError)
+
+
+def exit_status(command: str, run: Callable[[], None], debug: bool) -> int:
+    """Run a command and return its exit status; an error becomes one line (with `debug` the traceback before it)."""
+    try:
+        run()
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader of the pipe has closed it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except Exception as error:
+        return _fail(command, error, debug)
+    return 0
+
+
+def _fail(command: str, error: Exception, debug: bool) -> int:
+    """Unexpected exceptions are labelled as such."""
+    if debug:
+        traceback.print_exc()
+    first = next(iter(str(error).splitlines()), "")
+    if isinstance(error, OSError) and error.filename:
+        first = f"{error.filename}: {error.strerror}"
+    elif not isinstance(error, _EXPECTED):
+        first = f"unexpected {type(error).__name__}: {first} (--debug shows where)"
+    print(f"{command}: {first}", file=sys.stderr)
+    return FAILED
+
+
+def add_flags(group: Any, names: Iterable[str], **instead: str) -> None:
+    """Add a flag for each of these options. Its help is the first sentence of the option's paragraph, or the text that
+    `instead` has for it."""
+    for name in names:
+        option = OPTIONS[name]
+        kind, text = option.metadata["kind"], PARAGRAPHS.get(name, "")
+        summary = text[:1].lower() + text[1:] if text[1:2].islower() else text
+        summary = summary.partition(". ")[0].rstrip(".").replace("`", "").replace("%", "%%")
+        default = "" if option.default in (None, False) else f" (default: {option.default})"
+        text = instead.get(name, f"{summary}{default}")
+        group.add_argument(flag_of(name), default=argparse.SUPPRESS, help=text, **kind.flag)
+
+
+def flag_of(name: str) -> str:
+    """An option as it is written on a command line.
+
+    >>> flag_of("boundary_bytes")
+    '--boundary-bytes'
+    """
+    return f"--{name.replace('_', '-')}"
+
+
+def split_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What argparse read, with the options that were given under `given`."""
+    found = vars(arguments)
+    given = {name: found.pop(name) for name in OPTIONS if name in found}
+    return {**found, "given": given}
