@@ -85,14 +85,15 @@ def _with_comment(code: str, comment: str) -> list[str]:
 def describe_value(value: Any) -> str:
     """Type and size of what a node makes: `float32[2, 32, 64] 16.0 KiB`."""
     if isinstance(value, torch.Tensor):
-        return f"{_type(value)} {format_bytes(value.numel() * value.element_size())}"
+        return f"{type_text(value)} {format_bytes(value.numel() * value.element_size())}"
     if isinstance(value, tuple | list):
-        shown = ", ".join(_type(v) for v in tensors_of(value)[:4])
+        shown = ", ".join(type_text(v) for v in tensors_of(value)[:4])
         return f"({shown}{', ...' if len(value) > 4 else ''})"
     return "" if value is None else type(value).__name__
 
 
-def _type(value: torch.Tensor) -> str:
+def type_text(value: torch.Tensor) -> str:
+    """Dtype and shape, as in `float32[2, 64]`."""
     return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
 
 

@@ -47,14 +47,11 @@ class VocabularyClock(Floor):
             time = self.time(step)
         for action in actions:
             self.started[_half(action).op, action.stage] += 1
-            self._hold(rank, action)
+            if action.op in self._memory:
+                self.memory[rank] += self.added(action)
+            self.states[rank] += (action.op == S) - (action.op == T)
         end = self.now + time
         return end, [wake for action in actions for wake in self._finish(rank, action, end)]
-
-    def _hold(self, rank: int, action: Action) -> None:
-        if action.op in self._memory:
-            self.memory[rank] += self.added(action)
-        self.states[rank] += (action.op == S) - (action.op == T)
 
     def _finish(self, rank: int, action: Action, end: float) -> Iterator[tuple[float, int]]:
         op, stage, microbatch = action

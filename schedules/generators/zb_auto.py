@@ -6,6 +6,7 @@ Fed with the times, hops and memory of every single stage, while the published r
 from collections import deque
 from collections.abc import Sequence
 from itertools import product
+from operator import le
 from typing import NamedTuple
 
 from zbcompile.schedules.errors import ScheduleError
@@ -49,7 +50,8 @@ def _automatic(task: Task, times_1f1b: int, objective: str) -> Orders:
     limits = _limits(task, times_1f1b)
     switches = (Switches(*flags) for flags in product((False, True), repeat=3))
     found = [Heuristic(task, limits, each).orders() for each in switches]
-    handcrafted = (orders for orders in (zb_h1(task), zb_h2(task)) if _within(task, orders, limits))
+    most = [limit * (1 + ROUNDING) for limit in limits]
+    handcrafted = (each for each in (zb_h1(task), zb_h2(task)) if all(map(le, _peaks(task, each), most)))
 
     def preference(orders: Orders) -> tuple[float, float, float]:
         cost, makespan = spans(task, orders)
@@ -68,10 +70,6 @@ def _limits(task: Task, times_1f1b: int) -> list[float]:
         where = f"stage {activation.index(largest)} alone needs {largest} for one microbatch"
         raise ScheduleError(f"memory_limit={task.memory_limit}: {where}; allow at least that")
     return [task.memory_limit] * task.ranks
-
-
-def _within(task: Task, orders: Orders, limits: Sequence[float]) -> bool:
-    return all(peak <= limit * (1 + ROUNDING) for peak, limit in zip(_peaks(task, orders), limits, strict=True))
 
 
 def _peaks(task: Task, orders: Orders) -> tuple[float, ...]:

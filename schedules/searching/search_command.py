@@ -34,13 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _sizes(text: str) -> float | list[float]:
-    found = [_size(part) for part in text.split(",")]
+    parts = [(part, next((unit for unit in UNITS if part.endswith(unit)), "")) for part in text.split(",")]
+    found = [float(part.removesuffix(unit)) * UNITS.get(unit, 1) for part, unit in parts]
     return found if len(found) > 1 else found[0]
-
-
-def _size(text: str) -> float:
-    unit = next((unit for unit in UNITS if text.endswith(unit)), "")
-    return float(text.removesuffix(unit)) * UNITS.get(unit, 1)
 
 
 def searched(options: argparse.Namespace, model: Costs) -> Found:

@@ -16,7 +16,7 @@ from zbcompile.frontend.options import Options
 from zbcompile.frontend.pipeline import Pipeline
 from zbcompile.frontend.pipeline_function import build_pipeline
 from zbcompile.model.example import Example
-from zbcompile.model.materialize import Init, fill
+from zbcompile.model.materialize import fill
 from zbcompile.model.seeds import seed_everything
 from zbcompile.passes.capture.meta_device import is_on_meta
 from zbcompile.persistence.loaded_pipeline import device_for, load
@@ -89,13 +89,10 @@ def _compile(job: Job, asked: dict[str, Any]) -> Pipeline:
     microbatches = job.compiling["microbatches"]
     asked |= {"loss": example.loss, "mesh": _mesh(job, example.model), "example": _batch(example, microbatches)}
     if asked["init"] is not None and not is_on_meta(example.model):
-        _fill(example.model, asked.pop("init"), asked.get("seed", 0))
+        init, model = asked.pop("init"), example.model
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            fill(init, asked.get("seed", 0), name, tensor)
     return build_pipeline(Options(**job.compiling, **asked), example.model)
-
-
-def _fill(model: nn.Module, init: Init, seed: int) -> None:
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        fill(init, seed, name, tensor)
 
 
 def _batch(example: Example, microbatches: int) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -26,6 +26,7 @@ from zbcompile.passes.capture.guards import Guards
 from zbcompile.passes.capture.questions import Given
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.graph.roles import Slot
+from zbcompile.passes.stage.print_python import type_text
 from zbcompile.passes.torch_private import forward_hooks
 from zbcompile.passes.vocabulary.log_probs import IGNORED
 from zbcompile.program.program import OF_A_PLACE, Program
@@ -227,7 +228,8 @@ def _fits(chunk: Program, whole: Program, rows: int) -> bool:
 
 def require_same_calls(ranks: Ranks, asked: Asked, batches: Sequence[Batch]) -> None:
     """Raise PipelineError, on every rank, if ranks ask for different things: they would wait for each other."""
-    inputs = [", ".join(f"{path} {_form(each)}" for path, each in batch.whole.tensors.items()) for batch in batches]
+    given = [batch.whole.tensors.items() for batch in batches]
+    inputs = [", ".join(f"{path} {type_text(tensor)}" for path, tensor in each) for each in given]
     notes = {
         "the call": asked.wanted.computes,
         "mode": MODES[asked.wanted.training],
@@ -238,10 +240,6 @@ def require_same_calls(ranks: Ranks, asked: Asked, batches: Sequence[Batch]) -> 
     }
     remedy = "Every rank must make the same calls."
     require_equal_programs(ranks, notes, "evaluate different things", remedy, of_a_place=("the inputs",))
-
-
-def _form(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
 def require_words(batch: Batch, program: Program) -> None:

@@ -34,6 +34,7 @@ from zbcompile.passes.partition.node_costs import nominal_seconds
 from zbcompile.passes.partition.stage_graphs import cut
 from zbcompile.passes.pass_list.passes_in_order import canonicalise
 from zbcompile.passes.split.joint_graph import trace_joint
+from zbcompile.passes.stage.print_python import type_text
 from zbcompile.torch_private import pytree
 
 SHOWN = 15  # places that the printed form lists
@@ -251,7 +252,7 @@ def _notes(model: nn.Module, captured: Captured) -> Iterator[str]:
 
 def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Iterator[str]:
     for path, tensor in whole_batch(args, kwargs, target).whole.tensors.items():
-        yield f"{path} {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+        yield f"{path} {type_text(tensor)}"
 
 
 def _parameters(model: nn.Module) -> Iterator[str]:

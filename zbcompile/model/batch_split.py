@@ -41,15 +41,12 @@ def _named(paths: Sequence[str], leaves: Sequence[Any], split: Split, partial: b
     """What `split` says of each leaf that it names."""
     found: dict[str, Cut] = {}
     for name, value in split.items():
-        matches = [i for i, path in enumerate(paths) if _names(name, path)]
+        own, inner = (name, f"kwargs['{name}']"), (f"{name}[", f"{name}.")
+        matches = [i for i, path in enumerate(paths) if path in own or path.startswith(inner)]
         if not matches and not partial:
             raise PipelineError(f"split= names {name!r}, which is not an input; the inputs are {', '.join(paths)}.")
         found |= {paths[i]: _dimension(paths[i], leaves[i], value) for i in matches}
     return found
-
-
-def _names(name: str, path: str) -> bool:
-    return path in (name, f"kwargs['{name}']") or path.startswith((f"{name}[", f"{name}."))
 
 
 def _dimension(path: str, leaf: Any, value: bool | int) -> Cut:

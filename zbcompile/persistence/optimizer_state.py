@@ -182,16 +182,13 @@ def _groups(optimizer: Optimizer, leaders: Mapping[int, str], values: Values) ->
     groups: list[Values] = []
     number = 0
     for index, group in enumerate(optimizer.param_groups):
-        own = {key: value for key, value in group.items() if key not in MEMBERS}
-        options = _options(leaders[index], values) if index in leaders else own
+        options = {key: value for key, value in group.items() if key not in MEMBERS}
+        if index in leaders:
+            prefix = f"param_groups.{leaders[index]}."
+            options = {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}
         groups.append({**options, "params": list(range(number, number + len(group["params"])))})
         number += len(group["params"])
     return groups
-
-
-def _options(name: str, values: Values) -> Values:
-    prefix = f"param_groups.{name}."
-    return {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}
 
 
 def _local(found: Values) -> Values:
