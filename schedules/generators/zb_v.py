@@ -24,12 +24,14 @@ def zb_v(task: Task) -> Orders:
     that order competes with two dispatched ones inside p microbatches' memory, under the given costs or equal times,
     and the shortest wins: at m = p the step is 10 to 12% shorter, and never longer in either objective.
     """
-    p, count = task.ranks, task.microbatches
-    handcrafted = tuple(_rank_order(p, rank, max(count, 2 * p - 1)) for rank in range(p))
-    if count >= 2 * p - 1:
+    handcrafted = _handcrafted(task.ranks, max(task.microbatches, 2 * task.ranks - 1))
+    if task.microbatches >= 2 * task.ranks - 1:
         return handcrafted
-    deleted = tuple(tuple(step for step in flatten(order) if step.microbatch < count) for order in handcrafted)
-    return _shortest(task, [deleted, *_dispatched(task, handcrafted)])
+    return _shortest(task, [_deleted(handcrafted, task.microbatches), *_dispatched(task, handcrafted)])
+
+
+def _handcrafted(p: int, microbatches: int) -> Orders:
+    return tuple(_rank_order(p, rank, microbatches) for rank in range(p))
 
 
 def _rank_order(p: int, rank: int, microbatches: int) -> Order:
@@ -69,6 +71,10 @@ def _steady(write: Writer, down: int, up: int) -> None:
         write.f(up)
         write.b(up)
         write.w(up)
+
+
+def _deleted(orders: Orders, microbatches: int) -> Orders:
+    return tuple(tuple(step for step in flatten(order) if step.microbatch < microbatches) for order in orders)
 
 
 def _dispatched(task: Task, handcrafted: Orders) -> list[Orders]:
