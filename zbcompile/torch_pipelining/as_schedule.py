@@ -1,6 +1,7 @@
 """A pipeline with the calls of a `torch.distributed.pipelining` schedule, so that a loop written for one fits."""
 
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -41,7 +42,7 @@ class ScheduleLike:
 
     def __init__(self, pipe: Steps) -> None:
         self._pipe = pipe
-        self._known: tuple[Any, Any, Any] | None = None
+        self._known: Given | None = None
 
     def step(
         self,
@@ -49,36 +50,54 @@ class ScheduleLike:
         target: Any = None,
         losses: list[torch.Tensor] | None = None,
         return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
+        arg_mbs: Sequence[tuple[Any, ...]] | None = None,
+        kwarg_mbs: Sequence[dict[str, Any]] | None = None,
+        target_mbs: Sequence[Any] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Forward and backward of one batch. Returns the model's output on the last rank (None on others), unless
-        `return_outputs=False`, which saves the memory of it and which an output layer sharded by `vocab=` needs.
-        `losses` becomes the list of the microbatches' losses on the last rank.
+        """Forward and backward of one batch, or of microbatches that are already split (`arg_mbs`, `kwarg_mbs`,
+        `target_mbs`, on all ranks that pass something). Returns the model's output on the last rank (None on others),
+        unless `return_outputs=False`, which saves the memory of it and which an output layer sharded by `vocab=`
+        needs. `losses` becomes the list of the microbatches' losses on the last rank.
 
-        Raises PipelineError if a stage of this rank reads an input that only other ranks passed, and for shapes
-        other than those of the first step.
+        Raises PipelineError if a stage of this rank reads an input that only other ranks passed, for shapes other
+        than those of the first step, and for `loss_kwargs`.
         """
-        given = (args or None, kwargs or None, target)
+        if loss_kwargs:
+            raise PipelineError(
+                f"loss_kwargs={{{', '.join(map(repr, loss_kwargs))}: ...}}: the loss is captured as loss(output, "
+                "target). Pass them in the target, as a tuple or a dict that the loss function takes apart."
+            )
+        split = (arg_mbs, kwarg_mbs, target_mbs) != (None, None, None)
+        whole = Given([args] if args else None, [kwargs] if kwargs else None, None if target is None else [target])
+        if split and whole != (None, None, None):
+            raise PipelineError("the step received a batch and split microbatches. Pass one of them.")
+        given = Given(arg_mbs, kwarg_mbs, target_mbs) if split else whole
         if self._known is None:
-            known = self._shared(*given)
-            args, keywords, target = known
-            self._pipe.compile(*(args or ()), target=target, return_outputs=return_outputs, **(keywords or {}))
+            known = self._shared(given)
+            self._with(self._pipe.compile, known, split, return_outputs=return_outputs)
             self._known = known
         self._require_known_shapes(given)
         self._require_what_is_read(given)
-        first, last = (given[i] if given[i] is not None else self._known[i] for i in (0, 2))
         where = "last" if return_outputs else False
-        whole = {**(self._known[1] or {}), **kwargs}
-        found, output = self._pipe.step_losses(*(first or ()), target=last, return_outputs=where, **whole)
+        found, output = self._with(self._pipe.step_losses, given.over(self._known), split, return_outputs=where)
         self._fill(losses, found)
         return output if self._is_last else None
 
+    def _with(self, run: Callable[..., Any], given: "Given", split: bool, **options: Any) -> Any:
+        if split:
+            return run(microbatches=given.microbatches(), **options)
+        ((args, kwargs, target),) = given.microbatches()
+        return run(*args, target=target, **options, **kwargs)
+
     def eval(self, *args: Any, target: Any = None, losses: list[torch.Tensor] | None = None, **kwargs: Any) -> Any:
         """The model's output for one batch, on the last rank (None elsewhere), and with a target its losses."""
-        args, kwargs, target = self._shared(args or None, kwargs or None, target)
+        given = Given([args] if args else None, [kwargs] if kwargs else None, None if target is None else [target])
+        ((args, kwargs, target),) = self._shared(given).microbatches()
         if self._known is None and target is not None:  # a first step would have to place the parameters
-            self._pipe.compile(*(args or ()), target=target, return_outputs=True, **(kwargs or {}))
-        output = self._pipe.eval(*(args or ()), **(kwargs or {}))
+            self._pipe.compile(*args, target=target, return_outputs=True, **kwargs)
+        output = self._pipe.eval(*args, **kwargs)
         if target is not None and self._pipe.loss is not None:
             whole = flatten_batch((output,), {}, target, None)
             count = whole.most_parts(self._pipe.program.schedule.microbatches, even=True)
@@ -95,33 +114,57 @@ class ScheduleLike:
         if losses is not None and self._is_last:
             losses[:] = found
 
-    def _shared(self, *given: Any) -> tuple[Any, Any, Any]:
+    def _shared(self, given: "Given") -> "Given":
         """Inputs, every keyword and target, each from the first rank that passed it."""
-        everyone = self._pipe.ranks.gather_here(given)
-        args, keywords, target = ([v for v in values if v is not None] for values in zip(*everyone, strict=True))
-        kwargs = {name: value for own in reversed(keywords) for name, value in own.items()}
-        return (*args, None)[0], kwargs or None, (*target, None)[0]
+        found = Given(None, None, None)
+        for each in self._pipe.ranks.gather_here(given):
+            found = found.over(each)
+        return found
 
-    def _require_known_shapes(self, given: tuple[Any, Any, Any]) -> None:
-        args, kwargs, target = self._known or (None, None, None)
-        kwargs = kwargs or {}
-        passed = {name: kwargs[name] for name in given[1] or () if name in kwargs}
-        for own, known in zip(given, (args, passed, target), strict=True):
-            if own is not None and _shapes(own) != _shapes(known):
+    def _require_known_shapes(self, given: "Given") -> None:
+        known = self._known or given
+        names = [set(kwargs) for kwargs in given.kwargs or ()]
+        passed = [{n: v for n, v in k.items() if n in own} for k, own in zip(known.kwargs or (), names, strict=False)]
+        for own, other in zip(given, (known.args, passed, known.targets), strict=True):
+            if own is not None and _shapes(own) != _shapes(other):
                 raise PipelineError(
-                    f"the step received {_shapes(own)}, the first step {_shapes(known)}; ranks that pass no inputs "
+                    f"the step received {_shapes(own)}, the first step {_shapes(other)}; ranks that pass no inputs "
                     "cannot know of a new shape. Use pipe.step, which takes the whole batch on every rank, or make "
                     "another pipe.as_schedule()."
                 )
 
-    def _require_what_is_read(self, given: tuple[Any, Any, Any]) -> None:
-        absent = [name for name, own in zip(("args", "kwargs", "target"), given, strict=True) if own is None]
-        absent += [f"kwargs[{name!r}]" for name in (self._known or given)[1] or () if name not in (given[1] or ())]
+    def _require_what_is_read(self, given: "Given") -> None:
+        passed = (given.args, given.kwargs, given.targets)
+        absent = [name for name, own in zip(("args", "kwargs", "target"), passed, strict=True) if own is None]
+        own = {name for kwargs in given.kwargs or () for name in kwargs}
+        absent += [f"kwargs[{n!r}]" for kwargs in (self._known or given).kwargs or () for n in kwargs if n not in own]
         for path, stage in _inputs_read(self._pipe).items():
             if path.startswith(tuple(absent)):
                 raise PipelineError(
                     f"stage {stage} on this rank reads {path}, which this rank did not pass. Pass it here as well."
                 )
+
+
+class Given(NamedTuple):
+    """What a rank passes, by microbatches (a whole batch counts as one); None for what it does not pass."""
+
+    args: Sequence[tuple[Any, ...]] | None
+    kwargs: Sequence[dict[str, Any]] | None
+    targets: Sequence[Any] | None
+
+    def over(self, other: "Given") -> "Given":
+        """This, completed by another."""
+        pairs = zip(other.kwargs or (), self.kwargs or (), strict=True) if other.kwargs and self.kwargs else ()
+        kwargs = [{**theirs, **own} for theirs, own in pairs] or self.kwargs or other.kwargs
+        first, last = (own if own is not None else its for own, its in zip(self[::2], other[::2], strict=True))
+        return Given(first, kwargs, last)
+
+    def microbatches(self) -> list[tuple[Any, ...]]:
+        """`(args, kwargs, target)` of each."""
+        count = max(len(each) for each in (*self, [None]) if each is not None)
+        empty: tuple[Any, ...] = ((), {}, None)
+        columns = (each or [none] * count for each, none in zip(self, empty, strict=True))
+        return list(zip(*columns, strict=True))
 
 
 def _inputs_read(pipe: Steps) -> dict[str, int]:

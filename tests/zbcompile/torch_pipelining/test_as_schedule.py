@@ -129,6 +129,19 @@ def test_an_evaluation_has_the_losses_of_a_step() -> None:
     assert len(losses) == 1
 
 
+def test_microbatches_that_are_already_split() -> None:
+    """As torch 2.15 takes them: the step of the batch that they are parts of."""
+    ours, theirs = scaled(2, ranks=2), scaled(2, ranks=2)
+    split, losses = ours.as_schedule(), list[torch.Tensor]()
+    for _ in range(2):
+        parts = [(INPUTS[i : i + 2],) for i in (0, 2)]
+        named = [{"scale": SCALE[i : i + 2], "shift": SHIFT[i : i + 2]} for i in (0, 2)]
+        split.step(arg_mbs=parts, kwarg_mbs=named, target_mbs=[p for (p,) in parts], losses=losses)
+    whole = [theirs.step(INPUTS, scale=SCALE, shift=SHIFT, target=INPUTS) for _ in range(2)]
+    assert torch.equal((losses[0] + losses[1]) / 2, whole[1])
+    assert_same_tensors(gradients_of(ours), gradients_of(theirs), "gradient of")
+
+
 def other_shapes() -> None:
     schedule = pipeline_of(CASE).as_schedule()
     for rows in (8, 4):
@@ -143,7 +156,12 @@ def missing_input() -> None:
 
 @pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize(
-    ("wrong", "text"), [(other_shapes, r"received \[\[4, 32\]\]"), (missing_input, r"reads target, which this rank")]
+    ("wrong", "text"),
+    [
+        (other_shapes, r"received \[\[4, 32\]\]"),
+        (missing_input, r"reads target, which this rank"),
+        (lambda: pipeline_of(CASE).as_schedule().step(loss_kwargs={"weight": 2}), r"'weight'.*Pass them in the target"),
+    ],
 )
 def test_refusals(wrong: Any, text: str) -> None:
     with pytest.raises(zbcompile.PipelineError, match=text):

@@ -123,9 +123,6 @@ def test_waits_of_sends_are_written_on_demand() -> None:
     """torch 2.15 reads a lowered program only with one wait per send; earlier releases do not know the word."""
     lowered = lower(build("1f1b", 2, 2))
     text = to_csv(lowered, waits=True)
-    assert (
-        text.splitlines()[1] == "1RECV_F0,1F0,1RECV_F1,1SEND_B0,1B0,1F1,1WAIT_SEND_B0,1SEND_B1,1B1,1WAIT_SEND_B1"
-        or text
-    )
+    assert text.splitlines()[1].split(",")[-3:] == ["1B1", "1SEND_B1", "1WAIT_SEND_B1"]
     assert text.count("WAIT_SEND") == to_csv(lowered).count("SEND")
     assert from_csv(text, "1f1b") == lowered
