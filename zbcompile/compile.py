@@ -79,7 +79,6 @@ def run(request: CompileRequest) -> None:
 
 
 def _programs(example: Example, schedule: Schedule, request: CompileRequest, say: Callable[[str], None]) -> Program:
-    """The program that was asked for, with the forwards beside it."""
     names, main = sorted(request.only, key="eval".__eq__) or request.also, None  # eval is placed as the others are
     if not request.only:
         main = replace(compiled(example, schedule, request, say).program, step=request.options.step)

@@ -63,7 +63,6 @@ class _Flow:
             self.rest.append(rest)
 
     def saturate(self) -> int:
-        """Push the maximum flow and return it."""
         total = 0
         while self._find_levels():
             self.next = [0] * len(self.out)

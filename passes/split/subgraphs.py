@@ -104,8 +104,6 @@ def extract(assignment: Assignment, name: str) -> Piece:
 
 
 class _Extractor:
-    """Copies the nodes of one piece into a separate graph."""
-
     def __init__(self, assignment: Assignment, name: str) -> None:
         self.assignment = assignment
         self.name = name

@@ -86,7 +86,6 @@ def _accumulator(graph: Graph, slot: Slot, value: torch.Tensor) -> Node:
 
 
 def _without_transposes(node: Node) -> Node:
-    """Skip pairs of transposes that cancel."""
     inner = node.args[0] if node.target is aten.t.default else None
     if isinstance(inner, Node) and inner.target is aten.t.default and inner.op == "call_function":
         return _without_transposes(inner.args[0])  # type: ignore[arg-type]

@@ -110,8 +110,6 @@ def format_bytes(count: float) -> str:
 
 
 class _Writer:
-    """Writes the operations of one graph."""
-
     def __init__(self, module: GraphModule, backward: bool) -> None:
         self.module = module
         self.backward = backward
@@ -175,7 +173,6 @@ def _arguments(node: Node) -> list[str]:
 
 
 def _target(node: Node) -> str:
-    """The Python expression of the function that a node calls."""
     target: Any = node.target
     if isinstance(target, OpOverload):
         namespace, name, overload = str(target).split(".")
@@ -192,7 +189,6 @@ def _module_of(target: Any) -> str:
 
 
 def _literal(value: Any) -> str:
-    """A value as Python source that evaluates to it."""
     for types, write in _NOTATION.items():
         if isinstance(value, types):
             return write(value)

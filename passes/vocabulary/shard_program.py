@@ -181,8 +181,6 @@ def _accumulating(piece: Piece, choices: Choices) -> Piece:
 
 
 class _Tracer:
-    """Traces the passes of one shard on fake tensors."""
-
     def __init__(self, canonical: Canonical, shard: Shard, lookup: VocabularyLookup | None) -> None:
         self.shard, self.head, self.lookup = shard, shard.head, lookup
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)

@@ -102,7 +102,6 @@ class _Model:
         self.model.minimize(objective)
 
     def hint(self, words: Words) -> None:
-        """Start from an order."""
         clock = Clock(Order(self.problem, words), *draws_of(self.problem, None)[0])
         for n, begin in enumerate(self.begin):
             self.model.add_hint(begin, int((clock.end[n] - self.problem.time[n]) * self.scale))

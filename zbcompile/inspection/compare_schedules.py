@@ -92,7 +92,6 @@ def _compiled(example: Example, request: Request, by_placement: dict[Placement, 
 
 
 def _format_table(compared: Sequence[Compared]) -> str:
-    """The table of `--compare`."""
     headers = ["schedule", "stages", "microbatches", "step", "bubble", "peak activations", "messages", "sent"]
     rows = [_cells(line, line.prediction) for line in compared if line.prediction]
     rows_text = table(rows, headers, left=("schedule",)) if rows else ""

@@ -248,7 +248,6 @@ def _vocabulary(s: Summary) -> str:
 
 
 def _advice(s: Summary) -> str:
-    """The causes of lost time, and the remedies."""
     fullest = max(s.per_rank, key=lambda rank: rank.peak_bytes)
     memory = f"Rank {fullest.rank} has the highest peak, {format_bytes(fullest.peak_bytes)} of activations."
     lines = wrap(f"{s.limits} {format_idle(s.idle)} {memory} {s.balance.overweight}".rstrip())

@@ -42,7 +42,21 @@ def _done(value: Any) -> Any:
     return future
 
 
-class StagingWriter(StorageWriter):
+class _PlansAsMade:
+    """What both ends leave as torch's planners made it."""
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        return plan
+
+    def prepare_global_plan(self, plans: Any) -> Any:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return False
+
+
+class StagingWriter(_PlansAsMade, StorageWriter):
     """Collects in `chunks` what this process must write; with `copy`, as it is now."""
 
     def __init__(self, copy: bool) -> None:
@@ -54,12 +68,6 @@ class StagingWriter(StorageWriter):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         pass
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> "Future[list[WriteResult]]":
         self.chunks = [self._staged(item, planner) for item in plan.items]
@@ -78,12 +86,8 @@ class StagingWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         pass
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return False
 
-
-class CheckpointReader(StorageReader):
+class CheckpointReader(_PlansAsMade, StorageReader):
     """Reads a checkpoint of this project through `torch.distributed.checkpoint.load(..., storage_reader=)`.
 
     Every tensor that is read is compared with its checksum.
@@ -103,12 +107,6 @@ class CheckpointReader(StorageReader):
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:  # type: ignore[override]
         pass
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> "Future[None]":
         for item in plan.items:
@@ -144,10 +142,6 @@ class CheckpointReader(StorageReader):
             raise PipelineError(f"{path} was changed after it was written: the checksum of {name} differs.")
         values = torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)
         return values.reshape(chunk.shape)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return False
 
 
 def _described(tensor: StoredTensor) -> TensorStorageMetadata:

@@ -57,7 +57,6 @@ def kind_of(optimizer: Any) -> str:
 
 
 def _trained(optimizer: Optimizer, holding: Holding) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
-    """Every parameter of the optimizer, with its group and its name."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             yield group, _name_of(parameter, optimizer, holding), parameter
@@ -197,7 +196,6 @@ def _local(found: Values) -> Values:
 
 
 def _nested(found: Values) -> Values:
-    """`found` with its dotted keys as nested mappings."""
     nested: Values = {}
     for key, value in found.items():
         *path, last = key.split(".")

@@ -169,7 +169,6 @@ def holds_weights(path: Path) -> bool:
 
 
 def _files_of(path: Path) -> dict[str, Path]:
-    """Every tensor's file."""
     if path.is_dir():
         path = path / (INDEX if (path / INDEX).is_file() else SINGLE)
     try:
