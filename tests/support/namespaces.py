@@ -22,8 +22,7 @@ class Machines:
             self.holders = [subprocess.Popen(["unshare", "-n", "sleep", "infinity"]) for _ in range(2)]
             while any(os.readlink(self._space(n)) == os.readlink("/proc/self/ns/net") for n in range(2)):
                 pass
-            pids = [str(each.pid) for each in self.holders]
-            ip(0, self, f"link add zb0 type veth peer name zb1 netns {pids[1]}")
+            self.lay_cable()
             for number in range(2):
                 ip(number, self, "link set lo up")
                 ip(number, self, f"addr add {self.address(number)}/24 dev zb{number}")
@@ -31,6 +30,10 @@ class Machines:
         except (OSError, subprocess.CalledProcessError) as error:
             self.reason = f"no network namespaces can be made here: {error}"
             self.close()
+
+    def lay_cable(self) -> None:
+        """Make an interface on each machine, zb0 and zb1, that lead to each other."""
+        ip(0, self, f"link add zb0 type veth peer name zb1 netns {self.holders[1].pid}")
 
     def address(self, number: int) -> str:
         return f"10.77.0.{number + 1}"
