@@ -1,11 +1,12 @@
 """Jobs of torchrun whose processes are killed, and that go on by themselves with the bits of an undisturbed job.
 
-    python -m tests.support.elastic_runs
+    python -m tests.support.elastic_runs [--restarts 1] [--fewer 1]
 
 from the repository's root: twice a rank is killed in one job; then one of two nodes is killed, and the job goes on with
 half of its ranks. The model is compiled from a TARGET, in exact mode, so that all runs have one result.
 """
 
+import argparse
 import itertools
 import os
 import signal
@@ -96,16 +97,25 @@ def run(folder: Path, name: str, what: str, nodes: int, per_node: int) -> bytes:
             if "zbcompile.run" in line or "step" in line:
                 print(f"  node {number}: {line[:160]}")
     print(f"{name}: {len(list(kills.iterdir()))} kills, exit statuses {codes}", flush=True)
+    if not (folder / f"{name}.safetensors").exists():
+        print((folder / f"{name}-0.txt").read_text()[-6000:])
+        return b""
     return (folder / f"{name}.safetensors").read_bytes()
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description="Jobs of torchrun whose processes are killed.")
+    parser.add_argument("--restarts", type=int, default=1, help="jobs in which a rank is killed twice")
+    parser.add_argument("--fewer", type=int, default=1, help="jobs that lose one of two nodes")
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         undisturbed = run(folder, "undisturbed", "", 1, 2)
-        for name, what, nodes, per_node in (("restarts", "rank", 1, 2), ("fewer", "node", 2, 2)):
-            same = run(folder, name, what, nodes, per_node) == undisturbed
-            print(f"{name}: weights {'bitwise equal' if same else 'DIFFER'}", flush=True)
+        jobs = [("restarts", "rank", 1, options.restarts), ("fewer", "node", 2, options.fewer)]
+        for name, what, nodes, times in jobs:
+            for number in range(times):
+                same = run(folder, f"{name}{number}", what, nodes, 2) == undisturbed
+                print(f"{name}: weights {'bitwise equal' if same else 'DIFFER'}", flush=True)
 
 
 if __name__ == "__main__":
