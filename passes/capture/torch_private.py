@@ -10,11 +10,13 @@ from torch._C import DispatchKey  # 2.11-2.13: which of an operator's kernels is
 from torch._export import utils as _export_utils  # 2.11-2.13: see `quick_decompositions`
 from torch._inductor import config as inductor_config  # 2.11-2.13: documented as torch._inductor.config
 from torch.fx.experimental import proxy_tensor
+from torch.fx.experimental.symbolic_shapes import ShapeEnv  # 2.11-2.13: see `release_caches`
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from zbcompile.passes.torch_private import FakeTensor, FakeTensorMode, OpOverload, replaced
 
 aten = torch.ops.aten
+CACHED_SHAPES = 4096  # about 2.5 kB each
 _OPERATORS = torch.library.Library("zbcompile", "DEF")
 
 
@@ -215,3 +217,13 @@ def is_fake_of(value: Any, mode: FakeTensorMode) -> bool:
 def written_so_far(value: torch.Tensor) -> int:
     """How often a tensor has been written in place (2.11-2.13: documented, but not a public name)."""
     return value._version
+
+
+def release_caches() -> None:
+    """Let go of what torch has cached for graphs that are finished. Its cache of shapes has no limit, and the last 256
+    entries of ShapeEnv's caches keep their graphs' alive (2.11-2.13)."""
+    if FakeTensorMode.cache_info().size > CACHED_SHAPES:
+        FakeTensorMode.cache_clear()
+    for method in vars(ShapeEnv).values():
+        if hasattr(method, "cache_clear"):
+            method.cache_clear()

@@ -23,6 +23,7 @@ from zbcompile.passes.capture.canonical import Canonical
 from zbcompile.passes.capture.differentiability import backward_failure, loss_problems, mixed_dtypes
 from zbcompile.passes.capture.export import Captured
 from zbcompile.passes.capture.questions import Given
+from zbcompile.passes.capture.torch_private import release_caches
 from zbcompile.passes.capture.training_step import LossFunction
 from zbcompile.passes.capture.unsupported import raise_first
 from zbcompile.passes.compile_options import Choices
@@ -156,6 +157,7 @@ def compile_drawn(
         if sharding is not None:
             bounds = like.vocabulary.bounds if like is not None and like.vocabulary is not None else None
             vocabulary, schedule = shard(sharding, schedule, choices, programs, bounds, manager)
+    release_caches()
     return Program(
         model=facts_of(model, captured.constants),
         cuts=cuts,
