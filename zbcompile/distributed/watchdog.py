@@ -75,8 +75,8 @@ def own_fault(position: Position, error: BaseException) -> Fault:
 class Watch:
     """This process is one rank of several. `groups` are all those that its pipeline uses, by way of `backend`,
     `inner` those that its graphs use, with ranks of other pipelines; `timeout` is how many seconds it waits for another
-    rank, and `progress` says how far its device is. `inside` says whether it runs a call now, `told` whether a call has
-    raised `fault`; `heard` is a fault that was posted."""
+    rank, and `progress` says how far its device is. `inside` says whether it runs a call now; `heard` is a fault that
+    was posted."""
 
     position: Position
     board: Board
@@ -88,7 +88,6 @@ class Watch:
     known: Exception | None = None
     inner: tuple[dist.ProcessGroup, ...] = ()
     inside: bool = False
-    told: bool = False
     heard: Fault | None = None
     heartbeats: Heartbeats = field(default_factory=Heartbeats)
     stopped: threading.Event = field(default_factory=threading.Event)
@@ -114,7 +113,6 @@ class Watch:
                 told = self._explain(error)
                 if told is error:
                     raise
-                self.told = True
                 raise told from error
             finally:
                 self.inside = before
@@ -218,8 +216,7 @@ class Watch:
             if self.fault is None:
                 raise Terminated
             return True
-        if not self.told:
-            _report(self.fault or self._reason_to_end())
+        _report(self.fault or self._reason_to_end())  # that a call has raised it may not be printed yet
         return False
 
     def _reason_to_end(self) -> Fault:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from zbcompile.distributed.faults import Position
+from zbcompile.distributed.faults import Fault, Position
 from zbcompile.distributed.watchdog import Watch
 
 
@@ -47,7 +47,7 @@ def test_the_lost_store_is_named(watch: Watch, capsys: pytest.CaptureFixture[str
     assert "it hosts the store of the process group" in said
 
 
-def test_what_a_call_has_raised_is_not_said_twice(watch: Watch, capsys: pytest.CaptureFixture[str]) -> None:
-    watch.told = True
+def test_what_a_call_has_raised_is_said(watch: Watch, capsys: pytest.CaptureFixture[str]) -> None:
+    watch.fault = Fault(0, "step 3", "it broke")
     assert not watch.say_before_end()
-    assert capsys.readouterr().err == ""
+    assert "rank 0 failed at step 3: it broke" in capsys.readouterr().err
