@@ -56,15 +56,16 @@ def _disturb(number: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def command(folder: Path, name: str, nodes: str, per_node: int, port: int) -> list[str]:
-    """torchrun with a run that resumes."""
+def command(folder: Path, name: str, nodes: str, per_node: int, port: int, first: bool) -> list[str]:
+    """torchrun with a run that resumes. The `first` agent keeps the store of torchrun's rendezvous, which on one machine
+    would otherwise be the one that came first: no job outlives it."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", nodes, "--nproc-per-node", str(per_node)]
     meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", name]
     limits = [
         "--max-restarts",
         "3",
         "--rdzv-conf",
-        "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3",
+        f"last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3,is_host={first}",
     ]
     return [
         *(*launcher, *meeting, *limits, "-m", "zbcompile.run", f"{HERE}:model", "--data", f"{HERE}:batches"),
@@ -84,11 +85,13 @@ def run(folder: Path, name: str, what: str, nodes: int, per_node: int) -> bytes:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     environment |= {"ELASTIC_KILLS": str(kills) if what else "", "ELASTIC_WHAT": what}
     agents = []
-    for number in range(nodes):  # the first agent keeps the store, so it is not the one that is killed
+    for number in range(nodes):
         span = f"1:{nodes}" if nodes > 1 else "1"
         log = (folder / f"{name}-{number}.txt").open("w")
         agents.append(
-            subprocess.Popen(command(folder, name, span, per_node, port), env=environment, stdout=log, stderr=log)
+            subprocess.Popen(
+                command(folder, name, span, per_node, port, number == 0), env=environment, stdout=log, stderr=log
+            )
         )
         time.sleep(1)
     codes = [agent.wait(timeout=400) for agent in agents]
