@@ -57,8 +57,8 @@ def _disturb(number: int) -> None:
 
 
 def command(folder: Path, name: str, nodes: str, per_node: int, port: int, first: bool) -> list[str]:
-    """torchrun with a run that resumes. The `first` agent keeps the store of torchrun's rendezvous, without which no job
-    goes on; on one machine that would otherwise be the agent that came first."""
+    """torchrun with a run that resumes. The `first` agent keeps the store of torchrun's rendezvous, without which no
+    job goes on; on one machine that would otherwise be the agent that came first."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", nodes, "--nproc-per-node", str(per_node)]
     meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", name]
     limits = [
