@@ -5,9 +5,9 @@ imports what there is to import, and workers are forked from it when first neede
 4 of them, with a process group of exactly that size as WORLD, as under torchrun. A task is a function of a module,
 found by its import path, with arguments that pickle.
 
-What the nursery has compiled, the workers forked from it find in the shared captures (see `Pool.alone`): ranks that
-do the same work need not all do it. That processes compile the same program each on its own is what torchrun's tests
-and `tests/zbcompile/compiler/test_hash_seeds.py` show.
+What one rank has compiled the others read (`tests/support/stored_captures.py`): ranks that do the same work need not
+all do it. That processes compile the same program each on its own is what torchrun's tests and
+`tests/zbcompile/compiler/test_hash_seeds.py` show.
 """
 
 import contextlib
@@ -114,21 +114,21 @@ class Pool:
     rehearsed: set[str] = field(default_factory=set)
 
     def alone(self, function: Callable[..., Any], *args: Any) -> Any:
-        """The result of `function(*args)` in one process without a group. The ranks of later tasks find compiled what
-        was compiled for it. Raises TaskFailed, with the traceback, if it raises."""
+        """The result of `function(*args)` in one process without a group. Raises TaskFailed, with the traceback, if
+        it raises."""
         if not FORKS:
             return function(*args)
         outcome = self._nursery().ask(Task(_path(function), args, 0, 0, ""))
         if outcome.error:
             raise TaskFailed(f"alone: {outcome.trace}")
-        self.rehearsed.add(f"{_path(function)} {args}")
-        self._end_workers(patience=5)
         return outcome.value
 
     def rehearse(self, function: Callable[..., Any], *args: Any) -> None:
-        """`alone` for the sake of the ranks, where they are forked, unless that has been done."""
+        """`alone` for the sake of workers that are forked later, which have imported what it imports; once."""
         if FORKS and f"{_path(function)} {args}" not in self.rehearsed:
             self.alone(function, *args)
+            self.rehearsed.add(f"{_path(function)} {args}")
+            self._end_workers(patience=5)
 
     def run(self, function: Callable[..., Any], *args: Any, ranks: int = 2, timeout: float = 120) -> list[Any]:
         """The result of `function(*args)` on every rank; TaskFailed, with all tracebacks, if one of them raised."""

@@ -103,8 +103,7 @@ def compiled_once(problem: str, exact: bool) -> Iterator[None]:
 
 
 def on_ranks(pool: Pool, training: Callable[[Case], Trained], case: Case) -> Trained:
-    """`case` trained by a process per rank, forked from one that has compiled it."""
-    pool.rehearse(training, replace(case, steps=1))
+    """`case` trained by a process per rank."""
     return join(pool.run(training, case, ranks=case.ranks))
 
 

@@ -25,7 +25,7 @@ from tests.support.disturbed_training import (
 from tests.support.oracle import PROBLEMS, Batch
 from tests.support.pool import FORKS, Pool
 from tests.support.replicated import REPLICAS, mesh_of_replicas
-from tests.support.training import ROWS, Case, assert_same_tensors, compiled_once, pipeline_of, pipelined
+from tests.support.training import ROWS, Case, assert_same_tensors, compiled_once, pipeline_of
 from zbcompile.inspection.summary import copies_bytes
 from zbcompile.optimizer.post_validation import PostValidation
 
@@ -160,7 +160,6 @@ def beside_replicas(schedule: str, scaled: bool) -> list[History]:
 )
 def test_every_bit_is_the_same_beside_replicas(schedule: str, scaled: bool, pool: Pool) -> None:
     """Whole, and divided among replicas; the norms of the ranks before come as messages."""
-    pool.rehearse(pipelined, Case("short-mlp", schedule, 2, MICROBATCHES, steps=1))
     for late, *after in pool.run(beside_replicas, schedule, scaled, ranks=4):
         for found in after:
             assert_bitwise(found, late)

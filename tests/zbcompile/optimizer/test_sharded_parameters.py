@@ -3,15 +3,8 @@
 import pytest
 
 from tests.support.pool import Pool
-from tests.support.replicated import MICROBATCHES
 from tests.support.sharded_optimizers import Result, Training, at_levels
-from tests.support.training import Case, assert_same_tensors, pipelined
-
-
-def at_levels_on_ranks(pool: Pool, training: Training) -> list[list[Result]]:
-    if training.vocab == "off" and training.dtype == "float32":
-        pool.rehearse(pipelined, Case(training.problem, training.schedule, 2, MICROBATCHES, steps=1))
-    return pool.run(at_levels, training, ranks=4)
+from tests.support.training import assert_same_tensors
 
 
 def assert_bitwise(runs: list[list[Result]]) -> None:
@@ -42,7 +35,7 @@ SLOW = [
     ids=str,
 )
 def test_every_bit_is_that_of_an_optimizer_that_is_not_divided(training: Training, pool: Pool) -> None:
-    runs = at_levels_on_ranks(pool, training)
+    runs = pool.run(at_levels, training, ranks=4)
     assert_bitwise(runs)
     for whole, *sharded in runs:
         assert min(whole.gradients) > 0

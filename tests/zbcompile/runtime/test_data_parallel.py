@@ -9,7 +9,6 @@ import zbcompile
 from tests.support.oracle import MLP, PROBLEMS, WIDTH
 from tests.support.pool import Pool
 from tests.support.replicated import (
-    MICROBATCHES,
     Gradients as Found,
     in_one_process,
     mesh_of_replicas,
@@ -17,7 +16,7 @@ from tests.support.replicated import (
     replicated_in_half_precision,
     summed_in_single_precision,
 )
-from tests.support.training import Case, pipeline_of, pipelined
+from tests.support.training import Case, pipeline_of
 from zbcompile.distributed.replicas import Replicas
 from zbcompile.runtime.data_parallel import Sum, start_reduction
 from zbcompile.runtime.gradient_buffers import Gradients
@@ -51,7 +50,6 @@ def assert_near(ours: Found, theirs: Found) -> None:
 def test_gradients_are_those_of_the_concatenated_batch(
     problem: str, schedule: str, reduction: str, unsynchronised: int, pool: Pool
 ) -> None:
-    pool.rehearse(pipelined, Case(problem, schedule, 2, MICROBATCHES, steps=1))
     runs = pool.run(replicated, problem, schedule, reduction, unsynchronised, ranks=4)
     expected = in_one_process(problem, reduction, unsynchronised + 2)
     names: set[str] = set()

@@ -124,7 +124,6 @@ def test_sum_instead_of_mean() -> None:
 @pytest.mark.slow
 def test_loss_is_detached_and_on_every_rank(pool: Pool) -> None:
     case = Case("mlp", "zb-v", 4, 8, steps=1)
-    pool.rehearse(pipelined, case)
     losses = [trained.losses[0] for trained in pool.run(pipelined, case, ranks=4)]
     assert all(torch.equal(loss, losses[0]) and not loss.requires_grad and loss.shape == () for loss in losses)
 

@@ -193,7 +193,6 @@ def delayed(case: Case, ordered: bool) -> Trained:
 @pytest.mark.parametrize("case", DELAYED, ids=str)
 def test_late_messages_and_slow_ranks_change_no_bit(case: Case, ordered: bool, pool: Pool) -> None:
     """Also where messages have no tags, and a channel ends one operation before it begins the next."""
-    pool.rehearse(quickly, case)
     assert_declared(join(pool.run(delayed, case, ordered, ranks=case.ranks)), case)
 
 

@@ -41,7 +41,6 @@ def test_in_one_process(case: VocabularyCase) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", PROCESSES, ids=str)
 def test_in_processes(case: VocabularyCase, pool: Pool) -> None:
-    pool.rehearse(sharded, case)
     assert_equal_within(join(pool.run(sharded, case, ranks=case.ranks)), eager(case), 1e-12)
 
 

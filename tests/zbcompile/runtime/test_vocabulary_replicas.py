@@ -31,12 +31,6 @@ def model() -> nn.Module:
         return GPT(layers=1, width=32, heads=2, length=16, tied=True).double()
 
 
-def compiled() -> None:
-    """What `replicated` compiles, in one process."""
-    half = next(WHOLE.parts(REPLICAS))
-    zbcompile.pipeline(model(), ranks=2, **OPTIONS).compile(*half.args, target=half.target)
-
-
 def replicated() -> tuple[Tensor, dict[str, Tensor], Tensor]:
     """What one rank sees of a step on its replica's half of a batch: loss, gradients, norm of all gradients."""
     mesh = mesh_of_replicas()
@@ -53,7 +47,6 @@ def test_gradients_are_those_of_the_concatenated_batch(pool: Pool) -> None:
     expected = model()
     loss = eager_step(expected, next_byte_loss, WHOLE, REPLICAS * CASE.microbatches, 0)
     norm = nn.utils.get_total_norm([p.grad for p in expected.parameters() if p.grad is not None])
-    pool.rehearse(compiled)
     ranks = pool.run(replicated, ranks=4)
     for replica in (ranks[:2], ranks[2:]):
         for its_loss, _, its_norm in replica:

@@ -18,6 +18,7 @@ from tests.support.training import (
     on_ranks,
     pipeline_of,
     pipelined,
+    problem_of,
     quickly,
     reference,
 )
@@ -73,9 +74,14 @@ def operations_from_nowhere(program: Program) -> list[str]:
     return [f"{name}: {node.name}" for name, node in calls if not (origin_of(node) or node.meta.get("pass"))]
 
 
+def built(problem: str) -> None:
+    problem_of(problem).model()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", PROCESSES, ids=str)
 def test_in_processes(case: Case, pool: Pool) -> None:
+    pool.rehearse(built, case.problem)  # imports transformers for all ranks
     assert_bitwise(on_ranks(pool, pipelined, case), reference(case))
 
 
