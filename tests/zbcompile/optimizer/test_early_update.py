@@ -60,13 +60,14 @@ def test_every_bit_is_that_of_an_update_after_the_step(dtype: torch.dtype, given
     assert_same_tensors(trained(True, dtype, *given), trained(False, dtype, *given), "state dict:")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "training",
     [
         Training("small-tied", "zb-v", early=True, updates=2),
-        pytest.param(Training("small-tied", "zb-h1", early=True, unsynchronised=2), marks=pytest.mark.slow),
-        pytest.param(Training("short-mlp", "zb-v", kind="Muon", early=True), marks=pytest.mark.slow),
-        pytest.param(Training("short-mlp", "dualpipe-v", dtype="bfloat16", early=True), marks=pytest.mark.slow),
+        Training("small-tied", "zb-h1", early=True, unsynchronised=2),
+        Training("short-mlp", "zb-v", kind="Muon", early=True),
+        Training("short-mlp", "dualpipe-v", dtype="bfloat16", early=True),
     ],
     ids=str,
 )
