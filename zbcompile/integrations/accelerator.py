@@ -13,7 +13,12 @@ from zbcompile.frontend.pipeline import Pipeline
 
 
 class PipelineAccelerator(Accelerator):
-    """Data loaders, gathers and counts are those of the replicas. `pipe` is set once the pipeline is made."""
+    """Data loaders, gathers and counts are those of the replicas. Set `pipe` before preparing a loader.
+
+    >>> accelerator = PipelineAccelerator(mixed_precision="bf16")                               # doctest: +SKIP
+    >>> accelerator.pipe = pipe = zbcompile.pipeline(model, schedule="zb-v", microbatches=8)    # doctest: +SKIP
+    >>> loader = accelerator.prepare(loader)                                                    # doctest: +SKIP
+    """
 
     pipe: Pipeline | None = None
 
@@ -26,6 +31,11 @@ class PipelineAccelerator(Accelerator):
     def process_index(self) -> int:
         """The number of this process's replica."""
         return super().process_index if self.pipe is None else self.pipe.ranks.mesh.index(*BATCHES)
+
+    @property
+    def dispatch_batches(self) -> bool:
+        """Every process reads the data itself; the first one cannot deal out what others need whole."""
+        return False
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
         """Its state is where the pipeline has it, and empty before the pipeline is compiled."""

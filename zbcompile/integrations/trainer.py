@@ -82,7 +82,6 @@ class PipelineTrainer(Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         self.accelerator.__class__ = PipelineAccelerator  # Trainer says which class it makes
-        self.accelerator.dataloader_config.dispatch_batches = False
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         if not any(parameter.is_meta for parameter in model.parameters()):

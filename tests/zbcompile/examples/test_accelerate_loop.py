@@ -1,0 +1,43 @@
+"""The loop by Accelerate beside the plain one, on the same model and data."""
+
+import pytest
+import torch
+
+pytest.importorskip("accelerate")
+pytest.importorskip("transformers")
+
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+
+from accelerate_loop import BATCH, loader, tiny_model, train
+
+UPDATES, ACCUMULATE = 3, 2
+
+
+def plain() -> list[float]:
+    """What Accelerate's own documentation writes."""
+    set_seed(0)
+    accelerator = Accelerator(gradient_accumulation_steps=ACCUMULATE)
+    model = tiny_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=UPDATES)
+    model, optimizer, batches = accelerator.prepare(model, optimizer, loader(UPDATES * ACCUMULATE * BATCH))
+    losses = []
+    for batch in batches:
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            losses.append(loss.item())
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            if accelerator.sync_gradients:
+                scheduler.step()
+            optimizer.zero_grad()
+    return losses
+
+
+def test_the_losses_of_the_plain_loop() -> None:
+    expected, found = plain(), train(ranks=2, updates=UPDATES, accumulate=ACCUMULATE)
+    assert len(found) == UPDATES * ACCUMULATE
+    assert found == pytest.approx(expected, abs=2e-6)
