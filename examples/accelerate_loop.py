@@ -34,7 +34,11 @@ def tiny_model() -> GPT2LMHeadModel:
 def train(ranks: int | None, updates: int, accumulate: int = 2, precision: str = "no") -> list[float]:
     """The loss of every batch."""
     set_seed(0)
-    accelerator = PipelineAccelerator(mixed_precision=precision, gradient_accumulation_steps=accumulate)
+    accelerator = PipelineAccelerator(
+        mixed_precision=precision,
+        gradient_accumulation_steps=accumulate,
+        cpu=not torch.cuda.is_available(),  # without it Accelerate does not see torchrun's other processes on the CPU
+    )
     pipe = zbcompile.pipeline(
         tiny_model(),
         schedule="zb-v",

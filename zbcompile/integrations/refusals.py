@@ -1,5 +1,6 @@
 """What transformers.Trainer offers and a pipeline cannot do, refused when the trainer is made."""
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -46,6 +47,9 @@ def refuse_arguments(args: TrainingArguments) -> None:
         value = getattr(args, name, None)
         if name in fields and value not in (None, False, 0, [], "", fields[name].default):
             _refuse(f"{name}={value!r}", remedy)
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if processes > args.world_size:  # each would take itself for the first one, and save
+        _refuse(f"{processes} processes that Accelerate takes for one each", "pass use_cpu=True if there is no GPU")
     if args.n_gpu > 1:
         _refuse(f"nn.DataParallel over {args.n_gpu} GPUs", "start a process per GPU with torchrun")
     if getattr(args, "train_sampling_strategy", "") == "batch_rebalance":

@@ -67,8 +67,8 @@ class PipelineTrainer(Trainer):
     ) -> None:
         refuse_calls(self, options, PipelineTrainer)
         refuse_options(pipeline or {})
-        if args is not None:
-            refuse_arguments(args)
+        args = TrainingArguments("tmp_trainer") if args is None else args
+        refuse_arguments(args)
         super().__init__(model, args, *more, **options)
         refuse_model(self.model)
         self.pipe: Pipeline = make_pipeline(self.model, loss=self._loss, **(pipeline or {}))

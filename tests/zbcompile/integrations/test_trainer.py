@@ -215,6 +215,14 @@ def test_what_cannot_work_is_refused(name: str, tmp_path: Path) -> None:
         PipelineTrainer(gpt2(), arguments(tmp_path, **{name: REFUSED[name]}), pipeline=TWO)
 
 
+def test_processes_that_accelerate_does_not_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under torchrun without a GPU, and without use_cpu=True, every process would save."""
+    args = arguments(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(zbcompile.PipelineError, match=r"2 processes that Accelerate takes for one each.*use_cpu=True"):
+        PipelineTrainer(gpt2(), args, pipeline={"schedule": "1f1b"})
+
+
 def test_what_the_trainer_decides_is_refused(tmp_path: Path) -> None:
     class Own(PipelineTrainer):
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
