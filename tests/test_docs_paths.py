@@ -63,6 +63,9 @@ def _exists(name: str) -> bool:
             return reduce(getattr, name.split(".")[1:], schedules) is not None
         except AttributeError:
             return False
+    first, _, rest = name.partition(".")
+    if first == "integrations":
+        return not rest or f'"{rest}"' in (ROOT / "zbcompile" / first / "__init__.py").read_text(encoding="utf-8")
     file = ROOT / "zbcompile" / name.replace(".", "/")
     return name.split(".")[0] in dir(zbcompile) or file.with_suffix(".py").is_file()
 

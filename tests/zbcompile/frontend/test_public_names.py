@@ -4,7 +4,7 @@ import inspect
 from pathlib import Path
 
 import zbcompile
-from zbcompile import schedules
+from zbcompile import integrations, schedules
 from zbcompile.frontend.pipeline_function import Keywords
 
 ROOT = Path(zbcompile.__file__).parent
@@ -21,6 +21,7 @@ def test_public_names(golden) -> None:
     methods = [name for name in dir(zbcompile.Pipeline) if not name.startswith("_")]
     listed = {
         "zbcompile": zbcompile.__all__,
+        "zbcompile.integrations": integrations.__all__,
         "zbcompile.schedules": schedules.__all__,
         "zbcompile.pipeline(...)": list(inspect.signature(zbcompile.pipeline).parameters),
         "zbcompile.Pipeline": [*methods, "record", "last_step", "step_index"],
