@@ -65,7 +65,9 @@ def _exists(name: str) -> bool:
             return False
     first, _, rest = name.partition(".")
     if first == "integrations":
-        return not rest or f'"{rest}"' in (ROOT / "zbcompile" / first / "__init__.py").read_text(encoding="utf-8")
+        return rest in ("", "__all__") or f'"{rest}"' in (ROOT / "zbcompile" / first / "__init__.py").read_text(
+            encoding="utf-8"
+        )
     file = ROOT / "zbcompile" / name.replace(".", "/")
     return name.split(".")[0] in dir(zbcompile) or file.with_suffix(".py").is_file()
 
