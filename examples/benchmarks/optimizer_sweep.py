@@ -6,9 +6,9 @@
 
 `levels`, at dp2 x pp2: losses, norms and parameters of 20 updates are compared bit by bit with `zero=0`, for `zero=1`
 and `zero=2`, updated after the step and inside of it (with clipping: `validate="after"`), and the bytes of the
-optimizer's state are counted. `validation`, at pp4: 40 updates with three clips, two infinities and one NaN. `bounds`,
-at dp4, where replicas add in another order: gradients at equal parameters, and parameters after 20 updates by SGD,
-relative to the largest entry.
+optimizer's state are counted. `validation`, at pp4: 40 updates with three clips, with a scaler also two infinities and
+one NaN. `bounds`, at dp4, where replicas add in another order: gradients at equal parameters, and parameters after 20
+updates by SGD, relative to the largest entry.
 """
 
 import argparse
@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: 
 
 import zbcompile  # noqa: E402
 from tests.support import disturbed_training  # noqa: E402
-from tests.support.disturbed_training import STEPS, assert_bitwise, disturbed  # noqa: E402
+from tests.support.disturbed_training import CLIPPED, STEPS, assert_bitwise, disturbed  # noqa: E402
 from tests.support.oracle import PROBLEMS  # noqa: E402
 from tests.support.replicated import MICROBATCHES, ROWS  # noqa: E402
 from tests.support.sharded_optimizers import Result, Training, trained  # noqa: E402
@@ -68,24 +69,29 @@ def same(found: Result, whole: Result) -> bool:
 
 
 def validation() -> Iterator[Row]:
-    """Post-validation on four ranks."""
+    """Post-validation on four ranks: with a scaler, which reads the verdict after each step, and without one, so that
+    ranks go on before the others have ended a step; then nothing is infinite, which would stay."""
     problem = PROBLEMS["mlp"]
-    for schedule in ("zb-h2", "zb-2p", "zb-v"):
-        batches = [disturbed(b, step) for step, b in enumerate(problem.batches(STEPS, 8 * ROWS))]
+    for schedule, scaled in product(("zb-h2", "zb-2p", "zb-v"), (True, False)):
+        plain = enumerate(problem.batches(STEPS, 8 * ROWS))
+        batches = [disturbed(b, step) if scaled or step in CLIPPED else b for step, b in plain]
         found = []
         with compiled_once("mlp", exact=True):
             for when in ("before", "after"):
                 pipe = zbcompile.pipeline(
                     problem.model(), schedule=schedule, microbatches=8, loss=problem.loss, exact=True
                 )
-                found.append(disturbed_training.trained(pipe, batches, True, validate=when))
+                found.append(disturbed_training.trained(pipe, batches, scaled, validate=when))
                 pipe.close()
         try:
             assert_bitwise(found[1], found[0])
             equal = True
         except AssertionError:
             equal = False
-        yield f"{schedule:10} bitwise {equal} over {STEPS} updates; corrected here: {found[1][3]}", equal
+        yield (
+            f"{schedule:10} scaler {scaled}: bitwise {equal} over {STEPS} updates; corrected here: {found[1][3]}",
+            equal,
+        )
 
 
 def bounds() -> Iterator[Row]:

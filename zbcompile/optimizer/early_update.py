@@ -23,6 +23,10 @@ TORN = (
     "a step has failed after some stages had updated their parameters, or before their updates were corrected, so that "
     "the model is of two steps. Load a checkpoint."
 )
+UNSCALED = (
+    "optimizer.step() was called without the pipeline's GradScaler, by whose scale the update has divided the gradients "
+    "already. Call scaler.step(optimizer), which calls it unless a gradient is infinite."
+)
 SCALED = (
     "early=True updates a stage before anybody knows whether the gradients of another one are infinite, which a "
     'GradScaler asks. Pass validate="after", which corrects such updates, or leave early= out.'
@@ -34,23 +38,39 @@ Gradients = Mapping[str, torch.Tensor | None]
 
 @dataclass
 class EarlyUpdate:
-    """`options` are those of every group, `gradients` what was used, with the number of writes into it."""
+    """`options` are those of every group, `gradients` what was used, with the number of writes into it, and so
+    `parameters` that have new values."""
 
     options: Options
     gradients: Mapping[str, tuple[torch.Tensor | None, int]]
+    parameters: Mapping[str, tuple[torch.Tensor | None, int]]
 
     @classmethod
-    def made_with(cls, groups: Sequence[Mapping[str, Any]], gradients: Gradients) -> "EarlyUpdate":
-        """An update by these groups and gradients."""
-        return cls(options_of(groups), {name: (each, _writes(each)) for name, each in gradients.items()})
+    def made_with(
+        cls, groups: Sequence[Mapping[str, Any]], gradients: Gradients, parameters: Gradients
+    ) -> "EarlyUpdate":
+        """An update of these parameters by these groups and gradients."""
+        used, written = (
+            {name: (each, _writes(each)) for name, each in given.items()} for given in (gradients, parameters)
+        )
+        return cls(options_of(groups), used, written)
 
-    def require_unwritten(self) -> None:
+    def require_gradients(self) -> None:
         """Raise PipelineError if a gradient was written in place since."""
         for name, (gradient, writes) in self.gradients.items():
             if _writes(gradient) != writes:
                 raise PipelineError(
                     f"the gradient of {name} was written before the norm of all gradients was known, so that the "
                     "update cannot be corrected. Call optimizer.zero_grad(), which sets gradients to None."
+                )
+
+    def require_parameters(self) -> None:
+        """Raise PipelineError if a parameter was written since: a correction would replace what was written."""
+        for name, (parameter, writes) in self.parameters.items():
+            if _writes(parameter) != writes:
+                raise PipelineError(
+                    f"{name} was written before its update was validated, which may have to undo the update. Call "
+                    "pipe.parameters() first, which waits for the validation."
                 )
 
     def require_unchanged(self, groups: Sequence[Mapping[str, Any]], gradients: Gradients) -> None:

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
-from zbcompile.optimizer.early_update import NOTHING, SCALED, TORN, TWICE, EarlyUpdate
+from zbcompile.optimizer.early_update import NOTHING, SCALED, TORN, TWICE, UNSCALED, EarlyUpdate
 from zbcompile.optimizer.gradient_norm import norm_of_all
 from zbcompile.optimizer.post_validation import PostValidation
 from zbcompile.optimizer.sharded_parameters import ShardedParameters
@@ -39,6 +39,7 @@ class ParameterUpdates(Optimizer):
         self._stepped: set[torch.Tensor] = set()  # which of its tensors have had an update
         self._update: WholeParameters | ShardedParameters | None = None
         self._scaler: GradScaler | None = None
+        self._asked = False  # whether that scaler has asked for infinities in the last update
         self._infinite: torch.Tensor | None = None  # whether the last update with a scaler has met an infinity
         self._norm: torch.Tensor | None = None
         self.forget_updates()
@@ -121,7 +122,7 @@ class ParameterUpdates(Optimizer):
         self._take()
         if self._begun:
             self._begun, update = False, self._bound_update()
-            self._made_early = EarlyUpdate.made_with(self.param_groups, update.gradients())
+            self._made_early, self._asked = self._as_made(update), False
             if self._unsettled is not None:
                 self._unsettled.made = self._made_early
                 self._unsettled.gradients = [(tensor, tensor.grad) for tensor in update.with_gradients()]
@@ -169,6 +170,8 @@ class ParameterUpdates(Optimizer):
         """Every stage has updated within the last step; it is done if nothing has changed since."""
         if self._made_early is None:
             raise PipelineError(NOTHING)
+        if self._scaler is not None and not self._asked:
+            raise PipelineError(UNSCALED)
         if self.whole is not None:
             self.trained.take_gradients()
         self._made_early.require_unchanged(self.param_groups, update.gradients())
@@ -206,12 +209,18 @@ class ParameterUpdates(Optimizer):
             self._infinite = found.flags[0]
             if self.wanted.clip is not None and verdict != "skipped":
                 self._norm = found.norm
+            self._torn = not stands
+            if found.made is not None:
+                found.made.require_parameters()
             if not stands:
-                self._torn = True
                 self._correct(update, found, verdict)
                 self._torn = False
         if self._made_early is not None:
-            self._made_early = EarlyUpdate.made_with(self.param_groups, update.gradients())
+            self._made_early = self._as_made(update)
+
+    def _as_made(self, update: WholeParameters | ShardedParameters) -> EarlyUpdate:
+        own = self.whole.own if self.whole is not None else {}  # what is divided notices writes when its parts arrive
+        return EarlyUpdate.made_with(self.param_groups, update.gradients(), own)
 
     def _correct(self, update: WholeParameters | ShardedParameters, found: PostValidation, verdict: Verdict) -> None:
         """Undo an update, and make it as if it had waited."""
@@ -224,6 +233,7 @@ class ParameterUpdates(Optimizer):
     def found_infinity(self) -> torch.Tensor:
         """Whether a gradient of the last update was infinite, on any rank: 0 or 1. If so, it is complete."""
         self.settle()
+        self._asked = True
         if self._infinite is None:
             raise PipelineError(NOTHING)
         if self._infinite:

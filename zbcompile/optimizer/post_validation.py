@@ -142,7 +142,7 @@ class PostValidation:
     def as_then(self, groups: Sequence[dict[str, Any]]) -> Iterator[None]:
         """Inside, the options of `groups`, and the gradients, are those that the updates have used."""
         assert self.made is not None
-        self.made.require_unwritten()
+        self.made.require_gradients()
         options = [{key: group[key] for key in used} for group, used in zip(groups, self.made.options, strict=True)]
         gradients = [(tensor, tensor.grad) for tensor, _ in self.gradients]
         _put(groups, self.made.options, self.gradients)

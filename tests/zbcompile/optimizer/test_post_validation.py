@@ -97,6 +97,32 @@ def test_gradients_that_a_correction_needs_must_not_be_written() -> None:
         pipe.step(*batch.args, target=batch.target)
 
 
+def test_parameters_must_not_be_written_before_the_validation() -> None:
+    """A correction would replace what was written. `pipe.parameters()` waits for it."""
+    pipe = pipeline_of(Case("mlp", "zb-v", 2, MICROBATCHES))
+    optimizer = pipe.optimizer(AdamW, clip=1e-3, validate="after")
+    batch = PROBLEMS["mlp"].batches(1, MICROBATCHES * ROWS)[0]
+    kept = list(pipe._model.parameters())
+    for where in (lambda: list(pipe.parameters()), lambda: kept):
+        pipe.step(*batch.args, target=batch.target)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            where()[0].mul_(0.5)
+    with pytest.raises(zbcompile.PipelineError, match=r"was written before its update was validated"):
+        pipe.step(*batch.args, target=batch.target)
+
+
+def test_an_update_with_a_scaler_is_completed_by_the_scaler() -> None:
+    pipe = pipeline_of(Case("mlp", "zb-v", 2, MICROBATCHES))
+    optimizer = pipe.optimizer(AdamW, validate="after")
+    zbcompile.GradScaler(pipe)
+    batch = PROBLEMS["mlp"].batches(1, MICROBATCHES * ROWS)[0]
+    pipe.step(*batch.args, target=batch.target)
+    with pytest.raises(zbcompile.PipelineError, match=r"Call scaler.step\(optimizer\)"):
+        optimizer.step()
+
+
 def steps(pipe: zbcompile.Pipeline, optimizer: Any, numbers: range, folder: Path | None = None) -> dict[str, Any]:
     for step, batch in enumerate(PROBLEMS["mlp"].batches(numbers.stop, MICROBATCHES * ROWS)):
         if step in numbers:
