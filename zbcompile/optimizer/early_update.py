@@ -24,8 +24,8 @@ TORN = (
     "the model is of two steps. Load a checkpoint."
 )
 UNSCALED = (
-    "optimizer.step() was called without the pipeline's GradScaler, by whose scale the update has divided the gradients "
-    "already. Call scaler.step(optimizer), which calls it unless a gradient is infinite."
+    "optimizer.step() was called without the pipeline's GradScaler, by whose scale the update has divided the "
+    "gradients already. Call scaler.step(optimizer), which calls it unless a gradient is infinite."
 )
 SCALED = (
     "early=True updates a stage before anybody knows whether the gradients of another one are infinite, which a "
