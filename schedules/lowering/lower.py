@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
+from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.execution.deadlock import require_finished
 from zbcompile.schedules.execution.event_loop import Outcome, has_pairs, run, without_collector
 from zbcompile.schedules.ir.actions import COMPUTE, Action, Pair, Step, flatten
@@ -54,8 +55,8 @@ def lower(schedule: Schedule, costs: Costs | None = None) -> Lowered:
     >>> " ".join(map(str, lower(build("1f1b", ranks=2, microbatches=1)).programs[0]))
     'F0.0 RECV_B0.0 SEND_F0.0 BW0.0'
     """
-    if schedule.programs and compute_only(schedule.programs) == schedule.orders:
-        return Lowered(replace(schedule, programs=()), schedule.programs)
+    if schedule.programs:
+        return _with_its_messages(schedule)
     outcome = run(schedule, _positive(costs or Costs.uniform(schedule.stages)))
     require_finished(schedule, outcome)
     microbatches = tuple(range(schedule.microbatches))  # one object per number, not one per action
@@ -66,6 +67,15 @@ def lower(schedule: Schedule, costs: Costs | None = None) -> Lowered:
     if schedule.shards:
         post_collectives(schedule, outcome, posts)
     return Lowered(schedule, tuple(map(_interleave, schedule.orders, peers, posts)))
+
+
+def _with_its_messages(schedule: Schedule) -> Lowered:
+    if compute_only(schedule.programs) != schedule.orders:
+        raise ScheduleError(
+            f"{schedule.name}: its messages were placed for another order, without what was added to it since (passes "
+            "of a sharded vocabulary, say). Leave these out, or pass the schedule without its messages."
+        )
+    return Lowered(replace(schedule, programs=()), schedule.programs)
 
 
 def _positive(costs: Costs) -> Costs:

@@ -26,6 +26,7 @@ from zbcompile.schedules import (
     search,
     simulate,
     to_csv,
+    with_vocabulary,
 )
 
 # One rank a line, in torch's letters, as the schedules that torch keeps for its tests: a V, five stages on two ranks,
@@ -81,6 +82,13 @@ def test_messages_of_a_program_stay_where_they_are(tmp_path: Path) -> None:
         step_of(replace(given, programs=(late, given.programs[1])))
 
 
+def test_messages_do_not_outlive_their_order() -> None:
+    given = lower(build("1f1b", 2, 4))
+    assert lower(given.as_schedule()) == given
+    with pytest.raises(ScheduleError, match="1f1b: its messages were placed for another order"):
+        lower(with_vocabulary(given.as_schedule()))
+
+
 def breadth_first(placement: Placement, microbatches: int) -> Schedule:
     orders = []
     for rank in range(placement.ranks):
@@ -123,6 +131,6 @@ def test_waits_of_sends_are_written_on_demand() -> None:
     """torch 2.15 reads a lowered program only with one wait per send; earlier releases do not know the word."""
     lowered = lower(build("1f1b", 2, 2))
     text = to_csv(lowered, waits=True)
-    assert text.splitlines()[1].split(",")[-3:] == ["1B1", "1SEND_B1", "1WAIT_SEND_B1"]
+    assert text.splitlines()[1].split(",")[-3:] == ["1WAIT_SEND_B0", "1SEND_B1", "1WAIT_SEND_B1"]
     assert text.count("WAIT_SEND") == to_csv(lowered).count("SEND")
     assert from_csv(text, "1f1b") == lowered
