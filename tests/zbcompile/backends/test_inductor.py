@@ -41,7 +41,10 @@ pytestmark = [
 BOUND = 2e-6  # of the largest entry of each gradient, fp32: other orders of summation, vectorised functions
 # One step each: an optimizer such as Adam makes much of small differences, and the next step starts from them.
 CASE = Case("mlp", "zb-v", 2, 4, exact=False, steps=1)
-GLOO = [Case("mlp", name, 2, 4, exact=False, steps=1) for name in ("zb-v", "dualpipe-v")]
+GLOO = [
+    Case(problem, name, 2, 4, exact=False, steps=1)
+    for problem, name in (("short-mlp", "zb-h1"), ("mlp", "zb-v"), ("mlp", "dualpipe-v"))
+]
 
 
 def pipe_of(case: Case, **options: Any) -> zbcompile.Pipeline:
