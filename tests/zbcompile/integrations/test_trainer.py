@@ -34,8 +34,8 @@ folder, jobs = sys.argv[1], json.loads(sys.argv[2])
 for job in jobs:
     options = {"schedule": "zb-v", "microbatches": 4}
     if job.pop("replicas", 1) > 1:
-        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
-        options = {"schedule": "1f1b", "microbatches": 4, "mesh": mesh}
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+        options["mesh"] = mesh
     name, resume = job.pop("name"), job.pop("resume", None)
     trainer = trained(folder, options, resume=resume and f"{folder}/{resume}", **job)
     with open(f"{folder}/{name}-{trainer.args.process_index}.json", "w") as file:
@@ -93,11 +93,18 @@ def largest_difference(one: list[float], other: list[float]) -> float:
     return max(abs(a - b) for a, b in zip(one, other, strict=True))
 
 
-def torchrun(folder: Path, jobs: list[dict[str, Any]]) -> None:
-    """Run the jobs in two processes."""
+def torchrun(folder: Path, jobs: list[dict[str, Any]], processes: int = 2) -> None:
+    """Run the jobs, one after the other."""
     script = folder / "script.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={processes}",
+        str(script),
+    ]
     paths = f"{ROOT}{os.pathsep}{ROOT / 'examples'}"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     done = subprocess.run(
@@ -132,10 +139,12 @@ def test_thirty_steps_in_two_processes(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_replicas(tmp_path: Path) -> None:
-    """Each replica takes the samples that DistributedDataParallel would give it: together a batch of twice the size."""
+    """Of two ranks each; a replica takes the samples that DistributedDataParallel would give it: together they train on
+    batches of twice the size."""
+    options = {"data_seed": 7, "evaluated": 16, "gradient_accumulation_steps": 2, "max_steps": 3}
     twice = {"per_device_train_batch_size": 16, "per_device_eval_batch_size": 16}
-    plain = trained(tmp_path / "plain", None, data_seed=7, evaluated=16, **twice)
-    torchrun(tmp_path, [{"name": "two", "replicas": 2, "data_seed": 7, "evaluated": 16}])
+    plain = trained(tmp_path / "plain", None, **options, **twice)
+    torchrun(tmp_path, [{"name": "two", "replicas": 2, **options}], processes=4)
     two = found_in(tmp_path, "two")
     assert largest_difference(logged(two["log"]), logged(plain.state.log_history)) <= 2e-6
     assert abs(two["eval"] - plain.evaluate()["eval_loss"]) <= 2e-6
