@@ -170,6 +170,9 @@ def processes(site: Site, part: str, given: list[dict[str, str]]) -> Iterator[li
             started.append(context.Process(target=start, args=(part, site, environment)))
             started[-1].start()
         yield started
+    except AssertionError as error:
+        error.add_note(site.log.read_text()[-3000:])
+        raise
     finally:
         for process in started:
             process.kill()
