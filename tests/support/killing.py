@@ -248,7 +248,7 @@ def main() -> None:
         finish(undisturbed, [])
         kills, done, number = random_kills(options.moments, options.seed, options.phase), 0, 0
         while done < options.moments:
-            site = Site(Path(folder) / f"run-{number}", more, dict(undisturbed.lengths))
+            site = Site(Path(folder) / f"run-{number}", more, lengths=dict(undisturbed.lengths))
             site.folder.mkdir()
             met = finish(site, kills[done : done + len(PHASES)], print)
             same = site.weights.read_bytes() == undisturbed.weights.read_bytes()
