@@ -1,7 +1,9 @@
 """How a model's stages are compiled, if there is a choice."""
 
+import math
+import re
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 
@@ -50,6 +52,38 @@ BALANCE = Kind(
 )
 
 
+def read_channels(text: str | None) -> dict[str, tuple[float, float]]:
+    """Seconds of latency and bytes per second by dimension of the mesh.
+
+    >>> read_channels("tp=2e-05:50GB,cp=0.001:1GB")
+    {'tp': (2e-05, 50000000000), 'cp': (0.001, 1000000000)}
+    """
+    found = (re.fullmatch(r"(\w+)=([^:]+):([^:]+)", part) for part in (text or "").split(",") if text)
+    channels: dict[str, tuple[float, float]] = {
+        each[1]: (float(each[2]), read_bytes(each[3])) for each in found if each or _refuse()
+    }
+    if any(not 0 <= latency < math.inf or not bandwidth for latency, bandwidth in channels.values()):
+        _refuse()
+    return channels
+
+
+def _refuse() -> NoReturn:
+    raise ValueError
+
+
+def _read_channels(given: Any) -> str:
+    if not isinstance(given, str) or not read_channels(given):
+        raise ValueError
+    return given
+
+
+CHANNELS = Kind(
+    _read_channels,
+    'a text such as "tp=2e-05:50GB,cp=0.001:1GB": for each dimension seconds of latency, and bytes per second',
+    {"metavar": "DIMENSION=SECONDS:BYTES"},
+)
+
+
 @dataclass(frozen=True)
 class Choices:
     """The options that change the graphs.
@@ -84,6 +118,11 @@ class Choices:
         vocab_logits: Whether the logits of a shard wait for its weight gradient ("keep") or are recomputed ("remake").
             Recomputing takes a third more FLOPs of the output layer, and nothing of the size of the vocabulary waits;
             "auto": kept while those of a microbatch take at most 256 MiB and the limit of memory allows it.
+        pairs: "auto": where stages exchange tensors in the middle of a microbatch, a B or F is paired with a W that
+            hides the exchange, if neither the simulated step nor the memory suffers (docs/composition.md); "given":
+            no pairs but those of the schedule.
+        channels: The latency and bandwidth of collectives along dimensions of the mesh, such as "tp=2e-05:50GB"
+            (seconds, bytes per second); by default nominal ones. They decide about pairs, and predictions have them.
     """
 
     exact: bool = option(False, SWITCH)
@@ -96,6 +135,8 @@ class Choices:
     weight_recompute: bool = option(False, SWITCH)
     vocab: Barriers = option("off", one_of("off", "auto", 1, 2, also=" (barriers)"))
     vocab_logits: VocabLogits = option("auto", one_of("auto", "keep", "remake"))
+    pairs: Literal["auto", "given"] = option("auto", one_of("auto", "given"))
+    channels: str | None = option(None, CHANNELS.or_none())
 
     def dtype_of_sum(self, parameter: torch.dtype) -> torch.dtype:
         """In which dtype the gradients of a parameter of dtype `parameter` are summed over the microbatches."""

@@ -42,15 +42,17 @@ SHARE = 0.125  # of promise.py's times, for one layer
 
 
 class Until(dist.Work):
-    """A collective that completes no earlier than a given moment."""
+    """A collective that completes no earlier than a given moment; `waited` is told how long its rank stood there."""
 
-    def __init__(self, work: dist.Work, moment: float) -> None:
+    def __init__(self, work: dist.Work, moment: float, waited: Callable[[float], object] = bool) -> None:
         super().__init__()
-        self.work, self.moment = work, moment
+        self.work, self.moment, self.waited = work, moment, waited
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        begin = time.monotonic()
         self.work.wait()
         time.sleep(max(0.0, self.moment - time.monotonic()))
+        self.waited(time.monotonic() - begin)
         return True
 
 

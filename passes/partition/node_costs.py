@@ -16,15 +16,18 @@ BACKWARD = 2  # a backward costs about twice its forward: one product for the in
 
 @dataclass(frozen=True)
 class Machine:
-    """Nominal speeds that turn operations and bytes into one number. Only their ratio moves a cut."""
+    """Nominal speeds that turn operations and bytes into one number. Only their ratio moves a cut. `latency` (seconds)
+    and `channel_bytes_per_second` are those of a collective."""
 
     flops_per_second: float
     bytes_per_second: float
+    latency: float
+    channel_bytes_per_second: float
 
 
-# One CPU core with AVX2 in fp32; one data-centre GPU in bf16.
-CPU = Machine(5e10, 1e10)
-GPU = Machine(4e14, 3e12)
+# One CPU core with AVX2 in fp32, processes of gloo on one machine; one data-centre GPU in bf16, and its links.
+CPU = Machine(5e10, 1e10, 1e-4, 1e9)
+GPU = Machine(4e14, 3e12, 1e-5, 1e11)
 
 
 def machine_for(device: str) -> Machine:

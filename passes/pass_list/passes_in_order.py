@@ -150,7 +150,7 @@ SHARD = Pass(
 )
 OVERLAP = Pass(
     "overlap",
-    "merges a forward and a backward",
+    "merges the two passes of a pair",
     lambda pair: merge(*pair),
     (graph.operations_in_order, graph.collectives_waited, piece.halves_complete),
 )

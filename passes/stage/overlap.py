@@ -1,19 +1,19 @@
-"""Overlap: a forward of one microbatch and a backward of another as one graph (DualPipe's pairs, DeepSeek-V3,
-arXiv 2412.19437, section 3.2).
+"""Overlap: two passes of a rank as one graph, a forward and a backward (DualPipe's pairs, DeepSeek-V3, arXiv
+2412.19437, section 3.2), or one of these and a W of another microbatch or stage; and products for weights within BW.
 
 The order of each half stays, so its bits do; the halves are interleaved so that what one waits for travels while the
 other computes. Collectives are those of `torch.distributed._functional_collectives`: an operation that issues, and
-`wait_tensor`. Messages leave and arrive in the middle: the forward's results are handed over as soon as they exist, and
-the backward's values are asked for when it begins.
+`wait_tensor`. Messages leave and arrive in the middle: the first half's results are handed over as soon as they exist,
+and the second half's values are asked for when it begins.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
 
-from zbcompile.passes.graph.fx import output_values
+from zbcompile.passes.graph.fx import operations_behind, output_values
 from zbcompile.passes.graph.process_groups import is_collective, is_wait
 from zbcompile.passes.graph.storage import bytes_moved
 from zbcompile.passes.split.subgraphs import Piece
@@ -22,48 +22,84 @@ from zbcompile.passes.torch_private import LazyGraphModule, OpOverload
 
 @dataclass(frozen=True)
 class Merged:
-    """Two pieces as one graph. Its inputs are the forward's, then a function that takes the forward's results, then one
-    that returns the backward's inputs; it returns the backward's results."""
+    """Two pieces as one graph. Its inputs are the first one's, then a function that takes the first one's results, then
+    one that returns the second one's inputs; it returns the second one's results."""
 
     module: GraphModule
-    forward: Piece
-    backward: Piece
+    first: Piece
+    second: Piece
 
 
 def hand_over(take: Callable[..., None], values: Sequence[Any]) -> None:
-    """Graph op: hand over the forward's results."""
+    """Graph op: hand over the first half's results."""
     take(list(values))
 
 
 def ask(give: Callable[[], list[Any]]) -> list[Any]:
-    """Graph op: fetch the backward's inputs (may block on the receive)."""
+    """Graph op: fetch the second half's inputs (may block on the receive)."""
     return give()
 
 
 def pick(values: list[Any], index: int) -> Any:
-    """Graph op: one input of the backward, freed after its last user."""
+    """Graph op: one input of the second half, freed after its last user."""
     value, values[index] = values[index], None
     return value
 
 
-def merge(forward: Piece, backward: Piece) -> Merged:
-    """Merge F of one stage with B or BW of one (the same or another) into one graph."""
+def merge(first: Piece, second: Piece) -> Merged:
+    """Merge F or B of one stage with B, BW or W of one (the same or another) into one graph."""
     graph = Graph()
     copies: dict[Node, Node] = {}
-    first, arriving = _forward_half(forward, graph, copies)
-    second, results = _backward_half(backward, graph, copies)
+    one, arriving = _first_half(first, graph, copies)
+    other, results = _second_half(second, graph, copies)
     done = graph.output([copies[node] for node in results])
-    for node in [*arriving, *interleave(first, second)]:
+    for node in [*arriving, *interleave(one, other)]:
         done.prepend(node)
-    module = LazyGraphModule(_Attributes(forward.module, backward.module), graph, class_name="FB")
-    return Merged(module, forward, backward)
+    module = LazyGraphModule(_Attributes(first.module, second.module), graph, class_name=first.name + second.name)
+    return Merged(module, first, second)
+
+
+def hide_exchanges(piece: Piece) -> Piece:
+    """The piece with every wait for a collective behind all that does not need it; in BW the products for weights that
+    are ready run before each wait, in their own order."""
+    graph = piece.module.graph
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    if not any(map(is_wait, calls)):
+        return piece
+    results = zip(piece.outputs, output_values(graph), strict=True)
+    needed = [node for slot, node in results if slot.kind == "input_gradient"] + list(filter(is_collective, calls))
+    urgent = operations_behind(needed) if piece.name == "BW" else set(calls)
+    order = _fill_waits([node for node in calls if node in urgent], [node for node in calls if node not in urgent])
+    made, copies = Graph(), dict[Node, Node]()
+    for node in [*(node for node in graph.nodes if node.op in ("placeholder", "get_attr")), *order]:
+        copies[node] = made.node_copy(node, copies.__getitem__)
+    made.output([copies[node] for node in output_values(graph)])
+    module = LazyGraphModule(piece.module, made, class_name=type(piece.module).__name__)
+    return replace(piece, module=module)
+
+
+def _fill_waits(urgent: Sequence[Node], others: Sequence[Node]) -> list[Node]:
+    order: list[Node] = []
+    done: set[Node] = set()
+    pending = list(others)
+    for node in _late_waits(urgent):
+        while is_wait(node) and pending and _is_ready(pending[0], done):
+            done.add(pending[0])
+            order.append(pending.pop(0))
+        done.add(node)
+        order.append(node)
+    return [*order, *pending]
+
+
+def _is_ready(node: Node, done: set[Node]) -> bool:
+    return all(source in done or source.op != "call_function" for source in node.all_input_nodes)
 
 
 class _Attributes(dict):  # type: ignore[type-arg]
     """The constants that the two graphs refer to, under distinct names."""
 
-    def __init__(self, forward: GraphModule, backward: GraphModule) -> None:
-        halves = (("forward_", forward), ("backward_", backward))
+    def __init__(self, first: GraphModule, second: GraphModule) -> None:
+        halves = (("first_", first), ("second_", second))
         super().__init__(
             (prefix + node.target, getattr(module, node.target))
             for prefix, module in halves
@@ -71,24 +107,24 @@ class _Attributes(dict):  # type: ignore[type-arg]
         )
 
 
-def _forward_half(piece: Piece, graph: Graph, copies: dict[Node, Node]) -> tuple[list[Node], list[Node]]:
-    """The forward's operations with the hand-over at their end, and all placeholders of the merged graph."""
-    nodes = _copy(piece, graph, copies, "forward_")
+def _first_half(piece: Piece, graph: Graph, copies: dict[Node, Node]) -> tuple[list[Node], list[Node]]:
+    """The operations of the first half with the hand-over at their end, and all placeholders of the merged graph."""
+    nodes = _copy(piece, graph, copies, "first_")
     arriving = [copies[node] for node in piece.module.graph.find_nodes(op="placeholder")]
     take, give = graph.placeholder("take"), graph.placeholder("give")
     results = [copies[node] for node in output_values(piece.module.graph)]
     return [*nodes, graph.call_function(hand_over, (take, results))], [*arriving, take, give]
 
 
-def _backward_half(piece: Piece, graph: Graph, copies: dict[Node, Node]) -> tuple[list[Node], list[Node]]:
-    """The backward's operations after the request for its inputs, and its results."""
+def _second_half(piece: Piece, graph: Graph, copies: dict[Node, Node]) -> tuple[list[Node], list[Node]]:
+    """The operations of the second half after the request for its inputs, and its results."""
     give = next(node for node in graph.find_nodes(op="placeholder") if node.target == "give")
     asked = graph.call_function(ask, (give,))
     inputs = piece.module.graph.find_nodes(op="placeholder")
     for index, node in enumerate(inputs):
         copies[node] = graph.call_function(pick, (asked, index))
         copies[node].meta = dict(node.meta)
-    nodes = _copy(piece, graph, copies, "backward_")
+    nodes = _copy(piece, graph, copies, "second_")
     return [asked, *(copies[node] for node in inputs), *nodes], output_values(piece.module.graph)
 
 

@@ -12,7 +12,7 @@ from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.graph.flops import count_flops
 from zbcompile.passes.graph.fx import like, output_values
 from zbcompile.passes.graph.kernel_layouts import kernels_layouts
-from zbcompile.passes.graph.process_groups import group_of, rename_groups, with_groups
+from zbcompile.passes.graph.process_groups import group_of, is_under_way, rename_groups, with_groups
 from zbcompile.passes.graph.roles import Slot, TensorSpec
 from zbcompile.passes.graph.storage import tensors_of
 from zbcompile.passes.graph.strides import boundary_like
@@ -24,6 +24,7 @@ from zbcompile.passes.split.saved_bytes import Crossing
 from zbcompile.passes.split.split import Improvement, Split
 from zbcompile.passes.split.subgraphs import Piece
 from zbcompile.passes.stage.accumulate import accumulate_in_place, own_gradients
+from zbcompile.passes.stage.overlap import hide_exchanges
 from zbcompile.passes.torch_private import FakeTensorMode, LazyGraphModule, make_fx
 
 
@@ -75,7 +76,8 @@ class StageProgram:
 def finish_stage(split: Split, choices: Choices) -> StageProgram:
     """Choose how gradients accumulate (see `zbcompile.passes.stage.accumulate`) and describe the stage."""
     stage = split.joint.stage
-    raw = {"F": split.forward, "B": split.backward, "W": split.weight, "BW": split.fused}
+    split_pieces = (split.forward, split.backward, split.weight, split.fused)
+    raw = {piece.name: hide_exchanges(piece) for piece in split_pieces}
     accumulate = own_gradients if choices.exact else partial(accumulate_in_place, buffers=_buffers(split, choices))
     pieces = {name: accumulate(piece) if name in ("W", "BW") else piece for name, piece in raw.items()}
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -170,13 +172,17 @@ def tensor_spec(value: torch.Tensor, needs_gradient: bool = False) -> TensorSpec
 @dataclass(frozen=True)
 class Collective:
     """An exchange in pass `name` ("F", "B", "W" or "BW"): which `kind`, along which `dimension` of the mesh, with how
-    many `bytes` from this rank, by which `operation` of the graph."""
+    many `bytes` from this rank, by which `operation` of the graph. It `hides` unless that waits for it itself.
+    A prediction adds its `seconds`, and what runs `behind` it."""
 
     name: str
     kind: str
     dimension: str
     bytes: int
     operation: str
+    hides: bool = True
+    seconds: float = 0.0
+    behind: str = ""
 
 
 def collectives_of(program: StageProgram) -> list[Collective]:
@@ -186,7 +192,8 @@ def collectives_of(program: StageProgram) -> list[Collective]:
         if (group := group_of(node)) is not None:
             given = [tensor for source in node.all_input_nodes for tensor in tensors_of(source.meta.get("val"))]
             kind = node.target.overloadpacket.__name__
-            found.append(Collective(name, kind, group, sum(tensor.nbytes for tensor in given), node.name))
+            size = sum(tensor.nbytes for tensor in given)
+            found.append(Collective(name, kind, group, size, node.name, is_under_way(node)))
     return found
 
 

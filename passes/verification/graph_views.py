@@ -68,8 +68,10 @@ def graphs_of(made: Any) -> Iterator[GraphView]:
         title = f"the joint graph of stage {made.stage.index}"
         yield GraphView("joint", title, made.module, inputs, _outputs_of(made))
     elif isinstance(made, Merged):
-        inputs = (*made.forward.inputs, *(Slot("input", name) for name in ("take", "give")))
-        yield GraphView("pair", f"the pair of F and {made.backward.name}", made.module, inputs, made.backward.outputs)
+        inputs = (*made.first.inputs, *(Slot("input", name) for name in ("take", "give")))
+        yield GraphView(
+            "pair", f"the pair of {made.first.name} and {made.second.name}", made.module, inputs, made.second.outputs
+        )
     elif isinstance(made, Piece):
         yield _piece(made, "its stage")
     else:

@@ -209,7 +209,7 @@ def words_covered(made: VocabularyProgram, before: Any) -> Iterator[Break]:
 @rule("a pair does what its forward and its backward do, each operation once, and nothing else")
 def halves_complete(made: Merged, before: Any) -> Iterator[Break]:
     (view,) = graphs_of(made)
-    halves = (made.forward.module.graph, made.backward.module.graph)
+    halves = (made.first.module.graph, made.second.module.graph)
     wanted = Counter(n.target for graph in halves for n in graph.nodes if n.op == "call_function")
     found = Counter(node.target for node in view.calls if node.target not in (hand_over, ask, pick))
     for target in wanted.keys() | found.keys():

@@ -10,7 +10,21 @@ from zbcompile.schedules.execution.deadlock import culprit_error, require_finish
 from zbcompile.schedules.execution.event_loop import has_pairs, require_fit, run, without_collector
 from zbcompile.schedules.execution.memory import first_beyond, peak_memory
 from zbcompile.schedules.generators.forward_only import FORWARD_ONLY
-from zbcompile.schedules.ir.actions import BW, COMMUNICATION, COMPUTE, ONCE, Action, B, F, Pair, S, Step, W, flatten
+from zbcompile.schedules.ir.actions import (
+    BW,
+    COMMUNICATION,
+    COMPUTE,
+    ONCE,
+    PAIRED,
+    Action,
+    B,
+    F,
+    Pair,
+    S,
+    Step,
+    W,
+    flatten,
+)
 from zbcompile.schedules.ir.costs import Costs
 from zbcompile.schedules.ir.kinds import KINDS, with_scope
 from zbcompile.schedules.ir.schedule import Lowered, Schedule
@@ -80,8 +94,9 @@ def _check_pairs(schedule: Schedule, rank: int, order: Sequence[Step]) -> None:
     if not has_pairs(order):
         return
     for index, step in enumerate(order):
-        if isinstance(step, Pair) and (step.forward.op != F or step.backward.op not in (B, BW)):
-            message = f"{schedule.name}: rank {rank}, step {index}: a pair is a forward F and a backward B or BW"
+        if isinstance(step, Pair) and (step.first.op, step.second.op) not in PAIRED:
+            expected = "a pair is a forward F and a backward B or BW, or an F or B and a W"
+            message = f"{schedule.name}: rank {rank}, step {index}: {expected}, not {step}"
             raise culprit_error(message, schedule.orders, rank, index)
 
 

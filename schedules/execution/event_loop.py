@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.execution.noise import Draw
-from zbcompile.schedules.ir.actions import COLLECTIVES, COMPUTE, MESSAGES, ONCE, Action, F, Pair, Step
+from zbcompile.schedules.ir.actions import COLLECTIVES, COMPUTE, MESSAGES, ONCE, PAIRED, Action, Pair, Step, W
 from zbcompile.schedules.ir.costs import Costs
 from zbcompile.schedules.ir.dependencies import RECEIVE_OF, SEND_OF, awaited, needs, target
 from zbcompile.schedules.ir.kinds import KINDS, Kind
@@ -204,15 +204,17 @@ def _triples(
 
 
 def _pair_triples(pair: Pair, rows: Rows, costs: Costs) -> Iterator[Triple]:
-    """Both halves begin when both may and end together: wait for the forward's input, run both, note the forward."""
-    (_, f_stage, f_microbatch), (b_op, b_stage, b_microbatch) = pair
-    both = (f_stage, b_op)
-    if b_stage not in rows.setdefault(both, {}):
-        need, delay, _, make = rows[b_op][b_stage]
-        rows[both][b_stage] = (need, delay, costs.pair_time(f_stage, b_stage, b_op), make)
-    yield "may F", f_stage, f_microbatch
-    yield both, b_stage, b_microbatch
-    yield "did F", f_stage, f_microbatch
+    """Both halves begin when both may and end together: wait for the first one's input, run both, note the first. A W
+    needs nothing from elsewhere, and its B may be the first half."""
+    (op, stage, microbatch), (other_op, other_stage, other_microbatch) = pair
+    both = (op, stage, other_op)
+    if other_stage not in rows.setdefault(both, {}):
+        need, delay, _, make = rows[other_op][other_stage]
+        entrance = (0, 0) if other_op == W else (need, delay)
+        rows[both][other_stage] = (*entrance, costs.pair_time(stage, other_stage, other_op, op), make)
+    yield f"may {op}", stage, microbatch
+    yield both, other_stage, other_microbatch
+    yield f"did {op}", stage, microbatch
 
 
 def _drawn(triples: Iterable[Triple], rows: Rows, draw: Draw) -> Iterator[Triple]:
@@ -240,10 +242,10 @@ class _RowsOf(NamedTuple):
         """For each operation of the program, on each stage of a rank."""
         stages = self.schedule.placement.stages_of(rank)
         rows: Rows = {op: {stage: self._row(rank, op, stage) for stage in stages} for op in self.ops}
-        if F in self.ops:
-            entrances = {stage: row[:2] for stage, row in rows[F].items()}
-            rows["may F"] = {stage: (*entrance, None, self.events.nothing) for stage, entrance in entrances.items()}
-            rows["did F"] = {stage: (0, 0, None, self.events.first(F, stage)) for stage in stages}
+        for op in self.ops & {first for first, _ in PAIRED}:
+            entrances = {stage: row[:2] for stage, row in rows[op].items()}
+            rows[f"may {op}"] = {stage: (*entrance, None, self.events.nothing) for stage, entrance in entrances.items()}
+            rows[f"did {op}"] = {stage: (0, 0, None, self.events.first(op, stage)) for stage in stages}
         for op in set(self.awaits.values()):
             delay, every = self.costs.delay(op), range(self.events.stages)
             rows["after", op] = {s: (self.events.first(op, s), delay, None, self.events.nothing) for s in every}

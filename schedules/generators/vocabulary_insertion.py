@@ -42,7 +42,7 @@ class VocabularyClock(Floor):
         """Run `step` now; return its end, and the times at which it makes something ready on which ranks."""
         actions = flatten((step,))
         if isinstance(step, Pair):
-            time = self.costs.pair_time(step.forward.stage, step.backward.stage, step.backward.op)
+            time = self.costs.pair_time(step.first.stage, step.second.stage, step.second.op, step.first.op)
         else:
             time = self.time(step)
         for action in actions:
@@ -161,7 +161,7 @@ def forwards_ahead(order: Sequence[Step], count: int) -> tuple[Step, ...]:
     for step in order:
         if isinstance(step, Pair):
             forward = next(forwards, None)
-            moved.append(step.backward if forward is None else Pair(forward, step.backward))
+            moved.append(step.second if forward is None else Pair(forward, step.second))
         elif step.op != F:
             moved.append(step)
         else:

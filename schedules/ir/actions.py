@@ -47,20 +47,24 @@ class Action(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """A forward and a backward that run together, printed as `(F0.3|BW3.1)`."""
+    """Two actions that run together: a forward and a backward, printed as `(F0.3|BW3.1)`, or a B or F and a W, whose
+    products hide its exchanges, as `(B1.3|W1.2)`."""
 
-    forward: Action
-    backward: Action
+    first: Action
+    second: Action
 
     def __str__(self) -> str:
-        return f"({self.forward}|{self.backward})"
+        return f"({self.first}|{self.second})"
+
+
+PAIRED = frozenset((one, other) for one, other in ((F, B), (F, BW), (F, W), (B, W)))  # the operations of pairs
 
 
 Step = Action | Pair
 
 
 def flatten(order: tuple[Step, ...]) -> list[Action]:
-    """The actions of an order with every pair opened, forward first."""
+    """The actions of an order with every pair opened."""
     out: list[Action] = []
     for step in order:
         out.extend(step) if isinstance(step, Pair) else out.append(step)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, NamedTuple
 
 from zbcompile.schedules.errors import ScheduleError
-from zbcompile.schedules.ir.actions import BW, COMPUTE
+from zbcompile.schedules.ir.actions import BW, COMPUTE, B, F, W
 from zbcompile.schedules.ir.kinds import KINDS
 
 
@@ -33,6 +33,8 @@ class Costs:
     """Times (any one unit) and memory (any one unit), one entry per stage; ints and fractions stay exact.
 
     * `forward`, `backward` (input gradient), `weight`: time of F, B and W; BW takes backward + weight; no work is 0.
+    * `forward_exchange`, `backward_exchange`: the part of F's and B's time in which the rank waits for collectives of
+      the model. The other half of a pair hides it as far as that computes, in BW the products for weights.
     * `vocab_s`, `vocab_t`: time of the vocabulary passes S and T of the shard that a stage names, `vocab_state` what
       the shard holds from S to T; `cast`, `stats`: time of their collectives, C0 and C1 (or C2), by default `comm`.
     * `optimizer`: time of the optimizer step of a stage; `reduce`: from the start of its gradients' sum until that is
@@ -63,6 +65,8 @@ class Costs:
     vocab_t: tuple[float, ...] = ()
     vocab_state: tuple[float, ...] = ()
     optimizer: tuple[float, ...] = ()
+    forward_exchange: tuple[float, ...] = ()
+    backward_exchange: tuple[float, ...] = ()
     reduce: tuple[float, ...] = ()
     gather: tuple[float, ...] = ()
     message: tuple[float, ...] = ()
@@ -156,7 +160,11 @@ class Costs:
         """Time of the compute operation `op` on every stage."""
         if op not in COMPUTE:
             raise ScheduleError(f"costs: {op!r} has no time; expected one of {', '.join(sorted(COMPUTE))}")
-        return self._sum(KINDS[op].time)
+        total = self._sum(KINDS[op].time)
+        if op == BW and any(self.backward_exchange):
+            hidden = map(min, self.backward_exchange, self.weight)
+            return tuple(time - less for time, less in zip(total, hidden, strict=True))
+        return total
 
     def delay(self, op: str, stage: int = 0) -> float:
         """From the end of the pass or collective `op` until every vocabulary shard has its result, or as the kinds of
@@ -178,13 +186,24 @@ class Costs:
         """Time of the compute operation `op` on `stage`."""
         return self.times(op)[stage]
 
-    def pair_time(self, forward_stage: int, backward_stage: int, backward_op: str = BW) -> float:
-        """Time of an overlapped pair: F of one stage with BW (or B) of another."""
-        for pair in self.pairs:
-            if (pair.forward_stage, pair.backward_stage) == (forward_stage, backward_stage):
+    def exchange(self, op: str, stage: int) -> float:
+        """The part of a pass's time in which its rank waits for collectives of the model."""
+        times = {F: self.forward_exchange, B: self.backward_exchange}
+        if op == BW:
+            return max(self.backward_exchange[stage] - self.weight[stage], 0)
+        return min(times[op][stage], self.time(op, stage)) if op in times else 0
+
+    def pair_time(self, stage: int, other_stage: int, other_op: str = BW, op: str = F) -> float:
+        """Time of a pair: `op` of one stage with `other_op` of another. Each hides what the other one exchanges."""
+        for pair in self.pairs if other_op != W else ():
+            if (pair.forward_stage, pair.backward_stage) == (stage, other_stage):
                 return pair.time
-        forward, backward = self.forward[forward_stage], self.time(backward_op, backward_stage)
-        return forward + backward - self.overlap * min(forward, backward) if self.overlap else forward + backward
+        one, other = self.time(op, stage), self.time(other_op, other_stage)
+        waits, others = self.exchange(op, stage), self.exchange(other_op, other_stage)
+        hidden = min(waits, other - others) + min(others, one - waits) if waits or others else 0
+        if self.overlap and other_op != W:
+            hidden = max(hidden, self.overlap * min(one, other))
+        return one + other - hidden if hidden else one + other
 
     def hop(self, stage: int, source: int, destination: int) -> float:
         """Delay between the end of a pass on rank `source` and the use of its message on rank `destination`.

@@ -130,7 +130,7 @@ def format_step(step: Step, letters: Letters = "papers") -> str:
     if letters == "papers":
         return str(step)
     if isinstance(step, Pair):
-        return f"({format_step(step.forward, letters)};{format_step(step.backward, letters)})OVERLAP_F_B"
+        return f"({format_step(step.first, letters)};{format_step(step.second, letters)})OVERLAP_F_B"
     if step.op not in TORCH_LETTERS:
         raise ScheduleError(f"{step}: torch has no letter for {step.op}; write it in the papers' letters")
     return f"{step.stage}{TORCH_LETTERS[step.op]}{step.microbatch}"
@@ -139,8 +139,8 @@ def format_step(step: Step, letters: Letters = "papers") -> str:
 def parse_step(text: str) -> Step:
     """The action or pair written in `text`, in either letters.
 
-    >>> parse_step("0I3"), parse_step("(F0.1|BW3.0)").backward
-    (Action(op='B', stage=0, microbatch=3), Action(op='BW', stage=3, microbatch=0))
+    >>> parse_step("0I3"), parse_step("(B1.3|W1.2)").second
+    (Action(op='B', stage=0, microbatch=3), Action(op='W', stage=1, microbatch=2))
     """
     pair = _PAPERS_PAIR.fullmatch(text) or _TORCH_PAIR.fullmatch(text)
     if pair:

@@ -124,9 +124,9 @@ class Waits:
         return last if last is not None and last.arrived > free else None
 
     def inputs(self, rank: int, index: int) -> Iterator[Input]:
-        """Everything that a step waited for."""
+        """Everything that a step waited for, which one half of a pair may make for the other."""
         for action in flatten((self.orders[rank][index],)):
-            yield from self._inputs(rank, action)
+            yield from (each for each in self._inputs(rank, action) if (each.rank, each.step) != (rank, index))
 
     def is_collective(self, rank: int, index: int) -> bool:
         """Whether a step waits for every vocabulary shard, or takes what a collective brings."""

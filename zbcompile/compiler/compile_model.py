@@ -13,6 +13,7 @@ from torch import nn
 from torch.fx import Node
 
 from zbcompile.compiler.cut_planning import plan_cuts
+from zbcompile.compiler.paired_schedule import lower_for
 from zbcompile.compiler.torch_logs import without_torchs_logs
 from zbcompile.compiler.vocabulary_decision import choose_sharding
 from zbcompile.compiler.vocabulary_sharding import Sharding, shard
@@ -30,6 +31,7 @@ from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import CaptureError, CompileError
 from zbcompile.passes.graph.fx import call_text, node_numbers, output_values
 from zbcompile.passes.partition.liveness import Line, draw_line
+from zbcompile.passes.partition.node_costs import device_of
 from zbcompile.passes.partition.shared_parameters import refuse_mutation_of_copies, refuse_shared_mutation
 from zbcompile.passes.partition.stage_graphs import Assignment, Stage, assign_by_cuts, assign_by_parameters
 from zbcompile.passes.pass_list.passes_in_order import (
@@ -48,7 +50,7 @@ from zbcompile.passes.vocabulary.shard_program import VocabularyProgram
 from zbcompile.program.output import Output
 from zbcompile.program.program import Program, call_of
 from zbcompile.program.save import save_here
-from zbcompile.schedules import Schedule, lower
+from zbcompile.schedules import Schedule
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,7 @@ def compile_drawn(
         model=facts_of(model, captured.constants),
         cuts=cuts,
         stages=programs,
-        lowered=lower(schedule),
+        lowered=lower_for(programs, schedule, choices, device_of(line)),
         homes=like.homes if like else place(model, captured, stages, vocabulary),
         choices=choices,
         loss_dtype=vocabulary.loss_dtype if vocabulary else _loss_dtype(stages[-1]),

@@ -89,7 +89,9 @@ class Options(Choices, StepOptions):
 
     @property
     def choices(self) -> Choices:
-        return _part(self, Choices)
+        """Only graphs that run as they are can be interleaved."""
+        found = _part(self, Choices)
+        return found if backend_name(self.backend) == "fx" else replace(found, pairs="given")
 
     @property
     def step(self) -> StepOptions:

@@ -40,6 +40,8 @@ class Keywords(TypedDict, total=False):
     memory: int | float | str | Memory | None
     accumulate_dtype: torch.dtype | str | None
     vocab: Barriers | Vocab
+    pairs: str
+    channels: str | None
     split: Split | None
     chunks: int | None
     example: tuple[tuple[Any, ...], dict[str, Any]] | None

@@ -9,7 +9,7 @@ from zbcompile.compiler.pass_history import PassHistory
 from zbcompile.errors import PipelineError
 from zbcompile.inspection.compare_schedules import compare
 from zbcompile.inspection.graphs import difference, graph_text, merge_pairs, pass_table, stage_and_pass, write_graphs
-from zbcompile.inspection.idle_report import format_critical_path, format_idle_intervals, format_slack
+from zbcompile.inspection.idle_report import format_critical_path, format_exchanges, format_idle_intervals, format_slack
 from zbcompile.inspection.report import format_summary
 from zbcompile.inspection.request import (
     Request,
@@ -135,7 +135,9 @@ def _causes(inspected: Inspected, request: Request) -> str:
     timeline, basis = predicted(inspected, request)
     if request.critical_path:
         return format_critical_path(timeline, basis.unit) + format_slack(timeline, basis.unit)
-    return format_idle_intervals(timeline, request.explain_idle or 0, basis.unit)
+    rank = request.explain_idle or 0
+    exchanges = format_exchanges(inspected.program, timeline, rank, basis.unit)
+    return format_idle_intervals(timeline, rank, basis.unit) + exchanges
 
 
 def show_measured(inspected: Inspected, record: StepRecord, request: Request) -> None:

@@ -3,10 +3,11 @@
 import contextlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 from zbcompile.cli.compile_arguments import RANKS, schedule_of, with_options
 from zbcompile.compiler.compile_example import Inspected
+from zbcompile.compiler.paired_schedule import in_order
 from zbcompile.errors import PipelineError
 from zbcompile.frontend.choose_schedule import is_searched
 from zbcompile.inspection.report import format_share, format_time, table, wrap
@@ -22,7 +23,6 @@ from zbcompile.schedules import (
     Placement,
     ScheduleError,
     Timeline,
-    lower,
     simulate,
     smallest_microbatches,
     write_comparison,
@@ -88,7 +88,7 @@ def _compiled(example: Example, request: Request, by_placement: dict[Placement, 
         return compile_for(example, schedule, request).program
     if schedule.placement not in by_placement:
         by_placement[schedule.placement] = compile_for(example, schedule, request)
-    return replace(by_placement[schedule.placement].program, lowered=lower(schedule))
+    return in_order(by_placement[schedule.placement].program, schedule)
 
 
 def _format_table(compared: Sequence[Compared]) -> str:

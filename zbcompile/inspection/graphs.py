@@ -41,8 +41,9 @@ def difference(inspected: Inspected, history: PassHistory, request: Request) -> 
 
 def merge_pairs(program: Program, manager: PassManager) -> None:
     """The last pass, which a rank runs when it is prepared: each kind of pair in the schedule as one graph."""
-    for f, op, b in dict.fromkeys(kind for steps in program.lowered.programs for kind in kinds_of_pairs(steps)):
-        manager.run(OVERLAP, (program.stages[f].pieces["F"], program.stages[b].pieces[op]), stage=f)
+    kinds = dict.fromkeys(kind for steps in program.lowered.programs for kind in kinds_of_pairs(steps))
+    for op, stage, other_op, other in kinds:
+        manager.run(OVERLAP, (program.stages[stage].pieces[op], program.stages[other].pieces[other_op]), stage=stage)
 
 
 def graph_text(inspected: Inspected, stage: int, name: str, form: str) -> str:

@@ -1,13 +1,18 @@
 """The reasons for a step's length, in words: the longest idle intervals of a rank, and the critical path."""
 
 import textwrap
+from collections import Counter
 from collections.abc import Sequence
 
 from tabulate import tabulate
 
 from zbcompile.errors import PipelineError
 from zbcompile.inspection.report import WIDTH, format_share, format_time
+from zbcompile.passes.stage.stage_program import collectives_of
+from zbcompile.program.program import Program
 from zbcompile.schedules import Idle, Leg, Schedule, Timeline, chain, critical_path
+from zbcompile.schedules.ir.actions import Action, Pair, flatten
+from zbcompile.schedules.searching.pairs import waits
 from zbcompile.schedules.simulation.critical_path import by_rank, time_by_kind
 from zbcompile.schedules.simulation.message_slack import slack_rows
 
@@ -30,6 +35,27 @@ def format_idle_intervals(timeline: Timeline, rank: int, unit: str) -> str:
     times = f"{len(gaps)} time{'s' * (len(gaps) > 1)}"
     title = f"{head}, {times}. The longest {len(shown)}, each with what the rank waited for:"
     return "\n\n".join([textwrap.fill(title, WIDTH), *(_interval(timeline, gap, unit) for gap in shown)]) + "\n"
+
+
+def format_exchanges(program: Program, timeline: Timeline, rank: int, unit: str) -> str:
+    """What `rank` waits for inside of its passes: the exchanges that nothing hides; empty if there are none."""
+    costs, steps = timeline.costs, [tuple(flatten((step,))) for step in timeline.schedule.orders[rank]]
+    counts = Counter(tuple(action[:2] for action in actions) for actions in steps)
+    rows = []
+    for passes, count in counts.items():
+        inside = [(op, each) for op, stage in passes for each in collectives_of(program.stages[stage])]
+        found = Counter((each.kind, each.dimension) for op, each in inside if each.name == op)
+        times = {"F": costs.forward_exchange, "B": costs.backward_exchange, "BW": costs.backward_exchange}
+        whole = sum(times[op][stage] for op, stage in passes if op in times)
+        if found and whole:
+            halves = [Action(*each, 0) for each in passes]
+            exposed = waits(Pair(*halves) if len(halves) == 2 else halves[0], costs)
+            names = ", ".join(f"{n} {kind} along {dimension}" for (kind, dimension), n in found.items())
+            label = "|".join(f"{op}{stage}" for op, stage in passes)
+            rows.append((label, count, format_time(count * whole, unit), format_time(count * exposed, unit), names))
+    heads = ("passes", "times", "exchanges", "waited for", "of one")
+    title = f"Inside of its passes rank {rank} waits for exchanges that nothing hides:"
+    return f"\n{title}\n\n{tabulate(rows, heads, disable_numparse=True)}\n" if rows else ""
 
 
 def require_rank(schedule: Schedule, rank: int) -> None:

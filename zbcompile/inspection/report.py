@@ -182,16 +182,16 @@ def _signed_bytes(count: int) -> str:
 def _collectives(s: Summary) -> str:
     """What stages exchange with ranks beside the pipeline; equal exchanges of a pass are one row."""
     found = ((stage.stage, each) for stage in s.stages for each in stage.collectives if each.name != "BW")  # B and W
-    counts = Counter((n, c.name, c.dimension, c.kind, c.bytes) for n, c in found)
+    counts = Counter((n, c.name, c.dimension, c.kind, c.bytes, c.seconds, c.behind) for n, c in found)
     if not counts:
         return ""
     rows = [
-        [str(stage), name, dimension, kind, str(count), format_bytes(count * size)]
-        for (stage, name, dimension, kind, size), count in counts.items()
+        [str(stage), *of, str(count), format_bytes(count * size), format_time(count * seconds, "s"), behind]
+        for (stage, *of, size, seconds, behind), count in counts.items()
     ]
-    headers = ["stage", "pass", "along", "collective", "count", "bytes"]
+    headers = ["stage", "pass", "along", "collective", "count", "bytes", "takes", "hidden behind"]
     title = "Exchanges with ranks beside the pipeline, per microbatch"
-    return titled(title, table(rows, headers, left=("pass", "along", "collective")))
+    return titled(title, table(rows, headers, left=("pass", "along", "collective", "hidden behind")))
 
 
 def _ranks(s: Summary) -> str:

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from zbcompile.compiler.compile_example import Inspected
+from zbcompile.compiler.paired_schedule import seen
 from zbcompile.inspection.closed_form import EqualStages, with_equal_stages
 from zbcompile.passes.compile_options import Recompute
 from zbcompile.passes.graph.fx import output_values
@@ -12,7 +13,7 @@ from zbcompile.passes.graph.source_location import Origin, origin_of, shown_path
 from zbcompile.passes.split.joint_graph import Recomputed
 from zbcompile.passes.split.split import Improvement
 from zbcompile.passes.stage.peak_memory import transient_bytes
-from zbcompile.passes.stage.stage_program import Collective, StageProgram, collectives_of
+from zbcompile.passes.stage.stage_program import Collective, StageProgram
 from zbcompile.prediction.advice import Alternative, alternatives, idle_by_cause, what_limits
 from zbcompile.prediction.predict import Basis, Messages, count_messages, running_peaks
 from zbcompile.prediction.recompile_trials import Impossible
@@ -268,7 +269,7 @@ def _stage(stage: StageProgram, program: Program, sizes: Mapping[str, tuple[int,
         random=stage.random,
         recomputed=stage.recomputed,
         improvements=stage.improvements,
-        collectives=tuple(collectives_of(stage)),
+        collectives=seen(program, stage),
     )
 
 

@@ -34,6 +34,8 @@ def _scaled(timeline: Timeline, time: float, size: float, time_unit: str, memory
         residue=tuple(amount / size for amount in costs.residue),
         vocab_state=tuple(amount / size for amount in costs.vocab_state),
         optimizer=tuple(seconds / time for seconds in costs.optimizer),
+        forward_exchange=tuple(seconds / time for seconds in costs.forward_exchange),
+        backward_exchange=tuple(seconds / time for seconds in costs.backward_exchange),
         comm=costs.comm / time,
         bandwidth=None if costs.bandwidth is None else costs.bandwidth * time,
         barrier=costs.barrier / time,

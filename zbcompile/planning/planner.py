@@ -8,6 +8,7 @@ from torch.fx import Node
 
 from zbcompile.compiler.compile_model import Drawn
 from zbcompile.compiler.line_costs import WHOLE, LineCosts, Shard
+from zbcompile.compiler.paired_schedule import in_order
 from zbcompile.compiler.vocabulary_sharding import Sharding, tiling_of
 from zbcompile.errors import PipelineError
 from zbcompile.passes.compile_options import Choices
@@ -19,7 +20,7 @@ from zbcompile.prediction.measure_passes import measure_passes
 from zbcompile.prediction.predict import flop_costs, with_memory
 from zbcompile.program.chosen_plan import ChosenPlan
 from zbcompile.program.program import Program
-from zbcompile.schedules import Costs, Schedule, lower, search
+from zbcompile.schedules import Costs, Schedule, search
 
 SHARE = 0.5  # of the time for the search, spent on layouts; the rest finds the order under the costs of the graphs
 
@@ -117,4 +118,4 @@ def order_by_graphs(program: Program, decision: Decision, budget: float, measure
 
 def reordered(program: Program, schedule: Schedule, plan: ChosenPlan) -> Program:
     """The program with another order of the same passes."""
-    return replace(program, lowered=lower(schedule), plan=plan)
+    return replace(in_order(program, schedule), plan=plan)

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from zbcompile.schedules import Costs, Schedule, ScheduleError, Timeline, build, names, simulate
+from zbcompile.schedules.searching.pairs import with_pairs
 
 WORTH = 0.01  # minimum relative speed-up to be listed
 LEANER = 0.1  # or minimum relative saving of the fullest rank's memory
@@ -61,14 +62,18 @@ def _more_microbatches(timeline: Timeline) -> Alternative | None:
     if twice is None:
         return None
     change = "of the same size"
-    return judge(change, f"--microbatches {count}", timeline, simulate(twice, timeline.costs))
+    return judge(change, f"--microbatches {count}", timeline, _simulated(twice, timeline.costs))
 
 
 def _others(schedule: Schedule, costs: Costs) -> Iterator[tuple[str, Timeline]]:
     for name in names():
         other = _built(schedule, name, schedule.microbatches) if name != schedule.name else None
         if other is not None and other.placement == schedule.placement:
-            yield name, simulate(other, costs)
+            yield name, _simulated(other, costs)
+
+
+def _simulated(schedule: Schedule, costs: Costs) -> Timeline:
+    return simulate(with_pairs(schedule, costs), costs)
 
 
 def _built(schedule: Schedule, name: str, microbatches: int) -> Schedule | None:

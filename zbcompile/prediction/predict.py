@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from zbcompile.compiler.paired_schedule import with_exchanges
 from zbcompile.compiler.vocabulary_sharding import with_shard_times
 from zbcompile.errors import PipelineError
 from zbcompile.passes.partition.node_costs import machine_for
@@ -37,7 +38,9 @@ def basis_of(program: Program, source: str) -> Basis:
     """
     if source == "flops":
         speed = machine_for(program.device_type).flops_per_second
-        return Basis(flop_costs(program), "s", f"from FLOPs at {speed / 1e9:g} GFLOP/s, messages free")
+        channels = program.choices.channels or "nominal"
+        exchanges = f"; exchanges beside the pipeline: {channels}" if program.exchanges else ""
+        return Basis(flop_costs(program), "s", f"from FLOPs at {speed / 1e9:g} GFLOP/s, messages free{exchanges}")
     if source == "uniform":  # the graph of a pass may compute nothing: a stage without parameters has no W
         costs = _costs(program, lambda stage, op: int(not stage.pieces[op].empty))
         return Basis(costs, "passes", "every pass takes 1 (empty ones 0), messages free")
@@ -63,12 +66,14 @@ def flop_costs(program: Program) -> Costs:
 
 @dataclass(frozen=True)
 class Rates:
-    """Seconds per FLOP: by pass, and `mean` for passes that are not there; `comm` and `bandwidth` as in `Costs`."""
+    """Seconds per FLOP: by pass, and `mean` for passes that are not there; `comm` and `bandwidth` as in `Costs`.
+    `exchanges`: the collectives of the stages take time beside that."""
 
     by_pass: Mapping[str, float]
     mean: float
     comm: float = 0
     bandwidth: float | None = None
+    exchanges: bool = True
 
     def of(self, op: str) -> float:
         return self.by_pass.get(op, self.mean)
@@ -77,15 +82,19 @@ class Rates:
 def rates_of(program: Program, costs: Costs) -> Rates:
     """How fast the passes of `program` are under `costs`, over all stages."""
     flops = {op: sum(stage.flops[op] for stage in program.stages) for op in ("F", "B", "W")}
-    times = {op: float(sum(costs.times(op))) for op in flops}
+    waits = {op: sum(costs.exchange(op, stage) for stage in range(costs.stages)) for op in flops}
+    times = {op: float(sum(costs.times(op))) - waits[op] for op in flops}
     by_pass = {op: times[op] / count for op, count in flops.items() if count}
-    return Rates(by_pass, sum(times.values()) / (sum(flops.values()) or 1), costs.comm, costs.bandwidth)
+    mean = sum(times.values()) / (sum(flops.values()) or 1)
+    return Rates(by_pass, mean, costs.comm, costs.bandwidth, any(waits.values()))
 
 
 def costs_at(program: Program, rates: Rates) -> Costs:
     """The passes of `program` at `rates`."""
     links = {"comm": rates.comm, "bandwidth": rates.bandwidth}
     costs = _costs(program, lambda stage, op: stage.flops[op] * rates.of(op), **links)
+    if rates.exchanges:
+        costs = with_exchanges(costs, program.stages, program.choices, program.device_type)
     if program.vocabulary is None:
         return costs
     shards = [{op: count * rates.of(op) for op, count in flops.items()} for flops in program.vocabulary.flops]

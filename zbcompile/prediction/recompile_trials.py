@@ -4,12 +4,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from zbcompile.compiler.compile_example import Inspected, compile_again
+from zbcompile.compiler.paired_schedule import in_order
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import CompileError
 from zbcompile.prediction.advice import Alternative, judge
 from zbcompile.prediction.predict import Rates, costs_at, rates_of
 from zbcompile.program.program import Program
-from zbcompile.schedules import Costs, Placement, Schedule, ScheduleError, Timeline, build, lower, names, simulate
+from zbcompile.schedules import Costs, Placement, Schedule, ScheduleError, Timeline, build, names, simulate
 
 Announce = Callable[[str], None]
 
@@ -61,9 +62,9 @@ def _best(trial: Trial, program: Program, rates: Rates, before: Timeline) -> Alt
     """The fastest of the trial's schedules, which have the same stages; of equal ones the leanest."""
     tried = []
     for schedule in trial.schedules:
-        other = program if schedule == program.schedule else replace(program, lowered=lower(schedule))
+        other = in_order(program, schedule)
         option = trial.option if len(trial.schedules) == 1 else f"--schedule {schedule.name}"
-        tried.append(judge(trial.change, option, before, simulate(schedule, costs_at(other, rates))))
+        tried.append(judge(trial.change, option, before, simulate(other.schedule, costs_at(other, rates))))
     return min(tried, key=lambda a: (a.time_ratio, a.peak_ratio))
 
 

@@ -18,11 +18,11 @@ from zbcompile.schedules.ir.actions import COLLECTIVES, RECEIVES, SENDS, Action
 
 class Observer(Protocol):
     """Called in place of an action, or of the two of a pair; it calls `execute`. In the middle of a pair it is told
-    when the forward has `ended` and when the backward, after its wait, has begun."""
+    when the first has `ended` and when the second, after its wait, has begun."""
 
     def __call__(self, actions: Sequence[Action], run: "RankRun", execute: Callable[[], None]) -> None: ...
-    def ended(self, forward: Action, run: "RankRun") -> None: ...
-    def began(self, backward: Action, run: "RankRun") -> None: ...
+    def ended(self, first: Action, run: "RankRun") -> None: ...
+    def began(self, second: Action, run: "RankRun") -> None: ...
 
 
 @dataclass
@@ -71,28 +71,28 @@ class RankRun:
             self.position.waits = False
             self.transport.complete(to.completes)
 
-    def _pair(self, forward: Instruction, backward: Instruction, *sends: Instruction) -> None:
-        """Run both as one graph, which sends the forward's results and awaits the backward's gradients in its
-        middle."""
-        one, other = self.runs[forward.action.stage], self.runs[backward.action.stage]
-        op, microbatch = backward.action.op, backward.action.microbatch
+    def _pair(self, first: Instruction, second: Instruction, *sends: Instruction) -> None:
+        """Run both as one graph, in whose middle the first one's results are sent and what the second one needs is
+        waited for."""
+        (op, stage, microbatch), (other_op, other_stage, other_microbatch) = first.action, second.action
+        one, other = self.runs[stage], self.runs[other_stage]
 
         def take(results: Tensors) -> None:
-            self._pass_on(forward, one.end_forward(forward.action.microbatch, results))
+            self._pass_on(first, one.end(op, microbatch, results))
             if self.observe is not None:
-                self.observe.ended(forward.action, self)
+                self.observe.ended(first.action, self)
             for send in sends:
                 self._execute((send,))
 
         def give() -> Tensors:
-            self._arrive(backward)
+            self._arrive(second)
             if self.observe is not None:
-                self.observe.began(backward.action, self)
-            return other.begin_backward(op, microbatch, self._taken(backward))
+                self.observe.began(second.action, self)
+            return other.begin(other_op, other_microbatch, self._taken(second))
 
-        values: list[Any] = one.begin_forward(forward.action.microbatch, self._taken(forward))
-        run = self.plan.merged[forward.action, backward.action]
-        self._pass_on(backward, other.end_backward(op, microbatch, run([*values, take, give])))
+        values: list[Any] = one.begin(op, microbatch, self._taken(first))
+        results = self.plan.merged[first.action, second.action]([*values, take, give])
+        self._pass_on(second, other.end(other_op, other_microbatch, results))
 
     def _forward(self, to: Instruction) -> None:
         self._pass_on(to, self.runs[to.action.stage].forward(to.action.microbatch, self._taken(to)))

@@ -2,12 +2,12 @@
 
 FX graphs are merged into one, in which collectives and messages of each half hide behind the other
 (`zbcompile.passes.stage.overlap`). Graphs that a backend has compiled can no longer be interleaved: the halves run in
-turn or, with ZBCOMPILE_PAIR_STREAMS=1, on two streams, so that the backward need not wait for the forward. That pays
+turn or, with ZBCOMPILE_PAIR_STREAMS=1, on two streams, so that the second need not wait for the first. That pays
 if the kernels of one half leave the device partly idle, and costs memory, because the allocator keeps the memory of
 the two streams apart. Recorded CUDA graphs share memory and always run in turn.
 
-All of these take one list: the forward's inputs, a function that takes its results, and one that returns the
-backward's inputs. They return the backward's results.
+All of these take one list: the first half's inputs, a function that takes its results, and one that returns the
+second half's inputs. They return the second half's results.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -24,7 +24,8 @@ from zbcompile.passes.torch_private import boxed
 from zbcompile.runtime.stage_plan import CompiledStage
 from zbcompile.schedules.ir.actions import Action, Pair
 
-Kind = tuple[int, str, int]  # the stage of the forward, the operation of the backward and its stage
+Kind = tuple[str, int, str, int]  # the operations of both halves, each with its stage
+Half = tuple[str, CompiledStage]
 
 
 def make_pairs(
@@ -35,50 +36,54 @@ def make_pairs(
     pairs = [step for step in steps if isinstance(step, Pair)]
     if not pairs:
         return {}
-    device = stage_of(pairs[0].forward).device
+    device = stage_of(pairs[0].first).device
     aside = torch.get_device_module(device).Stream(device) if PAIR_STREAMS.read() else None
-    made: dict[tuple[int, str, int], Run] = {}
-    for pair in pairs:
-        one, op, other = stage_of(pair.forward), pair.backward.op, stage_of(pair.backward)
-        if (id(one), op, id(other)) not in made:
-            made[id(one), op, id(other)] = _pair_of(one, op, other, aside)
-    return {(f, b): made[id(stage_of(f)), b.op, id(stage_of(b))] for f, b in pairs}
+    made: dict[tuple[Action, Action], Run] = {}
+    kinds: dict[tuple[str, int, str, int], Run] = {}
+    for first, second in pairs:
+        one, other = (first.op, stage_of(first)), (second.op, stage_of(second))
+        kind = one[0], id(one[1]), other[0], id(other[1])
+        if kind not in kinds:
+            kinds[kind] = _pair_of(one, other, aside)
+        made[first, second] = kinds[kind]
+    return made
 
 
 def kinds_of_pairs(steps: Iterable[object]) -> dict[Kind, None]:
     """The kinds of pair among the steps of a rank, in order of appearance."""
     pairs = [step for step in steps if isinstance(step, Pair)]
-    return dict.fromkeys((pair.forward.stage, pair.backward.op, pair.backward.stage) for pair in pairs)
+    return dict.fromkeys((*first[:2], *second[:2]) for first, second in pairs)
 
 
-def _pair_of(one: CompiledStage, op: str, other: CompiledStage, aside: Any) -> Run:
-    if one.mergeable and other.mergeable:
-        merged = make_manager().run(OVERLAP, (one.program.pieces["F"], other.program.pieces[op]))
+def _pair_of(one: Half, other: Half, aside: Any) -> Run:
+    (op, stage), (other_op, other_stage) = one, other
+    if stage.mergeable and other_stage.mergeable:
+        merged = make_manager().run(OVERLAP, (stage.program.pieces[op], other_stage.program.pieces[other_op]))
         return boxed(merged.module).forward  # type: ignore[no-any-return]
-    forward, backward = one.calls["F"].run, other.calls[op].run
-    if aside is None or isinstance(forward, Recorded) or isinstance(backward, Recorded):
-        return in_turn(forward, backward)
-    return on_two_streams(forward, backward, one.device, aside)
+    first, second = stage.calls[op].run, other_stage.calls[other_op].run
+    if aside is None or isinstance(first, Recorded) or isinstance(second, Recorded):
+        return in_turn(first, second)
+    return on_two_streams(first, second, stage.device, aside)
 
 
-def in_turn(forward: Run, backward: Run) -> Run:
-    """The backward after the forward."""
+def in_turn(first: Run, second: Run) -> Run:
+    """The second half after the first."""
 
     def run(values: list[Any]) -> Sequence[torch.Tensor]:
         *inputs, take, give = values
         values.clear()
-        take(list(forward(inputs)))
-        return backward(give())
+        take(list(first(inputs)))
+        return second(give())
 
     return run
 
 
-def on_two_streams(forward: Run, backward: Run, device: torch.device, aside: Any) -> Run:
-    """The forward on the stream `aside`, the backward on the current one, which continues when both are done.
+def on_two_streams(first: Run, second: Run, device: torch.device, aside: Any) -> Run:
+    """The first half on the stream `aside`, the second on the current one, which continues when both are done.
 
-    Memory made on one stream may be freed while the other one still reads it. Of the forward's inputs the allocator is
-    told. What the forward makes is freed later, by passes on the current stream; `aside` makes nothing new before it
-    has waited for those, at the beginning of the next pair.
+    Memory made on one stream may be freed while the other one still reads it. Of the first half's inputs the allocator
+    is told. What the first half makes is freed later, by passes on the current stream; `aside` makes nothing new before
+    it has waited for those, at the beginning of the next pair.
     """
     module = torch.get_device_module(device)
 
@@ -91,8 +96,8 @@ def on_two_streams(forward: Run, backward: Run, device: torch.device, aside: Any
             if tensor.is_cuda:
                 tensor.record_stream(aside)
         with module.stream(aside):
-            take(list(forward(inputs)))
-        results = backward(give())
+            take(list(first(inputs)))
+        results = second(give())
         current.wait_stream(aside)
         return results
 

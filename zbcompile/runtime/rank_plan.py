@@ -46,7 +46,7 @@ class Instruction(NamedTuple):
 
 @dataclass(frozen=True)
 class RankPlan:
-    """The instructions of one rank; a pair is a tuple of two, and of the send of what its forward makes. `merged` runs
+    """The instructions of one rank; a pair is a tuple of two, and of the send of what its first makes. `merged` runs
     its pairs, by their two actions."""
 
     rank: int
@@ -105,12 +105,12 @@ def plan_rank(program: Program, rank: int, stages: Stages, variants: Sequence[St
 
 
 def _send_within_pairs(steps: Sequence[Sequence[Action]]) -> list[tuple[Action, ...]]:
-    """What the forward of a pair made is sent in the middle of the pair: its SEND becomes the pair's third part."""
+    """What the first of a pair made is sent in the middle of the pair: its SEND becomes the pair's third part."""
     placed = {action for step in steps for action in step}
-    early = {Action(SEND_OF[F], *step[0][1:]) for step in steps if len(step) == 2} & placed
+    early = {Action(SEND_OF[step[0].op], *step[0][1:]) for step in steps if len(step) == 2} & placed
     result = []
     for step in steps:
-        send = Action(SEND_OF[F], *step[0][1:])
+        send = Action(SEND_OF.get(step[0].op, ""), *step[0][1:])
         if step[0] not in early:
             result.append((*step, send) if len(step) == 2 and send in early else tuple(step))
     return result

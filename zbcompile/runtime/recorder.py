@@ -47,23 +47,23 @@ class Recorder:
     marks: dict[int, list[tuple[Action, Any, Any]]] = field(default_factory=dict)
     held: dict[int, list[int]] = field(default_factory=dict)
     sent: dict[int, int] = field(default_factory=dict)
-    opened: dict[int, list[Any]] = field(default_factory=dict)
+    opened: dict[int, list[list[Any]]] = field(default_factory=dict)  # when each half of what runs began
 
     def __call__(self, actions: Sequence[Action], run: RankRun, execute: Callable[[], None]) -> None:
         self.sent[run.rank] = self.sent.get(run.rank, 0) + sum(self._bytes(action, run) for action in actions)
-        self.opened.setdefault(run.rank, []).append(self.clock.mark())
+        self.opened.setdefault(run.rank, []).append([self.clock.mark()] * 2)
         execute()
-        self._note(actions[-1], run)
+        self._note(actions[-1], run, 1)
         self.opened[run.rank].pop()
 
-    def ended(self, forward: Action, run: RankRun) -> None:
-        self._note(forward, run)
+    def ended(self, first: Action, run: RankRun) -> None:
+        self._note(first, run, 0)
 
-    def began(self, backward: Action, run: RankRun) -> None:
-        self.opened[run.rank][-1] = self.clock.mark()
+    def began(self, second: Action, run: RankRun) -> None:
+        self.opened[run.rank][-1][1] = self.clock.mark()
 
-    def _note(self, action: Action, run: RankRun) -> None:
-        self.marks.setdefault(run.rank, []).append((action, self.opened[run.rank][-1], self.clock.mark()))
+    def _note(self, action: Action, run: RankRun, half: int) -> None:
+        self.marks.setdefault(run.rank, []).append((action, self.opened[run.rank][-1][half], self.clock.mark()))
         live = sum(stage.live_bytes() for stage in run.runs.values())
         live += run.vocabulary.shard.live_bytes() if run.vocabulary is not None else 0
         self.held.setdefault(run.rank, []).append(live)
@@ -114,13 +114,13 @@ class Labels:
             else:
                 self.inner(actions, run, execute)
 
-    def ended(self, forward: Action, run: RankRun) -> None:
+    def ended(self, first: Action, run: RankRun) -> None:
         if self.inner is not None:
-            self.inner.ended(forward, run)
+            self.inner.ended(first, run)
 
-    def began(self, backward: Action, run: RankRun) -> None:
+    def began(self, second: Action, run: RankRun) -> None:
         if self.inner is not None:
-            self.inner.began(backward, run)
+            self.inner.began(second, run)
 
 
 def _torch_name(action: Action) -> str:

@@ -44,22 +44,32 @@ class StageRun:
 
     def forward(self, microbatch: int, arrived: Tensors) -> Tensors:
         """F: `arrived` and the result are the boundary tensors in the order of the stage's `receives` and `sends`."""
-        call = self.of(microbatch).calls["F"]
-        return self.end_forward(microbatch, call.run(self.begin_forward(microbatch, arrived)))
+        return self._run("F", microbatch, arrived)
 
     def backward(self, name: str, microbatch: int, arrived: Tensors) -> Tensors:
         """B: gradients of the stage's inputs from those of its outputs; what W needs stays behind. BW: weight gradients
         in the same graph; nothing stays behind."""
-        run = self.of(microbatch).calls[name].run
-        return self.end_backward(name, microbatch, run(self.begin_backward(name, microbatch, arrived)))
+        return self._run(name, microbatch, arrived)
 
     def weight(self, microbatch: int) -> None:
         """W: the weight gradients that B left for later."""
-        call = self.of(microbatch).calls["W"]
-        self._end(call, microbatch, call.run(self._take(call, self.frames.pop(microbatch))))
+        self._run("W", microbatch, [])
 
-    def begin_forward(self, microbatch: int, arrived: Tensors) -> Tensors:
-        """The inputs of F, in the order of its graph."""
+    def _run(self, name: str, microbatch: int, arrived: Tensors) -> Tensors:
+        run = self.of(microbatch).calls[name].run
+        return self.end(name, microbatch, run(self.begin(name, microbatch, arrived)))
+
+    def begin(self, name: str, microbatch: int, arrived: Tensors) -> Tensors:
+        """The inputs of a pass, in the order of its graph."""
+        if name == "W":
+            return self._take(self.of(microbatch).calls[name], self.frames.pop(microbatch))
+        return self._forward(microbatch, arrived) if name == "F" else self._backward(name, microbatch, arrived)
+
+    def end(self, name: str, microbatch: int, results: Sequence[torch.Tensor]) -> Tensors:
+        """Store the results of a pass; the tensors to pass on."""
+        return self._end_forward(microbatch, results) if name == "F" else self._end_backward(name, microbatch, results)
+
+    def _forward(self, microbatch: int, arrived: Tensors) -> Tensors:
         stage = self.of(microbatch)
         frame = self.frames[microbatch] = list(stage.template)
         if stage.loss_factor is not None:
@@ -74,8 +84,7 @@ class StageRun:
         arrived.clear()
         return self._take(stage.calls["F"], frame)
 
-    def end_forward(self, microbatch: int, results: Sequence[torch.Tensor]) -> Tensors:
-        """Store the results of F; the tensors to pass on."""
+    def _end_forward(self, microbatch: int, results: Sequence[torch.Tensor]) -> Tensors:
         stage = self.of(microbatch)
         call = stage.calls["F"]
         frame = self.frames[microbatch]
@@ -94,8 +103,7 @@ class StageRun:
             del self.frames[microbatch]
         return sends
 
-    def begin_backward(self, name: str, microbatch: int, arrived: Tensors) -> Tensors:
-        """The inputs of B or BW, in the order of its graph."""
+    def _backward(self, name: str, microbatch: int, arrived: Tensors) -> Tensors:
         frame = self.frames[microbatch] if name == "B" else self.frames.pop(microbatch)
         stage = self.of(microbatch)
         specs = stage.program.gradients_in.values()
@@ -104,14 +112,14 @@ class StageRun:
         arrived.clear()
         return self._take(stage.calls[name], frame)
 
-    def end_backward(self, name: str, microbatch: int, results: Sequence[torch.Tensor]) -> Tensors:
-        """Store the results of B or BW; the tensors to pass on."""
+    def _end_backward(self, name: str, microbatch: int, results: Sequence[torch.Tensor]) -> Tensors:
         call = self.of(microbatch).calls[name]
         if call.saves:
             frame = self.frames[microbatch]
             for at, place in call.saves:
                 frame[place] = results[at]
-        self._end(call, microbatch, results)
+        for at, parameter in call.gradients:
+            self.gradients.add(parameter, self.stage.index, microbatch, results[at])
         return [laid_out(results[at], spec) for at, spec in call.sends]
 
     def _position_generator(self, microbatch: int, arrived: Tensors) -> None:
@@ -138,10 +146,6 @@ class StageRun:
             self.accumulators[wanted] = [(place, self.gradients.buffer(name, index)) for place, name in wanted]
         for place, buffer in self.accumulators[wanted]:
             frame[place] = buffer
-
-    def _end(self, call: Call, microbatch: int, results: Sequence[torch.Tensor]) -> None:
-        for at, name in call.gradients:
-            self.gradients.add(name, self.stage.index, microbatch, results[at])
 
     def live_bytes(self) -> int:
         """Bytes of the distinct storages that the frames hold, without parameters, inputs and the loss factor."""

@@ -279,7 +279,7 @@ def test_a_damaged_program_is_caught(name: str, damage: Damage) -> None:
 
 def test_a_pair_is_a_forward_and_a_backward() -> None:
     schedule = build("1f1b-overlap", ranks=1, microbatches=3)
-    turned = tuple(Pair(step.backward, step.forward) if isinstance(step, Pair) else step for step in schedule.orders[0])
+    turned = tuple(Pair(step.second, step.first) if isinstance(step, Pair) else step for step in schedule.orders[0])
     assert turned != schedule.orders[0]
     with pytest.raises(ScheduleError, match="a pair is a forward F and a backward B or BW"):
         check(replace(schedule, orders=(turned,)))

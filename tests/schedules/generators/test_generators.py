@@ -164,7 +164,7 @@ def test_few_microbatches_of_zb_v_beat_deletion(ranks: int) -> None:
 def test_paired_schedules_have_pairs(name: str) -> None:
     schedule = build(name, ranks=4, microbatches=16)
     pairs = [step for order in schedule.orders for step in order if isinstance(step, Pair)]
-    assert all(pair.forward.op == "F" and pair.backward.op == BW for pair in pairs)
+    assert all(pair.first.op == "F" and pair.second.op == BW for pair in pairs)
     assert len(pairs) > 16
 
 

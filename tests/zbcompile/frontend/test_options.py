@@ -39,6 +39,8 @@ SPELLED = {
     "accumulate_dtype": ("float64", torch.float64),
     "vocab": ("2", 2),
     "vocab_logits": ("keep", "keep"),
+    "pairs": ("given", "given"),
+    "channels": ("tp=2e-05:50GB,cp=0.001:1GB", "tp=2e-05:50GB,cp=0.001:1GB"),
     "loss_reduction": ("sum", "sum"),
     "seed": ("7", 7),
     "split": ("mask=1", {"mask": 1}),
@@ -187,7 +189,7 @@ SAVED = """{"exact": false, "recompute": "full", "balance": ["2"], "boundary_byt
 def test_entries_of_a_program_saved_before_options_had_descriptions() -> None:
     read = read_options(Choices, json.loads(SAVED))
     assert (read.balance, read.accumulate_dtype, read.memory) == (("2",), torch.float32, 1 << 20)
-    assert _options_to_data(read) == json.loads(SAVED)
+    assert _options_to_data(read) == {**json.loads(SAVED), "pairs": "auto", "channels": None}  # options since then
     step = replace(StepOptions(), seed=3, split={"x": True})
     assert read_options(StepOptions, json.loads(json.dumps(_options_to_data(step)))) == step
 

@@ -16,6 +16,7 @@ from tests.support.dtensor_models import LENGTH, VOCABULARY, Llama, loss_of, par
 from tests.support.exchanged import needless
 from tests.support.meshes import mesh_of
 from tests.support.pool import Pool
+from zbcompile.schedules import Pair
 
 MICROBATCHES, ROWS = 4, 2
 BOUND = 1e-6  # of the largest entry of each gradient, fp32
@@ -77,6 +78,9 @@ def trained(kind: str, schedule: str, exact: bool) -> dict[str, Any]:
         "norm": float((norm - total).abs() / total),
         "state": all(torch.equal(whole(state[name]), value) for name, value in one.state_dict().items()),
         "needless": needless(pipe.program),
+        "pairs": sum(
+            isinstance(step, Pair) or step.op == "BW" for order in pipe.program.schedule.orders for step in order
+        ),
     }
 
 
@@ -93,6 +97,7 @@ def test_gradients_are_those_of_one_process(kind: str, schedule: str, exact: boo
         assert seen["norm"] <= BOUND
         assert seen["state"]
         assert seen["needless"] == []
+        assert seen["pairs"]
         assert not exact or seen["unequal"] == []
 
 

@@ -82,12 +82,12 @@ class Auditor:
         if not self.depth:  # what is sent in the middle of a pair is looked at when the pair is done
             self._check(actions)
 
-    def ended(self, forward: Action, run: RankRun) -> None:
-        """The forward of a pair has ended."""
+    def ended(self, first: Action, run: RankRun) -> None:
+        """The first half of a pair has ended."""
         self.pairs += 1
 
-    def began(self, backward: Action, run: RankRun) -> None:
-        """The backward of a pair has begun."""
+    def began(self, second: Action, run: RankRun) -> None:
+        """The second half of a pair has begun."""
 
     def _check(self, actions: Sequence[Action]) -> None:
         for rank in self.ranks:

@@ -1,0 +1,92 @@
+"""Pairs with Ws: legal, in no more memory, in a step that is no longer, and with weight gradients in their order."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from zbcompile.schedules import Costs, Schedule, build, check, lower, parse_schedule, simulate
+from zbcompile.schedules.ir.actions import Action, B, Pair, W, flatten
+from zbcompile.schedules.searching.pairs import exposed, with_pairs
+
+
+def exchanging(costs: Costs, generator: random.Random) -> Costs:
+    """The costs with exchanges of B, and sometimes of F, which add to their time."""
+    waits = [tuple(generator.randint(0, 20) * on for _ in costs.forward) for on in (generator.random() < 0.5, 1)]
+    forward, backward = (
+        tuple(a + b for a, b in zip(times, added, strict=True))
+        for times, added in zip((costs.forward, costs.backward), waits, strict=True)
+    )
+    return replace(costs, forward=forward, backward=backward, forward_exchange=waits[0], backward_exchange=waits[1])
+
+
+def test_pairs_do_no_harm(small_schedules, random_costs) -> None:
+    generator, found = random.Random(0), 0
+    for schedule in generator.sample(list(small_schedules(range(1, 5), range(1, 10, 4))), 30):
+        costs = exchanging(random_costs(generator, schedule.stages), generator)
+        paired = with_pairs(schedule, costs)
+        assert check(paired, costs).peak_memory <= check(schedule, costs).peak_memory
+        check(lower(paired, costs))
+        before, after = simulate(schedule, costs), simulate(paired, costs)
+        assert after.makespan <= before.makespan
+        assert after.cost <= before.cost
+        assert all(a <= b for a, b in zip(after.peak_memory, before.peak_memory, strict=True))
+        assert exposed(paired, costs) <= exposed(schedule, costs)
+        assert parse_schedule(str(paired)) == paired
+        for stage in range(schedule.stages):
+            assert paired.weight_order(stage) == schedule.weight_order(stage)
+        found += sum(isinstance(step, Pair) and step.second.op == W for order in paired.orders for step in order)
+    assert found > 50
+
+
+def test_without_exchanges_nothing_changes() -> None:
+    schedule = build("zb-v", ranks=4, microbatches=8)
+    assert with_pairs(schedule, Costs.uniform(schedule.stages)) == schedule
+
+
+@pytest.mark.parametrize(("name", "share"), [("zb-h1", 0.87), ("zb-v", 0.9), ("interleaved-zb", 0.93)])
+def test_most_is_hidden(name: str, share: float) -> None:
+    """Exchanges of half a W, on two ranks: the step is as long as if they took no time, or nearly."""
+    schedule = build(name, ranks=2, microbatches=8)
+    every = (1,) * schedule.stages
+    costs = Costs(every, (1.5,) * schedule.stages, every, backward_exchange=(0.5,) * schedule.stages)
+    paired = with_pairs(schedule, costs)
+    assert 1 - exposed(paired, costs) / (0.5 * 8 * schedule.stages) >= share
+    free = simulate(schedule, Costs.uniform(schedule.stages)).makespan
+    assert simulate(paired, costs).makespan <= free + 2
+
+
+def of_one_rank(*steps: Action | Pair) -> Schedule:
+    return replace(build("zb-h1", ranks=1, microbatches=2), orders=(steps,))
+
+
+F, OWN = Action("F", 0, 0), Pair(Action(B, 0, 0), Action(W, 0, 0))
+LATER = (Action("F", 0, 1), Action(B, 0, 1), Action(W, 0, 1))
+
+
+def test_a_pair_is_legal_where_its_parts_are() -> None:
+    for schedule in (
+        of_one_rank(F, OWN, *LATER),
+        of_one_rank(F, Action(B, 0, 0), LATER[0], Pair(LATER[1], Action(W, 0, 0)), LATER[2]),
+        of_one_rank(F, Action(B, 0, 0), Pair(LATER[0], Action(W, 0, 0)), *LATER[1:]),
+    ):
+        check(schedule)
+        check(lower(schedule))
+        opened = replace(schedule, orders=tuple(tuple(flatten(order)) for order in schedule.orders))
+        assert simulate(schedule).makespan == simulate(opened).makespan
+        assert parse_schedule(str(schedule)) == schedule
+    with pytest.raises(Exception, match=r"W0\.1 comes before B0\.1"):
+        check(of_one_rank(F, LATER[0], Pair(Action(B, 0, 0), Action(W, 0, 1)), Action(B, 0, 1), Action(W, 0, 0)))
+
+
+def test_a_backward_beside_its_own_products_is_fused() -> None:
+    (order,) = with_pairs(of_one_rank(F, OWN, *LATER), Costs.uniform(1)).orders
+    assert order[1] == Action("BW", 0, 0)
+
+
+def test_each_half_of_a_pair_hides_what_the_other_exchanges() -> None:
+    costs = Costs((4,), (5,), (3,), forward_exchange=(1,), backward_exchange=(2,))
+    assert costs.time("BW", 0) == 5 + 3 - 2
+    assert costs.pair_time(0, 0, "W", "B") == 5 + 3 - 2
+    assert costs.pair_time(0, 0, "W", "F") == 4 + 3 - 1
+    assert costs.pair_time(0, 0, "B") == 4 + 5 - 1 - 2

@@ -1,0 +1,62 @@
+"""What a schedule's exchanges take, and the schedule with pairs that hide them."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from zbcompile.passes.compile_options import Choices, read_channels
+from zbcompile.passes.partition.node_costs import machine_for
+from zbcompile.passes.stage.stage_program import Collective, StageProgram, collectives_of
+from zbcompile.program.program import Program
+from zbcompile.schedules import Costs, Lowered, Schedule, lower
+from zbcompile.schedules.searching.pairs import beside, with_pairs
+
+
+def exchange_seconds(collective: Collective, choices: Choices, device: str) -> float:
+    """The time of a collective on the channel of its dimension: as `channels` says, or at the machine's nominal
+    speed."""
+    machine = machine_for(device)
+    nominal = machine.latency, machine.channel_bytes_per_second
+    latency, bandwidth = read_channels(choices.channels).get(collective.dimension, nominal)
+    return latency + collective.bytes / bandwidth
+
+
+def with_exchanges(costs: Costs, stages: Sequence[StageProgram], choices: Choices, device: str) -> Costs:
+    """`costs` of the computation alone, with the time in which F and B wait for collectives. Operators that wait for
+    their own exchange hide behind nothing: theirs counts as computation."""
+    changed: dict[str, tuple[float, ...]] = {}
+    for op, name in (("F", "forward"), ("B", "backward")):
+        found = [[each for each in collectives_of(stage) if each.name == op] for stage in stages]
+        seconds = [[(each.hides, exchange_seconds(each, choices, device)) for each in of_stage] for of_stage in found]
+        whole = [sum(time for _, time in of_stage) for of_stage in seconds]
+        changed[name] = tuple(map(sum, zip(getattr(costs, name), whole, strict=True)))
+        changed[f"{name}_exchange"] = tuple(sum(time for hides, time in of_stage if hides) for of_stage in seconds)
+    return replace(costs, **changed)  # type: ignore[arg-type]
+
+
+def seen(program: Program, stage: StageProgram) -> tuple[Collective, ...]:
+    """The collectives of a stage with the time that each takes, and what it hides behind, how often in a step."""
+    found = []
+    for each in collectives_of(stage):
+        counts = beside(program.schedule, each.name, stage.stage).items() if each.name in ("F", "B") else ()
+        behind = ", ".join(f"{what} {count}x" for what, count in counts) if each.hides else "nothing: it waits itself"
+        seconds = exchange_seconds(each, program.choices, program.device_type)
+        found.append(replace(each, seconds=seconds, behind=behind))
+    return tuple(found)
+
+
+def in_order(program: Program, schedule: Schedule) -> Program:
+    """The program with its passes in another order."""
+    return replace(program, lowered=lower_for(program.stages, schedule, program.choices, program.device_type))
+
+
+def lower_for(stages: Sequence[StageProgram], schedule: Schedule, choices: Choices, device: str) -> Lowered:
+    """The schedule with its messages and, unless `pairs` says otherwise, with pairs that hide the stages' collectives
+    behind weight gradients."""
+    hides = any(each.hides for stage in stages for each in collectives_of(stage))
+    if choices.pairs == "given" or not hides or any("W" not in stage.pieces for stage in stages):
+        return lower(with_pairs(schedule, Costs.uniform(schedule.stages)))
+    speed = machine_for(device).flops_per_second
+    forward, backward, weight = (tuple(stage.flops[op] / speed for stage in stages) for op in "FBW")
+    kept = tuple(stage.crossing.kept for stage in stages), tuple(stage.crossing.residue for stage in stages)
+    costs = with_exchanges(Costs(forward, backward, weight, *kept), stages, choices, device)
+    return lower(with_pairs(schedule, costs))
