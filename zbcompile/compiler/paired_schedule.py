@@ -52,6 +52,8 @@ def in_order(program: Program, schedule: Schedule) -> Program:
 def lower_for(stages: Sequence[StageProgram], schedule: Schedule, choices: Choices, device: str) -> Lowered:
     """The schedule with its messages and, unless `pairs` says otherwise, with pairs that hide the stages' collectives
     behind weight gradients."""
+    if schedule.programs:  # its messages are placed for its order
+        return lower(schedule)
     hides = any(each.hides for stage in stages for each in collectives_of(stage))
     if choices.pairs == "given" or not hides or any("W" not in stage.pieces for stage in stages):
         return lower(with_pairs(schedule, Costs.uniform(schedule.stages)))
