@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree  # 2.11-2.13: torch.export's own pytre
 from zbcompile.passes.torch_private import backward_hooks, forward_hooks, is_in_place, make_fx, tensor_hooks
 
 pytree = pytree
-TRIED = ("2.11", "2.12", "2.13", "2.14", "2.15")  # docs/supporting-a-new-torch.md says with which tests
+TRIED = ("2.11", "2.13", "2.15")  # docs/supporting-a-new-torch.md says with which tests
 
 
 @functools.cache
