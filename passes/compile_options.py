@@ -7,6 +7,7 @@ from typing import Any, Literal, NoReturn
 
 import torch
 
+from zbcompile.passes.hardware.hardware import Hardware, hardware_names, read_hardware
 from zbcompile.passes.layout_strings import cuts_of_layout
 from zbcompile.passes.option import BYTES, DTYPE, SIZES, SWITCH, Kind, number, one_of, option, read_bytes
 
@@ -36,6 +37,9 @@ def _read_balance(given: Any) -> Balance:
     return tuple(given)
 
 
+HARDWARE = Kind(
+    read_hardware, f"{', '.join(hardware_names())}, a FILE.toml, or a zbcompile.Hardware", {"metavar": "NAME|FILE.toml"}
+)
 RECOMPUTE = Kind(
     _read_recompute,
     f'"none", "hints", "selective", "full", or for each microbatch and stage {SIZES}',
@@ -101,10 +105,14 @@ class Choices:
             "flops", moved to where the simulated step is shortest, within the limit of memory); or the cuts themselves,
             as names of modules (cut before it), of operations as inspect prints them (cut after it), or a layout of
             Megatron-LM ("Ett|tt|ttL").
+        hardware: What the model is cut and its step predicted for (docs/hardware.md). A profile by its name, a file
+            that `python -m zbcompile.calibrate` wrote, or a `zbcompile.Hardware`. Default: nominal speeds of the
+            device.
         boundary_bytes: The most bytes that may cross a cut per microbatch.
         memory: The most bytes that a rank may hold. Parameters, gradients, optimizer state, activations in flight; a
             number, or a text ("80GiB"; a GB is 1e9).
-        optimizer_state: Bytes of optimizer state per byte of trained parameter, for the limit of memory. Adam has 2.
+        optimizer_state: Bytes of optimizer state per byte of trained parameter, for the limit of memory. Adam has 2. Of
+            parameters in half precision: per byte of their float32 masters, which count beside.
         accumulate_dtype: The dtype in which a step sums the gradients of its microbatches. Each parameter takes the
             wider of this and its own; the sum is rounded into `.grad` once, at the end of the step. Default: float32
             for bfloat16 and float16 parameters, with `exact=True` the parameter's own, as in eager mode.
@@ -128,6 +136,7 @@ class Choices:
     exact: bool = option(False, SWITCH)
     recompute: Recompute = option("hints", RECOMPUTE)
     balance: Balance = option("flops", BALANCE)
+    hardware: Hardware | None = option(None, HARDWARE.or_none())
     boundary_bytes: int | None = option(None, BYTES.or_none())
     memory: int | None = option(None, BYTES.or_none())
     optimizer_state: float = option(2.0, number("bytes per byte of parameter", lambda given: given >= 0))

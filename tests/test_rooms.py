@@ -22,17 +22,8 @@ ORDER = {
         *("simulation", "searching", "visualization", "__init__", "__main__"),
     ),
     "passes": (
-        *(
-            "__init__",
-            "errors",
-            "option",
-            "layout_strings",
-            "compile_options",
-            "torch_private",
-            "graph",
-            "values",
-            "capture",
-        ),
+        *("__init__", "errors", "option", "hardware", "layout_strings", "compile_options", "torch_private", "graph"),
+        *("values", "capture"),
         *("partition", "split", "recompute", "stage", "vocabulary", "verification", "pass_list", "serialization"),
     ),
     "zbcompile": (
@@ -40,7 +31,7 @@ ORDER = {
         *("profiling", "model", "distributed", "program", "backends", "compiler", "runtime", "optimizer"),
         *("prediction", "planning", "torch_pipelining", "frontend", "persistence", "integrations", "cli"),
         "inspection",
-        *("compile", "run", "inspect", "plan", "checkpoints", "doctor"),
+        *("compile", "run", "inspect", "plan", "calibrate", "checkpoints", "doctor"),
     ),
 }
 OTHERS = {"schedules": set(), "passes": set(), "zbcompile": {"passes", "schedules"}}  # which folders each may import

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         CompileError as CompileError,
         PartitionError as PartitionError,
     )
+    from zbcompile.passes.hardware.hardware import Hardware as Hardware
     from zbcompile.persistence.checkpoint import (
         Checkpoint as Checkpoint,
         load_checkpoint as load_checkpoint,
@@ -49,6 +50,7 @@ _HOME = {
     "model.padding": ("buckets",),
     "model.seeds": ("microbatch_seed",),
     "errors": ("FaultError", "PipelineError"),
+    "passes.hardware.hardware": ("Hardware",),
     "passes.errors": ("CompileError", "CaptureError", "PartitionError"),
     "schedules.errors": ("ScheduleError",),
 }

@@ -70,6 +70,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="flops|uniform|measured|FILE",
         help="times to predict with; a FILE holds costs, or the record of a step (default: flops)",
     )
+    add("--fused", action="store_true", help="chains of elementwise operations take one kernel, as with inductor")
+    add("--replicas", type=int, default=1, metavar="N", help="data-parallel copies of the pipeline, for the memory")
+    add("--zero", type=int, choices=(0, 1, 2), default=0, help="what replicas divide, for the memory (default: 0)")
     _add_output(parser.add_argument_group("what to show (default: a summary)"))
     return parser
 

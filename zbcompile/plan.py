@@ -88,7 +88,7 @@ def to_picture(rows: Sequence[Row]) -> str:
 
 
 ASSUMED = (
-    "Predicted from operations at nominal speeds, with messages and the exchange between replicas free; memory is "
+    "Predicted from operations on {hardware}, with {messages} and the exchange between replicas free; memory is "
     "parameters, gradients, optimizer state and activations in flight. tp > 1 is left out: TARGET makes a whole model."
 )
 EXAMPLES = """examples:
@@ -123,12 +123,18 @@ def run(request: PlanRequest) -> None:
     rows, impossible = _searched(request, request.options.ranks)
     if not rows:
         raise PipelineError(f"no plan for {request.options.ranks} ranks: {'; '.join(impossible)}")
-    print("\n".join(wrap(ASSUMED)), format_plan(rows, request.rows), sep="\n\n", end="\n\n")
+    print("\n".join(wrap(_assumed(request))), format_plan(rows, request.rows), sep="\n\n", end="\n\n")
     print("\n".join(line for text in impossible for line in wrap(text)), end="\n\n" if impossible else "")
     print(f"the fastest, as a program:\n  {_command(request, rows[0])}")
     if request.svg is not None:
         write_whole(request.svg, to_picture(rows).encode())
         print(request.svg)
+
+
+def _assumed(request: PlanRequest) -> str:
+    hardware = request.options.hardware
+    messages = "messages over its links" if hardware and hardware.within else "messages"
+    return ASSUMED.format(hardware=hardware or "nominal speeds of the device", messages=messages)
 
 
 def _searched(request: PlanRequest, ranks: int) -> tuple[list[Row], list[str]]:

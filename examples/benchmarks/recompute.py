@@ -21,7 +21,7 @@ from tabulate import tabulate
 import zbcompile
 from gpt import GPT, VOCABULARY, next_byte_loss
 from zbcompile.passes.compile_options import Recompute
-from zbcompile.prediction.predict import flop_costs
+from zbcompile.prediction.predict import predicted_costs
 from zbcompile.schedules import simulate
 
 SHARES = (0.75, 0.5, 0.25, 0.1)  # of the bytes that a stage keeps without recomputing
@@ -76,7 +76,7 @@ HEADERS = ("recompute", "kept F..B", "peak predicted", "measured", "FLOPs", "CPU
 def _line(run: Run, base: Run) -> Sequence[str]:
     record = run.pipe.last_step
     assert record is not None
-    predicted = max(simulate(run.pipe.program.schedule, flop_costs(run.pipe.program)).peak_memory)
+    predicted = max(simulate(run.pipe.program.schedule, predicted_costs(run.pipe.program)).peak_memory)
     measured = max(record.peak_activation_bytes.values())
     ratio = statistics.median(own / other for own, other in zip(run.seconds[1:], base.seconds[1:], strict=True))
     return (

@@ -10,9 +10,11 @@ from torch.fx.node import map_arg
 from torch.utils.flop_counter import FlopCounterMode
 
 from zbcompile.passes.graph.fx import is_getitem, like
+from zbcompile.passes.graph.process_groups import is_collective
 from zbcompile.passes.torch_private import (
     CPU_ATTENTION,
     CPU_ATTENTION_BACKWARD,
+    FUNCTIONAL_COLLECTIVES,
     GROUPED_PRODUCTS,
     FakeTensorMode,
     OpOverload,
@@ -56,7 +58,7 @@ _MISSING = {
     CPU_ATTENTION: _attention_forward,
     CPU_ATTENTION_BACKWARD: _attention_backward,
     **dict.fromkeys((aten.mv, aten.dot, aten.vdot), _product),
-    **dict.fromkeys((aten.addmv, aten.addbmm), _added_product),
+    **dict.fromkeys((aten.addmv, aten.addbmm, aten.addmm_, aten.baddbmm_), _added_product),
     **dict.fromkeys(GROUPED_PRODUCTS, _grouped_product),
 }
 # transformers' own operators for experts, which exist once that module is imported.
@@ -75,6 +77,14 @@ def count_flops(module: GraphModule, mode: FakeTensorMode) -> dict[Node, int]:
         for node in module.graph.nodes
         if node.op == "call_function"
     }
+
+
+def without_formula(module: GraphModule) -> set[str]:
+    """The operators of other libraries in a graph whose FLOPs nobody knows; their time is estimated by their bytes."""
+    known = _counter().flop_registry
+    packets = {getattr(n.target, "overloadpacket", None): n.target for n in module.graph.nodes if not is_collective(n)}
+    targets = (target for packet, target in packets.items() if packet is not None and packet not in known)
+    return {str(t.overloadpacket) for t in targets if t.namespace not in ("aten", "prims", *FUNCTIONAL_COLLECTIVES)}
 
 
 def _is_elementary(node: Node) -> bool:

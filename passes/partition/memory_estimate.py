@@ -62,15 +62,14 @@ class Footprint:
     def __init__(self, canonical: Canonical, line: Line, optimizer_state: float) -> None:
         length = len(line.nodes)
         trainable = canonical.captured.trainable
-        held = list(_held(line))
-        self._trained = DistinctBytes((use for use in held if use[1] in trainable), length)
-        self._other = DistinctBytes((use for use in held if use[1] not in trainable), length)
+        self._held = DistinctBytes(
+            ((i, name, _resident(value, name in trainable, optimizer_state)) for i, name, value in _held(line)), length
+        )
         self._kept = DistinctBytes(_kept(canonical, line), length)
-        self._per_trained = 2 + optimizer_state
 
     def resident(self, begin: int, end: int) -> float:
         """Parameters with their gradients and optimizer state, and buffers."""
-        return self._per_trained * self._trained.within(begin, end) + self._other.within(begin, end)
+        return self._held.within(begin, end)
 
     def kept(self, begin: int, end: int) -> int:
         """What autograd keeps of one microbatch from its forward on."""
@@ -91,12 +90,34 @@ class Residency:
         return sum(self._footprint.resident(a, b) for _, a, b in spans) + waiting
 
 
-def _held(line: Line) -> Iterable[tuple[int, Hashable, int]]:
+HALF = (torch.bfloat16, torch.float16)
+
+
+def gradient_bytes(value: torch.Tensor, dtype: torch.dtype) -> int:
+    """Of a parameter whose gradients are summed in `dtype`."""
+    return value.numel() * dtype.itemsize
+
+
+def state_bytes(value: torch.Tensor, optimizer_state: float, divided: bool = False) -> float:
+    """What the optimizer holds of a parameter, with the float32 master of one in half precision; `divided` among
+    replicas, each has a copy of its part of the others too."""
+    if value.dtype in HALF:
+        return value.numel() * 4 * (1 + optimizer_state)
+    return value.nbytes * (divided + optimizer_state)
+
+
+def _resident(value: torch.Tensor, trains: bool, optimizer_state: float) -> int:
+    if not trains:
+        return value.nbytes
+    summed = torch.float32 if value.dtype in HALF else value.dtype
+    return int(value.nbytes + gradient_bytes(value, summed) + state_bytes(value, optimizer_state))
+
+
+def _held(line: Line) -> Iterable[tuple[int, str, torch.Tensor]]:
     on_line = frozenset(line.nodes)
     for i, node in enumerate(line.nodes):
         for holder in held_behind(node, on_line):
-            value = holder.meta["val"]
-            yield i, holder.meta["slot"].name, value.numel() * value.element_size()
+            yield i, holder.meta["slot"].name, holder.meta["val"]
 
 
 class _Keeping(Interpreter):

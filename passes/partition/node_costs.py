@@ -8,7 +8,9 @@ from typing import Any
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from zbcompile.passes.graph.storage import bytes_moved, tensors_of
+from zbcompile.passes.graph.roofline import node_seconds
+from zbcompile.passes.graph.storage import tensors_of
+from zbcompile.passes.hardware.hardware import Hardware, hardware_for
 from zbcompile.passes.partition.liveness import Line, held_behind
 
 BACKWARD = 2  # a backward costs about twice its forward: one product for the input's gradient, one for the weight's
@@ -34,18 +36,21 @@ def machine_for(device: str) -> Machine:
     return CPU if device == "cpu" else GPU
 
 
-def loads_of(line: Line, basis: str, seconds: Mapping[str, float]) -> tuple[list[float], str]:
-    """The load of each node by "flops", "measured" or "parameters", and its unit. `seconds` are the measured times."""
+def loads_of(
+    line: Line, basis: str, seconds: Mapping[str, float], hardware: Hardware | None = None
+) -> tuple[list[float], str]:
+    """The load of each node by "flops", "measured" or "parameters", and its unit. `seconds` are the measured times,
+    `hardware` what runs the operations for "flops"."""
     if basis == "parameters":
         return parameter_counts(line), "parameters"
-    return (measured_seconds(line, seconds) if basis == "measured" else nominal_seconds(line)), "s"
+    return (measured_seconds(line, seconds) if basis == "measured" else predicted_seconds(line, hardware)), "s"
 
 
-def nominal_seconds(line: Line) -> list[float]:
-    """Forward and backward of each node at a machine's nominal speeds: its FLOPs plus the bytes it moves."""
-    machine, seconds = machine_for(device_of(line)), []
+def predicted_seconds(line: Line, hardware: Hardware | None = None) -> list[float]:
+    """Forward and backward of each node on `hardware`, by default at the nominal speeds of the device."""
+    hardware, seconds = hardware or hardware_for(device_of(line)), []
     for node in line.nodes:
-        forward = line.flops.get(node, 0) / machine.flops_per_second + bytes_moved(node) / machine.bytes_per_second
+        forward = node_seconds(node, line.flops.get(node, 0), hardware)
         seconds.append(forward * (1 + BACKWARD * bool(node.meta["differentiable"])))
     return seconds
 

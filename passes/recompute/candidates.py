@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from zbcompile.passes.graph.fx import is_getitem
 from zbcompile.passes.graph.storage import bytes_moved, is_view, storage_bytes, tensors_of
-from zbcompile.passes.partition.node_costs import machine_for
+from zbcompile.passes.hardware.hardware import hardware_for
 from zbcompile.passes.recompute.budget import Values
 from zbcompile.passes.recompute.rematerialize import can_remake, reads
 from zbcompile.passes.split.joint_graph import Joint
@@ -113,8 +113,8 @@ def _times(forward: Forward, made: list[Node], flops: Mapping[Node, int], policy
         return policy == "selective" and not (flops[node] and weights.intersection(node.all_input_nodes))
 
     devices = (t.device.type for _, node in forward.joint.inputs for t in tensors_of(node.meta["val"]))
-    machine = machine_for(next(devices))
-    per_flop, per_byte = _ATTOSECONDS / machine.flops_per_second, _ATTOSECONDS / machine.bytes_per_second
+    machine = hardware_for(next(devices))
+    per_flop, per_byte = _ATTOSECONDS / machine.peak_of(""), _ATTOSECONDS / machine.bandwidth
     again = [node for node in made if can_remake(node) and allowed(node)]
     return {node: int(flops[node] * per_flop + bytes_moved(node) * per_byte) for node in again}
 

@@ -32,7 +32,8 @@ class PairTime(NamedTuple):
 class Costs:
     """Times (any one unit) and memory (any one unit), one entry per stage; ints and fractions stay exact.
 
-    * `forward`, `backward` (input gradient), `weight`: time of F, B and W; BW takes backward + weight; no work is 0.
+    * `forward`, `backward` (input gradient), `weight`: time of F, B and W; no work is 0. BW takes
+      backward + weight, less what is `saved` by not splitting.
     * `forward_exchange`, `backward_exchange`: the part of F's and B's time in which the rank waits for collectives of
       the model. The other half of a pair hides it as far as that computes, in BW the products for weights.
     * `vocab_s`, `vocab_t`: time of the vocabulary passes S and T of the shard that a stage names, `vocab_state` what
@@ -59,6 +60,7 @@ class Costs:
     forward: tuple[float, ...]
     backward: tuple[float, ...]
     weight: tuple[float, ...]
+    saved: tuple[float, ...] = ()
     activation: tuple[float, ...] = ()
     residue: tuple[float, ...] = ()
     vocab_s: tuple[float, ...] = ()
@@ -163,7 +165,9 @@ class Costs:
         total = self._sum(KINDS[op].time)
         if op == BW and any(self.backward_exchange):
             hidden = map(min, self.backward_exchange, self.weight)
-            return tuple(time - less for time, less in zip(total, hidden, strict=True))
+            total = tuple(time - less for time, less in zip(total, hidden, strict=True))
+        if op == BW and any(self.saved):
+            return tuple(time - less for time, less in zip(total, self.saved, strict=True))
         return total
 
     def delay(self, op: str, stage: int = 0) -> float:

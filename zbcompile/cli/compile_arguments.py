@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from zbcompile.cli.command_line import add_flags, flag_of
+from zbcompile.cli.fake_models import fake_models
 from zbcompile.cli.target import load_example
 from zbcompile.compiler.compile_example import Inspected, compile_example
 from zbcompile.compiler.compile_model import Drawn
@@ -19,15 +20,16 @@ from zbcompile.frontend.choose_schedule import choose_schedule, is_searched
 from zbcompile.frontend.options import OPTIONS, Options
 from zbcompile.model.example import Example
 from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.hardware.hardware import Hardware
 from zbcompile.passes.option import options_of
 from zbcompile.passes.pass_list.passes_in_order import STAGE_PASSES
 from zbcompile.passes.pass_list.run_passes import Observer, Ran
-from zbcompile.passes.torch_private import FakeTensorMode
 from zbcompile.planning.planner import decide, order_by_graphs, reordered
 from zbcompile.program.program import Program
 from zbcompile.schedules.ir.schedule import Schedule
 
 RANKS = 2
+FAKE = "h100-sxm"  # what a model that is not there is predicted for, unless --hardware says
 FLAGS = ("schedule", "ranks", "microbatches", "chunks", "search_seconds", *options_of(Choices), "loss_reduction")
 
 
@@ -47,7 +49,7 @@ class Plan:
         options = Options(**self.given)
         if self.fake and options.balance == "measured":
             raise PipelineError("--balance measured runs the model's operations for real; leave out --fake.")
-        return options
+        return replace(options, hardware=Hardware.find(FAKE)) if self.fake and options.hardware is None else options
 
     @property
     def changed(self) -> list[str]:
@@ -69,12 +71,14 @@ def add_plan(parser: argparse.ArgumentParser, without: Sequence[str] = ()) -> No
     group = parser.add_argument_group("what to compile")
     names = [name for name in FLAGS if name not in without]
     add_flags(group, names, ranks="how many ranks (default: 2, or those of a schedule file)")
-    group.add_argument("--fake", action="store_true", help="build the model of fake tensors (CPU, no memory)")
+    group.add_argument(
+        "--fake", action="store_true", help="build the model of fake tensors; predict for --hardware, or an H100"
+    )
 
 
 def example_of(plan: Plan) -> Example:
     """Build the model; what it prints meanwhile goes to standard error, not into the report."""
-    with contextlib.redirect_stdout(sys.stderr), FakeTensorMode() if plan.fake else contextlib.nullcontext():
+    with contextlib.redirect_stdout(sys.stderr), fake_models() if plan.fake else contextlib.nullcontext():
         return load_example(plan.target)
 
 

@@ -37,7 +37,7 @@ def plan_cuts(
     ranks_of = _ranks_of(placement)
     named = not isinstance(choices.balance, str)
     basis = "flops" if named or choices.balance == "makespan" else str(choices.balance)
-    loads, unit = loads_of(line, basis, seconds)
+    loads, unit = loads_of(line, basis, seconds, choices.hardware)
     totals = [0.0, *accumulate(loads)]
     limits = _limits(canonical, line, schedule, choices)
     if edges is not None:

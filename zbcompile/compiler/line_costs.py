@@ -10,6 +10,7 @@ from torch.fx import Node
 
 from zbcompile.passes.capture.canonical import Canonical
 from zbcompile.passes.graph.storage import storage_bytes, tensors_of
+from zbcompile.passes.hardware.hardware import Connection
 from zbcompile.passes.partition.liveness import Line, held_behind
 from zbcompile.passes.partition.memory_estimate import DistinctBytes, Footprint
 from zbcompile.schedules import Costs, Placement
@@ -55,7 +56,7 @@ class LineCosts:
     """The costs of a line of operations, cut anywhere: seconds from the `loads` of its nodes (forward and backward),
     bytes from what autograd keeps. `edges` are the inner cuts, as numbers of nodes before each.
 
-    `shard` is what each rank has of a sharded output layer.
+    `shard` is what each rank has of a sharded output layer, `link` what connects two ranks (None: messages are free).
     """
 
     canonical: Canonical
@@ -63,6 +64,7 @@ class LineCosts:
     loads: Sequence[float]
     optimizer_state: float = 2.0
     shard: Shard = WHOLE
+    link: Connection | None = None
 
     def costs(self, edges: Sequence[int], rows: float = 1, recompute: bool = False) -> Costs:
         """The costs of the stages between `edges`, of microbatches with `rows` times as many rows; with `recompute` a
@@ -88,6 +90,8 @@ class LineCosts:
             vocab_t=(rows * self.shard.update,) * len(spans),
             vocab_state=(rows * self.shard.state,) * len(spans),
             message=tuple(rows * size for size in (*crossing, 0)),
+            comm=self.link.latency if self.link else 0,
+            bandwidth=self.link.bandwidth if self.link else None,
             time_unit="s",
             memory_unit="bytes",
         )

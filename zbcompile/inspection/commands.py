@@ -23,11 +23,14 @@ from zbcompile.inspection.step_comparison_report import comparison_to_dict, form
 from zbcompile.inspection.summary import Tried, summarise
 from zbcompile.inspection.units import for_trace, in_units
 from zbcompile.passes.pass_list.run_passes import PassManager
+from zbcompile.prediction.advice import Peak
 from zbcompile.prediction.predict import Basis, left_on_last
+from zbcompile.prediction.rank_memory import Sharding, complete_peak
 from zbcompile.prediction.recompile_trials import Impossible, run_trials
 from zbcompile.prediction.step_comparison import compare_step, measured_timeline, require_same_schedule
 from zbcompile.profiling.step_record import StepRecord, read_record
 from zbcompile.program.manifest import SavedProgram
+from zbcompile.program.program import Program
 from zbcompile.program.rank_files import MANIFEST
 from zbcompile.schedules import Costs, Timeline, simulate, write_comparison, write_picture
 
@@ -106,8 +109,9 @@ def _unsharded(inspected: Inspected, request: Request, costs: Costs) -> tuple[fl
 
 def _show_summary(inspected: Inspected, request: Request) -> None:
     timeline, basis = predicted(inspected, request)
+    sharding = Sharding(request.replicas, request.zero)
     reduction = inspected.program.step.loss_reduction
-    summary = summarise(inspected, basis, timeline, reduction, _tried(inspected, request, basis))
+    summary = summarise(inspected, basis, timeline, reduction, _tried(inspected, request, basis), sharding)
     if request.json:
         print(json.dumps(summary.to_dict(), indent=1))
     else:
@@ -127,8 +131,14 @@ def _tried(inspected: Inspected, request: Request, basis: Basis) -> Tried:
     if reason:
         return Tried(*unsharded, impossible=(Impossible("--recompute, --vocab, other cuts", reason),))
     say = announcer()
+    model, sharding = inspected.example.model, Sharding(request.replicas, request.zero)
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+
+    def peak_of(program: Program | None) -> Peak:
+        return complete_peak(program or inspected.program, tensors, sharding)
+
     with quiet(request):
-        return Tried(*unsharded, *run_trials(inspected, basis.costs, say))
+        return Tried(*unsharded, *run_trials(inspected, basis.costs, say, peak_of))
 
 
 def _causes(inspected: Inspected, request: Request) -> str:

@@ -17,7 +17,7 @@ from zbcompile.inspection.units import in_units
 from zbcompile.model.example import Example
 from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.stage.print_python import format_bytes
-from zbcompile.prediction.predict import basis_of
+from zbcompile.prediction.predict import Basis, basis_of
 from zbcompile.program.program import Program
 from zbcompile.schedules import (
     Placement,
@@ -45,8 +45,9 @@ def compare(example: Example, request: Request) -> None:
     names = [name.strip() for name in (request.compare or "").split(",") if name.strip()]
     request = with_options(request, microbatches=request.options.microbatches or _common_microbatches(names, request))
     by_placement: dict[Placement, Inspected] = {}
+    bases: dict[Placement, Basis] = {}
     drawn: list[Timeline] = []
-    compared = [_compared(example, request, name, by_placement, drawn) for name in names]
+    compared = [_compared(example, request, name, by_placement, bases, drawn) for name in names]
     if not any(line.prediction for line in compared):
         raise PipelineError("; ".join(map(_reason, compared)) or "--compare names nothing")
     if request.json:
@@ -67,7 +68,12 @@ def _common_microbatches(names: Sequence[str], request: Request) -> int:
 
 
 def _compared(
-    example: Example, request: Request, name: str, by_placement: dict[Placement, Inspected], drawn: list[Timeline]
+    example: Example,
+    request: Request,
+    name: str,
+    by_placement: dict[Placement, Inspected],
+    bases: dict[Placement, Basis],
+    drawn: list[Timeline],
 ) -> Compared:
     """One line of the comparison; its timeline is added to `drawn`."""
     try:
@@ -76,7 +82,9 @@ def _compared(
     except (PipelineError, PartitionError, ScheduleError) as error:
         return Compared(name, 0, request.options.microbatches or 0, None, str(error).splitlines()[0])
     schedule = program.schedule
-    basis = basis_of(program, request.costs)
+    if schedule.placement not in bases or is_searched(request.options):  # graphs are measured once
+        bases[schedule.placement] = basis_of(program, request.costs, request.fused)
+    basis = bases[schedule.placement]
     drawn.append(simulate(schedule, basis.costs))
     prediction = prediction_of(program, basis, drawn[-1])
     return Compared(schedule.name, schedule.stages, schedule.microbatches, prediction)

@@ -30,7 +30,7 @@ from zbcompile.passes.capture.training_step import LossFunction, check_loss, los
 from zbcompile.passes.capture.unsupported import training_problems
 from zbcompile.passes.errors import CaptureError, CompileError
 from zbcompile.passes.partition.liveness import Line, draw_line
-from zbcompile.passes.partition.node_costs import nominal_seconds
+from zbcompile.passes.partition.node_costs import predicted_seconds
 from zbcompile.passes.partition.stage_graphs import cut
 from zbcompile.passes.pass_list.passes_in_order import canonicalise
 from zbcompile.passes.split.joint_graph import trace_joint
@@ -221,7 +221,7 @@ def _backward_failure(canonical: Canonical, loss: Node, exact: bool) -> str:
 
 
 def _places(line: Line) -> Iterator[Place]:
-    before = list(accumulate(nominal_seconds(line)))
+    before = list(accumulate(predicted_seconds(line)))
     for i, node in enumerate(line.nodes):
         if line.allowed[i]:
             yield Place(

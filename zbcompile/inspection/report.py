@@ -3,12 +3,14 @@
 import textwrap
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import fields
 
 from tabulate import tabulate
 
 from zbcompile.inspection.summary import Cut, Summary
 from zbcompile.passes.stage.print_python import format_bytes
 from zbcompile.prediction.advice import Alternative, format_idle
+from zbcompile.prediction.rank_memory import Memory
 from zbcompile.schedules import Timeline, format_schedule, format_timeline
 
 WIDTH = 100
@@ -29,6 +31,7 @@ def format_summary(summary: Summary, timeline: Timeline) -> str:
         _improved(summary),
         _collectives(summary),
         titled(f"Ranks in one step, predicted {summary.prediction.basis}", _ranks(summary)),
+        titled("Memory of the ranks: the most at any moment, and of all together", _memory(summary)),
         _verdict(summary),
         _vocabulary(summary),
         _advice(summary),
@@ -96,7 +99,7 @@ def format_cut(cut: Cut | None) -> str:
 
 
 _BASES = {
-    "flops": "FLOPs and bytes, forward and backward at nominal speeds",
+    "flops": "FLOPs and bytes",
     "measured": "measured times of forward and backward",
     "parameters": "parameters",
     "makespan": "the simulated step (loads from FLOPs and bytes)",
@@ -117,7 +120,8 @@ def _balance(s: Summary) -> str:
         ]
         for stage in s.stages
     ]
-    rows_text = table(rows, ["stage", "rank", "load", "of the mean", "crosses", "graphs"], left=("graphs",))
+    load = "load" if s.balance.unit == "parameters" else "F + B + W"
+    rows_text = table(rows, ["stage", "rank", load, "of the mean", "crosses", "graphs"], left=("graphs",))
     count = f"{_number(len(s.stages), 'stage')}, {_number(s.balance.distinct_graphs, 'distinct graph')}"
     verdict = wrap(f"{count}; the heaviest rank carries {s.balance.ratio:.2f} times the mean load.")
     return titled(f"Cut by {_BASES[s.balance.basis]}", "\n".join([rows_text, "", *verdict]))
@@ -217,9 +221,27 @@ def _ranks(s: Summary) -> str:
     )
 
 
+def _memory(s: Summary) -> str:
+    names = tuple(field.name for field in fields(Memory))
+    rows = [[str(r.rank), *(format_bytes(getattr(r.memory, name)) for name in names)] for r in s.per_rank]
+    lines = [table(rows, ["rank", *(name.replace("_state", "") for name in names)])]
+    return "\n".join([*lines, *(f"\n{line}" for line in wrap(format_fit(s)))])
+
+
+def format_fit(s: Summary) -> str:
+    """Whether the fullest rank is within the limit; empty if there is none."""
+    limit, rank = s.prediction.memory_limit, max(s.per_rank, key=lambda r: r.memory.peak)
+    if limit is None:
+        return ""
+    left = (limit - rank.memory.peak) / 1e9
+    if left < 0:
+        return f"Rank {rank.rank} does not fit in {limit / 1e9:g} GB: {-left:.3g} GB are missing."
+    return f"Rank {rank.rank}, the fullest, fits in {limit / 1e9:g} GB with {left:.3g} to spare."
+
+
 def _verdict(s: Summary) -> str:
     p = s.prediction
-    step = f"step {format_time(p.step, p.unit)}, bubble {format_share(p.bubble)}"
+    step = f"step {format_time(p.step, p.unit)}, bubble of the busiest rank {format_share(p.bubble)}"
     peak = f"peak activations {format_bytes(p.peak_bytes)}"
     sent = f"{p.messages.count} messages of {format_bytes(p.messages.bytes)} in total"
     lines = wrap(f"Predicted: {step}, {peak}; {sent}.")
@@ -262,8 +284,8 @@ def _advice(s: Summary) -> str:
 
 
 def _effect(a: Alternative) -> str:
-    time, peak = (f"{ratio - 1:+.1%}" for ratio in (a.time_ratio, a.peak_ratio))
-    return f"{time} time per microbatch, {peak} peak activations"
+    time, peak = (format_change(ratio - 1) for ratio in (a.time_ratio, a.peak_ratio))
+    return f"{time} time per microbatch, {peak} peak memory"
 
 
 def _notes(s: Summary) -> str:
@@ -275,6 +297,8 @@ def _notes(s: Summary) -> str:
         notes.append(
             f"stages that draw random numbers: {', '.join(random)}; the generator's state travels with the activations."
         )
+    if s.estimated:
+        notes.append(f"FLOPs unknown, so timed by the bytes that they move: {', '.join(s.estimated)}.")
     if s.shared_parameters:
         notes.append(f"on several stages, gradients summed over them: {', '.join(s.shared_parameters)}.")
     notes += [f"warning while capturing: {text}" for text in s.warnings]
@@ -302,6 +326,16 @@ def format_share(share: float) -> str:
     ('12.5%', '0.0%')
     """
     return f"{round(share, 3) + 0.0:.1%}"
+
+
+def format_change(share: float) -> str:
+    """A relative change in per cent; one that rounds to zero has no sign.
+
+    >>> format_change(0.125), format_change(-1e-16)
+    ('+12.5%', '0.0%')
+    """
+    rounded = round(share, 3)
+    return f"{rounded:+.1%}" if rounded else "0.0%"
 
 
 def format_time(value: float, unit: str) -> str:

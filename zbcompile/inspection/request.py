@@ -21,6 +21,9 @@ class Request(Plan):
     """The arguments of the command line; `python -m zbcompile.inspect --help` explains them."""
 
     costs: str
+    fused: bool
+    replicas: int
+    zero: int
     graph: str | None
     graphs: Path | None
     diff: list[str] | None
@@ -96,5 +99,5 @@ def compile_for(example: Example, schedule: Schedule, request: Request, observe:
 
 def predicted(inspected: Inspected, request: Request) -> tuple[Timeline, Basis]:
     """The step under the costs that were asked for."""
-    basis = basis_of(inspected.program, request.costs)
+    basis = basis_of(inspected.program, request.costs, request.fused)
     return simulate(inspected.program.schedule, basis.costs), basis

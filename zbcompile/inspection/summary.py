@@ -1,6 +1,6 @@
 """The summary of a compiled program as plain data, for the tables and for `--json`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -8,14 +8,16 @@ from zbcompile.compiler.compile_example import Inspected
 from zbcompile.compiler.paired_schedule import seen
 from zbcompile.inspection.closed_form import EqualStages, with_equal_stages
 from zbcompile.passes.compile_options import Recompute
+from zbcompile.passes.graph.flops import without_formula
 from zbcompile.passes.graph.fx import output_values
 from zbcompile.passes.graph.source_location import Origin, origin_of, shown_path
 from zbcompile.passes.split.joint_graph import Recomputed
 from zbcompile.passes.split.split import Improvement
 from zbcompile.passes.stage.peak_memory import transient_bytes
 from zbcompile.passes.stage.stage_program import Collective, StageProgram
-from zbcompile.prediction.advice import Alternative, alternatives, idle_by_cause, what_limits
-from zbcompile.prediction.predict import Basis, Messages, count_messages, running_peaks
+from zbcompile.prediction.advice import Alternative, WhatIf, alternatives, front, idle_by_cause, what_if, what_limits
+from zbcompile.prediction.predict import Basis, Messages, count_messages, hardware_of
+from zbcompile.prediction.rank_memory import ALONE, Memory, Sharding, complete_peak, rank_memories
 from zbcompile.prediction.recompile_trials import Impossible
 from zbcompile.program.chosen_plan import ChosenPlan
 from zbcompile.program.program import Program
@@ -60,7 +62,8 @@ class VocabularySummary:
 class StageSummary:
     """One stage. `cut` is where it ends (None: the loss). FLOPs and bytes are per microbatch.
 
-    `load` is its weight when the model was cut, in the unit of `Summary.balance`; `original` the stage whose graphs it
+    `load` is its weight in the unit of `Summary.balance`: predicted seconds, or what the model was cut by; `original`
+    the stage whose graphs it
     shares, but for names.
 
     `forward_to_backward`, `forward_to_weight`, `backward_to_weight` are the bytes by the pass that made (or received)
@@ -95,8 +98,8 @@ class StageSummary:
 @dataclass(frozen=True)
 class RankSummary:
     """One rank: its stages, its FLOPs in a step, and what is predicted (`busy` in the prediction's unit; bytes):
-    `peak_bytes` is the most that waits, `running_peak_bytes` with what the pass needs that runs. `copies_bytes` is what
-    `pipe.optimizer(validate="after")` keeps besides (see `copies_bytes`)."""
+    `peak_bytes` is the most that waits, `running_peak_bytes` with what the pass needs that runs, `memory` all of it.
+    `copies_bytes` is what `pipe.optimizer(validate="after")` keeps besides (see `copies_bytes`)."""
 
     rank: int
     stages: tuple[int, ...]
@@ -107,6 +110,7 @@ class RankSummary:
     peak_bytes: int
     running_peak_bytes: int
     copies_bytes: int
+    memory: Memory
 
 
 @dataclass(frozen=True)
@@ -124,8 +128,10 @@ class Balance:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A simulated step: `step`, in `unit`, up to an optimizer barrier; `bubble`: the busiest rank's idle share.
+    """A simulated step: `step`, in `unit`, up to an optimizer barrier; `bubble`: the busiest rank's idle share;
+    `cost_bubble`: the same without the barrier, from a rank's first pass to its last.
 
+    `memory_limit`: what `--memory` or the hardware has, in bytes; None if nothing is known of it.
     `equal_stages` is the closed form of the schedule, None if it has none that holds (see `with_equal_stages`).
     """
 
@@ -133,8 +139,10 @@ class Prediction:
     unit: str
     step: float
     bubble: float
+    cost_bubble: float
     peak_bytes: int
     messages: Messages
+    memory_limit: float | None
     equal_stages: EqualStages | None
 
 
@@ -143,7 +151,9 @@ class Summary:
     """Everything that the default report shows.
 
     `imbalance` is the heaviest rank's FLOPs over the mean rank's, `idle` the share of time lost to each cause, `limits`
-    says what that means, `alternatives` what was tried, `impossible` what could not be.
+    says what that means, `what_if` what the step would save without each cause, `alternatives` what was
+    tried, `impossible` what could not be;
+    `estimated` are operations whose FLOPs are unknown.
     """
 
     model: str
@@ -161,6 +171,7 @@ class Summary:
     prediction: Prediction
     idle: Mapping[str, float]
     limits: str
+    what_if: tuple[WhatIf, ...]
     alternatives: tuple[Alternative, ...]
     impossible: tuple[Impossible, ...]
     stages: tuple[StageSummary, ...]
@@ -170,6 +181,7 @@ class Summary:
     shared_parameters: tuple[str, ...]
     vocabulary: VocabularySummary | None
     plan: ChosenPlan | None
+    estimated: tuple[str, ...]
     dropped_outputs: tuple[str, ...]
     warnings: tuple[str, ...]
 
@@ -199,16 +211,24 @@ class Tried:
 
 
 def summarise(
-    inspected: Inspected, basis: Basis, timeline: Timeline, loss_reduction: str, tried: Tried = Tried()
+    inspected: Inspected,
+    basis: Basis,
+    timeline: Timeline,
+    loss_reduction: str,
+    tried: Tried = Tried(),
+    sharding: Sharding = ALONE,
 ) -> Summary:
     """Describe a compiled example; `timeline` is its step as `predict` sees it under `basis`."""
     program, model = inspected.program, inspected.example.model
     sizes = {name: (p.numel(), p.numel() * p.element_size()) for name, p in model.named_parameters()}
-    stages = tuple(_stage(stage, program, sizes) for stage in program.stages)
-    running = running_peaks(program, timeline.costs)
-    ranks = tuple(_rank(rank, program, sizes, timeline, running[rank]) for rank in range(program.schedule.ranks))
+    loads = _loads(program, basis)
+    stages = tuple(_stage(stage, program, sizes, loads[stage.stage]) for stage in program.stages)
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    memory = rank_memories(program, timeline.costs, tensors, sharding)
+    ranks = tuple(_rank(rank, program, sizes, timeline, each) for rank, each in enumerate(memory))
     flops = [rank.flops for rank in ranks]
-    same_stages = () if program.vocabulary else alternatives(timeline)  # generators know no vocabulary passes
+    peak = complete_peak(program, tensors, sharding)
+    same_stages = () if program.vocabulary else alternatives(timeline, peak)  # generators know no vocabulary passes
     return Summary(
         model=type(model).__name__,
         parameters=sum(count for count, _ in sizes.values()),
@@ -222,12 +242,13 @@ def summarise(
         exact=program.exact,
         recompute=program.choices.recompute,
         loss_reduction=loss_reduction,
-        balance=_balance(program),
+        balance=_balance(program, loads),
         imbalance=max(flops) * len(flops) / sum(flops) if sum(flops) else 1.0,
         prediction=prediction_of(program, basis, timeline),
         idle=idle_by_cause(timeline),
         limits=what_limits(timeline),
-        alternatives=(*same_stages, *tried.alternatives),
+        what_if=what_if(timeline),
+        alternatives=_undominated((*same_stages, *tried.alternatives)),
         impossible=tried.impossible,
         stages=stages,
         per_rank=ranks,
@@ -236,28 +257,57 @@ def summarise(
         shared_parameters=tuple(sorted(program.shared)),
         vocabulary=_vocabulary(program, tried),
         plan=program.plan,
+        estimated=_estimated(program),
         dropped_outputs=inspected.dropped,
         warnings=inspected.warnings,
     )
 
 
+def _undominated(found: Sequence[Alternative]) -> tuple[Alternative, ...]:
+    """Of the schedules those that nothing beats in both time and memory, wherever they cut; every other change."""
+    kept = front(a for a in found if a.option.startswith("--schedule"))
+    return tuple(a for a in found if a in kept or not a.option.startswith("--schedule"))
+
+
 def prediction_of(program: Program, basis: Basis, timeline: Timeline) -> Prediction:
-    length, peak = (timeline.makespan, timeline.bubble), int(max(timeline.peak_memory))
-    return Prediction(basis.text, basis.unit, *length, peak, count_messages(program), with_equal_stages(timeline))
+    length, peak = (timeline.makespan, timeline.bubble, timeline.cost_bubble), int(max(timeline.peak_memory))
+    limit = program.choices.memory or hardware_of(program).memory
+    equal = with_equal_stages(timeline)
+    return Prediction(basis.text, basis.unit, *length, peak, count_messages(program), limit, equal)
 
 
-def _balance(program: Program) -> Balance:
-    cuts = program.cuts
+def _estimated(program: Program) -> tuple[str, ...]:
+    """Operations of other libraries whose FLOPs are unknown."""
+    pieces = {id(piece): piece for stage in program.stages for piece in stage.pieces.values()}
+    return tuple(sorted({name for piece in pieces.values() for name in without_formula(piece.module)}))
+
+
+def _loads(program: Program, basis: Basis) -> tuple[float, ...]:
+    """Of every stage, in the unit by which the model was cut; seconds are those of the predicted step."""
+    if program.cuts.unit != "s" or basis.unit != "s":
+        return program.cuts.loads
+    columns = (basis.costs.forward, basis.costs.backward, basis.costs.weight)
+    return tuple(map(sum, zip(*columns, strict=True)))
+
+
+def _balance(program: Program, loads: Sequence[float]) -> Balance:
+    cuts, placement = program.cuts, program.schedule.placement
     distinct = len({stage.original for stage in program.stages})
-    return Balance(cuts.basis, cuts.unit, cuts.imbalance, distinct, cuts.overweight)
+    copies = (0, 1) if placement.kind == "dual" else (0,)
+    ranks = [0.0] * placement.ranks
+    for stage, load in enumerate(loads):
+        for copy in copies:
+            ranks[placement.rank(stage, copy)] += load
+    ratio = max(ranks) * len(ranks) / sum(ranks) if sum(ranks) else 1.0
+    return Balance(cuts.basis, cuts.unit, ratio, distinct, cuts.overweight)
 
 
-def _stage(stage: StageProgram, program: Program, sizes: Mapping[str, tuple[int, int]]) -> StageSummary:
+def _stage(stage: StageProgram, program: Program, sizes: Mapping[str, tuple[int, int]], load: float) -> StageSummary:
     return StageSummary(
         stage=stage.stage,
         ranks=tuple(sorted(program.ranks_of(stage.stage))),
         cut=cut_of(stage),
-        load=program.cuts.loads[stage.stage],
+        load=load,
         original=stage.original,
         parameters=sum(sizes[name][0] for name in stage.parameters),
         parameter_bytes=sum(sizes[name][1] for name in stage.parameters),
@@ -287,7 +337,7 @@ def cut_of(stage: StageProgram) -> Cut | None:
 
 
 def _rank(
-    rank: int, program: Program, sizes: Mapping[str, tuple[int, int]], timeline: Timeline, running: int
+    rank: int, program: Program, sizes: Mapping[str, tuple[int, int]], timeline: Timeline, memory: Memory
 ) -> RankSummary:
     stages = program.schedule.placement.stages_of(rank)
     names = {name for stage in stages for name in program.stages[stage].parameters}
@@ -300,8 +350,9 @@ def _rank(
         busy=timeline.busy[rank],
         idle_share=1 - timeline.busy[rank] / timeline.makespan if timeline.makespan else 0.0,
         peak_bytes=int(timeline.peak_memory[rank]),
-        running_peak_bytes=running,
+        running_peak_bytes=memory.activations,
         copies_bytes=copies_bytes(program, rank, sizes),
+        memory=memory,
     )
 
 

@@ -13,11 +13,11 @@ from zbcompile.compiler.vocabulary_sharding import Sharding, tiling_of
 from zbcompile.errors import PipelineError
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.partition.liveness import draw_line
-from zbcompile.passes.partition.node_costs import loads_of
+from zbcompile.passes.partition.node_costs import loads_of, predicted_seconds
 from zbcompile.passes.vocabulary.shard_program import even_bounds
 from zbcompile.planning.layouts import Question, find_layouts
 from zbcompile.prediction.measure_passes import measure_passes
-from zbcompile.prediction.predict import flop_costs, with_memory
+from zbcompile.prediction.predict import hardware_of, predicted_costs, with_memory
 from zbcompile.program.chosen_plan import ChosenPlan
 from zbcompile.program.program import Program
 from zbcompile.schedules import Costs, Schedule, search
@@ -66,13 +66,14 @@ def decide(
 def line_costs(drawn: Drawn, choices: Choices, measured: Mapping[str, float], ranks: int) -> LineCosts:
     """The costs of the captured step; of a sharded output layer every rank has an equal part."""
     basis = "measured" if choices.balance == "measured" else "flops"
-    loads, _ = loads_of(drawn.line, basis, measured)
-    shard = WHOLE
+    loads, _ = loads_of(drawn.line, basis, measured, choices.hardware)
+    shard, link = WHOLE, choices.hardware.within if choices.hardware else None
     if drawn.sharding is not None:
-        whole, trunk = (sum(loads_of(line, "flops", {})[0]) for line in (draw_line(drawn.sharding.whole), drawn.line))
+        lines = draw_line(drawn.sharding.whole), drawn.line
+        whole, trunk = (sum(predicted_seconds(line, choices.hardware)) for line in lines)
         scale = sum(loads) / trunk if trunk else 1.0  # what is sharded is not on the line, so it is not measured
         shard = _shard(drawn.sharding, scale * max(0.0, whole - trunk) / ranks, ranks, choices)
-    return LineCosts(drawn.canonical, drawn.line, loads, choices.optimizer_state, shard)
+    return LineCosts(drawn.canonical, drawn.line, loads, choices.optimizer_state, shard, link)
 
 
 def _shard(sharding: Sharding, seconds: float, ranks: int, choices: Choices) -> Shard:
@@ -95,8 +96,8 @@ def _trains(node: Node) -> bool:
 def order_by_graphs(program: Program, decision: Decision, budget: float, measure: bool) -> tuple[Schedule, ChosenPlan]:
     """The order for the costs of the compiled graphs, measured on this device or by their FLOPs, and the plan to keep
     with the program."""
-    costs, basis = flop_costs(program), "FLOPs at nominal speeds"
-    if measure:
+    costs, basis = predicted_costs(program), f"FLOPs and bytes on {hardware_of(program)}"
+    if measure and program.choices.hardware is None:
         with suppress(PipelineError):  # collectives, which one process cannot run: then the plan says FLOPs
             costs, basis = with_memory(measure_passes(program), program), "passes measured on this device"
     schedule, memory = program.schedule, decision.choices.memory

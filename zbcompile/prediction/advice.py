@@ -1,14 +1,16 @@
 """The limits of a pipeline, and remedies: alternatives on the same stages, each simulated."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 from zbcompile.schedules import Costs, Schedule, ScheduleError, Timeline, build, names, simulate
 from zbcompile.schedules.searching.pairs import with_pairs
 
 WORTH = 0.01  # minimum relative speed-up to be listed
 LEANER = 0.1  # or minimum relative saving of the fullest rank's memory
+SAME = 1e-3  # relative difference in memory that is none
 LITTLE = 0.02  # share of idle time that is too small to mention
 
 
@@ -42,27 +44,41 @@ def idle_by_cause(timeline: Timeline) -> dict[str, float]:
     return dict(sorted(shares.items(), key=lambda item: -item[1]))
 
 
-def alternatives(timeline: Timeline) -> tuple[Alternative, ...]:
-    """Twice the microbatches, the fastest and the leanest other schedule, all on the same stages; whether they gain or
-    not."""
-    more = _more_microbatches(timeline)
+Peak = Callable[[Timeline], float]
+
+
+def waiting_peak(timeline: Timeline) -> float:
+    """What waits on the fullest rank."""
+    return max(timeline.peak_memory)
+
+
+def alternatives(timeline: Timeline, peak: Peak = waiting_peak) -> tuple[Alternative, ...]:
+    """Twice the microbatches, and of the other schedules on the same stages those that nothing beats in both time and
+    memory; whether they gain or not. `peak` says what the fullest rank holds."""
+    more = _more_microbatches(timeline, peak)
     others = [
-        judge("on the same stages", f"--schedule {name}", timeline, then)
+        judge("on the same stages", f"--schedule {name}", timeline, then, peak)
         for name, then in _others(timeline.schedule, timeline.costs)
     ]
-    fastest = min(others, key=lambda a: (a.time_ratio, a.peak_ratio), default=None)
-    leanest = min(others, key=lambda a: (a.peak_ratio, a.time_ratio), default=None)
-    return tuple(dict.fromkeys(found for found in (more, fastest, leanest) if found))
+    return tuple(found for found in (more, *front(others)) if found)
 
 
-def _more_microbatches(timeline: Timeline) -> Alternative | None:
+def front(found: Iterable[Alternative]) -> list[Alternative]:
+    """The Pareto front, the fastest first: each takes less memory than all that are as fast."""
+    kept: list[Alternative] = []
+    for each in sorted(found, key=lambda a: (a.time_ratio, a.peak_ratio)):
+        if not kept or each.peak_ratio < kept[-1].peak_ratio * (1 - SAME):
+            kept.append(each)
+    return kept
+
+
+def _more_microbatches(timeline: Timeline, peak: Peak) -> Alternative | None:
     schedule = timeline.schedule
     count = 2 * schedule.microbatches
     twice = _built(schedule, schedule.name, count)
     if twice is None:
         return None
-    change = "of the same size"
-    return judge(change, f"--microbatches {count}", timeline, _simulated(twice, timeline.costs))
+    return judge("of the same size", f"--microbatches {count}", timeline, _simulated(twice, timeline.costs), peak)
 
 
 def _others(schedule: Schedule, costs: Costs) -> Iterator[tuple[str, Timeline]]:
@@ -84,11 +100,10 @@ def _built(schedule: Schedule, name: str, microbatches: int) -> Schedule | None:
         return None
 
 
-def judge(change: str, option: str, now: Timeline, then: Timeline) -> Alternative:
+def judge(change: str, option: str, now: Timeline, then: Timeline, peak: Peak = waiting_peak) -> Alternative:
     """The step after a change relative to the present one."""
     after, before = (t.makespan / t.schedule.microbatches for t in (then, now))
-    peaks = max(then.peak_memory), max(now.peak_memory)
-    return Alternative(change, option, _ratio(after, before), then.bubble, _ratio(*peaks))
+    return Alternative(change, option, _ratio(after, before), then.bubble, _ratio(peak(then), peak(now)))
 
 
 def _ratio(after: float, before: float) -> float:
@@ -102,42 +117,77 @@ def format_idle(shares: Mapping[str, float]) -> str:
     return f"Ranks are idle {total:.1%} of the time: {', '.join(parts)}." if parts else "No rank is idle."
 
 
+@dataclass(frozen=True)
+class WhatIf:
+    """What the step would be without one cause of lost time: `gain` is the share of the time per microbatch that would
+    be saved."""
+
+    cause: str
+    change: str
+    gain: float
+
+
+def what_if(timeline: Timeline) -> tuple[WhatIf, ...]:
+    """Each cause of lost time, the largest first, by simulating the step without it."""
+    costs = timeline.costs
+    free = replace(costs, comm=0, bandwidth=None, links=(), cast=None, stats=None)
+    twice = _built(timeline.schedule, timeline.schedule.name, 2 * timeline.schedule.microbatches)
+    steps = [
+        ("messages", "messages free", simulate(timeline.program, free)),
+        ("balance", "all ranks with equal work", simulate(timeline.program, _with_equal_ranks(timeline))),
+    ]
+    if twice is not None:
+        steps.append(("filling", "twice the microbatches", simulate(twice, costs)))
+    found = [WhatIf(cause, change, 1 - judge("", "", timeline, then).time_ratio) for cause, change, then in steps]
+    return tuple(sorted(found, key=lambda each: -each.gain))
+
+
+def _with_equal_ranks(timeline: Timeline) -> Costs:
+    """The costs with every rank's stages scaled so that its work is the mean."""
+    placement, costs, busy = timeline.schedule.placement, timeline.costs, timeline.busy
+    mean = sum(busy) / len(busy)
+    scale = [
+        mean / work if work else 1.0 for rank in map(placement.rank, range(costs.stages)) for work in (busy[rank],)
+    ]
+    names = ("forward", "backward", "weight", "saved", "vocab_s", "vocab_t")
+    changed: dict[str, Any] = {n: tuple(t * s for t, s in zip(getattr(costs, n), scale, strict=True)) for n in names}
+    return replace(costs, **changed)
+
+
 def what_limits(timeline: Timeline) -> str:
-    """A plain sentence on what keeps the step from being shorter."""
+    """A plain sentence on what keeps the step from being shorter, decided by `what_if`."""
     step, busy = timeline.makespan, timeline.busy
     mean = sum(busy) / len(busy)
+    little = f"Little limits this pipeline: {_share(mean, step)} of all ranks' time is work."
     if not step or 1 - mean / step < LITTLE:
-        return f"Little limits this pipeline: {_share(mean, step)} of all ranks' time is work."
-    heaviest = max(range(len(busy)), key=busy.__getitem__)
-    unequal, waiting = busy[heaviest] - mean, step - busy[heaviest]
-    if unequal >= waiting:
+        return little
+    tried = what_if(timeline)
+    if tried[0].gain < LITTLE and step - max(busy) < LITTLE * step:
+        return little
+    if tried[0].gain < LITTLE:
         return (
-            f"What limits this pipeline is its balance: rank {heaviest} has {busy[heaviest] / mean:.2f} times the mean "
-            f"work, and the others wait for it, {_share(unequal, step)} of the step. No order recovers that; a cut "
-            "that makes the ranks equal does, or an output layer that is sharded over them."
+            f"What limits this pipeline is its order: the busiest rank is idle {_share(step - max(busy), step)} of the "
+            "step, and neither free messages, equal ranks nor twice the microbatches shorten it; another schedule may."
         )
-    return _PHASES[_phase(timeline)].format(share=_share(waiting, step), m=timeline.schedule.microbatches)
+    heaviest = max(range(len(busy)), key=busy.__getitem__)
+    gains = ", ".join(f"{each.change} {each.gain:.1%}" for each in tried if each.gain >= 0.0005)
+    return (
+        _LIMITS[tried[0].cause].format(
+            gain=f"{tried[0].gain:.1%}", m=timeline.schedule.microbatches, rank=heaviest, ratio=busy[heaviest] / mean
+        )
+        + f" What would be saved, each simulated alone: {gains}."
+    )
 
 
-_PHASES = {
-    "phases": "What limits this pipeline is filling and draining it: the busiest rank is idle {share} of the "
-    "step. {m} microbatches are too few to hide that; more of them, or an order that fills faster, shorten it.",
-    "waits": "What limits this pipeline are waits in the middle of the step: the busiest rank is idle {share} of "
-    "it. The order does not fit the times of the passes; another schedule may.",
-    "communication": "What limits this pipeline are messages in flight: the busiest rank is idle {share} of "
-    "the step. Smaller boundaries or an order with more passes in flight hide them.",
+_LIMITS = {
+    "filling": "What limits this pipeline is filling and draining it: twice the microbatches would save {gain} of the "
+    "time of each. {m} are too few to hide it; more of them, or an order that fills faster, shorten it.",
+    "messages": "What limits this pipeline are its messages: without them the step would be {gain} shorter. Smaller "
+    "boundaries, fewer stages, or an order with more passes in flight hide them.",
+    "balance": "What limits this pipeline is its balance: rank {rank} has {ratio:.2f} times the mean work, and equal "
+    "ranks would save {gain} of the step. No order recovers that; a cut that makes the ranks equal does, or an output "
+    "layer that is sharded over them.",
 }
-
-
-def _phase(timeline: Timeline) -> str:
-    """Where most of the idle time is."""
-    causes = idle_by_cause(timeline)
-    kinds = {
-        "phases": causes.get("warm-up", 0) + causes.get("cool-down", 0),
-        "waits": causes.get("wait", 0) + causes.get("imbalance", 0),
-        "communication": causes.get("communication", 0),
-    }
-    return max(kinds, key=kinds.__getitem__)
 
 
 def _share(part: float, whole: float) -> str:

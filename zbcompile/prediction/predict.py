@@ -1,6 +1,6 @@
 """The time and memory of a step, predicted from the compiled graphs without running them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -8,15 +8,16 @@ from typing import Any
 from zbcompile.compiler.paired_schedule import with_exchanges
 from zbcompile.compiler.vocabulary_sharding import with_shard_times
 from zbcompile.errors import PipelineError
-from zbcompile.passes.partition.node_costs import machine_for
-from zbcompile.passes.stage.peak_memory import transient_bytes
+from zbcompile.passes.graph.roofline import seconds_of
+from zbcompile.passes.hardware.hardware import Hardware, hardware_for
+from zbcompile.passes.split.subgraphs import Piece
 from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.prediction.measure_passes import measure_passes
 from zbcompile.profiling.step_record import is_record, read_record
 from zbcompile.program.program import Program
 from zbcompile.schedules import Costs
-from zbcompile.schedules.execution.memory import deltas
 from zbcompile.schedules.ir.actions import SEND_B, SEND_F, flatten
+from zbcompile.schedules.ir.costs import Link
 
 NAMED_COSTS = ("flops", "uniform", "measured")
 
@@ -30,17 +31,20 @@ class Basis:
     text: str
 
 
-def basis_of(program: Program, source: str) -> Basis:
-    """The costs called `source`: "flops", "uniform", "measured" (the graphs are run here and now), or a file: JSON as
-    `Costs.to_json` writes it (times in seconds), or the record of a step.
+def basis_of(program: Program, source: str, fused: bool = False) -> Basis:
+    """The costs called `source`: "flops" (FLOPs and bytes on the program's hardware), "uniform", "measured" (the graphs
+    are run here and now), or a file: JSON as `Costs.to_json` writes it (times in seconds), or the record of a step.
+    `fused`: see `seconds_of`.
 
     Memory is always that of the graphs, in bytes. Raises PipelineError or ScheduleError for a file that does not fit.
     """
     if source == "flops":
-        speed = machine_for(program.device_type).flops_per_second
+        hardware = hardware_of(program)
+        messages = "messages over its links" if hardware.within else "messages free"
         channels = program.choices.channels or "nominal"
         exchanges = f"; exchanges beside the pipeline: {channels}" if program.exchanges else ""
-        return Basis(flop_costs(program), "s", f"from FLOPs at {speed / 1e9:g} GFLOP/s, messages free{exchanges}")
+        text = f"from FLOPs and bytes on {hardware}, {messages}{exchanges}"
+        return Basis(predicted_costs(program, fused), "s", text)
     if source == "uniform":  # the graph of a pass may compute nothing: a stage without parameters has no W
         costs = _costs(program, lambda stage, op: int(not stage.pieces[op].empty))
         return Basis(costs, "passes", "every pass takes 1 (empty ones 0), messages free")
@@ -48,6 +52,11 @@ def basis_of(program: Program, source: str) -> Basis:
         text = "passes run on this machine on synthetic values, messages free"
         return Basis(with_memory(measure_passes(program), program), "s", text)
     return _from_file(source, program)
+
+
+def hardware_of(program: Program) -> Hardware:
+    """What the program was compiled for, else the nominal speeds of its device."""
+    return program.choices.hardware or hardware_for(program.device_type)
 
 
 def _costs(program: Program, time: Callable[[StageProgram, str], float], **others: Any) -> Costs:
@@ -58,47 +67,53 @@ def _costs(program: Program, time: Callable[[StageProgram, str], float], **other
     return with_memory(Costs(forward, backward, weight, **others), program)
 
 
-def flop_costs(program: Program) -> Costs:
-    """Seconds of the passes from their FLOPs at the machine's nominal speed; a pass without contractions takes 0."""
-    each = 1 / machine_for(program.device_type).flops_per_second
-    return costs_at(program, Rates(dict.fromkeys(("F", "B", "W"), each), each))
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Seconds per FLOP: by pass, and `mean` for passes that are not there; `comm` and `bandwidth` as in `Costs`.
-    `exchanges`: the collectives of the stages take time beside that."""
-
-    by_pass: Mapping[str, float]
-    mean: float
-    comm: float = 0
-    bandwidth: float | None = None
-    exchanges: bool = True
-
-    def of(self, op: str) -> float:
-        return self.by_pass.get(op, self.mean)
-
-
-def rates_of(program: Program, costs: Costs) -> Rates:
-    """How fast the passes of `program` are under `costs`, over all stages."""
-    flops = {op: sum(stage.flops[op] for stage in program.stages) for op in ("F", "B", "W")}
-    waits = {op: sum(costs.exchange(op, stage) for stage in range(costs.stages)) for op in flops}
-    times = {op: float(sum(costs.times(op))) - waits[op] for op in flops}
-    by_pass = {op: times[op] / count for op, count in flops.items() if count}
-    mean = sum(times.values()) / (sum(flops.values()) or 1)
-    return Rates(by_pass, mean, costs.comm, costs.bandwidth, any(waits.values()))
-
-
-def costs_at(program: Program, rates: Rates) -> Costs:
-    """The passes of `program` at `rates`."""
-    links = {"comm": rates.comm, "bandwidth": rates.bandwidth}
-    costs = _costs(program, lambda stage, op: stage.flops[op] * rates.of(op), **links)
-    if rates.exchanges:
-        costs = with_exchanges(costs, program.stages, program.choices, program.device_type)
+def predicted_costs(program: Program, fused: bool = False, factors: Mapping[str, float] | None = None) -> Costs:
+    """Seconds of the passes by their operations on the program's hardware, and its links; `factors` are how much longer
+    each pass takes than that (`factors_of`)."""
+    hardware, factors = hardware_of(program), factors or {}
+    first = {stage.original: stage for stage in reversed(program.stages)}
+    found = {number: _pass_seconds(stage.pieces, hardware, fused, factors) for number, stage in first.items()}
+    costs = _costs(program, lambda stage, op: found[stage.original][op], **_links(program, hardware))
+    saved = (found[s.original] for s in program.stages)
+    costs = replace(costs, saved=tuple(max(0.0, t["B"] + t["W"] - t["BW"]) if "BW" in t else 0.0 for t in saved))
+    costs = with_exchanges(costs, program.stages, program.choices, program.device_type)
     if program.vocabulary is None:
         return costs
-    shards = [{op: count * rates.of(op) for op, count in flops.items()} for flops in program.vocabulary.flops]
+    shards = [_pass_seconds(pieces, hardware, fused, factors) for pieces in program.vocabulary.pieces]
     return with_shard_times(costs, program.schedule, program.vocabulary, shards)
+
+
+def _pass_seconds(
+    pieces: Mapping[str, Piece], hardware: Hardware, fused: bool, factors: Mapping[str, float]
+) -> dict[str, float]:
+    return {
+        op: 0.0 if p.empty else factors.get(op, 1.0) * (hardware.start + seconds_of(p.module, hardware, fused))
+        for op, p in pieces.items()
+    }
+
+
+def _links(program: Program, hardware: Hardware) -> dict[str, Any]:
+    """The links between every two ranks that exchange messages."""
+    if hardware.within is None:
+        return {}
+    rank, stages = program.schedule.placement.rank, program.schedule.stages
+    pairs = {(rank(s), rank(s + 1)) for s in range(stages - 1)}
+    apart = {(a, b): hardware.connection(a, b) for pair in pairs for a, b in (pair, pair[::-1])}
+    links = [Link(*pair, *c) for pair, c in sorted(apart.items()) if c is not None and c != hardware.within]
+    return {"comm": hardware.within.latency, "bandwidth": hardware.within.bandwidth, "links": tuple(links)}
+
+
+def factors_of(costs: Costs, predicted: Costs) -> dict[str, float]:
+    """How much longer each pass takes under `costs` than `predicted`, over all stages."""
+    ops = {op: (sum(costs.times(op)), sum(predicted.times(op))) for op in ("F", "B", "W")}
+    mean, both = (_ratio(ops[op] for op in several) for several in ("FBW", "BW"))
+    found = {op: _ratio([pair], mean) for op, pair in ops.items()}
+    return found | {"S": mean, "T": mean, "BW": both}
+
+
+def _ratio(pairs: Iterable[tuple[float, float]], default: float = 1.0) -> float:
+    now, before = (sum(column) for column in zip(*pairs, strict=True))
+    return now / before if before else default
 
 
 def left_on_last(costs: Costs) -> Costs:
@@ -152,25 +167,6 @@ def _share_of_weight(stage: StageProgram) -> float:
     """The part of W in the FLOPs of B and W; 0 if there is no W."""
     whole = stage.flops["B"] + stage.flops["W"]
     return stage.flops["W"] / whole if whole else 0.0
-
-
-def running_peaks(program: Program, costs: Costs) -> tuple[int, ...]:
-    """The most bytes that each rank holds while a pass runs: what waits for other passes, and what this one needs.
-
-    The two of a pair count one after the other; vocabulary passes count only with what they keep.
-    """
-    inside = {(stage.stage, op): transient_bytes(stage, op) for stage in program.stages for op in stage.pieces}
-    own = {"F": [0.0] * len(program.stages), "B": costs.activation, "W": costs.residue, "BW": costs.activation}
-    peaks = []
-    for order in program.schedule.orders:
-        held, peak = 0.0, 0.0
-        for action, change in zip(flatten(order), deltas(order, costs), strict=True):
-            if action.op in own:
-                peak = max(peak, held - own[action.op][action.stage] + inside[action.stage, action.op])
-            held += change
-            peak = max(peak, held)
-        peaks.append(int(peak))
-    return tuple(peaks)
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,19 @@
 """Changes that need other graphs - recomputation, a sharded output layer, other cuts - each compiled and predicted."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from zbcompile.compiler.compile_example import Inspected, compile_again
 from zbcompile.compiler.paired_schedule import in_order
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import CompileError
-from zbcompile.prediction.advice import Alternative, judge
-from zbcompile.prediction.predict import Rates, costs_at, rates_of
+from zbcompile.prediction.advice import Alternative, Peak, front, judge
+from zbcompile.prediction.predict import factors_of, predicted_costs
 from zbcompile.program.program import Program
 from zbcompile.schedules import Costs, Placement, Schedule, ScheduleError, Timeline, build, names, simulate
 
 Announce = Callable[[str], None]
+PeakOf = Callable[[Program | None], Peak]  # what the fullest rank holds of a program; of None: of the one at hand
 
 
 @dataclass(frozen=True)
@@ -34,18 +35,18 @@ class Impossible:
 
 
 def run_trials(
-    inspected: Inspected, costs: Costs, announce: Announce
+    inspected: Inspected, costs: Costs, announce: Announce, peak_of: PeakOf
 ) -> tuple[tuple[Alternative, ...], tuple[Impossible, ...]]:
     """Compile and predict every change; `costs` are those of the program at hand, in seconds.
 
-    Other graphs have the time that their FLOPs take at the mean rate of each pass under `costs`. `announce` is told of
-    each change before it is compiled.
+    Other graphs take as much longer than predicted from their operations as those at hand do under `costs`. `announce`
+    is told of each change before it is compiled, `peak_of` gives the memory.
     """
     now = inspected.program
-    rates = rates_of(now, costs)
+    factors = factors_of(costs, predicted_costs(now))
     found: list[Alternative] = []
     impossible: list[Impossible] = []
-    before = simulate(now.schedule, costs_at(now, rates))
+    before = simulate(now.schedule, costs)
     for trial in _trials(now):
         announce(f"trying {trial.option}")
         try:
@@ -54,18 +55,25 @@ def run_trials(
             reason = str(error).splitlines()[0].removeprefix("vocab=1: ").removesuffix(' Use vocab="off".')
             impossible.append(Impossible(trial.option, reason))
             continue
-        found.append(_best(trial, program, rates, before))
+        found += _judged(trial, program, factors, before, peak_of)
     return tuple(found), tuple(impossible)
 
 
-def _best(trial: Trial, program: Program, rates: Rates, before: Timeline) -> Alternative:
-    """The fastest of the trial's schedules, which have the same stages; of equal ones the leanest."""
-    tried = []
-    for schedule in trial.schedules:
-        other = in_order(program, schedule)
+def _judged(
+    trial: Trial, program: Program, factors: Mapping[str, float], before: Timeline, peak_of: PeakOf
+) -> list[Alternative]:
+    """Those of the trial's schedules, which have the same stages, that nothing beats in both time and memory."""
+    costs = predicted_costs(program, factors=factors)
+    costs = replace(costs, comm=before.costs.comm, bandwidth=before.costs.bandwidth, links=before.costs.links)
+    whole, now = peak_of(program), peak_of(None)(before)
+
+    def judged(schedule: Schedule) -> Alternative:
         option = trial.option if len(trial.schedules) == 1 else f"--schedule {schedule.name}"
-        tried.append(judge(trial.change, option, before, simulate(other.schedule, costs_at(other, rates))))
-    return min(tried, key=lambda a: (a.time_ratio, a.peak_ratio))
+        then = simulate(in_order(program, schedule).schedule, costs)
+        found = judge(trial.change, option, before, then)
+        return replace(found, peak_ratio=whole(then) / now if now else 1.0)
+
+    return front(map(judged, trial.schedules))
 
 
 def _trials(program: Program) -> Iterator[Trial]:

@@ -14,6 +14,7 @@ from zbcompile.errors import PipelineError
 from zbcompile.json_text import to_text
 from zbcompile.model.model_info import Member, ModelFacts
 from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.hardware.hardware import Hardware
 from zbcompile.passes.option import read_options
 from zbcompile.passes.partition.search import Cuts
 from zbcompile.passes.serialization.guard_data import guards_from_data, guards_to_data
@@ -176,4 +177,5 @@ def program_from_manifest(
 def _options_to_data(options: Choices | StepOptions) -> dict[str, Any]:
     """Options as plain data; `read_options` takes it."""
     plain = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(options).items()}
+    plain |= {name: value.to_dict() for name, value in plain.items() if isinstance(value, Hardware)}
     return {n: str(v).removeprefix("torch.") if isinstance(v, torch.dtype) else v for n, v in plain.items()}

@@ -11,13 +11,14 @@ reports the end of a send only to a wait; once the send is known to be over, tha
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
 from zbcompile.backends.types import Run
 from zbcompile.distributed.boundary_messages import HIDDEN_MESSAGE, ROWS_MESSAGE, Buffer, Message
 from zbcompile.passes.graph.roles import TensorSpec
+from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.program.program import Program
 from zbcompile.runtime.overlapped_pairs import make_pairs
 from zbcompile.runtime.stage_plan import AFTER, Arrival, CompiledStage, arrivals_of
@@ -70,6 +71,17 @@ class RankPlan:
         return counts
 
 
+class Receiver(Protocol):
+    """What receive buffers depend on: a `CompiledStage`, or less."""
+
+    @property
+    def program(self) -> StageProgram: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def generator_arrives(self) -> bool: ...
+
+
 Stages = Mapping[int, CompiledStage]
 
 
@@ -80,8 +92,8 @@ def plan_rank(program: Program, rank: int, stages: Stages, variants: Sequence[St
     def stage_of(action: Action) -> CompiledStage:
         return (variants[action.microbatch] if variants else stages)[action.stage]
 
-    buffers = _assign_buffers(program, rank, stage_of)
-    completes = _completions(program, rank, buffers)
+    buffers = assign_buffers(program, rank, stage_of)
+    completes = completed_sends(program, rank, buffers)
     collectives = awaited(program.schedule, lowered=True) if program.vocabulary is not None else {}
 
     def instruction(action: Action) -> Instruction:
@@ -147,8 +159,8 @@ def _source(program: Program, message: Message) -> int:
     return found
 
 
-def _assign_buffers(
-    program: Program, rank: int, stage_of: Callable[[Action], CompiledStage]
+def assign_buffers(
+    program: Program, rank: int, stage_of: Callable[[Action], Receiver]
 ) -> dict[Action, tuple[Buffer, ...]]:
     """A buffer for every tensor of every receive; each comes back after its last reader, in the order of actions."""
     arrivals: dict[int, dict[str, tuple[Arrival, ...]]] = {}  # by what runs, of which there is little
@@ -183,7 +195,7 @@ def _take_buffer(arrival: Arrival, free: dict[TensorSpec, list[int]], made: dict
     return Buffer(spec, free[spec].pop())
 
 
-def _with_generator(stage: CompiledStage) -> dict[str, tuple[Arrival, ...]]:
+def _with_generator(stage: Receiver) -> dict[str, tuple[Arrival, ...]]:
     """What arrives at a stage; generator state comes last and is used up by F."""
     arrivals = arrivals_of(stage.program)
     if not stage.generator_arrives:
@@ -192,13 +204,13 @@ def _with_generator(stage: CompiledStage) -> dict[str, tuple[Arrival, ...]]:
     return {**arrivals, "F": (*arrivals["F"], state)}
 
 
-def generator_spec(stage: CompiledStage) -> TensorSpec:
+def generator_spec(stage: Receiver) -> TensorSpec:
     """The shape of the generator state that travels with activations."""
     size = 16 if stage.device.type == "cuda" else torch.get_rng_state().numel()
     return TensorSpec((size,), (1,), "uint8", str(stage.device))
 
 
-def _completions(
+def completed_sends(
     program: Program, rank: int, buffers: Mapping[Action, Sequence[Buffer]]
 ) -> dict[Action, tuple[Message, ...]]:
     """For every action that needs a message: the sends known to be over once that message has arrived."""

@@ -8,8 +8,8 @@ from zbcompile.compiler.compile_example import Inspected, compile_example
 from zbcompile.compiler.line_costs import LineCosts
 from zbcompile.compiler.makespan_cuts import cuts_for_makespan, score_of
 from zbcompile.passes.compile_options import Choices
-from zbcompile.passes.partition.node_costs import nominal_seconds
-from zbcompile.prediction.predict import flop_costs
+from zbcompile.passes.partition.node_costs import predicted_seconds
+from zbcompile.prediction.predict import predicted_costs
 from zbcompile.schedules import build
 
 CLOSE = 0.15  # of the bytes that wait; dropout's masks are smaller in the graphs than autograd's
@@ -24,13 +24,13 @@ def compiled(request: pytest.FixtureRequest) -> Inspected:
 def line_costs(compiled: Inspected) -> tuple[LineCosts, list[int]]:
     drawn = compiled.drawn
     assert drawn is not None
-    costs = LineCosts(drawn.canonical, drawn.line, nominal_seconds(drawn.line))
+    costs = LineCosts(drawn.canonical, drawn.line, predicted_seconds(drawn.line))
     return costs, [after + 1 for after in compiled.program.cuts.after]
 
 
 def test_bytes(compiled: Inspected) -> None:
     costs, edges = line_costs(compiled)
-    estimate, graphs = costs.costs(edges), flop_costs(compiled.program)
+    estimate, graphs = costs.costs(edges), predicted_costs(compiled.program)
     assert estimate.message == graphs.message
     assert estimate.activation == pytest.approx(graphs.activation, rel=CLOSE)
     assert estimate.residue == pytest.approx(graphs.residue, rel=CLOSE)

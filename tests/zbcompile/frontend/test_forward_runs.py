@@ -13,7 +13,8 @@ from tests.support.live_storages import Alive, forward_bytes
 from tests.support.training import assert_same_tensors
 from zbcompile.compiler.inference import for_microbatches
 from zbcompile.passes.stage.peak_memory import transient_bytes
-from zbcompile.prediction.predict import flop_costs, running_peaks
+from zbcompile.prediction.predict import predicted_costs
+from zbcompile.prediction.rank_memory import running_peaks
 from zbcompile.schedules import check, simulate
 
 WIDTH = 8
@@ -81,9 +82,9 @@ def test_a_run_is_checked_recorded_and_predicted(pipe: zbcompile.Pipeline) -> No
     assert record.peak_activation_bytes == {0: 0, 1: 0}
     program = list(pipe._forwards._ready)[-1][1].program
     check(program.lowered)
-    assert simulate(program.schedule, flop_costs(program)).schedule == record.schedule
-    peaks = running_peaks(program, flop_costs(program))
-    assert peaks == running_peaks(for_microbatches(program, 8), flop_costs(program))
+    assert simulate(program.schedule, predicted_costs(program)).schedule == record.schedule
+    peaks = running_peaks(program, predicted_costs(program))
+    assert peaks == running_peaks(for_microbatches(program, 8), predicted_costs(program))
     for rank, peak in enumerate(peaks):
         assert peak == max(transient_bytes(program.stages[i], "F") for i in program.stages_of(rank))
         assert peak <= max(transient_bytes(pipe.program.stages[i], "F") for i in program.stages_of(rank))

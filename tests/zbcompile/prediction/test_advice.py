@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from zbcompile.prediction.advice import alternatives, format_idle, idle_by_cause, what_limits
+from zbcompile.prediction.advice import alternatives, format_idle, idle_by_cause, what_if, what_limits
 from zbcompile.schedules import Costs, build, simulate
 from zbcompile.schedules.simulation.timeline import Timeline
 
@@ -50,10 +50,30 @@ def test_a_schedule_of_ones_own_has_no_name_to_build_again() -> None:
 
 def test_what_limits_a_pipeline_is_told_apart() -> None:
     filling = what_limits(_timeline("gpipe", 4, 4))
-    assert "filling and draining it: the busiest rank is idle 42.9% of the step" in filling
+    assert "filling and draining it: twice the microbatches would save 21.4%" in filling
     schedule = build("1f1b", 2, 64)
     uneven = simulate(schedule, Costs((1, 3), (1, 3), (1, 3)))
     assert "its balance: rank 1 has 1.50 times the mean work" in what_limits(uneven)
     slow = simulate(schedule, Costs.uniform(2, comm=20))
-    assert "messages in flight" in what_limits(slow)
+    assert "limits this pipeline are its messages" in what_limits(slow)
     assert "Little limits this pipeline" in what_limits(_timeline("1f1b", 1, 4))
+
+
+def test_the_verdict_is_decided_by_simulation() -> None:
+    """Ranks stand still while the pipeline fills and drains, and because every message takes long."""
+    timeline = simulate(build("1f1b", 4, 16), Costs.uniform(4, comm=1))
+    first, *_ = what_if(timeline)
+    free = simulate(timeline.schedule, Costs.uniform(4))
+    assert (first.cause, first.gain) == ("messages", pytest.approx(1 - free.makespan / timeline.makespan))
+
+
+def test_schedules_that_nothing_beats_in_time_and_memory_are_named() -> None:
+    timeline = _timeline("gpipe", 4, 8)
+    found = [a for a in alternatives(timeline) if "--schedule" in a.option]
+    times, peaks = [a.time_ratio for a in found], [a.peak_ratio for a in found]
+    assert times == sorted(times)
+    assert peaks == sorted(peaks, reverse=True)
+    everything = (simulate(build(n, 4, 8), timeline.costs) for n in ("1f1b", "zb-h1", "zb-h2", "eager-1f1b"))
+    for then in everything:
+        time, peak = then.makespan / timeline.makespan, max(then.peak_memory) / max(timeline.peak_memory)
+        assert any(t <= time + 1e-9 and p <= peak * 1.001 for t, p in zip(times, peaks, strict=True))

@@ -10,7 +10,7 @@ import zbcompile
 from zbcompile.cli.target import load_example
 from zbcompile.compiler.compile_example import compile_example
 from zbcompile.passes.compile_options import Choices
-from zbcompile.prediction.predict import basis_of, flop_costs
+from zbcompile.prediction.predict import basis_of, predicted_costs
 from zbcompile.schedules import build, simulate
 
 TARGETS = Path(__file__).parents[3] / "examples" / "targets.py"
@@ -38,7 +38,7 @@ def _recorded(name: str, schedule: str) -> zbcompile.Pipeline:
 @pytest.mark.parametrize(("name", "schedule"), [("gpt", "zb-v"), ("gpt", "1f1b"), ("llama", "zb-h1"), ("unet", "zb-v")])
 def test_what_is_predicted_happens(name: str, schedule: str) -> None:
     pipe = _recorded(name, schedule)
-    timeline = simulate(pipe.program.schedule, flop_costs(pipe.program))
+    timeline = simulate(pipe.program.schedule, predicted_costs(pipe.program))
     assert pipe.last_step is not None
     for rank, spans in pipe.last_step.spans.items():
         measured = [span.action for span in spans if not span.action.startswith(("SEND", "RECV"))]

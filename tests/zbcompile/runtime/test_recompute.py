@@ -15,7 +15,7 @@ import zbcompile
 from tests.support.oracle import PROBLEMS
 from tests.support.training import Case, Trained, assert_same_tensors, gradients_of, reference
 from zbcompile.passes.compile_options import Recompute
-from zbcompile.prediction.predict import flop_costs
+from zbcompile.prediction.predict import predicted_costs
 from zbcompile.schedules import simulate
 
 MICROBATCHES = 4
@@ -60,7 +60,7 @@ def test_memory_is_as_predicted(policy: Recompute) -> None:
     _, pipe = train("small-dropout", policy)
     assert pipe.last_step is not None
     peaks = pipe.last_step.peak_activation_bytes
-    assert simulate(pipe.program.schedule, flop_costs(pipe.program)).peak_memory == tuple(
+    assert simulate(pipe.program.schedule, predicted_costs(pipe.program)).peak_memory == tuple(
         peaks[rank] for rank in range(2)
     )
     for before, after in zip(without.program.stages, pipe.program.stages, strict=True):

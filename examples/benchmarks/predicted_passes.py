@@ -1,0 +1,92 @@
+"""How far predicted passes are from measured ones on this machine.
+
+    python -m zbcompile.calibrate --output machine.toml
+    python examples/benchmarks/predicted_passes.py machine.toml
+
+F, B, W and BW of a stage in the middle of a GPT, a Llama, a Mixtral and a ResNet, in float32 on one thread; the fastest
+of some blocks of runs, by the CPU time of the thread, so that a loaded machine does not count.
+"""
+
+import argparse
+from statistics import median
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch import nn
+
+import zbcompile
+from zbcompile.compiler.compile_example import compile_example
+from zbcompile.compiler.synthetic_values import values_like
+from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.graph.roofline import seconds_of
+from zbcompile.passes.split.subgraphs import Piece
+from zbcompile.passes.torch_private import boxed
+from zbcompile.prediction.calibration import run_seconds
+from zbcompile.schedules import build
+
+TEXT: dict[str, Any] = {"vocab_size": 2048, "num_hidden_layers": 2, "hidden_size": 256, "num_attention_heads": 8}
+
+
+def gpt() -> tuple[nn.Module, dict[str, Any]]:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(GPT2Config(vocab_size=2048, n_embd=256, n_layer=2, n_head=8)), _text()
+
+
+def llama() -> tuple[nn.Module, dict[str, Any]]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(**TEXT, intermediate_size=688, num_key_value_heads=4)), _text()
+
+
+def mixtral() -> tuple[nn.Module, dict[str, Any]]:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes: dict[str, Any] = TEXT | {"intermediate_size": 512, "num_key_value_heads": 4, "num_local_experts": 4}
+    return MixtralForCausalLM(MixtralConfig(**sizes)), _text()
+
+
+def resnet() -> tuple[nn.Module, dict[str, Any]]:
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    sizes: dict[str, Any] = {"embedding_size": 32, "hidden_sizes": [64, 128], "depths": [2, 2], "layer_type": "basic"}
+    inputs = {"pixel_values": torch.randn(8, 3, 64, 64), "labels": torch.zeros(8, dtype=torch.int64)}
+    return ResNetForImageClassification(ResNetConfig(**sizes)), inputs
+
+
+def _text() -> dict[str, Any]:
+    tokens = torch.randint(2048, (4, 128))
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("hardware", metavar="FILE.toml")
+    parser.add_argument("names", nargs="*", default=["gpt", "llama", "mixtral", "resnet"])
+    chosen = parser.parse_args()
+    torch.set_num_threads(1)
+    hardware = zbcompile.Hardware.find(chosen.hardware)
+    rows, errors = [], []
+    for name in chosen.names:
+        model, inputs = globals()[name]()
+        program = compile_example(zbcompile.Example(model, (), inputs), build("zb-h1", 2, 4), Choices()).program
+        for stage in program.stages:
+            for op, piece in stage.pieces.items():
+                now, then = seconds_of(piece.module, hardware), _measured(piece)
+                errors.append(now / then - 1)
+                rows.append((name, stage.stage, op, f"{1e3 * now:.2f}", f"{1e3 * then:.2f}", f"{errors[-1]:+.1%}"))
+    print(tabulate(rows, ("model", "stage", "pass", "predicted ms", "measured ms", "off by"), disable_numparse=True))
+    sizes = sorted(map(abs, errors))
+    print(f"median {median(sizes):.1%}, largest {sizes[-1]:.1%}")
+
+
+def _measured(piece: Piece) -> float:
+    run = boxed(piece.module)
+    values = [values_like(node) for node in piece.module.graph.find_nodes(op="placeholder")]
+    with torch.no_grad():
+        return run_seconds(lambda: run(list(values)), torch.device("cpu"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""What the operations of a graph take on a machine: the longer of their arithmetic and the bytes that they move."""
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import GraphModule, Node
+
+from zbcompile.passes.graph.flops import count_flops
+from zbcompile.passes.graph.fusion import fused_kernels, kernel_bytes
+from zbcompile.passes.graph.fx import is_getitem
+from zbcompile.passes.graph.process_groups import is_collective
+from zbcompile.passes.graph.storage import bytes_moved, is_view, storages_read, tensors_of
+from zbcompile.passes.hardware.hardware import Hardware, Product
+from zbcompile.passes.torch_private import FakeTensorMode
+
+aten = torch.ops.aten
+# Operations that draw random numbers, and those that run no kernel.
+RANDOM = frozenset({aten.bernoulli, aten.native_dropout, aten.rand, aten.rand_like, aten.randn_like})
+NOTHING = frozenset({aten.detach, aten.empty_like, aten.empty, aten.alias})
+NEAR = 3  # measured products that one is estimated from
+EDGE = 16.0  # multiply-adds in the time of one load: how the efficiency of a tile falls with its edges
+
+
+class Shape(NamedTuple):
+    """`batch` products of [m, k] by [k, n]."""
+
+    batch: int
+    m: int
+    n: int
+    k: int
+
+
+def seconds_of(module: GraphModule, hardware: Hardware, fused: bool = False) -> float:
+    """The seconds of one run of a graph; with `fused`, chains of elementwise operations and reductions are one kernel
+    that keeps its values, as inductor makes them."""
+    flops = count_flops(module, FakeTensorMode(allow_non_fake_inputs=True))
+    nodes = [node for node in module.graph.nodes if node.op == "call_function"]
+    joined = set(nodes) if fused else _dropouts(nodes) if hardware.units else set()
+    apart = {node for node in nodes if flops[node] or is_collective(node) or node not in joined}
+    kernels, others = fused_kernels(nodes, apart)
+    single = sum(node_seconds(node, flops[node], hardware) for node in others)
+    return single + sum(_kernel_seconds(kernel_bytes(kernel), _random_numbers(kernel), hardware) for kernel in kernels)
+
+
+def _dropouts(nodes: Iterable[Node]) -> set[Node]:
+    """The operations of dropouts, which are one kernel on a GPU each, and which graphs captured on a CPU spell out."""
+    masks: set[Node] = set()
+    found: set[Node] = set()
+    for node in nodes:
+        of_mask = any(a in masks or _is_mask(a) for a in node.all_input_nodes)
+        if _packet(node) is aten.bernoulli or (of_mask and _packet(node) in (aten._to_copy, aten.div)):
+            masks.add(node)
+        elif of_mask and _packet(node) is aten.mul:
+            found.add(node)
+    return found | masks
+
+
+def _is_mask(node: Node) -> bool:
+    return any(t.dtype == torch.bool for t in tensors_of(node.meta.get("val")))
+
+
+def node_seconds(node: Node, flops: int, hardware: Hardware) -> float:
+    """The seconds of one operation; `flops` as counted."""
+    if is_getitem(node) or is_collective(node):  # exchanges are priced by their channels
+        return 0.0
+    if is_view(node) or _packet(node) in NOTHING:
+        return hardware.viewing
+    moved = bytes_moved(node)
+    if flops:
+        return product_seconds(node, flops, moved, hardware)
+    measured = hardware.operations.get(_name(node)) or hardware.operations.get("")
+    if measured:
+        return interpolated(measured, moved)
+    return _kernel_seconds(moved, _random_numbers([node]), hardware)
+
+
+def _kernel_seconds(moved: float, drawn: int, hardware: Hardware) -> float:
+    """A kernel that is bound by its bytes and its random numbers."""
+    drawing = drawn / hardware.random if hardware.random else 0.0
+    return hardware.launch + drawing + moved / (hardware.bandwidth * hardware.bandwidth_efficiency)
+
+
+def _random_numbers(nodes: Iterable[Node]) -> int:
+    return sum(t.numel() for node in nodes if _packet(node) in RANDOM for t in tensors_of(node.meta["val"])[:1])
+
+
+def product_seconds(node: Node, flops: int, moved: int, hardware: Hardware) -> float:
+    """A product of matrices, a convolution or an attention kernel."""
+    dtypes = (str(t.dtype).removeprefix("torch.") for t in storages_read(node).values())
+    peak = hardware.peak_of(next(dtypes, ""))
+    moving = moved / (hardware.bandwidth * hardware.bandwidth_efficiency)
+    shape = product_of(node)
+    name = _name(node)
+    if shape is None and name in hardware.operations:
+        return interpolated(hardware.operations[name], flops)
+    samples = hardware.products.get(name if "convolution" in name else "product", ())
+    if samples and shape is not None:
+        whole = flops / (2 * math.prod(shape))  # both gradients of a convolution are two products
+        return whole * _like_samples(shape, samples) * hardware.peak_of("float32") / peak
+    share = hardware.attention_efficiency if shape is None else product_share(shape, hardware)
+    arithmetic = flops / (peak * share)
+    return hardware.launch + (max(arithmetic, moving) if hardware.overlaps else arithmetic + moving)
+
+
+def product_share(shape: Shape, hardware: Hardware) -> float:
+    """What a product gets of the peak: its sum's length, and the tile that leaves the fewest processors idle."""
+    long = shape.k / (shape.k + hardware.depth)
+    if not hardware.units or not hardware.tiles:
+        return hardware.product_efficiency * long
+    return hardware.product_efficiency * long * max(_tiled(shape, tile, hardware) for tile in hardware.tiles)
+
+
+def _tiled(shape: Shape, tile: Sequence[int], hardware: Hardware) -> float:
+    """The share of useful work in the waves of tiles; small tiles read more for each product."""
+    (rows, columns), units = tile, hardware.units or 1
+    tiles = shape.batch * math.ceil(shape.m / rows) * math.ceil(shape.n / columns)
+    useful = shape.batch * shape.m * shape.n / (math.ceil(tiles / units) * units * rows * columns)
+    return useful * (1 + EDGE * _edges(*hardware.tiles[0])) / (1 + EDGE * _edges(rows, columns))
+
+
+def _edges(rows: int, columns: int) -> float:
+    return 1 / rows + 1 / columns
+
+
+def product_of(node: Node) -> Shape | None:
+    """The product of matrices that a node is; None for others. Of a convolution's backward one of two."""
+    name, value = _name(node).rstrip("_"), node.meta["val"]
+    given = [argument.meta["val"] for argument in node.args if isinstance(argument, Node) and "val" in argument.meta]
+    if name in ("mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot"):
+        one, other = given[-2:]
+        one, other = (one if one.ndim > 1 else one[None]), (other if other.ndim > 1 else other[:, None])
+        return Shape(math.prod(one.shape[:-2]), one.shape[-2], other.shape[-1], one.shape[-1])
+    if name == "convolution":
+        return _convolution(given[0].shape, given[1].shape, value.shape, node.args[8])
+    if name == "convolution_backward":
+        return _convolution(given[1].shape, given[2].shape, given[0].shape, node.args[9])
+    if name in ("_grouped_mm", "grouped_mm_fallback"):
+        one, other = given[:2]
+        return Shape(1, math.prod(one.shape[:-1]), other.shape[-1], one.shape[-1])
+    return None
+
+
+def _convolution(taken: Sequence[int], weight: Sequence[int], made: Sequence[int], groups: Any) -> Shape:
+    return Shape(int(groups), made[0] * math.prod(made[2:]), weight[0] // int(groups), math.prod(weight[1:]))
+
+
+def _like_samples(shape: Shape, samples: Sequence[Product]) -> float:
+    """Seconds from the measured products that are nearest in all dimensions: their time per multiplication."""
+    near = sorted((_distance(shape, s), s.seconds / math.prod(s[:4])) for s in samples)[:NEAR]
+    weights = [1 / (far + 1e-6) ** 2 for far, _ in near]
+    mean = sum(w * math.log(each) for w, (_, each) in zip(weights, near, strict=True)) / sum(weights)
+    return math.exp(mean) * math.prod(shape)
+
+
+def _distance(shape: Shape, sample: Product) -> float:
+    return sum(math.log(max(a, 1) / max(b, 1)) ** 2 for a, b in zip(shape, sample[:4], strict=True)) ** 0.5
+
+
+def interpolated(samples: Sequence[Sequence[float]], moved: float) -> float:
+    """Seconds of a kernel that moves so many bytes, between the measured ones; beyond the largest in proportion."""
+    if moved >= samples[-1][0]:
+        return samples[-1][1] * moved / samples[-1][0]
+    for (low, fast), (high, slow) in pairwise(samples):
+        if moved < high:
+            return fast + (slow - fast) * max(0.0, moved - low) / (high - low)
+    return samples[0][1]
+
+
+def _name(node: Node) -> str:
+    return str(getattr(_packet(node), "__name__", node.target))
+
+
+def _packet(node: Node) -> Any:
+    return getattr(node.target, "overloadpacket", node.target)

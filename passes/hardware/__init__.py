@@ -1,0 +1,1 @@
+"""What machines can do: named profiles, and those that were measured."""

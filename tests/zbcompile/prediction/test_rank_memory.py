@@ -1,0 +1,68 @@
+"""What ranks are predicted to hold, against an independent count of the storages that live in a step."""
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import zbcompile
+from tests.support.live_storages import Alive
+from tests.support.pool import Pool
+from zbcompile.cli.target import load_example
+from zbcompile.compiler.compile_example import compile_example
+from zbcompile.passes.compile_options import Choices
+from zbcompile.prediction.predict import predicted_costs
+from zbcompile.prediction.rank_memory import Memory, Sharding, rank_memories
+from zbcompile.schedules import build
+
+TARGETS = Path(__file__).parents[3] / "examples" / "targets.py"
+
+
+def _tensors() -> list[torch.Tensor]:
+    return [each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter)]
+
+
+def counted_and_predicted(schedule: str, microbatches: int) -> tuple[int, int]:
+    """Bytes of gradients, activations and messages on this rank: the most that lived, and what was predicted."""
+    torch.manual_seed(0)
+    example = load_example(f"{TARGETS}:gpt")
+    tokens, target = (torch.cat([each] * microbatches) for each in (example.args[0], example.target))
+    before = _tensors()
+    pipe = zbcompile.pipeline(example.model, schedule=schedule, microbatches=microbatches, loss=example.loss)
+    pipe.step(tokens, target=target)
+    gc.collect()
+    with Alive(_tensors(), before) as alive:
+        pipe.step(tokens, target=target)
+    state = dict(example.model.named_parameters()) | dict(example.model.named_buffers())
+    memory = rank_memories(pipe.program, predicted_costs(pipe.program), state)[torch.distributed.get_rank()]
+    return alive.most, memory.peak - memory.parameters - memory.optimizer_state
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h2", "zb-v"])
+def test_storages_that_live_in_a_step_are_predicted(pool: Pool, schedule: str) -> None:
+    for lived, predicted in pool.run(counted_and_predicted, schedule, 4):
+        assert predicted == pytest.approx(lived, rel=0.02)
+
+
+def _memory(dtype: torch.dtype, sharding: Sharding) -> Memory:
+    """Of the first of two ranks, which has one layer of 64 x 64."""
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False, dtype=dtype) for _ in range(2)))
+    x = torch.ones(4, 64, dtype=dtype)
+    example = zbcompile.Example(model, (x,), loss=nn.MSELoss(), target=x)
+    program = compile_example(example, build("1f1b", 2, 4), Choices(balance=("1",))).program
+    return rank_memories(program, predicted_costs(program), dict(model.named_parameters()), sharding)[0]
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_what_replicas_divide(zero: int) -> None:
+    size = 64 * 64
+    whole = _memory(torch.float32, Sharding(2, zero))
+    half = _memory(torch.bfloat16, Sharding(2, zero))
+    assert (whole.parameters, half.parameters) == (4 * size, 2 * size)
+    part = size * 4 // 2 if zero else 0  # of the summed gradients
+    assert whole.gradients == half.gradients == 4 * size + part
+    assert whole.optimizer_state == (12 * size / 2 if zero else 8 * size)
+    assert half.optimizer_state == (12 * size / 2 if zero else 12 * size)
+    assert whole.collectives == 4 * size

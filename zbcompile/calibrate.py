@@ -1,0 +1,123 @@
+"""`python -m zbcompile.calibrate --output FILE`: measure the machine at hand for `--hardware FILE`."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zbcompile.cli.command_line import exit_status
+from zbcompile.cli.compile_arguments import announcer
+from zbcompile.distributed.agreement import from_first, gathered
+from zbcompile.distributed.link_speed import Pair, measure_pairs
+from zbcompile.distributed.process_group import find_ranks, is_alone
+from zbcompile.distributed.ranks import Ranks
+from zbcompile.errors import PipelineError
+from zbcompile.passes.hardware.hardware import Connection, Hardware
+from zbcompile.prediction.calibration import measure_machine
+from zbcompile.safe_files import write_whole
+
+EXAMPLES = """examples:
+  python -m zbcompile.calibrate --output machine.toml
+  torchrun --nproc-per-node 2 -m zbcompile.calibrate --output machine.toml
+  python -m zbcompile.inspect examples/targets.py:gpt --hardware machine.toml
+Takes about a minute. The first rank measures products, kernels and what starting them takes; under torchrun every two
+ranks measure their connection.
+exit status: 0, or 2 with one line on standard error.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line on this rank; returns the exit status."""
+    chosen = _parser().parse_args(arguments)
+    try:
+        return exit_status("zbcompile.calibrate", lambda: _run(chosen), chosen.debug)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _run(chosen: argparse.Namespace) -> None:
+    if chosen.output.suffix != ".toml":
+        raise PipelineError(f"--output {chosen.output}: expected a file that ends in .toml")
+    if not chosen.output.parent.is_dir():
+        raise PipelineError(f"--output {chosen.output}: there is no directory {chosen.output.parent}")
+    torch.set_num_threads(chosen.threads)
+    ranks = find_ranks(_device, 1 if is_alone() else None, None, chosen.timeout)
+    try:
+        with ranks.watch.region("measuring the machine"):
+            _measure(ranks, chosen.output)
+    finally:
+        ranks.watch.close()
+
+
+def _device() -> torch.device:
+    return torch.device(torch.accelerator.current_accelerator() or "cpu")
+
+
+def _measure(ranks: Ranks, file: Path) -> None:
+    """One rank measures its machine while the others stand still, then all of them their connections."""
+    found: list[Hardware] = []
+
+    def measure() -> str:
+        found.append(measure_machine(_device(), announcer()))
+        return found[0].name
+
+    from_first(ranks, "measuring the machine", measure)
+    pairs: list[Pair] = []
+    if ranks.everyone is not None:
+        with ranks.watch.position.waiting("measuring the connections"):
+            pairs = [pair for each in gathered(ranks, measure_pairs(ranks.everyone)) for pair in each]
+    if found:
+        write_whole(file, to_toml(with_links(found[0], pairs, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))).encode())
+        print(f"{file}: {found[0]}")
+
+
+def with_links(hardware: Hardware, pairs: Iterable[Pair], node_ranks: int) -> Hardware:
+    """`hardware` with the median connections of `pairs`: inside of a node of so many ranks, and between two."""
+    near = [p for p in pairs if p.first // node_ranks == p.second // node_ranks]
+    far = [p for p in pairs if p not in near]
+    return replace(hardware, node_ranks=node_ranks, within=_median(near or far), between=_median(far))
+
+
+def _median(pairs: Sequence[Pair]) -> Connection | None:
+    return Connection(*(median(getattr(p, name) for p in pairs) for name in Connection._fields)) if pairs else None
+
+
+def to_toml(hardware: Hardware) -> str:
+    """What `Hardware.read` reads."""
+    data = hardware.to_dict()
+    tables = {name: value for name, value in data.items() if isinstance(value, dict)}
+    lines = [_entry(name, value) for name, value in data.items() if name not in tables]
+    for name, values in tables.items():
+        lines += ["", f"[{name}]", *(_entry(key, value) for key, value in values.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _entry(key: str, value: Any) -> str:
+    return f"{json.dumps(key)} = {json.dumps(value)}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m zbcompile.calibrate",
+        description="Measure this machine, or under torchrun a node or cluster with its connections.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--output", metavar="FILE.toml", type=Path, required=True, help="where to write the profile")
+    parser.add_argument("--threads", type=int, default=1, metavar="N", help="torch's threads on a CPU (default: 1)")
+    parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="wait for ranks (default: 600)")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks of errors")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

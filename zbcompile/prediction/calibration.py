@@ -1,0 +1,229 @@
+"""The machine at hand, measured: products, kernels by their bytes, what starting an operation takes."""
+
+import platform
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from itertools import cycle, product
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zbcompile.passes.graph.storage import storage_bytes, tensors_of
+from zbcompile.passes.hardware.hardware import Hardware, Product
+
+aten = torch.ops.aten
+ENOUGH = 0.02  # seconds of runs of one kernel
+BLOCKS = 5  # in which they are timed; the fastest counts, as others are disturbed
+ELEMENTS = (1 << 8, 1 << 12, 1 << 15, 1 << 18, 1 << 21)
+COLD, MOST = 24 << 20, 64  # bytes that a kernel goes through before it comes back to the first, copies at most
+WIDTH = 128
+EDGES = (16, 64, 256, 1024)  # of products
+BATCHES = ((8, 32, 32, 16), (8, 128, 128, 32), (16, 32, 64, 64), (32, 256, 64, 256), (8, 64, 512, 128))
+IMAGES = ((8, 16, 3, 32), (16, 16, 3, 32), (64, 64, 3, 16), (64, 128, 1, 16), (128, 128, 3, 8), (256, 64, 1, 8))
+LENGTHS = (16, 64, 256, 512)
+
+Call = Callable[[], Any]
+
+
+class Kernel(NamedTuple):
+    """An operator and the arguments to time it with."""
+
+    operator: Any
+    arguments: tuple[Any, ...]
+
+
+def run_seconds(call: Call, device: torch.device) -> float:
+    """The fastest mean of some blocks of runs. On a CPU with one thread its own time counts, not that of others."""
+    clock = time.thread_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
+    wait = torch.accelerator.synchronize if device.type != "cpu" else lambda: None
+
+    def block(count: int) -> float:
+        wait()
+        began = clock()
+        for _ in range(count):
+            call()
+        wait()
+        return (clock() - began) / count
+
+    block(2)
+    count = max(1, int(ENOUGH / BLOCKS / max(block(1), 1e-7)))
+    return min(block(min(count, 2000)) for _ in range(BLOCKS))
+
+
+def measure_machine(device: torch.device, say: Callable[[str], None] = lambda text: None) -> Hardware:
+    """Measure `device`, with the threads that torch has now. Links are left out."""
+    with torch.no_grad():
+        say("starting operations")
+        small, view = torch.ones(1, device=device), aten.view.default
+        launch = run_seconds(lambda: aten.mul.Tensor(small, 2.0), device)
+        viewing = run_seconds(lambda: view(small, [1, 1]), device)
+        say("kernels")
+        kernels = {name: _curve(make, device) for name, make in KERNELS.items()}
+        kernels |= {name: _attention(backward, device) for name, backward in ATTENTION.items()}
+        say("products")
+        products = {
+            "product": [_product(*shape, device) for shape in _shapes()],
+            "convolution": [_convolution(*image, device, backward=False) for image in IMAGES],
+            "convolution_backward": [_convolution(*image, device, backward=True) for image in IMAGES],
+        }
+    best = max(2 * p.batch * p.m * p.n * p.k / p.seconds for p in products["product"])
+    most, slowest = kernels["mul"][-1]
+    return Hardware(
+        name=f"{_name_of(device)}, {torch.get_num_threads()} threads" if device.type == "cpu" else _name_of(device),
+        peak={"float32": best},
+        bandwidth=most / slowest,
+        launch=launch,
+        viewing=viewing if device.type == "cpu" else 0.0,
+        products=products,
+        operations={"": kernels["mul"], **kernels},
+        sources={"everything": f"python -m zbcompile.calibrate, torch {torch.__version__}"},
+    )
+
+
+def _name_of(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+
+
+def _shapes() -> Iterator[tuple[int, int, int, int]]:
+    yield from ((1, m, n, k) for m, n, k in product(EDGES, repeat=3))
+    yield from BATCHES
+
+
+def _product(batch: int, m: int, n: int, k: int, device: torch.device) -> Product:
+    """As a linear layer has it: the second factor is stored transposed."""
+    one, other = torch.randn(batch, m, k, device=device), torch.randn(batch, n, k, device=device).transpose(1, 2)
+    call = (lambda: aten.bmm(one, other)) if batch > 1 else (lambda: aten.mm(one[0], other[0]))
+    return Product(batch, m, n, k, run_seconds(call, device))
+
+
+def _convolution(taken: int, made: int, edge: int, size: int, device: torch.device, backward: bool) -> Product:
+    """Of eight images; of the backward half, for its two products."""
+    x, weight = torch.randn(8, taken, size, size, device=device), torch.randn(made, taken, edge, edge, device=device)
+    rest = ([1, 1], [edge // 2] * 2, [1, 1], False, [0, 0], 1)
+    y = aten.convolution(x, weight, None, *rest)
+    forward: Call = lambda: aten.convolution(x, weight, None, *rest)  # noqa: E731
+    both: Call = lambda: aten.convolution_backward(y, x, weight, None, *rest, [True, True, False])  # noqa: E731
+    seconds = run_seconds(both, device) / 2 if backward else run_seconds(forward, device)
+    return Product(1, 8 * size * size, made, taken * edge * edge, seconds)
+
+
+def _curve(make: Callable[[Tensor], Kernel], device: torch.device) -> list[tuple[float, float]]:
+    """Seconds by bytes moved, counted as a graph counts them."""
+    found = []
+    for count in ELEMENTS:
+        kernel = make(torch.rand(max(1, count // WIDTH), min(count, WIDTH), device=device))
+        result = kernel.operator(*kernel.arguments)
+        moved = storage_bytes(tensors_of(kernel.arguments)) + storage_bytes(tensors_of(result))
+        found.append((float(moved), run_seconds(_in_turn(kernel, min(MOST, COLD // moved + 1)), device)))
+    return found
+
+
+def _in_turn(kernel: Kernel, count: int) -> Call:
+    """Runs on one copy of the arguments after the other, and keeps as many results: as in a graph, what an operation
+    reads and writes is no longer, or not yet, in a cache."""
+    copies = [tuple(a.clone() if isinstance(a, Tensor) else a for a in kernel.arguments) for _ in range(count)]
+    turns, results = cycle(copies), deque[Any](maxlen=count)
+    return lambda: results.append(kernel.operator(*next(turns)))
+
+
+def _attention(backward: bool, device: torch.device) -> list[tuple[float, float]]:
+    """Seconds by FLOPs: the bytes say little."""
+    return [_attend(length, backward, device) for length in LENGTHS]
+
+
+def _attend(length: int, backward: bool, device: torch.device) -> tuple[float, float]:
+    q = torch.randn(2, 4, length, 32, device=device)
+    flops = 4 * 2 * 4 * length * length * 32
+    forward = aten._scaled_dot_product_flash_attention_for_cpu
+    if not backward:
+        return flops, run_seconds(lambda: forward(q, q, q, 0.0, True), device)
+    out, sums = forward(q, q, q, 0.0, True)
+    again = aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return 2.5 * flops, run_seconds(lambda: again(out, q, q, q, out, sums, 0.0, True), device)
+
+
+ATTENTION = {
+    "_scaled_dot_product_flash_attention_for_cpu": False,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": True,
+}
+
+
+def _unary(name: str, *rest: Any) -> Callable[[Tensor], Kernel]:
+    return lambda x: Kernel(getattr(aten, name), (x, *rest))
+
+
+def _binary(name: str, *rest: Any) -> Callable[[Tensor], Kernel]:
+    return lambda x: Kernel(getattr(aten, name), (x, x.clone(), *rest))
+
+
+def _rows(x: Tensor) -> Tensor:
+    return torch.arange(len(x), device=x.device)
+
+
+def _norm(x: Tensor) -> tuple[Any, ...]:
+    return x, [x.shape[1]], torch.ones(x.shape[1], device=x.device), torch.zeros(x.shape[1], device=x.device)
+
+
+def _norm_backward(x: Tensor) -> Kernel:
+    _, mean, scale = aten.native_layer_norm(*_norm(x), 1e-5)
+    _, size, weight, bias = _norm(x)
+    return Kernel(aten.native_layer_norm_backward, (x, x, size, mean, scale, weight, bias, [True, True, True]))
+
+
+def _image(x: Tensor) -> Tensor:
+    return x.reshape(1, -1, 8, 8) if x.numel() % 64 == 0 else x.reshape(1, 1, *x.shape)
+
+
+def _batch_norm(x: Tensor) -> tuple[Tensor, ...]:
+    image = _image(x)
+    return image, *(torch.ones(image.shape[1], device=x.device) for _ in range(4))
+
+
+def _batch_norm_backward(x: Tensor) -> Kernel:
+    image, *four = _batch_norm(x)
+    _, mean, scale = aten.native_batch_norm(image, *four, True, 0.1, 1e-5)
+    rest = (four[0], four[1], four[2], mean, scale, True, 1e-5, [True, True, True])
+    return Kernel(aten.native_batch_norm_backward, (image, image, *rest))
+
+
+def _loss(x: Tensor) -> tuple[Any, ...]:
+    return x, torch.zeros(len(x), dtype=torch.int64, device=x.device), None, 1, -100
+
+
+KERNELS: Mapping[str, Callable[[Tensor], Kernel]] = {
+    **{name: _binary(name) for name in ("add", "mul", "sub", "div", "add_")},
+    **{name: _unary(name) for name in ("neg", "rsqrt", "relu", "exp", "sigmoid", "silu", "gelu", "tanh", "cos", "sin")},
+    **{name: _binary(name) for name in ("silu_backward", "gelu_backward", "tanh_backward")},
+    "sigmoid_backward": _binary("sigmoid_backward"),
+    "threshold_backward": _binary("threshold_backward", 0.0),
+    "pow": _unary("pow", 2),
+    "clone": lambda x: Kernel(aten.clone, (x.t(),)),
+    "_to_copy": lambda x: Kernel(torch.ops.aten._to_copy.default, (x > 0.5,)),
+    "cat": lambda x: Kernel(lambda one, other: aten.cat([one, other], 1), (x, x.clone())),
+    "sum": _unary("sum", [0]),
+    "mean": _unary("mean", [1], True),
+    "bernoulli": lambda x: Kernel(aten.bernoulli, (x > 0.5, 0.9)),
+    "masked_fill": lambda x: Kernel(aten.masked_fill, (x, x > 0.5, 0.0)),
+    "where": lambda x: Kernel(aten.where, (x > 0.5, x, x)),
+    "_softmax": _unary("_softmax", 1, False),
+    "_safe_softmax": _unary("_safe_softmax", 1),
+    "_log_softmax": _unary("_log_softmax", 1, False),
+    "_softmax_backward_data": _binary("_softmax_backward_data", 1, torch.float32),
+    "_log_softmax_backward_data": _binary("_log_softmax_backward_data", 1, torch.float32),
+    "native_layer_norm": lambda x: Kernel(aten.native_layer_norm, (*_norm(x), 1e-5)),
+    "native_layer_norm_backward": _norm_backward,
+    "native_batch_norm": lambda x: Kernel(aten.native_batch_norm, (*_batch_norm(x), True, 0.1, 1e-5)),
+    "native_batch_norm_backward": _batch_norm_backward,
+    "max_pool2d_with_indices": lambda x: Kernel(aten.max_pool2d_with_indices, (_image(x), [2, 2], [2, 2])),
+    "embedding": lambda x: Kernel(aten.embedding, (x, _rows(x))),
+    "index": lambda x: Kernel(lambda t, i: aten.index(t, [i]), (x, _rows(x))),
+    "index_add_": lambda x: Kernel(aten.index_add_, (x.clone(), 0, _rows(x), x)),
+    "nll_loss_forward": lambda x: Kernel(aten.nll_loss_forward, _loss(x)),
+    "nll_loss_backward": lambda x: Kernel(
+        aten.nll_loss_backward, (torch.ones((), device=x.device), *_loss(x), torch.ones((), device=x.device) * len(x))
+    ),
+    "slice_backward": lambda x: Kernel(aten.slice_backward, (x, [x.shape[0], 2 * x.shape[1]], 1, 0, x.shape[1], 1)),
+    "topk": _unary("topk", 2),
+}

@@ -1,0 +1,240 @@
+"""What each rank holds: parameters, gradients, optimizer state, activations, messages, the copies of collectives."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+
+from zbcompile.distributed.boundary_messages import Buffer, Message
+from zbcompile.passes.partition.memory_estimate import gradient_bytes, state_bytes
+from zbcompile.passes.stage.peak_memory import transient_bytes
+from zbcompile.passes.stage.stage_program import StageProgram
+from zbcompile.program.program import Program
+from zbcompile.runtime.rank_plan import assign_buffers, completed_sends, made_by, needed_by
+from zbcompile.runtime.stage_plan import AFTER, arrivals_of
+from zbcompile.schedules import Costs, lower
+from zbcompile.schedules.execution.memory import deltas
+from zbcompile.schedules.ir.actions import COMPUTE, RECEIVES, SEND_F, SENDS, Action, F, flatten
+from zbcompile.schedules.ir.dependencies import RECEIVE_OF
+from zbcompile.schedules.ir.kinds import KINDS
+from zbcompile.schedules.simulation.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank. `activations` and `messages` are the most of each at any moment of a step, `peak` the most of
+    all together, which need not be their sum. Not predicted: what the allocator rounds up and cannot use in fragments,
+    what kernels and libraries take for themselves, the user's batch.
+
+    * `parameters`: with buffers.
+    * `gradients`: the sums over microbatches, in their dtype.
+    * `optimizer_state`: with float32 masters of half-precision parameters, and this replica's part of the parameters
+      where replicas divide the updates.
+    * `activations`: what waits between the passes, and what the pass needs that runs.
+    * `messages`: receive buffers, which stay from step to step, less what counts as an activation while it is in them;
+      what was sent and is not known to have arrived.
+    * `collectives`: the copies of gradients that replicas sum.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer_state: int
+    activations: int
+    messages: int
+    collectives: int
+    peak: int
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How many replicas hold the same parameters, and what they divide: as `zero` of `pipe.optimizer`."""
+
+    replicas: int = 1
+    zero: int = 0
+
+
+ALONE = Sharding()
+
+
+class Held(NamedTuple):
+    """One moment of a step: bytes of activations and of messages."""
+
+    activations: float
+    messages: float
+
+
+class _Receiver(NamedTuple):
+    """What a plan of receive buffers asks of a stage."""
+
+    program: StageProgram
+    device: torch.device
+    generator_arrives: bool
+
+
+def rank_memories(
+    program: Program, costs: Costs, model: Mapping[str, torch.Tensor], sharding: Sharding = ALONE
+) -> tuple[Memory, ...]:
+    """What every rank holds; `model` has the parameters and buffers by name, `costs` the bytes of the program."""
+    distinct = {(stage.original, op): stage for stage in program.stages for op in stage.pieces}
+    inside = {key: transient_bytes(stage, key[1]) for key, stage in distinct.items()}
+    moments = partial(_moments, program, costs, inside)
+    return tuple(_memory(rank, program, list(moments(rank)), model, sharding) for rank in range(program.schedule.ranks))
+
+
+def complete_peak(
+    program: Program, model: Mapping[str, torch.Tensor], sharding: Sharding = ALONE
+) -> Callable[[Timeline], float]:
+    """What the fullest rank of `program` holds altogether under the schedule of a timeline."""
+
+    def peak(timeline: Timeline) -> float:
+        same = timeline.schedule == program.schedule
+        other = program if same else replace(program, lowered=lower(timeline.schedule))
+        return max(memory.peak for memory in rank_memories(other, timeline.costs, model, sharding))
+
+    return peak
+
+
+def running_peaks(program: Program, costs: Costs) -> tuple[int, ...]:
+    """The most bytes of activations that each rank holds while a pass runs: what waits for other passes, and what this
+    one needs. The two of a pair count one after the other; vocabulary passes count only with what they keep."""
+    return tuple(memory.activations for memory in rank_memories(program, costs, {}))
+
+
+def _memory(
+    rank: int, program: Program, moments: list[Held], model: Mapping[str, torch.Tensor], sharding: Sharding
+) -> Memory:
+    held = list(_resident(rank, program, model))
+    trained = [(value, share) for value, share, trains in held if trains]
+    gradients = sum(share * gradient_bytes(v, program.choices.dtype_of_sum(v.dtype)) for v, share in trained)
+    gradients += sum(gradient_bytes(v, program.choices.dtype_of_sum(v.dtype)) for v in _shared(rank, program, model))
+    divided = sharding.zero > 0 and sharding.replicas > 1
+    state = sum(share * state_bytes(v, program.choices.optimizer_state, divided) for v, share in trained)
+    parameters = sum(share * value.nbytes for value, share, _ in held)
+    collectives = gradients if sharding.replicas > 1 else 0
+    gradients += gradients / sharding.replicas if divided else 0
+    state /= sharding.replicas if divided else 1
+    waiting = max(sum(moment) for moment in moments)
+    return Memory(
+        parameters=int(parameters),
+        gradients=int(gradients),
+        optimizer_state=int(state),
+        activations=int(max(m.activations for m in moments)),
+        messages=int(max(m.messages for m in moments)),
+        collectives=int(collectives),
+        peak=int(parameters + gradients + state + max(waiting, collectives + moments[-1].messages)),
+    )
+
+
+def _resident(
+    rank: int, program: Program, model: Mapping[str, torch.Tensor]
+) -> Iterator[tuple[torch.Tensor, float, bool]]:
+    """The parameters and buffers of a rank, which share it has of each, and whether it trains it."""
+    stages = [program.stages[stage] for stage in program.stages_of(rank)]
+    rows = program.vocabulary.parameters if program.vocabulary is not None else ()
+    trained = {name for stage in stages for name in stage.trained}
+    names = {name for stage in stages for name in chain(stage.parameters, stage.buffers)} - set(rows)
+    for name in sorted(names & set(model)):
+        yield model[name], 1.0, name in trained
+    for name in sorted(set(rows) & set(model)):
+        low, high = program.vocabulary.bounds[rank]  # type: ignore[union-attr]
+        yield model[name], (high - low) / program.vocabulary.bounds[-1][1], True  # type: ignore[union-attr]
+
+
+def _shared(rank: int, program: Program, model: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Parameters that stages of several ranks train, once for each stage on this one: beside the gradient there is a
+    sum for each."""
+    several = {name for name in program.shared & set(model) if len(program.holders(name)) > 1}
+    for stage in program.stages_of(rank):
+        yield from (model[name] for name in sorted(several & set(program.stages[stage].trained)))
+
+
+def _moments(program: Program, costs: Costs, inside: Mapping[tuple[int, str], int], rank: int) -> Iterator[Held]:
+    """What a rank holds while each of its passes runs, and behind it."""
+    messages = _Messages(program, rank)
+    waiting = 0.0
+    own = {"F": [0.0] * len(program.stages), "B": costs.activation, "W": costs.residue, "BW": costs.activation}
+    yield Held(0.0, messages.bytes)
+    for action in flatten(program.lowered.programs[rank]):
+        messages.before(action)
+        if action.op not in COMPUTE:
+            continue
+        (change,) = deltas((action,), costs)
+        stage = program.stages[action.stage]
+        if action.op in own:
+            # What only W reads waits beside.
+            aside = stage.crossing.kept - stage.crossing.forward_to_backward if action.op == "B" else 0
+            needed = inside[stage.original, action.op] + aside
+            yield Held(waiting - own[action.op][action.stage] + needed, messages.bytes)
+        waiting += change
+        yield Held(waiting, messages.bytes)
+        messages.after(action)
+    yield Held(waiting, messages.bytes)
+
+
+class _Messages:
+    """The receive buffers of a rank and its sends under way, action by action."""
+
+    def __init__(self, program: Program, rank: int) -> None:
+        self.program = program
+        self.rank = rank
+        self.buffers = assign_buffers(program, rank, self._receiver)
+        self.completes = completed_sends(program, rank, self.buffers)
+        self.pool = _bytes({b for each in self.buffers.values() for b in each if b.number >= 0})
+        self.sent: dict[Message, int] = {}
+        self.posted: dict[object, int] = {}  # received without a buffer that stays, or from this rank itself
+        self.reading: list[tuple[int, frozenset[str], tuple[int, int]]] = []  # in buffers, and an activation
+
+    def _receiver(self, action: Action) -> _Receiver:
+        index = action.stage
+        device = torch.device(self.program.device_type)
+        return _Receiver(self.program.stages[index], device, 0 < index <= self.program.random_until)
+
+    @property
+    def bytes(self) -> int:
+        reading = sum(size for size, _, _ in self.reading)
+        return self.pool - reading + sum(self.sent.values()) + sum(self.posted.values())
+
+    def before(self, action: Action) -> None:
+        """What arrived for a pass counts as its activation from now on; what was sent before may have arrived."""
+        for message in self.completes.get(action, ()):
+            self.sent.pop(message, None)
+        if action.op in RECEIVES:
+            self.posted[action[1:], action.op[-1]] = _bytes(b for b in self._buffers(action) if b.number < 0)
+        elif action.op in SENDS and (sent := made_by(self.program, action)) is not None:
+            self.sent[sent] = self._made(action)
+        elif action.op in COMPUTE:
+            event = KINDS[action.op].event
+            self.posted.pop((action[1:], event), None)
+            self.posted.pop(needed_by(self.program, action), None)
+            for buffer, readers in self._arrived(action, event):
+                self.reading.append((buffer.spec.bytes, readers, action[1:]))
+
+    def after(self, action: Action) -> None:
+        """Buffers behind their last reader are buffers again; what is made for a stage on this rank waits."""
+        done = AFTER.get(action.op, ())
+        self.reading = [r for r in self.reading if r[2] != action[1:] or not r[1].isdisjoint(done)]
+        local = made_by(self.program, action) if action.op in AFTER else None
+        if local is not None and self.program.rank_of(local.stage, local.microbatch) == self.rank:
+            self.posted[local] = self._made(action)
+
+    def _buffers(self, action: Action) -> Sequence[Buffer]:
+        return self.buffers.get(action, ())
+
+    def _arrived(self, action: Action, event: str) -> Iterator[tuple[Buffer, frozenset[str]]]:
+        """The buffers of what a pass waited for, each with the passes that read it."""
+        found = self._buffers(Action(RECEIVE_OF.get(event, ""), *action[1:]))
+        readers = [a.readers for a in arrivals_of(self.program.stages[action.stage]).get(event, ())]
+        yield from ((b, r) for b, r in zip(found, readers, strict=False) if b.number >= 0)  # generator state is last
+
+    def _made(self, action: Action) -> int:
+        """The bytes of the message that a pass makes."""
+        stage = self.program.stages[action.stage]
+        forward = action.op in (F, SEND_F)
+        return stage.send_bytes if forward else sum(spec.bytes for spec in stage.gradients_out.values())
+
+
+def _bytes(buffers: Iterable[Buffer]) -> int:
+    return sum(buffer.spec.bytes for buffer in buffers)
