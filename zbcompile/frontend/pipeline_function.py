@@ -20,6 +20,7 @@ from zbcompile.model.materialize import Init
 from zbcompile.model.placements import Placements
 from zbcompile.passes.capture.training_step import LossFunction
 from zbcompile.passes.compile_options import Barriers, Recompute
+from zbcompile.passes.hardware.hardware import Hardware
 from zbcompile.runtime.make_engine import make_engine
 from zbcompile.schedules.ir.schedule import Lowered, Schedule
 from zbcompile.torch_private import warn_of_untried
@@ -37,6 +38,7 @@ class Keywords(TypedDict, total=False):
     recompute: Recompute | str
     weight_recompute: bool
     balance: str | Sequence[str]
+    hardware: Hardware | str | None
     memory: int | float | str | Memory | None
     accumulate_dtype: torch.dtype | str | None
     vocab: Barriers | Vocab

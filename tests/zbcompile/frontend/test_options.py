@@ -20,6 +20,7 @@ from zbcompile.frontend.option_groups import GROUPS, options_from, options_in
 from zbcompile.frontend.options import OPTIONS, PARAGRAPHS, Options, checked
 from zbcompile.frontend.pipeline_function import Keywords
 from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.hardware.hardware import Hardware
 from zbcompile.passes.option import read_bytes, read_options
 from zbcompile.program.manifest import _options_to_data
 from zbcompile.program.step_options import StepOptions
@@ -33,6 +34,7 @@ SPELLED = {
     "chunks": ("2", 2),
     "recompute": ("64MiB", 64 << 20),
     "balance": ("blocks.1,blocks.2", ("blocks.1", "blocks.2")),
+    "hardware": ("a100-80g", Hardware.find("a100-80g")),
     "boundary_bytes": ("4096", 4096),
     "memory": ("80GiB", 80 << 30),
     "optimizer_state": ("1.5", 1.5),
@@ -189,7 +191,8 @@ SAVED = """{"exact": false, "recompute": "full", "balance": ["2"], "boundary_byt
 def test_entries_of_a_program_saved_before_options_had_descriptions() -> None:
     read = read_options(Choices, json.loads(SAVED))
     assert (read.balance, read.accumulate_dtype, read.memory) == (("2",), torch.float32, 1 << 20)
-    assert _options_to_data(read) == {**json.loads(SAVED), "pairs": "auto", "channels": None}  # options since then
+    since = {"pairs": "auto", "channels": None, "hardware": None}
+    assert _options_to_data(read) == json.loads(SAVED) | since
     step = replace(StepOptions(), seed=3, split={"x": True})
     assert read_options(StepOptions, json.loads(json.dumps(_options_to_data(step)))) == step
 
