@@ -9,6 +9,7 @@ import torch
 from torch._C import DispatchKey  # 2.11-2.13: which of an operator's kernels is meant
 from torch._export import utils as _export_utils  # 2.11-2.13: see `quick_decompositions`
 from torch._inductor import config as inductor_config  # 2.11-2.13: documented as torch._inductor.config
+from torch.fx import Graph
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv  # 2.11-2.13: see `release_caches`
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
@@ -221,9 +222,20 @@ def written_so_far(value: torch.Tensor) -> int:
 
 def release_caches() -> None:
     """Let go of what torch has cached for graphs that are finished. Its cache of shapes has no limit, and the last 256
-    entries of ShapeEnv's caches keep their graphs' alive (2.11-2.13)."""
+    entries of ShapeEnv's caches keep their graphs' alive (2.11-2.15)."""
     if FakeTensorMode.cache_info().size > CACHED_SHAPES:
         FakeTensorMode.cache_clear()
     for method in vars(ShapeEnv).values():
         if hasattr(method, "cache_clear"):
             method.cache_clear()
+
+
+def release_shapes(graph: Graph) -> None:
+    """Empty what the ShapeEnv of a finished graph keeps: through it, it reaches itself by sizes that gc does not see, and
+    would never be freed (2.11-2.15)."""
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, FakeTensor) and (shapes := value.fake_mode.shape_env) is not None:
+            shapes.fake_tensor_cache.clear()
+            shapes.tracked_fakes = None
+            return
