@@ -64,6 +64,14 @@ def wrapper_like(cls: Any, like: torch.Tensor) -> Any:
     return torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)  # type: ignore
 
 
+def replace_tensors(module: torch.nn.Module, parameter: Callable[[Any], Any], buffer: Callable[[Any], Any]) -> None:
+    """Put others in the place of a module's own tensors (2.11-2.13: setattr would register anew)."""
+    tables: list[tuple[dict[str, Any], Callable[[Any], Any]]]
+    tables = [(module._parameters, parameter), (module._buffers, buffer)]
+    for table, make in tables:
+        table.update({name: make(value) for name, value in table.items() if value is not None})
+
+
 def group_called(name: str) -> dist.ProcessGroup:
     """The process group of this name, by which functional collectives find it (2.11-2.13: no public function does)."""
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type, no-any-return]

@@ -14,7 +14,7 @@ from zbcompile.passes.graph.fx import is_getitem
 from zbcompile.passes.graph.process_groups import is_collective
 from zbcompile.passes.graph.storage import bytes_moved, is_view, storages_read, tensors_of
 from zbcompile.passes.hardware.hardware import Hardware, Product
-from zbcompile.passes.torch_private import FakeTensorMode
+from zbcompile.passes.torch_private import TO_COPY, FakeTensorMode
 
 aten = torch.ops.aten
 # Operations that draw random numbers, and those that run no kernel.
@@ -51,7 +51,7 @@ def _dropouts(nodes: Iterable[Node]) -> set[Node]:
     found: set[Node] = set()
     for node in nodes:
         of_mask = any(a in masks or _is_mask(a) for a in node.all_input_nodes)
-        if _packet(node) is aten.bernoulli or (of_mask and _packet(node) in (aten._to_copy, aten.div)):
+        if _packet(node) is aten.bernoulli or (of_mask and _packet(node) in (TO_COPY.overloadpacket, aten.div)):
             masks.add(node)
         elif of_mask and _packet(node) is aten.mul:
             found.add(node)

@@ -8,6 +8,7 @@ from typing import Any
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from zbcompile.passes.graph.process_groups import is_collective, is_wait
 from zbcompile.passes.graph.roofline import node_seconds
 from zbcompile.passes.graph.storage import tensors_of
 from zbcompile.passes.hardware.hardware import Hardware, hardware_for
@@ -47,12 +48,24 @@ def loads_of(
 
 
 def predicted_seconds(line: Line, hardware: Hardware | None = None) -> list[float]:
-    """Forward and backward of each node on `hardware`, by default at the nominal speeds of the device."""
-    hardware, seconds = hardware or hardware_for(device_of(line)), []
+    """Forward and backward of each node on `hardware`, by default at the nominal speeds of the device, which are always
+    those of collectives."""
+    device = device_of(line)
+    hardware, seconds = hardware or hardware_for(device), []
     for node in line.nodes:
+        trains = bool(node.meta["differentiable"])
         forward = node_seconds(node, line.flops.get(node, 0), hardware)
-        seconds.append(forward * (1 + BACKWARD * bool(node.meta["differentiable"])))
+        exchange = _exchange_seconds(node, machine_for(device))
+        seconds.append(forward * (1 + BACKWARD * trains) + exchange * (1 + trains))
     return seconds
+
+
+def _exchange_seconds(node: Node, machine: Machine) -> float:
+    """What a collective takes, counted where it is issued."""
+    if not is_collective(node) or is_wait(node):
+        return 0.0
+    size = sum(tensor.nbytes for tensor in tensors_of(node.meta["val"]))
+    return machine.latency + size / machine.channel_bytes_per_second
 
 
 def device_of(line: Line) -> str:

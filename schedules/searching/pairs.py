@@ -35,8 +35,8 @@ def with_pairs(schedule: Schedule, costs: Costs) -> Schedule:
     >>> costs = Costs((2,) * 2, (2,) * 2, (2,) * 2, backward_exchange=(1,) * 2)
     >>> print(with_pairs(build("zb-h1", ranks=2, microbatches=3), costs))
     zb-h1: 2 ranks, 3 microbatches, linear placement, 1 chunk
-    rank 0  F0.0  F0.1  BW0.0  F0.2  BW0.1         BW0.2
-    rank 1  F1.0  B1.0  F1.1   (B1.1|W1.0)  F1.2  (B1.2|W1.1)  W1.2
+    rank 0  F0.0  F0.1  BW0.0  F0.2         BW0.1  BW0.2
+    rank 1  F1.0  B1.0  F1.1   (B1.1|W1.0)  F1.2   (B1.2|W1.1)  W1.2
     """
     schedule = replace(schedule, orders=tuple(tuple(map(_fused, order)) for order in schedule.orders))
     if not any((*costs.forward_exchange, *costs.backward_exchange)) or W not in schedule.ops:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from zbcompile.passes.torch_private import FakeTensorMode
+from zbcompile.torch_private import replace_tensors
 
 
 @contextmanager
@@ -34,10 +35,7 @@ class _Converted:
         def _apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
             for child in module.children() if recurse else ():
                 child._apply(fn)
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    module._parameters[name] = self._of(parameter, fn)
-            module._buffers.update({name: fn(b) for name, b in module._buffers.items() if b is not None})
+            replace_tensors(module, lambda parameter: self._of(parameter, fn), fn)
             return module
 
         return _apply

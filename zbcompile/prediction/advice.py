@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from zbcompile.schedules import Costs, Schedule, ScheduleError, Timeline, build, names, simulate
+from zbcompile.schedules.ir.actions import F
 from zbcompile.schedules.searching.pairs import with_pairs
 
 WORTH = 0.01  # minimum relative speed-up to be listed
@@ -82,7 +83,8 @@ def _more_microbatches(timeline: Timeline, peak: Peak) -> Alternative | None:
 
 
 def _others(schedule: Schedule, costs: Costs) -> Iterator[tuple[str, Timeline]]:
-    for name in names():
+    """The step under every other name; of forward passes alone there is one order."""
+    for name in names() if schedule.ops > {F} else ():
         other = _built(schedule, name, schedule.microbatches) if name != schedule.name else None
         if other is not None and other.placement == schedule.placement:
             yield name, _simulated(other, costs)

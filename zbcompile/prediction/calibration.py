@@ -12,6 +12,7 @@ from torch import Tensor
 
 from zbcompile.passes.graph.storage import storage_bytes, tensors_of
 from zbcompile.passes.hardware.hardware import Hardware, Product
+from zbcompile.passes.torch_private import CPU_ATTENTION, CPU_ATTENTION_BACKWARD, TO_COPY
 
 aten = torch.ops.aten
 ENOUGH = 0.02  # seconds of runs of one kernel
@@ -136,18 +137,13 @@ def _attention(backward: bool, device: torch.device) -> list[tuple[float, float]
 def _attend(length: int, backward: bool, device: torch.device) -> tuple[float, float]:
     q = torch.randn(2, 4, length, 32, device=device)
     flops = 4 * 2 * 4 * length * length * 32
-    forward = aten._scaled_dot_product_flash_attention_for_cpu
     if not backward:
-        return flops, run_seconds(lambda: forward(q, q, q, 0.0, True), device)
-    out, sums = forward(q, q, q, 0.0, True)
-    again = aten._scaled_dot_product_flash_attention_for_cpu_backward
-    return 2.5 * flops, run_seconds(lambda: again(out, q, q, q, out, sums, 0.0, True), device)
+        return flops, run_seconds(lambda: CPU_ATTENTION(q, q, q, 0.0, True), device)
+    out, sums = CPU_ATTENTION(q, q, q, 0.0, True)
+    return 2.5 * flops, run_seconds(lambda: CPU_ATTENTION_BACKWARD(out, q, q, q, out, sums, 0.0, True), device)
 
 
-ATTENTION = {
-    "_scaled_dot_product_flash_attention_for_cpu": False,
-    "_scaled_dot_product_flash_attention_for_cpu_backward": True,
-}
+ATTENTION = {CPU_ATTENTION.__name__: False, CPU_ATTENTION_BACKWARD.__name__: True}
 
 
 def _unary(name: str, *rest: Any) -> Callable[[Tensor], Kernel]:
@@ -200,7 +196,7 @@ KERNELS: Mapping[str, Callable[[Tensor], Kernel]] = {
     "threshold_backward": _binary("threshold_backward", 0.0),
     "pow": _unary("pow", 2),
     "clone": lambda x: Kernel(aten.clone, (x.t(),)),
-    "_to_copy": lambda x: Kernel(torch.ops.aten._to_copy.default, (x > 0.5,)),
+    TO_COPY.overloadpacket.__name__: lambda x: Kernel(TO_COPY, (x > 0.5,)),
     "cat": lambda x: Kernel(lambda one, other: aten.cat([one, other], 1), (x, x.clone())),
     "sum": _unary("sum", [0]),
     "mean": _unary("mean", [1], True),

@@ -180,6 +180,7 @@ class _Messages:
     def __init__(self, program: Program, rank: int) -> None:
         self.program = program
         self.rank = rank
+        self.receivers: dict[int, _Receiver] = {}  # one of each stage, which stays: it is known by its identity
         self.buffers = assign_buffers(program, rank, self._receiver)
         self.completes = completed_sends(program, rank, self.buffers)
         self.pool = _bytes({b for each in self.buffers.values() for b in each if b.number >= 0})
@@ -189,8 +190,11 @@ class _Messages:
 
     def _receiver(self, action: Action) -> _Receiver:
         index = action.stage
-        device = torch.device(self.program.device_type)
-        return _Receiver(self.program.stages[index], device, 0 < index <= self.program.random_until)
+        if index not in self.receivers:
+            device = torch.device(self.program.device_type)
+            arrives = 0 < index <= self.program.random_until
+            self.receivers[index] = _Receiver(self.program.stages[index], device, arrives)
+        return self.receivers[index]
 
     @property
     def bytes(self) -> int:

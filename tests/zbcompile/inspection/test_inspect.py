@@ -245,8 +245,10 @@ def test_all_graphs_on_one_page(tmp_path: Path, tiny: Path, inspect: Callable[..
 
 @pytest.mark.slow
 @needs_torch_2_13
-def test_fake_tensors_show_the_same(inspect: Callable[..., str], golden: Callable[[str, str], None]) -> None:
-    golden("inspect_llama.txt", inspect(f"{TARGETS}:llama", "--quick", "--fake"))
+def test_fake_tensors_show_the_same(inspect: Callable[..., str]) -> None:
+    """For the same hardware: with fake tensors that is not taken to be the machine at hand."""
+    asked = (f"{TARGETS}:llama", "--quick", "--hardware", "cpu-core")
+    assert inspect(*asked, "--fake") == inspect(*asked)
 
 
 def test_json_agrees_with_itself(inspect: Callable[..., str]) -> None:
