@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zbcompile.distributed.exchanges_at_exit import forget, outlives_its_step
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.optimizer.early_update import EarlyUpdate, Options
 from zbcompile.optimizer.gradient_norm import as_norm, begin_sum, squares_of
@@ -122,13 +123,16 @@ class PostValidation:
         if self.ranks.everyone is not None:
             flags = dist.all_reduce(self.flags, dist.ReduceOp.MAX, group=self.ranks.everyone, async_op=True)
             self.works = [each for each in (work, flags, self.sending) if each is not None]
+            for each in self.works:
+                outlives_its_step(each)
 
     def settle(self) -> tuple[Verdict, bool]:
         """Wait for what all gradients say, and whether the updates stand."""
         watch, what = self.ranks.watch, "the norm of all gradients"
         with watch.apart(what), watch.position.waiting(what):
             while self.works:
-                self.works.pop().wait()
+                self.works[-1].wait()
+                forget(self.works.pop())
         self.norm = as_norm(self.total)
         verdict = self._verdict(self.norm, self.flags[0])
         return verdict, self.speculation.stands(verdict, bool(self.flags[1]))

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zbcompile.distributed.exchanges_at_exit import forget, outlives_its_step
 from zbcompile.distributed.packing import as_contiguous
 from zbcompile.errors import PipelineError
 from zbcompile.optimizer.division import Division, Piece
@@ -33,6 +34,7 @@ class Moving:
     def wait(self) -> torch.Tensor:
         if self.work is not None:
             self.work.wait()
+            forget(self.work)
         return self.result
 
 
@@ -157,7 +159,8 @@ class Bucket:
             self.gathering = Moving(None, own, own)
         else:
             flat = torch.empty(self.division.chunk * len(self.division.shares), dtype=own.dtype, device=own.device)
-            self.gathering = Moving(all_gather(flat, own, self.group), own, flat)
+            work = outlives_its_step(all_gather(flat, own, self.group))
+            self.gathering = Moving(work, own, flat)
 
     def arrive(self) -> None:
         """Wait for the parts of all replicas, and write them into the parameters. Raises PipelineError if somebody else

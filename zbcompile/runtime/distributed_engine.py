@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zbcompile.distributed.clocks import clock_of, offset_to_first
+from zbcompile.distributed.exchanges_at_exit import forget
 from zbcompile.distributed.ranks import GroupRanks
 from zbcompile.distributed.replicas import broadcast
 from zbcompile.errors import PipelineError
@@ -79,6 +80,7 @@ class DistributedEngine:
     def _wait(self, work: dist.Work) -> None:
         with self.ranks.watch.apart("the losses of all ranks"):
             work.wait()
+        forget(work)
 
     def carry_out(self, runs: Sequence[RankRun]) -> None:
         (run,) = runs
