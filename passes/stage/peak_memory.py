@@ -13,18 +13,22 @@ from zbcompile.passes.split.subgraphs import LATER, Piece
 from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.passes.torch_private import is_in_place, storage_key
 
+ARRIVING = ("activation", "tangent")  # from other stages
 ALIVE = (*RESIDENT, "accumulator")  # before and after, whatever runs
 
 
-def transient_bytes(stage: StageProgram, name: str) -> int:
+def transient_bytes(stage: StageProgram, name: str, buffered: bool = False) -> int:
     """The most bytes of one microbatch that are alive at once while the pass `name` of `stage` runs.
 
     Counted are what waited for the pass or arrives for it, what it makes on its way and what it returns; not
     parameters, buffers, gradient buffers and the user's inputs, nor what a kernel allocates for itself. A value is
-    freed after its last use; an input only if no later pass reads it.
+    freed after its last use; an input only if no later pass reads it, and, where messages are `buffered`, what arrived
+    not before the pass ends.
     """
     piece = stage.pieces[name]
     kept = {slot for later in LATER[name] if later in stage.pieces for slot in stage.pieces[later].inputs}
+    if buffered:
+        kept |= {slot for slot in piece.inputs if slot.kind in ARRIVING}
     return peak_bytes(piece, kept)
 
 

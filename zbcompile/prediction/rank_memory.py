@@ -9,9 +9,13 @@ from typing import NamedTuple
 import torch
 
 from zbcompile.distributed.boundary_messages import Buffer, Message
+from zbcompile.passes.graph.fx import output_values
+from zbcompile.passes.graph.storage import storage_bytes, tensors_of
 from zbcompile.passes.partition.memory_estimate import gradient_bytes, state_bytes
+from zbcompile.passes.split.subgraphs import Piece
 from zbcompile.passes.stage.peak_memory import transient_bytes
 from zbcompile.passes.stage.stage_program import StageProgram
+from zbcompile.passes.torch_private import storage_key
 from zbcompile.program.program import Program
 from zbcompile.runtime.rank_plan import assign_buffers, completed_sends, made_by, needed_by
 from zbcompile.runtime.stage_plan import AFTER, arrivals_of
@@ -60,10 +64,12 @@ ALONE = Sharding()
 
 
 class Held(NamedTuple):
-    """One moment of a step: bytes of activations and of messages."""
+    """One moment of a step: bytes of activations, of messages, and of the sums that stages have made so far of a
+    gradient to which several contribute."""
 
     activations: float
     messages: float
+    sums: float
 
 
 class _Receiver(NamedTuple):
@@ -79,8 +85,8 @@ def rank_memories(
 ) -> tuple[Memory, ...]:
     """What every rank holds; `model` has the parameters and buffers by name, `costs` the bytes of the program."""
     distinct = {(stage.original, op): stage for stage in program.stages for op in stage.pieces}
-    inside = {key: transient_bytes(stage, key[1]) for key, stage in distinct.items()}
-    moments = partial(_moments, program, costs, inside)
+    inside = {key: transient_bytes(stage, key[1], buffered=True) for key, stage in distinct.items()}
+    moments = partial(_moments, program, costs, inside, model)
     return tuple(_memory(rank, program, list(moments(rank)), model, sharding) for rank in range(program.schedule.ranks))
 
 
@@ -109,7 +115,6 @@ def _memory(
     held = list(_resident(rank, program, model))
     trained = [(value, share) for value, share, trains in held if trains]
     gradients = sum(share * gradient_bytes(v, program.choices.dtype_of_sum(v.dtype)) for v, share in trained)
-    gradients += sum(gradient_bytes(v, program.choices.dtype_of_sum(v.dtype)) for v in _shared(rank, program, model))
     divided = sharding.zero > 0 and sharding.replicas > 1
     state = sum(share * state_bytes(v, program.choices.optimizer_state, divided) for v, share in trained)
     parameters = sum(share * value.nbytes for value, share, _ in held)
@@ -117,14 +122,15 @@ def _memory(
     gradients += gradients / sharding.replicas if divided else 0
     state /= sharding.replicas if divided else 1
     waiting = max(sum(moment) for moment in moments)
+    last = moments[-1]
     return Memory(
         parameters=int(parameters),
-        gradients=int(gradients),
+        gradients=int(gradients + last.sums),
         optimizer_state=int(state),
         activations=int(max(m.activations for m in moments)),
         messages=int(max(m.messages for m in moments)),
         collectives=int(collectives),
-        peak=int(parameters + gradients + state + max(waiting, collectives + moments[-1].messages)),
+        peak=int(parameters + gradients + state + max(waiting, collectives + last.messages + last.sums)),
     )
 
 
@@ -143,20 +149,25 @@ def _resident(
         yield model[name], (high - low) / program.vocabulary.bounds[-1][1], True  # type: ignore[union-attr]
 
 
-def _shared(rank: int, program: Program, model: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Parameters that stages of several ranks train, once for each stage on this one: beside the gradient there is a
-    sum for each."""
-    several = {name for name in program.shared & set(model) if len(program.holders(name)) > 1}
-    for stage in program.stages_of(rank):
-        yield from (model[name] for name in sorted(several & set(program.stages[stage].trained)))
+def _sums(program: Program, model: Mapping[str, torch.Tensor], stage: int) -> int:
+    """Bytes of the sums that a stage makes, beside `.grad`, of parameters that other stages train as well."""
+    values = (model[name] for name in program.shared & set(model) & set(program.stages[stage].trained))
+    return sum(gradient_bytes(value, program.choices.dtype_of_sum(value.dtype)) for value in values)
 
 
-def _moments(program: Program, costs: Costs, inside: Mapping[tuple[int, str], int], rank: int) -> Iterator[Held]:
+def _moments(
+    program: Program,
+    costs: Costs,
+    inside: Mapping[tuple[int, str], int],
+    model: Mapping[str, torch.Tensor],
+    rank: int,
+) -> Iterator[Held]:
     """What a rank holds while each of its passes runs, and behind it."""
     messages = _Messages(program, rank)
     waiting = 0.0
+    sums: dict[int, int] = {}
     own = {"F": [0.0] * len(program.stages), "B": costs.activation, "W": costs.residue, "BW": costs.activation}
-    yield Held(0.0, messages.bytes)
+    yield Held(0.0, messages.bytes, 0.0)
     for action in flatten(program.lowered.programs[rank]):
         messages.before(action)
         if action.op not in COMPUTE:
@@ -167,11 +178,13 @@ def _moments(program: Program, costs: Costs, inside: Mapping[tuple[int, str], in
             # What only W reads waits beside.
             aside = stage.crossing.kept - stage.crossing.forward_to_backward if action.op == "B" else 0
             needed = inside[stage.original, action.op] + aside
-            yield Held(waiting - own[action.op][action.stage] + needed, messages.bytes)
+            if action.op in ("W", "BW") and action.stage not in sums:
+                sums[action.stage] = _sums(program, model, action.stage)
+            yield Held(waiting - own[action.op][action.stage] + needed, messages.bytes, sum(sums.values()))
         waiting += change
-        yield Held(waiting, messages.bytes)
+        yield Held(waiting, messages.bytes, sum(sums.values()))
         messages.after(action)
-    yield Held(waiting, messages.bytes)
+    yield Held(waiting, messages.bytes, sum(sums.values()))
 
 
 class _Messages:
@@ -185,6 +198,7 @@ class _Messages:
         self.completes = completed_sends(program, rank, self.buffers)
         self.pool = _bytes({b for each in self.buffers.values() for b in each if b.number >= 0})
         self.sent: dict[Message, int] = {}
+        self.kept: dict[int, int] = {}  # by stage
         self.posted: dict[object, int] = {}  # received without a buffer that stays, or from this rank itself
         self.reading: list[tuple[int, frozenset[str], tuple[int, int]]] = []  # in buffers, and an activation
 
@@ -208,7 +222,7 @@ class _Messages:
         if action.op in RECEIVES:
             self.posted[action[1:], action.op[-1]] = _bytes(b for b in self._buffers(action) if b.number < 0)
         elif action.op in SENDS and (sent := made_by(self.program, action)) is not None:
-            self.sent[sent] = self._made(action)
+            self.sent[sent] = self._made(action) - self._kept(action)
         elif action.op in COMPUTE:
             event = KINDS[action.op].event
             self.posted.pop((action[1:], event), None)
@@ -233,11 +247,31 @@ class _Messages:
         readers = [a.readers for a in arrivals_of(self.program.stages[action.stage]).get(event, ())]
         yield from ((b, r) for b, r in zip(found, readers, strict=False) if b.number >= 0)  # generator state is last
 
+    def _kept(self, action: Action) -> int:
+        """The bytes of a message that the backward reads again: they count as an activation already. It has arrived
+        before they are read for the last time."""
+        if action.op != SEND_F:
+            return 0
+        if action.stage not in self.kept:
+            self.kept[action.stage] = sent_and_kept(self.program.stages[action.stage].pieces["F"])
+        return self.kept[action.stage]
+
     def _made(self, action: Action) -> int:
         """The bytes of the message that a pass makes."""
         stage = self.program.stages[action.stage]
         forward = action.op in (F, SEND_F)
         return stage.send_bytes if forward else sum(spec.bytes for spec in stage.gradients_out.values())
+
+
+def sent_and_kept(forward: Piece) -> int:
+    """Bytes of the activations that a forward pass sends and that are saved for its backward as well."""
+    values = [
+        (slot.kind, node.meta["val"])
+        for slot, node in zip(forward.outputs, output_values(forward.module.graph), strict=True)
+    ]
+    saved = {storage_key(t) for kind, value in values if kind == "saved" for t in tensors_of(value)}
+    sent = {storage_key(t): t for kind, value in values if kind == "activation" for t in tensors_of(value)}
+    return storage_bytes(sent[key] for key in sent.keys() & saved)
 
 
 def _bytes(buffers: Iterable[Buffer]) -> int:

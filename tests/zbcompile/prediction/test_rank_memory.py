@@ -40,11 +40,11 @@ def counted_and_predicted(schedule: str, microbatches: int) -> tuple[int, int]:
     return alive.most, memory.peak - memory.parameters - memory.optimizer_state
 
 
-@pytest.mark.parametrize(("schedule", "bound"), [("1f1b", 0.02), ("zb-h2", 0.02), ("zb-v", 0.03)])
-def test_storages_that_live_in_a_step_are_predicted(pool: Pool, schedule: str, bound: float) -> None:
-    """Under zb-v one message more lives on one rank than is predicted, 2.9 % of what this small model holds."""
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h2", "zb-v"])
+def test_storages_that_live_in_a_step_are_predicted(pool: Pool, schedule: str) -> None:
+    """Under zb-v one rank has both stages of a tied parameter, and keeps a sum for each."""
     for lived, predicted in pool.run(counted_and_predicted, schedule, 4):
-        assert predicted == pytest.approx(lived, rel=bound)
+        assert predicted == pytest.approx(lived, rel=0.005)
 
 
 def _memory(dtype: torch.dtype, sharding: Sharding) -> Memory:
