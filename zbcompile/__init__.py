@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from zbcompile import passes as passes, schedules as schedules
     from zbcompile.errors import FaultError as FaultError, PipelineError as PipelineError
     from zbcompile.frontend.grad_scaler import GradScaler as GradScaler
+    from zbcompile.frontend.monitor_steps import Figures as Figures, monitor as monitor
     from zbcompile.frontend.option_groups import Memory as Memory, Vocab as Vocab
     from zbcompile.frontend.pipeline import Pipeline as Pipeline
     from zbcompile.frontend.pipeline_function import pipeline as pipeline
@@ -44,6 +45,7 @@ _HOME = {
     "frontend.pipeline": ("Pipeline",),
     "frontend.option_groups": ("Memory", "Vocab"),
     "frontend.grad_scaler": ("GradScaler",),
+    "frontend.monitor_steps": ("Figures", "monitor"),
     "frontend.trace_steps": ("trace",),
     "persistence.safetensors_weights": ("load_weights", "save_weights"),
     "model.huggingface_plan": ("apply_tensor_parallel_plan",),

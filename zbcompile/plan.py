@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
+from zbcompile.amounts import format_share, format_time
 from zbcompile.cli.command_line import exit_status, flag_of, split_options
 from zbcompile.cli.compile_arguments import Plan, add_plan, announcer, example_of, quiet
 from zbcompile.compiler.compile_example import one_microbatch
 from zbcompile.compiler.compile_model import draw_step
 from zbcompile.compiler.measure_nodes import measure_line
 from zbcompile.errors import PipelineError
-from zbcompile.inspection.report import format_share, format_time, table, wrap
+from zbcompile.inspection.report import table, wrap
 from zbcompile.model.batch_split import choose_cuts
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.option import options_of

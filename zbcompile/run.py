@@ -75,6 +75,8 @@ def _job(parser: argparse.ArgumentParser, chosen: dict[str, Any]) -> Job:
     for name in ("steps", "every", "keep", "replicas", "log_every"):
         if getattr(job, name) < 1:
             parser.error(f"--{name.replace('_', '-')} is {getattr(job, name)}; expected at least 1")
+    if job.monitor < 0:
+        parser.error(f"--monitor is {job.monitor}; expected a number of steps, or 0 for none")
     if job.zero and job.replicas == 1:
         parser.error(f"--zero {job.zero} divides the optimizer among replicas; pass --replicas N as well")
     if job.resume and job.checkpoint is None:
@@ -178,6 +180,7 @@ def _add_process(group: Any) -> None:
         help="what runs the graphs (docs/backends.md; default: as the program was saved)",
     )
     add("--log-every", type=int, default=10, metavar="N", help="steps between log lines (default: 10)")
+    add("--monitor", type=int, default=0, metavar="N", help="figures of speed and memory every N steps (default: none)")
     add_flags(group, ("timeout", "debug_nan"))
     add("--debug", action="store_true", help="show tracebacks of errors")
 

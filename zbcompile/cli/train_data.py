@@ -119,14 +119,3 @@ def on_device(batch: Batch, device: torch.device) -> Batch:
     """The batch with its tensors on the device of the pipeline."""
     moved: Batch = pytree.tree_map_only(torch.Tensor, lambda t: t.to(device, non_blocking=True), batch)
     return moved
-
-
-def amount(batch: Batch) -> tuple[int, str]:
-    """The size of a batch: in tokens if its first tensor of integers is not the target, else in samples."""
-    args, kwargs = batch
-    inputs = {key: value for key, value in kwargs.items() if key != "target"}
-    tensors = [leaf for leaf in pytree.tree_leaves((args, inputs)) if isinstance(leaf, torch.Tensor)]
-    tokens = next((t for t in tensors if not t.is_floating_point() and t.dim() > 1), None)
-    if tokens is not None:
-        return tokens.numel(), "tokens"
-    return next((t.shape[0] for t in tensors if t.dim()), 0), "samples"

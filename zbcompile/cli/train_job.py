@@ -2,6 +2,7 @@
 
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,15 @@ from torch.optim import Optimizer
 from tqdm import tqdm
 
 from zbcompile.cli.target import load_object
-from zbcompile.cli.train_data import Data, Start, amount, on_device
+from zbcompile.cli.train_data import Data, Start, on_device
 from zbcompile.cli.train_optimizer import NAMED, make_optimizer, options_of, rate_factor, set_options
 from zbcompile.cli.train_pipeline import Job, open_pipeline
 from zbcompile.distributed.agreement import gathered, together
 from zbcompile.distributed.mesh import BATCHES
 from zbcompile.errors import PipelineError
+from zbcompile.frontend.monitor_steps import monitor
 from zbcompile.frontend.pipeline import Pipeline
+from zbcompile.model.batch import amount
 from zbcompile.model.seeds import restore_random_state, seed_everything
 from zbcompile.persistence.checkpoint import Checkpoint, hold_folder, load_checkpoint, save_checkpoint
 from zbcompile.persistence.checkpoint_directory import candidates, latest_checkpoint
@@ -46,10 +49,10 @@ class Progress:
             self._show(step, f"loss {loss.item():.6g}, {self._amount / passed:,.0f} {amount[1]}/s")
             self._amount, self._since = 0, time.perf_counter()
 
-    def say(self, text: str) -> None:
+    def say(self, text: object) -> None:
         """Print a line that stays."""
         if self.shown:
-            tqdm.write(text) if self._bar is not None else print(text, flush=True)
+            tqdm.write(str(text)) if self._bar is not None else print(text, flush=True)
 
     def close(self) -> None:
         if self._bar is not None:
@@ -87,7 +90,8 @@ def _train(job: Job, pipe: Pipeline, source: Any) -> None:
     with pipe.ranks.watch.region(f"opening {job.data}"):
         data = together(pipe.ranks, f"opening {job.data}", lambda: _data(job, pipe, source, at))
     try:
-        _steps(job, pipe, optimizer, data, progress)
+        with monitor(pipe, job.monitor, progress.say) if job.monitor else nullcontext():
+            _steps(job, pipe, optimizer, data, progress)
     finally:
         progress.close()
     if job.export is not None:
@@ -161,7 +165,7 @@ def _steps(job: Job, pipe: Pipeline, optimizer: Optimizer, data: Data, progress:
             pipe.clip_grad_norm_(job.clip)
         optimizer.step()
         optimizer.zero_grad()
-        progress.step(step + 1, loss, amount(batch))
+        progress.step(step + 1, loss, amount((batch[0], {**batch[1], "target": None})))
         if job.checkpoint is not None and ((step + 1) % job.every == 0 or step + 1 == job.steps):
             extra, wait = {"data": data.state()}, not job.save_async
             written = save_checkpoint(job.checkpoint, pipe, optimizer, extra=extra, keep=job.keep, wait=wait)

@@ -54,6 +54,7 @@ class Job:
     backend: str | None = None
     timeout: float = Options.timeout
     log_every: int = 10
+    monitor: int = 0
     debug_nan: bool = Options.debug_nan
     compiling: Mapping[str, Any] = field(default_factory=dict)  # options of zbcompile.pipeline, for a TARGET
 

@@ -30,6 +30,13 @@ class Closing(Protocol):
     def close(self) -> None: ...
 
 
+class Watcher(Protocol):
+    """Is asked before every step whether to record it, and told when it is over."""
+
+    def wants(self, index: int) -> bool: ...
+    def done(self, index: int, step: Microbatches, record: StepRecord | None) -> None: ...
+
+
 Attached = TypeVar("Attached", bound=Closing)
 
 
@@ -53,6 +60,7 @@ class HeldModel:
         self._ended = weakref.finalize(self, self._watch.close)
         self._attached: dict[type, Closing] = {}
         self._records: list[StepRecord] | None = None
+        self._watchers: list[Watcher] = []
         with self._watch.region("making the pipeline"):
             schedule = choose_schedule(options, self._ranks.count)
             self._parts = Parts(model, self._ranks.mesh.labels)
@@ -130,6 +138,15 @@ class HeldModel:
             yield self._records
         finally:
             self.record, self._records = before
+
+    @contextmanager
+    def watched(self, watcher: Watcher) -> Iterator[None]:
+        """Show `watcher` the steps inside. Every rank must enter it, and want the same records."""
+        self._watchers.append(watcher)
+        try:
+            yield
+        finally:
+            self._watchers.remove(watcher)
 
     def _note_record(self) -> None:
         if self._records is not None and self.last_step is not None:

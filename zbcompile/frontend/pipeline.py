@@ -87,6 +87,8 @@ class Pipeline(ForwardCalls):
                 losses, found = self._run(step, return_outputs)
         self.step_index += 1
         self._note_record()
+        for watcher in self._watchers:
+            watcher.done(self.step_index, step, self.last_step)
         return losses, found
 
     def _named(self, step: Microbatches) -> AbstractContextManager[None]:
@@ -145,7 +147,7 @@ class Pipeline(ForwardCalls):
             index=self.step_index,
             seed=self.options.seed,
             reduction=self.options.loss_reduction,
-            record=self.record,
+            record=any([self.record, *(each.wants(self.step_index + 1) for each in self._watchers)]),
             scale=None if self.scaler is None else self.scaler.scale,
             sharded=self._optimizers.sharded,
             early=self._optimizers.early,

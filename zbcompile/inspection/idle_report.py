@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from tabulate import tabulate
 
+from zbcompile.amounts import format_share, format_time
 from zbcompile.errors import PipelineError
-from zbcompile.inspection.report import WIDTH, format_share, format_time
+from zbcompile.inspection.report import WIDTH
 from zbcompile.passes.stage.stage_program import collectives_of
 from zbcompile.program.program import Program
 from zbcompile.schedules import Idle, Leg, Schedule, Timeline, chain, critical_path

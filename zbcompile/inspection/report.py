@@ -7,6 +7,7 @@ from dataclasses import fields
 
 from tabulate import tabulate
 
+from zbcompile.amounts import format_change, format_count, format_share, format_time
 from zbcompile.inspection.summary import Cut, Summary
 from zbcompile.passes.stage.print_python import format_bytes
 from zbcompile.prediction.advice import Alternative, format_idle
@@ -304,51 +305,3 @@ def _notes(s: Summary) -> str:
     notes += [f"warning while capturing: {text}" for text in s.warnings]
     lines = [line for note in notes for line in wrap(f"- {note}")]
     return titled("Notes", "\n".join(lines)) if lines else ""
-
-
-def format_count(count: float, billion: str = "G") -> str:
-    """A number with a decimal unit; people count parameters in billions, not in giga.
-
-    >>> format_count(999), format_count(10485760), format_count(7e10, "B")
-    ('999', '10.5M', '70.0B')
-    """
-    for unit in ("", "k", "M", billion, "T"):
-        if count < 999.95 or (not unit and count < 1000):
-            return f"{count:.1f}{unit}" if unit else f"{count:.0f}"
-        count /= 1000
-    return f"{count:.1f}P"
-
-
-def format_share(share: float) -> str:
-    """A share of the whole in per cent; a value that rounds to zero has no sign.
-
-    >>> format_share(0.125), format_share(-1e-16)
-    ('12.5%', '0.0%')
-    """
-    return f"{round(share, 3) + 0.0:.1%}"
-
-
-def format_change(share: float) -> str:
-    """A relative change in per cent; one that rounds to zero has no sign.
-
-    >>> format_change(0.125), format_change(-1e-16)
-    ('+12.5%', '0.0%')
-    """
-    rounded = round(share, 3)
-    return f"{rounded:+.1%}" if rounded else "0.0%"
-
-
-def format_time(value: float, unit: str) -> str:
-    """A time in the unit of a prediction.
-
-    >>> format_time(0.0123, "s"), format_time(33, "passes")
-    ('12.3 ms', '33 passes')
-    """
-    if unit != "s":
-        return f"{value:g} {unit}"
-    if value >= 1000:
-        return f"{value:,.0f} s"
-    for scale, name in ((1, "s"), (1e-3, "ms")):
-        if value >= scale:
-            return f"{value / scale:.3g} {name}"
-    return f"{value * 1e6:.3g} us"

@@ -3,7 +3,8 @@
 from dataclasses import asdict
 from typing import Any
 
-from zbcompile.inspection.report import WIDTH, format_share, format_time, table, titled, wrap
+from zbcompile.amounts import format_share, format_time
+from zbcompile.inspection.report import WIDTH, table, titled, wrap
 from zbcompile.inspection.summary import SCHEMA
 from zbcompile.passes.stage.print_python import format_bytes
 from zbcompile.prediction.step_comparison import PASSES, PassDifference, StepComparison

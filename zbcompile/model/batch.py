@@ -127,9 +127,25 @@ class Microbatches:
         """One, if all are alike."""
         return self.each[:1] if self.alike else self.each
 
+    @property
+    def amount(self) -> tuple[int, str]:
+        """How much data they are: see `amount`."""
+        found = [amount(each.example[:2]) for each in self.each]
+        return sum(count for count, _ in found), found[0][1]
+
     def shapes(self) -> tuple[str, ...]:
         """What they look like, in few words."""
         return tuple(each.summary() for each in self.distinct)
+
+
+def amount(inputs: Any) -> tuple[int, str]:
+    """The size of inputs without their target: in tokens if there is a tensor of integers with a length beside the
+    samples, else in samples."""
+    tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+    tokens = next((t for t in tensors if not t.is_floating_point() and t.dim() > 1), None)
+    if tokens is not None:
+        return tokens.numel(), "tokens"
+    return next((t.shape[0] for t in tensors if t.dim()), 0), "samples"
 
 
 def flatten_batch(

@@ -96,9 +96,9 @@ def compare_step(record: StepRecord, predicted: Timeline, basis: Basis, manifest
     return StepComparison(
         basis=basis.text,
         predicted_step=predicted.finish,
-        predicted_bubble=_bubble(predicted),
+        predicted_bubble=pass_bubble(predicted),
         measured_step=measured.finish,
-        measured_bubble=_bubble(measured),
+        measured_bubble=pass_bubble(measured),
         replayed_step=simulate(record.schedule, record.costs_of_passes).finish,
         call=record.step_time,
         in_process=record.in_process,
@@ -117,7 +117,8 @@ def require_same_schedule(recorded: Schedule, here: Schedule) -> None:
     raise PipelineError(f"the record is of {sizes[0]}; {what}. Leave out --schedule: the record holds its own.")
 
 
-def _bubble(timeline: Timeline) -> float:
+def pass_bubble(timeline: Timeline) -> float:
+    """The share of the time from the first pass to the last that the busiest rank is idle."""
     return 1 - max(timeline.busy) / timeline.finish if timeline.finish else 0.0
 
 

@@ -1,6 +1,6 @@
 """A recorded step in the simulator's terms: what each pass cost, and the timeline that was run."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import mean, median
 from typing import Any, NamedTuple
@@ -22,14 +22,14 @@ class Span(NamedTuple):
 Spans = Mapping[int, Sequence[Span]]
 
 
-def mean_seconds(spans: Spans) -> dict[tuple[str, int], float]:
-    """The mean time of each operation on each stage over its microbatches; messages are left out."""
+def mean_seconds(spans: Spans, middle: Callable[[Iterable[float]], float] = mean) -> dict[tuple[str, int], float]:
+    """The mean (or another `middle`) time of each operation on each stage over its microbatches, without messages."""
     found: dict[tuple[str, int], list[float]] = {}
     for action, start, end in (span for rank in spans.values() for span in rank):
         step = parse_step(action)
         if isinstance(step, Action) and step.op in COMPUTE:
             found.setdefault((step.op, step.stage), []).append(end - start)
-    return {key: mean(times) for key, times in found.items()}
+    return {key: middle(times) for key, times in found.items()}
 
 
 def recorded_costs(schedule: Schedule, spans: Spans) -> Costs:
