@@ -2,7 +2,8 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -14,6 +15,20 @@ from zbcompile.passes.torch_private import pytree
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
 Read = Callable[[Any, Any], Any]  # what to compute of the model's output and the target, in place of a loss
+
+
+class LossArguments(NamedTuple):
+    """A target, and what the loss function gets beside output and target: `loss(output, target, **loss_kwargs)`."""
+
+    target: Any
+    loss_kwargs: dict[str, Any]
+
+
+def with_arguments(loss: Callable[..., Any], output: Any, target: Any) -> Any:
+    """`loss(output, target)`, with the arguments that the target brings along."""
+    if isinstance(target, LossArguments):
+        return loss(output, target.target, **target.loss_kwargs)
+    return loss(output, target)
 
 
 def register_dataclasses(value: Any) -> None:
@@ -47,9 +62,13 @@ class TrainingStep(nn.Module):
             if isinstance(output, Pending):
                 if self.outputs:
                     raise CaptureError("the model returns a DTensor, which return_outputs= cannot hold. Leave it out.")
-                found = output.finish(loss_in) if self.loss is None else output.finish(self.loss, target)
+                found = (
+                    output.finish(loss_in)
+                    if self.loss is None
+                    else output.finish(partial(with_arguments, self.loss), target)
+                )
             else:
-                found = loss_in(output) if self.loss is None else self.loss(output, target)
+                found = loss_in(output) if self.loss is None else with_arguments(self.loss, output, target)
             loss, *metrics = with_metrics(found)
             loss = check_loss(loss)
         kept = detached((output, *metrics) if metrics else output) if self.outputs else None

@@ -11,6 +11,7 @@ from torch import nn
 from zbcompile.errors import PipelineError
 from zbcompile.model.batch_split import Cut, Split, choose_cuts
 from zbcompile.passes.capture.export import flatten_inputs
+from zbcompile.passes.capture.training_step import LossArguments
 from zbcompile.torch_private import pytree
 
 
@@ -156,7 +157,8 @@ def flatten_batch(
     `partial`: some inputs of a step may be missing, as labels are in an evaluation.
     """
     paths, leaves, structure = flatten_inputs((args, kwargs, target))
-    cuts, size = choose_cuts(paths, leaves, split or {}, partial)
+    whole = {"target.loss_kwargs": False} if isinstance(target, LossArguments) else {}
+    cuts, size = choose_cuts(paths, leaves, {**(split or {}), **whole}, partial)
     return Batch(leaves, paths, cuts, structure, size)
 
 

@@ -8,7 +8,7 @@ import torch
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.model.batch import flatten_batch
-from zbcompile.passes.capture.training_step import LossFunction, with_metrics
+from zbcompile.passes.capture.training_step import LossArguments, LossFunction, with_arguments, with_metrics
 from zbcompile.program.program import Program
 from zbcompile.torch_private import pytree
 
@@ -59,16 +59,13 @@ class ScheduleLike:
         """Forward and backward of one batch, or of microbatches that are already split (`arg_mbs`, `kwarg_mbs`,
         `target_mbs`, on all ranks that pass something). Returns the model's output on the last rank (None on others),
         unless `return_outputs=False`, which saves the memory of it and which an output layer sharded by `vocab=`
-        needs. `losses` becomes the list of the microbatches' losses on the last rank.
+        needs. `losses` becomes the list of the microbatches' losses on the last rank. `loss_kwargs` go to the loss
+        function beside output and target, whole to every microbatch; tensors may change from step to step.
 
-        Raises PipelineError if a stage of this rank reads an input that only other ranks passed, for shapes other
-        than those of the first step, and for `loss_kwargs`.
+        Raises PipelineError if a stage of this rank reads an input that only other ranks passed, and for shapes (or
+        numbers among `loss_kwargs`) other than those of the first step.
         """
-        if loss_kwargs:
-            raise PipelineError(
-                f"loss_kwargs={{{', '.join(map(repr, loss_kwargs))}: ...}}: the loss is captured as loss(output, "
-                "target). Pass them in the target, as a tuple or a dict that the loss function takes apart."
-            )
+        target, target_mbs = _with_arguments(loss_kwargs, target, target_mbs)
         split = (arg_mbs, kwarg_mbs, target_mbs) != (None, None, None)
         whole = Given([args] if args else None, [kwargs] if kwargs else None, None if target is None else [target])
         if split and whole != (None, None, None):
@@ -91,8 +88,16 @@ class ScheduleLike:
         ((args, kwargs, target),) = given.microbatches()
         return run(*args, target=target, **options, **kwargs)
 
-    def eval(self, *args: Any, target: Any = None, losses: list[torch.Tensor] | None = None, **kwargs: Any) -> Any:
+    def eval(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[torch.Tensor] | None = None,
+        loss_kwargs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """The model's output for one batch, on the last rank (None elsewhere), and with a target its losses."""
+        target, _ = _with_arguments(loss_kwargs, target, None)
         given = Given([args] if args else None, [kwargs] if kwargs else None, None if target is None else [target])
         ((args, kwargs, target),) = self._shared(given).microbatches()
         if self._known is None and target is not None:  # a first step would have to place the parameters
@@ -102,7 +107,9 @@ class ScheduleLike:
             whole = flatten_batch((output,), {}, target, None)
             count = whole.most_parts(self._pipe.program.schedule.microbatches, even=True)
             parts = (part.example for part in whole.into(count).each)
-            self._fill(losses, [with_metrics(self._pipe.loss(part[0], goal))[0] for part, _, goal in parts])
+            self._fill(
+                losses, [with_metrics(with_arguments(self._pipe.loss, part[0], goal))[0] for part, _, goal in parts]
+            )
         return output if self._is_last else None
 
     @property
@@ -165,6 +172,16 @@ class Given(NamedTuple):
         empty: tuple[Any, ...] = ((), {}, None)
         columns = (each or [none] * count for each, none in zip(self, empty, strict=True))
         return list(zip(*columns, strict=True))
+
+
+def _with_arguments(
+    loss_kwargs: dict[str, Any] | None, target: Any, target_mbs: Sequence[Any] | None
+) -> tuple[Any, Sequence[Any] | None]:
+    """The targets that this rank passes, with the arguments of the loss function beside each."""
+    if not loss_kwargs:
+        return target, target_mbs
+    each = None if target_mbs is None else [LossArguments(part, loss_kwargs) for part in target_mbs]
+    return None if target is None else LossArguments(target, loss_kwargs), each
 
 
 def _inputs_read(pipe: Steps) -> dict[str, int]:

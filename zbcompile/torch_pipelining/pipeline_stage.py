@@ -64,6 +64,12 @@ def generated_stages(context: StageContext, stages: Mapping[int, CompiledStage])
             f"forward decides by the values of its inputs ({program.guards.lines[0]}), and torch's schedules would run "
             "one answer for all batches. Use pipe.step."
         )
+    early = [stage for stage, _ in program.returned.made.values()] if program.returned else []
+    if any(stage < program.schedule.stages - 1 for stage in early):
+        raise PipelineError(
+            f"return_outputs=True, but stage {min(early)} makes a part of the output, and torch's schedules return "
+            "what the last stage makes. Return that part from the last layers, or use pipe.step."
+        )
     return [CompiledPipelineStage(stage, context) for stage in stages.values()]
 
 
@@ -86,6 +92,7 @@ class CompiledPipelineStage(PipelineStage):
         self._compiled = stage
         self._context = context
         self._steps = 0
+        self._keeps = True  # whether torch asked for the output of the present microbatch
         self._trains = False  # whether the present run has a backward: an evaluation counts as no step
         self._run: StageRun | None = None
         self._finished = 0
@@ -111,12 +118,19 @@ class CompiledPipelineStage(PipelineStage):
         return StageRun(self._compiled, gradients, [{} for _ in range(count)], factor, seeds)
 
     def forward_one_chunk(
-        self, fwd_chunk_id: int, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, *more: Any, **options: Any
+        self,
+        fwd_chunk_id: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        save_forward_output: bool = True,
+        *more: Any,
+        **options: Any,
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """F of one microbatch. The last stage waits for its target: there F runs inside `loss`."""
         self._run = self._run or self._begin()
         self._run.inputs[fwd_chunk_id] |= whole_batch(args if self.is_first else (), kwargs or {}, None).whole.tensors
         if self.is_last:
+            self._keeps = save_forward_output
             self.output_chunks.append(())  # torch merges these into the output of the whole batch
             return OutputToCome.of(fwd_chunk_id)
         self._forward(fwd_chunk_id)
@@ -131,7 +145,15 @@ class CompiledPipelineStage(PipelineStage):
         if wants_target:
             self._run.inputs[microbatch] |= whole_batch((), {}, target).whole.tensors
         self._forward(microbatch)
+        self._keep_output(self._run, microbatch)
         return self._run.losses[microbatch]
+
+    def _keep_output(self, run: StageRun, microbatch: int) -> None:
+        """In the place that this microbatch's forward has just made: torch asks for the loss right behind it."""
+        made = {name: parts.pop(microbatch) for name, parts in run.outputs.items()}
+        returned = self._context.program.returned
+        if returned is not None and self._keeps:
+            self.output_chunks[-1] = returned.rebuild(made)
 
     @property
     def _forward_inputs(self) -> tuple[Slot, ...]:

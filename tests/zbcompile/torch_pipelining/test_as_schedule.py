@@ -142,6 +142,25 @@ def test_microbatches_that_are_already_split() -> None:
     assert_same_tensors(gradients_of(ours), gradients_of(theirs), "gradient of")
 
 
+def weighted(output: Any, target: torch.Tensor, *, table: torch.Tensor, factor: float) -> torch.Tensor:
+    return mse_loss(output, target) * table.sum() * factor
+
+
+def test_loss_kwargs_go_whole_to_every_microbatch() -> None:
+    """Also a tensor as long as the batch, of other values in the second step, and those of an evaluation."""
+    (batch,) = PROBLEMS[CASE.problem].batches(1, 8)
+    pipe = zbcompile.pipeline(PROBLEMS[CASE.problem].model(), schedule="1f1b", ranks=2, microbatches=4, loss=weighted)
+    schedule, model, losses = pipe.as_schedule(), PROBLEMS[CASE.problem].model(), list[torch.Tensor]()
+    for table in (torch.ones(8), torch.arange(8.0)):
+        given = {"table": table, "factor": 0.5}
+        for run in (schedule.step, schedule.eval):
+            run(*batch.args, target=batch.target, losses=losses, loss_kwargs=given)
+            theirs = [weighted(model(*part.args), part.target, **given) for part in batch.parts(4)]
+            torch.testing.assert_close(losses, theirs)
+        (sum(theirs) / 4).backward()
+    torch.testing.assert_close(gradients_of(pipe), {name: p.grad for name, p in model.named_parameters()})
+
+
 def other_shapes() -> None:
     schedule = pipeline_of(CASE).as_schedule()
     for rows in (8, 4):
@@ -160,7 +179,6 @@ def missing_input() -> None:
     [
         (other_shapes, r"received \[\[4, 32\]\]"),
         (missing_input, r"reads target, which this rank"),
-        (lambda: pipeline_of(CASE).as_schedule().step(loss_kwargs={"weight": 2}), r"'weight'.*Pass them in the target"),
     ],
 )
 def test_refusals(wrong: Any, text: str) -> None:

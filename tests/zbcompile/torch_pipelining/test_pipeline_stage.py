@@ -77,19 +77,24 @@ def test_gradients_are_eagers(given: TorchCase, pool: Pool) -> None:
     assert_same_tensors(ours.state, theirs.state, "state dict:")
 
 
-def losses_on_last_rank() -> list[torch.Tensor]:
+def losses_and_outputs() -> tuple[list[torch.Tensor], list[Any]]:
     given = TorchCase("Schedule1F1B", "1f1b")
     pipe = pipeline_of(given.case)
     batch = PROBLEMS["mlp"].batches(1, 16)[0]
-    pipe.compile(*batch.args, target=batch.target)
+    pipe.compile(*batch.args, target=batch.target, return_outputs=True)
     losses: list[torch.Tensor] = []
-    schedule_of(given, pipe).step(*batch.args, target=batch.target, losses=losses)
-    return losses
+    schedule = schedule_of(given, pipe)
+    runs = (schedule.step, schedule.eval)
+    return losses, [run(*batch.args, target=batch.target, losses=losses) for run in runs]
 
 
-def test_losses_are_those_of_the_microbatches(pool: Pool) -> None:
-    first, last = pool.run(losses_on_last_rank)
+def test_losses_and_outputs_are_those_of_the_microbatches(pool: Pool) -> None:
+    """The outputs merged, of a step and of an evaluation, as torch does where the step was compiled with them."""
+    (first, none), (last, outputs) = pool.run(losses_and_outputs)
     model, batch = PROBLEMS["mlp"].model(), PROBLEMS["mlp"].batches(1, 16)[0]
+    assert none == [None, None]
+    for output in outputs:
+        assert torch.equal(output, torch.cat([model(*part.args) for part in batch.parts(8)]))
     theirs = [torch.nn.functional.mse_loss(model(*part.args), part.target) for part in batch.parts(8)]  # type: ignore[arg-type]
     assert not first
     assert_same_tensors(last, theirs, "loss of microbatch")
