@@ -221,6 +221,17 @@ def other_shape(rank: int) -> Ended | None:
     return attempt(pipe, lambda: pipe.step(x, target=x))
 
 
+def other_known_step(rank: int, usual: dict[str, object], other: dict[str, object], samples: int = 8) -> Ended | None:
+    """A rank takes another step than the others, and all have compiled both."""
+    pipe = make()
+    pipe.step(rows(samples), target=rows(samples), **usual)
+    pipe.step(rows(), target=rows(), **other)
+    _drop_gradients(pipe)
+    x, keywords = (rows(), other) if dist.get_rank() == rank else (rows(samples), usual)
+    with patch("zbcompile.distributed.watchdog.STRAY", 1.0):
+        return attempt(pipe, lambda: pipe.step(x, target=x, **keywords))
+
+
 def other_call(rank: int) -> Ended | None:
     """A rank evaluates while the others train."""
     pipe = trained()
@@ -369,6 +380,27 @@ SCENARIOS = (
         other_shape,
         (1,),
         r"rank 1 failed at the agreement of compiling for microbatches of .* rank 0 is at (F0|BW0).* of step 1",
+    ),
+    Scenario(
+        "a later batch of another size that was compiled before",
+        1,
+        other_known_step,
+        (1, {}, {}, 16),
+        r"rank 1 failed at .* of step 2 of program 2 for args\[0\]\[2, 8\].* rank 0 is at .* of step 2 meanwhile",
+    ),
+    Scenario(
+        "another return_outputs= that was compiled before",
+        1,
+        other_known_step,
+        (1, {}, {"return_outputs": True}),
+        "rank 1 failed at .* of step 2 of program 2 for .* with return_outputs=True: rank 0 is at .* of step 2 meanwh",
+    ),
+    Scenario(
+        "outputs for the last rank alone",
+        1,
+        other_known_step,
+        (1, {"return_outputs": True}, {"return_outputs": "last"}),
+        "rank 1 failed at .* of step 2 with return_outputs='last': rank 0 is at .* of step 2 with return_outputs=True",
     ),
     Scenario("eval instead of step", 1, other_call, (1,), "eval.* is at .* meanwhile. Every rank must make the same"),
     Scenario("another count of microbatches", 1, other_program, (1, "microbatches"), DIFFERENT + "microbatches is 4"),

@@ -1,12 +1,15 @@
-"""Memory over many steps, batch shapes and pipelines in one process: what grows, and by how much each.
+"""Memory over many steps, batch shapes and pipelines: what grows, and by how much each.
 
-    python -m tests.support.soak [--steps 500] [--shapes 60] [--pipelines 60] [--objects]
+    python -m tests.support.soak [--steps 500] [--shapes 60] [--pipelines 60] [--exports 60] [--objects]
+    torchrun --standalone --nproc-per-node 2 -m tests.support.soak --steps 2000 --shapes 0 --pipelines 0
 
-from the repository's root with PYTHONPATH=.:examples. A line per phase: resident megabytes after each quarter, and the
-slope over the last half. --objects lists the types of Python objects that have become more.
+from the repository's root with PYTHONPATH=.:examples. A line per phase and process: resident megabytes after each
+quarter, and the slope over the last half. --exports does what shapes and pipelines do with a bare torch.export of the
+same model: what grows there is torch's. --objects lists the types of Python objects that have become more.
 """
 
 import argparse
+import contextlib
 import ctypes
 import gc
 import os
@@ -33,9 +36,18 @@ def tokens(rows: int) -> torch.Tensor:
     return torch.randint(0, 256, (rows, LENGTH + 1))
 
 
+def model() -> GPT:
+    return GPT(layers=2, width=16, heads=2, length=LENGTH)
+
+
 def make() -> zbcompile.Pipeline:
-    model = GPT(layers=2, width=16, heads=2, length=LENGTH)
-    return zbcompile.pipeline(model, ranks=2, schedule="1f1b", microbatches=2, loss=next_byte_loss, max_shapes=2)
+    """In one process, or of as many as torchrun has started."""
+    ranks = None if "WORLD_SIZE" in os.environ else 2
+    return zbcompile.pipeline(model(), ranks=ranks, schedule="1f1b", microbatches=2, loss=next_byte_loss, max_shapes=2)
+
+
+def export(of: GPT, rows: int) -> None:
+    torch.export.export(of, (tokens(rows)[:, :-1].contiguous(),))
 
 
 def step(pipe: zbcompile.Pipeline, rows: int) -> None:
@@ -50,15 +62,17 @@ def types() -> Counter[str]:
 
 def measure(name: str, count: int, act: Callable[[int], None], objects: bool) -> None:
     """Do it `count` times, after as many as fill every cache."""
-    for number in range(count // 4):
-        act(number)
-    found, before = [resident()], types()
-    for number in range(count // 4, count):
-        act(number)
-        if (number + 1) % max(1, count // 4) == 0:
-            found.append(resident())
+    with contextlib.redirect_stdout(None):  # each compilation says why
+        for number in range(count // 4):
+            act(number)
+        found, before = [resident()], types()
+        for number in range(count // 4, count):
+            act(number)
+            if (number + 1) % max(1, count // 4) == 0:
+                found.append(resident())
     slope = (found[-1] - found[len(found) // 2]) / (count - (len(found) // 2 + 1) * (count // 4))
-    print(f"{name}: {' '.join(f'{each:.1f}' for each in found)} MB, {slope:.4f} MB each", flush=True)
+    where = f", rank {os.environ['RANK']}" if "RANK" in os.environ else ""
+    print(f"{name}{where}: {' '.join(f'{each:.1f}' for each in found)} MB, {slope:.4f} MB each", flush=True)
     if objects:
         more = (types() - before).most_common(25)
         print("  " + ", ".join(f"{kind} +{grown}" for kind, grown in more))
@@ -69,6 +83,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--shapes", type=int, default=60)
     parser.add_argument("--pipelines", type=int, default=60)
+    parser.add_argument("--exports", type=int, default=0)
     parser.add_argument("--objects", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -77,6 +92,10 @@ def main() -> None:
         measure("steps", options.steps, lambda _: step(pipe, 4), options.objects)
     if options.shapes:
         measure("shapes", options.shapes, lambda number: step(pipe, 2 * (number + 3)), options.objects)
+    if options.exports:
+        one = model()
+        measure("exports of another shape", options.exports, lambda number: export(one, number + 3), options.objects)
+        measure("exports of another model", options.exports, lambda _: export(model(), 2), options.objects)
     if options.pipelines:
         measure("pipelines", options.pipelines, lambda _: step(make(), 4), options.objects)
 

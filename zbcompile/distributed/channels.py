@@ -10,6 +10,7 @@ orders. So every channel, from one rank to another, has a separate group, made b
 group has its own stream, so that a channel waits neither for another one nor for the passes.
 """
 
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,6 +25,7 @@ from zbcompile.torch_private import gloo_link, nccl_link
 Pair = tuple[int, int]  # source rank, destination rank
 LINKS = {"gloo": gloo_link, "nccl": nccl_link}
 SOURCE, DESTINATION = 0, 1  # the ranks of a link
+UNUSED_TAG = 1 << 30  # no message uses it
 
 
 class Link(Protocol):
@@ -46,10 +48,15 @@ class Channels(Protocol):
 
 @dataclass(frozen=True)
 class Tagged:
-    """One group for all messages, every tensor with its own tag: gloo pairs equal tags by order alone."""
+    """One group for all messages, every tensor with its own tag: gloo pairs equal tags by order alone.
+
+    Tags begin at a number of the call that all ranks make: a rank that by mistake makes another one waits in vain.
+    gloo would hand it a message of the wrong size, and end the process if that does not fit.
+    """
 
     group: dist.ProcessGroup
     microbatches: int
+    call: str
 
     def send(self, tensor: torch.Tensor, message: Message, index: int, peer: int) -> dist.Work:
         return self.group.send([tensor], peer, self._tag(message, index))
@@ -59,7 +66,7 @@ class Tagged:
 
     def _tag(self, message: Message, index: int) -> int:
         number = (message.stage * 2 + (message.kind == "B")) * self.microbatches + message.microbatch
-        return number * 64 + index
+        return (zlib.crc32(self.call.encode()) + number * 64 + index) % (UNUSED_TAG - 1) + 1
 
 
 @dataclass(frozen=True)

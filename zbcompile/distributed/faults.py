@@ -140,7 +140,7 @@ def find_stray(own: int, statuses: Mapping[int, Status]) -> Fault | None:
                 second[0],
                 second[1],
                 f"rank {first[0]} is at {first[1]} meanwhile. Every rank must make the same calls in the same order, "
-                "with the same batch shapes",
+                "with the same batch shapes and keywords",
             )
     return None
 

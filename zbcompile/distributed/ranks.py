@@ -85,8 +85,8 @@ class Ranks(Protocol):
         """Overwrite `tensor` with its elementwise maximum over the processes of the mesh."""
         ...
 
-    def transport(self, schedule: Schedule, microbatches: int, buffers: ReceiveBuffers) -> Transport:
-        """The transport for the messages of one pass over `microbatches` microbatches."""
+    def transport(self, schedule: Schedule, microbatches: int, buffers: ReceiveBuffers, number: int) -> Transport:
+        """The transport for the messages of one pass over `microbatches` microbatches, of program `number`."""
         ...
 
     def collective_group(self) -> dist.ProcessGroup | None:
@@ -139,7 +139,7 @@ class LocalRanks:
     def largest(self, tensor: torch.Tensor) -> None:
         pass
 
-    def transport(self, schedule: Schedule, microbatches: int, buffers: ReceiveBuffers) -> Transport:
+    def transport(self, schedule: Schedule, microbatches: int, buffers: ReceiveBuffers, number: int) -> Transport:
         return Mailboxes()
 
     def collective_group(self) -> None:
@@ -211,14 +211,14 @@ class GroupRanks:
     def largest(self, tensor: torch.Tensor) -> None:
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.everyone)
 
-    def transport(self, schedule: Schedule, microbatches: int, buffers: ReceiveBuffers) -> Transport:
-        return PointToPoint(self.channels(schedule, microbatches), buffers)
+    def transport(self, schedule: Schedule, microbatches: int, buffers: ReceiveBuffers, number: int) -> Transport:
+        return PointToPoint(self.channels(schedule, microbatches, number), buffers)
 
-    def channels(self, schedule: Schedule, microbatches: int) -> Channels:
+    def channels(self, schedule: Schedule, microbatches: int, number: int) -> Channels:
         """What carries messages between the ranks of a schedule, by the numbers of `microbatches`; the first call opens
         the rank-local channels."""
         if not self.ordered:
-            return Tagged(self.group, microbatches)
+            return Tagged(self.group, microbatches, f"{self.watch.position.doing} ({number})")
         if self.opened is None:
             store, pairs = self.watch.board.private_store(self.group), channels_of(schedule)
             with self.watch.position.waiting("the opening of the channels"):

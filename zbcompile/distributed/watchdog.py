@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from zbcompile.distributed.bounded_store import SilentStoreError
-from zbcompile.distributed.channels import Link
+from zbcompile.distributed.channels import UNUSED_TAG, Link
 from zbcompile.distributed.device_progress import Progress
 from zbcompile.distributed.fault_store import Board
 from zbcompile.distributed.faults import Fault, Heartbeats, Position, Status, find_gone, find_late, find_stray
@@ -33,7 +33,6 @@ INTERVAL = 0.5  # seconds between two signs of life
 SILENCE = 4 * INTERVAL  # a process that shows none for this long, while a connection is lost, is gone
 LEAVING = 3 * INTERVAL  # how long a rank that knows of a fault stays until the other ranks know of it too
 STRAY = 3.0  # seconds after which ranks that wait in different calls are not just on their way
-UNUSED_TAG = 1 << 30  # no message uses it
 Group = dist.ProcessGroup | Link
 
 

@@ -138,7 +138,8 @@ class BoundPrograms:
             stages = {i: inspected(stage) for i, stage in stages.items()}
         vocabulary = self._prepare_vocabulary(program, resident, passes)
         self._ranks.watch_over(program.groups.values())
-        return make_executable(program, stages, self._ranks.local, device, vocabulary)
+        made = make_executable(program, stages, self._ranks.local, device, vocabulary)
+        return replace(made, number=len(self.compilations) - 1)
 
     def _compile_passes(self, program: Program) -> CompiledPasses:
         ranks, backend = self._ranks, self._backend

@@ -38,6 +38,7 @@ from zbcompile.frontend.choose_schedule import (
 from zbcompile.frontend.options import Options
 from zbcompile.frontend.program_keys import ProgramKey, key_of, torch_modes, what_is_new
 from zbcompile.frontend.recent import Recent
+from zbcompile.frontend.step_outputs import WHERE
 from zbcompile.model.batch import Batch, Microbatch, Microbatches, hint_at_target, require_divisible
 from zbcompile.model.placements import require_matches
 from zbcompile.model.resident_tensors import require_same_attributes
@@ -148,20 +149,21 @@ class Executables(BoundPrograms):
         return self._last_state is not None and self._state(microbatch) == self._last_state
 
     def _require_equal_steps(self, step: Microbatches, known: bool) -> None:
-        """Raise PipelineError, on every rank, if replicas have batches of other numbers of microbatches, or if one has
-        to compile for shapes that others do not have, or to ask microbatches of other shapes."""
-        shapes = (*step.shapes(), f"outputs={self.outputs}")
+        """Raise PipelineError, on every rank, if replicas have batches of other numbers of microbatches, or want other
+        outputs, or if one has to compile for shapes that others do not have, or to ask microbatches of other shapes."""
+        shapes, count = step.shapes(), len(step.each)
         new = not known and not all(self._key(each) in self._kept for each in step.distinct)
         asks = any(each.program.guards is not None for each in self)
-        if equal_everywhere(self._ranks, len(step.each), shapes, new or asks):
+        number = count * len(WHERE) + WHERE.index(self.outputs)
+        if equal_everywhere(self._ranks, number, shapes, new or asks):
             return
-        found = gathered(self._ranks, (len(step.each), shapes))
-        for rank, (count, shapes) in zip(self._ranks.members, found, strict=True):
-            if (count, shapes) != found[0]:
+        found = gathered(self._ranks, (count, shapes, self.outputs))
+        for rank, other in zip(self._ranks.members, found, strict=True):
+            if other != found[0]:
+                first, here = (f"{n} microbatches of {of[0]}, return_outputs={to}" for n, of, to in (found[0], other))
                 text = (
-                    f"rank {self._ranks.members[0]} passes {found[0][0]} microbatches of {found[0][1][0]}, rank {rank} "
-                    f"{count} of {shapes[0]}. Replicas take as many microbatches in every step, and compile together: "
-                    "pass batches of one size."
+                    f"rank {self._ranks.members[0]} passes {first}, rank {rank} {here}. Replicas take as many "
+                    "microbatches in every step, and compile together: pass batches of one size, and equal keywords."
                 )
                 raise self._ranks.watch.known_to_all(PipelineError(text))
 
@@ -285,7 +287,7 @@ class Executables(BoundPrograms):
     def _compile(self, microbatch: Microbatch, drawn: Drawn, reason: str) -> Executable:
         if self.program is not None and self._ranks.is_first:
             reason = reason or what_is_new(self._model, microbatch, self._key(microbatch), self._kept.keys)
-            number = f"program {len(list(self)) + 1}; max_shapes={self._options.max_shapes} are kept"
+            number = f"program {len(self.compilations) + 1}; max_shapes={self._options.max_shapes} are kept"
             print(f"zbcompile: compiling again for {reason} ({number}).")
         program = self._make_program(microbatch, drawn)
         asked = {"return_outputs": self.outputs, **vars(self._options.step)}

@@ -18,7 +18,7 @@ from zbcompile.model.losses import Losses
 from zbcompile.optimizer.parameter_groups import Predicate
 from zbcompile.optimizer.pipeline_optimizer import PipelineOptimizer
 from zbcompile.optimizer.wanted import Wanted
-from zbcompile.runtime.engine import StepInput
+from zbcompile.runtime.engine import Executable, StepInput
 
 if TYPE_CHECKING:  # torch's pipelining takes a second to import
     from zbcompile.torch_pipelining.as_schedule import ScheduleLike
@@ -83,36 +83,40 @@ class Pipeline(ForwardCalls):
             self._optimizers.begin_step(self.scaler)
             self._parts.take_gradients()
             step = self._split(args, kwargs, target, microbatches, return_outputs)
-            with self._named(step):
-                losses, found = self._run(step, return_outputs)
+            losses, found = self._run(step, return_outputs)
         self.step_index += 1
         self._note_record()
         for watcher in self._watchers:
             watcher.done(self.step_index, step, self.last_step)
         return losses, found
 
-    def _named(self, step: Microbatches) -> AbstractContextManager[None]:
-        """Around a step of an unusual number of microbatches: a rank with another number waits in vain for this one."""
-        count = len(step.each)
-        if count == self._compiled.schedule.microbatches:
+    def _named(self, step: Microbatches, executable: Executable, outputs: bool | str) -> AbstractContextManager[None]:
+        """Around a step that is unlike the first one: a rank that takes another step waits in vain for this one."""
+        count, of_first = len(step.each), executable.number == self._compiled.first().number
+        unlike = [f" in {count} microbatches"] if count != self._compiled.schedule.microbatches else []
+        if self._ranks.replicas.count == 1 and not (of_first and step.alike):  # replicas may have different shapes
+            unlike += [f" of program {executable.number + 1} for {'; '.join(step.shapes())}"]
+        unlike += [f" with return_outputs={outputs!r}"] if outputs else []
+        if not unlike:
             return nullcontext()
-        return self._watch.position.turn_to(f"step {self.step_index} in {count} microbatches")
+        return self._watch.position.turn_to(f"step {self.step_index}{''.join(unlike)}")
 
     def _run(self, step: Microbatches, return_outputs: bool | str) -> tuple[Losses, Any]:
         executable = self._program_for(step)
         self._compiled.share.require_filled()
         self._compiled.require_equal_shares()
         tensors = self._step_input(step)
-        try:
-            with self._as_captured(), self._compiled.void_if_it_fails(), self._optimizers.step():
-                losses, made = self._engine.step(executable, tensors, self._compiled.parameters)
-        finally:
-            self._parts.give_gradients()
-        if not return_outputs:
-            return losses, None
-        with self._watch.position.waiting("the exchange of outputs"):
-            reduction, everywhere = self.options.loss_reduction, return_outputs is True
-            return losses, joined_outputs(made, executable, step.rows, reduction, self._ranks, everywhere)
+        with self._named(step, executable, return_outputs):
+            try:
+                with self._as_captured(), self._compiled.void_if_it_fails(), self._optimizers.step():
+                    losses, made = self._engine.step(executable, tensors, self._compiled.parameters)
+            finally:
+                self._parts.give_gradients()
+            if not return_outputs:
+                return losses, None
+            with self._watch.position.waiting("the exchange of outputs"):
+                reduction, everywhere = self.options.loss_reduction, return_outputs is True
+                return losses, joined_outputs(made, executable, step.rows, reduction, self._ranks, everywhere)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Raises PipelineError: a pipeline has no call that autograd could go back through."""

@@ -45,7 +45,8 @@ class DistributedEngine:
     def step(self, executable: Executable, given: StepInput, parameters: Mapping[str, nn.Parameter]) -> StepResult:
         program, ranks = executable.program, self.ranks
         gradients = Gradients(parameters, program.shared, program.choices)
-        transport = ranks.transport(program.schedule, program.schedule.microbatches, executable.buffers)
+        buffers, number = executable.buffers, executable.number
+        transport = ranks.transport(program.schedule, program.schedule.microbatches, buffers, number)
         for each in given.sharded:
             each.begin(program)
         if executable.vocabulary is not None:

@@ -62,7 +62,8 @@ class Executable:
 
     `variants`, if there are any, are the stages for each microbatch: the graphs of its own shapes and answers to
     forward's questions; `returned` then says for each what it returns. `beside` are all stages that run in the same
-    step: for some microbatches, or in other replicas.
+    step: for some microbatches, or in other replicas. `number` is how many programs the pipeline has made before, alike
+    on all ranks.
     """
 
     program: Program
@@ -74,6 +75,7 @@ class Executable:
     variants: tuple[Stages, ...] = ()
     returned: tuple[Output | None, ...] = ()
     beside: tuple[Stages, ...] = ()
+    number: int = 0
     ordered: dict[frozenset[str], Ordered] = field(init=False, default_factory=dict)
 
     def with_updates(self, kinds: frozenset[str]) -> Ordered:

@@ -14,7 +14,7 @@ def run_forward(executable: Executable, given: StepInput, engine: Engine, channe
     there is one: channels that are opened now must serve it, too."""
     ranks, program = engine.ranks, executable.program
     recorder = engine.begin_recording(program, program.schedule) if given.record else None
-    transport = ranks.transport(channels, program.schedule.microbatches, executable.buffers)
+    transport = ranks.transport(channels, program.schedule.microbatches, executable.buffers, executable.number)
     begin = StepRuns(executable, given, ranks, transport, recorder)
     runs = [begin.run_of(plan, Gradients({}, frozenset(), program.choices)) for plan in executable.plans]
     engine.carry_out(runs)

@@ -48,7 +48,8 @@ class InProcess:
         updates = [StageUpdates(program, own, given.early, given.validating) for own in gradients]
         ordered = executable.with_updates(updates[0].kinds)
         recorder = self.begin_recording(program, ordered.lowered.schedule) if given.record else None
-        mailboxes = self.ranks.transport(program.schedule, program.schedule.microbatches, executable.buffers)
+        buffers, number = executable.buffers, executable.number
+        mailboxes = self.ranks.transport(program.schedule, program.schedule.microbatches, buffers, number)
         begin = StepRuns(executable, given, self.ranks, mailboxes, recorder)
         runs = [begin.run_of(*each) for each in zip(ordered.plans, gradients, updates, strict=True)]
         self.carry_out(runs)

@@ -176,7 +176,7 @@ def test_replicas_take_as_many_microbatches(pool: Pool) -> None:
     assert all(found[1] == 1 for found in pool.run(on_each_replica, (6, 6), ranks=4))
     for found in pool.run(on_each_replica, (6, 8), ranks=4):
         assert "rank 0 passes 3 microbatches of" in found
-        assert "rank 2 4 of" in found
+        assert "rank 2 4 microbatches of" in found
 
 
 class Asking(MLP):

@@ -118,6 +118,26 @@ def test_ranks_ask_alike(pool: Pool) -> None:
         assert "return_outputs is last on rank 0 and True on rank 1" in found
 
 
+def later_on_each_replica(asked: tuple[bool | str, bool | str]) -> str:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
+    pipe = made("1f1b", ranks=None, mesh=mesh)
+    for where in (*asked, asked[dist.get_rank()]):
+        try:
+            pipe.step(*EIGHT.args, target=EIGHT.target, return_outputs=where)
+        except zbcompile.PipelineError as error:
+            return str(error)
+    return ""
+
+
+def test_replicas_ask_alike_in_later_steps(pool: Pool) -> None:
+    for found in pool.run(later_on_each_replica, (True, False), ranks=2):
+        assert "return_outputs=True, rank 1 4 microbatches of" in found
+        assert "return_outputs=False. Replicas" in found
+
+
 @pytest.mark.parametrize("vocab", [1, 2])
 def test_a_sharded_output_layer_makes_no_outputs(vocab: int) -> None:
     pipe = made(vocab=vocab, exact=False)
