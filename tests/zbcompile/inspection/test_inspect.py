@@ -1,10 +1,12 @@
 """`python -m zbcompile.inspect`: what it prints for three models, and one clear line for whatever it cannot do."""
 
 import ast
+import io
 import json
 import re
 import subprocess
 import sys
+import tokenize
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,9 @@ from zbcompile.passes.pass_list.passes_in_order import PASS_NAMES
 
 ROOT = Path(__file__).parents[3]
 TARGETS = "examples/targets.py"
+GOLDEN = ROOT / "tests/golden"
 RECORD = "tests/golden/recorded_gpt.json"
+OTHER_TORCH = f"\n- recorded from another program: torch 2.13.0+cpu there, {torch.__version__} here\n"
 TINY = """
 import torch
 from torch import nn
@@ -52,9 +56,30 @@ def broken(): raise ValueError("no such checkpoint")
 def stray(): return zbcompile.Example(Net(), (torch.ones(2, 8),), target=torch.ones(2))
 """
 
-needs_torch_2_13 = pytest.mark.skipif(
-    not torch.__version__.startswith("2.13"), reason="golden files show the graphs that torch 2.13 makes"
-)
+GOLDENS_TORCH = torch.__version__.startswith("2.13")  # the names in graphs, and of some views, are another torch's own
+
+
+SYNONYMS = {"_unsafe_view": "view", "alias": "detach"}  # torch 2.15 and 2.13 call them so, of the same values
+
+
+def up_to_names(code: str) -> list[str]:
+    """The tokens of a printed graph, its own names numbered in the order in which they occur, wherever lines end."""
+    names: dict[str, str] = {}
+    found, before = list[str](), ""
+    for token in tokenize.generate_tokens(io.StringIO(code).readline):
+        text = token.string
+        if token.type == tokenize.COMMENT:
+            text = re.sub(r"^# saved \w+", "# saved", text)
+        elif token.type == tokenize.NAME and before == ".":
+            text = SYNONYMS.get(text, text)
+        elif token.type == tokenize.NAME:
+            text = names.setdefault(text, f"name {len(names)}")
+        if text in (")", "]") and before == ",":
+            found.pop()
+        if text.strip():
+            found.append(text)
+            before = token.string
+    return found
 
 
 @pytest.fixture(autouse=True)
@@ -99,7 +124,6 @@ def refuse(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 
 
 @pytest.mark.slow
-@needs_torch_2_13
 @pytest.mark.parametrize(("model", "options"), [("gpt", []), ("llama", ["--quick"]), ("unet", [])])
 def test_summary(
     model: str, options: list[str], inspect: Callable[..., str], golden: Callable[[str, str], None]
@@ -110,16 +134,17 @@ def test_summary(
 
 
 @pytest.mark.mostly_slow(every=3)
-@needs_torch_2_13
 @pytest.mark.parametrize("graph", ["0.F", "1.B", "1.W"])
 def test_graph(graph: str, inspect: Callable[..., str], golden: Callable[[str, str], None]) -> None:
-    text = inspect(f"{TARGETS}:gpt", "--graph", graph.lower())
+    text, name = inspect(f"{TARGETS}:gpt", "--graph", graph.lower()), f"inspect_gpt_{graph}.py.txt"
     assert max(map(len, text.splitlines())) <= WIDTH
-    golden(f"inspect_gpt_{graph}.py.txt", text)
+    if GOLDENS_TORCH:
+        golden(name, text)
+    else:
+        assert up_to_names(text) == up_to_names((GOLDEN / name).read_text())
 
 
 @pytest.mark.slow
-@needs_torch_2_13
 def test_comparison(inspect: Callable[..., str], golden: Callable[[str, str], None]) -> None:
     text = inspect(f"{TARGETS}:gpt", "--compare", "1f1b,ZBH1,zb-v,v-min,dualpipe,zb-x")
     assert max(map(len, text.splitlines())) <= WIDTH
@@ -134,16 +159,14 @@ def test_causes(tiny: Path, inspect: Callable[..., str], golden: Callable[[str, 
     golden("inspect_causes.txt", "\n".join(texts))
 
 
-@needs_torch_2_13
 def test_a_recorded_step(inspect: Callable[..., str], golden: Callable[[str, str], None]) -> None:
     """A step of four processes (examples/record_step.py under torchrun), beside its prediction."""
     text = inspect(f"{TARGETS}:gpt", "--measured", RECORD)
     assert max(map(len, text.splitlines())) <= WIDTH
-    golden("inspect_measured.txt", text)
+    golden("inspect_measured.txt", text.removesuffix(OTHER_TORCH))
 
 
 @pytest.mark.slow
-@needs_torch_2_13
 def test_a_program_directory(
     tmp_path: Path,
     inspect: Callable[..., str],
@@ -156,9 +179,10 @@ def test_a_program_directory(
     capsys.readouterr()  # compile's own words
     shown = inspect(tmp_path / "program")
     assert max(map(len, shown.splitlines())) <= WIDTH
-    golden("inspect_program.txt", shown)
+    if GOLDENS_TORCH:  # others differ by half a percent of a candidate's memory
+        golden("inspect_program.txt", shown)
     causes = inspect(tmp_path / "program", "--measured", RECORD, "--explain-idle", 2)
-    golden("inspect_measured_causes.txt", causes)
+    golden("inspect_measured_causes.txt", causes.removesuffix(OTHER_TORCH))
     data = json.loads(inspect(tmp_path / "program", "--measured", RECORD, "--json"))
     assert _fields(data) <= documented()
     for ending in ("svg", "html", "json", "txt"):
@@ -244,7 +268,6 @@ def test_all_graphs_on_one_page(tmp_path: Path, tiny: Path, inspect: Callable[..
 
 
 @pytest.mark.slow
-@needs_torch_2_13
 def test_fake_tensors_show_the_same(inspect: Callable[..., str]) -> None:
     """For the same hardware: with fake tensors that is not taken to be the machine at hand."""
     asked = (f"{TARGETS}:llama", "--quick", "--hardware", "cpu-core")
