@@ -15,11 +15,12 @@ from typing import Literal
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.ir.actions import BW, COMMUNICATION, Action, Pair, S, Step, W, flatten
 from zbcompile.schedules.ir.kinds import KINDS
+from zbcompile.schedules.ir.notebook import Shown
 from zbcompile.schedules.ir.placement import Placement
 
 
 @dataclass(frozen=True)
-class Schedule:
+class Schedule(Shown):
     """`orders[rank]` is the tuple of that rank's actions (or pairs of them), compute only.
 
     If there are vocabulary passes, `barriers` says what the backward of the last stage waits for: S of every shard (1)
@@ -85,7 +86,7 @@ class Schedule:
 
 
 @dataclass(frozen=True)
-class Lowered:
+class Lowered(Shown):
     """A schedule with its communication: `programs[rank]` is the order with SEND and RECV actions placed in it.
 
     Execution semantics, which `check` proves safe and every runtime must keep: a RECV posts a receive and returns; a

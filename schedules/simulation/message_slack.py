@@ -1,10 +1,12 @@
 """How late every message of a simulated step may be: what an order that is best on paper leaves for a run."""
 
+from collections.abc import Iterator
 from statistics import median
 from typing import NamedTuple
 
 from zbcompile.schedules.execution.event_loop import parts
 from zbcompile.schedules.ir.actions import COMMUNICATION, Action
+from zbcompile.schedules.simulation.idle_causes import Input
 from zbcompile.schedules.simulation.timeline import Timeline
 
 
@@ -28,17 +30,20 @@ def message_slack(timeline: Timeline) -> tuple[Slack, ...]:
     >>> [(str(each.action), each.slack) for each in message_slack(simulate(build("1f1b", ranks=2, microbatches=2)))]
     [('BW1.0', 1), ('BW1.1', 0), ('F0.0', 0), ('F0.1', 2)]
     """
-    latest, orders = _latest_begins(timeline), parts(timeline.program)[1]
-    found = []
-    for rank, begins in enumerate(timeline.run.begin):
-        for index, begin in enumerate(begins):
-            if orders[rank][index][0] in COMMUNICATION or timeline.waits.is_collective(rank, index):
-                continue
-            for needed in timeline.waits.inputs(rank, index):
-                if needed.rank != rank:
-                    late = latest[rank][index] - needed.arrived
-                    found.append(Slack(needed.action, needed.rank, rank, begin - needed.arrived, late))
-    return tuple(found)
+    latest, begin = _latest_begins(timeline), timeline.run.begin
+    return tuple(
+        Slack(n.action, n.rank, rank, begin[rank][index] - n.arrived, latest[rank][index] - n.arrived)
+        for rank, index, n in messages(timeline)
+    )
+
+
+def messages(timeline: Timeline) -> Iterator[tuple[int, int, Input]]:
+    """Every message of a step: the rank and the index of the step that takes it, and what it takes from where."""
+    orders = parts(timeline.program)[1]
+    for rank, order in enumerate(orders):
+        for index, step in enumerate(order):
+            if step[0] not in COMMUNICATION and not timeline.waits.is_collective(rank, index):
+                yield from ((rank, index, n) for n in timeline.waits.inputs(rank, index) if n.rank != rank)
 
 
 def _latest_begins(timeline: Timeline) -> list[list[float]]:

@@ -13,6 +13,7 @@ from zbcompile.schedules.execution.noise import Noise
 from zbcompile.schedules.ir.actions import COMMUNICATION, GATHER, VALIDATE, Step, flatten
 from zbcompile.schedules.ir.costs import Costs
 from zbcompile.schedules.ir.kinds import KINDS
+from zbcompile.schedules.ir.notebook import Shown
 from zbcompile.schedules.ir.schedule import Lowered, Schedule
 from zbcompile.schedules.simulation.idle_causes import CAUSES, Cause, Idle, Waits
 
@@ -27,7 +28,7 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Timeline:
+class Timeline(Shown):
     """What `simulate` predicts. Times count from the first start, in the unit of the costs.
 
     * `makespan`: the whole step with an optimizer barrier: from the first start to the last end on any rank, then

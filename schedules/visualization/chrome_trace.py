@@ -5,12 +5,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from zbcompile.schedules.ir.actions import flatten
+from zbcompile.schedules.simulation.message_slack import messages
 from zbcompile.schedules.simulation.timeline import Timeline
 from zbcompile.schedules.visualization.text import summary
 
 
 def to_chrome_trace(timeline: Timeline, microseconds: float = 1000) -> str:
-    """Trace Event Format: a thread per rank with its steps and idle intervals, a counter per rank with its memory.
+    """Trace Event Format: a process named after the schedule, in it a thread per rank with its steps and idle
+    intervals, a flow event per message between two steps, a counter per rank with its memory.
 
     `microseconds`: how long one unit of the costs is.
 
@@ -24,6 +26,7 @@ def to_chrome_trace(timeline: Timeline, microseconds: float = 1000) -> str:
 
 
 def _events(timeline: Timeline, unit: float) -> Iterator[dict[str, Any]]:
+    yield {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": timeline.schedule.name}}
     for rank in range(timeline.schedule.ranks):
         yield {"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}}
         yield {"ph": "M", "name": "thread_sort_index", "pid": 0, "tid": rank, "args": {"sort_index": rank}}
@@ -35,10 +38,25 @@ def _events(timeline: Timeline, unit: float) -> Iterator[dict[str, Any]]:
     for gap in timeline.idle:
         waits = {} if gap.action is None else {"waits for": str(gap.action), "of rank": gap.source}
         yield _interval(f"idle: {gap.cause}", "idle", gap.rank, gap.start, gap.end, unit, waits)
+    yield from flows(timeline, unit)
     for rank in range(timeline.schedule.ranks):
         for time, amount in timeline.memory_curve(rank):
             held = {"held": _number(amount)}
             yield {"ph": "C", "name": f"memory of rank {rank}", "pid": 0, "ts": _number(time * unit), "args": held}
+
+
+def flows(
+    timeline: Timeline, unit: float, start: float = 0, pid: int = 0, prefix: str = ""
+) -> Iterator[dict[str, Any]]:
+    """Arrows from the step that makes a message to the one that takes it, each bound to the step around its time;
+    `start` is that of the timeline in the trace, and `prefix` tells the messages of several timelines apart."""
+    run = timeline.run
+    for number, (rank, index, needed) in enumerate(messages(timeline)):
+        name = {"name": str(needed.action), "cat": "message", "id": f"{prefix}{number}", "pid": pid}
+        begin, end = run.begin[needed.rank][needed.step], run.end[needed.rank][needed.step]
+        yield {"ph": "s", **name, "tid": needed.rank, "ts": _number((start + (begin + end) / 2) * unit)}
+        middle = (run.begin[rank][index] + run.end[rank][index]) / 2
+        yield {"ph": "f", "bp": "e", **name, "tid": rank, "ts": _number((start + middle) * unit)}
 
 
 def _interval(

@@ -1,15 +1,13 @@
 """Several timelines under each other on one time axis, so that the eye compares their lengths."""
 
 from collections.abc import Sequence
-from html import escape
 
 from zbcompile.schedules.simulation.timeline import Timeline
-from zbcompile.schedules.visualization.html import PAGE, rank_table
-from zbcompile.schedules.visualization.svg import MARGIN, natural_scale, to_svg
-from zbcompile.schedules.visualization.text import format_timeline, summary
+from zbcompile.schedules.visualization.figure import LARGEST
+from zbcompile.schedules.visualization.svg import Drawing, natural_scale, to_svg
+from zbcompile.schedules.visualization.text import format_timeline
 
 GAP = 18  # pixels between two pictures
-LARGEST = 6000  # pixels of the longest time axis
 
 
 def compare_svg(timelines: Sequence[Timeline], width: int | None = None) -> str:
@@ -21,8 +19,8 @@ def compare_svg(timelines: Sequence[Timeline], width: int | None = None) -> str:
     """
     longest = max(t.finish for t in timelines)
     natural = min(max(map(natural_scale, timelines)), LARGEST / (longest or 1))
-    scale = natural if width is None else max(1, width - MARGIN) / (longest or 1)
-    pictures = [to_svg(t, round(MARGIN + t.finish * scale)) for t in timelines]
+    scale = natural if width is None else max(1, width - Drawing.MARGINS) / (longest or 1)
+    pictures = [to_svg(t, round(Drawing.MARGINS + t.finish * scale)) for t in timelines]
     sizes = [_size(picture) for picture in pictures]
     whole = max(w for w, _ in sizes), sum(h + GAP for _, h in sizes)
     lines = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{whole[0]:g}" height="{whole[1]:g}"']
@@ -38,13 +36,6 @@ def _size(picture: str) -> tuple[float, float]:
     """Width and height as the first line of an SVG of ours gives them."""
     parts = picture.split('"', 8)
     return float(parts[3]), float(parts[5])
-
-
-def compare_html(timelines: Sequence[Timeline], width: int | None = None) -> str:
-    """One page with the pictures and a table per timeline; it loads nothing from anywhere."""
-    title = escape(" / ".join(t.schedule.name for t in timelines))
-    tables = "\n".join(f"<p>{escape(summary(t))}</p>\n{rank_table(t)}" for t in timelines)
-    return PAGE.format(title=title, svg=compare_svg(timelines, width), table=tables)
 
 
 def compare_text(timelines: Sequence[Timeline], width: int = 100) -> str:

@@ -8,6 +8,8 @@ from typing import Any
 
 from zbcompile.frontend.pipeline import Pipeline
 from zbcompile.profiling.step_record import StepRecord
+from zbcompile.schedules.ir.actions import flatten
+from zbcompile.schedules.visualization.chrome_trace import flows
 
 Event = dict[str, Any]
 
@@ -29,7 +31,8 @@ def trace(pipe: Pipeline, path: str | Path) -> Iterator[None]:
 
 
 def events(replicas: Sequence[Sequence[StepRecord]]) -> Iterator[Event]:
-    """Trace Event Format: a process per replica, a thread per rank with its actions, a counter of what waits."""
+    """Trace Event Format: a process per replica, a thread per rank with its actions, a flow per message, a counter of
+    what waits."""
     zero = min((record.started for records in replicas for record in records), default=0.0)
     for replica, records in enumerate(replicas):
         yield {"ph": "M", "name": "process_name", "pid": replica, "args": {"name": f"replica {replica}"}}
@@ -37,6 +40,14 @@ def events(replicas: Sequence[Sequence[StepRecord]]) -> Iterator[Event]:
             yield {"ph": "M", "name": "thread_name", "pid": replica, "tid": rank, "args": {"name": f"rank {rank}"}}
         for index, record in enumerate(records):
             yield from _step_events(record, index, replica, record.started - zero)
+            yield from _messages(record, index, replica, record.started - zero)
+
+
+def _messages(record: StepRecord, index: int, replica: int, offset: float) -> Iterator[Event]:
+    """Arrows between passes, which a timeline counts from its first one."""
+    (first, *_), timeline = flatten((record.schedule.orders[0][0],)), record.timeline
+    start = next(span.start for span in record.spans[0] if span.action == str(first)) - timeline.run.begin[0][0]
+    yield from flows(timeline, 1e6, offset + start, replica, f"{replica}.{index}.")
 
 
 def _step_events(record: StepRecord, index: int, replica: int, offset: float) -> Iterator[Event]:

@@ -21,7 +21,6 @@ from zbcompile.inspection.request import (
 )
 from zbcompile.inspection.step_comparison_report import comparison_to_dict, format_step_comparison
 from zbcompile.inspection.summary import Tried, summarise
-from zbcompile.inspection.units import for_trace, in_units
 from zbcompile.passes.pass_list.run_passes import PassManager
 from zbcompile.prediction.advice import Peak
 from zbcompile.prediction.predict import Basis, left_on_last
@@ -33,6 +32,7 @@ from zbcompile.program.manifest import SavedProgram
 from zbcompile.program.program import Program
 from zbcompile.program.rank_files import MANIFEST
 from zbcompile.schedules import Costs, Timeline, simulate, write_comparison, write_picture
+from zbcompile.schedules.visualization.units import for_trace, in_units
 
 MANY_OPERATIONS = 2500  # above this, a model is recompiled only on request: it takes several minutes on a laptop
 

@@ -14,7 +14,6 @@ from zbcompile.frontend.choose_schedule import is_searched
 from zbcompile.inspection.report import table, wrap
 from zbcompile.inspection.request import Request, compile_for
 from zbcompile.inspection.summary import SCHEMA, Prediction, prediction_of
-from zbcompile.inspection.units import in_units
 from zbcompile.model.example import Example
 from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.stage.print_python import format_bytes
@@ -28,6 +27,7 @@ from zbcompile.schedules import (
     smallest_microbatches,
     write_comparison,
 )
+from zbcompile.schedules.visualization.units import in_units
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """A recorded step beside its prediction, as tables for a terminal and as data."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from zbcompile.amounts import format_share, format_time
@@ -17,7 +17,9 @@ PARTS = ("compute", "communication", "imbalance", "overhead")
 
 def comparison_to_dict(c: StepComparison) -> dict[str, Any]:
     """What `--measured FILE --json` writes; docs/inspect.md describes every field."""
-    return {"schema": SCHEMA, "measured": asdict(c)}
+    found = asdict(replace(c, timelines=()))
+    del found["timelines"]
+    return {"schema": SCHEMA, "measured": found}
 
 
 def format_step_comparison(c: StepComparison, predicted: Timeline, measured: Timeline) -> str:

@@ -15,9 +15,11 @@ from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.prediction.measure_passes import measure_passes
 from zbcompile.profiling.step_record import is_record, read_record
 from zbcompile.program.program import Program
-from zbcompile.schedules import Costs
+from zbcompile.schedules import Costs, simulate
 from zbcompile.schedules.ir.actions import SEND_B, SEND_F, flatten
 from zbcompile.schedules.ir.costs import Link
+from zbcompile.schedules.visualization.figure import figure
+from zbcompile.schedules.visualization.units import in_units
 
 NAMED_COSTS = ("flops", "uniform", "measured")
 
@@ -81,6 +83,11 @@ def predicted_costs(program: Program, fused: bool = False, factors: Mapping[str,
         return costs
     shards = [_pass_seconds(pieces, hardware, fused, factors) for pieces in program.vocabulary.pieces]
     return with_shard_times(costs, program.schedule, program.vocabulary, shards)
+
+
+def figure_of(program: Program) -> str:
+    """The predicted step as HTML for a notebook."""
+    return figure(in_units([simulate(program.lowered, predicted_costs(program))]))
 
 
 def _pass_seconds(

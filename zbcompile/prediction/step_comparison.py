@@ -1,7 +1,7 @@
 """A recorded step beside its prediction: where the difference is, rank by rank."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from zbcompile.errors import PipelineError
@@ -10,6 +10,8 @@ from zbcompile.profiling.recorded_timeline import mean_seconds, recorded_timelin
 from zbcompile.profiling.step_record import StepRecord
 from zbcompile.schedules import Costs, Schedule, Timeline, simulate, with_updates
 from zbcompile.schedules.ir.actions import ONCE
+from zbcompile.schedules.visualization.figure import figure
+from zbcompile.schedules.visualization.units import in_units
 
 PASSES = ("F", "B", "W", "BW", "S", "T")
 WAITS = ("warm-up", "wait", "imbalance", "cool-down")
@@ -64,6 +66,11 @@ class StepComparison:
     ranks: tuple[RankDifference, ...]
     passes: tuple[PassDifference, ...]
     notes: tuple[str, ...]
+    timelines: tuple[Timeline, ...] = field(default=(), repr=False)
+
+    def _repr_html_(self) -> str:
+        """In notebooks, the predicted step above the measured one."""
+        return figure(in_units(self.timelines))
 
     @property
     def difference(self) -> float:
@@ -105,6 +112,7 @@ def compare_step(record: StepRecord, predicted: Timeline, basis: Basis, manifest
         ranks=tuple(_rank(rank, record, predicted, measured) for rank in range(predicted.schedule.ranks)),
         passes=tuple(_passes(record, predicted)),
         notes=tuple(_other_program(record.program, manifest)),
+        timelines=(predicted, measured),
     )
 
 

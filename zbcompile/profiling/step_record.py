@@ -10,7 +10,9 @@ from typing import Any
 from zbcompile.errors import PipelineError
 from zbcompile.json_text import to_text
 from zbcompile.profiling.recorded_timeline import Span, recorded_costs, recorded_timeline
-from zbcompile.schedules import Costs, Lowered, Schedule, ScheduleError, Timeline, from_json, to_json
+from zbcompile.schedules import Costs, Lowered, Schedule, ScheduleError, Timeline, from_json, simulate, to_json
+from zbcompile.schedules.visualization.figure import figure
+from zbcompile.schedules.visualization.units import in_units
 
 FORMAT, VERSION = "zbcompile step", 1
 
@@ -62,6 +64,11 @@ class StepRecord:
         """
         causes = () if self.in_process else self.timeline.idle_by_cause
         return {rank: {str(cause): time for cause, time in idle.items()} for rank, idle in enumerate(causes)}
+
+    def _repr_html_(self) -> str:
+        """In notebooks, the passes as they ran; of ranks in one process, as if each had its own."""
+        timeline = simulate(self.schedule, self.costs) if self.in_process else self.timeline
+        return figure(in_units([timeline], bytes_known=False))
 
     def save(self, path: str | Path) -> None:
         """Write the record to a file that `python -m zbcompile.inspect TARGET --measured FILE` reads; it is the same on

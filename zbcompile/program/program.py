@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,10 @@ class Program:
     also: Mapping[str, "Program"] = field(default_factory=dict, repr=False)
     plan: ChosenPlan | None = field(default=None, compare=False)
     writer: Callable[["Program", Path], None] | None = field(default=None, repr=False, compare=False)
+
+    def _repr_html_(self) -> str:
+        """In notebooks, the predicted step."""
+        return str(import_module("zbcompile.prediction.predict").figure_of(self))  # a later room
 
     @property
     def schedule(self) -> Schedule:

@@ -9,11 +9,13 @@ import pytest
 
 from zbcompile.schedules import Costs, ScheduleError, build, simulate
 from zbcompile.schedules.ir.kinds import KINDS
+from zbcompile.schedules.simulation.critical_path import critical_path
+from zbcompile.schedules.simulation.message_slack import message_slack
 from zbcompile.schedules.simulation.timeline import Timeline
 from zbcompile.schedules.visualization.chrome_trace import to_chrome_trace
 from zbcompile.schedules.visualization.comparison import compare_svg, compare_text
 from zbcompile.schedules.visualization.html import to_html
-from zbcompile.schedules.visualization.svg import COLOURS, to_svg
+from zbcompile.schedules.visualization.svg import COLOURS, IDLE_LOOKS, to_svg
 from zbcompile.schedules.visualization.text import format_timeline
 from zbcompile.schedules.visualization.write import write_comparison, write_picture
 
@@ -39,7 +41,7 @@ def test_svg_shows_every_step_and_every_idle_interval(name: str) -> None:
     pairs = sum(len(span.step) == 2 for span in t.spans)
     assert len(titles(svg, "span")) == len(t.spans) + pairs
     assert titles(svg, "idle") == [str(gap) for gap in t.idle]
-    assert svg.count('class="memory"') == 4
+    assert svg.count('class="memory wide"') == 4
     for rank in range(4):
         assert f"memory of rank {rank}, peak {t.peak_memory[rank]:g}" in svg
 
@@ -64,6 +66,22 @@ def test_width_is_respected() -> None:
     assert float(root.get("width", "0")) == pytest.approx(2000)
 
 
+def test_causes_of_idle_time_differ_without_colour() -> None:
+    svg = to_svg(timeline())
+    assert len({path for _, path in IDLE_LOOKS.values()}) == len(IDLE_LOOKS)
+    assert all(f'fill="url(#idle-{gap.cause})"' in svg for gap in timeline().idle)
+    assert "prefers-color-scheme: dark" in svg
+
+
+def test_messages_and_the_critical_path_are_drawn_on_demand() -> None:
+    t = timeline()
+    also = to_svg(t, also=("messages", "critical"))
+    lines = {box.get("class"): box.get("d", "") for box in ElementTree.fromstring(also).iter(f"{SVG}path")}
+    assert lines["also wide messages"].count("M") == len(message_slack(t))
+    assert lines["also wide critical"].count("H") == len(critical_path(t))
+    assert 'class="also' not in to_svg(t)
+
+
 def test_html_is_self_contained_and_has_a_row_per_rank() -> None:
     page = to_html(timeline())
     assert page.count("<tr>") == 1 + 4
@@ -75,7 +93,13 @@ def test_chrome_trace_has_every_step_idle_interval_and_memory_change() -> None:
     t = timeline()
     events = json.loads(to_chrome_trace(t, microseconds=10))["traceEvents"]
     kinds = Counter(event["ph"] for event in events)
-    assert kinds == {"M": 8, "X": len(t.spans) + len(t.idle), "C": sum(len(t.memory_curve(r)) for r in range(4))}
+    assert kinds == {
+        "M": 9,
+        "X": len(t.spans) + len(t.idle),
+        "s": 3 * 32,
+        "f": 3 * 32,
+        "C": sum(len(t.memory_curve(r)) for r in range(4)),
+    }
     steps = [event for event in events if event["ph"] == "X" and event["cat"] != "idle"]
     assert max(event["ts"] + event["dur"] for event in steps) == 10 * t.finish
     assert steps[0]["args"]["actions"] == [{"op": "F", "stage": 0, "microbatch": 0}]

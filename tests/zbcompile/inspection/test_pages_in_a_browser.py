@@ -13,11 +13,11 @@ import pytest
 from zbcompile.cli.target import load_example
 from zbcompile.compiler.compile_example import compile_example
 from zbcompile.inspection.graph_html import to_page
-from zbcompile.inspection.units import in_units
 from zbcompile.passes.compile_options import Choices
 from zbcompile.profiling.step_record import read_record
 from zbcompile.schedules import Costs, build, simulate, to_html
-from zbcompile.schedules.visualization.comparison import compare_html
+from zbcompile.schedules.visualization.html import compare_html
+from zbcompile.schedules.visualization.units import in_units
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
@@ -34,6 +34,20 @@ window.addEventListener("load", () => {
     box.value = "addmm_"; box.dispatchEvent(new Event("input"));
     report.found = document.getElementById("found").textContent;
     report.open = document.querySelectorAll(".op.hit").length;
+  }
+  const slider = document.querySelector("[type=range]"), scroll = document.querySelector(".zb-scroll");
+  if (slider) {
+    const size = selector => document.querySelector(selector).getBoundingClientRect();
+    slider.oninput();
+    report.fits = scroll.scrollWidth <= scroll.clientWidth;
+    const before = size(".zb-row .span");
+    slider.value = 3; slider.oninput(); scroll.scrollLeft = 700;
+    const after = size(".zb-row .span");
+    report.zoomed = [after.width / before.width, after.height / before.height];
+    report.moved = size(".zb-row svg").left - scroll.getBoundingClientRect().left;
+    report.hidden = getComputedStyle(document.querySelector(".messages")).display;
+    document.querySelector("[value=messages]").checked = true;
+    report.shown = getComputedStyle(document.querySelector(".messages")).display;
   }
   const out = document.createElement("pre");
   out.id = "report"; out.textContent = JSON.stringify(report);
@@ -64,6 +78,10 @@ def test_a_timeline(ranks: int, tmp_path: Path) -> None:
     seen = look(to_html(timeline), tmp_path)
     assert min(seen["heights"]) >= 9
     assert seen["boxes"] >= len(timeline.spans) + len(timeline.idle)
+    assert seen["fits"]
+    assert seen["zoomed"] == pytest.approx([8, 1], rel=0.02)
+    assert seen["moved"] == pytest.approx(1)  # the names stay where they were, inside of the border
+    assert (seen["hidden"], seen["shown"]) == ("none", "inline")
 
 
 @pytest.mark.slow

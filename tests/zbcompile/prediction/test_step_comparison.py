@@ -145,3 +145,19 @@ def test_costs_measured_on_this_machine() -> None:
     assert basis.unit == "s"
     assert min(*basis.costs.forward, *basis.costs.backward, *basis.costs.weight) > 0
     assert max(basis.costs.forward) < 10
+
+
+def test_a_notebook_shows_the_pictures() -> None:
+    """Of a schedule, its timeline, a program, a record and a comparison: one time axis, with a row for each step."""
+    pipe, batch = pipeline_of(Case("mlp", "zb-h1", 2, 4)), PROBLEMS["mlp"].batches(1, 8)[0]
+    pipe.record = True
+    pipe.step(*batch.args, target=batch.target)
+    record, program = pipe.last_step, pipe.program
+    assert record is not None
+    expected = basis_of(program, "flops")
+    timeline = simulate(program.lowered, expected.costs)
+    for shown in (program.schedule, program.lowered, timeline, program, record):
+        assert shown._repr_html_().count('class="zb-row"') == 1
+    compared = compare_step(record, timeline, expected, program.manifest)
+    assert compared._repr_html_().count('class="zb-row"') == 2
+    assert "s (bubble" in program._repr_html_()

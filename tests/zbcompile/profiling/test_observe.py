@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -79,12 +80,22 @@ def assert_ordered(record: StepRecord) -> None:
         assert starts[f"B0.{i}"] > ends[f"B1.{i}"] - 0.001
 
 
-def assert_trace(events: list[dict[str, object]], record: StepRecord) -> None:
+def assert_trace(events: list[dict[str, Any]], record: StepRecord) -> None:
     actions = [event for event in events if event["ph"] == "X"]
     assert len(actions) == 2 * sum(map(len, record.spans.values()))
     assert {event["tid"] for event in actions} == {0, 1}
     assert [e["name"] for e in actions if e["tid"] == 1][-1] == record.spans[1][-1].action
     assert all(isinstance(e["ts"], float) and e["ts"] >= 0 for e in actions)
+    assert_bound([event for event in events if event["ph"] in "sf"], actions)
+
+
+def assert_bound(ends: list[dict[str, Any]], actions: list[dict[str, Any]]) -> None:
+    """Each message begins in the pass that makes it and ends in one on the other rank."""
+    assert len(ends) == 2 * 2 * 8
+    for end in ends:
+        around = [a["name"] for a in actions if a["tid"] == end["tid"] and a["ts"] <= end["ts"] <= a["ts"] + a["dur"]]
+        assert (end["name"] in around) == (end["ph"] == "s")
+        assert around
 
 
 def test_trace_in_one_process(tmp_path: Path) -> None:

@@ -9,10 +9,12 @@ TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 SIZES = ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B"))
 
 
-def in_units(timelines: Sequence[Timeline]) -> list[Timeline]:
-    """The same timelines, which are in seconds and bytes, in units that fit the longest and the largest of them."""
+def in_units(timelines: Sequence[Timeline], bytes_known: bool = True) -> list[Timeline]:
+    """The same timelines, which are in seconds and bytes, in units that fit the longest and the largest of them; unless
+    `bytes_known`, what they hold stays as it is."""
     time, time_unit = _unit(max(t.finish for t in timelines), TIMES)
-    size, memory_unit = _unit(max(max(t.peak_memory) for t in timelines), SIZES)
+    largest = max(max(t.peak_memory) for t in timelines)
+    size, memory_unit = _unit(largest, SIZES) if bytes_known else (1, "")
     return [_scaled(t, time, size, time_unit, memory_unit) for t in timelines]
 
 

@@ -1,0 +1,173 @@
+"""Timelines under each other on one time axis, as a piece of HTML for pages and notebooks: rank names and legends stay
+while a wide axis scrolls; it fits the window, and zooms on time alone. Without scripts (a notebook that is not trusted)
+it scrolls and shows."""
+
+from collections.abc import Iterator, Sequence
+from html import escape
+
+from zbcompile.schedules.simulation.simulator import simulate
+from zbcompile.schedules.simulation.timeline import Timeline
+from zbcompile.schedules.visualization.svg import (
+    ALSO,
+    COMPACT,
+    DARK,
+    STYLE,
+    Drawing,
+    in_the_dark,
+    natural_scale,
+    patterns,
+)
+from zbcompile.schedules.visualization.text import summary
+
+LARGEST = 6000  # pixels of the longest time axis, before anybody zooms
+
+_STYLE = """
+.zb-figure { font: 14px sans-serif; color: #111; background: #fff; position: relative }
+.zb-figure .zb-tools { display: flex; flex-wrap: wrap; gap: 4px 16px; align-items: center; padding: 4px 0 }
+.zb-figure .zb-scroll { overflow-x: auto; border: 1px solid #8888 }
+.zb-figure .zb-head { position: sticky; left: 0; width: min(100%, 100vw - 60px);
+  padding: 6px 8px 0; box-sizing: border-box }
+.zb-figure .zb-head b { font-size: 13px }
+.zb-figure .zb-legend { display: flex; flex-wrap: wrap; gap: 2px 14px; font-size: 12px; margin-top: 3px }
+.zb-figure .zb-legend svg { vertical-align: -2px; margin-right: 4px }
+.zb-figure .zb-row { display: flex; width: max-content }
+.zb-figure .zb-row > svg { flex: none; display: block }
+.zb-figure .zb-row > svg:first-child { position: sticky; left: 0; background: #fff; z-index: 1 }
+.zb-figure .zb-tip { position: fixed; display: none; background: #fff; border: 1px solid #777;
+  padding: 3px 7px; z-index: 2 }
+.zb-figure table { border-collapse: collapse; margin-top: 16px; color: inherit }
+.zb-figure td, .zb-figure th { padding: 2px 10px; text-align: right; border-bottom: 1px solid #8886 }
+.zb-figure:not(:has([value=messages]:checked)) .messages { display: none }
+.zb-figure:not(:has([value=critical]:checked)) .critical { display: none }
+@media print { .zb-figure .zb-tools { display: none } .zb-figure .zb-scroll { overflow: hidden } }
+"""
+_PAPERS = ("", " .zb-row > svg:first-child", " .zb-tip")
+_DARK = tuple((f".zb-figure{part}", "color: #ddd; background: #1c1c1f") for part in _PAPERS)
+
+# Every box moves by itself, so that hatching and letters keep their shape; long paths are stretched.
+_SCRIPT = """
+for (const figure of document.querySelectorAll(".zb-figure:not([data-ready])")) {
+  figure.dataset.ready = "1";
+  const find = selector => [...figure.querySelectorAll(selector)];
+  const scroll = find(".zb-scroll")[0], slider = find("[type=range]")[0], tip = find(".zb-tip")[0];
+  const plots = find(".zb-row").map(row => {
+    const svg = row.lastElementChild, box = svg.viewBox.baseVal, get = (e, name) => +e.getAttribute(name);
+    return {
+      svg, left: box.x, top: box.y, height: box.height,
+      margin: +row.dataset.margin, length: box.width - row.dataset.margin,
+      names: row.firstElementChild.width.baseVal.value,
+      rects: [...svg.querySelectorAll("rect")].map(e => [e, get(e, "x"), get(e, "width")]),
+      texts: [...svg.querySelectorAll("text")].map(
+        e => [e, get(e, "x"), e.dataset.t ?? e.textContent, +(e.dataset.w ?? 0)]),
+      lines: [...svg.querySelectorAll("line")].map(e => [e, get(e, "x1")]),
+      fine: [...svg.querySelectorAll(".fine")],
+      wide: [...svg.querySelectorAll(".wide")],
+    };
+  });
+  const fit = () => Math.min(...plots.map(p => (scroll.clientWidth - 2 - p.names - p.margin) / p.length));
+  const drawn = (plot, z) => {
+    const at = x => plot.left + (x - plot.left) * z, width = plot.length * z + plot.margin;
+    for (const [e, x, w] of plot.rects) { e.setAttribute("x", at(x)); e.setAttribute("width", Math.max(w * z, .3)); }
+    for (const [e, x] of plot.lines) { e.setAttribute("x1", at(x)); e.setAttribute("x2", at(x)); }
+    for (const [e, x, text, room] of plot.texts) {
+      e.setAttribute("x", at(x));
+      const fits = t => t.length * 6.8 + 3 <= room * z;
+      if (room) e.textContent = [text, text.replace(/\\d+$/, "")].find(fits) ?? "";
+    }
+    for (const e of plot.wide) e.setAttribute("transform", `translate(${plot.left * (1 - z)} 0) scale(${z} 1)`);
+    for (const e of plot.fine) e.setAttribute("display", plot.length * z > 5000 ? "inline" : "none");
+    plot.svg.setAttribute("width", width);
+    plot.svg.setAttribute("viewBox", `${plot.left} ${plot.top} ${width} ${plot.height}`);
+  };
+  let now = 1;
+  const zoom = (times, at) => {
+    const z = fit() * times, middle = at ?? scroll.clientWidth / 2, names = plots[0].names;
+    const time = (scroll.scrollLeft + middle - names) / now;
+    plots.forEach(plot => drawn(plot, z));
+    now = z;
+    scroll.scrollLeft = time * z - middle + names;
+  };
+  const most = 7;  // doublings
+  slider.max = most;
+  slider.oninput = () => zoom(2 ** slider.value);
+  scroll.addEventListener("wheel", event => {
+    if (!event.ctrlKey) return;
+    event.preventDefault();
+    slider.value = Math.min(most, Math.max(0, +slider.value - event.deltaY / 250));
+    zoom(2 ** slider.value, event.clientX - scroll.getBoundingClientRect().left);
+  }, { passive: false });
+  let width = 0;
+  new ResizeObserver(() => {
+    if (scroll.clientWidth && scroll.clientWidth !== width) { width = scroll.clientWidth; zoom(2 ** slider.value); }
+  }).observe(scroll);
+  scroll.addEventListener("mousemove", event => {
+    const shape = event.target, title = shape.querySelector("title");
+    if (title && title.parentNode === shape) { shape.dataset.tip = title.textContent; title.remove(); }
+    tip.style.display = shape.dataset.tip ? "block" : "none";
+    tip.textContent = shape.dataset.tip || "";
+    tip.style.left = Math.min(event.clientX + 12, innerWidth - tip.offsetWidth - 8) + "px";
+    tip.style.top = event.clientY + 14 + "px";
+  });
+  scroll.addEventListener("mouseleave", () => tip.style.display = "none");
+}
+"""
+
+
+def figure(timelines: Sequence[Timeline], width: int | None = None) -> str:
+    """The piece of HTML; it loads nothing from anywhere. `width` in pixels is that of the longest time axis where no
+    script runs.
+
+    >>> from zbcompile.schedules import build, simulate
+    >>> figure([simulate(build(name, 2, 4)) for name in ("1f1b", "zb-h1")]).count('class="zb-row"')
+    2
+    """
+    longest = max(t.finish for t in timelines) or 1
+    natural = min(max(map(natural_scale, timelines)), LARGEST / longest)
+    scale = natural if width is None else width / longest
+    boxes = "".join(f'<label><input type="checkbox" value="{name}"> {text}</label>' for name, text in ALSO.items())
+    zoom = '<label>zoom <input type="range" min="0" max="7" step="0.1" value="0"></label>'
+    rows = [line for t in timelines for line in _row(t, round(Drawing.MARGINS + t.finish * scale))]
+    return "\n".join(
+        (
+            '<div class="zb-figure">',
+            f"<style>{STYLE}{_STYLE}{in_the_dark(*DARK, *_DARK)}</style>",
+            f'<svg width="0" height="0" style="position: absolute">{"".join(patterns())}</svg>',
+            f'<div class="zb-tools">{zoom}{boxes}</div>',
+            '<div class="zb-scroll">',
+            *rows,
+            '</div><div class="zb-tip"></div>',
+            *(rank_table(t) for t in timelines),
+            f"<script>{_SCRIPT}</script>",
+            "</div>",
+        )
+    )
+
+
+def timeline_of(shown: object) -> Timeline:
+    """The timeline itself, or that of a schedule whose passes all take as long."""
+    return shown if isinstance(shown, Timeline) else simulate(shown)  # type: ignore[arg-type]
+
+
+def _row(timeline: Timeline, width: int) -> Iterator[str]:
+    drawing = Drawing(timeline, width, tuple(ALSO) if len(timeline.spans) <= COMPACT else ("critical",), zooms=True)
+    yield f'<div class="zb-head"><b>{escape(summary(timeline))}</b><div class="zb-legend">'
+    for fill, text in drawing.entries():
+        swatch = f'<rect class="span" fill="url(#{fill})" width="18" height="12"/>'
+        svg = f'<svg class="zb" width="18" height="12">{swatch}</svg>' if fill else ""
+        yield f"<span>{svg}{escape(text)}</span>"
+    yield f'</div></div><div class="zb-row" data-margin="{drawing.RIGHT}">'
+    yield from (*drawing.names(), *drawing.plot(), "</div>")
+
+
+def rank_table(timeline: Timeline) -> str:
+    """What every rank spends its time on, as an HTML table."""
+    idle = timeline.idle_by_cause
+    time, memory = (f" ({unit})" * bool(unit) for unit in (timeline.costs.time_unit, timeline.costs.memory_unit))
+    heads = ("rank", f"work{time}", *(f"idle: {cause}{time}" for cause in timeline.causes), f"peak memory{memory}")
+    rows = [
+        (rank, timeline.busy[rank], *idle[rank].values(), timeline.peak_memory[rank])
+        for rank in range(timeline.schedule.ranks)
+    ]
+    lines = ["<tr>" + "".join(f"<th>{head}</th>" for head in heads) + "</tr>"]
+    lines += ["<tr>" + "".join(f"<td>{value:g}</td>" for value in row) + "</tr>" for row in rows]
+    return "<table>\n" + "\n".join(lines) + "\n</table>"
