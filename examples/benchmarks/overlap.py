@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -112,15 +113,17 @@ def stepper(schedule: Schedule, group: dist.ProcessGroup, mesh: Any) -> Callable
     layers = [sum(name.startswith("weights") for name in stage.trained) for stage in pipe.program.stages]
     assert layers == [LAYERS] * schedule.stages, f"{LAYERS} layers per stage, not {layers}"
 
-    def step() -> float:
-        dist.barrier()
-        begin = time.monotonic()
-        pipe.step(x, target=x)
-        span = torch.tensor([-begin, time.monotonic()], dtype=torch.float64)  # one clock for all processes
-        dist.all_reduce(span, dist.ReduceOp.MAX)
-        return float(span.sum())
+    return partial(spanned, partial(pipe.step, x, target=x))
 
-    return step
+
+def spanned(step: Callable[[], object]) -> float:
+    """Run a step on all ranks: seconds from the first start on any of them to the last end."""
+    dist.barrier()
+    begin = time.monotonic()
+    step()
+    span = torch.tensor([-begin, time.monotonic()], dtype=torch.float64)  # one clock for all processes
+    dist.all_reduce(span, dist.ReduceOp.MAX)
+    return float(span.sum())
 
 
 def row(name: str, group: KnownLength, mesh: Any, microbatches: int, seconds: float, steps: int) -> list[Any]:
@@ -137,19 +140,31 @@ def row(name: str, group: KnownLength, mesh: Any, microbatches: int, seconds: fl
     return [name, microbatches, apart, together, free, 100 * (apart - together) / (apart - free)]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--schedules", default="dualpipe-v,1f1b-overlap", help="default: %(default)s")
-    parser.add_argument("--exchange", type=float, default=8.0, help="milliseconds of one (default: %(default)s)")
+def arguments(doc: str | None, schedules: str) -> argparse.ArgumentParser:
+    """What the benchmarks of overlap take."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--schedules", default=schedules, help="default: %(default)s")
     parser.add_argument("--microbatches", type=int, default=8, help="default: %(default)s")
     parser.add_argument("--steps", type=int, default=3, help="measured steps of each kind (default: %(default)s)")
-    options = parser.parse_args()
+    return parser
+
+
+def on_processes(main: Callable[[], None], count: int) -> None:
+    """Run `main` as one of the processes of torchrun; outside of it, start `count` of them, which do."""
     if "RANK" not in os.environ:
-        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-        subprocess.run([sys.executable, *launch, __file__, *sys.argv[1:]], check=True)
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+        subprocess.run([sys.executable, *launch, *sys.argv], check=True)
         return
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    main()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = arguments(__doc__, "dualpipe-v,1f1b-overlap")
+    parser.add_argument("--exchange", type=float, default=8.0, help="milliseconds of one (default: %(default)s)")
+    options = parser.parse_args()
     shape = (SIDE_BY_SIDE, dist.get_world_size() // SIDE_BY_SIDE)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("ep", "pp"))
     group = with_known_length(mesh["ep"].get_group())
@@ -160,10 +175,9 @@ def main() -> None:
         print(f"{shape[1]} ranks; a layer computes {part:.1f} ms forward and {other:.1f} ms backward, and exchanges")
         print(f"for {options.exchange:g} ms in each direction; {LAYERS} layers per stage")
         print(tabulate(rows, HEAD, floatfmt=("", "", ".1f", ".1f", ".1f", ".0f")), flush=True)
-    dist.destroy_process_group()
 
 
 HEAD = ["schedule", "microbatches", "pairs opened, ms", "pairs merged, ms", "exchanges of 0 ms", "hidden, %"]
 
 if __name__ == "__main__":
-    main()
+    on_processes(main, 4)

@@ -1,4 +1,4 @@
-"""How much of tensor parallelism's exchanges hides behind weight gradients? pp2 x tp2, DTensor, Colwise and Rowwise.
+"""How much of tensor parallelism's exchanges do pairs hide? pp2 x tp2, DTensor, Colwise and Rowwise.
 
     python examples/benchmarks/overlap_tp.py                 # four processes
 
@@ -7,16 +7,14 @@ that the result does not depend on the machine: between its columns and its rows
 and an all-reduce completes no sooner than some share of a sublayer's weight gradient after its start. Sublayers take a
 wider input than they give, so that all-reduces of the backward are known by their size.
 
-For each schedule: milliseconds of a step with B and W apart (`pairs="given"`), with the pairs that the compiler forms
-(medians, in turn; from the first start on any rank to the last end), and with exchanges of no minimal length. Hidden
-is 1 - (time that ranks stand in waits of the backward's all-reduces) / (number of these x their length), of the median
-step. torch's rows are its own 1F1B with the same sublayers as eager DTensors.
+For each schedule: milliseconds of a step without pairs (its own ones opened, `pairs="given"`), with the pairs that it
+has or that the compiler forms (medians, in turn; from the first start on any rank to the last end), and without pairs
+with exchanges of no minimal length. Hidden is 1 - (time that ranks stand in waits of all-reduces) / (number of these x
+their length), of those of the forward (F) and of the backward (B). torch's rows are its own 1F1B with the same
+sublayers as eager DTensors.
 """
 
 import argparse
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -25,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from overlap import KnownLength, Until  # type: ignore[import-not-found]
+from overlap import KnownLength, Until, arguments, on_processes, opened, spanned  # type: ignore[import-not-found]
 from promise import BACKWARD, FORWARD, WEIGHT, WIDTH, forward  # type: ignore[import-not-found]
 from tabulate import tabulate
 from torch import Tensor, nn
@@ -34,29 +32,34 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zbcompile
+from zbcompile.schedules import Schedule, build
 
 ROWS, SUBLAYERS, SHARE = 2, 8, 0.5  # of a microbatch; of the model; of promise.py's times for one sublayer
 WIDER = 2 * WIDTH
+SIZES = (ROWS * WIDTH, ROWS * WIDER)  # elements of a sublayer's all-reduce in the forward, and in the backward
 
 
 class Gate(KnownLength):  # type: ignore[misc]
-    """A group whose all-reduces of a sublayer take `seconds` from their start; counts those of the backward."""
+    """A group whose all-reduces of a sublayer take `seconds` from their start. `count` and `waited` are of those of the
+    forward and of the backward: how many, and how long this rank stood in waits for them."""
 
     def __init__(self, inner: dist.ProcessGroup) -> None:
         super().__init__(inner)
-        self.count, self.waited = 0, 0.0
+        self.count, self.waited = [0, 0], [0.0, 0.0]
 
-    def allreduce(self, tensors: list[Tensor], *args: Any) -> Until:
-        work, backward = self.inner.allreduce(tensors, *args), tensors[0].numel() == ROWS * WIDER
-        length = self.seconds if tensors[0].numel() in (ROWS * WIDTH, ROWS * WIDER) else 0.0
-        self.count += backward
-        return Until(work, time.monotonic() + length, self._note if backward else bool)
+    def allreduce(self, tensors: list[Tensor], *args: Any) -> Until | dist.Work:
+        work, size = self.inner.allreduce(tensors, *args), tensors[0].numel()
+        if size not in SIZES:
+            return work
+        op = SIZES.index(size)
+        self.count[op] += 1
+        return Until(work, time.monotonic() + self.seconds, partial(self._note, op))
 
-    def _note(self, seconds: float) -> None:
-        self.waited += seconds
+    def _note(self, op: int, seconds: float) -> None:
+        self.waited[op] += seconds
 
-    def taken(self) -> tuple[int, float]:
-        found, self.count, self.waited = (self.count, self.waited), 0, 0.0
+    def taken(self) -> list[float]:
+        found, self.count, self.waited = [*self.count, *self.waited], [0, 0], [0.0, 0.0]
         return found
 
 
@@ -89,7 +92,9 @@ def loss_of(y: Tensor, target: Tensor) -> Tensor:
     return (y - target).mean()
 
 
-def ours(mesh: DeviceMesh, schedule: str, microbatches: int, pairs: str, seconds: float) -> Callable[[], object]:
+def ours(
+    mesh: DeviceMesh, schedule: str | Schedule, microbatches: int, pairs: str, seconds: float
+) -> Callable[[], object]:
     """A step of our pipeline."""
     x = torch.ones(microbatches * ROWS, WIDTH)
     pipe = zbcompile.pipeline(
@@ -118,56 +123,48 @@ def torchs(mesh: DeviceMesh, microbatches: int) -> Callable[[], object]:
     return (lambda: schedule.step(x)) if rank == 0 else lambda: schedule.step(target=x)
 
 
-def measured(step: Callable[[], object], gate: Gate) -> tuple[float, float]:
-    """Seconds from the first start on any rank to the last end, and the share of the backward's exchanges hidden."""
-    dist.barrier()
+def measured(step: Callable[[], object], gate: Gate) -> list[float]:
+    """Milliseconds of a step, and the percentages of its exchanges hidden: of the forward, and of the backward."""
     gate.taken()
-    begin = time.monotonic()
-    step()
-    span = torch.tensor([-begin, time.monotonic()], dtype=torch.float64)  # one clock for all processes
-    dist.all_reduce(span, dist.ReduceOp.MAX)
+    seconds = spanned(step)
     found = torch.tensor(gate.taken(), dtype=torch.float64)
     dist.all_reduce(found)
-    whole = float(found[0]) * gate.seconds
-    return float(span.sum()), 1 - float(found[1]) / whole if whole else 0.0
+    whole, waited = (found[:2] * gate.seconds).tolist(), found[2:].tolist()
+    return [
+        1e3 * seconds,
+        *(100 * (1 - w / all_) if all_ else float("nan") for w, all_ in zip(waited, whole, strict=True)),
+    ]
 
 
-def rows(mesh: DeviceMesh, gate: Gate, options: argparse.Namespace) -> list[list[Any]]:
-    weight, count = WEIGHT * SHARE, options.microbatches
-    found = []
-    for name in options.schedules.split(","):
-        for share in map(float, options.exchanges.split(",")):
-            seconds = share * weight
-            if name == "torch":
-                kinds = [(torchs(mesh, count), seconds)]
-            else:
-                apart, paired = (ours(mesh, name, count, pairs, seconds) for pairs in ("given", "auto"))
-                kinds = [(apart, seconds), (paired, seconds), (apart, 0.0)]
-            times: list[list[tuple[float, float]]] = [[] for _ in kinds]
-            for _ in range(options.steps + 1):  # the first one warms up
-                for each, (step, length) in zip(times, kinds, strict=True):
-                    gate.seconds = length
-                    each.append(measured(step, gate))
-            middle = [(1e3 * median(t for t, _ in each[1:]), 100 * median(h for _, h in each[1:])) for each in times]
-            middle += [(float("nan"), float("nan"))] * (3 - len(middle))
-            (apart_ms, apart_hidden), (paired_ms, paired_hidden), (free_ms, _) = middle
-            found.append([name, share, apart_ms, paired_ms, free_ms, apart_hidden, paired_hidden])
-    return found
+def opened_order(name: str, microbatches: int) -> Schedule:
+    """The order of a schedule on two ranks, with its pairs opened."""
+    return opened(build(name, 2, microbatches))
+
+
+def row(mesh: DeviceMesh, gate: Gate, options: argparse.Namespace, name: str, share: float) -> list[Any]:
+    """The steps of a schedule: without pairs, with pairs, and without pairs with exchanges of no length."""
+    seconds, count = share * WEIGHT * SHARE, options.microbatches
+    if name == "torch":
+        kinds = [(torchs(mesh, count), seconds)]
+    else:
+        apart = ours(mesh, opened_order(name, count), count, "given", seconds)
+        kinds = [(apart, seconds), (ours(mesh, name, count, "auto", seconds), seconds), (apart, 0.0)]
+    found: list[list[list[float]]] = [[] for _ in kinds]
+    for _ in range(options.steps + 1):  # the first one warms up
+        for each, (step, length) in zip(found, kinds, strict=True):
+            gate.seconds = length
+            each.append(measured(step, gate))
+    apart_, paired, free = ([median(of) for of in zip(*each[1:], strict=True)] for each in (*found, *[NONE] * 2)[:3])
+    return [name, share, apart_[0], paired[0], free[0], *apart_[1:], *paired[1:]]
+
+
+NONE = [[float("nan")] * 3] * 2
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--schedules", default="zb-h1,zb-v,torch", help="default: %(default)s")
+    parser = arguments(__doc__, "zb-h1,zb-v,dualpipe-v,1f1b-overlap,torch")
     parser.add_argument("--exchanges", default="0.5,2", help="times a sublayer's W (default: %(default)s)")
-    parser.add_argument("--microbatches", type=int, default=8, help="default: %(default)s")
-    parser.add_argument("--steps", type=int, default=3, help="measured steps of each kind (default: %(default)s)")
     options = parser.parse_args()
-    if "RANK" not in os.environ:
-        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-        subprocess.run([sys.executable, *launch, __file__, *sys.argv[1:]], check=True)
-        return
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     rank = dist.get_rank()
     places = torch.arange(4).view(2, 2)  # pp, tp
     inner = dist.new_group([rank // 2 * 2, rank // 2 * 2 + 1], use_local_synchronization=True)
@@ -176,15 +173,16 @@ def main() -> None:
     dist.Backend.register_backend("gated", lambda *_: gate, devices=["cpu"])
     tp = dist.new_group(dist.get_process_group_ranks(inner), backend="gated", use_local_synchronization=True)
     mesh = DeviceMesh.from_group([pp, tp], "cpu", places, mesh_dim_names=("pp", "tp"))
-    table = rows(mesh, gate, options)
+    shares = list(map(float, options.exchanges.split(",")))
+    table = [row(mesh, gate, options, name, share) for name in options.schedules.split(",") for share in shares]
     if rank == 0:
         parts = [1e3 * SHARE * length for length in (FORWARD, BACKWARD, WEIGHT)]
         print("a sublayer computes " + ", ".join(f"{part:.1f} ms {op}" for part, op in zip(parts, "FBW", strict=True)))
-        print(tabulate(table, HEAD, floatfmt=("", "g", ".0f", ".0f", ".0f", ".0f", ".0f")), flush=True)
-    dist.destroy_process_group()
+        print(tabulate(table, HEAD, floatfmt=("", "g", *[".0f"] * 7)), flush=True)
 
 
-HEAD = ["schedule", "exchange / W", "apart, ms", "pairs, ms", "0 ms exchanges", "hidden apart, %", "hidden, %"]
+HEAD = ["schedule", "exchange / W", "apart, ms", "pairs, ms", "0 ms exchanges"]
+HEAD += [f"{op} hidden {how}, %" for how in ("apart", "in pairs") for op in "FB"]
 
 if __name__ == "__main__":
-    main()
+    on_processes(main, 4)

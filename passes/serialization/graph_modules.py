@@ -29,10 +29,11 @@ from zbcompile.passes.torch_private import (
     returns_tensors,
 )
 
-OWN_LIBRARIES = ("aten", "prims", *FUNCTIONAL_COLLECTIVES)
+OWN_LIBRARIES = ("aten", "prims", "zbcompile", *FUNCTIONAL_COLLECTIVES)
 HIGHER_ORDER = ("cond",)
 GETITEM = "getitem"
 CHECKS = ("_assert_async", "_assert_scalar", "_assert_tensor_metadata")  # return nothing, and change nothing
+SILENT = (*CHECKS, "end_apart")  # return nothing
 _NAME = re.compile(r"[A-Za-z_]\w*\.[A-Za-z_]\w*\.[A-Za-z_]\w*")  # library.operator.overload
 
 
@@ -80,7 +81,7 @@ def operator_named(name: str, foreign: Collection[str] = ()) -> Callable[..., An
             f'module that defines it and pass operators=["{library}::{function}"].'
         )
     found = _found(library, function, overload)
-    if library in OWN_LIBRARIES and function not in CHECKS:
+    if library in OWN_LIBRARIES and function not in SILENT:
         _require_pure(name, found)
     return found  # type: ignore[no-any-return]
 

@@ -17,6 +17,7 @@ from zbcompile.errors import PipelineError
 from zbcompile.passes.errors import CompileError
 from zbcompile.passes.split.subgraphs import Piece
 from zbcompile.passes.stage.anonymous_graph import BareGraph, bare
+from zbcompile.passes.stage.draws import is_apart
 from zbcompile.passes.torch_private import boxed
 from zbcompile.torch_private import takes_a_list
 
@@ -60,7 +61,7 @@ class Backend:
         """A call for each piece. `first`: see `Compiler`."""
         if self.compiler is None:
             return {place: _fx(piece) for place, piece in pieces.items()}, Compilation(self.name, len(pieces), 0)
-        graphs = {place: bare(piece.module) for place, piece in pieces.items() if not piece.empty}
+        graphs = {place: bare(piece.module) for place, piece in pieces.items() if not runs_as_fx(piece)}
         keys = {place: self.compiler.key(graph) for place, graph in graphs.items()}
         missing = {keys[place]: graph for place, graph in graphs.items() if keys[place] not in self.made}
         results = self.compiler.compile(missing, first)
@@ -77,6 +78,11 @@ class Backend:
             return self.compile({"": piece})[0][""](values)
 
         return run
+
+
+def runs_as_fx(piece: Piece) -> bool:
+    """Whether a piece runs as FX code under every backend: one that sets the generator, which compilers reorder."""
+    return piece.empty or is_apart(piece)
 
 
 def _fx(piece: Piece) -> Run:

@@ -10,6 +10,7 @@ from zbcompile.backends.backend import Backend, Compilation
 from zbcompile.backends.cuda_graphs import record
 from zbcompile.backends.types import Run
 from zbcompile.passes.split.subgraphs import Piece
+from zbcompile.passes.stage.draws import is_apart
 from zbcompile.program.program import Program
 from zbcompile.schedules.ir.actions import flatten
 
@@ -52,7 +53,8 @@ def compile_passes(
     calls = runs | {place: backend.later(piece) for place, piece in passes.items() if place not in now}
     if cuda_graphs:
         pool = torch.cuda.graph_pool_handle()
-        calls = {place: record(str(place), run, passes[place], pool) for place, run in calls.items()}
+        recorded = {place: run for place, run in calls.items() if not is_apart(passes[place])}
+        calls |= {place: record(str(place), run, passes[place], pool) for place, run in recorded.items()}
     return CompiledPasses(calls, compilation)
 
 

@@ -12,6 +12,7 @@ from zbcompile.backends.compiled_passes import CompiledPasses, compile_passes
 from zbcompile.backends.cuda_graphs import check_cuda_graphs
 from zbcompile.distributed.agreement import together
 from zbcompile.distributed.equal_tensors import require_equal_tensors
+from zbcompile.distributed.mesh import DIMENSIONS
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.distributed.replicas import broadcast
 from zbcompile.env import DEBUG_NAN
@@ -131,7 +132,8 @@ class BoundPrograms:
         self._bound = {s: (t, kind_of(t)) for s, t in resident.items() if s.kind != "constant"} | self._bound
         own = sorted({stage for rank in self._ranks.local for stage in program.stages_of(rank)})
         device, until = self._ranks.device, program.random_until
-        bound = replace(program, stages=tuple(bind_groups(each, program.groups) for each in program.stages))
+        places = {name: self._ranks.mesh.index(name) for name in DIMENSIONS}
+        bound = replace(program, stages=tuple(bind_groups(each, program.groups, places) for each in program.stages))
         passes = self._compile_passes(bound)
         stages = {i: prepare_stage(bound.stages[i], resident, device, until, passes.of("stage", i)) for i in own}
         if self.debug_nan:

@@ -14,6 +14,7 @@ from zbcompile.distributed.ranks import Ranks
 from zbcompile.distributed.transport import ReceiveBuffers
 from zbcompile.errors import PipelineError
 from zbcompile.frontend.answers import ByShape, captured_alike
+from zbcompile.frontend.apart_draws import draw_apart
 from zbcompile.frontend.executables import Executables
 from zbcompile.frontend.options import Options
 from zbcompile.frontend.program_keys import torch_modes
@@ -129,7 +130,7 @@ class Forwards:
     def _prepared(self, programs: tuple[Program, ...]) -> Parts:
         made: dict[int, Executable] = {}
         for number, each in {id(each): each for each in programs}.items():
-            program = replace(each, step=self._options.step)
+            program = draw_apart(self._ranks, replace(each, step=self._options.step))
             require_equal_programs(self._ranks, program.manifest, of_a_place=OF_A_PLACE)
             if self.executables.program is None:
                 self.executables.hold(program)

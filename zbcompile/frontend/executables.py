@@ -24,6 +24,7 @@ from zbcompile.distributed.agreement import (
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.frontend.answers import ByAnswers, ByShape, captured_alike, require_held, save_with_answers
+from zbcompile.frontend.apart_draws import draw_apart
 from zbcompile.frontend.bound_programs import BoundPrograms
 from zbcompile.frontend.choose_schedule import (
     at_count,
@@ -289,7 +290,7 @@ class Executables(BoundPrograms):
             reason = reason or what_is_new(self._model, microbatch, self._key(microbatch), self._kept.keys)
             number = f"program {len(self.compilations) + 1}; max_shapes={self._options.max_shapes} are kept"
             print(f"zbcompile: compiling again for {reason} ({number}).")
-        program = self._make_program(microbatch, drawn)
+        program = draw_apart(self._ranks, self._make_program(microbatch, drawn))
         asked = {"return_outputs": self.outputs, **vars(self._options.step)}
         require_equal_programs(self._ranks, {**asked, **program.manifest}, of_a_place=OF_A_PLACE)
         if self.program is None:

@@ -21,7 +21,7 @@ def apply_tensor_parallel_plan(model: Model, mesh: Any, plan: Mapping[str, str] 
         plan: a style for each pattern of module names; default: the model's own (`model.tp_plan`, which transformers
             puts together from `config.base_model_tp_plan`).
 
-    Raises PipelineError for a model without a plan, and for a style that is not known here, such as those of experts.
+    Raises PipelineError for a model without a plan, and for styles that are not known here, such as those of experts.
 
     >>> model = LlamaForCausalLM(config)                                                        # doctest: +SKIP
     >>> model = zbcompile.apply_tensor_parallel_plan(model, mesh["tp"])                         # doctest: +SKIP
@@ -36,16 +36,25 @@ def apply_tensor_parallel_plan(model: Model, mesh: Any, plan: Mapping[str, str] 
             "parallelise it with torch.distributed.tensor.parallel.parallelize_module."
         )
     styles = _styles()
-    for pattern, style in wanted.items():
-        if style not in styles:
-            raise PipelineError(
-                f"the plan has {style!r} for {pattern}; expected one of {', '.join(sorted(styles))}. Parallelise such "
-                "modules by hand, with functional collectives and placements=."
-            )
+    _require_known(wanted, styles)
     tied = _tied(model)
-    parallelize_module(model, mesh, {pattern: styles[style] for pattern, style in wanted.items()})
+    chosen = {pattern: styles[style] for pattern, style in wanted.items()}
+    parallelize_module(model, mesh, {pattern: style for pattern, style in chosen.items() if style is not None})
     _tie(model, tied)
     return model
+
+
+def _require_known(plan: Mapping[str, str], styles: Mapping[str, Any]) -> None:
+    """Raise PipelineError for styles that are not known; what lies below such a module belongs to it."""
+    modules = tuple(f"{pattern}." for pattern, style in plan.items() if style not in styles)
+    refused = {p: style for p, style in plan.items() if style not in styles or p.startswith(modules)}
+    if refused:
+        shown = ", ".join(f"{style!r} for {pattern}" for pattern, style in refused.items())
+        raise PipelineError(
+            f"the plan has {shown}; expected styles among {', '.join(sorted(styles))}. Pass plan= without these: such "
+            "modules stay whole, and every rank computes them. Or divide them by hand, with functional collectives and "
+            "placements=."
+        )
 
 
 def _styles() -> dict[str, Any]:
@@ -61,6 +70,7 @@ def _styles() -> dict[str, Any]:
         **dict.fromkeys(("colwise_rep", "colwise_gather_output", "embedding_colwise"), gathered),
         **dict.fromkeys(("rowwise_rep", "rowwise_split_input", "embedding_rowwise"), of_whole),
         "replicated_with_grad_allreduce": SequenceParallel(sequence_dim=0, use_local_output=True),
+        "replicate": None,
     }
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import nn
 
+from zbcompile.distributed.mesh import BATCHES
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.distributed.transport import ReceiveBuffers, Transport
 from zbcompile.model.losses import Losses
@@ -173,7 +174,7 @@ class StepRuns:
     @cached_property
     def _seeds(self) -> list[int]:
         count = self.executable.program.schedule.microbatches
-        first = self.ranks.replicas.rank * count
+        first = self.ranks.mesh.index(*BATCHES) * count
         return [microbatch_seed(self.given.index, i, self.given.seed) for i in range(first, first + count)]
 
     @cached_property

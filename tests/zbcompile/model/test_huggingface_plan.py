@@ -1,5 +1,6 @@
 """Models of transformers, parallelised by their own plans."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,15 +26,28 @@ def qwen() -> Any:
     return transformers.Qwen3ForCausalLM(config)
 
 
+def mixtral() -> Any:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MixtralConfig(
+        **{"vocab_size": 17, "hidden_size": 16, "intermediate_size": 12, "num_hidden_layers": 1, "head_dim": 4},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 2, "use_cache": False},
+    )
+    torch.manual_seed(0)
+    model = transformers.MixtralForCausalLM(config)
+    model.set_experts_implementation("batched_mm")
+    return model
+
+
 def batch() -> Tensor:
     torch.manual_seed(1)
     return torch.randint(17, (4, 6))
 
 
-def trained() -> tuple[float, dict[str, float]]:
-    """By how much loss and gradients differ from those of one process."""
-    mesh, whole = mesh_of(pp=2, tp=2), qwen()
-    model = zbcompile.apply_tensor_parallel_plan(qwen(), mesh["tp"])
+def trained(make: Callable[[], Any]) -> tuple[float, dict[str, float]]:
+    """By how much loss and gradients differ from those of one process; experts, if any, stay whole."""
+    mesh, whole = mesh_of(pp=2, tp=2), make()
+    plan = {pattern: style for pattern, style in whole.tp_plan.items() if "experts" not in pattern}
+    model = zbcompile.apply_tensor_parallel_plan(make(), mesh["tp"], plan)
     loss = torch.zeros(())
     for rows in batch().chunk(MICROBATCHES):
         part = whole(input_ids=rows, labels=rows).loss / MICROBATCHES
@@ -52,18 +66,36 @@ def trained() -> tuple[float, dict[str, float]]:
 
 
 @pytest.mark.slow
-def test_gradients_are_those_of_one_process(pool: Pool) -> None:
+@pytest.mark.parametrize("make", [qwen, mixtral])
+def test_gradients_are_those_of_one_process(make: Callable[[], Any], pool: Pool) -> None:
     pool.rehearse(qwen)  # imports transformers for all ranks
-    found = pool.run(trained, ranks=4)
+    found = pool.run(trained, make, ranks=4)
     for loss, far in found:
         assert loss <= BOUND
         assert max(far.values()) <= BOUND, far
-    assert {name for _, far in found for name in far} == {name for name, _ in qwen().named_parameters()}
+    assert {name for _, far in found for name in far} == {name for name, _ in make().named_parameters()}
 
 
-def test_a_style_that_is_not_known() -> None:
-    model = nn.Sequential(nn.Linear(2, 2))
-    with pytest.raises(zbcompile.PipelineError, match="the plan has 'moe_tp_experts' for 0; expected one of colwise, "):
-        zbcompile.apply_tensor_parallel_plan(model, None, {"0": "moe_tp_experts"})
+KNOWN = {
+    *("colwise", "colwise_gather_output", "colwise_rep", "embedding_colwise", "embedding_rowwise", "replicate"),
+    *("replicated_with_grad_allreduce", "rowwise", "rowwise_rep", "rowwise_split_input"),
+}
+
+
+def test_every_style_is_taken_or_refused_by_name() -> None:
+    parallel = pytest.importorskip("transformers.integrations.tensor_parallel")
+    for style in parallel.ALL_PARALLEL_STYLES.keys() - KNOWN:
+        with pytest.raises(
+            zbcompile.PipelineError, match=f"the plan has '{style}' for 0; expected styles among colwise"
+        ):
+            zbcompile.apply_tensor_parallel_plan(nn.Sequential(nn.Linear(2, 2)), None, {"0": style})
     with pytest.raises(zbcompile.PipelineError, match="Sequential brings no tensor-parallel plan along"):
+        zbcompile.apply_tensor_parallel_plan(nn.Sequential(), None)
+
+
+def test_a_plan_for_experts_is_refused_whole() -> None:
+    model = mixtral()
+    with pytest.raises(zbcompile.PipelineError, match="Pass plan= without these: such modules stay whole") as raised:
         zbcompile.apply_tensor_parallel_plan(model, None)
+    refused = {pattern for pattern in model.tp_plan if pattern in str(raised.value)}
+    assert refused == {pattern for pattern in model.tp_plan if "experts" in pattern}

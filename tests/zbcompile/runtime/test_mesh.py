@@ -167,9 +167,9 @@ class Dropping(nn.Module):
         return F.dropout(x * self.weight, 0.5).sum()
 
 
-def masks(dimension: str) -> Tensor:
+def masks(dimension: str, placement: str) -> Tensor:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(dimension,))
-    options: dict[str, Any] = {"schedule": "1f1b", "microbatches": 2, "placements": {"weight": {dimension: "shard"}}}
+    options: dict[str, Any] = {"schedule": "1f1b", "microbatches": 2, "placements": {"weight": {dimension: placement}}}
     pipe = zbcompile.pipeline(Dropping(), mesh=mesh, **options)
     pipe.step(torch.ones(4, 64))
     (parameter,) = pipe.parameters()
@@ -178,10 +178,12 @@ def masks(dimension: str) -> Tensor:
     return parameter.grad
 
 
-@pytest.mark.parametrize("dimension", ["tp", "cp", "ep"])
-def test_random_numbers_are_alike_along_tp_alone(dimension: str, pool: Pool) -> None:
-    one, other = pool.run(masks, dimension, ranks=2)
-    assert torch.equal(one, other) == (dimension == "tp")
+@pytest.mark.parametrize(
+    ("dimension", "placement"), [("tp", "replicate"), ("cp", "replicate"), ("cp", "shard"), ("ep", "shard")]
+)
+def test_what_a_sharded_parameter_makes_draws_apart(dimension: str, placement: str, pool: Pool) -> None:
+    one, other = pool.run(masks, dimension, placement, ranks=2)
+    assert torch.equal(one, other) == (placement == "replicate")
 
 
 def bad_mesh(names: tuple[str, ...], shape: tuple[int, ...]) -> None:

@@ -1,0 +1,159 @@
+"""Random numbers beside the pipeline: what is replicated draws alike, what is one rank's part draws apart."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import zbcompile
+from tests.support.meshes import mesh_of
+from tests.support.parallel_models import Along, enter
+from tests.support.pool import Pool
+
+MICROBATCHES, ROWS, LENGTH, WIDTH = 4, 2, 8, 16
+SHAPE = (MICROBATCHES * ROWS, LENGTH, WIDTH)
+TOKENS = torch.zeros(SHAPE[:2], dtype=torch.int64)
+
+
+def loss_of(outputs: tuple[Tensor, ...], target: Tensor) -> Tensor:
+    return sum((each.mean() for each in outputs), torch.zeros(()))
+
+
+def steps_of(pipe: Any, x: Tensor) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """The outputs of two steps, and the gradients."""
+    outputs = [out for _ in range(2) for out in pipe.step(x, target=x, return_outputs=True)[1]]
+    gradients = {name: p.grad for name, p in pipe.named_parameters()}
+    return outputs, {name: getattr(g, "_local_tensor", g).clone() for name, g in gradients.items()}
+
+
+class ByHand(nn.Module):
+    """Dropouts of what all ranks along `name` have; of this rank's columns ("tp") or part of the sequence; and of what
+    is gathered from these."""
+
+    def __init__(self, mesh: Any, name: str) -> None:
+        super().__init__()
+        self.along, self.name = Along(mesh, name), name
+        self.scale, own = nn.Parameter(torch.ones(WIDTH)), torch.ones(WIDTH)
+        self.columns = nn.Parameter(self.along.part(own, 0).clone() if name == "tp" else own)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        common = F.dropout(x * self.scale)
+        if self.name == "tp":
+            own = enter(torch.ones_like(common)[..., : len(self.columns)], self.along.group)
+        else:
+            own = self.along.part(x, 1)
+        parts = self.along.gather(F.dropout(own * self.columns), -1 if self.name == "tp" else 1)
+        return common, parts, F.dropout(torch.ones_like(parts) + 0 * parts)
+
+
+def drawn_by_hand(name: str, folder: Path) -> tuple[list[Tensor], Tensor, bool]:
+    """What the dropouts give on this rank, in two steps; what eager's does, in the first, for what is replicated; and
+    whether a saved program gives the same gradients (along "cp" ranks have their own graphs, which are not saved)."""
+    mesh = mesh_of(pp=1, **{name: 2})
+    options: dict[str, Any] = {"microbatches": MICROBATCHES, "loss": loss_of}
+    options["placements"] = {"columns": {"tp": "shard"}} if name == "tp" else {}
+    pipe = zbcompile.pipeline(ByHand(mesh, name), mesh=mesh, schedule="1f1b", **options)
+    outputs, gradients = steps_of(pipe, torch.ones(SHAPE))
+    same = name == "cp" or all(torch.equal(g, gradients[n]) for n, g in loaded_gradients(pipe, mesh, folder).items())
+    pipe.close()
+    eager = []
+    for microbatch in range(MICROBATCHES):
+        torch.manual_seed(zbcompile.microbatch_seed(0, microbatch))
+        eager.append(F.dropout(torch.ones(ROWS, *SHAPE[1:])))
+    return outputs, torch.cat(eager), same
+
+
+def loaded_gradients(pipe: Any, mesh: Any, folder: Path) -> dict[str, Tensor]:
+    """The gradients of two steps of the saved program."""
+    pipe.program.save(folder)
+    trusted = ["parallel_models::enter", "parallel_models::leave"]
+    loaded = zbcompile.load(folder, ByHand(mesh, "tp").state_dict(), mesh=mesh, operators=trusted)
+    for _ in range(2):
+        loaded.step(torch.ones(SHAPE), target=torch.ones(SHAPE))
+    found = {name: p.grad.clone() for name, p in loaded.named_parameters() if p.grad is not None}
+    loaded.close()
+    return found
+
+
+def differ(one: Tensor, other: Tensor) -> bool:
+    """Whether two dropouts of ones, by a half, are independent."""
+    return 0.3 < float((one != other).float().mean()) < 0.7
+
+
+@pytest.mark.parametrize("name", ["tp", "cp"])
+def test_parts_draw_apart_and_the_rest_alike(name: str, tmp_path: Path, pool: Pool) -> None:
+    (one, eager, same), (other, _, alike) = pool.run(drawn_by_hand, name, tmp_path / "program", ranks=2)
+    assert torch.equal(one[0], eager)
+    assert same
+    assert alike
+    assert differ(*one[1].chunk(2, -1 if name == "tp" else 1))
+    assert all(differ(now, later) for now, later in zip(one[:3], one[3:], strict=True))
+    assert all(torch.equal(*each) for each in zip(one, other, strict=True))
+
+
+class Mlp(nn.Module):
+    """Columns that do not divide evenly: ranks draw unequally many numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 27), nn.Linear(27, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.dropout(self.up(x)))
+
+
+class Distributed(nn.Module):
+    def __init__(self, mesh: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.drop, self.whole = nn.Embedding(3, WIDTH), nn.Dropout(), nn.Linear(WIDTH, WIDTH, False)
+        self.mlp, self.last = Mlp(), nn.Linear(WIDTH, WIDTH)
+        nn.init.ones_(self.embedding.weight)
+        nn.init.eye_(self.whole.weight)
+        plan = {
+            "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+            "drop": SequenceParallel(use_local_output=True),
+            "whole": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+            "mlp.up": ColwiseParallel(use_local_output=False),
+            "mlp.down": RowwiseParallel(),
+        }
+        parallelize_module(self, mesh, plan)
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.whole(self.drop(self.embedding(tokens)))
+        return x, F.dropout(self.last(self.mlp(x)))
+
+
+def drawn_distributed() -> list[tuple[list[Tensor], dict[str, Tensor]]]:
+    """What steps give, and under another schedule with recomputation."""
+    mesh, found = mesh_of(pp=2, tp=2), []
+    options: dict[str, Any] = {"microbatches": MICROBATCHES, "loss": loss_of}
+    for schedule, recompute in (("zb-v", "none"), ("zb-h1", "full")):
+        model = Distributed(mesh["tp"])
+        pipe = zbcompile.pipeline(model, mesh=mesh, schedule=schedule, recompute=recompute, exact=True, **options)
+        found.append(steps_of(pipe, TOKENS))
+        pipe.close()
+    return found
+
+
+@pytest.mark.slow
+def test_sequence_parallelism_and_uneven_columns(pool: Pool) -> None:
+    runs = pool.run(drawn_distributed, ranks=4)
+    for each in zip(*(outputs for run in runs for outputs, _ in run), strict=True):
+        assert all(torch.equal(each[0], other) for other in each)  # on every rank, under every schedule
+    outputs, _ = runs[0][0]
+    assert differ(*outputs[0].chunk(2, 1))
+    for run in runs:
+        gradients = dict(run[0][1])
+        for _, other in run:
+            assert all(torch.equal(gradients.setdefault(name, value), value) for name, value in other.items())
