@@ -179,8 +179,7 @@ def test_a_program_directory(
     capsys.readouterr()  # compile's own words
     shown = inspect(tmp_path / "program")
     assert max(map(len, shown.splitlines())) <= WIDTH
-    if GOLDENS_TORCH:  # others differ by half a percent of a candidate's memory
-        golden("inspect_program.txt", shown)
+    golden("inspect_program.txt", shown)
     causes = inspect(tmp_path / "program", "--measured", RECORD, "--explain-idle", 2)
     golden("inspect_measured_causes.txt", causes.removesuffix(OTHER_TORCH))
     data = json.loads(inspect(tmp_path / "program", "--measured", RECORD, "--json"))
