@@ -33,7 +33,7 @@ class Place:
         """This place seen through one more view; None if the strides do not allow it."""
         try:
             value = _on_fakes(view[0], self.value, *view[1])
-        except RuntimeError:
+        except (RuntimeError, ValueError):  # fake tensors raise either
             return None
         back = view == _TRANSPOSE and self.views[-1:] == (_TRANSPOSE,)
         return replace(self, value=value, views=self.views[:-1] if back else (*self.views, view))

@@ -67,7 +67,7 @@ def _is_data(words: object) -> bool:
     """Whether a node is made of the step's inputs without parameters and random numbers."""
     if not isinstance(words, Node):
         return False
-    kinds = {slot.kind for slot in data_of(words, {})}
+    kinds = {slot.kind for slot in data_of(words)}
     return "input" in kinds and "parameter" not in kinds and not _draws(words)
 
 
@@ -80,7 +80,7 @@ def _lookup(node: Node) -> VocabularyLookup:
     assert isinstance(table, Node)
     assert isinstance(words, Node)
     padding: Any = node.args[2] if len(node.args) > 2 else -1
-    return VocabularyLookup(node, table.meta["slot"].name, words, padding, tuple(sorted(data_of(words, {}))))
+    return VocabularyLookup(node, table.meta["slot"].name, words, padding, tuple(sorted(data_of(words))))
 
 
 def look_up(shard: Shard, lookup: VocabularyLookup, rows: Tensor, values: Values) -> Tensor:

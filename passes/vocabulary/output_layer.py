@@ -11,6 +11,7 @@ import torch
 from torch.fx import Node
 
 from zbcompile.passes.capture.canonical import Canonical
+from zbcompile.passes.vocabulary.further_terms import rows_of
 from zbcompile.passes.vocabulary.logits import CASTS, Exit, NotShardable, Pointwise, follow, token_order
 from zbcompile.passes.vocabulary.loss import RowLoss, row_loss
 
@@ -22,35 +23,55 @@ PRODUCTS = frozenset({aten.mm.default, aten.matmul.default})
 class VocabularyHead:
     """The output layer and the loss behind it.
 
-    `linear` makes the logits of `size` words from `hidden` by `weight` [size, width] and `bias` [size]; `exits` are
-    where the vocabulary dimension ends, `loss` what is computed of them.
+    Each of `linears` makes logits of `size` words from an input of its own by `weight` [size, width] and `bias` [size],
+    as the heads of a model that predicts several tokens ahead do; `loss` is what is computed where the vocabulary
+    dimension ends.
     """
 
-    linear: Node
-    hidden: Node
+    linears: tuple[Node, ...]
     weight: str
     bias: str | None
     size: int
     width: int
-    exits: tuple[Exit, ...]
     loss: RowLoss
 
     @property
     def pointwise(self) -> tuple[Pointwise, ...]:
-        return self.exits[0].logits.pointwise
+        return self.loss.readings[0].exits[0].logits.pointwise
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype in which the logits are computed."""
-        return self.linear.meta["val"].dtype  # type: ignore[no-any-return]
+        return self.linears[0].meta["val"].dtype  # type: ignore[no-any-return]
 
-    def tokens(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The rows of the output layer's input that have a logit in the loss: [tokens, width]."""
-        return self.exits[0].logits.move(hidden).contiguous()
+    @property
+    def logits(self) -> int:
+        """How many logits are computed, those that the loss does not read included."""
+        return sum(linear.meta["val"].numel() for linear in self.linears)
+
+    @property
+    def terms(self) -> list[torch.dtype]:
+        """The dtypes of the loss's terms that are no logits."""
+        return [node.meta["val"].dtype for node in self.loss.terms]
+
+    @property
+    def reads(self) -> tuple[Node, ...]:
+        """What the trunk makes for the shards: the inputs of all `linears`, and the terms of the loss."""
+        return (*map(_hidden, self.linears), *self.loss.terms)
+
+    def tokens(self, *reads: torch.Tensor) -> torch.Tensor:
+        """The rows of the output layer's inputs that have a logit in the loss, [tokens, width]; behind them those with
+        the terms of the loss (`zbcompile.passes.vocabulary.further_terms`)."""
+        count = len(self.linears)
+        moved = [r.exits[0].logits.move(each) for r, each in zip(self.loss.readings, reads[:count], strict=True)]
+        if self.terms:
+            moved.append(rows_of(reads[count:], moved[0].dtype, self.width))
+        return (torch.cat(moved) if len(moved) > 1 else moved[0]).contiguous()
 
     def __str__(self) -> str:
         bias = "" if self.bias is None else f" + {self.bias}"
-        return f"{self.weight} [{self.size}, {self.width}]{bias} -> {', '.join(str(e.node.target) for e in self.exits)}"
+        exits = ", ".join(str(leaving.node.target) for r in self.loss.readings for leaving in r.exits)
+        return f"{self.weight} [{self.size}, {self.width}]{bias} -> {exits}"
 
 
 def find_head(canonical: Canonical) -> VocabularyHead:
@@ -67,18 +88,29 @@ def find_head(canonical: Canonical) -> VocabularyHead:
 
 
 def _head(canonical: Canonical, linear: Node) -> VocabularyHead:
-    weight, hidden, bias = _weight(linear), _hidden(linear), _bias(linear)
+    weight = _weight(linear)
     assert weight is not None
-    exits = follow(linear)
-    _require_one_function(exits, hidden)
+    linears = tuple(node for node in canonical.graph.nodes if _weight(node) is weight)
+    uses = [follow(each) for each in linears]
+    for each, exits in zip(linears, uses, strict=True):
+        _require_one_function(exits, _hidden(each))
+    bias = _common_form(linears, uses)
     name = weight.meta["slot"].name
-    _require_single_use(weight, linear, name)
+    _require_single_use(weight, linears, name)
     if name not in canonical.captured.trainable:
         raise NotShardable(f"{name} is frozen; only a trained output layer is sharded")
     size, width = weight.meta["val"].shape
-    loss = row_loss(canonical, exits, size)
     bias_name = None if bias is None else bias.meta["slot"].name
-    return VocabularyHead(linear, hidden, name, bias_name, size, width, tuple(exits), loss)
+    return VocabularyHead(linears, name, bias_name, size, width, row_loss(canonical, uses, size))
+
+
+def _common_form(linears: tuple[Node, ...], uses: list[list[Exit]]) -> Node | None:
+    """The bias of all uses of an output layer, which must be of one form."""
+    biases = {_bias(linear, len(linears)) for linear in linears}
+    forms = {(linear.meta["val"].dtype, exits[0].logits.pointwise) for linear, exits in zip(linears, uses, strict=True)}
+    if len(biases) > 1 or len(forms) > 1:
+        raise NotShardable("the uses of the output layer differ in bias, dtype, soft cap or scale; make them alike")
+    return biases.pop()
 
 
 def _require_one_function(exits: list[Exit], hidden: Node) -> None:
@@ -90,10 +122,10 @@ def _require_one_function(exits: list[Exit], hidden: Node) -> None:
             raise NotShardable("the terms of the loss read the logits of different tokens; shift them alike")
 
 
-def _require_single_use(weight: Node, linear: Node, name: str) -> None:
+def _require_single_use(weight: Node, linears: tuple[Node, ...], name: str) -> None:
     """Every use of the parameter must be the output layer's, through casts and transposes, or a lookup of a tied
     embedding."""
-    lookups = (linear, *(user for user in weight.users if user.target is aten.embedding.default))
+    lookups = (*linears, *(user for user in weight.users if user.target is aten.embedding.default))
     others = [user for user in _readers(weight) if user not in lookups]
     if others:
         raise NotShardable(f"{name} is also read by {others[0].name}, neither the output layer nor an embedding")
@@ -124,13 +156,13 @@ def _hidden(linear: Node) -> Node:
     return found
 
 
-def _bias(linear: Node) -> Node | None:
+def _bias(linear: Node, uses: int) -> Node | None:
     at = 0 if linear.target is aten.addmm.default else 2
     found = linear.args[at] if len(linear.args) > at and linear.target not in PRODUCTS else None
     if found is None:
         return None
     parameter = _parameter(found, transposed=False, ndim=1)
-    if parameter is None or len(parameter.users) > 1:
+    if parameter is None or len(parameter.users) > uses:
         raise NotShardable(f"the bias of {linear.name} is not a separate parameter")
     return parameter
 

@@ -19,6 +19,7 @@ from zbcompile.passes.stage.accumulate import accumulate_in_place
 from zbcompile.passes.stage.stage_program import tensor_spec
 from zbcompile.passes.torch_private import FakeTensorMode, LazyGraphModule, fake_mode_of, make_fx
 from zbcompile.passes.vocabulary.embedding import VocabularyLookup, look_up, spread
+from zbcompile.passes.vocabulary.further_terms import gradient_rows, terms_in
 from zbcompile.passes.vocabulary.output_layer import VocabularyHead
 from zbcompile.passes.vocabulary.s_pass import scan
 from zbcompile.passes.vocabulary.shard import Parameters, Shard
@@ -138,7 +139,7 @@ def make_vocabulary(
     made = [_Tracer(canonical, shard, lookup).pieces() for shard in shards]
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     hidden = _tokens(head, mode)
-    statistics = torch.empty(head.loss.rows, hidden.shape[0], dtype=shards[0].statistics_dtype, device=hidden.device)
+    statistics = torch.empty(head.loss.rows, head.loss.tokens, dtype=shards[0].statistics_dtype, device=hidden.device)
     embedding = None
     if lookup is not None:
         rows = tensor_spec(lookup.node.meta["val"], needs_gradient=True)
@@ -163,9 +164,9 @@ def make_vocabulary(
 
 def _tokens(head: VocabularyHead, mode: FakeTensorMode) -> torch.Tensor:
     """A fake tensor like what the output layer's input becomes: [tokens, width]."""
-    value = head.hidden.meta["val"]
     with mode:
-        return head.tokens(torch.empty(value.shape, dtype=value.dtype, device=value.device))
+        values = [node.meta["val"] for node in head.reads]
+        return head.tokens(*(torch.empty(v.shape, dtype=v.dtype, device=v.device) for v in values))
 
 
 def _accumulating(piece: Piece, choices: Choices) -> Piece:
@@ -191,9 +192,9 @@ class _Tracer:
             self.parameters = {slot: self._rows(slot) for slot in own}
             self.hidden = _tokens(self.head, self.mode)
             device = self.hidden.device
-            tokens, kind = self.hidden.shape[0], shard.statistics_dtype
+            tokens, kind = self.head.loss.tokens, shard.statistics_dtype
             self.gathered = torch.empty(len(shard.bounds), self.head.loss.rows, tokens, dtype=kind, device=device)
-            self.coefficients = torch.empty(5, tokens, dtype=kind, device=device)
+            self.coefficients = torch.empty(5, tokens + len(self.head.terms), dtype=kind, device=device)
             self.tangent = torch.empty((), dtype=self.head.loss.like.dtype, device=device)
 
     def _likes(self, slots: Sequence[Slot]) -> dict[Slot, torch.Tensor]:
@@ -209,9 +210,9 @@ class _Tracer:
         raw = {slot: value for slot, value in kept.items() if slot.name.startswith(RAW) or slot == MAXIMUM}
         parts = {slot: value for slot, value in kept.items() if slot not in raw}
         if not self.shard.barriers:
-            read = self._trace("STATS", {GATHERED: self.gathered} | self.data, self._read)
+            read = self._trace("STATS", {GATHERED: self.gathered, HIDDEN: self.hidden} | self.data, self._read)
             return {"S": scanned, "STATS": read} | (self._input_pieces(self.lookup) if self.lookup else {})
-        combined = {GATHERED: self.gathered, TANGENT: self.tangent} | parts | self.data
+        combined = {GATHERED: self.gathered, TANGENT: self.tangent, HIDDEN: self.hidden} | parts | self.data
         updated = {HIDDEN: self.hidden, COEFFICIENTS: self.coefficients} | raw | self.parameters | self.data
         stats = self._trace("STATS", combined, self._combine)
         found = {"S": scanned, "STATS": stats, "T": self._trace("T", updated, self._update)}
@@ -239,25 +240,51 @@ class _Tracer:
         return Parameters(values[Slot("parameter", self.head.weight)], bias)
 
     def _scan(self, values: Mapping[Slot, Any]) -> dict[Slot, Any]:
-        found = scan(self.shard, values[HIDDEN], self._own(values), values)
+        found = scan(self.shard, self._tokens(values), self._own(values), values)
         tiles = {Slot("saved", f"{RAW}{i}"): tile for i, tile in enumerate(found.raw)}
         return tiles | {Slot("saved", name): value for name, value in found._asdict().items() if name != RAW}
 
     def _read(self, values: Mapping[Slot, Any]) -> dict[Slot, Any]:
         statistics, _ = gather_statistics(self.shard, values[GATHERED], values)
-        return self.head.loss(statistics, values)
+        return self.head.loss(statistics, values, self._terms(values))
 
     def _combine(self, values: Mapping[Slot, Any]) -> dict[Slot, Any]:
         kept = {slot.name: value for slot, value in values.items() if slot.kind == "saved"}
-        found = combine(self.shard, values[GATHERED], values[TANGENT], kept, values)
-        return {Slot("loss"): found.loss, COEFFICIENTS: found.coefficients, GRADIENT: found.part}
+        found = combine(self.shard, values[GATHERED], values[TANGENT], kept, values, self._terms(values))
+        coefficients = found.coefficients
+        if self.head.terms:
+            coefficients = torch.cat([coefficients, found.terms.expand(5, -1)], 1)
+        return {
+            Slot("loss"): found.loss,
+            COEFFICIENTS: coefficients,
+            GRADIENT: self._with_terms(found.part, found.terms),
+        }
 
     def _update(self, values: Mapping[Slot, Any]) -> dict[Slot, Any]:
         raw = [value for slot, value in values.items() if slot.name.startswith(RAW)]
         kept = raw, values.get(MAXIMUM)
-        found = update(self.shard, values[HIDDEN], self._own(values), values[COEFFICIENTS], kept, values)
+        coefficients, tokens = values[COEFFICIENTS], self.head.loss.tokens
+        of_terms = coefficients[0, tokens:] if self.head.terms else coefficients
+        coefficients = coefficients[:, :tokens] if self.head.terms else coefficients
+        found = update(self.shard, self._tokens(values), self._own(values), coefficients, kept, values)
+        part = self._with_terms(found.part, of_terms)
         bias = {} if self.head.bias is None else {Slot("gradient", self.head.bias): found.bias}
-        return {Slot("gradient", self.head.weight): found.weight, **bias, GRADIENT: found.part}
+        return {Slot("gradient", self.head.weight): found.weight, **bias, GRADIENT: part}
+
+    def _tokens(self, values: Mapping[Slot, Any]) -> torch.Tensor:
+        hidden = values[HIDDEN]
+        return hidden[: self.head.loss.tokens] if self.head.terms else hidden
+
+    def _terms(self, values: Mapping[Slot, Any]) -> list[torch.Tensor]:
+        return terms_in(values[HIDDEN][self.head.loss.tokens :], self.head.terms) if self.head.terms else []
+
+    def _with_terms(self, part: torch.Tensor | None, gradients: torch.Tensor) -> torch.Tensor | None:
+        """A shard's part of the input gradient with those of the terms behind it: the parts are summed over the shards,
+        so only the first one has them."""
+        if part is None or not self.head.terms:
+            return part
+        rows = gradient_rows(gradients, self.head.terms, self.hidden.dtype, self.head.width).to(part.dtype)
+        return torch.cat([part, rows if self.shard.rank == 0 else torch.zeros_like(rows)])
 
     def _trace(
         self, name: str, given: Mapping[Slot, Any], function: Callable[[Mapping[Slot, Any]], dict[Slot, Any]]

@@ -15,12 +15,13 @@ Kept = tuple[Sequence[Tensor], Tensor | None]  # `raw` and `maximum` of what lea
 
 class Combined(NamedTuple):
     """The results of every shard from all statistics: the loss, `coefficients` [5, tokens] for T (the maximum, log z,
-    the factor of softmax, the gradient by the label's logit, the factor of the weights), and with one barrier its part
-    of the input gradient [tokens, width]."""
+    the factor of softmax, the gradient by the label's logit, the factor of the weights), with one barrier its part of
+    the input gradient [tokens, width], and the gradients by the loss's `terms` that are no logits."""
 
     loss: Tensor
     coefficients: Tensor
     part: Tensor | None
+    terms: Tensor
 
 
 def gather_statistics(shard: Shard, gathered: Tensor, values: Values) -> tuple[Statistics, Tensor]:
@@ -39,19 +40,26 @@ def gather_statistics(shard: Shard, gathered: Tensor, values: Values) -> tuple[S
     return statistics, shares
 
 
-def combine(shard: Shard, gathered: Tensor, tangent: Tensor, kept: Mapping[str, Tensor], values: Values) -> Combined:
+def combine(
+    shard: Shard,
+    gathered: Tensor,
+    tangent: Tensor,
+    kept: Mapping[str, Tensor],
+    values: Values,
+    terms: Sequence[Tensor] = (),
+) -> Combined:
     """The end of the barrier: `gathered` [shards, 4, tokens], `tangent` the factor of this microbatch's loss."""
     statistics, shares = gather_statistics(shard, gathered, values)
-    loss, a, b, c = _differentiate(shard, statistics, tangent, values)
+    loss, (a, b, c), of_terms = _differentiate(shard, statistics, tangent, values, terms)
     at_label = a * torch.expm1(statistics.target - statistics.log_z) + (a + b)
     coefficients = torch.stack([statistics.maximum, statistics.log_z, a, at_label, c])
     if shard.barriers == 2:
-        return Combined(loss, coefficients, None)
+        return Combined(loss, coefficients, None, of_terms)
     share = a * shares[shard.rank] / shares.sum(0)
     part = share[:, None] * kept["others"] + at_label[:, None] * kept["label_rows"]
     if "total_rows" in kept:
         part = part + c[:, None] * kept["total_rows"]
-    return Combined(loss, coefficients, part)
+    return Combined(loss, coefficients, part, of_terms)
 
 
 def _weight_sums(shard: Shard, values: Values, like: Tensor) -> Tensor:
@@ -63,17 +71,19 @@ def _weight_sums(shard: Shard, values: Values, like: Tensor) -> Tensor:
 
 
 def _differentiate(
-    shard: Shard, statistics: Statistics, tangent: Tensor, values: Values
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The loss and its gradients by log_z, target and total, times `tangent`."""
+    shard: Shard, statistics: Statistics, tangent: Tensor, values: Values, terms: Sequence[Tensor]
+) -> tuple[Tensor, list[Tensor], Tensor]:
+    """The loss and its gradients by log_z, target and total, and by `terms`, times `tangent`."""
     with torch.enable_grad():
         leaves = [each.detach().requires_grad_() for each in statistics[:3] if each is not None]
         total = leaves[2] if len(leaves) > 2 else None
-        (loss,) = shard.head.loss(Statistics(leaves[0], leaves[1], total, statistics.maximum), values).values()
-        found = torch.autograd.grad(loss, leaves, tangent.to(loss.dtype), allow_unused=True)
+        own = [each.detach().requires_grad_() for each in terms]
+        (loss,) = shard.head.loss(Statistics(leaves[0], leaves[1], total, statistics.maximum), values, own).values()
+        found = torch.autograd.grad(loss, [*leaves, *own], tangent.to(loss.dtype), allow_unused=True)
     zeros = torch.zeros_like(statistics.log_z)
-    a, b, c = [zeros if each is None else each for each in (*found, None)][:3]
-    return loss.detach(), a, b, c
+    of_rows = [zeros if each is None else each for each in (*found[: len(leaves)], None)][:3]
+    of_terms = [zeros[:1].sum() if each is None else each.to(zeros.dtype) for each in found[len(leaves) :]]
+    return loss.detach(), of_rows, torch.stack(of_terms) if of_terms else zeros[:0]
 
 
 def update(shard: Shard, hidden: Tensor, own: Parameters, coefficients: Tensor, kept: Kept, values: Values) -> Updates:

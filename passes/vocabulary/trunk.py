@@ -1,7 +1,7 @@
 """The trunk: the model without its output layer and loss, and without a lookup that is sharded. Its last stage returns
 what the vocabulary shards need, its first receives what they have looked up."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +26,7 @@ def cut_off(canonical: Canonical, head: VocabularyHead, lookup: VocabularyLookup
     if lookup is not None:
         copies[lookup.node] = _receive(graph, lookup.node.name, copies[lookup.node])
     with graph.inserting_before(graph.output_node()):
-        leaving = _inlined(graph, head.tokens, copies[head.hidden])
+        leaving = _inlined(graph, head.tokens, [copies[node] for node in head.reads])
     outputs = [(slot, copies[node] if isinstance(node, Node) else node) for slot, node in canonical.outputs]
     ends: list[tuple[Slot, Any]] = [(slot, node) for slot, node in outputs if slot.kind not in ("loss", "output")]
     ends.append((Slot("activation", leaving.name), leaving))
@@ -56,17 +56,16 @@ def _receive(graph: Graph, name: str, node: Node) -> Node:
     return copy
 
 
-def _inlined(graph: Graph, function: Callable[[torch.Tensor], torch.Tensor], argument: Node) -> Node:
-    """Append the operations of `function` of one tensor to `graph`."""
-    value = argument.meta["val"]
+def _inlined(graph: Graph, function: Callable[..., torch.Tensor], arguments: Sequence[Node]) -> Node:
+    """Append the operations of `function` of some tensors to `graph`."""
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        traced = make_fx(lambda value: function(value))(like(value))  # a bound method counts one argument too many
-    (holder,) = traced.graph.find_nodes(op="placeholder")
-    copies = {holder: argument}
+        likes = [like(argument.meta["val"]) for argument in arguments]
+        traced = make_fx(lambda *values: function(*values))(*likes)  # a bound method counts one argument too many
+    copies = dict(zip(traced.graph.find_nodes(op="placeholder"), arguments, strict=True))
     for node in traced.graph.nodes:
         if node.op == "call_function":
             copies[node] = graph.node_copy(node, copies.__getitem__)
-            copies[node].meta |= source_of(argument)
+            copies[node].meta |= source_of(arguments[0])
     (end,) = traced.graph.output_node().args
     assert isinstance(end, Node)
     return copies[end]

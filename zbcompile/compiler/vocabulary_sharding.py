@@ -125,7 +125,7 @@ def bounds_of(head: VocabularyHead, schedule: Schedule, stages: tuple[StageProgr
         sum(stages[stage].flops[op] for stage in schedule.placement.stages_of(rank) for op in ("F", "B", "W"))
         for rank in range(schedule.ranks)
     ]
-    of_word = 6 * head.width * (head.linear.meta["val"].numel() // head.size)
+    of_word = 6 * head.width * (head.logits // head.size)
     even = even_bounds(head.size, schedule.ranks)
     levelled = levelled_bounds(head.size, [load / of_word for load in loads])
 
@@ -138,8 +138,8 @@ def bounds_of(head: VocabularyHead, schedule: Schedule, stages: tuple[StageProgr
 
 def tiling_of(head: VocabularyHead, bounds: Bounds, choices: Choices) -> Tiling:
     """How many words to work on at a time, and whether the logits of a shard are to wait from S to T."""
-    value = head.linear.meta["val"]
-    tokens, most = value.numel() // head.size, max(high - low for low, high in bounds)
+    value = head.linears[0].meta["val"]
+    tokens, most = head.logits // head.size, max(high - low for low, high in bounds)
     tile = TILE_BYTES.get(value.device.type, TILE_BYTES["cuda"]) // (4 * tokens)
     count = min(math.ceil(most / max(1, tile)), MOST_TILES)
     small = tokens * most * head.dtype.itemsize <= LEAN_BYTES

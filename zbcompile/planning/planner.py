@@ -79,7 +79,7 @@ def line_costs(drawn: Drawn, choices: Choices, measured: Mapping[str, float], ra
 def _shard(sharding: Sharding, seconds: float, ranks: int, choices: Choices) -> Shard:
     """An equal part of the output layer and of the embedding that is sharded beside it."""
     head = sharding.head
-    logits = head.linear.meta["val"].numel() // ranks * head.dtype.itemsize
+    logits = head.logits // ranks * head.dtype.itemsize
     kept = tiling_of(head, even_bounds(head.size, ranks), choices).keep
     sizes = [
         {n.meta["slot"].name: n.meta["val"].nbytes for n in each.graph.find_nodes(op="placeholder") if _trains(n)}

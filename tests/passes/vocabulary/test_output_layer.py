@@ -87,15 +87,18 @@ def test_what_cannot_be_sharded_says_why(name: str) -> None:
         head_of(Model(), torch.randn(2, 5, WIDTH), torch.zeros(2, 5, dtype=torch.long), loss)
 
 
-class Auxiliary(Model):
-    """Returns its own loss, with a term that is none of the logits'."""
+class Weighted(Model):
+    """Returns its own loss, each token's weighted by what the model makes of it."""
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = torch.tanh(self.body(x))
-        return F.cross_entropy(rows(self.head(hidden)), torch.zeros(10, dtype=torch.long)) + hidden.square().mean()
+        labels = torch.zeros(10, dtype=torch.long)
+        return (
+            F.cross_entropy(rows(self.head(hidden)), labels, reduction="none") * rows(hidden).square().mean(1)
+        ).sum()
 
 
-def test_an_auxiliary_loss_is_refused() -> None:
-    canonical = canonicalise(capture(Auxiliary(), (torch.randn(2, 5, WIDTH),), {}))
-    with pytest.raises(NotShardable, match="an auxiliary loss"):
+def test_a_trained_value_of_every_token_is_refused() -> None:
+    canonical = canonicalise(capture(Weighted(), (torch.randn(2, 5, WIDTH),), {}))
+    with pytest.raises(NotShardable, match=r"trained, neither a logit nor a single number"):
         find_head(canonical)
