@@ -2,15 +2,20 @@
 
     torchrun --standalone --nproc-per-node 4 examples/benchmarks/composition_sweep.py       every schedule at dp2 x pp2
     torchrun --standalone --nproc-per-node 8 examples/benchmarks/composition_sweep.py       some at dp2 x pp2 x tp2
+    torchrun --standalone --nproc-per-node 4 examples/benchmarks/composition_sweep.py --tp  some at pp2 x tp2
 
 A Llama in fp32, with tp by torch's plans with sequence parallelism; each replica has a batch of its own. Printed are
 the largest differences of the loss and of a gradient, relative to the largest entry of that gradient, over all ranks.
+With --tp: columns and rows (exact=True, whose bits must be those of eager DTensor), then sequence parallelism, then
+loss_parallel; in none of them a collective of a weight gradient, or one that could be done once per step.
 """
 
 import argparse
 import os
 import sys
 import time
+from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,15 +28,18 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: 
 
 import zbcompile  # noqa: E402
 from tests.support.dtensor_models import LENGTH, VOCABULARY, Llama, loss_of, parallelised  # noqa: E402
+from tests.zbcompile.runtime.test_dtensor import trained  # noqa: E402
 
 BOUND = 2e-6
 LAYERS, REPLICAS, MICROBATCHES = 2, 2, 8
+KINDS = ("plain", "sequence", "loss")
 WITH_TP = ("1f1b", "zb-h1", "zb-v", "dualpipe-v", "interleaved-zb")
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--schedules", nargs="+", help="default: all; with tp " + ", ".join(WITH_TP))
+    parser.add_argument("--tp", action="store_true", help="pp2 x tp2, with four processes")
     return parser.parse_args()
 
 
@@ -68,14 +76,36 @@ def difference(schedule: str, mesh: DeviceMesh, expected: Tensor, one: nn.Module
     return torch.tensor([float((loss - expected).abs() / expected), far])
 
 
+def beside_tp(say: Callable[..., None], schedules: Sequence[str]) -> list[bool]:
+    """Whether each kind of plan is within its bound under each schedule."""
+    results = []
+    for kind, schedule in product(KINDS, schedules):
+        found = trained(kind, schedule, kind == "plain")
+        far = torch.tensor([found["loss"], found["far"], len(found["needless"]), len(found["unequal"])])
+        dist.all_reduce(far, dist.ReduceOp.MAX)
+        loss, gradients, needless, unequal = far.tolist()
+        bits = f"  bits of {unequal:.0f} gradients differ" if kind == "plain" else ""
+        say(
+            f"{kind:9} {schedule:15} loss {loss:.1e}  gradients {gradients:.1e}  needless {needless:.0f}{bits}",
+            flush=True,
+        )
+        results.append(max(loss, gradients) <= BOUND / 2 and not needless and not (kind == "plain" and unequal))
+    return results
+
+
 def main() -> int:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    options = arguments()
+    if options.tp:
+        results = beside_tp(print if dist.get_rank() == 0 else lambda *_, **__: None, options.schedules or WITH_TP)
+        dist.destroy_process_group()
+        return 0 if all(results) else 1
     names = ("dp", "pp", "tp") if dist.get_world_size() == 8 else ("dp", "pp")
     mesh = init_device_mesh("cpu", (2,) * len(names), mesh_dim_names=names)
     say = print if os.environ["RANK"] == "0" else lambda *_, **__: None
     expected, one = in_one_process()
-    chosen = arguments().schedules or (WITH_TP if "tp" in names else zbcompile.schedules.names())
+    chosen = options.schedules or (WITH_TP if "tp" in names else zbcompile.schedules.names())
     results = []
     for schedule in chosen:
         start = time.perf_counter()

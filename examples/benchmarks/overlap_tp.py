@@ -10,14 +10,16 @@ wider input than they give, so that all-reduces of the backward are known by the
 For each schedule: milliseconds of a step without pairs (its own ones opened, `pairs="given"`), with the pairs that it
 has or that the compiler forms (medians, in turn; from the first start on any rank to the last end), and without pairs
 with exchanges of no minimal length. Hidden is 1 - (time that ranks stand in waits of all-reduces) / (number of these x
-their length), of those of the forward (F) and of the backward (B). torch's rows are its own 1F1B with the same
+their length), of those of the forward (F) and of the backward (B). `--simulate 4 --schedules zb-h1` prints what the
+lowering foresees, for any number of ranks. torch's rows are its own 1F1B with the same
 sublayers as eager DTensors.
 """
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import product
 from statistics import median
 from typing import Any
 
@@ -32,7 +34,9 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zbcompile
-from zbcompile.schedules import Schedule, build
+from zbcompile.schedules import Costs, Schedule, build, simulate
+from zbcompile.schedules.ir.actions import Action, flatten
+from zbcompile.schedules.searching.pairs import waits, with_pairs
 
 ROWS, SUBLAYERS, SHARE = 2, 8, 0.5  # of a microbatch; of the model; of promise.py's times for one sublayer
 WIDER = 2 * WIDTH
@@ -85,7 +89,9 @@ class Model(nn.Sequential):
     def __init__(self, mesh: DeviceMesh) -> None:
         torch.manual_seed(0)
         super().__init__(nn.Linear(WIDTH, WIDTH), *(Sublayer() for _ in range(SUBLAYERS)))
-        parallelize_module(self, mesh, {"*.columns": ColwiseParallel(), "*.rows": RowwiseParallel()})
+        styles = {"columns": ColwiseParallel(), "rows": RowwiseParallel()}
+        plan = {f"{i + 1}.{name}": style for i in range(SUBLAYERS) for name, style in styles.items()}
+        parallelize_module(self, mesh, plan)
 
 
 def loss_of(y: Tensor, target: Tensor) -> Tensor:
@@ -158,13 +164,31 @@ def row(mesh: DeviceMesh, gate: Gate, options: argparse.Namespace, name: str, sh
     return [name, share, apart_[0], paired[0], free[0], *apart_[1:], *paired[1:]]
 
 
+def simulated(name: str, ranks: int, microbatches: int, share: float) -> list[Any]:
+    """The same row as the lowering foresees it, for two sublayers a rank on any number of ranks. What a pair waits for
+    counts as B's."""
+    schedule = build(name, ranks, microbatches)
+    size, stages = 2 * ranks // schedule.stages, schedule.stages
+    forward, backward, weight = (1e3 * SHARE * size * part for part in (FORWARD, BACKWARD, WEIGHT))
+    each = (share * weight,) * stages
+    free = Costs((forward,) * stages, (backward,) * stages, (weight,) * stages)
+    slower, later = ((part + each[0],) * stages for part in (forward, backward))
+    costs = Costs(slower, later, free.weight, forward_exchange=each, backward_exchange=each)
+    whole = sum(each) * microbatches
+    found: list[Any] = []
+    for order in (opened(schedule), with_pairs(schedule, costs)):
+        steps = [step for rank in order.orders for step in rank]
+        lone = [sum(waits(s, costs) for s in steps if flatten((s,))[0].op == "F" and isinstance(s, Action))]
+        hidden = [100 * (1 - part / whole) for part in (*lone, sum(waits(s, costs) for s in steps) - lone[0])]
+        found.append((simulate(order, costs).makespan, hidden))
+    (apart, before), (paired, after) = found
+    return [name, share, apart, paired, simulate(opened(schedule), free).makespan, *before, *after]
+
+
 NONE = [[float("nan")] * 3] * 2
 
 
-def main() -> None:
-    parser = arguments(__doc__, "zb-h1,zb-v,dualpipe-v,1f1b-overlap,torch")
-    parser.add_argument("--exchanges", default="0.5,2", help="times a sublayer's W (default: %(default)s)")
-    options = parser.parse_args()
+def main(options: argparse.Namespace) -> None:
     rank = dist.get_rank()
     places = torch.arange(4).view(2, 2)  # pp, tp
     inner = dist.new_group([rank // 2 * 2, rank // 2 * 2 + 1], use_local_synchronization=True)
@@ -173,16 +197,29 @@ def main() -> None:
     dist.Backend.register_backend("gated", lambda *_: gate, devices=["cpu"])
     tp = dist.new_group(dist.get_process_group_ranks(inner), backend="gated", use_local_synchronization=True)
     mesh = DeviceMesh.from_group([pp, tp], "cpu", places, mesh_dim_names=("pp", "tp"))
-    shares = list(map(float, options.exchanges.split(",")))
-    table = [row(mesh, gate, options, name, share) for name in options.schedules.split(",") for share in shares]
+    table = [row(mesh, gate, options, *case) for case in cases(options)]
     if rank == 0:
         parts = [1e3 * SHARE * length for length in (FORWARD, BACKWARD, WEIGHT)]
         print("a sublayer computes " + ", ".join(f"{part:.1f} ms {op}" for part, op in zip(parts, "FBW", strict=True)))
-        print(tabulate(table, HEAD, floatfmt=("", "g", *[".0f"] * 7)), flush=True)
+        show(table)
 
 
-HEAD = ["schedule", "exchange / W", "apart, ms", "pairs, ms", "0 ms exchanges"]
-HEAD += [f"{op} hidden {how}, %" for how in ("apart", "in pairs") for op in "FB"]
+def cases(options: argparse.Namespace) -> Iterable[tuple[str, float]]:
+    return product(options.schedules.split(","), map(float, options.exchanges.split(",")))
+
+
+def show(table: list[list[Any]]) -> None:
+    heads = ["schedule", "exchange / W", "apart, ms", "pairs, ms", "0 ms exchanges"]
+    heads += [f"{op} hidden {how}, %" for how in ("apart", "in pairs") for op in "FB"]
+    print(tabulate(table, heads, floatfmt=("", "g", *[".0f"] * 7)), flush=True)
+
 
 if __name__ == "__main__":
-    on_processes(main, 4)
+    parser = arguments(__doc__, "zb-h1,zb-v,dualpipe-v,1f1b-overlap,torch")
+    parser.add_argument("--exchanges", default="0.5,2", help="times a sublayer's W (default: %(default)s)")
+    parser.add_argument("--simulate", type=int, metavar="RANKS", help="no processes: what the lowering foresees")
+    given = parser.parse_args()
+    if given.simulate:
+        show([simulated(name, given.simulate, given.microbatches, share) for name, share in cases(given)])
+    else:
+        on_processes(partial(main, given), 4)
