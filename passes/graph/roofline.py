@@ -98,7 +98,7 @@ def product_seconds(node: Node, flops: int, moved: int, hardware: Hardware) -> f
         return interpolated(hardware.operations[name], flops)
     samples = hardware.products.get(name if "convolution" in name else "product", ())
     if samples and shape is not None:
-        whole = flops / (2 * math.prod(shape))  # both gradients of a convolution are two products
+        whole = flops / (2 * math.prod(shape))  # both gradients of a convolution, say, are two
         return whole * _like_samples(shape, samples) * hardware.peak_of("float32") / peak
     share = hardware.attention_efficiency if shape is None else product_share(shape, hardware)
     arithmetic = flops / (peak * share)
@@ -126,7 +126,8 @@ def _edges(rows: int, columns: int) -> float:
 
 
 def product_of(node: Node) -> Shape | None:
-    """The product of matrices that a node is; None for others. Of a convolution's backward one of two."""
+    """The product of matrices that a node is; None for others. Of several one: of a convolution's backward,
+    and of the groups of experts that take turns."""
     name, value = _name(node).rstrip("_"), node.meta["val"]
     given = [argument.meta["val"] for argument in node.args if isinstance(argument, Node) and "val" in argument.meta]
     if name in ("mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot"):
@@ -137,9 +138,12 @@ def product_of(node: Node) -> Shape | None:
         return _convolution(given[0].shape, given[1].shape, value.shape, node.args[8])
     if name == "convolution_backward":
         return _convolution(given[1].shape, given[2].shape, given[0].shape, node.args[9])
-    if name in ("_grouped_mm", "grouped_mm_fallback"):
+    if name == "_grouped_mm":
         one, other = given[:2]
         return Shape(1, math.prod(one.shape[:-1]), other.shape[-1], one.shape[-1])
+    if name in ("grouped_mm_fallback", "grouped_mm_fallback_backward"):  # one product after the other
+        one, other = given[:2]
+        return Shape(1, math.ceil(one.shape[0] / other.shape[0]), other.shape[-1], one.shape[-1])
     return None
 
 

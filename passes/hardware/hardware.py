@@ -45,7 +45,8 @@ class Hardware:
             a time: a last wave that is not full costs as much as a full one. None without units.
         depth: The length of a sum at which half of a product's time is its start and end.
         random: Random numbers per second; None if they cost nothing beyond their bytes.
-        node_ranks: How many ranks a node has; `within` connects them, `between` those of two nodes.
+        node_ranks: How many ranks a node has; `within` connects them, `between` those of two nodes. `exchange` is what
+            a collective inside of the graphs gets: None as `within`, and without that what gloo gets on one machine.
         products: Measured ones of a "product", a "convolution" and a "convolution_backward" (as the products that they
             are).
         operations: Measured kernels: by the operator's name, (bytes moved, seconds) by rising bytes, of attention by
@@ -74,6 +75,7 @@ class Hardware:
     node_ranks: int | None = None
     within: Connection | None = None
     between: Connection | None = None
+    exchange: Connection | None = None
     products: Mapping[str, Sequence[Product]] = field(default_factory=dict)
     operations: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -109,7 +111,7 @@ class Hardware:
             what = [f"unknown {', '.join(unknown)}"] * bool(unknown) + [f"missing {', '.join(missing)}"] * bool(missing)
             raise ValueError("; ".join(what))
         given = dict(data)
-        for name in ("within", "between"):
+        for name in _CONNECTIONS:
             given[name] = Connection(**given[name]) if isinstance(given.get(name), Mapping) else given.get(name)
         measured = given.get("products", {})
         given["products"] = {name: tuple(Product(*each) for each in found) for name, found in measured.items()}
@@ -129,7 +131,7 @@ class Hardware:
     def to_dict(self) -> dict[str, Any]:
         """Plain data without what is not known."""
         plain = asdict(self)
-        for name in ("within", "between"):
+        for name in _CONNECTIONS:
             plain[name] = plain[name] and Connection(*plain[name])._asdict()
         return {name: value for name, value in plain.items() if value is not None and value != {} and value != ()}
 
@@ -142,6 +144,11 @@ class Hardware:
         apart = self.node_ranks is not None and one // self.node_ranks != other // self.node_ranks
         return self.between or self.within if apart else self.within
 
+    def exchange_seconds(self, size: float) -> float:
+        """What a collective of so many bytes takes inside of a graph."""
+        channel = self.exchange or self.within or hardware_for("cpu").exchange
+        return channel.latency + size / channel.bandwidth if channel else 0.0
+
     def __str__(self) -> str:
         return self.name
 
@@ -151,6 +158,7 @@ def hardware_names() -> list[str]:
     return sorted(each.name.removesuffix(".toml") for each in _PROFILES.iterdir() if each.name.endswith(".toml"))
 
 
+_CONNECTIONS = ("within", "between", "exchange")
 _PROFILES = files("zbcompile.passes.hardware") / "profiles"
 
 

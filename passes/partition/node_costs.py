@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from torch.fx import Node
@@ -17,26 +16,6 @@ from zbcompile.passes.partition.liveness import Line, held_behind
 BACKWARD = 2  # a backward costs about twice its forward: one product for the input's gradient, one for the weight's
 
 
-@dataclass(frozen=True)
-class Machine:
-    """Nominal speeds that turn operations and bytes into one number. Only their ratio moves a cut. `latency` (seconds)
-    and `channel_bytes_per_second` are those of a collective."""
-
-    flops_per_second: float
-    bytes_per_second: float
-    latency: float
-    channel_bytes_per_second: float
-
-
-# One CPU core with AVX2 in fp32, processes of gloo on one machine; one data-centre GPU in bf16, and its links.
-CPU = Machine(5e10, 1e10, 1e-4, 1e9)
-GPU = Machine(4e14, 3e12, 1e-5, 1e11)
-
-
-def machine_for(device: str) -> Machine:
-    return CPU if device == "cpu" else GPU
-
-
 def loads_of(
     line: Line, basis: str, seconds: Mapping[str, float], hardware: Hardware | None = None
 ) -> tuple[list[float], str]:
@@ -48,24 +27,21 @@ def loads_of(
 
 
 def predicted_seconds(line: Line, hardware: Hardware | None = None) -> list[float]:
-    """Forward and backward of each node on `hardware`, by default at the nominal speeds of the device, which are always
-    those of collectives."""
-    device = device_of(line)
-    hardware, seconds = hardware or hardware_for(device), []
+    """Forward and backward of each node on `hardware`, by default at the nominal speeds of the device."""
+    hardware, seconds = hardware or hardware_for(device_of(line)), []
     for node in line.nodes:
         trains = bool(node.meta["differentiable"])
         forward = node_seconds(node, line.flops.get(node, 0), hardware)
-        exchange = _exchange_seconds(node, machine_for(device))
+        exchange = _exchange_seconds(node, hardware)
         seconds.append(forward * (1 + BACKWARD * trains) + exchange * (1 + trains))
     return seconds
 
 
-def _exchange_seconds(node: Node, machine: Machine) -> float:
+def _exchange_seconds(node: Node, hardware: Hardware) -> float:
     """What a collective takes, counted where it is issued."""
     if not is_collective(node) or is_wait(node):
         return 0.0
-    size = sum(tensor.nbytes for tensor in tensors_of(node.meta["val"]))
-    return machine.latency + size / machine.channel_bytes_per_second
+    return hardware.exchange_seconds(sum(tensor.nbytes for tensor in tensors_of(node.meta["val"])))
 
 
 def device_of(line: Line) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from zbcompile.passes.compile_options import Choices, read_channels
-from zbcompile.passes.partition.node_costs import machine_for
+from zbcompile.passes.hardware.hardware import hardware_for
 from zbcompile.passes.stage.stage_program import Collective, StageProgram, collectives_of
 from zbcompile.program.program import Program
 from zbcompile.schedules import Costs, Lowered, Schedule, lower
@@ -12,11 +12,11 @@ from zbcompile.schedules.searching.pairs import beside, with_pairs
 
 
 def exchange_seconds(collective: Collective, choices: Choices, device: str) -> float:
-    """The time of a collective on the channel of its dimension: as `channels` says, or at the machine's nominal
-    speed."""
-    machine = machine_for(device)
-    nominal = machine.latency, machine.channel_bytes_per_second
-    latency, bandwidth = read_channels(choices.channels).get(collective.dimension, nominal)
+    """The time of a collective on the channel of its dimension: as `channels` says, or as the hardware has it."""
+    channels = read_channels(choices.channels)
+    if collective.dimension not in channels:
+        return (choices.hardware or hardware_for(device)).exchange_seconds(collective.bytes)
+    latency, bandwidth = channels[collective.dimension]
     return latency + collective.bytes / bandwidth
 
 
@@ -57,7 +57,7 @@ def lower_for(stages: Sequence[StageProgram], schedule: Schedule, choices: Choic
     hides = any(each.hides for stage in stages for each in collectives_of(stage))
     if choices.pairs == "given" or not hides or any("W" not in stage.pieces for stage in stages):
         return lower(with_pairs(schedule, Costs.uniform(schedule.stages)))
-    speed = machine_for(device).flops_per_second
+    speed = max((choices.hardware or hardware_for(device)).peak.values())
     forward, backward, weight = (tuple(stage.flops[op] / speed for stage in stages) for op in "FBW")
     kept = tuple(stage.crossing.kept for stage in stages), tuple(stage.crossing.residue for stage in stages)
     costs = with_exchanges(Costs(forward, backward, weight, *kept), stages, choices, device)
