@@ -128,7 +128,7 @@ def spanned(step: Callable[[], object]) -> float:
 
 def row(name: str, group: KnownLength, mesh: Any, microbatches: int, seconds: float, steps: int) -> list[Any]:
     """The three steps of a schedule, run in turn."""
-    merged = build(name, mesh.size(), microbatches)
+    merged = build(name, mesh["pp"].size(), microbatches)
     run_merged, run_opened = (stepper(schedule, group, mesh) for schedule in (merged, opened(merged)))
     kinds = ((run_opened, seconds), (run_merged, seconds), (run_opened, 0.0))
     times: list[list[float]] = [[], [], []]
@@ -169,7 +169,7 @@ def main() -> None:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("ep", "pp"))
     group = with_known_length(mesh["ep"].get_group())
     given = (options.microbatches, options.exchange / 1e3, options.steps)
-    rows = [row(name, group, mesh["pp"], *given) for name in options.schedules.split(",")]
+    rows = [row(name, group, mesh, *given) for name in options.schedules.split(",")]
     if dist.get_rank() == 0:
         part, other = (1e3 * SHARE * length for length in (FORWARD, BACKWARD + WEIGHT))
         print(f"{shape[1]} ranks; a layer computes {part:.1f} ms forward and {other:.1f} ms backward, and exchanges")
