@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode as FakeTensorMode,  # 2.11-2.13: shapes without memory
 )
 from torch.fx import Node
-from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
+from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental import proxy_tensor  # 2.11-2.13: which node a tensor is in a graph being traced
 from torch.fx.experimental.proxy_tensor import make_fx as make_fx  # 2.11-2.13: documented as functorch.make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
@@ -39,8 +39,10 @@ from torch.utils._python_dispatch import (
 
 pytree = pytree
 # 2.11-2.13: a graph module that writes its code when it is first run or printed; most of ours never are. Its `forward`,
-# kept as a function, goes a long way round: `boxed` has a short one.
+# kept as a function, goes a long way round: `boxed` has a short one. `use_lazy_graph_modules`: those that torch makes
+# inside are such, too.
 LazyGraphModule = LazyGraphModule
+use_lazy_graph_modules = _use_lazy_graph_module
 aten = torch.ops.aten
 
 # 2.11-2.13: what is raised if something depends on a value that a trace does not have.
