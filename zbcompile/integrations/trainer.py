@@ -196,15 +196,19 @@ class PipelineTrainer(Trainer):
             decay = set(self.get_decay_parameter_names(self.model))
             decayed = {"params": lambda name, _: name in decay, "weight_decay": self.args.weight_decay}
             groups = [decayed] if decay & {name for name, _ in self.model.named_parameters()} else None
+            if options.get("zero"):  # the norm is known only inside of the update
+                options = {"clip": self.args.max_grad_norm or None, **options}
             self.optimizer = self.pipe.optimizer(kind, groups=groups, **{"weight_decay": 0.0, **options})
         return self.optimizer
 
-    def _clip_grad_norm(self, model: Any) -> torch.Tensor:
+    def _clip_grad_norm(self, model: Any) -> torch.Tensor | None:
         self.accelerator.unscale_gradients()
-        return self.pipe.clip_grad_norm_(self.args.max_grad_norm)
+        return None if self._own_optimizer.wanted.zero else self.pipe.clip_grad_norm_(self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        return self.pipe.clip_grad_norm_(float("inf")) if grad_norm is None else grad_norm
+        if grad_norm is None and not self._own_optimizer.wanted.zero:
+            return self.pipe.clip_grad_norm_(float("inf"))
+        return grad_norm
 
     @property
     def _own_optimizer(self) -> PipelineOptimizer:

@@ -1,6 +1,7 @@
 """How the optimizer of a pipeline updates: at once in `step()`, or stage by stage inside of the pipeline's steps."""
 
 from collections.abc import Callable, Collection
+from typing import Any
 
 import torch
 from torch import nn
@@ -154,17 +155,18 @@ class ParameterUpdates(Optimizer):
 
     # After a step of the pipeline
 
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Clip, if that was asked for, and update. Every rank must call it."""
-        if closure is not None:
-            raise PipelineError("optimizer.step received a closure; call pipe.step before it instead.")
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Clip, if that was asked for, and update. Every rank must call it. A closure, such as one that runs the
+        pipeline's step, is called first; returns what it returns."""
+        loss = None if closure is None else closure()
         update = self._bound_update()
         if self.wanted.updates_early:
             self._complete(update)
-            return
+            return loss
         with self._ranks.watch.region("the optimizer's step"), torch.no_grad():
             self.take_replaced()
             self._update_all(update)
+        return loss
 
     def _complete(self, update: WholeParameters | ShardedParameters) -> None:
         """Every stage has updated within the last step; it is done if nothing has changed since."""

@@ -272,3 +272,12 @@ def test_a_scheduler_may_cycle_momentum_before_anything_is_compiled() -> None:
     optimizer.step()
     rate.step()
     assert after["lr"] > before["lr"]
+
+
+def test_a_closure_runs_first() -> None:
+    """Lightning passes one to every step."""
+    (batch,), model = PROBLEMS["mlp"].batches(1, 4), PROBLEMS["mlp"].model()
+    pipe = zbcompile.pipeline(model, schedule="1f1b", ranks=2, microbatches=2, loss=torch.nn.functional.mse_loss)
+    optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1)
+    first = optimizer.step(lambda: pipe.step(*batch.args, target=batch.target))
+    assert pipe.step(*batch.args, target=batch.target) < first
