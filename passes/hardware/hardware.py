@@ -2,13 +2,16 @@
 
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib.resources import files
+from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from zbcompile.passes.errors import CompileError
+from zbcompile.passes.hardware import figures
+from zbcompile.passes.hardware.figures import wrong_figure
 
 
 class Connection(NamedTuple):
@@ -53,6 +56,8 @@ class Hardware:
             FLOPs; "" is for all others.
         sources: Where the figures come from, by field.
 
+    Raises CompileError for a figure that cannot be.
+
     >>> Hardware.find("a100-80g").peak["float16"]
     312000000000000.0
     """
@@ -80,6 +85,16 @@ class Hardware:
     operations: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        wrong = wrong_figure(FIGURES, vars(self))
+        if wrong is not None:
+            raise CompileError(wrong)
+        for name in _CONNECTIONS:
+            if isinstance(given := getattr(self, name), Mapping):
+                object.__setattr__(self, name, Connection(**given))
+        products = {name: tuple(Product(*each) for each in found) for name, found in self.products.items()}
+        object.__setattr__(self, "products", products)
+
     def __hash__(self) -> int:
         return hash((self.name, self.bandwidth))
 
@@ -89,7 +104,9 @@ class Hardware:
         if name.endswith(".toml"):
             return cls.read(Path(name))
         if name not in hardware_names():
-            raise CompileError(f"hardware {name!r}: expected {', '.join(hardware_names())}, or a FILE.toml")
+            raise CompileError(
+                f"no profile is called {name!r}; expected {', '.join(hardware_names())}, or a FILE.toml."
+            )
         return _named(name)
 
     @classmethod
@@ -98,35 +115,20 @@ class Hardware:
         try:
             return cls.from_dict(tomllib.loads(file.read_text(encoding="utf-8")))
         except OSError as error:
-            raise CompileError(f"hardware {file}: {error.strerror or error}") from error
-        except (tomllib.TOMLDecodeError, TypeError, ValueError) as error:
-            raise CompileError(f"hardware {file}: {error}") from error
+            raise CompileError(f"{file}: {error.strerror or error}.") from error
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError, CompileError) as error:
+            raise CompileError(f"{file}: {error}") from None
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Hardware":
-        """As `to_dict` gives it. Raises ValueError for a name that is unknown or missing, or a figure out of range."""
-        unknown = sorted(set(data) - {each.name for each in fields(cls)})
-        missing = sorted({"name", "peak", "bandwidth"} - set(data))
+        """As `to_dict` gives it. Raises CompileError for a name that is unknown or missing, or a figure that cannot
+        be."""
+        unknown, missing = sorted(data.keys() - FIGURES), sorted({"name", "peak", "bandwidth"} - data.keys())
         if unknown or missing:
-            what = [f"unknown {', '.join(unknown)}"] * bool(unknown) + [f"missing {', '.join(missing)}"] * bool(missing)
-            raise ValueError("; ".join(what))
-        given = dict(data)
-        for name in _CONNECTIONS:
-            given[name] = Connection(**given[name]) if isinstance(given.get(name), Mapping) else given.get(name)
-        measured = given.get("products", {})
-        given["products"] = {name: tuple(Product(*each) for each in found) for name, found in measured.items()}
-        found = cls(**given)
-        found._require_amounts()
-        return found
-
-    def _require_amounts(self) -> None:
-        positive = {"bandwidth": self.bandwidth, **{f"peak.{name}": rate for name, rate in self.peak.items()}}
-        shares = ("bandwidth_efficiency", "product_efficiency", "attention_efficiency")
-        wrong = [name for name, value in positive.items() if not value > 0]
-        wrong += [name for name in shares if not 0 < getattr(self, name) <= 1]
-        wrong += [name for name in ("launch", "start", "depth") if getattr(self, name) < 0]
-        if wrong or not self.peak:
-            raise ValueError(f"{', '.join(wrong) or 'peak'}: out of range")
+            what = [f"unknown {', '.join(map(str, unknown))}"] * bool(unknown)
+            what += [f"missing {', '.join(missing)}"] * bool(missing)
+            raise CompileError(f"{'; '.join(what)}. Expected some of {', '.join(FIGURES)}.")
+        return cls(**data)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data without what is not known."""
@@ -153,12 +155,31 @@ class Hardware:
         return self.name
 
 
+_CONNECTIONS = ("within", "between", "exchange")
+FIGURES = {
+    "name": figures.TEXT,
+    "peak": figures.PEAKS,
+    "bandwidth": figures.POSITIVE,
+    "memory": figures.POSITIVE.or_none(),
+    "overlaps": figures.SWITCH,
+    "units": figures.COUNT.or_none(),
+    "tiles": figures.TILES,
+    "random": figures.POSITIVE.or_none(),
+    "node_ranks": figures.COUNT.or_none(),
+    "products": figures.PRODUCTS,
+    "operations": figures.OPERATIONS,
+    "sources": figures.SOURCES,
+    **dict.fromkeys(("launch", "viewing", "start", "depth"), figures.AMOUNT),
+    **dict.fromkeys(("bandwidth_efficiency", "product_efficiency", "attention_efficiency"), figures.SHARE),
+    **dict.fromkeys(_CONNECTIONS, figures.CONNECTION.or_none()),
+}
+
+
 def hardware_names() -> list[str]:
     """The profiles that come with the library."""
     return sorted(each.name.removesuffix(".toml") for each in _PROFILES.iterdir() if each.name.endswith(".toml"))
 
 
-_CONNECTIONS = ("within", "between", "exchange")
 _PROFILES = files("zbcompile.passes.hardware") / "profiles"
 
 
@@ -173,7 +194,9 @@ def hardware_for(device: str) -> Hardware:
 
 
 def read_hardware(given: Any) -> Hardware:
-    """A profile from its name, a file, its plain data or itself. Raises CompileError, ValueError or TypeError."""
+    """A profile from its name, a file, its plain data or itself. Raises CompileError; TypeError for anything else."""
     if isinstance(given, Hardware):
         return given
+    if not isinstance(given, str | PathLike | Mapping):
+        raise TypeError
     return Hardware.from_dict(given) if isinstance(given, Mapping) else Hardware.find(str(given))

@@ -12,6 +12,7 @@ from zbcompile.errors import PipelineError
 from zbcompile.model.materialize import Init
 from zbcompile.passes.capture.training_step import LossFunction
 from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.errors import CompileError
 from zbcompile.passes.option import SWITCH, Kind, accept, number, option, options_of, paragraphs_of, whole
 from zbcompile.program.step_options import StepOptions
 from zbcompile.schedules import Lowered, Schedule, load
@@ -122,6 +123,8 @@ def checked(name: str, given: Any, written: str = "") -> Any:
     except (ValueError, TypeError, OverflowError):
         shown = repr(given) if len(repr(given)) <= 80 else f"<{type(given).__name__}>"
         raise PipelineError(f"{written or name}={shown}; expected {kind.expected}.") from None
+    except CompileError as error:  # of a profile, which says what is wrong in it
+        raise PipelineError(f"{written or name}: {error}") from None
 
 
 def document(thing: Any, options: Mapping[str, str]) -> None:

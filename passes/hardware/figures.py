@@ -1,0 +1,111 @@
+"""What the figures of a profile may be. All are checked when it is made: a wrong one would be a wrong prediction."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from numbers import Real
+from reprlib import repr as short
+from typing import Any
+
+import torch
+
+KINDS = ("product", "convolution", "convolution_backward")  # of measured products
+
+
+@dataclass(frozen=True)
+class Figure:
+    """What holds of a value, in words too; `each` is for what is in a table or a list."""
+
+    holds: Callable[[Any], bool]
+    expected: str
+    each: "Figure | None" = None
+
+    def or_none(self) -> "Figure":
+        return Figure(lambda value: value is None or self.holds(value), self.expected, self.each)
+
+
+def wrong_figure(figures: Mapping[str, Figure], given: Mapping[str, Any]) -> str | None:
+    """The first of `given` that cannot be: where, received, expected."""
+    found = (each for name, value in given.items() for each in _wrong(name, value, figures[name]))
+    return next(found, None)
+
+
+def _wrong(where: str, value: Any, figure: Figure) -> Iterator[str]:
+    if not figure.holds(value):
+        yield f"{where}={short(value)}; expected {figure.expected}."
+    elif figure.each is not None and value is not None:
+        for name, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _wrong(f"{where}.{name}" if name != "" else f'{where}.""', item, figure.each)
+
+
+def _number(value: Any) -> bool:
+    return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
+
+
+def _positive(value: Any) -> bool:
+    return _number(value) and value > 0
+
+
+def _count(value: Any) -> bool:
+    return isinstance(value, int) and _positive(value)
+
+
+def _sequence(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def _rows(value: Any, row: Callable[[Any], bool]) -> bool:
+    return _sequence(value) and all(_sequence(each) and row(each) for each in value)
+
+
+def _tiles(value: Any) -> bool:
+    areas = [math.prod(tile) for tile in value] if _rows(value, lambda t: len(t) == 2 and all(map(_count, t))) else None
+    return areas is not None and areas == sorted(areas, reverse=True)
+
+
+def _curve(value: Any) -> bool:
+    rows = _rows(value, lambda row: len(row) == 2 and all(map(_positive, row)))
+    return rows and len(value) > 0 and all(low < high for (low, _), (high, _) in pairwise(value))
+
+
+def _products(value: Any) -> bool:
+    return _rows(value, lambda row: len(row) == 5 and all(map(_count, row[:4])) and _positive(row[4]))
+
+
+def _connection(value: Any) -> bool:
+    given = value._asdict() if hasattr(value, "_asdict") else value
+    keys = isinstance(given, Mapping) and given.keys() == {"latency", "bandwidth"}
+    return keys and _number(given["latency"]) and given["latency"] >= 0 and _positive(given["bandwidth"])
+
+
+def _table(holds: Callable[[str], bool] = lambda name: True, least: int = 0) -> Callable[[Any], bool]:
+    return lambda value: (
+        isinstance(value, Mapping) and len(value) >= least and all(isinstance(n, str) and holds(n) for n in value)
+    )
+
+
+TEXT = Figure(lambda value: isinstance(value, str), "a text")
+SWITCH = Figure(lambda value: isinstance(value, bool), "true or false")
+POSITIVE = Figure(_positive, "a number above 0")
+AMOUNT = Figure(lambda value: _number(value) and value >= 0, "a number, 0 or more")
+SHARE = Figure(lambda value: _positive(value) and value <= 1, "a share above 0, of at most 1")
+COUNT = Figure(_count, "a whole number above 0")
+TILES = Figure(_tiles, "pairs of whole numbers above 0, the largest tile first")
+CONNECTION = Figure(_connection, "latency (seconds, 0 or more) and bandwidth (bytes per second, above 0)")
+PEAKS = Figure(
+    _table(lambda name: isinstance(getattr(torch, name, None), torch.dtype), 1),
+    'a table from dtypes, such as "bfloat16", to FLOP per second',
+    POSITIVE,
+)
+PRODUCTS = Figure(
+    _table(KINDS.__contains__),
+    f"a table with any of {', '.join(KINDS)}",
+    Figure(_products, "rows of [batch, m, n, k, seconds], whole numbers and seconds above 0"),
+)
+OPERATIONS = Figure(
+    _table(),
+    "a table by the names of operators",
+    Figure(_curve, "at least one [bytes, seconds], both above 0, by rising bytes"),
+)
+SOURCES = Figure(_table(), "a table of texts", TEXT)

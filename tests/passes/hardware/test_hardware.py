@@ -1,0 +1,95 @@
+"""Profiles of hardware: what cannot be is refused when one is made, whole files are read back."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+import zbcompile
+from zbcompile.calibrate import to_toml
+from zbcompile.passes.errors import CompileError
+from zbcompile.passes.hardware.hardware import FIGURES, Connection, Hardware, Product, hardware_names
+
+GOOD = {"name": "mine", "peak": {"float32": 1e12}, "bandwidth": 1e11}
+WRONG: list[tuple[str, Any, str]] = [
+    ("name", 3, "name=3; expected a text"),
+    *(("memory", value, "memory=.*; expected a number above 0") for value in (-5.0, "80GB", float("nan"), True)),
+    *(("random", value, "random=.*; expected a number above 0") for value in (0.0, -1.0)),
+    *(("units", value, "units=.*; expected a whole number above 0") for value in (0, -4, 1.5)),
+    *(("node_ranks", value, "node_ranks=.*; expected a whole number above 0") for value in (0, -1, 1.5)),
+    *(("launch", value, "launch=.*; expected a number, 0 or more") for value in ("fast", -1.0)),
+    ("viewing", -1.0, "viewing=-1.0; expected a number, 0 or more"),
+    ("product_efficiency", 1.5, "product_efficiency=1.5; expected a share"),
+    ("overlaps", "no", "overlaps='no'; expected true or false"),
+    *(("tiles", value, "tiles=.*; expected pairs") for value in ("big", [[0, 128]], [128, 128], [[64, 64], [128, 64]])),
+    *(("peak", value, "peak=.*; expected a table from dtypes") for value in (3.0, {}, {"bf16": 1e12})),
+    ("peak", {"float32": "fast"}, "peak.float32='fast'; expected a number above 0"),
+    *(
+        ("within", value, "within=.*; expected latency .* and bandwidth")
+        for value in (3.0, {"latency": 0.0}, {"latency": 0.0, "bandwidth": 0.0}, {"latency": -1.0, "bandwidth": 1.0})
+    ),
+    *(("products", value, "products=.*; expected a table with any of") for value in (3, {"sum": []})),
+    *(
+        ("products", {"product": value}, "products.product=.*; expected rows of")
+        for value in (3, [3], [[1, 2, 3]], [[0, 0, 0, 0, 1e-6]], [[1, 8, 8, 8, -1.0]])
+    ),
+    ("operations", 3, "operations=3; expected a table by the names of operators"),
+    *(
+        ("operations", {"": value}, 'operations.""=.*; expected at least one')
+        for value in (
+            [],
+            [[1.0]],
+            [[100.0, -1.0], [1000.0, -2.0]],
+            [[1000.0, 1e-6], [10.0, 1e-3]],
+            [[10.0, 1e-6], [10.0, 1e-6]],
+        )
+    ),
+    ("sources", {"peak": 3}, "sources.peak=3; expected a text"),
+    ("colour", "red", "unknown colour"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "says"), WRONG)
+def test_a_figure_that_cannot_be_is_refused(name: str, value: Any, says: str) -> None:
+    with pytest.raises(zbcompile.PipelineError, match=f"^hardware: {says}"):
+        zbcompile.pipeline(nn.Linear(2, 2), hardware={**GOOD, name: value})
+
+
+def test_a_file_is_named(tmp_path: Path) -> None:
+    """Through the option too, and however the file is wrong."""
+    file = tmp_path / "mine.toml"
+    for text, says in (
+        ('name="m"\nbandwidth=-1.0\n[peak]\nfloat32=1e12', "bandwidth=-1.0; expected a number above 0"),
+        ('name="m"', "missing bandwidth, peak"),
+        ("name=", ""),
+    ):
+        file.write_text(text)
+        with pytest.raises(CompileError, match=rf"^{file}: {says}"):
+            Hardware.read(file)
+        with pytest.raises(zbcompile.PipelineError, match=rf"^hardware: {file}: {says}"):
+            zbcompile.pipeline(nn.Linear(2, 2), hardware=str(file))
+
+
+@pytest.mark.parametrize("given", ["nope", 3, {}, "nowhere.toml"])
+def test_whatever_is_wrong_is_one_kind_of_error(given: Any) -> None:
+    with pytest.raises(zbcompile.PipelineError, match="hardware"):
+        zbcompile.pipeline(nn.Linear(2, 2), hardware=given)
+
+
+def test_every_field_is_checked_and_comes_back_from_a_file(tmp_path: Path) -> None:
+    assert list(Hardware.__dataclass_fields__) == sorted(FIGURES, key=list(Hardware.__dataclass_fields__).index)
+    measured = Hardware(
+        **GOOD,
+        within=Connection(1e-5, 1e9),
+        products={"product": [Product(1, 8, 8, 8, 1e-6)]},
+        operations={"": ((10.0, 1e-6), (20.0, 2e-6))},
+    )
+    file = tmp_path / "mine.toml"
+    file.write_text(to_toml(measured))
+    found = Hardware.read(file)
+    assert (found.products, found.within) == (measured.products, measured.within)
+    assert all(
+        Hardware.find(name).to_dict() == Hardware.from_dict(Hardware.find(name).to_dict()).to_dict()
+        for name in hardware_names()
+    )
