@@ -11,13 +11,11 @@ from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from zbcompile.cli.command_line import exit_status
+from zbcompile.cli.command_line import exit_status_of_rank, ranks_for
 from zbcompile.cli.compile_arguments import announcer
 from zbcompile.distributed.agreement import from_first, gathered
 from zbcompile.distributed.link_speed import Pair, measure_pairs
-from zbcompile.distributed.process_group import find_ranks, is_alone
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.passes.hardware.hardware import Connection, Hardware
@@ -37,11 +35,7 @@ exit status: 0, or 2 with one line on standard error.
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line on this rank; returns the exit status."""
     chosen = _parser().parse_args(arguments)
-    try:
-        return exit_status("zbcompile.calibrate", lambda: _run(chosen), chosen.debug)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    return exit_status_of_rank("zbcompile.calibrate", lambda: _run(chosen), chosen.debug)
 
 
 def _run(chosen: argparse.Namespace) -> None:
@@ -50,12 +44,8 @@ def _run(chosen: argparse.Namespace) -> None:
     if not chosen.output.parent.is_dir():
         raise PipelineError(f"--output {chosen.output}: there is no directory {chosen.output.parent}")
     torch.set_num_threads(chosen.threads)
-    ranks = find_ranks(_device, 1 if is_alone() else None, None, chosen.timeout)
-    try:
-        with ranks.watch.region("measuring the machine"):
-            _measure(ranks, chosen.output)
-    finally:
-        ranks.watch.close()
+    with ranks_for("measuring the machine", _device, chosen.timeout) as ranks:
+        _measure(ranks, chosen.output)
 
 
 def _device() -> torch.device:

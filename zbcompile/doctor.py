@@ -14,13 +14,11 @@ from pathlib import Path
 from statistics import median
 
 import torch
-import torch.distributed as dist
 
-from zbcompile.cli.command_line import exit_status
+from zbcompile.cli.command_line import exit_status_of_rank, ranks_for
 from zbcompile.distributed.agreement import from_first, gathered, together
 from zbcompile.distributed.interfaces import VARIABLE, interface_towards, interfaces
 from zbcompile.distributed.link_speed import Pair, measure_pairs
-from zbcompile.distributed.process_group import find_ranks, is_alone
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.env import VARIABLES
 from zbcompile.errors import PipelineError
@@ -139,21 +137,14 @@ exit status: 0, or 2 if something is wrong, with one line on standard error if t
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line on this rank; returns the exit status."""
     chosen = _parser().parse_args(arguments)
-    try:
-        return exit_status("zbcompile.doctor", lambda: _run(chosen), chosen.debug)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    return exit_status_of_rank("zbcompile.doctor", lambda: _run(chosen), chosen.debug)
 
 
 def _run(chosen: argparse.Namespace) -> None:
     if chosen.env:
         print("\n".join(map(str, VARIABLES)))
-    ranks = find_ranks(lambda: torch.device("cpu"), 1 if is_alone() else None, None, chosen.timeout)
-    try:
+    with ranks_for("checking the cluster", lambda: torch.device("cpu"), chosen.timeout) as ranks:
         problems = _examine(ranks, chosen.checkpoint)
-    finally:
-        ranks.watch.close()
     if problems and ranks.is_first:
         print("\n".join(f"PROBLEM: {each}" for each in problems), flush=True)
         raise PipelineError(f"{len(problems)} problems, listed on standard output.")
@@ -161,18 +152,17 @@ def _run(chosen: argparse.Namespace) -> None:
 
 def _examine(ranks: Ranks, folder: Path | None) -> list[str]:
     """Print what all ranks report; what is wrong with it."""
-    with ranks.watch.region("checking the cluster"):
-        from_first(ranks, f"writing to {folder}", lambda: _leave_mark(folder))
-        reports = gathered(ranks, together(ranks, "checking a machine", lambda: report_here(folder, MARK)))
-        pairs = []
-        if ranks.everyone is not None:
-            with ranks.watch.position.waiting("measuring the connections"):
-                pairs = measure_pairs(ranks.everyone)
-        pairs = [pair for found in gathered(ranks, pairs) for pair in found]
-        if ranks.is_first:
-            if folder is not None:
-                (folder / MARK).unlink(missing_ok=True)
-            print("\n".join(lines_of(reports, pairs)), flush=True)
+    from_first(ranks, f"writing to {folder}", lambda: _leave_mark(folder))
+    reports = gathered(ranks, together(ranks, "checking a machine", lambda: report_here(folder, MARK)))
+    pairs = []
+    if ranks.everyone is not None:
+        with ranks.watch.position.waiting("measuring the connections"):
+            pairs = measure_pairs(ranks.everyone)
+    pairs = [pair for found in gathered(ranks, pairs) for pair in found]
+    if ranks.is_first:
+        if folder is not None:
+            (folder / MARK).unlink(missing_ok=True)
+        print("\n".join(lines_of(reports, pairs)), flush=True)
     return list(problems_of(reports, pairs, folder))
 
 

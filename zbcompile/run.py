@@ -9,9 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
-from zbcompile.cli.command_line import add_flags, exit_status
+from zbcompile.cli.command_line import add_flags, exit_status_of_rank
 from zbcompile.cli.compile_arguments import FLAGS
 from zbcompile.cli.train_job import train
 from zbcompile.cli.train_optimizer import DECAYS, NAMED
@@ -55,11 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     debug = chosen.pop("debug")
     job = _job(parser, chosen)
     rank = f": rank {os.environ['RANK']}" if "RANK" in os.environ else ""
-    try:
-        return exit_status(f"zbcompile.run{rank}", lambda: train(job), debug)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    return exit_status_of_rank(f"zbcompile.run{rank}", lambda: train(job), debug)
 
 
 def _job(parser: argparse.ArgumentParser, chosen: dict[str, Any]) -> Job:

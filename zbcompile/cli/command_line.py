@@ -5,9 +5,15 @@ import argparse
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
+from zbcompile.distributed.process_group import find_ranks, is_alone
+from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.frontend.options import OPTIONS, PARAGRAPHS
 from zbcompile.passes.errors import CompileError
@@ -27,6 +33,26 @@ def exit_status(command: str, run: Callable[[], None], debug: bool) -> int:
     except Exception as error:
         return _fail(command, error, debug)
     return 0
+
+
+def exit_status_of_rank(command: str, run: Callable[[], None], debug: bool) -> int:
+    """As `exit_status`; then the process group ends that the command has started."""
+    try:
+        return exit_status(command, run, debug)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+@contextmanager
+def ranks_for(what: str, device: Callable[[], torch.device], timeout: float) -> Iterator[Ranks]:
+    """The ranks of a command under torchrun, or this process alone, watched while they do `what`."""
+    ranks = find_ranks(device, 1 if is_alone() else None, None, timeout)
+    try:
+        with ranks.watch.region(what):
+            yield ranks
+    finally:
+        ranks.watch.close()
 
 
 def _fail(command: str, error: Exception, debug: bool) -> int:

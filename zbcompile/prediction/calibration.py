@@ -95,8 +95,8 @@ def _shapes() -> Iterator[tuple[int, int, int, int]]:
 def _product(batch: int, m: int, n: int, k: int, device: torch.device) -> Product:
     """As a linear layer has it: the second factor is stored transposed."""
     one, other = torch.randn(batch, m, k, device=device), torch.randn(batch, n, k, device=device).transpose(1, 2)
-    call = (lambda: aten.bmm(one, other)) if batch > 1 else (lambda: aten.mm(one[0], other[0]))
-    return Product(batch, m, n, k, run_seconds(call, device))
+    given = Kernel(aten.bmm, (one, other)) if batch > 1 else Kernel(aten.mm, (one[0], other[0]))
+    return Product(batch, m, n, k, _seconds(given, device))
 
 
 def _convolution(taken: int, made: int, edge: int, size: int, device: torch.device, backward: bool) -> Product:
@@ -104,9 +104,9 @@ def _convolution(taken: int, made: int, edge: int, size: int, device: torch.devi
     x, weight = torch.randn(8, taken, size, size, device=device), torch.randn(made, taken, edge, edge, device=device)
     rest = ([1, 1], [edge // 2] * 2, [1, 1], False, [0, 0], 1)
     y = aten.convolution(x, weight, None, *rest)
-    forward: Call = lambda: aten.convolution(x, weight, None, *rest)  # noqa: E731
-    both: Call = lambda: aten.convolution_backward(y, x, weight, None, *rest, [True, True, False])  # noqa: E731
-    seconds = run_seconds(both, device) / 2 if backward else run_seconds(forward, device)
+    forward = Kernel(aten.convolution, (x, weight, None, *rest))
+    both = Kernel(aten.convolution_backward, (y, x, weight, None, *rest, [True, True, False]))
+    seconds = _seconds(both, device) / 2 if backward else _seconds(forward, device)
     return Product(1, 8 * size * size, made, taken * edge * edge, seconds)
 
 
@@ -115,18 +115,29 @@ def _curve(make: Callable[[Tensor], Kernel], device: torch.device) -> list[tuple
     found = []
     for count in ELEMENTS:
         kernel = make(torch.rand(max(1, count // WIDTH), min(count, WIDTH), device=device))
-        result = kernel.operator(*kernel.arguments)
-        moved = storage_bytes(tensors_of(kernel.arguments)) + storage_bytes(tensors_of(result))
-        found.append((float(moved), run_seconds(_in_turn(kernel, min(MOST, COLD // moved + 1)), device)))
+        found.append((float(_moved(kernel)), _seconds(kernel, device)))
     return found
+
+
+def _moved(kernel: Kernel) -> int:
+    return storage_bytes(tensors_of(kernel.arguments)) + storage_bytes(tensors_of(kernel.operator(*kernel.arguments)))
+
+
+def _seconds(kernel: Kernel, device: torch.device) -> float:
+    return run_seconds(_in_turn(kernel, min(MOST, COLD // _moved(kernel) + 1)), device)
 
 
 def _in_turn(kernel: Kernel, count: int) -> Call:
     """Runs on one copy of the arguments after the other, and keeps as many results: as in a graph, what an operation
     reads and writes is no longer, or not yet, in a cache."""
-    copies = [tuple(a.clone() if isinstance(a, Tensor) else a for a in kernel.arguments) for _ in range(count)]
+    copies = [tuple(_copied(a) for a in kernel.arguments) for _ in range(count)]
     turns, results = cycle(copies), deque[Any](maxlen=count)
     return lambda: results.append(kernel.operator(*next(turns)))
+
+
+def _copied(argument: Any) -> Any:
+    """With the same strides: the second factor of a linear layer is transposed."""
+    return argument.clone(memory_format=torch.preserve_format) if isinstance(argument, Tensor) else argument
 
 
 def _attention(backward: bool, device: torch.device) -> list[tuple[float, float]]:
@@ -138,9 +149,10 @@ def _attend(length: int, backward: bool, device: torch.device) -> tuple[float, f
     q = torch.randn(2, 4, length, 32, device=device)
     flops = 4 * 2 * 4 * length * length * 32
     if not backward:
-        return flops, run_seconds(lambda: CPU_ATTENTION(q, q, q, 0.0, True), device)
+        return flops, _seconds(Kernel(CPU_ATTENTION, (q, q.clone(), q.clone(), 0.0, True)), device)
     out, sums = CPU_ATTENTION(q, q, q, 0.0, True)
-    return 2.5 * flops, run_seconds(lambda: CPU_ATTENTION_BACKWARD(out, q, q, q, out, sums, 0.0, True), device)
+    given = (out.clone(), q, q.clone(), q.clone(), out, sums, 0.0, True)
+    return 2.5 * flops, _seconds(Kernel(CPU_ATTENTION_BACKWARD, given), device)
 
 
 ATTENTION = {CPU_ATTENTION.__name__: False, CPU_ATTENTION_BACKWARD.__name__: True}
@@ -169,7 +181,13 @@ def _norm_backward(x: Tensor) -> Kernel:
 
 
 def _image(x: Tensor) -> Tensor:
-    return x.reshape(1, -1, 8, 8) if x.numel() % 64 == 0 else x.reshape(1, 1, *x.shape)
+    """Eight images, whose channels do not lie together; of few elements one."""
+    return x.reshape(8, -1, 8, 8) if x.numel() % 512 == 0 else x.reshape(1, 1, *x.shape)
+
+
+def _pooled(x: Tensor) -> tuple[Tensor, Tensor]:
+    pooled, places = aten.max_pool2d_with_indices(_image(x), [2, 2], [2, 2])
+    return pooled, places
 
 
 def _batch_norm(x: Tensor) -> tuple[Tensor, ...]:
@@ -182,6 +200,15 @@ def _batch_norm_backward(x: Tensor) -> Kernel:
     _, mean, scale = aten.native_batch_norm(image, *four, True, 0.1, 1e-5)
     rest = (four[0], four[1], four[2], mean, scale, True, 1e-5, [True, True, True])
     return Kernel(aten.native_batch_norm_backward, (image, image, *rest))
+
+
+def _batch_norm_by(name: str) -> Callable[[Tensor], Kernel]:
+    return lambda x: Kernel(getattr(aten, name), (*_batch_norm(x), True, 0.1, 1e-5))
+
+
+def _half_heads(x: Tensor) -> Tensor:
+    """Rows as short as rotary embeddings have them."""
+    return x.reshape(-1, min(32, x.shape[1]))
 
 
 def _loss(x: Tensor) -> tuple[Any, ...]:
@@ -197,7 +224,7 @@ KERNELS: Mapping[str, Callable[[Tensor], Kernel]] = {
     "pow": _unary("pow", 2),
     "clone": lambda x: Kernel(aten.clone, (x.t(),)),
     TO_COPY.overloadpacket.__name__: lambda x: Kernel(TO_COPY, (x > 0.5,)),
-    "cat": lambda x: Kernel(lambda one, other: aten.cat([one, other], 1), (x, x.clone())),
+    "cat": lambda x: Kernel(lambda one, other: aten.cat([one, other], 1), (_half_heads(x), _half_heads(x).clone())),
     "sum": _unary("sum", [0]),
     "mean": _unary("mean", [1], True),
     "bernoulli": lambda x: Kernel(aten.bernoulli, (x > 0.5, 0.9)),
@@ -210,11 +237,16 @@ KERNELS: Mapping[str, Callable[[Tensor], Kernel]] = {
     "_log_softmax_backward_data": _binary("_log_softmax_backward_data", 1, torch.float32),
     "native_layer_norm": lambda x: Kernel(aten.native_layer_norm, (*_norm(x), 1e-5)),
     "native_layer_norm_backward": _norm_backward,
-    "native_batch_norm": lambda x: Kernel(aten.native_batch_norm, (*_batch_norm(x), True, 0.1, 1e-5)),
+    **{name: _batch_norm_by(name) for name in ("native_batch_norm", "_native_batch_norm_legit_functional")},
     "native_batch_norm_backward": _batch_norm_backward,
     "max_pool2d_with_indices": lambda x: Kernel(aten.max_pool2d_with_indices, (_image(x), [2, 2], [2, 2])),
+    "max_pool2d_with_indices_backward": lambda x: Kernel(
+        aten.max_pool2d_with_indices_backward,
+        (_pooled(x)[0], _image(x), [2, 2], [2, 2], [0, 0], [1, 1], False, _pooled(x)[1]),
+    ),
     "embedding": lambda x: Kernel(aten.embedding, (x, _rows(x))),
     "index": lambda x: Kernel(lambda t, i: aten.index(t, [i]), (x, _rows(x))),
+    "index_put": lambda x: Kernel(lambda t, i, values: aten.index_put(t, [i], values, True), (x, _rows(x), x.clone())),
     "index_add_": lambda x: Kernel(aten.index_add_, (x.clone(), 0, _rows(x), x)),
     "nll_loss_forward": lambda x: Kernel(aten.nll_loss_forward, _loss(x)),
     "nll_loss_backward": lambda x: Kernel(

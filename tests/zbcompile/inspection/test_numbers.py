@@ -1,0 +1,147 @@
+"""Numbers that were once wrong or misleading, each made by hand small enough to say what it must be.
+
+What is held while messages travel is counted in tests/zbcompile/prediction/test_rank_memory.py; what limits a step, and
+which schedules nothing beats, in tests/zbcompile/prediction/test_advice.py; FLOPs of experts in
+tests/passes/graph/test_flops.py.
+"""
+
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zbcompile
+from zbcompile.amounts import format_change, format_share
+from zbcompile.compiler.compile_example import compile_example
+from zbcompile.inspect import main
+from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.graph.roofline import seconds_of
+from zbcompile.passes.hardware.hardware import Hardware
+from zbcompile.passes.stage.print_python import format_bytes
+from zbcompile.prediction.predict import predicted_costs
+from zbcompile.prediction.rank_memory import running_peaks
+from zbcompile.program.program import Program
+from zbcompile.schedules import Costs, build, simulate
+from zbcompile.schedules.visualization.text import summary
+from zbcompile.schedules.visualization.units import in_units
+
+TARGET = """
+import torch
+from torch import nn
+
+@torch.library.custom_op("numbers::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+twice.register_fake(torch.empty_like)
+twice.register_autograd(lambda ctx, grad: grad * 2)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+    def forward(self, x):
+        for layer in self.layers:
+            x = twice(torch.relu(layer(x)))
+        return x.square().mean()
+
+def net(): return Net(), (torch.ones(8, 64),)
+def half(): return Net().to(torch.bfloat16), (torch.ones(8, 64, dtype=torch.bfloat16),)
+"""
+
+
+@pytest.fixture
+def inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """The JSON that the command prints of a function of TARGET."""
+    (tmp_path / "numbers_net.py").write_text(TARGET)
+
+    def run(name: str, *options: str) -> Any:
+        assert main([f"{tmp_path / 'numbers_net.py'}:{name}", "--ranks", "2", "--json", *options]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    return run
+
+
+class Layer(nn.Module):
+    """As in a transformer of 2020: a product, and many passes over its values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.product = nn.Linear(256, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(torch.softmax(self.product(x), -1), 0.1)
+
+
+@cache
+def layers(recompute: str = "off") -> Program:
+    model = nn.Sequential(*(Layer() for _ in range(4)))
+    example = zbcompile.Example(model, (torch.ones(64, 256),), {}, nn.MSELoss(), torch.ones(64, 256))
+    choices = Choices(recompute=recompute, hardware=Hardware.find("a100-80g"))
+    return compile_example(example, build("zb-h1", 2, 4), choices).program
+
+
+def test_an_operation_of_unknown_cost_is_named_and_takes_its_bytes(inspect: Callable[..., Any]) -> None:
+    found = inspect("net", "--schedule", "zb-h1")
+    assert found["estimated"] == ["numbers.twice"]
+    assert found["stages"][0]["load"] > 0
+
+
+def test_one_schedule_named_twice_is_one_number(inspect: Callable[..., Any]) -> None:
+    one, other = inspect("net", "--compare", "zb-h1,zb-h1", "--costs", "measured")["compared"]
+    assert one["prediction"] == other["prediction"]
+
+
+def test_what_is_alive_while_b_rebuilds_counts() -> None:
+    """Full recomputation keeps little, and needs what it rebuilds."""
+    whole, rebuilt = layers(), layers("full")
+    waits, alive = ([], [])  # type: tuple[list[float], list[float]]
+    for program in (whole, rebuilt):
+        costs = predicted_costs(program)
+        waits.append(max(simulate(program.schedule, costs).peak_memory))
+        alive.append(max(running_peaks(program, costs)))
+    assert waits[1] < alive[1] <= alive[0]
+    assert alive[1] / alive[0] > waits[1] / waits[0]
+
+
+def test_the_cut_and_the_step_are_of_one_balance(inspect: Callable[..., Any]) -> None:
+    """The ratio of the heaviest rank's load is that of its work in the step."""
+    found = inspect("net", "--schedule", "zb-h1")
+    busy = [rank["busy"] for rank in found["per_rank"]]
+    assert found["balance"]["ratio"] == pytest.approx(max(busy) / (sum(busy) / len(busy)), rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["net", "half"])
+def test_fake_models_run_on_a_gpu(name: str, inspect: Callable[..., Any]) -> None:
+    """Not on a CPU core, where a step takes a quarter of an hour; of half precision too."""
+    prediction = inspect(name, "--schedule", "zb-h1", "--fake")["prediction"]
+    assert "NVIDIA H100" in prediction["basis"]
+    assert prediction["step"] < 0.01
+
+
+def test_bytes_make_f_longer_than_w() -> None:
+    """Both have one product: by FLOPs alone they would take as long."""
+    first = layers().stages[0]
+    assert first.flops["F"] == first.flops["W"]
+    seconds = {op: seconds_of(first.pieces[op].module, Hardware.find("a100-80g")) for op in "FW"}
+    assert seconds["W"] < 0.8 * seconds["F"]
+
+
+def test_a_split_costs_something() -> None:
+    costs = predicted_costs(layers())
+    assert min(costs.saved) >= 0.99 * Hardware.find("a100-80g").start
+    fused = simulate(build("1f1b", 2, 4), costs).busy[0]
+    assert fused == pytest.approx(simulate(build("zb-h1", 2, 4), costs).busy[0] - 4 * costs.saved[0])
+
+
+def test_numbers_have_units_and_no_sign_of_nothing() -> None:
+    assert (format_share(-1e-16), format_change(-4e-4)) == ("0.0%", "0.0%")
+    assert format_bytes(1.578e5) == "154.1 KiB"
+    (shown,) = in_units([simulate(build("1f1b", 2, 4), Costs.uniform(2, 1e-3, 1e-3, 1e-3, activation=1.578e5))])
+    assert "makespan 15 ms" in summary(shown)
+    assert summary(shown).endswith(" KiB")
