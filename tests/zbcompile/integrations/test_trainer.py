@@ -27,23 +27,21 @@ TWO = {"ranks": 2, "schedule": "zb-v", "microbatches": 4}
 SCRIPT = """
 import json, sys, torch
 torch.set_num_threads(1)
-from tests.support.shared_captures import shared_captures
 from tests.zbcompile.integrations.test_trainer import trained, TWO
 from torch.distributed.device_mesh import init_device_mesh
 
 folder, jobs = sys.argv[1], json.loads(sys.argv[2])
-with shared_captures():
-    for job in jobs:
-        options = {"schedule": "zb-v", "microbatches": 4}
-        if job.pop("replicas", 1) > 1:
-            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
-            options["mesh"] = mesh
-        name, resume = job.pop("name"), job.pop("resume", None)
-        trainer = trained(folder, options, resume=resume and f"{folder}/{resume}", **job)
-        with open(f"{folder}/{name}-{trainer.args.process_index}.json", "w") as file:
-            json.dump({"log": trainer.state.log_history, "eval": trainer.evaluate()["eval_loss"]}, file)
-        trainer.pipe.close()
-    trainer.end()
+for job in jobs:
+    options = {"schedule": "zb-v", "microbatches": 4}
+    if job.pop("replicas", 1) > 1:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+        options["mesh"] = mesh
+    name, resume = job.pop("name"), job.pop("resume", None)
+    trainer = trained(folder, options, resume=resume and f"{folder}/{resume}", **job)
+    with open(f"{folder}/{name}-{trainer.args.process_index}.json", "w") as file:
+        json.dump({"log": trainer.state.log_history, "eval": trainer.evaluate()["eval_loss"]}, file)
+    trainer.pipe.close()
+trainer.end()
 """
 
 
