@@ -1,14 +1,19 @@
-"""Bits flipped in checkpoints, programs and compiled graphs, and disks that are full at every write.
+"""Bits flipped in checkpoints, programs and compiled graphs, pickles put into them, and disks that are full at every
+write.
 
-    python -m tests.support.damage --checkpoints 500 --programs 150 --caches 150 --disks      from the repository's root
+    python -m tests.support.damage --checkpoints 500 --programs 150 --caches 150 --pickles --disks
 
-A flipped bit must be refused with one line of ours (or, in a cache, be repaired with a notice); it is silent if what
-was damaged is used and its values differ, raw if another exception than ours comes out.
+from the repository's root. A flipped bit must be refused with one line of ours (or, in a cache, be repaired with a
+notice); it is silent if what was damaged is used and its values differ, raw if another exception than ours comes out.
+A pickle is put in the place of every file in turn, and beside them under every name by which torch, transformers and
+earlier releases know one: it is executed if unpickling it has left its mark.
 """
 
 import argparse
 import errno
+import io
 import os
+import pickle
 import random
 import shutil
 import tempfile
@@ -20,6 +25,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import zbcompile
@@ -125,6 +131,84 @@ def flip_caches(folder: Path, flips: int, seed: int = 0) -> Counts:
     return counts
 
 
+class Trap:
+    """Unpickling it makes a file."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.mark,)
+
+
+def pickles(mark: Path) -> list[bytes]:
+    """A trap as pickle, torch.save and its older format write it."""
+    saved = [io.BytesIO(), io.BytesIO()]
+    for file, zipped in zip(saved, (True, False), strict=True):
+        torch.save(Trap(mark), file, _use_new_zipfile_serialization=zipped)
+    return [pickle.dumps(Trap(mark)), *(file.getvalue() for file in saved)]
+
+
+PICKLED_NAMES = (".metadata", "__0_0.distcp", "process.pt", "pytorch_model.bin", "optimizer.pt", "data.pkl", "extra.pt")
+
+
+def planted(folder: Path, mark: Path, use: Callable[[], bool]) -> Counts:
+    """A pickle in the place of every file of `folder`, and under every name that is not there. Of a cache, whose files
+    are many and alike, some are taken."""
+    counts, whole = Counter[str](), folder.with_name("whole")
+    shutil.copytree(folder, whole)
+    files = [path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file()]
+    files = files[:: 1 + len(files) // 20]
+    for name in (*files, *map(Path, PICKLED_NAMES)):
+        for content in pickles(mark):
+            (folder / name).write_bytes(content)
+            outcome = outcome_of(use)
+            counts["executed" if mark.exists() else outcome] += 1
+            mark.unlink(missing_ok=True)
+            shutil.rmtree(folder)
+            shutil.copytree(whole, folder)
+    shutil.rmtree(whole)
+    return counts
+
+
+def plant_pickles(folder: Path) -> Counts:
+    """In a checkpoint, in one that torch.distributed.checkpoint wrote, in a folder of weights, in a program and in the
+    cache of its compiled graphs."""
+    mark, counts = folder / "mark", Counter[str]()
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    path = zbcompile.save_checkpoint(folder / "own", model, extra={"seen": [1, torch.ones(4)]}, step=7)
+    foreign, weights = folder / "foreign", folder / "weights"
+    dcp.save({"model": model.state_dict(), "trap": Trap(mark)}, checkpoint_id=foreign, no_dist=True)
+    zbcompile.save_weights(weights, piped(model))
+    values, program, cache = model.state_dict(), save_program(folder), folder / "cache"
+    with mock.patch.dict(os.environ, {"ZBCOMPILE_CACHE": str(cache)}):
+        plain, expected = loss_of(program), loss_of(program, backend="inductor")
+        places: dict[Path, Callable[[], bool]] = {
+            path: lambda: loads(lambda new: zbcompile.load_checkpoint(path.parent, new), values),
+            foreign: lambda: loads(lambda new: zbcompile.load_checkpoint(foreign, new), values),
+            weights: lambda: loads(lambda new: zbcompile.load_weights(weights, piped(new)), values),
+            program: lambda: loss_of(program) == plain,
+            cache: lambda: loss_of(program, backend="inductor") == expected,
+        }
+        for place, use in places.items():
+            found = planted(place, mark, use)
+            print(f"  {place.name}: {dict(found)}", flush=True)
+            counts += found
+    return counts
+
+
+def piped(model: nn.Module) -> zbcompile.Pipeline:
+    pipe = zbcompile.pipeline(model, schedule="1f1b", ranks=2, microbatches=2, loss=nn.functional.mse_loss)
+    return pipe.compile(torch.ones(4, 8), target=torch.ones(4, 8))
+
+
+def loads(load: Callable[[nn.Module], object], values: dict[str, torch.Tensor]) -> bool:
+    """Whether a new model has these values then."""
+    other = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    load(other)
+    return all(torch.equal(value, values[name]) for name, value in other.state_dict().items())
+
+
 CALLS = ("os.fsync", "os.replace", "os.mkdir", "os.rename", "os.unlink", "os.open", "io.open")
 
 
@@ -176,6 +260,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("checkpoints", "programs", "caches"):
         parser.add_argument(f"--{name}", type=int, default=0, metavar="FLIPS")
+    parser.add_argument("--pickles", action="store_true")
     parser.add_argument("--disks", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -185,6 +270,9 @@ def main() -> None:
         if flips := getattr(options, name):
             with tempfile.TemporaryDirectory() as folder:
                 print(f"{flips} bits flipped in {name}: {dict(run(Path(folder), flips, options.seed))}", flush=True)
+    if options.pickles:
+        with tempfile.TemporaryDirectory() as folder:
+            print(f"pickles: {dict(plant_pickles(Path(folder)))}", flush=True)
     if options.disks:
         with tempfile.TemporaryDirectory() as folder:
             print(f"full disks: {dict(fill_disks(Path(folder)))}")

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 import zbcompile
-from tests.support.faulty import INJECT, Order, make, rows
+from tests.support.faulty import ACTS, INJECT, Order, make, rows
 from tests.support.namespaces import Machines
 
 PATIENCE = 180.0  # seconds for a job to get going
@@ -116,6 +116,7 @@ class Job:
         (self.folder / "broken").write_text("")
         if what in PASSES:
             order = PASSES[what]
+            ACTS["sleep"] = lambda: time.sleep(4 * self.timeout)
             INJECT.order, INJECT.calls = Order(order.what, self.rank, order.pass_, order.call), 0
         elif what == "exception between calls":
             raise ValueError("broken between calls")

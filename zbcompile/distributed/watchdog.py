@@ -213,6 +213,9 @@ class Watch:
         this returns True; outside of one the reason goes to standard error."""
         if self.inside:
             if self.fault is None:
+                if not self.position.waits:  # torch may be in C++ that ends the process where an exception passes
+                    self.fault = self._reason_to_end()
+                    _report(self.fault)
                 raise Terminated
             return True
         _report(self.fault or self._reason_to_end())  # that a call has raised it may not be printed yet

@@ -297,7 +297,10 @@ def _load(saved: SavedState, holding: Holding, optimizer: Optimizer | None, rand
 def _require_same_names(saved: SavedState, holding: Holding) -> None:
     """Require that the checkpoint holds the whole model, whatever part of it this process needs."""
     path, found, shapes = saved.path, saved.keys("model"), holding.shapes
-    missing, unexpected = sorted(shapes.keys() - found.keys()), sorted(found.keys() - shapes.keys())
+    aliases = (
+        set() if saved.record else {member.name for member in holding.model.members}
+    )  # torch saves tied ones twice
+    missing, unexpected = sorted(shapes.keys() - found.keys()), sorted(found.keys() - shapes.keys() - aliases)
     if missing or unexpected:
         raise PipelineError(
             f"{path} is of another model: missing {missing[:4] or 'nothing'}, unexpected {unexpected[:4] or 'nothing'}."

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 import zbcompile
 from tests.support.checkpointing import MICROBATCHES, PROBLEM
@@ -167,6 +169,28 @@ def test_checkpoints_are_not_mixed(small_program: Program, tmp_path: Path, capsy
     with pytest.raises(SystemExit):
         main([*arguments, "--zero", "1"])
     assert "--zero 1 divides the optimizer among replicas; pass --replicas" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_pickles_are_read_only_on_demand(
+    small_program: Program, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a checkpoint to take weights from, and in one to resume from."""
+    model = PROBLEM.model()
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    weights, moments = get_state_dict(model, torch.optim.SGD(model.parameters(), lr=0.5), options=options)
+    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=tmp_path / "old" / "step-00000002", no_dist=True)
+    shutil.copytree(tmp_path / "old", tmp_path / "weights")
+    resumed = command(small_program("zb-h1", 2), tmp_path, "old", 1, "numbered", "--optimizer", "sgd")
+    named = [*resumed[:7], "--weights", str(tmp_path / "weights"), "--lr", "0", "--optimizer", "sgd"]
+    named = [each for each in named if each != "--init" and each != f"{DATA}:init"] + resumed[-4:-2]
+    for arguments, origin in ((resumed, "resumed from"), (named, "the weights of")):
+        assert main(arguments) == FAILED
+        assert re.fullmatch(r"zbcompile.run: .*pickles.*--trust-checkpoint.*\n", capsys.readouterr().err)
+        assert main([*arguments, "--trust-checkpoint"]) == 0
+        assert f"step 0 of 1: {origin} {tmp_path}" in capsys.readouterr().out
+    found = load_file(tmp_path / "old.safetensors")  # what is tied is in it once
+    assert_same_tensors(found, {name: model.state_dict()[name] for name in found}, "weight")
 
 
 class Terminal(io.StringIO):

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from zbcompile.distributed.faults import Fault, Position
+from zbcompile.distributed.termination import Terminated
 from zbcompile.distributed.watchdog import Watch
 
 
@@ -51,3 +52,12 @@ def test_what_a_call_has_raised_is_said(watch: Watch, capsys: pytest.CaptureFixt
     watch.fault = Fault(0, "step 3", "it broke")
     assert not watch.say_before_end()
     assert "rank 0 failed at step 3: it broke" in capsys.readouterr().err
+
+
+def test_a_call_that_computes_says_it_before_it_raises(watch: Watch, capsys: pytest.CaptureFixture[str]) -> None:
+    """C++ below it may end the process where an exception would pass."""
+    watch._thread.join(5)
+    watch.fault, watch.inside = None, True
+    with pytest.raises(Terminated):
+        watch.say_before_end()
+    assert "rank 0 failed" in capsys.readouterr().err
