@@ -27,6 +27,9 @@ class Stored(Protocol):
     @property
     def shape(self) -> Shape: ...
 
+    @property
+    def dtypes(self) -> set[str]: ...
+
     def read(self, part: tuple[slice, ...]) -> torch.Tensor: ...
 
 
@@ -40,6 +43,11 @@ class Kept:
     @property
     def shape(self) -> Shape:
         return tuple(self.file.get_slice(self.key).get_shape())
+
+    @property
+    def dtypes(self) -> set[str]:
+        """In the words of safetensors, such as "BF16"."""
+        return {self.file.get_slice(self.key).get_dtype()}
 
     def read(self, part: tuple[slice, ...]) -> torch.Tensor:
         """A part of it, all if that is empty."""
@@ -70,6 +78,10 @@ class Converted:
     converter: Any
     pieces: tuple[tuple[str, Kept], ...]
     model: Any
+
+    @property
+    def dtypes(self) -> set[str]:
+        return set[str]().union(*(piece.dtypes for _, piece in self.pieces))
 
     def read(self, part: tuple[slice, ...]) -> torch.Tensor:
         """A part of it, all if that is empty; every piece is read."""

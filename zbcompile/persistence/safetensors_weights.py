@@ -1,7 +1,6 @@
 """Weights as safetensors: one file, or several with an index, as model hubs store them."""
 
 import json
-import struct
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -131,8 +130,9 @@ def load_weights(path: str | Path, source: Pipeline | nn.Module) -> None:
             of transformers its tensors are renamed, and put together, as `from_pretrained` does.
         source: a compiled or loaded pipeline, or a plain model.
 
-    A tied parameter may be stored under any of its names. Values are converted to the dtype that the model has. Raises
-    PipelineError, on every rank and before anything is changed, if names or shapes differ.
+    A tied parameter may be stored under any of its names. Floating-point values are converted to the dtype that the
+    model has. Raises PipelineError, on every rank and before anything is changed, if names or shapes differ, or values
+    of another kind are stored, such as integers or complex numbers for float32.
 
     >>> zbcompile.load_weights("model.safetensors", pipe)                   # doctest: +SKIP
     """
@@ -151,6 +151,7 @@ def _load(path: Path, holding: Holding, model: nn.Module) -> None:
             opened = {file: stack.enter_context(_opened(file)) for file in sorted(set(files.values()))}
             stored = stored_tensors(model, {name: opened[file] for name, file in files.items()}, loading=True)
             sources = _sources(path, stored, holding)
+            _require_kinds(sources, holding)
         except (OSError, SafetensorError) as error:
             raise PipelineError(f"{path} cannot be read: {error}. Copy it again.") from None
         with torch.no_grad():
@@ -170,25 +171,48 @@ def holds_weights(path: Path) -> bool:
 
 def _files_of(path: Path) -> dict[str, Path]:
     if path.is_dir():
-        path = path / (INDEX if (path / INDEX).is_file() else SINGLE)
+        path = _in_folder(path)
     try:
-        if path.suffix == ".json":
-            listed = json.loads(read_regular(path))["weight_map"]
-            return {name: path.parent / file for name, file in listed.items()}
-        return dict.fromkeys(_names_in(path), path)
-    except (PipelineError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
-        raise PipelineError(
-            f"{path} is neither a safetensors file nor an index of such files ({type(error).__name__}: {error})."
-        ) from None
+        return _listed(path) if path.suffix == ".json" else dict.fromkeys(_names_in(path), path)
+    except (PipelineError, ValueError) as error:
+        why = f"{error}".removesuffix(".")
+        raise PipelineError(f"{path} is neither a safetensors file nor an index of such files: {why}.") from None
+
+
+def _in_folder(folder: Path) -> Path:
+    for name in (INDEX, SINGLE):
+        if (folder / name).is_file():
+            return folder / name
+    there = sorted(each.name for each in folder.iterdir())
+    raise PipelineError(
+        f"{folder} holds no {SINGLE} and no {INDEX}, only {', '.join(there[:6]) or 'nothing'}. Copy all files of the "
+        "weights; those in another format must be saved as safetensors first."
+    )
+
+
+def _listed(index: Path) -> dict[str, Path]:
+    """The files in an index by the tensors that they hold; all are beside it. Raises ValueError for another index."""
+    data = json.loads(read_regular(index))
+    found = data.get("weight_map") if isinstance(data, dict) else None
+    if not isinstance(found, dict):
+        raise ValueError('expected {"weight_map": {name of a tensor: name of a file}}')
+    for name, file in found.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise ValueError(f"{name} is in {file!r}; expected the name of a file in the same folder")
+    return {name: index.parent / file for name, file in found.items()}
 
 
 def _names_in(path: Path) -> Iterator[str]:
-    """The names in a file, from its header alone."""
+    """The names in a file, from its header alone. Raises ValueError if that is none."""
     with regular_file(path, most=sys.maxsize) as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        if length > DESCRIPTION:
-            raise ValueError(f"a header of {length} bytes")
-        yield from (name for name in json.loads(file.read(length)) if name != "__metadata__")
+        start = file.read(8)
+        length = int.from_bytes(start, "little")
+        if len(start) < 8 or length > DESCRIPTION:
+            raise ValueError(f"a header of {length} bytes" if len(start) == 8 else f"it has {len(start)} bytes")
+        header = json.loads(file.read(length))
+        if not isinstance(header, dict):
+            raise ValueError("its header is no table")
+        yield from (name for name in header if name != "__metadata__")
 
 
 def _sources(path: Path, given: Mapping[str, Stored], holding: Holding) -> dict[str, Stored]:
@@ -212,6 +236,26 @@ def _sources(path: Path, given: Mapping[str, Stored], holding: Holding) -> dict[
                 f"{first} has shape {list(found[first].shape)} in {path} and {list(shape or ())} in the model."
             )
     return found
+
+
+def _require_kinds(sources: Mapping[str, Stored], holding: Holding) -> None:
+    """Refuse values that the model's dtype cannot hold: copying would drop imaginary parts and fractions."""
+    for name, tensor in holding.tensors.items():
+        own = _kind(tensor.dtype)
+        for stored in sorted(sources[name].dtypes):
+            if own != ("F" if stored.startswith(("F", "BF")) else stored):
+                raise PipelineError(
+                    f"{name} is stored as {stored} and is {tensor.dtype} in the model; only floating-point numbers are "
+                    "converted. Convert the file, or the model."
+                )
+
+
+def _kind(dtype: torch.dtype) -> str:
+    """As safetensors writes it; "F" for all floating-point numbers."""
+    if dtype.is_floating_point or dtype == torch.bool:
+        return "F" if dtype.is_floating_point else "BOOL"
+    letter = "C" if dtype.is_complex else "I" if dtype.is_signed else "U"
+    return f"{letter}{8 * dtype.itemsize}"
 
 
 def _chunk(tensor: torch.Tensor) -> tuple[slice, ...]:

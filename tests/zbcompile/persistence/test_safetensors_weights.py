@@ -13,6 +13,7 @@ import zbcompile
 from tests.support.checkpointing import PROBLEM, begin
 from tests.support.pool import Pool
 from tests.support.training import assert_same_tensors
+from zbcompile.persistence.safetensors_weights import INDEX, SINGLE
 
 
 def write_and_read(program: str, folder: str) -> dict[str, torch.Tensor]:
@@ -78,6 +79,49 @@ def test_to_and_from_transformers(tmp_path: Path) -> None:
         config.save_pretrained(tmp_path / target.partition("/")[0])
         found = transformers.LlamaForCausalLM.from_pretrained(tmp_path / target.partition("/")[0])
         assert_same_tensors(dict(found.state_dict()), dict(model.state_dict()), "read by transformers:")
+
+
+BROKEN: list[tuple[dict[str, bytes], str]] = [
+    ({}, "holds no model.safetensors and no model.safetensors.index.json, only nothing"),
+    ({"pytorch_model.bin": b""}, "only pytorch_model.bin. .* saved as safetensors first"),
+    ({INDEX: b"{}"}, 'expected {"weight_map"'),
+    ({INDEX: b"[]"}, 'expected {"weight_map"'),
+    ({INDEX: b'{"weight_map": {"weight": 3}}'}, "weight is in 3; expected the name of a file in the same folder"),
+    ({INDEX: b'{"weight_map": {"weight": "../good/model.safetensors"}}'}, "weight is in '../good/model.safetensors'"),
+    ({SINGLE: b""}, "neither a safetensors file nor an index of such files: it has 0 bytes"),
+    ({SINGLE: (2).to_bytes(8, "little") + b"[]"}, "its header is no table"),
+]
+
+
+@pytest.mark.parametrize(("files", "says"), BROKEN)
+def test_a_folder_that_cannot_be_read_says_why(files: dict[str, bytes], says: str, tmp_path: Path) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(zbcompile.PipelineError, match=says):
+        zbcompile.load_weights(tmp_path, nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(("stored", "named"), [(torch.complex64, "C64"), (torch.int32, "I32"), (torch.bool, "BOOL")])
+def test_values_of_another_kind_are_refused(stored: torch.dtype, named: str, tmp_path: Path) -> None:
+    model = nn.Linear(2, 2, bias=False)
+    before = model.weight.clone()
+    save_file({"weight": torch.ones(2, 2, dtype=stored)}, tmp_path / SINGLE)
+    with pytest.raises(zbcompile.PipelineError, match=f"weight is stored as {named} and is torch.float32 in the model"):
+        zbcompile.load_weights(tmp_path, model)
+    assert torch.equal(model.weight, before)
+
+
+def test_numbers_of_any_kind_come_back(tmp_path: Path) -> None:
+    model = nn.Module()
+    dtypes = (torch.bool, torch.uint8, torch.int64, torch.complex64, torch.bfloat16, torch.float64)
+    for place, dtype in enumerate(dtypes):
+        model.register_buffer(f"b{place}", torch.ones(2).to(dtype))
+    theirs = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    save_file(theirs, tmp_path / SINGLE)
+    for tensor in model.buffers():
+        tensor.zero_()
+    zbcompile.load_weights(tmp_path, model)
+    assert_same_tensors(dict(model.state_dict()), theirs, "read:")
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
