@@ -2,7 +2,7 @@
 
 import difflib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -71,10 +71,7 @@ def options_from(given: Mapping[str, Any]) -> Options:
 
     Raises PipelineError for a value that an option cannot have, TypeError for a keyword that does not exist.
     """
-    for name in given:
-        if name not in OPTIONS:
-            near = difflib.get_close_matches(name, OPTIONS, n=1)
-            raise TypeError(f"zbcompile.pipeline has no option {name}={f'; did you mean {near[0]}=?' if near else ''}")
+    require_known(given)
     flat: dict[str, Any] = dict(given)
     for keyword, group in GROUPS.items():
         _group_parts(keyword, group, flat)
@@ -82,6 +79,14 @@ def options_from(given: Mapping[str, Any]) -> Options:
             asked = flat.pop(keyword)
             flat |= {option: getattr(asked, part) for part, option in options_in(group).items()}
     return Options(**flat)
+
+
+def require_known(names: Iterable[str]) -> None:
+    """Raise TypeError for a keyword that does not exist."""
+    for name in names:
+        if name not in OPTIONS:
+            near = difflib.get_close_matches(name, OPTIONS, n=1)
+            raise TypeError(f"zbcompile.pipeline has no option {name}={f'; did you mean {near[0]}=?' if near else ''}")
 
 
 def _group_parts(keyword: str, group: type[Any], flat: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from os import PathLike
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from zbcompile.errors import PipelineError
+from zbcompile.frontend.option_groups import require_known
 
 # Of TrainingArguments: those that must keep their defaults, and what to do instead.
 ARGUMENTS = {
@@ -34,6 +36,7 @@ ARGUMENTS = {
     "ddp_static_graph": "there is no DistributedDataParallel",
 }
 OPTIONS = {
+    "model": "pass model= to the trainer",
     "loss": "compute_loss_func= is the trainer's name for it",
     "loss_reduction": "the trainer divides by what it counts",
     "example": "the first batch of the data loader compiles",
@@ -68,16 +71,27 @@ def refuse_calls(trainer: Trainer, given: Mapping[str, Any], base: type[Trainer]
         _refuse(f"{type(trainer).__name__}.compute_loss", "pass compute_loss_func=, which becomes part of the graphs")
 
 
-def refuse_model(model: nn.Module) -> None:
-    """Raise PipelineError for a model that the trainer could not save."""
+def refuse_model(model: Any) -> None:
+    """Raise PipelineError for what is no model, or one that the trainer could not save."""
+    if not isinstance(model, nn.Module):
+        raise PipelineError(f"PipelineTrainer: model={model!r}; expected an nn.Module, as from_pretrained returns it.")
     if hasattr(model, "peft_config"):
         _refuse("a PEFT model", "train it in a loop of your own with pipe.step")
 
 
-def refuse_options(options: Mapping[str, Any]) -> None:
-    """Raise PipelineError for an option of the pipeline that is the trainer's."""
-    for name in options.keys() & OPTIONS.keys():
+def refuse_options(options: Any, weights: Any) -> None:
+    """Raise PipelineError for options that are none of a pipeline, or the trainer's."""
+    if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
+        expected = 'the options of zbcompile.pipeline by name, such as {"schedule": "zb-v", "ranks": 2}'
+        raise PipelineError(f"PipelineTrainer: pipeline={options!r}; expected {expected}.")
+    if not isinstance(weights, str | PathLike | None):
+        raise PipelineError(f"PipelineTrainer: weights={weights!r}; expected a folder of safetensors.")
+    for name in sorted(options.keys() & OPTIONS.keys()):
         _refuse(f"pipeline={{{name!r}: ...}}", OPTIONS[name])
+    try:
+        require_known(options)
+    except TypeError as error:  # of a name that is no option
+        raise PipelineError(f"PipelineTrainer: pipeline={{...}}: {error}.") from None
 
 
 def refuse_optimizer(kind: Any, options: Mapping[str, Any]) -> None:

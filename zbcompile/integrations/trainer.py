@@ -66,11 +66,11 @@ class PipelineTrainer(Trainer):
         **options: Any,
     ) -> None:
         refuse_calls(self, options, PipelineTrainer)
-        refuse_options(pipeline or {})
+        refuse_options({} if pipeline is None else pipeline, weights)
+        refuse_model(model)
         args = TrainingArguments("tmp_trainer") if args is None else args
         refuse_arguments(args)
         super().__init__(model, args, *more, **options)
-        refuse_model(self.model)
         self.pipe: Pipeline = make_pipeline(self.model, loss=self._loss, **(pipeline or {}))
         self.accelerator.pipe = self.pipe
         if getattr(self.accelerator, "scaler", None) is not None:

@@ -249,6 +249,21 @@ def test_what_the_trainer_decides_is_refused(tmp_path: Path) -> None:
         PipelineTrainer(gpt2(), args, pipeline=TWO, optimizers=(optimizer, None))
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        *(({"pipeline": given}, "pipeline=.*; expected the options of") for given in ("zb-v", [1], {1: 2}, "")),
+        ({"pipeline": {"model": 1}}, r"pipeline=\{'model': \.\.\.\}: pass model= to the trainer"),
+        ({"pipeline": {"nope": 1}}, "pipeline={...}: .*nope"),
+        ({"weights": 3}, "weights=3; expected a folder of safetensors"),
+        *(({"model": given}, "model=.*; expected an nn.Module") for given in ("gpt2", None)),
+    ],
+)
+def test_wrong_arguments_are_one_kind_of_error(options: dict[str, Any], says: str, tmp_path: Path) -> None:
+    with pytest.raises(zbcompile.PipelineError, match=f"^PipelineTrainer.*{says}"):
+        PipelineTrainer(**{"model": torch.nn.Linear(2, 2), "args": arguments(tmp_path), **options})
+
+
 def test_weights_of_a_model_without_memory(tmp_path: Path) -> None:
     """A model on the meta device gets its weights from a folder when the first batch compiles it."""
     accelerate = pytest.importorskip("accelerate")
