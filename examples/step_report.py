@@ -72,7 +72,7 @@ def report(schedule: Schedule, early: Sequence[StepRecord], late: Sequence[StepR
         ]
         for rank in range(schedule.ranks)
     ]
-    headers = ["rank", "step predicted", "measured", "bubble predicted", "measured", "peak activations"]
+    headers = ["rank", "step predicted", "measured", "bubble predicted", "measured", "peak waiting"]
     title = f"{schedule.name}: ranks {schedule.ranks}, stages {schedule.stages}, microbatches {schedule.microbatches}"
     table = tabulate(rows, headers, colalign=["right"] * len(headers), disable_numparse=True)
     picture = format_timeline(simulate(schedule, in_milliseconds(measured_costs(late, schedule.stages))), width=110)

@@ -101,7 +101,7 @@ def _compiled(example: Example, request: Request, by_placement: dict[Placement, 
 
 
 def _format_table(compared: Sequence[Compared]) -> str:
-    headers = ["schedule", "stages", "microbatches", "step", "bubble", "peak activations", "messages", "sent"]
+    headers = ["schedule", "stages", "microbatches", "step", "bubble", "peak waiting", "messages", "sent"]
     rows = [_cells(line, line.prediction) for line in compared if line.prediction]
     rows_text = table(rows, headers, left=("schedule",)) if rows else ""
     left_out = [line for c in compared if not c.prediction for line in wrap(_reason(c))]

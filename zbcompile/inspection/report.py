@@ -243,7 +243,7 @@ def format_fit(s: Summary) -> str:
 def _verdict(s: Summary) -> str:
     p = s.prediction
     step = f"step {format_time(p.step, p.unit)}, bubble of the busiest rank {format_share(p.bubble)}"
-    peak = f"peak activations {format_bytes(p.peak_bytes)}"
+    peak = f"peak waiting {format_bytes(p.peak_bytes)}"
     sent = f"{p.messages.count} messages of {format_bytes(p.messages.bytes)} in total"
     lines = wrap(f"Predicted: {step}, {peak}; {sent}.")
     if (equal := p.equal_stages) is not None:
@@ -272,7 +272,7 @@ def _vocabulary(s: Summary) -> str:
 
 def _advice(s: Summary) -> str:
     fullest = max(s.per_rank, key=lambda rank: rank.peak_bytes)
-    memory = f"Rank {fullest.rank} has the highest peak, {format_bytes(fullest.peak_bytes)} of activations."
+    memory = f"Most waits on rank {fullest.rank}: {format_bytes(fullest.peak_bytes)} at its peak."
     lines = wrap(f"{s.limits} {format_idle(s.idle)} {memory} {s.balance.overweight}".rstrip())
     worth = [
         f"{a.option} ({a.change}): {_effect(a)}, bubble {format_share(a.bubble)}" for a in s.alternatives if a.worth

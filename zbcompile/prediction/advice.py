@@ -169,7 +169,8 @@ def what_limits(timeline: Timeline) -> str:
     if tried[0].gain < LITTLE:
         return (
             f"What limits this pipeline is its order: the busiest rank is idle {_share(step - max(busy), step)} of the "
-            "step, and neither free messages, equal ranks nor twice the microbatches shorten it; another schedule may."
+            f"step, and free messages, equal ranks or twice the microbatches would each save less than {LITTLE:.0%}; "
+            "another schedule may save more."
         )
     heaviest = max(range(len(busy)), key=busy.__getitem__)
     gains = ", ".join(f"{each.change} {each.gain:.1%}" for each in tried if each.gain >= 0.0005)

@@ -57,6 +57,8 @@ def test_what_limits_a_pipeline_is_told_apart() -> None:
     slow = simulate(schedule, Costs.uniform(2, comm=20))
     assert "limits this pipeline are its messages" in what_limits(slow)
     assert "Little limits this pipeline" in what_limits(_timeline("1f1b", 1, 4))
+    order = simulate(build("v-half", 2, 16), Costs((3, 2, 2, 2), (2, 2, 3, 1), (3, 1, 2, 1)))
+    assert "twice the microbatches would each save less than 2%" in what_limits(order)
 
 
 def test_the_verdict_is_decided_by_simulation() -> None:
