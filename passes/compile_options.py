@@ -30,7 +30,7 @@ def _read_recompute(given: Any) -> Any:
 def _read_balance(given: Any) -> Balance:
     if isinstance(given, str) and given in BALANCES:
         return given
-    if isinstance(given, str) and given.endswith("L"):
+    if isinstance(given, str) and ("|" in given or given.endswith("L")):
         return cuts_of_layout(given)
     if isinstance(given, str) or not all(isinstance(name, str) for name in given):
         raise ValueError

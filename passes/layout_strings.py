@@ -7,12 +7,14 @@
 import re
 from itertools import accumulate
 
+from zbcompile.passes.option import Unexpected
+
 MARK = re.compile(r"layout:([tmL])(\d*)/(\d+)")
 _REPEATED = re.compile(r"\(([^()]*)\)(?:\*(\d+))?|([EtmL|])\*(\d+)")
 
 
 def stages_of_layout(text: str) -> tuple[str, ...]:
-    """The letters of every stage. Raises ValueError for what is no layout.
+    """The letters of every stage. Raises Unexpected for what is no layout.
 
     >>> stages_of_layout("Et*2|(t|)*2,m|L")
     ('Ett', 't', 't', 'm', 'L')
@@ -20,11 +22,12 @@ def stages_of_layout(text: str) -> tuple[str, ...]:
     flat = text.replace(",", "").replace(" ", "")
     while match := _REPEATED.search(flat):
         inner, times, letter, more = match.groups()
-        flat = flat[: match.start()] + (inner or letter or "") * int(times or more or 1) + flat[match.end() :]
-        if len(flat) > 100_000:
-            raise ValueError("too long")
+        part, count = inner or letter or "", int(times or more or 1)
+        if len(flat) + len(part) * count > 100_000:
+            raise Unexpected("expected a layout of at most 100,000 letters")
+        flat = flat[: match.start()] + part * count + flat[match.end() :]
     if not re.fullmatch(r"[|]*E?[t|]*[m|]*L", flat):
-        raise ValueError(f"{text}: expected E, then t for each layer, m, and L at the end, with | between stages")
+        raise Unexpected("expected E, then t for each layer, m, and L once at the end, with | between stages")
     return tuple(flat.split("|"))
 
 

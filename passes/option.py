@@ -21,6 +21,10 @@ _UNITS = {"": 1, "B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB
 _UNITS |= {f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", start=1)}
 
 
+class Unexpected(ValueError):
+    """A value that an option cannot have, with what was expected instead, where that is more than `Kind.expected`."""
+
+
 @dataclass(frozen=True)
 class Kind:
     """What an option may be. `read` returns the value to keep for a given one, and raises ValueError or TypeError for

@@ -119,6 +119,15 @@ def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
     (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)  # type: ignore[attr-defined]
 
 
+def attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What an optimizer keeps in itself besides torch's own entries and flags (2.11-2.13), and in its state under
+    names."""
+    torchs = {"_warned_capturable_if_run_uncaptured", "_need_device_dtype_check_for_fused"}
+    state = dict[Any, Any](optimizer.state)
+    own = {name: value for name, value in vars(optimizer).items() if name not in {"state", "param_groups", *torchs}}
+    return own | {f"state[{key!r}]": each for key, each in state.items() if isinstance(key, str)}
+
+
 def found_infinities(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
     """What `unscale_` found for an optimizer, one tensor per device; empty before it. No public name says it
     (2.11-2.13)."""

@@ -69,7 +69,8 @@ def _with_waits(order: Sequence[Step]) -> list[str]:
 
 
 def from_csv(text: str, name: str = "csv", placement: Placement | None = None) -> Schedule | Lowered:
-    """Read what `to_csv` or torch's `_dump_csv` writes; a program with SEND and RECV comes back lowered.
+    """Read what `to_csv` or torch's `_dump_csv` writes; a program with SEND and RECV comes back lowered, one
+    of a single rank, which has none, as the schedule that it runs.
 
     Empty cells (torch's bubbles) and torch's UNSHARD, RESHARD, REDUCE_GRAD and waits are not part of a schedule and are
     left out. The placement is read off the rows unless it is given.

@@ -10,6 +10,7 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import overload
 
+from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.ir.actions import (
     COMMUNICATION,
     GATHER,
@@ -36,6 +37,7 @@ def with_updates(program: Schedule | Lowered, kinds: Collection[str]) -> Schedul
     """The program with the actions of these `kinds`, of VALIDATE, GATHER, REDUCE and OPT, for every stage.
 
     Under two model copies (`dual`) all parameters are complete at the end of the step only: nothing is added.
+    Raises ScheduleError for other kinds.
 
     >>> from zbcompile.schedules import build
     >>> print(with_updates(build("zb-h1", ranks=2, microbatches=1), ("GATHER", "REDUCE", "OPT")))
@@ -43,6 +45,8 @@ def with_updates(program: Schedule | Lowered, kinds: Collection[str]) -> Schedul
     rank 0  GATHER0.0  F0.0  B0.0  W0.0  REDUCE0.0  OPT0.0
     rank 1  GATHER1.0  F1.0  B1.0  W1.0  REDUCE1.0  OPT1.0
     """
+    if isinstance(kinds, str) or not set(kinds) <= set(UPDATES):
+        raise ScheduleError(f"updates {kinds!r}; expected a tuple with some of {', '.join(UPDATES)}")
     if isinstance(program, Lowered):
         schedule = with_updates(program.schedule, kinds)
         return Lowered(schedule, tuple(map(_with_communication, schedule.orders, program.programs)))

@@ -13,7 +13,7 @@ from zbcompile.model.materialize import Init
 from zbcompile.passes.capture.training_step import LossFunction
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import CompileError
-from zbcompile.passes.option import SWITCH, Kind, accept, number, option, options_of, paragraphs_of, whole
+from zbcompile.passes.option import SWITCH, Kind, Unexpected, accept, number, option, options_of, paragraphs_of, whole
 from zbcompile.program.step_options import StepOptions
 from zbcompile.schedules import Lowered, Schedule, load
 
@@ -120,9 +120,10 @@ def checked(name: str, given: Any, written: str = "") -> Any:
     kind = OPTIONS[name].metadata["kind"]
     try:
         return kind.read(given)
-    except (ValueError, TypeError, OverflowError):
+    except (ValueError, TypeError, OverflowError) as error:
         shown = repr(given) if len(repr(given)) <= 80 else f"<{type(given).__name__}>"
-        raise PipelineError(f"{written or name}={shown}; expected {kind.expected}.") from None
+        expected = error if isinstance(error, Unexpected) else f"expected {kind.expected}"
+        raise PipelineError(f"{written or name}={shown}; {expected}.") from None
     except CompileError as error:  # of a profile, which says what is wrong in it
         raise PipelineError(f"{written or name}: {error}") from None
 

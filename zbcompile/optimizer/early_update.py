@@ -1,14 +1,17 @@
 """What an update inside of a step was made with: it must not change until `optimizer.step()` completes the update."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from zbcompile.errors import PipelineError
-from zbcompile.torch_private import writes_into
+from zbcompile.torch_private import attributes_of, writes_into
 
 TWICE = (
     "pipe.step was called again without optimizer.step() after the last one, which has updated the parameters: it does "
@@ -89,6 +92,41 @@ class EarlyUpdate:
 def options_of(groups: Sequence[Mapping[str, Any]]) -> Options:
     """The options of every group, as they are now."""
     return [{key: copy.deepcopy(value) for key, value in group.items() if key != "params"} for group in groups]
+
+
+@contextmanager
+def writes_only_its_state(optimizer: Optimizer) -> Iterator[None]:
+    """Around an update of some parameters. Raises PipelineError if it writes what belongs to all of them, such as a
+    count of steps in a group: the next stage's update would count again."""
+    before = _common(optimizer)
+    yield
+    after = _common(optimizer)
+    changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+    if changed:
+        raise PipelineError(
+            f"{type(optimizer).__name__}.step() wrote its {changed[0]}, which belongs to all parameters, but with "
+            'early=True and validate="after" it is called for every stage, and again for a correction. Let it keep '
+            "such values in the state of each parameter, or leave early= and validate= out."
+        )
+
+
+def _common(optimizer: Optimizer) -> dict[str, Any]:
+    groups = {f"param_groups[{i}]": {**group, "params": ()} for i, group in enumerate(optimizer.param_groups)}
+    named = {f"{at}[{key!r}]": value for at, group in groups.items() for key, value in group.items()}
+    return {name: _mark(value) for name, value in (named | attributes_of(optimizer)).items()}
+
+
+def _mark(value: Any) -> Any:
+    """What differs once a value, or one inside of it, was written."""
+    if isinstance(value, torch.Tensor):
+        return () if isinstance(value, nn.Parameter) else (id(value), writes_into(value))
+    if isinstance(value, Mapping):
+        return tuple(map(_mark, value.values()))
+    return tuple(map(_mark, value)) if isinstance(value, list | tuple) else (repr(value),) * _is_plain(value)
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, bool | int | float | complex | str | None)
 
 
 def _too_late(what: str) -> str:

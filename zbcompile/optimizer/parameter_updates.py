@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
-from zbcompile.optimizer.early_update import NOTHING, SCALED, TORN, TWICE, UNSCALED, EarlyUpdate
+from zbcompile.optimizer.early_update import NOTHING, SCALED, TORN, TWICE, UNSCALED, EarlyUpdate, writes_only_its_state
 from zbcompile.optimizer.gradient_norm import norm_of_all
 from zbcompile.optimizer.post_validation import PostValidation
 from zbcompile.optimizer.sharded_parameters import ShardedParameters
@@ -106,7 +106,8 @@ class ParameterUpdates(Optimizer):
             if validation is not None and may_update:
                 validation.keep(tensors, self.state)
             if may_update:
-                self._step_inner(tensors)
+                with writes_only_its_state(self._inner):
+                    self._step_inner(tensors)
             update.end_update(stage)
 
     def _begin_validation(self) -> PostValidation:

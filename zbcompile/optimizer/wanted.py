@@ -1,7 +1,8 @@
 """What is asked of `pipe.optimizer`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 from torch.optim import Optimizer
@@ -50,16 +51,38 @@ class Wanted:
             raise PipelineError(f"{self.kind.__name__} cannot be made: {error}") from error
 
 
+def _is_number(given: Any) -> bool:
+    return isinstance(given, Real) and not isinstance(given, bool)
+
+
+EXPECTED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "params": (lambda given: given is None or callable(given), "a function of a parameter's name and the parameter"),
+    "groups": (lambda given: given is None or _is_list(given), 'a list of groups, such as {"params": function}'),
+    "zero": (lambda given: _is_number(given) and given in (0, 1, 2), "0, 1 or 2"),
+    "clip": (lambda given: given is None or (_is_number(given) and given > 0), "a norm above 0, or None"),
+    "early": (lambda given: isinstance(given, bool), "True or False"),
+}
+
+
+def _is_list(given: Any) -> bool:
+    return isinstance(given, list | tuple) and all(isinstance(each, Mapping) for each in given)
+
+
+def _require(wanted: Wanted, name: str) -> None:
+    holds, expected = EXPECTED[name]
+    given = getattr(wanted, name)
+    if not holds(given):
+        raise PipelineError(f"{name}={given!r}; expected {expected}.")
+
+
 def _require_known(wanted: Wanted) -> None:
     if not (isinstance(wanted.kind, type) and issubclass(wanted.kind, Optimizer)):
         raise PipelineError(
             f"pipe.optimizer received {getattr(wanted.kind, '__name__', type(wanted.kind).__name__)}; expected a class "
             "of torch optimizers, such as torch.optim.AdamW."
         )
-    if wanted.zero not in (0, 1, 2):
-        raise PipelineError(f"zero={wanted.zero!r}; expected 0, 1 or 2.")
-    if wanted.clip is not None and not wanted.clip > 0:
-        raise PipelineError(f"clip={wanted.clip!r}; expected a norm above 0, or None.")
+    for name in ("params", "groups", "zero", "clip", "early"):
+        _require(wanted, name)
     if wanted.validate not in ("before", "after"):
         raise PipelineError(f'validate={wanted.validate!r}; expected "before" or "after".')
     if wanted.early and wanted.clip is not None and not wanted.validates:

@@ -115,3 +115,9 @@ def test_an_action_too_early_too_late_twice_or_missing_is_found(name: str, kind:
 def test_two_model_copies_update_at_the_end_of_the_step() -> None:
     plain = build("dualpipe", ranks=4, microbatches=8)
     assert with_updates(plain, UPDATES) == plain
+
+
+@pytest.mark.parametrize("kinds", [("NOPE",), "OPT", ("OPT", "F")])
+def test_what_is_no_update_is_refused(kinds: tuple[str, ...]) -> None:
+    with pytest.raises(ScheduleError, match="expected a tuple with some of VALIDATE, GATHER, REDUCE, OPT"):
+        with_updates(build("zb-h1", ranks=2, microbatches=1), kinds)

@@ -30,6 +30,16 @@ def test_what_is_no_layout(text: str) -> None:
         stages_of_layout(text)
 
 
+def test_a_layout_too_long_is_refused_before_it_is_made() -> None:
+    with pytest.raises(ValueError, match="at most 100,000 letters"):
+        stages_of_layout("(t|)*99999999999L")
+
+
+def test_a_typo_in_a_layout_is_explained_as_one() -> None:
+    with pytest.raises(zbcompile.PipelineError, match=r"balance='Et\|tt\|L\*2'; expected E, then t for each layer"):
+        zbcompile.pipeline(Net(), ranks=2, balance="Et|tt|L*2")
+
+
 def test_a_cut_is_named_by_what_stands_behind_it() -> None:
     assert cuts_of_layout("Et|||tm|L") == (*("layout:t1/2",) * 3, "layout:L/2")
 

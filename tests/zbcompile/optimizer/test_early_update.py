@@ -155,6 +155,36 @@ def test_what_contradicts_it_is_refused_in_one_line(fault: Callable[..., None], 
     assert "\n" not in str(raised.value)
 
 
+class Counting(SGD):
+    """Keeps a count of steps where the updates of all stages would raise it."""
+
+    elementwise = True
+    where = "group"
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            counts = vars(self) if self.where == "attribute" else group
+            if self.where == "list":
+                counts = group.setdefault("list", {})
+            counts["count"] = counts.get("count", 0) + 1
+        super().step()
+
+
+@pytest.mark.parametrize(
+    ("where", "named"),
+    [("group", r"param_groups\[0\]\['count'\]"), ("attribute", "count"), ("list", r"param_groups\[0\]\['list'\]")],
+)
+def test_an_optimizer_that_counts_steps_for_all_parameters_is_refused(
+    where: str, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each stage's update would count."""
+    monkeypatch.setattr(Counting, "where", where)
+    pipe, (batch, *_) = pipeline()
+    pipe.optimizer(Counting, lr=0.1, early=True)
+    with pytest.raises(zbcompile.PipelineError, match=rf"Counting.step\(\) wrote its {named}, which belongs to all"):
+        pipe.step(*batch.args, target=batch.target)
+
+
 def test_after_a_step_that_failed_half_way_only_a_checkpoint_helps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

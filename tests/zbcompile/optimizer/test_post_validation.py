@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.optim import AdamW
+from torch.optim import SGD, AdamW
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import zbcompile
 from tests.support.disturbed_training import (
@@ -82,6 +83,48 @@ def test_the_copies_are_those_that_inspect_states(given: tuple[str, str, Any], d
         for rank in range(2):
             tensors = [t for s in pipe.program.stages_of(rank) for t in optimizer._update.tensors_of(s)]
             assert stated[rank] == sum(copy.nbytes for tensor in tensors for copy in here[id(tensor)])
+
+
+class Annealed(SGD):
+    """Its state of a parameter is no tensor."""
+
+    elementwise = True
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            count = self.state[parameter].setdefault("count", [0])
+            count[0] += 1
+            parameter.add_(parameter.grad, alpha=-0.1 / count[0])
+
+
+def test_state_that_is_no_tensor_is_corrected_as_well() -> None:
+    found = []
+    for when in ("before", "after"):
+        pipe = pipeline_of(Case("mlp", "zb-v", 2, MICROBATCHES))
+        optimizer = pipe.optimizer(Annealed, clip=0.2, validate=when)  # the first stages know a smaller norm
+        for batch in PROBLEMS["mlp"].batches(4, MICROBATCHES * ROWS):
+            pipe.step(*batch.args, target=batch.target)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(pipe.state_dict(full=True))
+    assert_same_tensors(found[1], found[0], "state dict:")
+
+
+def test_an_average_of_the_model_waits_by_way_of_its_parameters() -> None:
+    """As docs/optimizer.md shows it: the model itself may have an update that will be undone."""
+    found = []
+    for when in ("before", "after"):
+        pipe = pipeline_of(Case("mlp", "zb-v", 2, MICROBATCHES))
+        optimizer = pipe.optimizer(AdamW, lr=1e-2, clip=0.2, validate=when)
+        average = AveragedModel(pipe._model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+        for batch in PROBLEMS["mlp"].batches(4, MICROBATCHES * ROWS):
+            pipe.step(*batch.args, target=batch.target)
+            optimizer.step()
+            optimizer.zero_grad()
+            pipe.parameters()
+            average.update_parameters(pipe._model)
+        found.append(average.state_dict())
+    assert_same_tensors(found[1], found[0], "average:")
 
 
 def test_gradients_that_a_correction_needs_must_not_be_written() -> None:
