@@ -102,5 +102,6 @@ def _asserted(h: Tensor, z: Tensor) -> Tensor:
     return h * mask * z
 
 
+@pytest.mark.skipif(torch.__version__.startswith("2.11"), reason="torch 2.11 cannot trace such an assertion")
 def test_a_number_that_is_only_asserted_may_stay_open() -> None:
     assert capture(Around(_asserted), (torch.randn(4, 8),), {}).guards is None
