@@ -24,7 +24,7 @@ def watched(every: int, steps: int) -> Seen:
     pipe, batch = pipeline_of(CASE), PROBLEMS[CASE.problem].batches(1, 8)[0]
     shown: list[zbcompile.Figures] = []
     recorded = []
-    with warnings.catch_warnings(record=True) as warned, zbcompile.monitor(pipe, every, shown.append, slow=3):
+    with warnings.catch_warnings(record=True) as warned, zbcompile.monitor(pipe, every, shown.append, slow=15):
         warnings.simplefilter("always")
         for _ in range(steps):
             pipe.step(*batch.args, target=batch.target)
