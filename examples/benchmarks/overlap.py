@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
-from promise import BACKWARD, FORWARD, WEIGHT, WIDTH, forward  # type: ignore[import-not-found]
+from promise import BACKWARD, FORWARD, WEIGHT, WIDTH, forward, measured  # type: ignore[import-not-found]
 from tabulate import tabulate
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -113,17 +113,7 @@ def stepper(schedule: Schedule, group: dist.ProcessGroup, mesh: Any) -> Callable
     layers = [sum(name.startswith("weights") for name in stage.trained) for stage in pipe.program.stages]
     assert layers == [LAYERS] * schedule.stages, f"{LAYERS} layers per stage, not {layers}"
 
-    return partial(spanned, partial(pipe.step, x, target=x))
-
-
-def spanned(step: Callable[[], object]) -> float:
-    """Run a step on all ranks: seconds from the first start on any of them to the last end."""
-    dist.barrier()
-    begin = time.monotonic()
-    step()
-    span = torch.tensor([-begin, time.monotonic()], dtype=torch.float64)  # one clock for all processes
-    dist.all_reduce(span, dist.ReduceOp.MAX)
-    return float(span.sum())
+    return partial(measured, partial(pipe.step, x, target=x))
 
 
 def row(name: str, group: KnownLength, mesh: Any, microbatches: int, seconds: float, steps: int) -> list[Any]:

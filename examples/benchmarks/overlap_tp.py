@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from overlap import KnownLength, Until, arguments, on_processes, opened, spanned  # type: ignore[import-not-found]
-from promise import BACKWARD, FORWARD, WEIGHT, WIDTH, forward  # type: ignore[import-not-found]
+from overlap import KnownLength, Until, arguments, on_processes, opened  # type: ignore[import-not-found]
+from promise import BACKWARD, FORWARD, WEIGHT, WIDTH, forward, measured  # type: ignore[import-not-found]
 from tabulate import tabulate
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -129,10 +129,10 @@ def torchs(mesh: DeviceMesh, microbatches: int) -> Callable[[], object]:
     return (lambda: schedule.step(x)) if rank == 0 else lambda: schedule.step(target=x)
 
 
-def measured(step: Callable[[], object], gate: Gate) -> list[float]:
+def time_and_hidden(step: Callable[[], object], gate: Gate) -> list[float]:
     """Milliseconds of a step, and the percentages of its exchanges hidden: of the forward, and of the backward."""
     gate.taken()
-    seconds = spanned(step)
+    seconds = measured(step)
     found = torch.tensor(gate.taken(), dtype=torch.float64)
     dist.all_reduce(found)
     whole, waited = (found[:2] * gate.seconds).tolist(), found[2:].tolist()
@@ -159,7 +159,7 @@ def row(mesh: DeviceMesh, gate: Gate, options: argparse.Namespace, name: str, sh
     for _ in range(options.steps + 1):  # the first one warms up
         for each, (step, length) in zip(found, kinds, strict=True):
             gate.seconds = length
-            each.append(measured(step, gate))
+            each.append(time_and_hidden(step, gate))
     apart_, paired, free = ([median(of) for of in zip(*each[1:], strict=True)] for each in (*found, *[NONE] * 2)[:3])
     return [name, share, apart_[0], paired[0], free[0], *apart_[1:], *paired[1:]]
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 Tensor = torch.Tensor
-PIECES = 3  # of 8 bits in bfloat16, 11 in float16, 24 in float32
+PIECES = 3  # of 8 bits in bfloat16, 24 in float32
 
 
 def rows_of(terms: Sequence[Tensor], rows: torch.dtype, width: int) -> Tensor:

@@ -101,7 +101,18 @@ def _head(canonical: Canonical, linear: Node) -> VocabularyHead:
         raise NotShardable(f"{name} is frozen; only a trained output layer is sharded")
     size, width = weight.meta["val"].shape
     bias_name = None if bias is None else bias.meta["slot"].name
-    return VocabularyHead(linears, name, bias_name, size, width, row_loss(canonical, uses, size))
+    loss = row_loss(canonical, uses, size)
+    _require_range(loss, _hidden(linear).meta["val"].dtype)
+    return VocabularyHead(linears, name, bias_name, size, width, loss)
+
+
+def _require_range(loss: RowLoss, rows: torch.dtype) -> None:
+    """A wider number has its digits in pieces of bfloat16 and float32, but may be too large, or small, for float16."""
+    wide = [node for node in loss.terms if torch.promote_types(node.meta["val"].dtype, rows) != rows]
+    if wide and rows == torch.float16:
+        raise NotShardable(
+            f"the loss also reads {wide[0].name} in {wide[0].meta['val'].dtype}, beside a layer in {rows}"
+        )
 
 
 def _common_form(linears: tuple[Node, ...], uses: list[list[Exit]]) -> Node | None:

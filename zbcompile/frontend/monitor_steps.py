@@ -83,8 +83,8 @@ def monitor(
     """
     with pipe.ranks.watch.region("monitor"):
         asked = gathered(pipe.ranks, every)
-    if every < 1 or len(set(asked)) > 1:
-        raise PipelineError(f"monitor(every=): ranks ask for {asked}; expected one number of at least 1.")
+    if not all(isinstance(each, int) and each >= 1 for each in asked) or len(set(asked)) > 1:
+        raise PipelineError(f"monitor(every=): ranks ask for {asked}; expected one whole number of at least 1.")
     with pipe.watched(_Monitor(pipe, every, callback, slow)):
         yield
 

@@ -103,12 +103,6 @@ def complete_peak(
     return peak
 
 
-def running_peaks(program: Program, costs: Costs) -> tuple[int, ...]:
-    """The most bytes of activations that each rank holds while a pass runs: what waits for other passes, and what this
-    one needs. The two of a pair count one after the other; vocabulary passes count only with what they keep."""
-    return tuple(memory.activations for memory in rank_memories(program, costs, {}))
-
-
 def _memory(
     rank: int, program: Program, moments: list[Held], model: Mapping[str, torch.Tensor], sharding: Sharding
 ) -> Memory:

@@ -102,3 +102,23 @@ def test_a_trained_value_of_every_token_is_refused() -> None:
     canonical = canonicalise(capture(Weighted(), (torch.randn(2, 5, WIDTH),), {}))
     with pytest.raises(NotShardable, match=r"trained, neither a logit nor a single number"):
         find_head(canonical)
+
+
+class Balanced(Model):
+    """With a term of the loss in float32, beside an output layer in another dtype."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.body(x))
+        labels = torch.zeros(10, dtype=torch.long)
+        return F.cross_entropy(rows(self.head(hidden)).float(), labels) + hidden.float().square().mean()
+
+
+def test_a_wide_term_is_refused_beside_float16() -> None:
+    """Its range is too small; bfloat16 has that of float32."""
+    for dtype in (torch.bfloat16, torch.float16):
+        canonical = canonicalise(capture(Balanced().to(dtype), (torch.randn(2, 5, WIDTH, dtype=dtype),), {}))
+        if dtype == torch.bfloat16:
+            assert find_head(canonical).terms == [torch.float32]
+            continue
+        with pytest.raises(NotShardable, match=r"in torch\.float32, beside a layer in torch\.float16"):
+            find_head(canonical)

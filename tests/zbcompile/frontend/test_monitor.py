@@ -87,6 +87,10 @@ def test_others_become_slow_as_well() -> None:
     assert usual.slow({"a": 1.0, "b": 2.0, "c": 2.0}) == {}
 
 
-def test_not_a_number_of_steps() -> None:
-    with pytest.raises(zbcompile.PipelineError, match=r"ranks ask for \[0\]"), zbcompile.monitor(pipeline_of(CASE), 0):
+@pytest.mark.parametrize("every", [0, "10", 2.5])
+def test_not_a_number_of_steps(every: Any) -> None:
+    with (
+        pytest.raises(zbcompile.PipelineError, match=r"ranks ask for \[.*expected one whole number"),
+        zbcompile.monitor(pipeline_of(CASE), every),
+    ):
         pass

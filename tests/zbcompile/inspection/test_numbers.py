@@ -24,7 +24,7 @@ from zbcompile.passes.graph.roofline import seconds_of
 from zbcompile.passes.hardware.hardware import Hardware
 from zbcompile.passes.stage.print_python import format_bytes
 from zbcompile.prediction.predict import predicted_costs
-from zbcompile.prediction.rank_memory import running_peaks
+from zbcompile.prediction.rank_memory import rank_memories
 from zbcompile.program.program import Program
 from zbcompile.schedules import Costs, build, simulate
 from zbcompile.schedules.visualization.text import summary
@@ -104,7 +104,7 @@ def test_what_is_alive_while_b_rebuilds_counts() -> None:
     for program in (whole, rebuilt):
         costs = predicted_costs(program)
         waits.append(max(simulate(program.schedule, costs).peak_memory))
-        alive.append(max(running_peaks(program, costs)))
+        alive.append(max(memory.activations for memory in rank_memories(program, costs, {})))
     assert waits[1] < alive[1] <= alive[0]
     assert alive[1] / alive[0] > waits[1] / waits[0]
 
