@@ -130,11 +130,13 @@ def find_gone(own: int, statuses: Mapping[int, Status], heartbeats: Heartbeats, 
     return None
 
 
-def find_stray(own: int, statuses: Mapping[int, Status]) -> Fault | None:
-    """A rank that came to another call than this one and waits there, while this one waits here."""
+def find_stray(own: int, statuses: Mapping[int, Status], beats: Mapping[int, int]) -> Fault | None:
+    """A rank that came to another call than this one and waits there, while this one waits here. What it said up to
+    `beats` does not count: a busy process may be late with the news that it has gone on."""
     here = statuses[own]
     for rank, status in statuses.items():
-        if status.region == here.region and status.waits and status.doing != here.doing:
+        strays = status.region == here.region and status.waits and status.doing != here.doing
+        if strays and status.beat > beats.get(rank, status.beat):
             first, second = sorted([(own, here.where), (rank, status.where)])
             return Fault(
                 second[0],

@@ -94,7 +94,7 @@ class Watch:
 
     def __post_init__(self) -> None:
         self._seen, self._since, self._keeper = self._place(), time.monotonic(), self.position.status()
-        self._beats = itertools.count(1)
+        self._beats, self._heard_here = itertools.count(1), dict[int, int]()
         self._termination = watch_termination(self)
         self._thread = threading.Thread(target=self._watch, name="zbcompile-watch", daemon=True)
         self._thread.start()
@@ -278,7 +278,7 @@ class Watch:
         """How many seconds this rank has waited at its place."""
         place = self._place()
         if place != self._seen:
-            self._seen, self._since = place, time.monotonic()
+            self._seen, self._since, self._heard_here = place, time.monotonic(), {}
         return time.monotonic() - self._since if self.position.waits or self.progress.behind() else 0.0
 
     def _look(self) -> None:
@@ -304,7 +304,9 @@ class Watch:
             return None
         rank, statuses = self.position.rank, self.board.statuses()
         gone = self._find_gone(statuses)  # notes the heartbeats, some time before they decide
-        fault = find_stray(rank, statuses) if waited >= min(STRAY, self.timeout) else None
+        fault = find_stray(rank, statuses, self._heard_here) if waited >= min(STRAY, self.timeout) else None
+        for other, status in statuses.items():
+            self._heard_here.setdefault(other, status.beat)
         if asked is not None:
             fault = fault or gone
             if asked > SILENCE + INTERVAL:

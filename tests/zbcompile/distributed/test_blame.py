@@ -2,7 +2,7 @@
 
 import time
 
-from zbcompile.distributed.faults import NEVER, Heartbeats, Status, find_gone, find_late
+from zbcompile.distributed.faults import NEVER, Heartbeats, Status, find_gone, find_late, find_stray
 
 WAITS = Status(7, 3, "step 2", "B0.1", waits=True)
 BUSY = Status(7, 3, "step 2", "F1.0", waits=False)
@@ -46,3 +46,14 @@ def test_a_sign_of_life_resets_the_silence() -> None:
     heartbeats = heard((1, 9.0))
     heartbeats.note({1: Status(8, 3, "step 2", "", waits=False)})
     assert not heartbeats.silent(1, 2.0)
+
+
+def test_what_a_rank_said_before_proves_no_other_call() -> None:
+    """A process too busy to say that it has gone on seems to wait where it was: only a later sign of life counts."""
+    statuses = {0: WAITS, 1: Status(7, 3, "eval", "the exchange", waits=True)}
+    assert find_stray(0, statuses, {}) is None
+    assert find_stray(0, statuses, {0: 7, 1: 7}) is None
+    fault = find_stray(0, statuses, {0: 7, 1: 6})
+    assert fault is not None
+    assert (fault.rank, fault.where) == (1, "the exchange of eval")
+    assert fault.cause.startswith("rank 0 is at B0.1 of step 2 meanwhile")

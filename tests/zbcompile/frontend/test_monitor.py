@@ -24,7 +24,7 @@ def watched(every: int, steps: int) -> Seen:
     pipe, batch = pipeline_of(CASE), PROBLEMS[CASE.problem].batches(1, 8)[0]
     shown: list[zbcompile.Figures] = []
     recorded = []
-    with warnings.catch_warnings(record=True) as warned, zbcompile.monitor(pipe, every, shown.append, slow=15):
+    with warnings.catch_warnings(record=True) as warned, zbcompile.monitor(pipe, every, shown.append, slow=4):
         warnings.simplefilter("always")
         for _ in range(steps):
             pipe.step(*batch.args, target=batch.target)
@@ -36,7 +36,7 @@ def watched_while_rank_1_slows_down() -> Seen:
     forward, slow = StageRun.forward, dist.get_rank() == 1
 
     def late(run: StageRun, *given: Any) -> Any:
-        time.sleep(0.02 * (slow and late.steps > 4 * 6))
+        time.sleep(0.12 if slow and late.steps >= 4 * 8 else 0.01)  # what a busy machine adds is less
         late.steps += 1
         return forward(run, *given)
 
@@ -46,18 +46,18 @@ def watched_while_rank_1_slows_down() -> Seen:
 
 
 def test_the_rank_that_became_slow_is_named(pool: Pool) -> None:
-    """Of two processes, one of which sleeps in its passes from the seventh step on: it is named at the second figures
-    in which it is slow."""
+    """Of two processes, one of which sleeps in its passes from the ninth step on: it is named at the second figures in
+    which it is slow."""
     (shown, recorded, warned), (nothing, same, silent) = pool.run(watched_while_rank_1_slows_down)
     assert recorded == same == [2, 4, 6, 8, 10, 12]
     assert (nothing, silent) == ([], [])
     assert [figures.step for figures in shown] == recorded
-    assert [sorted(figures.slow) for figures in shown] == [[], [], [], [], ["rank 1"], ["rank 1"]]
+    assert [sorted(figures.slow) for figures in shown] == [[], [], [], [], [], ["rank 1"]]
     assert [text.partition(":")[2].partition(":")[0] for text in warned] == [" rank 1 became slow"]
     last = shown[-1]
     assert "slowest rank 1" in str(last)
-    assert last.busy["rank 1"] > 4 * 0.02 > last.busy["rank 0"]
-    assert last.seconds > 4 * 0.02
+    assert last.busy["rank 1"] > 4 * 0.12 > last.busy["rank 0"]
+    assert last.seconds > 4 * 0.12
     assert min(last.memory.values()) > 2**20
     assert last.bubble < 0.5
 
