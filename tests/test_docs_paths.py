@@ -92,3 +92,18 @@ def test_tests_exist(document: Path) -> None:
     named = TEST.findall(document.read_text(encoding="utf-8"))
     assert not [each for each in named if f"\ndef {each[1]}(" not in (ROOT / each[0]).read_text(encoding="utf-8")]
     assert named or document.name != "faq.md"
+
+
+QUESTIONS = re.split(r"^## ", (ROOT / "docs" / "faq.md").read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+
+
+@pytest.mark.parametrize("text", QUESTIONS, ids=lambda text: text.partition("\n")[0])
+def test_every_question_has_a_page_and_a_test(text: str) -> None:
+    """And a thread that asks it; `test_tests_exist` and `test_links_lead_somewhere` look them up."""
+    assert TEST.search(text)
+    assert LINK.search(text)
+    assert "\nAsked in [" in text
+
+
+def test_ten_questions_are_answered() -> None:
+    assert len(QUESTIONS) >= 10

@@ -193,17 +193,20 @@ class HeldModel:
         found = {**self._compiled.parameters, **self._parts.parameters}
         return iter([(name, found[name]) for name in self._own_names()])
 
-    def state_dict(self, full: bool = False) -> dict[str, Any]:
-        """Eager's state dict: this process's share, or with `full=True` all of it, on every rank.
+    def state_dict(self, full: bool = False, frozen: bool = True) -> dict[str, Any]:
+        """Eager's state dict: this process's share, or with `full=True` all of it, on every rank; `frozen=False` then
+        leaves out what is not trained, such as the base of adapters.
 
         Of an output layer sharded over several processes the share is a DTensor of this process's rows.
         """
         self._require_values()
+        if not (full or frozen):
+            raise PipelineError("state_dict(frozen=False) is for the whole model: pass full=True as well.")
         if not full:
             own = share_state(self._model, self._ranks, self.program, self._compiled.shards)
             return self._parts.shown(own, self.program.model.names)
         with self._watch.region("state_dict"):
-            return self._parts.shown(dict(self._stream()), self.program.model.names)
+            return self._parts.shown(dict(self._stream(frozen)), self.program.model.names)
 
     def stream_state_dict(self) -> Iterator[tuple[str, Any]]:
         """The names and whole tensors of eager's state dict, one after the other on every rank: an engine that
@@ -258,9 +261,9 @@ class HeldModel:
                 return name, shown.full_tensor() if is_distributed(shown) else shown
         return None
 
-    def _stream(self) -> Iterator[tuple[str, Any]]:
+    def _stream(self, frozen: bool = True) -> Iterator[tuple[str, Any]]:
         self._optimizers.arrive()
-        return stream_state(self._model, self._ranks, self.program.holders, self._compiled.shards)
+        return stream_state(self._model, self._ranks, self.program.holders, self._compiled.shards, frozen)
 
     def _require_values(self) -> None:
         """Raise before compiling; wait for the values of the last update."""

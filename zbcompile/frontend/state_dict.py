@@ -48,13 +48,17 @@ def gather_rows(ranks: Ranks, shards: VocabularyShards | None, names: Collection
 
 
 def stream_state(
-    model: nn.Module, ranks: Ranks, owners: Owner, shards: VocabularyShards | None
+    model: nn.Module, ranks: Ranks, owners: Owner, shards: VocabularyShards | None, frozen: bool = True
 ) -> Iterator[tuple[str, Any]]:
-    """Eager's whole state dict, tensor by tensor on every rank: each comes from the ranks that own it."""
+    """Eager's whole state dict, tensor by tensor on every rank: each comes from the ranks that own it. Frozen
+    parameters are left out if `frozen` is False."""
     names = first_names(model)
+    left_out = {name for name, each in model.named_parameters() if not (frozen or each.requires_grad)}
     group = None if shards is None else ranks.collective_group()
     for key, value in model.state_dict().items():
         name = names.get(key, key)
+        if name in left_out:
+            continue
         with ranks.watch.position.waiting(key):
             if ranks.group is None:
                 found = value

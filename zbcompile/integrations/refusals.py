@@ -11,6 +11,7 @@ from transformers import Trainer, TrainingArguments
 
 from zbcompile.errors import PipelineError
 from zbcompile.frontend.option_groups import require_known
+from zbcompile.integrations.adapters import has_adapters
 
 # Of TrainingArguments: those that must keep their defaults, and what to do instead.
 ARGUMENTS = {
@@ -71,12 +72,12 @@ def refuse_calls(trainer: Trainer, given: Mapping[str, Any], base: type[Trainer]
         _refuse(f"{type(trainer).__name__}.compute_loss", "pass compute_loss_func=, which becomes part of the graphs")
 
 
-def refuse_model(model: Any) -> None:
-    """Raise PipelineError for what is no model, or one that the trainer could not save."""
+def refuse_model(model: Any, weights: Any) -> None:
+    """Raise PipelineError for what is no model, or one that these weights do not fill."""
     if not isinstance(model, nn.Module):
         raise PipelineError(f"PipelineTrainer: model={model!r}; expected an nn.Module, as from_pretrained returns it.")
-    if hasattr(model, "peft_config"):
-        _refuse("a PEFT model", "train it in a loop of your own with pipe.step")
+    if weights is not None and has_adapters(model):
+        _refuse("weights= of a model with adapters", "load its base with from_pretrained before get_peft_model")
 
 
 def refuse_options(options: Any, weights: Any) -> None:

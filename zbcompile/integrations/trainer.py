@@ -18,6 +18,7 @@ from zbcompile.frontend.grad_scaler import GradScaler
 from zbcompile.frontend.pipeline import Pipeline
 from zbcompile.frontend.pipeline_function import pipeline as make_pipeline
 from zbcompile.integrations.accelerator import PipelineAccelerator
+from zbcompile.integrations.adapters import has_adapters, load_adapters, save_adapters
 from zbcompile.integrations.refusals import (
     refuse_arguments,
     refuse_calls,
@@ -67,7 +68,7 @@ class PipelineTrainer(Trainer):
     ) -> None:
         refuse_calls(self, options, PipelineTrainer)
         refuse_options({} if pipeline is None else pipeline, weights)
-        refuse_model(model)
+        refuse_model(model, weights)
         args = TrainingArguments("tmp_trainer") if args is None else args
         refuse_arguments(args)
         super().__init__(model, args, *more, **options)
@@ -222,7 +223,10 @@ class PipelineTrainer(Trainer):
             super()._save(output_dir, state_dict)
             return
         folder = Path(str(output_dir if output_dir is not None else self.args.output_dir))
-        save_weights(folder, self.pipe)
+        if has_adapters(self.model):
+            save_adapters(folder, self.pipe, bool(self.args.should_save))
+        else:
+            save_weights(folder, self.pipe)
         if self.args.should_save:
             named = self.processing_class or getattr(self.data_collator, "tokenizer", None)
             if named is not None:
@@ -235,7 +239,12 @@ class PipelineTrainer(Trainer):
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        self._pending = {"weights": partial(load_weights, resume_from_checkpoint, self.pipe)}
+        self._pending = {"weights": partial(self._fill, resume_from_checkpoint)}
+
+    def _fill(self, folder: str) -> None:
+        """From what `_save` wrote."""
+        load = load_adapters if has_adapters(self.model) else load_weights
+        load(folder, self.pipe)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -253,7 +262,7 @@ class PipelineTrainer(Trainer):
             self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
 
     def _load_best_model(self) -> None:
-        load_weights(str(self.state.best_model_checkpoint), self.pipe)
+        self._fill(str(self.state.best_model_checkpoint))
 
     def end(self) -> None:
         """As Trainer's; closes the pipeline first."""

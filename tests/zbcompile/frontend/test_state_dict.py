@@ -69,6 +69,15 @@ def test_tied_parameters_stand_under_both_names_where_they_live(pool: Pool) -> N
         assert "head.weight" not in names
 
 
+def test_what_is_frozen_can_be_left_out() -> None:
+    pipe = compiled()
+    for name, parameter in pipe.model.named_parameters():
+        parameter.requires_grad_(name.startswith("norm"))
+    assert set(pipe.state_dict(full=True, frozen=False)) == {"norm.weight", "norm.bias"}
+    with pytest.raises(zbcompile.PipelineError, match=r"frozen=False.*pass full=True"):
+        pipe.state_dict(frozen=False)
+
+
 def load_damaged(damage: str) -> None:
     """Only rank 1's copy of the dict is damaged where there are ranks: the error must still be on both."""
     state = trained_model().state_dict()

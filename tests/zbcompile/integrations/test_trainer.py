@@ -63,6 +63,17 @@ def gpt2(vocabulary: int = 32) -> GPT2LMHeadModel:
     return GPT2LMHeadModel(GPT2Config(**sizes, **off, bos_token_id=0, eos_token_id=0))
 
 
+def adapted(model: GPT2LMHeadModel) -> Any:
+    """With LoRA, of which nothing is zero, and a head of its own that is trained whole."""
+    peft = pytest.importorskip("peft")
+    kind = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, modules_to_save=["lm_head"])
+    found = peft.get_peft_model(model, kind)
+    for name, parameter in found.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.02)
+    return found
+
+
 def arguments(folder: Path | str, **options: Any) -> TrainingArguments:
     usual = {"max_steps": 4, "per_device_train_batch_size": 8, "logging_steps": 1, "learning_rate": 1e-2}
     quiet = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "dataloader_pin_memory": False}
@@ -78,8 +89,11 @@ def trained(
         "eval_dataset": samples(options.pop("evaluated", 20), seed=3),
     }
     given |= {name: options.pop(name) for name in ("compute_loss_func", "callbacks") if name in options}
+    if stage := options.pop("zero", 0):
+        given["optimizer_cls_and_kwargs"] = torch.optim.AdamW, {"lr": 1e-2, "zero": stage}
+    model = adapted(gpt2()) if options.pop("adapters", False) else gpt2()
     made = PipelineTrainer if pipeline else Trainer
-    trainer = made(gpt2(), arguments(folder, **options), **given, **({"pipeline": pipeline} if pipeline else {}))
+    trainer = made(model, arguments(folder, **options), **given, **({"pipeline": pipeline} if pipeline else {}))
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 
@@ -140,14 +154,43 @@ def test_thirty_steps_in_two_processes(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_two_replicas(tmp_path: Path) -> None:
     """Of two ranks each; a replica takes the samples that DistributedDataParallel would give it: together they train on
-    batches of twice the size."""
+    batches of twice the size. The same with an optimizer whose state is sharded over replicas."""
     options = {"data_seed": 7, "evaluated": 16, "gradient_accumulation_steps": 2, "max_steps": 3}
     twice = {"per_device_train_batch_size": 16, "per_device_eval_batch_size": 16}
     plain = trained(tmp_path / "plain", None, **options, **twice)
-    torchrun(tmp_path, [{"name": "two", "replicas": 2, **options}], processes=4)
+    jobs = [{"name": f"zero {stage}", "replicas": 2, "zero": stage, **options} for stage in (0, 1)]
+    torchrun(tmp_path, jobs, processes=4)
+    for job in jobs:
+        two = found_in(tmp_path, job["name"])
+        assert largest_difference(logged(two["log"]), logged(plain.state.log_history)) <= 2e-6, job
+        assert abs(two["eval"] - plain.evaluate()["eval_loss"]) <= 2e-6, job
+
+
+@pytest.mark.slow
+def test_adapters_in_two_processes(tmp_path: Path) -> None:
+    """PEFT: the losses of the plain Trainer, also where it goes on from adapters alone; PEFT reads what was saved."""
+    peft = pytest.importorskip("peft")
+    options = {"adapters": True, "max_steps": 4, "save_strategy": "steps", "save_steps": 2, "save_only_model": True}
+    options |= {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "learning_rate": 1e-3}
+    plain = trained(tmp_path / "plain", None, **options)
+    torchrun(tmp_path, [{"name": "two", **options}])
     two = found_in(tmp_path, "two")
-    assert largest_difference(logged(two["log"]), logged(plain.state.log_history)) <= 2e-6
+    for key in ("loss", "grad_norm", "eval_loss"):
+        theirs = logged(plain.state.log_history, key)
+        assert largest_difference(logged(two["log"], key)[: len(theirs)], theirs) <= 2e-6, key
     assert abs(two["eval"] - plain.evaluate()["eval_loss"]) <= 2e-6
+    names = {file.name for file in (tmp_path / "checkpoint-4").iterdir()}
+    assert {"adapter_model.safetensors", "adapter_config.json"} <= names
+    assert not {"model.safetensors", "model.safetensors.index.json", "pipeline"} & names
+    read = peft.PeftModel.from_pretrained(gpt2(), tmp_path / "checkpoint-4")
+    again = PipelineTrainer(adapted(gpt2()), arguments(tmp_path), eval_dataset=samples(20, seed=3), pipeline=TWO)
+    again._load_from_checkpoint(str(tmp_path / "checkpoint-4"))
+    plain = Trainer(read, arguments(tmp_path), eval_dataset=samples(20, seed=3))
+    assert abs(again.evaluate()["eval_loss"] - plain.evaluate()["eval_loss"]) <= 2e-6
+    own = again.pipe.state_dict(full=True, frozen=False)
+    assert own.keys() == {name for name, each in again.model.named_parameters() if each.requires_grad}
+    with pytest.raises(zbcompile.PipelineError, match=r"weights= of a model with adapters: load its base"):
+        PipelineTrainer(adapted(gpt2()), arguments(tmp_path), pipeline=TWO, weights=tmp_path)
 
 
 @pytest.mark.slow

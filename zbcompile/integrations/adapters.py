@@ -1,0 +1,46 @@
+"""Adapters of PEFT, saved and loaded as PEFT lays them out: without the base model that they belong to."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from zbcompile.distributed.agreement import together
+from zbcompile.errors import PipelineError
+from zbcompile.frontend.pipeline import Pipeline
+
+DEFAULT = "default"  # the adapter whose files lie in the folder itself; others have one of their own
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether `peft.get_peft_model` made it."""
+    return hasattr(model, "peft_config")
+
+
+def save_adapters(folder: Path, pipe: Pipeline, writes: bool) -> None:
+    """`save_pretrained` of a PEFT model, by the process that `writes`; every rank must call it."""
+    model: Any = pipe.model
+    here = {name: value for name, value in model.state_dict().items() if not getattr(value, "is_meta", False)}
+    state = {**here, **pipe.state_dict(full=True, frozen=False)}
+    together(
+        pipe.ranks, f"writing {folder}", lambda: model.save_pretrained(folder, state_dict=state) if writes else None
+    )
+
+
+def load_adapters(folder: str | Path, pipe: Pipeline) -> None:
+    """Fill all adapters of a model from what was saved; every rank must call it."""
+    what = f"loading the adapters in {folder}"
+    with pipe.ranks.watch.region(what):
+        together(pipe.ranks, what, partial(_read, Path(folder), pipe.model))
+    pipe.load_state_dict(pipe.model.state_dict())
+
+
+def _read(folder: Path, model: Any) -> None:
+    from peft.utils import load_peft_weights, set_peft_model_state_dict
+
+    for name in model.peft_config:
+        place = folder if name == DEFAULT else folder / name
+        if not (place / "adapter_config.json").exists():
+            raise PipelineError(f"{place} has no adapter_config.json, which PEFT writes beside the adapter {name!r}.")
+        set_peft_model_state_dict(model, load_peft_weights(str(place), device="cpu"), adapter_name=name)
