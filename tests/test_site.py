@@ -29,7 +29,7 @@ def test_pages_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             ran += 1
         elif mark == "run":
             environment = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PORT": str(free_port())}
-            subprocess.run(["bash", "-euc", text], check=True, timeout=120, env={**os.environ, **environment})
+            subprocess.run(["bash", "-euc", text], check=True, timeout=240, env={**os.environ, **environment})
             ran += 1
     assert ran
 

@@ -78,7 +78,7 @@ def group_called(name: str) -> dist.ProcessGroup:
 
 
 def group_between(stage: Any, source: int, destination: int) -> dist.ProcessGroup | None:
-    """The group in which a PipelineStage sends from one stage to another: 2.14 on may have one for each direction
+    """The group in which a PipelineStage sends from one stage to another: 2.15 on may have one for each direction
     (torch.distributed.config.pipeline_per_edge_p2p)."""
     find = getattr(stage, "_get_p2p_group", None)
     return stage.group if find is None else find(source, destination)  # type: ignore[no-any-return]

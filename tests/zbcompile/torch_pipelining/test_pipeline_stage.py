@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ import zbcompile
 from tests.support.oracle import PROBLEMS, WIDTH
 from tests.support.pool import Pool
 from tests.support.training import Case, Trained, assert_same_tensors, gradients_of, join, pipeline_of, reference
-from zbcompile.torch_pipelining.pipeline_stage import OutputToCome
+from zbcompile.torch_pipelining import pipeline_stage
+from zbcompile.torch_pipelining.pipeline_stage import CompiledPipelineStage, OutputToCome, group_between
 
 STEPS = 2
 
@@ -75,6 +77,30 @@ def test_gradients_are_eagers(given: TorchCase, pool: Pool) -> None:
     for step in range(STEPS):
         assert_same_tensors(ours.gradients[step], theirs.gradients[step], f"gradient in step {step} of")
     assert_same_tensors(ours.state, theirs.state, "state dict:")
+
+
+def driven_over_a_group_for_each_direction(given: TorchCase) -> tuple[Trained, int]:
+    """As `driven_by_torch`, and how many groups beside the pipeline's own its messages took."""
+    taken = {}
+
+    def noted(stage: Any, source: int, destination: int) -> Any:
+        found = group_between(stage, source, destination)
+        taken[id(found)] = found is not stage.group
+        return found
+
+    config: Any = torch.distributed.config
+    with config.patch(pipeline_per_edge_p2p=True), patch.object(pipeline_stage, "group_between", noted):
+        return driven_by_torch(given), sum(taken.values()) if all(taken.values()) else 0
+
+
+@pytest.mark.skipif(
+    not hasattr(CompiledPipelineStage, "_get_p2p_group"), reason="torch 2.15 and later have such groups"
+)
+def test_messages_go_through_the_group_of_their_direction(pool: Pool) -> None:
+    given = TorchCase("ScheduleInterleavedZeroBubble", "interleaved-zb")
+    found, theirs = pool.run(driven_over_a_group_for_each_direction, given), reference(given.case)
+    assert [groups for _, groups in found] == [2, 2]
+    assert_same_tensors(join([trained for trained, _ in found]).gradients[0], theirs.gradients[0], "gradient of")
 
 
 def losses_and_outputs() -> tuple[list[torch.Tensor], list[Any]]:
