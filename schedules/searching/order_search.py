@@ -10,6 +10,7 @@ from zbcompile.schedules.ir.costs import Costs
 from zbcompile.schedules.ir.placement import Placement
 from zbcompile.schedules.ir.schedule import Schedule
 from zbcompile.schedules.searching.annealing import MANY, Annealer, draws_of
+from zbcompile.schedules.searching.justification import Justifier
 from zbcompile.schedules.searching.lower_bound import lower_bound
 from zbcompile.schedules.searching.problem import Problem, Words
 from zbcompile.schedules.searching.question import problems_of
@@ -69,8 +70,10 @@ class Budget:
 
 
 EXACT = 1 + 1e-9  # objectives count as equal up to rounding
-ROUNDS = ((8, 0.25, 1.0), (3, 0.3, 0.7), (1, 0.25, 1.0), (1, 0.2, 0.3))  # orders kept, share of the budget, warmth
-FEW_MOVES = ((3, 0.3, 1.0), (1, 0.7, 0.7))  # the same where a move takes long
+TURNS = ((8, 0.15), (2, 0.2))  # placements whose orders are turned around, share of the budget
+STARTS = 4  # orders of a placement to turn around
+ROUNDS = ((8, 0.15, 1.0), (3, 0.2, 0.7), (1, 0.15, 1.0), (1, 0.15, 0.3))  # orders annealed, share, warmth
+FEW_MOVES = ((3, 0.2, 1.0), (1, 0.45, 0.7))  # the same where a move takes long
 
 
 @dataclass(frozen=True, eq=False)
@@ -219,6 +222,10 @@ class _Hunt:
             for problem in self._open():
                 if (found := dispatched(problem, rule)) is not None:
                     self._take(problem, found)
+        for keep, share in TURNS:
+            problems = list(dict.fromkeys(c.problem for c in self._ranked()))[:keep]
+            for problem in problems:
+                self._justify(problem, share / len(problems))
         largest = max(len(problem.time) for problem in self.problems)
         for keep, share, warmth in ROUNDS if largest <= MANY else FEW_MOVES:
             chosen = self._chosen(keep)
@@ -248,11 +255,28 @@ class _Hunt:
 
     def _chosen(self, count: int) -> list[Candidate]:
         """The best candidates of open problems, each with another order, half of them the best of their placement."""
-        ranked = sorted((c for c in self.pool if c.problem in self._open()), key=lambda c: c.value)
-        distinct = list({(c.value, c.problem): c for c in reversed(ranked)}.values())[::-1]
+        distinct = self._ranked()
         leaders = list({c.problem: c for c in reversed(distinct)}.values())
         leaders.sort(key=lambda c: c.value)
         return list(dict.fromkeys((*leaders[: count // 2], *distinct)))[:count]
+
+    def _ranked(self) -> list[Candidate]:
+        """The candidates of open problems, each with another order, the best first."""
+        open_ = self._open()
+        ranked = sorted((c for c in self.pool if c.problem in open_), key=lambda c: c.value)
+        return list({(c.value, c.problem): c for c in reversed(ranked)}.values())[::-1]
+
+    def _justify(self, problem: Problem, share: float) -> None:
+        starts = [c for c in self._ranked() if c.problem is problem][:STARTS]
+        if not starts:
+            return
+        justifier = Justifier(problem, [c.words for c in starts], starts[0].value, self.seed + self.moves)
+        try:
+            self.moves += justifier.run(self._shown(self.budget.slice(share)), self._target(problem))
+        finally:
+            if justifier.best_words is not None:
+                origin = f"{starts[0].origin}, turned around"
+                self._take(problem, Seed(origin, justifier.best_words))
 
     def _improve(self, candidate: Candidate, share: float, warmth: float) -> None:
         problem = candidate.problem

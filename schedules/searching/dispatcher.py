@@ -1,0 +1,151 @@
+"""Free ranks that take what is most urgent, in either direction of time: priorities become an order within memory."""
+
+from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
+from itertools import pairwise
+from typing import NamedTuple
+
+from zbcompile.schedules.ir.actions import B, F
+from zbcompile.schedules.searching.problem import ROUNDING, Problem, Words
+
+
+class Dispatched(NamedTuple):
+    """By rank the passes as they were begun, when each pass ended, and the objective."""
+
+    words: Words
+    end: list[float]
+    value: float
+
+
+class Direction:
+    """A problem as its ranks meet it: from its begin, or `backward` in time, from its end. Backward, users come before
+    what they wait for, memory that a pass frees is taken, and a rank begins after its offset."""
+
+    def __init__(self, problem: Problem, backward: bool) -> None:
+        self.problem, self.backward = problem, backward
+        ranks, passes = problem.placement.ranks, len(problem.actions)
+        self.after: list[list[tuple[int, float]]] = [[] for _ in problem.waits]
+        for user, waits in enumerate(problem.waits):
+            for made, delay in waits:
+                self.after[made if not backward else user].append((user if not backward else made, delay))
+        self.missing = [0] * len(problem.waits)
+        for users in self.after:
+            for user, _ in users:
+                self.missing[user] += 1
+        self.added = [-size for size in problem.added] if backward else list(problem.added)
+        self.begin: list[float] = list(problem.offset) if backward else [0] * ranks
+        self.offset = [0] * ranks if backward else problem.offset
+        letters: dict[tuple[int, int], list[int]] = {}
+        for n in range(passes)[:: -1 if backward else 1]:
+            letters.setdefault((problem.rank[n], problem.letter[n]), []).append(n)
+        self.heads = [[ns[0] for (rank, _), ns in sorted(letters.items()) if rank == r] for r in range(ranks)]
+        self.following = [-1] * passes
+        for ns in letters.values():
+            for n, other in pairwise(ns):
+                self.following[n] = other
+
+    def dispatch(self, priority: Sequence[float], patience: float) -> Dispatched | None:
+        """Every rank runs, of what it may begin soon, the pass of least priority. It waits for one that arrives up to
+        `patience` times the time in which the first of the others could end. None if memory leads nowhere."""
+        return _Run(self, priority, patience).result()
+
+
+class _Memory:
+    """What ranks hold. A pass starts only if the oldest microbatch can still be finished on its rank, which therefore
+    always proceeds (the banker's algorithm)."""
+
+    def __init__(self, way: Direction) -> None:
+        problem = way.problem
+        ranks, microbatches = problem.placement.ranks, problem.microbatches
+        self.added, self.step = way.added, -1 if way.backward else 1
+        self.limit = [limit * ROUNDING for limit in problem.limits or ()]
+        self.held: list[float] = [0] * ranks
+        self.owed: list[list[float]] = [[0] * microbatches for _ in range(ranks)]
+        self.open = [[0] * microbatches for _ in range(ranks)]  # passes that free it, not yet run
+        self.oldest = [microbatches - 1 if way.backward else 0] * ranks
+        self.microbatch = [m for _, _, m in problem.actions]
+        self.frees = [op == (F if way.backward else B) for op, _, _ in problem.actions]
+        for n, (rank, added) in enumerate(zip(problem.rank, way.added, strict=True)):
+            self.owed[rank][self.microbatch[n]] += max(added, 0)
+            self.open[rank][self.microbatch[n]] += self.frees[n]
+
+    def admits(self, n: int, rank: int) -> bool:
+        held, limit, oldest = self.held[rank] + self.added[n], self.limit[rank], self.oldest[rank]
+        return held <= limit and (self.microbatch[n] == oldest or held + self.owed[rank][oldest] <= limit)
+
+    def take(self, n: int, rank: int) -> None:
+        m, added, open_ = self.microbatch[n], self.added[n], self.open[rank]
+        self.held[rank] += added
+        self.owed[rank][m] -= max(added, 0)
+        open_[m] -= self.frees[n]
+        while not open_[self.oldest[rank]] and 0 <= self.oldest[rank] + self.step < len(open_):
+            self.oldest[rank] += self.step
+
+
+class _Run:
+    def __init__(self, way: Direction, priority: Sequence[float], patience: float) -> None:
+        self.way, self.priority, self.patience = way, priority, patience
+        self.time, self.rank = way.problem.time, way.problem.rank
+        self.missing, self.heads = way.missing[:], [heads[:] for heads in way.heads]
+        self.arrival: list[float] = [0] * len(self.missing)
+        self.end: list[float] = [0] * len(self.missing)
+        self.free = way.begin[:]
+        self.memory = _Memory(way) if way.problem.limits else None
+        self.wakes = [(time, rank) for rank, time in enumerate(self.free)]
+        heapify(self.wakes)
+
+    def result(self) -> Dispatched | None:
+        words: Words = [[] for _ in self.free]
+        wakes, free, priority = self.wakes, self.free, self.priority
+        while wakes:
+            now, rank = heappop(wakes)
+            if free[rank] > now:
+                continue
+            choice = self._choice(now, rank, priority)
+            if choice is None:
+                continue
+            begin, n, place = choice
+            if begin > now:
+                heappush(wakes, (begin, rank))
+                continue
+            words[rank].append(n)
+            self._start(now, rank, n, place)
+        if sum(map(len, words)) < len(self.time):
+            return None
+        return Dispatched(words, self.end, max(map(sum, zip(free, self.way.offset, strict=True))))
+
+    def _choice(self, now: float, rank: int, priority: Sequence[float]) -> tuple[float, int, int] | None:
+        """When to begin which head of the rank."""
+        time, missing, arrival, memory, added = self.time, self.missing, self.arrival, self.memory, self.way.added
+        known: list[tuple[float, float, int, int]] = []
+        first = ended = 0.0
+        for place, n in enumerate(self.heads[rank]):
+            if n < 0 or missing[n] or (memory and added[n] > 0 and not memory.admits(n, rank)):
+                continue
+            begin = arrival[n] if arrival[n] > now else now
+            if not known or begin < first:
+                first = begin
+            if not known or begin + time[n] < ended:
+                ended = begin + time[n]
+            known.append((priority[n], begin, n, place))
+        latest = first + self.patience * (ended - first)
+        return min((each for each in known if each[1] <= latest), default=(None,))[1:] or None
+
+    def _start(self, now: float, rank: int, n: int, place: int) -> None:
+        self.heads[rank][place] = self.way.following[n]
+        self.free[rank] = self.end[n] = ended = now + self.time[n]
+        if self.memory:
+            self.memory.take(n, rank)
+        heappush(self.wakes, (ended, rank))
+        done = [(n, ended)]
+        for made, end in done:
+            for user, delay in self.way.after[made]:
+                arrival = end + delay
+                if arrival > self.arrival[user]:
+                    self.arrival[user] = arrival
+                self.missing[user] -= 1
+                if not self.missing[user]:
+                    if user >= len(self.time):
+                        done.append((user, self.arrival[user]))
+                    elif self.rank[user] != rank and self.free[self.rank[user]] <= self.arrival[user]:
+                        heappush(self.wakes, (max(now, self.free[self.rank[user]]), self.rank[user]))
