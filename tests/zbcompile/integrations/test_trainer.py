@@ -7,16 +7,21 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import zbcompile
+from tests.support.pool import Pool
 from tests.support.training import assert_same_tensors
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+from accelerate.state import AcceleratorState
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 from zbcompile.integrations import PipelineTrainer
@@ -28,14 +33,10 @@ SCRIPT = """
 import json, sys, torch
 torch.set_num_threads(1)
 from tests.zbcompile.integrations.test_trainer import trained, TWO
-from torch.distributed.device_mesh import init_device_mesh
 
 folder, jobs = sys.argv[1], json.loads(sys.argv[2])
 for job in jobs:
     options = {"schedule": "zb-v", "microbatches": 4}
-    if job.pop("replicas", 1) > 1:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
-        options["mesh"] = mesh
     name, resume = job.pop("name"), job.pop("resume", None)
     trainer = trained(folder, options, resume=resume and f"{folder}/{resume}", **job)
     with open(f"{folder}/{name}-{trainer.args.process_index}.json", "w") as file:
@@ -107,8 +108,8 @@ def largest_difference(one: list[float], other: list[float]) -> float:
     return max(abs(a - b) for a, b in zip(one, other, strict=True))
 
 
-def torchrun(folder: Path, jobs: list[dict[str, Any]], processes: int = 2) -> None:
-    """Run the jobs, one after the other."""
+def torchrun(folder: Path, jobs: list[dict[str, Any]]) -> None:
+    """Run the jobs, one after the other, in two processes."""
     script = folder / "script.py"
     script.write_text(SCRIPT)
     command = [
@@ -116,7 +117,7 @@ def torchrun(folder: Path, jobs: list[dict[str, Any]], processes: int = 2) -> No
         "-m",
         "torch.distributed.run",
         "--standalone",
-        f"--nproc-per-node={processes}",
+        "--nproc-per-node=2",
         str(script),
     ]
     paths = f"{ROOT}{os.pathsep}{ROOT / 'examples'}"
@@ -151,34 +152,48 @@ def test_thirty_steps_in_two_processes(tmp_path: Path) -> None:
     assert abs(plain.evaluate()["eval_loss"] - whole["eval"]) <= 1e-6
 
 
+def on_a_rank(folder: str, options: dict[str, Any]) -> tuple[list[dict[str, Any]], float]:
+    """A process's log and the loss of its evaluation; Accelerate finds the processes as torchrun's. Four of them are
+    two replicas."""
+    rank, world = str(dist.get_rank()), str(dist.get_world_size())
+    pipeline: dict[str, Any] = {"schedule": "zb-v", "microbatches": 4}
+    if world == "4":
+        pipeline["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    with patch.dict(os.environ, RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world):
+        trainer = trained(folder, pipeline, **options)
+        found = trainer.state.log_history, trainer.evaluate()["eval_loss"]
+        trainer.pipe.close()
+        AcceleratorState._reset_state(reset_partial_state=True)
+    return found
+
+
 @pytest.mark.slow
-def test_two_replicas(tmp_path: Path) -> None:
+def test_two_replicas(tmp_path: Path, pool: Pool) -> None:
     """Of two ranks each; a replica takes the samples that DistributedDataParallel would give it: together they train on
     batches of twice the size. The same with an optimizer whose state is sharded over replicas."""
     options = {"data_seed": 7, "evaluated": 16, "gradient_accumulation_steps": 2, "max_steps": 3}
     twice = {"per_device_train_batch_size": 16, "per_device_eval_batch_size": 16}
     plain = trained(tmp_path / "plain", None, **options, **twice)
-    jobs = [{"name": f"zero {stage}", "replicas": 2, "zero": stage, **options} for stage in (0, 1)]
-    torchrun(tmp_path, jobs, processes=4)
-    for job in jobs:
-        two = found_in(tmp_path, job["name"])
-        assert largest_difference(logged(two["log"]), logged(plain.state.log_history)) <= 2e-6, job
-        assert abs(two["eval"] - plain.evaluate()["eval_loss"]) <= 2e-6, job
+    wanted = plain.evaluate()["eval_loss"]
+    for stage in (0, 1):
+        for log, evaluated in pool.run(on_a_rank, str(tmp_path), {"zero": stage, **options}, ranks=4, timeout=240):
+            assert largest_difference(logged(log), logged(plain.state.log_history)) <= 2e-6, stage
+            assert abs(evaluated - wanted) <= 2e-6, stage
 
 
 @pytest.mark.slow
-def test_adapters_in_two_processes(tmp_path: Path) -> None:
+def test_adapters_in_two_processes(tmp_path: Path, pool: Pool) -> None:
     """PEFT: the losses of the plain Trainer, also where it goes on from adapters alone; PEFT reads what was saved."""
     peft = pytest.importorskip("peft")
     options = {"adapters": True, "max_steps": 4, "save_strategy": "steps", "save_steps": 2, "save_only_model": True}
     options |= {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "learning_rate": 1e-3}
     plain = trained(tmp_path / "plain", None, **options)
-    torchrun(tmp_path, [{"name": "two", **options}])
-    two = found_in(tmp_path, "two")
-    for key in ("loss", "grad_norm", "eval_loss"):
-        theirs = logged(plain.state.log_history, key)
-        assert largest_difference(logged(two["log"], key)[: len(theirs)], theirs) <= 2e-6, key
-    assert abs(two["eval"] - plain.evaluate()["eval_loss"]) <= 2e-6
+    wanted = plain.evaluate()["eval_loss"]
+    for log, evaluated in pool.run(on_a_rank, str(tmp_path), options, timeout=240):
+        for key in ("loss", "grad_norm", "eval_loss"):
+            theirs = logged(plain.state.log_history, key)
+            assert largest_difference(logged(log, key)[: len(theirs)], theirs) <= 2e-6, key
+        assert abs(evaluated - wanted) <= 2e-6
     names = {file.name for file in (tmp_path / "checkpoint-4").iterdir()}
     assert {"adapter_model.safetensors", "adapter_config.json"} <= names
     assert not {"model.safetensors", "model.safetensors.index.json", "pipeline"} & names
@@ -336,6 +351,6 @@ def other_batches() -> str:
     return str(caught.value)
 
 
-def test_other_batches_on_other_ranks_are_refused(pool: Any) -> None:
+def test_other_batches_on_other_ranks_are_refused(pool: Pool) -> None:
     for text in pool.run(other_batches):
         assert text.startswith("labels of this batch differs between rank 0 and rank 1 of the pipeline")
