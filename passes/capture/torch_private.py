@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch._C import DispatchKey  # 2.11-2.13: which of an operator's kernels is meant
 from torch._export import utils as _export_utils  # 2.11-2.13: see `quick_decompositions`
-from torch._inductor import config as inductor_config  # 2.11-2.13: documented as torch._inductor.config
 from torch.fx import Graph
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv  # 2.11-2.13: see `release_caches`
@@ -42,6 +41,10 @@ def eagers_kernels() -> Iterator[None]:
     Random numbers that nothing needs are drawn in eager too; torch.export forgets them unless inductor's fallback to
     eager's random numbers is asked for (2.11-2.13: `Graph.eliminate_dead_code` looks there).
     """
+    # 2.11-2.13: documented as torch._inductor.config. Here, as torch._dynamo comes with it: half of what importing
+    # zbcompile would take.
+    from torch._inductor import config as inductor_config
+
     kept = [(operator, dict(operator.py_kernels)) for operator in _rewritten()]
     try:
         for operator, _ in kept:
