@@ -12,7 +12,7 @@ from mkdocs.structure.files import File, Files
 import zbcompile
 from zbcompile import schedules
 from zbcompile.schedules.__main__ import main as schedules_command
-from zbcompile.schedules.generators.registry import FAMILIES, Family
+from zbcompile.schedules.generators.registry import Family, find
 
 RANKS, MICROBATCHES = 4, 8  # of the pictures
 WHEN = {
@@ -48,7 +48,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """List the schedules under their own page."""
-    pages = [{family.name: f"schedules/{family.name}.md"} for family in FAMILIES]
+    pages = [{name: f"schedules/{name}.md"} for name in schedules.names()]
     for entry in config.nav or []:
         if "Schedules" in entry:
             entry["Schedules"] += pages
@@ -57,7 +57,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 def schedule_pages() -> Iterator[tuple[str, str]]:
     """By path: the page of every schedule, and its picture."""
-    for family in FAMILIES:
+    for family in map(find, schedules.names()):
         count = schedules.smallest_microbatches(family.name, RANKS, MICROBATCHES)
         schedule = schedules.build(family.name, RANKS, count)
         timeline = schedules.simulate(schedule, schedules.Costs.uniform(schedule.stages))
@@ -67,13 +67,13 @@ def schedule_pages() -> Iterator[tuple[str, str]]:
 
 def _page(family: Family, count: int, figures: str) -> Iterator[str]:
     yield f"# {family.name}"
-    yield WHEN[family.name]
+    yield f"**When to use it.** {WHEN[family.name]}"
     yield f"![{family.name} on {RANKS} ranks, {count} microbatches]({family.name}.svg)"
     yield f"```\n{figures}\n```"
     yield f'`schedule="{family.name}"` takes {family.rule.text}; placement {family.placement}.'
     if family.generate is not None:
         yield "## The rule\n\n" + _as_markdown(inspect.getdoc(family.generate) or "")
-    yield f"## Closed form\n\n```\n{_formula(family.name)}\n```"
+    yield f"## Closed form\n\n{_formula(family.name)}"
 
 
 def _as_markdown(text: str) -> str:
@@ -82,10 +82,17 @@ def _as_markdown(text: str) -> str:
 
 
 def _formula(name: str) -> str:
-    """What the command line prints."""
+    """What the command line prints; where an order is searched, what none can be shorter than."""
+    if name == "auto":
+        costs = schedules.Costs.uniform(2 * RANKS)
+        bounds = [schedules.bound(costs, RANKS, MICROBATCHES, placement) for placement in ("looped:2", "v")]
+        return (
+            "A searched order has none. No order of the picture's passes is shorter than "
+            f"{min(bounds):g} (`schedules.bound`)."
+        )
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         schedules_command(["formula", name])
-    return printed.getvalue().strip()
+    return f"```\n{printed.getvalue().strip()}\n```"
 
 
 def reference() -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.fault_cells import free_port
+from zbcompile.schedules import names
 
 ROOT = Path(__file__).parent.parent
 PAGES = (ROOT / "docs" / "index.md", *sorted((ROOT / "docs" / "tutorials").glob("*.md")))
@@ -43,4 +44,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert (built.returncode, built.stdout + built.stderr) == (0, "")
     pages = (tmp_path / "reference.html").read_text(encoding="utf-8")
     assert 'id="zbcompile.pipeline"' in pages
+    for name in names():
+        page = (tmp_path / "schedules" / f"{name}.html").read_text(encoding="utf-8")
+        assert all(part in page for part in (f'src="{name}.svg"', 'id="closed-form"', "When to use it"))
     assert not re.search(r'<(?:script|link|img)[^>]*(?:src|href)="https?:', pages), "a page fetches from elsewhere"
