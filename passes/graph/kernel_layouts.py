@@ -29,6 +29,7 @@ CONTIGUOUS = frozenset(
     {
         *(aten.pow.Scalar, aten.isin.Tensor_Scalar, aten.log_sigmoid_forward.default),
         *(aten.normal.float_Tensor, aten.poisson.default),
+        aten.rrelu_with_noise.default,
         *(aten.mse_loss_backward.default, aten.smooth_l1_loss_backward.default, aten.huber_loss_backward.default),
         LOG_SOFTMAX_BACKWARD,
     }

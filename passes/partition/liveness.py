@@ -11,6 +11,7 @@ from zbcompile.passes.graph.fx import is_getitem, is_random
 from zbcompile.passes.graph.process_groups import is_collective, is_under_way
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.graph.storage import is_view, storage_bytes, tensors_of
+from zbcompile.passes.graph.uses import count_uses
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,8 @@ def draw_line(canonical: Canonical) -> Line:
 
 
 def replicable(canonical: Canonical, flops: Mapping[Node, int]) -> set[Node]:
-    """Nodes that every stage can compute for itself: made from inputs and constants, or views of a parameter.
+    """Nodes that every stage can compute for itself: made from inputs and constants, or views of a parameter that are
+    used once. Eager adds the gradients of a view's uses, and then what it is a view of gets the sum.
 
     Position ids, masks, rotary tables and casts of a mask then cross no boundary. Nothing with a contraction, nothing
     random, no collective and nothing that a gradient must be summed through is ever computed twice.
@@ -65,7 +67,7 @@ def replicable(canonical: Canonical, flops: Mapping[Node, int]) -> set[Node]:
 def _is_cheap(node: Node, flops: Mapping[Node, int]) -> bool:
     if is_random(node) or is_collective(node) or flops.get(node, 0):
         return False
-    return not node.meta["differentiable"] or is_view(node)
+    return not node.meta["differentiable"] or (is_view(node) and count_uses(node) <= 1)
 
 
 def _live_after(nodes: list[Node], to_the_end: list[Node]) -> list[tuple[Node, ...]]:

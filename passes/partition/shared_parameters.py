@@ -4,9 +4,9 @@ from collections.abc import Set
 from dataclasses import replace
 
 from torch.fx import Graph, Node
-from torch.fx.node import map_arg
 
 from zbcompile.passes.errors import CompileError
+from zbcompile.passes.graph.uses import count_uses
 from zbcompile.passes.partition.stage_graphs import Stage
 from zbcompile.passes.torch_private import LazyGraphModule
 
@@ -63,20 +63,3 @@ def refuse_mutation_of_copies(stages: tuple[Stage, ...]) -> None:
             "each of which would change its own buffer from half of the microbatches. Use dualpipe-v, which has the "
             "same overlap with one copy."
         )
-
-
-def count_uses(node: Node) -> int:
-    """How many reads of a parameter a gradient flows through."""
-    return sum(_flat(user).count(node) for user in node.users if is_use(user))
-
-
-def is_use(user: Node) -> bool:
-    """Whether a gradient flows back through an operation to what it reads."""
-    return user.op == "call_function" and bool(user.meta.get("differentiable"))
-
-
-def _flat(user: Node) -> list[Node]:
-    """The nodes that an operation reads, each as often as it is read."""
-    read: list[Node] = []
-    map_arg((user.args, user.kwargs), read.append)
-    return read

@@ -20,7 +20,8 @@ from zbcompile.passes.graph.kernel_layouts import kernels_layouts
 from zbcompile.passes.graph.process_groups import rename_groups
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.graph.strides import boundary_like
-from zbcompile.passes.partition.shared_parameters import SEPARATE_USES, is_use
+from zbcompile.passes.graph.uses import is_use
+from zbcompile.passes.partition.shared_parameters import SEPARATE_USES
 from zbcompile.passes.partition.stage_graphs import Stage
 from zbcompile.passes.split.backward_locations import MarkingInterpreter, described_backward
 from zbcompile.passes.split.in_place import calculate_alike, in_place_operation, replace_writes_into_fresh
