@@ -339,7 +339,9 @@ def fake_of(value: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> 
 
 def storage_key(value: torch.Tensor) -> int:
     """A key shared by tensors, also fake ones, that alias one storage (2.11-2.13: a fake storage has no data
-    pointer)."""
+    pointer); under vmap, that of the whole batch."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(value):
+        value = torch._C._functorch.get_unwrapped(value)
     return value.untyped_storage()._cdata
 
 

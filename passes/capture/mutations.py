@@ -25,6 +25,7 @@ from zbcompile.passes.torch_private import (
     HigherOrderOperator,
     history_of,
     is_in_place,
+    is_part_of_vmap,
     pytree,
     storage_key,
     written_arguments,
@@ -170,10 +171,16 @@ class _AsEager(Interpreter):
 
 
 def _needed(graph: Graph) -> set[Node]:
-    """What results and writes depend on. A number that is only asserted, or logged, has no value yet."""
+    """What results and writes depend on, and where a vmap begins and ends. A number that is only asserted, or logged,
+    has no value yet."""
     needed: set[Node] = set()
     for node in reversed(graph.nodes):
         writes = is_in_place(node.target) or isinstance(node.target, HigherOrderOperator)
-        if writes or node.op in ("placeholder", "output") or not needed.isdisjoint(node.users):
+        if (
+            writes
+            or is_part_of_vmap(node.target)
+            or node.op in ("placeholder", "output")
+            or not needed.isdisjoint(node.users)
+        ):
             needed.add(node)
     return needed

@@ -116,7 +116,9 @@ def _difference(found: Step, expected: Step) -> tuple[float, str] | None:
 
 
 def _differences(found: Step, expected: Step) -> Iterator[tuple[float, str]]:
-    sizes = {name: float(each.abs().max()) for name, each in expected.items() if each is not None and each.numel()}
+    sizes = {
+        name: float(each.double().abs().max()) for name, each in expected.items() if each is not None and each.numel()
+    }
     noise = 1e-6 * max(sizes.values())
     for name in found.keys() | expected.keys():
         ours, theirs = found.get(name), expected.get(name)

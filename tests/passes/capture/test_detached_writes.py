@@ -48,7 +48,17 @@ class Overwrites(Writes):
         return torch.tanh(h * turned.mean(0)[:, None] + lost + listed + square @ x)
 
 
-@pytest.mark.parametrize("model", [Writes, Overwrites])
+class Mapped(Writes):
+    """A mask made under vmap, as transformers makes some, beside a write into what was detached."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, rows = torch.ones((), dtype=torch.bool), torch.arange(8)
+        mask = torch.vmap(lambda i: torch.vmap(lambda j: (i >= j) & i.new_ones((), dtype=one.dtype))(rows))(rows)
+        h = (x @ self.weights[0]).detach().mul_(2) + x @ self.weights[1]
+        return torch.tanh(h @ self.weights[2] @ (self.weights[3] * mask))
+
+
+@pytest.mark.parametrize("model", [Writes, Overwrites, Mapped])
 def test_gradients_around_writes_are_eagers(model: type[nn.Module]) -> None:
     torch.manual_seed(0)
     compiled = compile_middle(model(), torch.randn(4, 8))
