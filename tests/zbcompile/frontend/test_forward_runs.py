@@ -123,6 +123,7 @@ def grads(pipe: zbcompile.Pipeline) -> list[tuple[str, Tensor | None]]:
     return [(name, parameter.grad) for name, parameter in pipe.named_parameters()]
 
 
+@pytest.mark.slow
 def test_alternating_compiles_and_keeps_nothing(pipe: zbcompile.Pipeline, capsys: pytest.CaptureFixture[str]) -> None:
     x, counts = batch_of(8), []
     for i in range(12):

@@ -80,6 +80,7 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:
     same_folder(model, tmp_path)
 
 
+@pytest.mark.slow
 def test_ranks_hold_their_own(pool: Pool, tmp_path: Path) -> None:
     """Of two ranks each has memory for its own share, fills that, and writes it."""
     model = written("mixtral", tmp_path / "theirs")

@@ -40,6 +40,7 @@ def counted_and_predicted(schedule: str, microbatches: int) -> tuple[int, int]:
     return alive.most, memory.peak - memory.parameters - memory.optimizer_state
 
 
+@pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h2", "zb-v"])
 def test_storages_that_live_in_a_step_are_predicted(pool: Pool, schedule: str) -> None:
     """Under zb-v one rank has both stages of a tied parameter, and keeps a sum for each."""
