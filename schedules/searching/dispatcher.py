@@ -52,12 +52,12 @@ class Direction:
 
 class _Memory:
     """What ranks hold. A pass starts only if the oldest microbatch can still be finished on its rank, which therefore
-    always proceeds (the banker's algorithm)."""
+    always proceeds (the banker's algorithm), and if it leaves the memory that more urgent passes of its rank need."""
 
     def __init__(self, way: Direction) -> None:
         problem = way.problem
         ranks, microbatches = problem.placement.ranks, problem.microbatches
-        self.added, self.step = way.added, -1 if way.backward else 1
+        self.added, self.step = [*way.added, 0], -1 if way.backward else 1
         self.limit = [limit * ROUNDING for limit in problem.limits or ()]
         self.held: list[float] = [0] * ranks
         self.owed: list[list[float]] = [[0] * microbatches for _ in range(ranks)]
@@ -69,9 +69,12 @@ class _Memory:
             self.owed[rank][self.microbatch[n]] += max(added, 0)
             self.open[rank][self.microbatch[n]] += self.frees[n]
 
-    def admits(self, n: int, rank: int) -> bool:
-        held, limit, oldest = self.held[rank] + self.added[n], self.limit[rank], self.oldest[rank]
-        return held <= limit and (self.microbatch[n] == oldest or held + self.owed[rank][oldest] <= limit)
+    def admits(self, n: int, rank: int, heads: Sequence[int], priority: Sequence[float]) -> bool:
+        held, limit, oldest, added = self.held[rank] + self.added[n], self.limit[rank], self.oldest[rank], self.added
+        if held > limit or self.microbatch[n] == oldest:
+            return held <= limit
+        urgent = sum([added[other] for other in heads if added[other] > 0 and priority[other] < priority[n]])
+        return held + max(urgent, self.owed[rank][oldest]) <= limit
 
     def take(self, n: int, rank: int) -> None:
         m, added, open_ = self.microbatch[n], self.added[n], self.open[rank]
@@ -120,7 +123,11 @@ class _Run:
         known: list[tuple[float, float, int, int]] = []
         first = ended = 0.0
         for place, n in enumerate(self.heads[rank]):
-            if n < 0 or missing[n] or (memory and added[n] > 0 and not memory.admits(n, rank)):
+            if (
+                n < 0
+                or missing[n]
+                or (memory and added[n] > 0 and not memory.admits(n, rank, self.heads[rank], priority))
+            ):
                 continue
             begin = arrival[n] if arrival[n] > now else now
             if not known or begin < first:

@@ -47,30 +47,37 @@ class Justifier:
         """Go on from the next of the orders; behind the last of them from the best that was found."""
         self.started, self.stale, self.value = number, 0, math.inf
         if number < len(self.starts) or self.best_words is None:
-            self.base = self._begins(self.starts[number % len(self.starts)])
+            words = self.starts[number % len(self.starts)]
         else:
-            self.base = self._begins(self.best_words)
-
-    def _begins(self, words: Words) -> list[float]:
+            words = self.best_words
         clock = Clock(Order(self.problem, words), *draws_of(self.problem, None)[0])
-        return [end - time for end, time in zip(clock.end, clock.time, strict=True)]
+        self.begin, self.end = self._begins(clock.end), clock.end
+
+    def _begins(self, end: Sequence[float]) -> list[float]:
+        return [end - time for end, time in zip(end, self.problem.time, strict=False)]
 
     def _turn(self) -> None:
         choice, noise = self.generator.choice, self.generator.random
         reach = choice(NOISE) * self.unit
-        priority = [begin + reach * noise() for begin in self.base] if reach else self.base
+        forward = choice((False, True))
+        priority = self.begin if forward else [-end for end in self.end]
         self.stale += 1
-        forward = self.forward.dispatch(priority, choice(PATIENCE))
-        if forward is None:
-            return
-        backward = self.backward.dispatch([-end for end in forward.end], choice(PATIENCE))
-        self._keep(forward, forward.words)
-        if backward is not None:
-            self._keep(backward, [word[::-1] for word in backward.words])
-            value = min(forward.value, backward.value)
-            if value <= self.value + self.generator.expovariate(1) * FORGIVEN * self.unit:
-                self.value, self.base = value, [-end for end in backward.end]
+        found = self._dispatched(forward, [each + reach * noise() for each in priority] if reach else priority)
+        again = found and self._dispatched(not forward, [-end for end in found.end])
+        for each, ahead in ((found, forward), (again, not forward)):
+            if each and each.value <= self.value + self.generator.expovariate(1) * FORGIVEN * self.unit:
+                self._go_on_from(each, ahead)
 
-    def _keep(self, found: Dispatched, words: Words) -> None:
-        if found.value < self.best:
-            self.best, self.best_words, self.stale = found.value, words, 0
+    def _dispatched(self, forward: bool, priority: Sequence[float]) -> Dispatched | None:
+        way = self.forward if forward else self.backward
+        found = way.dispatch(priority, self.generator.choice(PATIENCE))
+        if found and found.value < self.best:
+            self.best, self.stale = found.value, 0
+            self.best_words = found.words if forward else [word[::-1] for word in found.words]
+        return found
+
+    def _go_on_from(self, found: Dispatched, forward: bool) -> None:
+        self.value, begin = found.value, self._begins(found.end)
+        self.begin, self.end = begin, found.end
+        if not forward:  # its ends are begins
+            self.begin, self.end = ([found.value - time for time in times] for times in (found.end, begin))
