@@ -1,12 +1,19 @@
 """The loop by Accelerate beside the plain one, on the same model and data."""
 
+import os
+from unittest.mock import patch
+
 import pytest
 import torch
+import torch.distributed as dist
+
+from tests.support.pool import Pool
 
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.utils import set_seed
 
 from accelerate_loop import BATCH, loader, tiny_model, train
@@ -41,3 +48,19 @@ def test_the_losses_of_the_plain_loop() -> None:
     expected, found = plain(), train(ranks=2, updates=UPDATES, accumulate=ACCUMULATE)
     assert len(found) == UPDATES * ACCUMULATE
     assert found == pytest.approx(expected, abs=2e-6)
+
+
+def on_a_rank() -> list[float]:
+    """Accelerate finds the processes as torchrun's."""
+    rank, world = str(dist.get_rank()), str(dist.get_world_size())
+    with patch.dict(os.environ, RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world):
+        found = train(ranks=None, updates=UPDATES, accumulate=ACCUMULATE)
+        AcceleratorState._reset_state(reset_partial_state=True)
+    return found
+
+
+@pytest.mark.slow
+def test_the_losses_of_the_plain_loop_in_two_processes(pool: Pool) -> None:
+    expected = plain()
+    for found in pool.run(on_a_rank, timeout=240):
+        assert found == pytest.approx(expected, abs=2e-6)

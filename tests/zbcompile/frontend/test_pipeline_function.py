@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 import zbcompile
 from tests.support.oracle import MLP, WIDTH
+from zbcompile.torch_private import TRIED, warn_of_untried
 
 X, GOAL = torch.linspace(-1, 1, 8 * WIDTH).view(8, WIDTH), torch.zeros(8, WIDTH)
 
@@ -77,3 +78,10 @@ def test_model_itself_is_trained() -> None:
     model = MLP()
     pipe = zbcompile.pipeline(model, schedule="1f1b", microbatches=4, ranks=2, loss=F.mse_loss).compile(X, target=GOAL)
     assert [id(p) for p in pipe.parameters()] == [id(p) for p in model.parameters()]
+
+
+def test_an_untried_torch_warns_once() -> None:
+    """Installing never changes the torch that is there, so this is where a new one is noticed."""
+    with pytest.warns(UserWarning, match=r"tried with torch 2\.11.*, not with 9\.9\.1") as caught:
+        list(map(warn_of_untried, ("9.9.1", *(f"{release}.0+cpu" for release in TRIED), "9.9.1")))
+    assert len(caught) == 1
