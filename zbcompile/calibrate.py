@@ -19,7 +19,7 @@ from zbcompile.distributed.link_speed import Pair, measure_pairs
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.passes.hardware.hardware import Connection, Hardware
-from zbcompile.prediction.calibration import measure_machine
+from zbcompile.prediction.calibration import ELEMENTS, ROUNDS, Bench, measure_machine
 from zbcompile.safe_files import write_whole
 
 EXAMPLES = """examples:
@@ -45,19 +45,20 @@ def _run(chosen: argparse.Namespace) -> None:
         raise PipelineError(f"--output {chosen.output}: there is no directory {chosen.output.parent}")
     torch.set_num_threads(chosen.threads)
     with ranks_for("measuring the machine", _device, chosen.timeout) as ranks:
-        _measure(ranks, chosen.output)
+        _measure(ranks, chosen.output, chosen.quick)
 
 
 def _device() -> torch.device:
     return torch.device(torch.accelerator.current_accelerator() or "cpu")
 
 
-def _measure(ranks: Ranks, file: Path) -> None:
+def _measure(ranks: Ranks, file: Path, quick: bool) -> None:
     """One rank measures its machine while the others stand still, then all of them their connections."""
     found: list[Hardware] = []
 
     def measure() -> str:
-        found.append(measure_machine(_device(), announcer()))
+        bench = Bench(_device(), 0.0, ELEMENTS[:-1]) if quick else Bench(_device())
+        found.append(measure_machine(bench, 1 if quick else ROUNDS, announcer()))
         return found[0].name
 
     from_first(ranks, "measuring the machine", measure)
@@ -104,6 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--output", metavar="FILE.toml", type=Path, required=True, help="where to write the profile")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="torch's threads on a CPU (default: 1)")
+    parser.add_argument("--quick", action="store_true", help="a few runs of each kernel, in seconds: rough figures")
     parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="wait for ranks (default: 600)")
     parser.add_argument("--debug", action="store_true", help="show tracebacks of errors")
     return parser

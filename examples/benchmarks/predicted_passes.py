@@ -1,22 +1,33 @@
-"""How far predicted passes are from measured ones on this machine.
+"""How far predicted passes, and predicted steps of two processes, are from measured ones on this machine.
 
-    python -m zbcompile.calibrate --output machine.toml
+    torchrun --nproc-per-node 2 -m zbcompile.calibrate --output machine.toml
     python examples/benchmarks/predicted_passes.py machine.toml
     python examples/benchmarks/predicted_passes.py machine.toml resnet --operations
+    python examples/benchmarks/predicted_passes.py machine.toml --step
 
-With `--operations` the time of each kind of operation is shown instead, over all passes, timed inside of the graphs.
-F, B, W and BW of a stage in the middle of a GPT, a Llama, a Mixtral and a ResNet, in float32 on one thread; the fastest
-of some blocks of runs, by the CPU time of the thread, so that a loaded machine does not count.
+F, B, W and BW of two stages of a GPT, a Llama, a Mixtral and a ResNet, in float32 on one thread. All passes take turns,
+and the fastest run of each counts, by the CPU time of the thread: on a loaded machine too that is the pass itself. With
+`--operations` the time of each kind of operation is shown instead, over all passes, timed inside of the graphs.
+
+With `--step` two processes train the same models over gloo. A step is measured from its first start on either rank to
+its last end, by the clock on the wall: only on a machine that does nothing else is that the step itself. The fastest
+and the median of some steps stand beside the simulation of the compiled schedule with predicted passes, and with the
+connection that calibrating under torchrun has measured. The last columns are the work of the busiest rank, predicted
+and as the CPU time of its thread, which a loaded machine disturbs less.
 """
 
 import argparse
 import math
+import os
+import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from tabulate import tabulate
 from torch import nn
 
@@ -28,9 +39,11 @@ from zbcompile.passes.graph.flops import count_flops
 from zbcompile.passes.graph.roofline import node_seconds, seconds_of
 from zbcompile.passes.split.subgraphs import Piece
 from zbcompile.passes.torch_private import FakeTensorMode, boxed
-from zbcompile.prediction.calibration import run_seconds
-from zbcompile.schedules import build
+from zbcompile.prediction.predict import predicted_costs
+from zbcompile.schedules import build, simulate
 
+SCHEDULES = ("1f1b", "zb-h1")  # of --step
+MICROBATCHES = 8
 TEXT: dict[str, Any] = {"vocab_size": 2048, "num_hidden_layers": 2, "hidden_size": 256, "num_attention_heads": 8}
 
 
@@ -71,27 +84,87 @@ def main() -> None:
     parser.add_argument("hardware", metavar="FILE.toml")
     parser.add_argument("names", nargs="*", default=["gpt", "llama", "mixtral", "resnet"])
     parser.add_argument("--operations", action="store_true", help="the operations that differ most")
+    parser.add_argument("--step", action="store_true", help="steps of two processes instead of passes")
+    parser.add_argument("--rounds", type=int, default=20, help="of all passes, or steps (default: %(default)s)")
     chosen = parser.parse_args()
+    if chosen.step and "RANK" not in os.environ:
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        sys.exit(subprocess.run([sys.executable, *launch, __file__, *sys.argv[1:]], check=False).returncode)
     torch.set_num_threads(1)
+    torch.manual_seed(0)
     hardware = zbcompile.Hardware.find(chosen.hardware)
-    rows, errors = [], []
-    for name in chosen.names:
-        model, inputs = globals()[name]()
-        program = compile_example(zbcompile.Example(model, (), inputs), build("zb-h1", 2, 4), Choices()).program
-        if chosen.operations:
-            pieces = [piece for stage in program.stages for piece in stage.pieces.values()]
-            _show_operations(name, pieces, hardware)
-            continue
-        for stage in program.stages:
-            for op, piece in stage.pieces.items():
-                now, then = seconds_of(piece.module, hardware), _measured(piece)
-                errors.append(now / then - 1)
-                rows.append((name, stage.stage, op, f"{1e3 * now:.2f}", f"{1e3 * then:.2f}", f"{errors[-1]:+.1%}"))
-    if chosen.operations:
-        return
-    print(tabulate(rows, ("model", "stage", "pass", "predicted ms", "measured ms", "off by"), disable_numparse=True))
-    sizes = sorted(map(abs, errors))
-    print(f"median {median(sizes):.1%}, largest {sizes[-1]:.1%}")
+    if chosen.step:
+        _steps(chosen.names, hardware, chosen.rounds)
+    elif chosen.operations:
+        for name in chosen.names:
+            _show_operations(name, list(_pieces(name).values()), hardware)
+    else:
+        found = {(name, *key): piece for name in chosen.names for key, piece in _pieces(name).items()}
+        _passes(found, hardware, chosen.rounds)
+
+
+def _pieces(name: str) -> dict[tuple[int, str], Piece]:
+    """By stage and pass."""
+    model, inputs = globals()[name]()
+    program = compile_example(zbcompile.Example(model, (), inputs), build("zb-h1", 2, 4), Choices()).program
+    return {(stage.stage, op): piece for stage in program.stages for op, piece in stage.pieces.items()}
+
+
+def _passes(pieces: dict[tuple[str, int, str], Piece], hardware: zbcompile.Hardware, rounds: int) -> None:
+    runs = {key: (boxed(piece.module), _values(piece)) for key, piece in pieces.items()}
+    measured = dict.fromkeys(runs, math.inf)
+    with torch.no_grad():
+        for _ in range(rounds):
+            for key, (run, values) in runs.items():
+                began = time.thread_time()
+                run(list(values))
+                measured[key] = min(measured[key], time.thread_time() - began)
+    pairs = {key: (seconds_of(piece.module, hardware), measured[key]) for key, piece in pieces.items()}
+    _show(("model", "stage", "pass", "predicted ms", "measured ms", "off by"), pairs)
+
+
+def _values(piece: Piece) -> list[Any]:
+    return [values_like(node) for node in piece.module.graph.find_nodes(op="placeholder")]
+
+
+def _show(head: Sequence[str], pairs: Mapping[Any, tuple[float, ...]]) -> None:
+    """Seconds by what they are of: predicted, measured, others. The error is between the first two."""
+    errors = {key: times[0] / times[1] - 1 for key, times in pairs.items()}
+    rows = [
+        (*key, *(f"{1e3 * t:.2f}" for t in times[:2]), f"{errors[key]:+.1%}", *(f"{1e3 * t:.2f}" for t in times[2:]))
+        for key, times in pairs.items()
+    ]
+    print(tabulate(rows, head, disable_numparse=True))
+    sizes = sorted(map(abs, errors.values()))
+    print(f"median {median(sizes):.1%}, largest {sizes[-1]:.1%}", flush=True)
+
+
+def _steps(names: Sequence[str], hardware: zbcompile.Hardware, rounds: int) -> None:
+    dist.init_process_group("gloo")
+    pairs = {(name, schedule): _step(name, schedule, hardware, rounds) for name in names for schedule in SCHEDULES}
+    if dist.get_rank() == 0:
+        _show(("model", "schedule", "predicted ms", "fastest ms", "off by", "median", "work", "CPU"), pairs)
+    dist.destroy_process_group()
+
+
+def _step(name: str, schedule: str, hardware: zbcompile.Hardware, rounds: int) -> tuple[float, ...]:
+    """A step's seconds: predicted, the fastest measured, the median; the busiest rank's: predicted, of its thread."""
+    model, inputs = globals()[name]()
+    batch = {key: value.repeat(MICROBATCHES, *[1] * (value.ndim - 1)) for key, value in inputs.items()}
+    pipe = zbcompile.pipeline(model, schedule=schedule, microbatches=MICROBATCHES, hardware=hardware)
+    pipe.step(**batch)
+    found = []
+    for _ in range(rounds):
+        dist.barrier()
+        began, idle = time.monotonic(), time.thread_time()
+        pipe.step(**batch)
+        cpu = time.thread_time() - idle
+        span = torch.tensor([-began, time.monotonic(), cpu], dtype=torch.float64)  # one clock for both processes
+        dist.all_reduce(span, dist.ReduceOp.MAX)
+        found.append((float(span[:2].sum()), float(span[2])))
+    predicted = simulate(pipe.program.lowered, predicted_costs(pipe.program))
+    walls, threads = zip(*found, strict=True)
+    return predicted.makespan, min(walls), median(walls), predicted.work, min(threads)
 
 
 class _Timed(torch.fx.Interpreter):
@@ -102,22 +175,24 @@ class _Timed(torch.fx.Interpreter):
         self.seconds: dict[torch.fx.Node, float] = {}
 
     def run_node(self, n: torch.fx.Node) -> Any:
+        self.node = n
+        return super().run_node(n)
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         began = time.thread_time()
-        value = super().run_node(n)
-        self.seconds[n] = min(time.thread_time() - began, self.seconds.get(n, math.inf))
+        value = target(*args, **kwargs)
+        self.seconds[self.node] = min(time.thread_time() - began, self.seconds.get(self.node, math.inf))
         return value
 
 
 def _operations(piece: Piece, hardware: zbcompile.Hardware) -> Iterator[tuple[str, float, float]]:
     """The name of every operation, its predicted and its measured seconds."""
     timed, flops = _Timed(piece), count_flops(piece.module, FakeTensorMode(allow_non_fake_inputs=True))
-    values = [values_like(node) for node in piece.module.graph.find_nodes(op="placeholder")]
     with torch.no_grad():
         for _ in range(15):
-            timed.run(*values)
+            timed.run(*_values(piece))
     for node, seconds in timed.seconds.items():
-        if node.op == "call_function":
-            yield str(node.target), node_seconds(node, flops[node], hardware), seconds
+        yield str(node.target), node_seconds(node, flops[node], hardware), seconds
 
 
 def _show_operations(name: str, pieces: list[Piece], hardware: zbcompile.Hardware) -> None:
@@ -127,13 +202,6 @@ def _show_operations(name: str, pieces: list[Piece], hardware: zbcompile.Hardwar
     sums = [(o, len(f), *(sum(column) for column in zip(*f, strict=True))) for o, f in found.items()]
     sums.sort(key=lambda row: -abs(row[2] - row[3]))
     print(tabulate(sums[:20], (name, "times", "predicted ms", "measured ms"), floatfmt=".2f"))
-
-
-def _measured(piece: Piece) -> float:
-    run = boxed(piece.module)
-    values = [values_like(node) for node in piece.module.graph.find_nodes(op="placeholder")]
-    with torch.no_grad():
-        return run_seconds(lambda: run(list(values)), torch.device("cpu"))
 
 
 if __name__ == "__main__":

@@ -185,7 +185,8 @@ def _bubbles(p: Published, costs: Costs) -> Iterator[tuple[str, ...]]:
     for how, each in (("equal stages", _equal(p, costs)), ("its own stages", costs)):
         for name, then in zip(SCHEDULES, p.bubbles, strict=True):
             now = simulate(build(name, p.ranks, p.microbatches), each).cost_bubble
-            yield f"bubble of {name}, {how}", f"{now:.4f}", f"{then:.4f}", f"{100 * (now - then):+.1f} points"
+            points = round(100 * (now - then), 1) + 0.0  # no "-0.0"
+            yield f"bubble of {name}, {how}", f"{now:.4f}", f"{then:.4f}", f"{points:+.1f} points"
 
 
 def _speedups(p: Published, costs: Costs) -> Iterator[tuple[str, ...]]:

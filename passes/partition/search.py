@@ -186,9 +186,9 @@ def _require_places(search: _Search, limits: Limits) -> None:
     if len(thin) < needed:
         enough = sorted(search.width.values())[needed - 1]
         raise PartitionError(
-            f"boundary_bytes={limits.boundary:g} leaves {len(thin)} of the {len(search.places)} places where the model "
-            f"can be cut, and {needed + 1} stages need {needed}; the smallest that leaves enough is boundary_bytes="
-            f"{enough}. Use that, fewer stages, or a smaller microbatch."
+            f"boundary_bytes={limits.boundary:.15g} leaves {len(thin)} of the {len(search.places)} places where the "
+            f"model can be cut, and {needed + 1} stages need {needed}; the smallest that leaves enough is "
+            f"boundary_bytes={enough}. Use that, fewer stages, or a smaller microbatch."
         )
 
 
@@ -201,8 +201,8 @@ def _too_little_memory(search: _Search, edges: list[int], limits: Limits) -> str
         middle = (low + high) / 2
         low, high = (low, middle) if _possible(search, edges, limits, middle) else (middle, high)
     return (
-        f"memory={limits.memory:g} bytes per rank is too small: even with the best cuts, the rank with the highest "
-        f"peak holds {high:.4g} bytes (parameters, gradients, optimizer state, and activations in flight; without "
+        f"memory={limits.memory:.15g} bytes per rank is too small: even with the best cuts, the rank with the highest "
+        f"peak holds {high:,.0f} bytes (parameters, gradients, optimizer state, and activations in flight; without "
         "recomputation). Use more ranks, a smaller microbatch, or a schedule that keeps fewer microbatches in flight."
     )
 

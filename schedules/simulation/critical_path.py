@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from zbcompile.schedules.execution.event_loop import parts
 from zbcompile.schedules.ir.actions import COMMUNICATION, GATHER, VALIDATE, Step, flatten
+from zbcompile.schedules.ir.plain_numbers import plain
 from zbcompile.schedules.simulation.idle_causes import Idle
 from zbcompile.schedules.simulation.timeline import Timeline
 
@@ -28,7 +29,7 @@ class Leg(NamedTuple):
     overhead: float = 0
 
     def __str__(self) -> str:
-        return f"rank {self.rank}: {self.step}, {self.start:g} to {self.end:g}"
+        return f"rank {self.rank}: {self.step}, {plain(self.start)} to {plain(self.end)}"
 
 
 def critical_path(timeline: Timeline) -> tuple[Leg, ...]:

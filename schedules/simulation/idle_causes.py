@@ -8,8 +8,10 @@ from zbcompile.schedules.ir.actions import SENDS, Action, B, F, Step, flatten
 from zbcompile.schedules.ir.costs import Costs
 from zbcompile.schedules.ir.dependencies import RECEIVE_OF, SEND_OF, awaited, needs, target
 from zbcompile.schedules.ir.kinds import KINDS
+from zbcompile.schedules.ir.plain_numbers import plain
 from zbcompile.schedules.ir.schedule import Lowered, Schedule
 
+ROUNDING = 1e-9  # relative: sums of the same times differ in their last bits
 Cause = Literal["warm-up", "wait", "imbalance", "communication", "cool-down", "overhead"]
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 
@@ -42,7 +44,7 @@ class Idle(NamedTuple):
         ready = "its inputs were ready" if self.cause == "overhead" else "waits for the step before"
         waits = f"waits for {self.action} of rank {self.source}" if self.action else ready
         waits = waits if self.step else "waits until the last rank has finished"
-        return f"rank {self.rank} idle {self.start:g} to {self.end:g}: {self.cause}, {waits}"
+        return f"rank {self.rank} idle {plain(self.start)} to {plain(self.end)}: {self.cause}, {waits}"
 
 
 class _Gap(NamedTuple):
@@ -69,6 +71,7 @@ class Waits:
         self.lowered = isinstance(program, Lowered)
         self.costs, self.run = costs, outcome
         self.finish = max(end[-1] for end in outcome.end if end)
+        self.least = ROUNDING * self.finish
         self.busy = [sum(end) - sum(begin) for begin, end in zip(outcome.begin, outcome.end, strict=True)]
         self.position = {  # B stands for BW too
             (KINDS[action.op].event, action.stage, action.microbatch): (rank, index)
@@ -87,11 +90,11 @@ class Waits:
         first_backward = next((i for i, kinds in enumerate(ops) if B in {KINDS[op].event for op in kinds}), len(order))
         last_forward = max((i for i, kinds in enumerate(ops) if F in kinds), default=-1)
         for index, (previous, start) in enumerate(zip([0, *end[:-1]], begin, strict=True)):
-            if start > previous:
+            if start - previous > self.least:
                 late: Cause | None = "cool-down" if index > last_forward else None
                 phase = "warm-up" if index <= first_backward else late
                 yield from self._explain(rank, _Gap(previous, start, index), phase)
-        if end and self.finish > end[-1]:
+        if end and self.finish - end[-1] > self.least:
             yield Idle(rank, end[-1], self.finish, "cool-down", None, None, None)
 
     def _explain(self, rank: int, gap: _Gap, phase: Cause | None) -> Iterator[Idle]:
@@ -103,11 +106,11 @@ class Waits:
             yield Idle(rank, gap.start, gap.end, "communication" if awaits else "overhead", step, None, None)
             return
         made = gap.start if step[0] in SENDS else min(max(needed.made, gap.start), gap.end)
-        if made > gap.start:
-            more = self.busy[self._root(needed)] > self.busy[rank] * (1 + 1e-9)  # sums differ in their last bits
+        if made - gap.start > self.least:
+            more = self.busy[self._root(needed)] > self.busy[rank] * (1 + ROUNDING)
             cause = phase or ("imbalance" if more else "wait")
             yield Idle(rank, gap.start, made, cause, step, needed.action, needed.rank)
-        if gap.end > made:
+        if gap.end - made > self.least:
             yield Idle(rank, made, gap.end, "communication", step, needed.action, needed.rank)
 
     def _root(self, needed: Input) -> int:

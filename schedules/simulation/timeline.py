@@ -97,11 +97,11 @@ class Timeline(Shown):
 
     @property
     def bubble(self) -> float:
-        return 1 - self.work / self.makespan if self.makespan else 0
+        return max(0, 1 - self.work / self.makespan) if self.makespan else 0
 
     @property
     def cost_bubble(self) -> float:
-        return 1 - self.work / self.cost if self.cost else 0
+        return max(0, 1 - self.work / self.cost) if self.cost else 0
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:

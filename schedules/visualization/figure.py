@@ -5,6 +5,7 @@ it scrolls and shows."""
 from collections.abc import Iterator, Sequence
 from html import escape
 
+from zbcompile.schedules.ir.plain_numbers import plain
 from zbcompile.schedules.simulation.simulator import simulate
 from zbcompile.schedules.simulation.timeline import Timeline
 from zbcompile.schedules.visualization.svg import (
@@ -35,8 +36,10 @@ _STYLE = """
 .zb-figure .zb-row > svg:first-child { position: sticky; left: 0; background: #fff; z-index: 1 }
 .zb-figure .zb-tip { position: fixed; display: none; background: #fff; border: 1px solid #777;
   padding: 3px 7px; z-index: 2 }
-.zb-figure table { border-collapse: collapse; margin-top: 16px; color: inherit }
-.zb-figure td, .zb-figure th { padding: 2px 10px; text-align: right; border-bottom: 1px solid #8886 }
+.zb-figure table { border-collapse: collapse; margin-top: 16px; color: inherit; font-size: 13px }
+.zb-figure .zb-table { overflow-x: auto }
+.zb-figure .dense .span { stroke: none }
+.zb-figure td, .zb-figure th { padding: 2px 8px; text-align: right; border-bottom: 1px solid #8886 }
 .zb-figure:not(:has([value=messages]:checked)) .messages { display: none }
 .zb-figure:not(:has([value=critical]:checked)) .critical { display: none }
 @media print { .zb-figure .zb-tools { display: none } .zb-figure .zb-scroll { overflow: hidden } }
@@ -55,6 +58,7 @@ for (const figure of document.querySelectorAll(".zb-figure:not([data-ready])")) 
     return {
       svg, left: box.x, top: box.y, height: box.height,
       margin: +row.dataset.margin, length: box.width - row.dataset.margin,
+      ranks: +row.dataset.ranks,
       names: row.firstElementChild.width.baseVal.value,
       rects: [...svg.querySelectorAll("rect")].map(e => [e, get(e, "x"), get(e, "width")]),
       texts: [...svg.querySelectorAll("text")].map(
@@ -76,6 +80,7 @@ for (const figure of document.querySelectorAll(".zb-figure:not([data-ready])")) 
     }
     for (const e of plot.wide) e.setAttribute("transform", `translate(${plot.left * (1 - z)} 0) scale(${z} 1)`);
     for (const e of plot.fine) e.setAttribute("display", plot.length * z > 5000 ? "inline" : "none");
+    plot.svg.classList.toggle("dense", z * plot.length * plot.ranks < 6 * plot.rects.length);
     plot.svg.setAttribute("width", width);
     plot.svg.setAttribute("viewBox", `${plot.left} ${plot.top} ${width} ${plot.height}`);
   };
@@ -152,22 +157,24 @@ def _row(timeline: Timeline, width: int) -> Iterator[str]:
     drawing = Drawing(timeline, width, tuple(ALSO) if len(timeline.spans) <= COMPACT else ("critical",), zooms=True)
     yield f'<div class="zb-head"><b>{escape(summary(timeline))}</b><div class="zb-legend">'
     for fill, text in drawing.entries():
-        swatch = f'<rect class="span" fill="url(#{fill})" width="18" height="12"/>'
+        kind = "idle" if fill.startswith("idle") else "span"
+        swatch = f'<rect class="{kind}" fill="url(#{fill})" width="18" height="12"/>'
         svg = f'<svg class="zb" width="18" height="12">{swatch}</svg>' if fill else ""
         yield f"<span>{svg}{escape(text)}</span>"
-    yield f'</div></div><div class="zb-row" data-margin="{drawing.RIGHT}">'
+    yield f'</div></div><div class="zb-row" data-margin="{drawing.RIGHT}" data-ranks="{timeline.schedule.ranks}">'
     yield from (*drawing.names(), *drawing.plot(), "</div>")
 
 
 def rank_table(timeline: Timeline) -> str:
     """What every rank spends its time on, as an HTML table."""
     idle = timeline.idle_by_cause
+    causes = [cause for cause in timeline.causes if any(each[cause] for each in idle)]
     time, memory = (f" ({unit})" * bool(unit) for unit in (timeline.costs.time_unit, timeline.costs.memory_unit))
-    heads = ("rank", f"work{time}", *(f"idle: {cause}{time}" for cause in timeline.causes), f"peak memory{memory}")
+    heads = ("rank", f"work{time}", *(f"idle: {cause}{time}" for cause in causes), f"peak memory{memory}")
     rows = [
-        (rank, timeline.busy[rank], *idle[rank].values(), timeline.peak_memory[rank])
+        (rank, timeline.busy[rank], *(idle[rank][cause] for cause in causes), timeline.peak_memory[rank])
         for rank in range(timeline.schedule.ranks)
     ]
     lines = ["<tr>" + "".join(f"<th>{head}</th>" for head in heads) + "</tr>"]
-    lines += ["<tr>" + "".join(f"<td>{value:g}</td>" for value in row) + "</tr>" for row in rows]
-    return "<table>\n" + "\n".join(lines) + "\n</table>"
+    lines += ["<tr>" + "".join(f"<td>{plain(value, 4)}</td>" for value in row) + "</tr>" for row in rows]
+    return '<div class="zb-table"><table>\n' + "\n".join(lines) + "\n</table></div>"

@@ -13,7 +13,7 @@ PAGE = """<!doctype html>
 <meta name="viewport" content="width=device-width">
 <title>{title}</title>
 <style>
-body {{ margin: 16px; background: #fff }}
+body {{ margin: 16px; background: #fff; color-scheme: light dark }}
 {dark}</style>
 {figure}
 </html>

@@ -13,6 +13,7 @@ from xml.sax.saxutils import escape
 
 from zbcompile.schedules.ir.actions import COMPUTE, Action, flatten
 from zbcompile.schedules.ir.kinds import KINDS
+from zbcompile.schedules.ir.plain_numbers import plain
 from zbcompile.schedules.simulation.critical_path import critical_path
 from zbcompile.schedules.simulation.message_slack import messages
 from zbcompile.schedules.simulation.timeline import Span, Timeline
@@ -199,7 +200,7 @@ class Drawing:
             yield f'<path class="span wide" fill="url(#{fill})" d="{"".join(boxes)}"/>'
 
     def span(self, span: Span) -> Iterator[str]:
-        title = f"{span.step} on rank {span.rank}: {span.start:g} to {span.end:g}"
+        title = f"{span.step} on rank {span.rank}: {plain(span.start)} to {plain(span.end)}"
         for action, x, y, width, height in self.boxes(span):
             box = f'x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}"'
             yield f'<rect class="span" fill="url(#{self.fill(action)})" {box}><title>{escape(title)}</title></rect>'
@@ -250,8 +251,8 @@ class Drawing:
             fine = ' class="fine" display="none"' if tick % tenths else ""
             yield f"<g{fine}>"
             yield f'<line class="axis" x1="{x:g}" x2="{x:g}" y1="{self.TOP - 4}" y2="{bottom:g}"/>'
-            unit = f" {self.timeline.costs.time_unit}".rstrip()
-            yield f'<text x="{x:g}" y="{bottom + 13:g}" text-anchor="{anchor}">{time:.4g}{unit}</text></g>'
+            unit = self.timeline.costs.time_unit
+            yield f'<text x="{x:g}" y="{bottom + 13:g}" text-anchor="{anchor}">{format_amount(time, unit)}</text></g>'
 
     def entries(self) -> list[tuple[str, str]]:
         """The fill and the text of each entry of the legend."""

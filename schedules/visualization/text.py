@@ -1,6 +1,7 @@
 """A timeline for terminals: steps at their times, idle time as dots."""
 
 from zbcompile.schedules.ir.actions import Pair, Step
+from zbcompile.schedules.ir.plain_numbers import plain
 from zbcompile.schedules.simulation.timeline import Timeline
 
 
@@ -13,8 +14,8 @@ def summary(timeline: Timeline) -> str:
     """
     t, schedule, unit = timeline, timeline.schedule, timeline.costs.time_unit
     sizes = f"{schedule.name}, {schedule.ranks} ranks, {schedule.microbatches} microbatches"
-    makespan = f"makespan {format_amount(t.makespan, unit)} (bubble {t.bubble:.1%})"
-    cost = f"cost {format_amount(t.cost, unit)} (bubble {t.cost_bubble:.1%})"
+    makespan = f"makespan {format_amount(t.makespan, unit)} (bubble {float(t.bubble):.1%})"
+    cost = f"cost {format_amount(t.cost, unit)} (bubble {float(t.cost_bubble):.1%})"
     peak = format_amount(max(t.peak_memory), timeline.costs.memory_unit)
     return f"{sizes}: {makespan}, {cost}, peak memory {peak}"
 
@@ -25,7 +26,7 @@ def format_amount(value: float, unit: str) -> str:
     >>> format_amount(33, ""), format_amount(7.38265, "ms")
     ('33', '7.383 ms')
     """
-    return f"{value:.4g} {unit}" if unit else f"{value:g}"
+    return f"{plain(value, 4)} {unit}" if unit else plain(value)
 
 
 def format_timeline(timeline: Timeline, width: int | None = None) -> str:

@@ -85,7 +85,7 @@ def _require_within(line: Line, edges: list[int], schedule: Schedule, limits: Li
     widest = max((line.boundary_bytes(edge - 1) for edge in edges), default=0)
     if limits.boundary is not None and widest > limits.boundary:
         raise PartitionError(
-            f"a cut that balance= names carries {widest} bytes, more than boundary_bytes={limits.boundary:g}."
+            f"a cut that balance= names carries {widest:,} bytes, more than boundary_bytes={limits.boundary:.15g}."
         )
     if limits.memory is None or limits.bytes_of is None:
         return
@@ -94,8 +94,8 @@ def _require_within(line: Line, edges: list[int], schedule: Schedule, limits: Li
         held = limits.bytes_of(rank, spans)
         if held > limits.memory:
             raise PartitionError(
-                f"with the cuts that balance= names, rank {rank} holds {held:.4g} bytes, more than memory="
-                f"{limits.memory:g}."
+                f"with the cuts that balance= names, rank {rank} holds {held:,.0f} bytes, more than memory="
+                f"{limits.memory:.15g}."
             )
 
 

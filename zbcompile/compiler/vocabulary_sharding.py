@@ -113,7 +113,8 @@ def shard(
         found, most = made(replace(tiling, keep=False))
     if most > choices.memory:
         raise CompileError(
-            f"with its shard of the output layer a rank holds {most:.4g} bytes, more than memory={choices.memory:g}. "
+            f"with its shard of the output layer a rank holds {most:,.0f} bytes, more than "
+            f"memory={choices.memory:.15g}. "
             'Use more ranks, smaller microbatches, recompute="selective", or vocab=Vocab(logits="remake").'
         )
     return found

@@ -266,7 +266,9 @@ def _vocabulary(s: Summary) -> str:
     for step, where in (steps, around):
         if step is not None:
             change = s.prediction.step / step - 1
-            lines += wrap(f"Whole {where}: step {format_time(step, s.prediction.unit)}; sharded {change:+.1%}.")
+            lines += wrap(
+                f"Whole {where}: step {format_time(step, s.prediction.unit)}; sharded {format_change(change)}."
+            )
     return "\n".join(lines)
 
 

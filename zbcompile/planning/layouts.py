@@ -171,8 +171,8 @@ def _room(memory: float, resident: Sequence[float], placement: str) -> Iterator[
     for rank, held in enumerate(resident):
         if held >= memory:
             raise PartitionError(
-                f"placement {placement}: parameters, gradients and optimizer state of rank {rank} take {held:.4g} "
-                f"bytes, {held - memory:.4g} more than memory={memory:.4g}"
+                f"placement {placement}: parameters, gradients and optimizer state of rank {rank} take {held:,.0f} "
+                f"bytes, {held - memory:,.0f} more than memory={memory:.15g}"
             )
         yield memory - held
 

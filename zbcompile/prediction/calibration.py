@@ -3,7 +3,8 @@
 import platform
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import cycle, product
 from typing import Any, NamedTuple
 
@@ -18,12 +19,18 @@ aten = torch.ops.aten
 ENOUGH = 0.02  # seconds of runs of one kernel
 BLOCKS = 5  # in which they are timed; the fastest counts, as others are disturbed
 ELEMENTS = (1 << 8, 1 << 12, 1 << 15, 1 << 18, 1 << 21)
+LARGEST = 32 << 20  # bytes: once so many were freed, glibc keeps what is freed, as it does in training
+ROUNDS = 3
 COLD, MOST = 24 << 20, 64  # bytes that a kernel goes through before it comes back to the first, copies at most
 WIDTH = 128
 EDGES = (16, 64, 256, 1024)  # of products
 BATCHES = ((8, 32, 32, 16), (8, 128, 128, 32), (16, 32, 64, 64), (32, 256, 64, 256), (8, 64, 512, 128))
-IMAGES = ((8, 16, 3, 32), (16, 16, 3, 32), (64, 64, 3, 16), (64, 128, 1, 16), (128, 128, 3, 8), (256, 64, 1, 8))
+IMAGES = (
+    *((3, 64, 7, 32), (32, 64, 1, 8), (128, 128, 1, 8), (8, 16, 3, 32), (16, 16, 3, 32)),
+    *((64, 64, 3, 16), (64, 128, 1, 16), (128, 128, 3, 8), (256, 64, 1, 8)),
+)  # channels taken and made, edge of the window and of the image
 LENGTHS = (16, 64, 256, 512)
+POOL = ([3, 3], [2, 2], [1, 1])  # window, stride, padding, as convolutional networks begin
 
 Call = Callable[[], Any]
 
@@ -35,7 +42,21 @@ class Kernel(NamedTuple):
     arguments: tuple[Any, ...]
 
 
-def run_seconds(call: Call, device: torch.device) -> float:
+@dataclass(frozen=True)
+class Bench:
+    """Where kernels run, for how many seconds each, and on tensors of how many elements."""
+
+    device: torch.device
+    enough: float = ENOUGH
+    elements: Sequence[int] = ELEMENTS
+
+    def seconds(self, kernel: Kernel) -> float:
+        """On one copy of the arguments after the other, and as many results are kept: as in a graph, what an operation
+        reads and writes is no longer, or not yet, in a cache."""
+        return run_seconds(_in_turn(kernel, min(MOST, COLD // _moved(kernel) + 1)), self.device, self.enough)
+
+
+def run_seconds(call: Call, device: torch.device, enough: float = ENOUGH) -> float:
     """The fastest mean of some blocks of runs. On a CPU with one thread its own time counts, not that of others."""
     clock = time.thread_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
     wait = torch.accelerator.synchronize if device.type != "cpu" else lambda: None
@@ -49,38 +70,56 @@ def run_seconds(call: Call, device: torch.device) -> float:
         return (clock() - began) / count
 
     block(2)
-    count = max(1, int(ENOUGH / BLOCKS / max(block(1), 1e-7)))
+    count = max(1, int(enough / BLOCKS / max(block(1), 1e-7)))
     return min(block(min(count, 2000)) for _ in range(BLOCKS))
 
 
-def measure_machine(device: torch.device, say: Callable[[str], None] = lambda text: None) -> Hardware:
-    """Measure `device`, with the threads that torch has now. Links are left out."""
+def measure_machine(bench: Bench, rounds: int = ROUNDS, say: Callable[[str], None] = lambda text: None) -> Hardware:
+    """Measure the device of `bench`, with the threads that torch has now, but no links. The fastest of some rounds
+    counts for each kernel: what disturbs a machine lasts longer than a few runs."""
+    device, found = bench.device, []
+    torch.empty(LARGEST, device=device)
     with torch.no_grad():
-        say("starting operations")
-        small, view = torch.ones(1, device=device), aten.view.default
-        launch = run_seconds(lambda: aten.mul.Tensor(small, 2.0), device)
-        viewing = run_seconds(lambda: view(small, [1, 1]), device)
-        say("kernels")
-        kernels = {name: _curve(make, device) for name, make in KERNELS.items()}
-        kernels |= {name: _attention(backward, device) for name, backward in ATTENTION.items()}
-        say("products")
-        products = {
-            "product": [_product(*shape, device) for shape in _shapes()],
-            "convolution": [_convolution(*image, device, backward=False) for image in IMAGES],
-            "convolution_backward": [_convolution(*image, device, backward=True) for image in IMAGES],
-        }
+        for i in range(rounds):
+            say(f"round {i + 1} of {rounds}")
+            found.append((_starts(bench), _kernels(bench), _products(bench)))
+    starts, kernels, products = (_fastest(each) for each in zip(*found, strict=True))
     best = max(2 * p.batch * p.m * p.n * p.k / p.seconds for p in products["product"])
     most, slowest = kernels["mul"][-1]
     return Hardware(
         name=f"{_name_of(device)}, {torch.get_num_threads()} threads" if device.type == "cpu" else _name_of(device),
         peak={"float32": best},
         bandwidth=most / slowest,
-        launch=launch,
-        viewing=viewing if device.type == "cpu" else 0.0,
+        launch=starts["launch"][0],
+        viewing=starts["viewing"][0] if device.type == "cpu" else 0.0,
         products=products,
         operations={"": kernels["mul"], **kernels},
         sources={"everything": f"python -m zbcompile.calibrate, torch {torch.__version__}"},
     )
+
+
+def _fastest(found: Sequence[Mapping[str, list[Any]]]) -> dict[str, list[Any]]:
+    """Of each sample, which is, or ends with, its seconds, the fastest."""
+    return {name: [min(rows) for rows in zip(*(each[name] for each in found), strict=True)] for name in found[0]}
+
+
+def _starts(bench: Bench) -> dict[str, list[float]]:
+    small, view = torch.ones(1, device=bench.device), aten.view.default
+    calls = {"launch": lambda: aten.mul.Tensor(small, 2.0), "viewing": lambda: view(small, [1, 1])}
+    return {name: [run_seconds(call, bench.device, bench.enough)] for name, call in calls.items()}
+
+
+def _kernels(bench: Bench) -> dict[str, list[Any]]:
+    curves = {name: _curve(make, bench) for name, make in KERNELS.items()}
+    return curves | {name: _attention(backward, bench) for name, backward in ATTENTION.items()}
+
+
+def _products(bench: Bench) -> dict[str, list[Any]]:
+    return {
+        "product": [_product(*shape, bench) for shape in _shapes()],
+        "convolution": [_convolution(*image, bench, backward=False) for image in IMAGES],
+        "convolution_backward": [_convolution(*image, bench, backward=True) for image in IMAGES],
+    }
 
 
 def _name_of(device: torch.device) -> str:
@@ -92,30 +131,32 @@ def _shapes() -> Iterator[tuple[int, int, int, int]]:
     yield from BATCHES
 
 
-def _product(batch: int, m: int, n: int, k: int, device: torch.device) -> Product:
+def _product(batch: int, m: int, n: int, k: int, bench: Bench) -> Product:
     """As a linear layer has it: the second factor is stored transposed."""
-    one, other = torch.randn(batch, m, k, device=device), torch.randn(batch, n, k, device=device).transpose(1, 2)
+    one = torch.randn(batch, m, k, device=bench.device)
+    other = torch.randn(batch, n, k, device=bench.device).transpose(1, 2)
     given = Kernel(aten.bmm, (one, other)) if batch > 1 else Kernel(aten.mm, (one[0], other[0]))
-    return Product(batch, m, n, k, _seconds(given, device))
+    return Product(batch, m, n, k, bench.seconds(given))
 
 
-def _convolution(taken: int, made: int, edge: int, size: int, device: torch.device, backward: bool) -> Product:
+def _convolution(taken: int, made: int, edge: int, size: int, bench: Bench, backward: bool) -> Product:
     """Of eight images; of the backward half, for its two products."""
-    x, weight = torch.randn(8, taken, size, size, device=device), torch.randn(made, taken, edge, edge, device=device)
+    x = torch.randn(8, taken, size, size, device=bench.device)
+    weight = torch.randn(made, taken, edge, edge, device=bench.device)
     rest = ([1, 1], [edge // 2] * 2, [1, 1], False, [0, 0], 1)
     y = aten.convolution(x, weight, None, *rest)
     forward = Kernel(aten.convolution, (x, weight, None, *rest))
     both = Kernel(aten.convolution_backward, (y, x, weight, None, *rest, [True, True, False]))
-    seconds = _seconds(both, device) / 2 if backward else _seconds(forward, device)
+    seconds = bench.seconds(both) / 2 if backward else bench.seconds(forward)
     return Product(1, 8 * size * size, made, taken * edge * edge, seconds)
 
 
-def _curve(make: Callable[[Tensor], Kernel], device: torch.device) -> list[tuple[float, float]]:
+def _curve(make: Callable[[Tensor], Kernel], bench: Bench) -> list[tuple[float, float]]:
     """Seconds by bytes moved, counted as a graph counts them."""
     found = []
-    for count in ELEMENTS:
-        kernel = make(torch.rand(max(1, count // WIDTH), min(count, WIDTH), device=device))
-        found.append((float(_moved(kernel)), _seconds(kernel, device)))
+    for count in bench.elements:
+        kernel = make(torch.rand(max(1, count // WIDTH), min(count, WIDTH), device=bench.device))
+        found.append((float(_moved(kernel)), bench.seconds(kernel)))
     return found
 
 
@@ -123,13 +164,7 @@ def _moved(kernel: Kernel) -> int:
     return storage_bytes(tensors_of(kernel.arguments)) + storage_bytes(tensors_of(kernel.operator(*kernel.arguments)))
 
 
-def _seconds(kernel: Kernel, device: torch.device) -> float:
-    return run_seconds(_in_turn(kernel, min(MOST, COLD // _moved(kernel) + 1)), device)
-
-
 def _in_turn(kernel: Kernel, count: int) -> Call:
-    """Runs on one copy of the arguments after the other, and keeps as many results: as in a graph, what an operation
-    reads and writes is no longer, or not yet, in a cache."""
     copies = [tuple(_copied(a) for a in kernel.arguments) for _ in range(count)]
     turns, results = cycle(copies), deque[Any](maxlen=count)
     return lambda: results.append(kernel.operator(*next(turns)))
@@ -140,19 +175,19 @@ def _copied(argument: Any) -> Any:
     return argument.clone(memory_format=torch.preserve_format) if isinstance(argument, Tensor) else argument
 
 
-def _attention(backward: bool, device: torch.device) -> list[tuple[float, float]]:
+def _attention(backward: bool, bench: Bench) -> list[tuple[float, float]]:
     """Seconds by FLOPs: the bytes say little."""
-    return [_attend(length, backward, device) for length in LENGTHS]
+    return [_attend(length, backward, bench) for length in LENGTHS]
 
 
-def _attend(length: int, backward: bool, device: torch.device) -> tuple[float, float]:
-    q = torch.randn(2, 4, length, 32, device=device)
+def _attend(length: int, backward: bool, bench: Bench) -> tuple[float, float]:
+    q = torch.randn(2, 4, length, 32, device=bench.device)
     flops = 4 * 2 * 4 * length * length * 32
     if not backward:
-        return flops, _seconds(Kernel(CPU_ATTENTION, (q, q.clone(), q.clone(), 0.0, True)), device)
+        return flops, bench.seconds(Kernel(CPU_ATTENTION, (q, q.clone(), q.clone(), 0.0, True)))
     out, sums = CPU_ATTENTION(q, q, q, 0.0, True)
     given = (out.clone(), q, q.clone(), q.clone(), out, sums, 0.0, True)
-    return 2.5 * flops, _seconds(Kernel(CPU_ATTENTION_BACKWARD, given), device)
+    return 2.5 * flops, bench.seconds(Kernel(CPU_ATTENTION_BACKWARD, given))
 
 
 ATTENTION = {CPU_ATTENTION.__name__: False, CPU_ATTENTION_BACKWARD.__name__: True}
@@ -164,6 +199,10 @@ def _unary(name: str, *rest: Any) -> Callable[[Tensor], Kernel]:
 
 def _binary(name: str, *rest: Any) -> Callable[[Tensor], Kernel]:
     return lambda x: Kernel(getattr(aten, name), (x, x.clone(), *rest))
+
+
+def _to_float(x: Tensor) -> Tensor:
+    return TO_COPY(x, dtype=torch.float32)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -185,9 +224,9 @@ def _image(x: Tensor) -> Tensor:
     return x.reshape(8, -1, 8, 8) if x.numel() % 512 == 0 else x.reshape(1, 1, *x.shape)
 
 
-def _pooled(x: Tensor) -> tuple[Tensor, Tensor]:
-    pooled, places = aten.max_pool2d_with_indices(_image(x), [2, 2], [2, 2])
-    return pooled, places
+def _pooled_backward(x: Tensor) -> Kernel:
+    pooled, places = aten.max_pool2d_with_indices(_image(x), *POOL)
+    return Kernel(aten.max_pool2d_with_indices_backward, (pooled, _image(x), *POOL, [1, 1], False, places))
 
 
 def _batch_norm(x: Tensor) -> tuple[Tensor, ...]:
@@ -223,7 +262,7 @@ KERNELS: Mapping[str, Callable[[Tensor], Kernel]] = {
     "threshold_backward": _binary("threshold_backward", 0.0),
     "pow": _unary("pow", 2),
     "clone": lambda x: Kernel(aten.clone, (x.t(),)),
-    TO_COPY.overloadpacket.__name__: lambda x: Kernel(TO_COPY, (x > 0.5,)),
+    TO_COPY.overloadpacket.__name__: lambda x: Kernel(_to_float, (x > 0.5,)),
     "cat": lambda x: Kernel(lambda one, other: aten.cat([one, other], 1), (_half_heads(x), _half_heads(x).clone())),
     "sum": _unary("sum", [0]),
     "mean": _unary("mean", [1], True),
@@ -239,11 +278,8 @@ KERNELS: Mapping[str, Callable[[Tensor], Kernel]] = {
     "native_layer_norm_backward": _norm_backward,
     **{name: _batch_norm_by(name) for name in ("native_batch_norm", "_native_batch_norm_legit_functional")},
     "native_batch_norm_backward": _batch_norm_backward,
-    "max_pool2d_with_indices": lambda x: Kernel(aten.max_pool2d_with_indices, (_image(x), [2, 2], [2, 2])),
-    "max_pool2d_with_indices_backward": lambda x: Kernel(
-        aten.max_pool2d_with_indices_backward,
-        (_pooled(x)[0], _image(x), [2, 2], [2, 2], [0, 0], [1, 1], False, _pooled(x)[1]),
-    ),
+    "max_pool2d_with_indices": lambda x: Kernel(aten.max_pool2d_with_indices, (_image(x), *POOL)),
+    "max_pool2d_with_indices_backward": _pooled_backward,
     "embedding": lambda x: Kernel(aten.embedding, (x, _rows(x))),
     "index": lambda x: Kernel(lambda t, i: aten.index(t, [i]), (x, _rows(x))),
     "index_put": lambda x: Kernel(lambda t, i, values: aten.index_put(t, [i], values, True), (x, _rows(x), x.clone())),

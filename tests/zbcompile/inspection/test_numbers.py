@@ -6,6 +6,7 @@ tests/passes/graph/test_flops.py.
 """
 
 import json
+import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -24,9 +25,11 @@ from zbcompile.passes.graph.roofline import seconds_of
 from zbcompile.passes.hardware.hardware import Hardware
 from zbcompile.passes.stage.print_python import format_bytes
 from zbcompile.prediction.predict import predicted_costs
-from zbcompile.prediction.rank_memory import rank_memories
+from zbcompile.prediction.rank_memory import complete_peak, rank_memories
+from zbcompile.prediction.recompile_trials import _judged, _trials
 from zbcompile.program.program import Program
-from zbcompile.schedules import Costs, build, simulate
+from zbcompile.schedules import Costs, build, simulate, to_svg
+from zbcompile.schedules.visualization.figure import rank_table
 from zbcompile.schedules.visualization.text import summary
 from zbcompile.schedules.visualization.units import in_units
 
@@ -116,6 +119,22 @@ def test_the_cut_and_the_step_are_of_one_balance(inspect: Callable[..., Any]) ->
     assert found["balance"]["ratio"] == pytest.approx(max(busy) / (sum(busy) / len(busy)), rel=1e-6)
 
 
+def test_recomputation_is_advised_by_what_is_alive() -> None:
+    """Not by what waits, of which it leaves almost nothing."""
+    whole, rebuilt = layers(), layers("full")
+    costs = predicted_costs(whole)
+    before = simulate(whole.schedule, costs)
+    (trial,) = (each for each in _trials(whole) if each.option == "--recompute full")
+    (advised,) = _judged(trial, rebuilt, {}, before, lambda program: complete_peak(program or whole, {}))
+    then = simulate(rebuilt.schedule, predicted_costs(rebuilt))
+    peaks = [
+        max(memory.peak for memory in rank_memories(program, timeline.costs, {}))
+        for program, timeline in ((whole, before), (rebuilt, then))
+    ]
+    assert advised.peak_ratio == pytest.approx(peaks[1] / peaks[0], rel=1e-6)
+    assert advised.peak_ratio > max(then.peak_memory) / max(before.peak_memory)
+
+
 @pytest.mark.parametrize("name", ["net", "half"])
 def test_fake_models_run_on_a_gpu(name: str, inspect: Callable[..., Any]) -> None:
     """Not on a CPU core, where a step takes a quarter of an hour; of half precision too."""
@@ -145,3 +164,47 @@ def test_numbers_have_units_and_no_sign_of_nothing() -> None:
     (shown,) = in_units([simulate(build("1f1b", 2, 4), Costs.uniform(2, 1e-3, 1e-3, 1e-3, activation=1.578e5))])
     assert "makespan 15 ms" in summary(shown)
     assert summary(shown).endswith(" KiB")
+    heads = rank_table(shown).split("</tr>")[0]
+    assert heads.count("(ms)") == heads.count("idle: ") + 1
+    assert heads.endswith("peak memory (KiB)</th>")
+
+
+def test_a_rank_that_is_never_idle_has_no_negative_bubble() -> None:
+    """0.1 + 0.2 + ... is a little more than its sum: the work of the only rank seems longer than its step."""
+    for count in range(1, 40):
+        timeline = simulate(build("1f1b", 1, count), Costs.uniform(1, 0.1, 0.2, 0.3))
+        assert "(bubble 0.0%), cost" in summary(timeline)
+        assert min(timeline.bubble, timeline.cost_bubble) >= 0
+
+
+def test_no_number_has_an_exponent() -> None:
+    """Nor where too many bytes are refused: tests/passes/partition/test_partition.py."""
+    timeline = simulate(build("1f1b", 2, 4), Costs.uniform(2, 1e6, 1e6, 1e6, activation=1.578e6))
+    shown = (summary(timeline), rank_table(timeline), re.sub("<[^>]*>", " ", to_svg(timeline)))
+    assert not [number for text in shown for number in re.findall(r"\d[.\d]*e[+-]\d+", text)]
+
+
+def test_parameters_are_elements_on_every_page(inspect: Callable[..., Any]) -> None:
+    found = inspect("net", "--schedule", "zb-h1")
+    elements = 4 * (64 * 64 + 64)
+    assert found["parameters"] == elements
+    assert sum(stage["parameters"] for stage in found["stages"]) == elements
+    assert sum(rank["parameters"] for rank in found["per_rank"]) == elements
+    assert sum(rank["memory"]["parameters"] for rank in found["per_rank"]) == 4 * elements
+
+
+def test_a_bubble_beside_idle_ranks_says_whose_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The busiest of two unequal ranks has none, and the other one stands still."""
+    (tmp_path / "numbers_net.py").write_text(TARGET)
+    costs = tmp_path / "costs.json"
+    costs.write_text(json.dumps({"forward": [2, 1], "backward": [2, 1], "weight": [2, 1], "comm": 0}))
+    options = ("--ranks", "2", "--schedule", "1f1b", "--quick", "--costs", str(costs))
+    assert main([f"{tmp_path / 'numbers_net.py'}:net", *options]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    share, idle = (
+        re.search(pattern, text) for pattern in (r"bubble of the busiest rank (\S+)%", r"idle (\S+)% of the time")
+    )
+    assert share is not None
+    assert idle is not None
+    assert float(share[1]) < float(idle[1])
+    assert "bubble 0.0%, peak" not in text

@@ -1,4 +1,5 @@
-"""The pages that people look at, opened in a real browser: no script error, nothing loaded, text that can be read."""
+"""The pages that people look at, opened in a real browser: no script error, nothing loaded, text that can be read, and
+nothing wider than the window."""
 
 import json
 import re
@@ -22,7 +23,6 @@ from zbcompile.schedules.visualization.units import in_units
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
 
-WIDTH = 1400
 # Runs in the page: the heights of all visible texts, and what the search box finds.
 PROBE = """
 <script>
@@ -35,6 +35,8 @@ window.addEventListener("load", () => {
     report.found = document.getElementById("found").textContent;
     report.open = document.querySelectorAll(".op.hit").length;
   }
+  const wide = e => e.scrollWidth - e.clientWidth;
+  report.overflow = [...document.querySelectorAll("html, .zb-head, .zb-legend, .zb-tools")].map(wide);
   const slider = document.querySelector("[type=range]"), scroll = document.querySelector(".zb-scroll");
   if (slider) {
     const size = selector => document.querySelector(selector).getBoundingClientRect();
@@ -57,25 +59,28 @@ window.addEventListener("load", () => {
 """
 
 
-def look(page: str, folder: Path) -> dict[str, Any]:
-    """Open `page` in the browser; returns what the probe saw. Fails on any error in the console."""
+def look(page: str, folder: Path, width: int = 1400) -> dict[str, Any]:
+    """Open `page` in the browser; returns what the probe saw. Fails on any error in the console, and if the page, a
+    heading or a legend is wider than the window."""
     file = folder / "page.html"
     file.write_text(page.replace("</html>", PROBE + "</html>"), encoding="utf-8")
     command = [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
-    command += [f"--window-size={WIDTH},900", f"--user-data-dir={folder / 'profile'}", file.as_uri()]
+    command += [f"--window-size={width},900", f"--user-data-dir={folder / 'profile'}", file.as_uri()]
     outcome = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert not re.search(r"CONSOLE.*(Error|Refused|Failed)", outcome.stderr), outcome.stderr
     report = re.search(r'<pre id="report">(.*?)</pre>', outcome.stdout, re.DOTALL)
     assert report, outcome.stderr[-2000:]
-    return json.loads(unescape(report[1]))
+    seen: dict[str, Any] = json.loads(unescape(report[1]))
+    assert max(seen["overflow"]) <= 0
+    return seen
 
 
 @pytest.mark.mostly_slow(every=3)
-@pytest.mark.parametrize("ranks", [2, 8, 32])
-def test_a_timeline(ranks: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ranks", "width"), [(2, 800), (8, 1400), (32, 800)])
+def test_a_timeline(ranks: int, width: int, tmp_path: Path) -> None:
     schedule = build("zb-v", ranks, 2 * ranks)
     timeline = simulate(schedule, Costs.uniform(schedule.stages, 10, 12, 8, 1))
-    seen = look(to_html(timeline), tmp_path)
+    seen = look(to_html(timeline), tmp_path, width)
     assert min(seen["heights"]) >= 9
     assert seen["boxes"] >= len(timeline.spans) + len(timeline.idle)
     assert seen["fits"]
@@ -97,7 +102,7 @@ def test_a_recorded_step_below_a_prediction(tmp_path: Path) -> None:
     record = read_record("tests/golden/recorded_gpt.json")
     timelines = in_units([simulate(record.schedule, record.costs), record.timeline])
     page = compare_html(timelines)
-    seen = look(page, tmp_path)
+    seen = look(page, tmp_path, 800)
     assert min(seen["heights"]) >= 9
     assert seen["boxes"] >= sum(len(timeline.spans) for timeline in timelines)
     assert "idle: overhead" in page

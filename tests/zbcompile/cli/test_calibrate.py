@@ -1,0 +1,37 @@
+"""`python -m zbcompile.calibrate`: what it measures here is a profile, and what it is told wrong is one line."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import zbcompile
+from zbcompile.calibrate import main
+from zbcompile.compiler.compile_example import compile_example
+from zbcompile.passes.compile_options import Choices
+from zbcompile.prediction.calibration import KERNELS
+from zbcompile.prediction.predict import predicted_costs
+from zbcompile.schedules import build
+
+
+def test_this_machine_is_measured_and_a_step_predicted_from_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "machine.toml"
+    assert main(["--quick", "--output", str(file)]) == 0
+    assert capsys.readouterr().out.startswith(f"{file}: ")
+    found = zbcompile.Hardware.find(str(file))
+    assert found.launch > found.viewing > 0
+    assert found.operations.keys() >= KERNELS.keys()
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
+    example = zbcompile.Example(model, (torch.ones(8, 64),), {}, nn.MSELoss(), torch.ones(8, 1))
+    program = compile_example(example, build("zb-h1", 2, 4), Choices(hardware=found)).program
+    assert 1e-6 < min(predicted_costs(program).forward) < 1e-2
+
+
+@pytest.mark.parametrize("output", ["machine.json", "nowhere/machine.toml"])
+def test_a_file_that_cannot_be_is_one_line(output: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--output", str(tmp_path / output)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert output in line
