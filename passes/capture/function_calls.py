@@ -194,11 +194,19 @@ class FunctionCall:
         done = self.operations, self.draws, self.deposits
         return self.function, leaves, self.structure, self.autocast, self.outside.key, self.kinds, done
 
+    @property
+    def text(self) -> str:
+        """The same for equal calls of several captures; the name of a call that reads what no text stands for."""
+        plain = all(leaf is A_TENSOR or type(leaf) in _PLAIN for leaf in self.leaves)
+        return self.name if self.outside.tensors or not plain else repr((id(self.function), self.key))
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
+
 
 def _by_value(leaf: Any) -> Hashable:
     """What tells arguments apart: numbers by their text (0.0 is not -0.0), what has no value of its own by identity."""
-    plain = type(leaf) in (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
-    return repr(leaf) if plain else id(leaf)
+    return repr(leaf) if type(leaf) in _PLAIN else id(leaf)
 
 
 def kinds_of(tensors: Sequence[Tensor]) -> tuple[Hashable, ...]:

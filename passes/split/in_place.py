@@ -102,9 +102,15 @@ def _calculations(module: GraphModule) -> Iterator[Node]:
 
 
 def _is_exact(node: Node) -> bool:
-    if is_view(node) or _name(node.target) == "<built-in function getitem>":
+    if is_view(node) or _name(node.target) == "<built-in function getitem>" or not _has_fractions(node):
         return True
     return _name(node.target) in _EXACT and bool(node.kwargs.get("alpha", 1) == 1)  # some kernels round a + 3 * b once
+
+
+def _has_fractions(node: Node) -> bool:
+    """Whether an operation reads or makes numbers that are rounded."""
+    values = [value for each in (node, *node.all_input_nodes) for value in tensors_of(each.meta.get("val"))]
+    return any(value.is_floating_point() or value.is_complex() for value in values)
 
 
 def _name(target: Any) -> str:

@@ -22,6 +22,7 @@ from tests.support.deciding import (
     followed,
     replicated_answers,
 )
+from tests.support.functions import Saving
 from tests.support.pool import Pool
 from tests.support.training import assert_same_tensors, gradients_of
 from zbcompile.errors import PipelineError
@@ -179,6 +180,8 @@ def test_only_what_all_ranks_use_counts_as_used() -> None:
 
 
 class Deaf(nn.Module):
+    """Asks, and does the same whatever the answer is, also in calls of a Function, which every capture numbers anew."""
+
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
@@ -186,7 +189,8 @@ class Deaf(nn.Module):
     def forward(self, x: Tensor, flag: Tensor) -> Tensor:
         if flag:
             self.said = 1
-        return self.layers[1](self.layers[0](x).relu())
+        one, other = self.layers
+        return Saving.apply(one(x).relu(), other.weight, other.bias, 1.0)
 
 
 def test_an_answer_that_decides_nothing_compiles_nothing() -> None:
