@@ -39,6 +39,7 @@ from zbcompile.passes.graph.flops import count_flops
 from zbcompile.passes.graph.roofline import node_seconds, seconds_of
 from zbcompile.passes.split.subgraphs import Piece
 from zbcompile.passes.torch_private import FakeTensorMode, boxed
+from zbcompile.prediction.calibration import LARGEST
 from zbcompile.prediction.predict import predicted_costs
 from zbcompile.schedules import build, simulate
 
@@ -92,6 +93,7 @@ def main() -> None:
         sys.exit(subprocess.run([sys.executable, *launch, __file__, *sys.argv[1:]], check=False).returncode)
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    torch.empty(LARGEST, dtype=torch.uint8)  # as calibrate does: glibc keeps freed memory from now on
     hardware = zbcompile.Hardware.find(chosen.hardware)
     if chosen.step:
         _steps(chosen.names, hardware, chosen.rounds)

@@ -19,7 +19,7 @@ aten = torch.ops.aten
 ENOUGH = 0.02  # seconds of runs of one kernel
 BLOCKS = 5  # in which they are timed; the fastest counts, as others are disturbed
 ELEMENTS = (1 << 8, 1 << 12, 1 << 15, 1 << 18, 1 << 21)
-LARGEST = 32 << 20  # bytes: once so many were freed, glibc keeps what is freed, as it does in training
+LARGEST = (32 << 20) - (1 << 16)  # bytes, the most that glibc looks at: once freed, it keeps all that is freed
 ROUNDS = 3
 COLD, MOST = 24 << 20, 64  # bytes that a kernel goes through before it comes back to the first, copies at most
 WIDTH = 128
@@ -78,7 +78,7 @@ def measure_machine(bench: Bench, rounds: int = ROUNDS, say: Callable[[str], Non
     """Measure the device of `bench`, with the threads that torch has now, but no links. The fastest of some rounds
     counts for each kernel: what disturbs a machine lasts longer than a few runs."""
     device, found = bench.device, []
-    torch.empty(LARGEST, device=device)
+    torch.empty(LARGEST, dtype=torch.uint8, device=device)
     with torch.no_grad():
         for i in range(rounds):
             say(f"round {i + 1} of {rounds}")
