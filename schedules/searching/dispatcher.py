@@ -1,5 +1,6 @@
 """Free ranks that take what is most urgent, in either direction of time: priorities become an order within memory."""
 
+import math
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
@@ -32,6 +33,10 @@ class Direction:
         for users in self.after:
             for user, _ in users:
                 self.missing[user] += 1
+        for n in range(passes, len(self.missing)):
+            if not self.missing[n]:  # nobody waits for all shards: they need not wait for each other backward
+                for user, _ in self.after[n]:
+                    self.missing[user] -= 1
         self.added = [-size for size in problem.added] if backward else list(problem.added)
         self.begin: list[float] = list(problem.offset) if backward else [0] * ranks
         self.offset = [0] * ranks if backward else problem.offset
@@ -90,7 +95,7 @@ class _Run:
         self.way, self.priority, self.patience = way, priority, patience
         self.time, self.rank = way.problem.time, way.problem.rank
         self.missing, self.heads = way.missing[:], [heads[:] for heads in way.heads]
-        self.arrival: list[float] = [0] * len(self.missing)
+        self.arrival = [-math.inf] * len(self.missing)
         self.end: list[float] = [0] * len(self.missing)
         self.free = way.begin[:]
         self.memory = _Memory(way) if way.problem.limits else None

@@ -27,6 +27,8 @@ from zbcompile.schedules.searching import order_search
 from zbcompile.schedules.searching.annealing import HUGE, Annealer, draws_of
 from zbcompile.schedules.searching.certificate import certify
 from zbcompile.schedules.searching.clock import Clock, Order
+from zbcompile.schedules.searching.dispatcher import Direction
+from zbcompile.schedules.searching.justification import Justifier
 from zbcompile.schedules.searching.problem import Problem
 from zbcompile.schedules.searching.question import problems_of
 from zbcompile.schedules.searching.starting_orders import RULES, dispatched, named_seeds, one_by_one
@@ -171,6 +173,36 @@ def test_every_rule_keeps_within_memory_and_comes_to_an_end() -> None:
             check(problem.schedule(seed.words), costs, 5.0)
 
 
+@pytest.mark.parametrize("limit", [None, 5.0])
+def test_ranks_that_choose_come_to_a_legal_order_in_both_directions_of_time(limit: float | None) -> None:
+    """Whatever the priorities: within memory, and no longer than it says."""
+    generator = random.Random(7)
+    costs = uneven(generator, 6, vocab_s=(0.2,) * 6, vocab_t=(0.3,) * 6)
+    (problem,) = problems_of(costs, 3, 6, limit, ["v"], False, 1)
+    for backward in (False, True) * 3:
+        priority = [generator.random() for _ in problem.waits]
+        found = Direction(problem, backward).dispatch(priority, generator.choice((0, 0.5, 1)))
+        assert found is not None
+        words = [word[:: -1 if backward else 1] for word in found.words]
+        assert problem.fits(words)
+        schedule = problem.schedule(words)
+        check(schedule, costs, limit)
+        assert simulate(schedule, costs).cost <= found.value * (1 + 1e-9)
+
+
+def test_turning_an_order_around_shortens_it() -> None:
+    """What annealing needs many moves for: one microbatch after the other becomes an order close to the bound."""
+    costs = uneven(random.Random(4), 8)
+    (problem,) = problems_of(costs, 4, 8, 5.0, ["v"], True, 1)
+    justifier = Justifier(problem, [one_by_one(problem)], math.inf, seed=1)
+    justifier.run(lambda moves: moves / 80, target=0)
+    assert justifier.best_words is not None
+    assert problem.fits(justifier.best_words)
+    step = simulate(problem.schedule(justifier.best_words), costs)
+    assert step.makespan <= justifier.best * (1 + 1e-9)
+    assert step.makespan < min(simulate(seed.schedule, costs).makespan for seed in named_seeds(problem))
+
+
 def test_interrupting_returns_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> int:
         raise KeyboardInterrupt
@@ -257,6 +289,7 @@ def test_a_certificate_without_the_solver_says_what_to_install() -> None:
 SAMPLES = {
     "search_random": ("--first", "13", "--settings", "15", "--moves", "60"),
     "search_large": ("--sizes", "2x4", "--moves", "60"),
+    "search_authors": ("--ranks", "2", "--microbatches", "4", "--profiles", "1.5B", "--moves", "20"),
     "search_optimum": ("--instances", "3", "--moves", "2000", "--seconds", "20"),
 }
 
