@@ -88,6 +88,9 @@ CHANNELS = Kind(
 )
 
 
+VOCAB = one_of("off", "auto", 1, 2, also=" (barriers)")
+
+
 @dataclass(frozen=True)
 class Choices:
     """The options that change the graphs.
@@ -122,7 +125,8 @@ class Choices:
             (docs/vocabulary.md). "off"; 1 or 2 barriers between the last stage's forward and backward (one takes less
             memory); "auto": 1 if there is an output layer that can be sharded and the predicted step is at least 5 %
             shorter than with the layers redistributed around it, else off. The embedding is sharded by the same rows.
-            Gradients are equal within 2e-6 (fp32).
+            Gradients are equal within 2e-6 (fp32). Default: off; with `schedule="auto"` it is "auto", and the search
+            decides about both numbers of barriers.
         vocab_logits: Whether the logits of a shard wait for its weight gradient ("keep") or are recomputed ("remake").
             Recomputing takes a third more FLOPs of the output layer, and nothing of the size of the vocabulary waits;
             "auto": kept while those of a microbatch take at most 256 MiB and the limit of memory allows it.
@@ -142,7 +146,7 @@ class Choices:
     optimizer_state: float = option(2.0, number("bytes per byte of parameter", lambda given: given >= 0))
     accumulate_dtype: torch.dtype | None = option(None, DTYPE.or_none())
     weight_recompute: bool = option(False, SWITCH)
-    vocab: Barriers = option("off", one_of("off", "auto", 1, 2, also=" (barriers)"))
+    vocab: Barriers = option("off", VOCAB)
     vocab_logits: VocabLogits = option("auto", one_of("auto", "keep", "remake"))
     pairs: Literal["auto", "given"] = option("auto", one_of("auto", "given"))
     channels: str | None = option(None, CHANNELS.or_none())

@@ -64,9 +64,9 @@ def run(request: CompileRequest) -> None:
     backend = make_backend(options.backend, device_of(example.model))
     say(f"{type(example.model).__name__} is built; capturing it for {schedule.name}, {schedule.ranks} ranks")
     program = replace(_programs(example, schedule, request, say), writer=save_here)
-    if request.only and options.choices.vocab != "off" and program.vocabulary is None:
+    if request.only and options.vocab not in (None, "off") and program.vocabulary is None:
         raise PipelineError(
-            f"--vocab {options.choices.vocab} shards an output layer whose logits nobody needs whole, for log_probs or "
+            f"--vocab {options.vocab} shards an output layer whose logits nobody needs whole, for log_probs or "
             f"entropies; --only {','.join(request.only)} has none. Leave --vocab out."
         )
     program.save(request.output)

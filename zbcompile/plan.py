@@ -4,19 +4,22 @@ for machines."""
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
+
+import torch
 
 from zbcompile.amounts import format_share, format_time
 from zbcompile.cli.command_line import exit_status, flag_of, split_options
 from zbcompile.cli.compile_arguments import Plan, add_plan, announcer, example_of, quiet
 from zbcompile.compiler.compile_example import one_microbatch
-from zbcompile.compiler.compile_model import draw_step
+from zbcompile.compiler.compile_model import draw_step, whole_of
 from zbcompile.compiler.measure_nodes import measure_line
 from zbcompile.errors import PipelineError
 from zbcompile.inspection.report import table, wrap
+from zbcompile.model.batch import Microbatch
 from zbcompile.model.batch_split import choose_cuts
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.option import options_of
@@ -34,8 +37,12 @@ STYLE = (
 def format_plan(rows: Sequence[Row], shown: int) -> str:
     """The best rows, and the fastest others up to `shown`; a star marks the Pareto front of rate and memory."""
     kept = [row for index, row in enumerate(rows) if row.best or index < shown]
-    headers = ["", "dp", "pp", "placement", "m", "recompute", "step", "rows/s", "bubble", "peak memory"]
+    headers = ["", "dp", "pp", "placement", "m", "recompute", "vocab", "step", _unit(rows), "bubble", "peak memory"]
     return table([_cells(row) for row in kept], headers, left=("", "placement", "recompute"))
+
+
+def _unit(rows: Sequence[Row]) -> str:
+    return "tokens/s" if any(row.tokens > 1 for row in rows) else "rows/s"
 
 
 def _cells(row: Row) -> list[str]:
@@ -47,8 +54,9 @@ def _cells(row: Row) -> list[str]:
         layout.placement,
         str(layout.microbatches),
         str(layout.choices.recompute),
+        str(layout.choices.vocab),
         format_time(layout.seconds, "s"),
-        f"{row.rate:.3g}",
+        f"{row.rate:,.0f}" if row.rate >= 1000 else f"{row.rate:.3g}",
         format_share(layout.found.simulation.bubble),
         format_bytes(row.peak),
     ]
@@ -79,7 +87,7 @@ def to_picture(rows: Sequence[Row]) -> str:
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}"><style>{STYLE}</style>',
             f'<rect width="{WIDTH}" height="{HEIGHT}"/>',
             f'<path class="axis" d="M{left} {MARGIN}V{low}H{WIDTH - MARGIN}" fill="none"/>',
-            f'<text x="{left}" y="{MARGIN - 10}">rows/s, up to {most:.3g}</text>',
+            f'<text x="{left}" y="{MARGIN - 10}">{_unit(rows)}, up to {most:,.4g}</text>',
             f'<text x="{WIDTH - 2 * MARGIN}" y="{low + 20}">peak memory, up to {format_bytes(most_bytes)}</text>',
             f'<polyline class="front" points="{front}"/>',
             *points,
@@ -139,26 +147,32 @@ def _assumed(request: PlanRequest) -> str:
 
 
 def _searched(request: PlanRequest, ranks: int) -> tuple[list[Row], list[str]]:
-    options, say = request.options, announcer()
+    options, say = replace(request.options, schedule="auto"), announcer()
     example = example_of(request)
     microbatch = one_microbatch(example)
     _, count = choose_cuts(microbatch.paths, microbatch.leaves, {})
     say(f"capturing {type(example.model).__name__}")
     with quiet(request):
         drawn = draw_step(example.model, microbatch, example.loss, options.choices)
-        measured = measure_line(drawn.line) if options.balance == "measured" else {}
-    batch, budget = request.global_batch, options.search_seconds
-    return factorisations(drawn, options.choices, ranks, count, batch, budget, measured, say)
+        measured = measure_line(whole_of(drawn).line) if options.balance == "measured" else {}
+    task = drawn, options.choices, ranks, count, _tokens(microbatch, count), request.global_batch
+    return factorisations(*task, options.search_seconds, measured, say)
+
+
+def _tokens(microbatch: Microbatch, rows: int) -> int:
+    """How many tokens a row has: the longest row of whole numbers; 1 if there is none."""
+    tensors = (each for each in microbatch.tensors.values() if each.dtype in (torch.int64, torch.int32))
+    return max((each.numel() // rows for each in tensors if each.dim() > 1 and each.shape[0] == rows), default=1)
 
 
 def _command(request: PlanRequest, row: Row) -> str:
     layout = row.layout
-    kept = [name for name in options_of(Choices) if name in request.given and name != "recompute"]
+    kept = [name for name in options_of(Choices) if name in request.given and name not in ("recompute", "vocab")]
     flags = [f"{flag_of(name)} {_written(request.given[name])}".rstrip() for name in kept]
     parts = [
         f"python -m zbcompile.compile {request.target}{' --fake' * request.fake} --schedule auto --ranks {row.ranks}",
         f"--microbatches {layout.microbatches} --chunks {layout.found.schedule.placement.chunks}",
-        f"--recompute {layout.choices.recompute}",
+        f"--recompute {layout.choices.recompute} --vocab {layout.choices.vocab}",
         *flags,
         "--output program",
     ]

@@ -63,7 +63,7 @@ class Row:
 def best_cuts(row: Row, edges: Sequence[int]) -> tuple[float, list[int]] | None:
     """The minimum of `row.heaviest` over all cuts at inner `edges`, with cuts that reach it; None if the memory (or the
     number of edges) admits no cuts."""
-    cuts = cuts_within(row, edges, float("inf"))
+    cuts = cuts_within(row, edges, float("inf")) if row.may_hold or len(edges) <= row.stages else even_cuts(row, edges)
     if cuts is None:
         return None
     high = row.heaviest(cuts)
@@ -75,6 +75,17 @@ def best_cuts(row: Row, edges: Sequence[int]) -> tuple[float, list[int]] | None:
     while high > 0 and (better := cuts_within(row, edges, high * (1 - 4 * SAME))) is not None:
         high, cuts = row.heaviest(better), better
     return high, cuts
+
+
+def even_cuts(row: Row, edges: Sequence[int]) -> list[int]:
+    """Cuts at inner `edges`, of which there are enough, near equal shares."""
+    inner, chosen, last = edges[1:-1], [], -1
+    for stage in range(1, row.stages):
+        share = row.totals[-1] * stage / row.stages
+        near = bisect_left(inner, share, key=lambda edge: row.totals[edge])
+        last = min(max(near, last + 1), len(inner) - (row.stages - stage))
+        chosen.append(inner[last])
+    return chosen
 
 
 def cuts_within(row: Row, edges: Sequence[int], limit: float) -> list[int] | None:
@@ -175,7 +186,8 @@ class _Vee:
                 if left > min(self.limit, self.chunk):
                     break
                 for b2 in self._ends(rank, (a, a2), b, a2 + 2 * inner):
-                    found.setdefault((a2, b2), _Outer(a2, b2, (*path, (a2, b2))))
+                    if (a2, b2) not in found:
+                        found[a2, b2] = _Outer(a2, b2, (*path, (a2, b2)))
         return self._worth_keeping(found)
 
     def _ends(self, rank: int, left: tuple[int, int], b: int, first: int) -> range:

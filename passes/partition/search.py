@@ -138,11 +138,12 @@ class _Search:
         groups: dict[str, list[int]] = defaultdict(list)
         for edge in edges:
             groups[_place_in_layer(self.line.nodes[edge - 1])].append(edge)
-        same = (
-            best_cuts(self.row, self.framed(group)) for group in groups.values() if len(group) >= self.row.stages - 1
-        )
-        lightest = min((found for found in same if found), default=best)
-        return lightest[1] if lightest[0] <= min(best[0] * ALIKE, limit) else best[1]
+        most = min(best[0] * ALIKE, limit)
+        lightest = (most, best[1])
+        for group in groups.values():
+            if cuts_within(self.row, self.framed(group), lightest[0]) is not None:
+                lightest = min(lightest, best_cuts(self.row, self.framed(group)) or lightest)
+        return lightest[1]
 
     def thinned(self, cuts: list[int], edges: list[int], limit: float) -> list[int]:
         """Move each cut to the thinnest place between its neighbours that keeps the balance within `limit`."""

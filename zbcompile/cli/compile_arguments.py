@@ -16,8 +16,8 @@ from zbcompile.compiler.compile_example import Inspected, compile_example
 from zbcompile.compiler.compile_model import Drawn
 from zbcompile.compiler.torch_logs import silenced, with_torchs_logs
 from zbcompile.errors import PipelineError
-from zbcompile.frontend.choose_schedule import choose_schedule, is_searched
-from zbcompile.frontend.options import OPTIONS, Options
+from zbcompile.frontend.choose_schedule import choose_schedule
+from zbcompile.frontend.options import OPTIONS, Options, is_searched
 from zbcompile.model.example import Example
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.hardware.hardware import Hardware

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from zbcompile.compiler.compile_model import Drawn, compile_drawn, draw_step, redraw
+from zbcompile.compiler.compile_model import Drawn, compile_drawn, draw_step, redraw, whole_of
 from zbcompile.compiler.inference import Computation, Frame, compile_forward
 from zbcompile.compiler.measure_nodes import measure_line
 from zbcompile.errors import PipelineError
@@ -69,11 +69,12 @@ def compile_example(
 
     microbatch, loss = one_microbatch(example), example.loss or loss_of_model
     with _warnings() as seen:
-        drawn = draw_step(example.model, microbatch, loss, choices, schedule, observe)
-        seconds = measure_line(drawn.line) if choices.balance == "measured" else {}
+        drawn = draw_step(example.model, microbatch, loss, choices, None if planner else schedule, observe)
+        seconds = measure_line(whole_of(drawn).line if planner else drawn.line) if choices.balance == "measured" else {}
         edges = None
         if planner is not None:
             schedule, choices, edges = planner.decide(drawn, seconds)
+            drawn = whole_of(drawn) if choices.vocab == "off" else drawn
         step = example.model, microbatch, drawn, schedule, choices, seconds
         program = compile_drawn(*step, observe=observe, edges=edges)
         program = planner.finish(program) if planner else program

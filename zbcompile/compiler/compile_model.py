@@ -79,7 +79,8 @@ def draw_step(
     given: Given | None = None,
     outputs: bool = False,
 ) -> Drawn:
-    """Capture the training step of `model` for one microbatch's shapes. `vocab="auto"` decides for `schedule`.
+    """Capture the training step of `model` for one microbatch's shapes. `vocab="auto"` decides for `schedule`; without
+    one it shards what can be sharded, and a search decides (`whole_of`).
 
     `observe` sees each pass over the model; `dimensions` are those of `Captured`, `given` and `outputs` of `capture`.
     """
@@ -100,6 +101,13 @@ def on_mesh(captured: Captured, dimensions: Mapping[str, str]) -> Captured:
 def make_manager(observe: Observer | None = None) -> PassManager:
     """The manager that runs the passes; with ZBCOMPILE_CHECK=1 it checks the result of each."""
     return PassManager(observe, CHECK.read())
+
+
+def whole_of(drawn: Drawn) -> Drawn:
+    """The same captured step with its output layer whole."""
+    if drawn.sharding is None:
+        return drawn
+    return Drawn(drawn.captured, drawn.sharding.whole, draw_line(drawn.sharding.whole), None)
 
 
 def redraw(drawn: Drawn, microbatch: Microbatch, choices: Choices, schedule: Schedule) -> Drawn:

@@ -1,7 +1,7 @@
 """What a captured step costs, however it is cut: estimated from its operations, before anything is compiled."""
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -25,13 +25,14 @@ class Shares(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """Seconds of the vocabulary passes S and T of one microbatch, bytes that it leaves from S to T, and bytes of the
-    parameters."""
+    """Seconds of the vocabulary passes S and T of one microbatch, bytes that it leaves from S to T, bytes of the
+    parameters, and those of the last stage's output, which all ranks get, and of its gradient, which they sum."""
 
     scan: float = 0.0
     update: float = 0.0
     state: float = 0.0
     parameters: float = 0.0
+    output: float = 0.0
 
 
 WHOLE = Shard()  # of an output layer that is not sharded
@@ -66,6 +67,12 @@ class LineCosts:
     shard: Shard = WHOLE
     link: Connection | None = None
 
+    def with_shard(self, shard: Shard) -> "LineCosts":
+        """The same stages, whose costs are known already, beside another shard of the output layer."""
+        found = replace(self, shard=shard)
+        found.__dict__.update({name: getattr(self, name) for name in ("_spans", "_widths", "footprint")})
+        return found
+
     def costs(self, edges: Sequence[int], rows: float = 1, recompute: bool = False) -> Costs:
         """The costs of the stages between `edges`, of microbatches with `rows` times as many rows; with `recompute` a
         stage keeps its inputs alone, and its backward runs the forward again."""
@@ -92,15 +99,27 @@ class LineCosts:
             message=tuple(rows * size for size in (*crossing, 0)),
             comm=self.link.latency if self.link else 0,
             bandwidth=self.link.bandwidth if self.link else None,
+            **dict.fromkeys(("cast", "stats"), self._exchange(rows)),
             time_unit="s",
             memory_unit="bytes",
         )
+
+    def _exchange(self, rows: float) -> float | None:
+        """Until every rank has the last stage's output, or the sum of all parts of its gradient."""
+        if self.link is None or not self.shard.output:
+            return None
+        return self.link.latency + rows * self.shard.output / self.link.bandwidth
+
+    @property
+    def shard_bytes(self) -> float:
+        """What a rank holds all the time of a sharded output layer."""
+        return self.shard.parameters * (2 + self.optimizer_state)
 
     def resident(self, edges: Sequence[int], placement: Placement) -> tuple[float, ...]:
         """Bytes that each rank holds all the time: parameters, gradients, optimizer state and buffers."""
         held = [self._span(span).resident for span in pairwise([0, *edges, len(self.line.nodes)])]
         copies = (0, 1) if placement.kind == "dual" else (0,)
-        found = [self.shard.parameters * (2 + self.optimizer_state)] * placement.ranks
+        found = [self.shard_bytes] * placement.ranks
         for stage, size in enumerate(held):
             for copy in copies:
                 found[placement.rank(stage, copy)] += size

@@ -12,7 +12,8 @@ from zbcompile.passes.partition.liveness import Line
 from zbcompile.schedules import Schedule, peak_memory, simulate
 
 GAIN = 1e-3  # smaller gains are not worth stages that differ, which are compiled one by one
-ACTIONS = 300_000  # to be simulated at most
+ACTIONS = 300_000  # to be simulated at most,
+LEAST = 120  # but so many cuts are tried
 RESTARTS = 6
 STEPS = (1, 2, 4, 8, 16, 32)  # how many places a cut is moved at once
 
@@ -38,7 +39,7 @@ def cuts_for_makespan(
 
     if not edges:
         return []
-    left = ACTIONS // sum(map(len, schedule.orders))
+    left = max(LEAST, ACTIONS // sum(map(len, schedule.orders)))
     return _Descent(sorted({*places, *edges}), score, left).run(edges)
 
 
@@ -69,6 +70,8 @@ class _Descent:
     def run(self, edges: Sequence[int]) -> list[int]:
         best, cuts = self._down([self.places.index(edge) for edge in edges])
         for _ in range(RESTARTS):
+            if self.left <= 0:
+                break
             found, moved = self._down(self._shaken(cuts))
             if _is_better(found, best):
                 best, cuts = found, moved
@@ -78,10 +81,22 @@ class _Descent:
         """The best of all moves, again and again, until none gains or too much was tried."""
         best = self._score(cuts)
         while self.left > 0:
-            tried = [(self._score(each), each) for each in _moves(cuts, len(self.places))]
+            moves = list(_moves(cuts, len(self.places)))
+            if len(moves) > self.left:
+                return self._hasty(best, cuts, moves)
+            tried = [(self._score(each), each) for each in moves]
             if not tried or not _is_better(min(tried)[0], best):
                 break
             best, cuts = min(tried)
+        return best, cuts
+
+    def _hasty(self, best: Score, cuts: list[int], moves: list[list[int]]) -> tuple[Score, list[int]]:
+        """Any move that gains, as long as some may be tried: of large steps even one round of all would take long."""
+        while self.left > 0 and moves:
+            moved = moves.pop(self.random.randrange(len(moves)))
+            found = self._score(moved)
+            if _is_better(found, best):
+                best, cuts, moves = found, moved, list(_moves(moved, len(self.places)))
         return best, cuts
 
     def _score(self, cuts: Sequence[int]) -> Score:

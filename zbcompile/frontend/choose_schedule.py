@@ -7,7 +7,7 @@ from dataclasses import replace
 from zbcompile.compiler.vocabulary_sharding import insert
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
-from zbcompile.frontend.options import Options
+from zbcompile.frontend.options import Options, is_searched
 from zbcompile.model.batch import Batch, Microbatch, require_divisible
 from zbcompile.program.program import Program
 from zbcompile.runtime.engine import Executable
@@ -35,11 +35,6 @@ def choose_schedule(options: Options, ranks: int) -> Schedule:
         )
     check(lower(given) if given.programs else given, weight_order=None if options.exact else "any")
     return given
-
-
-def is_searched(options: Options) -> bool:
-    """Whether the layout is searched by cost when the first batch is there: `schedule="auto"`."""
-    return isinstance(options.schedule, str) and find(options.schedule).name == "auto"
 
 
 def counts_for(options: Options, batch: Batch, schedule: Schedule) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from zbcompile.compiler.compile_model import Drawn, compile_drawn, draw_step, is_drawn_as, targets_of
+from zbcompile.compiler.compile_model import Drawn, compile_drawn, draw_step, is_drawn_as, targets_of, whole_of
 from zbcompile.compiler.measure_nodes import measure_line
 from zbcompile.distributed.agreement import (
     agreed_seconds,
@@ -32,11 +32,10 @@ from zbcompile.frontend.choose_schedule import (
     counts_for,
     fit_to_batch,
     fit_to_count,
-    is_searched,
     order_at,
     require_few,
 )
-from zbcompile.frontend.options import Options
+from zbcompile.frontend.options import Options, is_searched
 from zbcompile.frontend.program_keys import ProgramKey, key_of, torch_modes, what_is_new
 from zbcompile.frontend.recent import Recent
 from zbcompile.frontend.step_outputs import WHERE
@@ -183,11 +182,12 @@ class Executables(BoundPrograms):
                 drawn = self._drawn(microbatch(self.schedule.microbatches), leads=True)
                 if targets_of(drawn.line) != targets_of(before):  # other rows can take other operations: cuts move
                     decision = self._decided(drawn, ())
-        self.schedule, self._decision, self._planned = decision.schedule, decision, drawn
+        planned = whole_of(drawn) if decision.choices.vocab == "off" else drawn
+        self.schedule, self._decision, self._planned = decision.schedule, decision, planned
 
     def _decided(self, drawn: Drawn, counts: Sequence[int]) -> Decision:
         options, schedule = self._options, self.schedule
-        settings = counts, options.chunks, options.search_seconds, self._measured(drawn)
+        settings = counts, options.chunks, options.search_seconds, self._measured(whole_of(drawn))
         return from_first(
             *(self._ranks, "searching the layout"), lambda: decide(drawn, schedule, options.choices, *settings)
         )
@@ -308,7 +308,8 @@ class Executables(BoundPrograms):
         """The captured step, with the same answers on all ranks."""
 
         def draw(given: Given | None) -> Drawn:
-            step = self._model, microbatch, self._options.loss, self._choices(), self.schedule
+            schedule = None if self._is_undecided and self._decision is None else self.schedule
+            step = self._model, microbatch, self._options.loss, self._choices(), schedule
             try:
                 return draw_step(*step, dimensions=self._ranks.mesh.labels, given=given, outputs=bool(self.outputs))
             except CaptureError as error:
@@ -353,6 +354,8 @@ class Executables(BoundPrograms):
     def _choices(self) -> Choices:
         """Later programs reuse the first one's sharding decision, because row ownership is already fixed."""
         choices = self._decision.choices if self._decision else self._options.choices
+        if self._decision is None and self.outputs and self._options.vocab is None:
+            return replace(choices, vocab="off")  # outputs are wanted whole
         if self.program is None or (choices.vocab != "auto" and self.program.output is None):
             return choices
         if self.program.vocabulary is None:

@@ -8,7 +8,8 @@ from typing import Any
 
 from zbcompile.errors import PipelineError
 from zbcompile.frontend.options import OPTIONS, Options, checked, document
-from zbcompile.passes.compile_options import Barriers, VocabLogits
+from zbcompile.passes.compile_options import Barriers, Choices, VocabLogits
+from zbcompile.passes.option import options_of
 
 
 def _option(name: str, **default: Any) -> Any:
@@ -97,6 +98,7 @@ def _group_parts(keyword: str, group: type[Any], flat: dict[str, Any]) -> None:
         return
     if isinstance(flat.get(keyword), group):
         raise PipelineError(f"{old[0]} and {keyword}={group.__name__}(...) are both given; set it in the latter.")
-    flat[keyword] = group(**{part: flat.pop(option, OPTIONS[option].default) for part, option in parts.items()})
+    usual = {name: option.default for name, option in options_of(Choices).items()}
+    flat[keyword] = group(**{part: flat.pop(option, usual[option]) for part, option in parts.items()})
     text = f"zbcompile.pipeline({', '.join(old)}) is deprecated; write {keyword}=zbcompile.{flat[keyword]!r}"
     warnings.warn(text, DeprecationWarning, stacklevel=4)

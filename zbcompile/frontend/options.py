@@ -11,11 +11,12 @@ from zbcompile.backends.backend import backend_name, check_backend
 from zbcompile.errors import PipelineError
 from zbcompile.model.materialize import Init
 from zbcompile.passes.capture.training_step import LossFunction
-from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.compile_options import VOCAB, Barriers, Choices
 from zbcompile.passes.errors import CompileError
 from zbcompile.passes.option import SWITCH, Kind, Unexpected, accept, number, option, options_of, paragraphs_of, whole
 from zbcompile.program.step_options import StepOptions
 from zbcompile.schedules import Lowered, Schedule, load
+from zbcompile.schedules.generators.registry import find
 
 Part = TypeVar("Part")
 
@@ -66,6 +67,7 @@ class Options(Choices, StepOptions):
             are, whatever the backend). ZBCOMPILE_DEBUG_NAN=1 does the same.
     """
 
+    vocab: Barriers | None = option(None, VOCAB.or_none())  # type: ignore[assignment]
     schedule: str | Schedule = option("zb-v", SCHEDULE)
     microbatches: int | None = option(None, whole(" of microbatches").or_none())
     ranks: int | None = option(None, whole(" of ranks").or_none())
@@ -90,8 +92,9 @@ class Options(Choices, StepOptions):
 
     @property
     def choices(self) -> Choices:
-        """Only graphs that run as they are can be interleaved."""
-        found = _part(self, Choices)
+        """Only graphs that run as they are can be interleaved; what is not said of the output layer is searched."""
+        vocab = self.vocab or ("auto" if is_searched(self) else "off")
+        found = replace(_part(self, Choices), vocab=vocab)
         return found if backend_name(self.backend) == "fx" else replace(found, pairs="given")
 
     @property
@@ -101,6 +104,11 @@ class Options(Choices, StepOptions):
     def with_placements(self, found: Mapping[str, Mapping[str, str]]) -> "Options":
         """The options of a model whose DTensors say these placements."""
         return replace(self, placements={**(self.placements or {}), **found}) if found else self
+
+
+def is_searched(options: Options) -> bool:
+    """Whether the layout is searched by cost when the first batch is there: `schedule="auto"`."""
+    return isinstance(options.schedule, str) and find(options.schedule).name == "auto"
 
 
 OPTIONS = options_of(Options)

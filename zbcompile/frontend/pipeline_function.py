@@ -41,7 +41,7 @@ class Keywords(TypedDict, total=False):
     hardware: Hardware | str | None
     memory: int | float | str | Memory | None
     accumulate_dtype: torch.dtype | str | None
-    vocab: Barriers | Vocab
+    vocab: Barriers | Vocab | None
     pairs: str
     channels: str | None
     split: Split | None

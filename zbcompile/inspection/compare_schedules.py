@@ -10,7 +10,7 @@ from zbcompile.cli.compile_arguments import RANKS, schedule_of, with_options
 from zbcompile.compiler.compile_example import Inspected
 from zbcompile.compiler.paired_schedule import in_order
 from zbcompile.errors import PipelineError
-from zbcompile.frontend.choose_schedule import is_searched
+from zbcompile.frontend.options import is_searched
 from zbcompile.inspection.report import table, wrap
 from zbcompile.inspection.request import Request, compile_for
 from zbcompile.inspection.summary import SCHEMA, Prediction, prediction_of

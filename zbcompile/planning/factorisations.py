@@ -5,28 +5,30 @@ from dataclasses import dataclass, replace
 
 from zbcompile.compiler.compile_model import Drawn
 from zbcompile.compiler.line_costs import LineCosts
-from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.compile_options import Barriers, Choices
 from zbcompile.passes.errors import PartitionError
 from zbcompile.planning.layouts import Layout, Question, find_layouts
-from zbcompile.planning.planner import line_costs
+from zbcompile.planning.planner import Priced
 from zbcompile.schedules import ScheduleError
 
 
 @dataclass(frozen=True)
 class Row:
-    """One way to use the ranks: `replicas` of a pipeline of `ranks`, laid out so, with `rows` of the batch per step.
+    """One way to use the ranks: `replicas` of a pipeline of `ranks`, laid out so, with `rows` of the batch per step, of
+    so many `tokens` each.
     `best`: nothing is faster that takes less memory."""
 
     replicas: int
     ranks: int
     layout: Layout
     rows: int
+    tokens: int = 1
     best: bool = False
 
     @property
     def rate(self) -> float:
-        """Rows of the batch per second, of all replicas."""
-        return self.rows / self.layout.seconds
+        """Tokens of the batch (rows, where these are none) per second, of all replicas."""
+        return self.rows * self.tokens / self.layout.seconds
 
     @property
     def peak(self) -> float:
@@ -39,6 +41,7 @@ def factorisations(
     choices: Choices,
     ranks: int,
     microbatch: int,
+    tokens: int,
     batch: int | None,
     seconds: float,
     measured: Mapping[str, float],
@@ -47,26 +50,34 @@ def factorisations(
     """The rows, the fastest first, with those marked that nothing beats in both time and memory; and why other numbers
     of pipeline ranks are impossible.
 
-    `microbatch` is the number of rows of the captured microbatch, `batch` that of a whole step over all replicas, by
-    default four microbatches for each rank; `seconds` may be spent on the search altogether; `measured` are the times
-    of operations for `balance="measured"`.
+    `microbatch` is the number of rows of the captured microbatch, `tokens` that in each of them, `batch` that of a
+    whole step over all replicas, by default four microbatches for each rank; `seconds` may be spent on the search
+    altogether; `measured` are the times of operations for `balance="measured"`.
     """
     sizes = [size for size in range(1, ranks + 1) if ranks % size == 0]
     found: list[Row] = []
     impossible: list[str] = []
+    priced = Priced(drawn, choices, measured)
     for size in sizes:
         replicas = ranks // size
         announce(f"{replicas} replicas of {size} pipeline ranks")
         try:
-            costs = line_costs(drawn, choices, measured, size)
-            found += _rows(costs, choices, replicas, size, microbatch, batch, seconds / len(sizes))
+            task = priced.costs(size), choices, replicas, size, microbatch, batch, seconds / len(sizes), announce
+            found += (replace(row, tokens=tokens) for row in _rows(*task))
         except (PartitionError, ScheduleError) as error:
             impossible.append(f"pp={size}: {str(error).splitlines()[0]}")
     return list(_marked(sorted(found, key=lambda row: (-row.rate, row.peak)))), impossible
 
 
 def _rows(
-    costs: LineCosts, choices: Choices, replicas: int, ranks: int, microbatch: int, batch: int | None, seconds: float
+    costs: Mapping[Barriers, LineCosts],
+    choices: Choices,
+    replicas: int,
+    ranks: int,
+    microbatch: int,
+    batch: int | None,
+    seconds: float,
+    announce: Callable[[str], None],
 ) -> Iterator[Row]:
     own = 4 * ranks * microbatch if batch is None else batch // replicas
     if batch is not None and (batch % replicas or own % microbatch):
@@ -74,7 +85,7 @@ def _rows(
     count = own // microbatch
     counts = tuple(n for n in range(max(1, ranks), 8 * ranks + 1) if own % n == 0) if batch is not None else ()
     question = Question(costs, ranks, count, choices, counts)
-    for layout in find_layouts(question, seconds):
+    for layout in find_layouts(question, seconds, announce):
         yield Row(replicas, ranks, layout, own * replicas)
 
 

@@ -1,21 +1,25 @@
 """Layouts: every sensible way to place, cut and order a captured step on some ranks, priced without compiling it."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from functools import cached_property
+from itertools import accumulate, product
 
 from zbcompile.compiler.line_costs import LineCosts
 from zbcompile.compiler.makespan_cuts import cuts_for_makespan
-from zbcompile.passes.compile_options import Choices
+from zbcompile.compiler.vocabulary_decision import WORTH
+from zbcompile.passes.compile_options import Barriers, Choices
 from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.partition.named_cuts import edges_named
 from zbcompile.passes.partition.search import Limits, choose_edges
-from zbcompile.schedules import Costs, Found, Placement, Schedule, ScheduleError, search
+from zbcompile.schedules import Costs, Found, Placement, Schedule, ScheduleError, bound, search
 from zbcompile.schedules.searching.problem import Problem
 from zbcompile.schedules.searching.starting_orders import one_by_one
 
 PLACEMENTS = ("linear", "looped:2", "v", "looped:4")
 GLANCE = 100  # moves for a first look at a layout; names and rules of preference say most of it
+MANY = 100  # stages x microbatches, from which on a move takes so long that there are fewer
+PATIENCE = 600.0  # seconds that a glance may take; what counts are its moves, on a busy machine too
 FINALISTS = 3  # layouts whose cuts are moved
 SEARCHED = 2  # of which so many get the rest of the time
 
@@ -46,15 +50,23 @@ class Layout:
         return tuple(w + r for w, r in zip(waiting, self.resident, strict=True))
 
     def __str__(self) -> str:
-        return f"placement {self.placement}, {self.microbatches} microbatches, recompute={self.choices.recompute}"
+        sharded = f", vocab={self.choices.vocab}" if self.choices.vocab != "off" else ""
+        shown = f"placement {self.placement}, {self.microbatches} microbatches, recompute={self.choices.recompute}"
+        return shown + sharded
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """The less, the better: seconds (what a sharded output layer gains must be worth it), then bytes."""
+        return self.seconds / (1 if self.choices.vocab == "off" else WORTH), max(self.peak)
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is laid out: `costs` of microbatches as they come if the batch has `microbatches` of them, the other
-    `counts` that it can be split into, the `ranks`, what the user has chosen already, and `chunks` if given."""
+    """What is laid out: `lines`, by `vocab=`, are the costs of microbatches as they come if the batch has
+    `microbatches` of them, `counts` the other numbers that it can be split into; the `ranks`, what the user has chosen
+    already, and `chunks` if given."""
 
-    costs: LineCosts
+    lines: Mapping[Barriers, LineCosts]
     ranks: int
     microbatches: int
     choices: Choices
@@ -83,87 +95,146 @@ class Question:
         more = self.choices.memory is not None and self.choices.recompute == "hints"
         return (self.choices, replace(self.choices, recompute="full")) if more else (self.choices,)
 
+    @property
+    def shardings(self) -> tuple[Barriers, ...]:
+        """What the output layer may be at first sight; two barriers are tried where one is best."""
+        return tuple(vocab for vocab in self.lines if vocab != 2 or len(self.lines) == 1)
+
+    def costs(self, choices: Choices) -> LineCosts:
+        return self.lines[choices.vocab]
+
+    def require_room(self) -> None:
+        """Raise PartitionError if what the ranks hold all the time is more than they have together."""
+        room, least = self.choices.memory, min(map(self._held, self.lines.values())) / self.ranks
+        if room is not None and least > room:
+            raise PartitionError(
+                f"no layout fits: rank 0 holds {least:.4g} bytes of parameters, gradients and optimizer state if all "
+                f"{self.ranks} ranks hold equally much, {least - room:.4g} more than memory={room:.4g}"
+            )
+
+    def _held(self, costs: LineCosts) -> float:
+        """By all ranks together."""
+        return costs.resident((), Placement("linear", 1, 1))[0] + (self.ranks - 1) * costs.shard_bytes
+
+    def cuts(self, placement: str, choices: Choices) -> list[int]:
+        """Those that `balance=` names, else cuts into equal parts."""
+        costs, parsed = self.costs(choices), Placement.parse(placement, self.ranks)
+        if not isinstance(choices.balance, str):
+            return edges_named(costs.line, choices.balance, parsed.stages)
+        key = placement, id(costs.line)
+        if key not in self._equal:
+            ranks_of = [parsed.rank(stage) for stage in range(parsed.stages)]
+            totals = [0.0, *accumulate(costs.loads)]
+            self._equal[key] = choose_edges(costs.line, totals, ranks_of, Limits(choices.boundary_bytes))
+        return self._equal[key]
+
+    @cached_property
+    def _equal(self) -> dict[tuple[str, int], list[int]]:
+        return {}
+
 
 def find_layouts(
     question: Question, seconds: float, announce: Callable[[str], None] = lambda text: None
 ) -> list[Layout]:
     """All layouts that fit, the fastest first. Raises PartitionError if none does: it says on which rank, and how much
     is missing."""
+    question.require_room()
     reasons: list[str] = []
     looked: list[Layout] = []
 
-    def look(placement: str, microbatches: int, choices: Choices) -> None:
+    def look(placement: str, microbatches: int, choices: Choices) -> Layout | None:
         announce(f"placement {placement}, {microbatches} microbatches")
         try:
-            looked.append(_glance(question, placement, microbatches, choices, seconds))
+            looked.append(_glance(question, placement, microbatches, choices))
         except (PartitionError, ScheduleError) as error:
             reasons.append(str(error))
+            return None
+        return looked[-1]
 
-    for placement in question.placements:
+    for placement, vocab in product(question.placements, question.shardings):
+        layout = None
         for choices in question.recomputations:
-            look(placement, question.microbatches, choices)
+            if layout is None or _may_gain(question, layout, choices):
+                layout = look(placement, question.microbatches, replace(choices, vocab=vocab))
+    for layout in _fastest(looked, SEARCHED):
+        if layout.choices.vocab == 1 and 2 in question.lines:
+            look(layout.placement, layout.microbatches, replace(layout.choices, vocab=2))
     for layout in _fastest(looked, SEARCHED):
         for count in question.counts:
             if count != question.microbatches:
                 look(layout.placement, count, layout.choices)
     if not looked:
         raise PartitionError("no layout fits: " + "; ".join(dict.fromkeys(reasons)))
-    finalists = [_recut(question, layout, seconds) for layout in _fastest(looked, FINALISTS)]
+    finalists = [_recut(question, layout) for layout in _fastest(looked, FINALISTS)]
     finalists = [_searched(question, layout, seconds / SEARCHED) for layout in _fastest(finalists, SEARCHED)]
     others = [layout for layout in looked if str(layout) not in set(map(str, finalists))]
     return _fastest([*finalists, *others])
 
 
 def _fastest(layouts: Iterable[Layout], count: int | None = None) -> list[Layout]:
-    return sorted(layouts, key=lambda layout: (layout.seconds, max(layout.peak)))[:count]
+    return sorted(layouts, key=lambda layout: layout.rank)[:count]
 
 
-def _glance(question: Question, name: str, microbatches: int, choices: Choices, seconds: float) -> Layout:
-    """A layout with cuts into equal parts; if that holds too much, with those that hold least."""
-    placement = Placement.parse(name, question.ranks)
-    edges = _edges(question, placement, choices)
+def _may_gain(question: Question, layout: Layout, choices: Choices) -> bool:
+    """Whether a step that recomputes less can be shorter, within the limit of memory that it fills."""
     try:
-        return _laid_out(question, name, edges, microbatches, choices, seconds / 10, GLANCE)
+        asked = replace(layout.choices, recompute=choices.recompute)
+        costs, ranks, count, name, limits = _task(question, layout.placement, layout.edges, layout.microbatches, asked)
+        return bound(costs, ranks, count, name, limits, barriers=barriers_of(layout.choices)) < layout.seconds
+    except (PartitionError, ScheduleError):
+        return True  # with other cuts
+
+
+def _glance(question: Question, name: str, microbatches: int, choices: Choices) -> Layout:
+    """A layout with cuts into equal parts; if that holds too much, with those that hold least."""
+    edges = question.cuts(name, choices)
+    try:
+        return lay_out(question, name, edges, microbatches, choices)
     except ScheduleError:
         if not isinstance(choices.balance, str):
             raise
-        lean = Problem(placement, microbatches, question.costs.costs(edges))
+        placement = Placement.parse(name, question.ranks)
+        lean = Problem(placement, 1, _costs(question, edges, microbatches, choices), barriers=barriers_of(choices))
         order = lean.schedule(one_by_one(lean))
-        return _laid_out(
-            question, name, _moved(question, edges, order, choices), microbatches, choices, seconds / 10, GLANCE
-        )
+        edges = _moved(question, edges, order, choices)
+        return lay_out(question, name, edges, microbatches, choices)
 
 
-def _edges(question: Question, placement: Placement, choices: Choices) -> list[int]:
-    costs = question.costs
-    if not isinstance(choices.balance, str):
-        return edges_named(costs.line, choices.balance, placement.stages)
-    ranks_of = [placement.rank(stage) for stage in range(placement.stages)]
-    return choose_edges(costs.line, [0.0, *accumulate(costs.loads)], ranks_of, Limits(choices.boundary_bytes))
-
-
-def _laid_out(
+def lay_out(
     question: Question,
     placement: str,
     edges: Sequence[int],
     microbatches: int,
     choices: Choices,
-    seconds: float,
-    moves: int | None,
+    seconds: float | None = None,
 ) -> Layout:
-    resident = question.costs.resident(edges, Placement.parse(placement, question.ranks))
-    costs = _costs(question, edges, microbatches, choices)
-    limits = None if choices.memory is None else list(_room(choices.memory, resident, placement))
-    barriers = choices.vocab if isinstance(choices.vocab, int) else 1
-    found = search(
-        *(costs, question.ranks, microbatches, limits, (placement,)), barriers=barriers, seconds=seconds, moves=moves
-    )
+    """The layout with these cuts, its order found within so many seconds, or at a glance. Raises PartitionError or
+    ScheduleError if it does not fit."""
+    resident = question.costs(choices).resident(edges, Placement.parse(placement, question.ranks))
+    costs, ranks, count, name, limits = _task(question, placement, edges, microbatches, choices)
+    moves = None if seconds else max(1, GLANCE // (1 + costs.stages * count // MANY))
+    barriers, seconds = barriers_of(choices), seconds or PATIENCE
+    found = search(costs, ranks, count, limits, (name,), barriers=barriers, seconds=seconds, moves=moves)
     return Layout(placement, microbatches, choices, tuple(edges), resident, found)
+
+
+def _task(
+    question: Question, placement: str, edges: Sequence[int], microbatches: int, choices: Choices
+) -> tuple[Costs, int, int, str, list[float] | None]:
+    """What `search` and `bound` are asked."""
+    resident = question.costs(choices).resident(edges, Placement.parse(placement, question.ranks))
+    limits = None if choices.memory is None else list(_room(choices.memory, resident, placement))
+    return _costs(question, edges, microbatches, choices), question.ranks, microbatches, placement, limits
+
+
+def barriers_of(choices: Choices) -> int:
+    """Between the last stage's forward and its backward, if the output layer is sharded."""
+    return choices.vocab if isinstance(choices.vocab, int) else 1
 
 
 def _costs(question: Question, edges: Sequence[int], microbatches: int, choices: Choices) -> Costs:
     rows = question.microbatches / microbatches
-    return question.costs.costs(edges, rows, choices.recompute == "full")
+    return question.costs(choices).costs(edges, rows, choices.recompute == "full")
 
 
 def _room(memory: float, resident: Sequence[float], placement: str) -> Iterator[float]:
@@ -179,21 +250,23 @@ def _room(memory: float, resident: Sequence[float], placement: str) -> Iterator[
 
 def _moved(question: Question, edges: Sequence[int], schedule: Schedule, choices: Choices) -> list[int]:
     return cuts_for_makespan(
-        question.costs, edges, schedule, choices.memory, choices.boundary_bytes, choices.recompute == "full"
+        question.costs(choices), edges, schedule, choices.memory, choices.boundary_bytes, choices.recompute == "full"
     )
 
 
-def _recut(question: Question, layout: Layout, seconds: float) -> Layout:
+def _recut(question: Question, layout: Layout) -> Layout:
     """The layout with its cuts moved for its own order; as it was if that gains nothing, or if the cuts are given."""
     if not isinstance(layout.choices.balance, str) or layout.microbatches != question.microbatches:
         return layout
     edges = _moved(question, layout.edges, layout.schedule, layout.choices)
     if tuple(edges) == layout.edges:
         return layout
-    moved = _laid_out(question, layout.placement, edges, layout.microbatches, layout.choices, seconds / 10, GLANCE)
+    moved = lay_out(question, layout.placement, edges, layout.microbatches, layout.choices)
     return _fastest([layout, moved], 1)[0]
 
 
 def _searched(question: Question, layout: Layout, seconds: float) -> Layout:
-    """The layout with a better order, if the time suffices to find one."""
-    return _laid_out(question, layout.placement, layout.edges, layout.microbatches, layout.choices, seconds, None)
+    """The layout with a better order, if the time suffices to look at more than the glance did."""
+    if layout.found.seconds > seconds or layout.found.proven:
+        return layout
+    return lay_out(question, layout.placement, layout.edges, layout.microbatches, layout.choices, seconds)

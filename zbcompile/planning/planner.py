@@ -3,16 +3,16 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from torch.fx import Node
 
-from zbcompile.compiler.compile_model import Drawn
-from zbcompile.compiler.line_costs import WHOLE, LineCosts, Shard
+from zbcompile.compiler.compile_model import Drawn, whole_of
+from zbcompile.compiler.line_costs import LineCosts, Shard
 from zbcompile.compiler.paired_schedule import in_order
 from zbcompile.compiler.vocabulary_sharding import Sharding, tiling_of
 from zbcompile.errors import PipelineError
-from zbcompile.passes.compile_options import Choices
-from zbcompile.passes.partition.liveness import draw_line
+from zbcompile.passes.compile_options import Barriers, Choices
 from zbcompile.passes.partition.node_costs import loads_of, predicted_seconds
 from zbcompile.passes.vocabulary.shard_program import even_bounds
 from zbcompile.planning.layouts import Question, find_layouts
@@ -55,7 +55,7 @@ def decide(
     `counts` are the numbers of microbatches that may be chosen, `chunks` the stages per rank if they are given,
     `measured` the times of operations for `balance="measured"`. Raises PartitionError if nothing fits.
     """
-    costs = line_costs(drawn, choices, measured, provisional.ranks)
+    costs = Priced(drawn, choices, measured).costs(provisional.ranks)
     question = Question(costs, provisional.ranks, provisional.microbatches, choices, tuple(counts), chunks)
     best, *others = find_layouts(question, SHARE * budget, announce)
     costs_of = best.found.simulation.costs
@@ -63,20 +63,52 @@ def decide(
     return Decision(str(best), best.schedule, best.choices, best.edges, costs_of, best.resident, best.seconds, rest)
 
 
-def line_costs(drawn: Drawn, choices: Choices, measured: Mapping[str, float], ranks: int) -> LineCosts:
-    """The costs of the captured step; of a sharded output layer every rank has an equal part."""
-    basis = "measured" if choices.balance == "measured" else "flops"
-    loads, _ = loads_of(drawn.line, basis, measured, choices.hardware)
-    shard, link = WHOLE, choices.hardware.within if choices.hardware else None
-    if drawn.sharding is not None:
-        lines = draw_line(drawn.sharding.whole), drawn.line
-        whole, trunk = (sum(predicted_seconds(line, choices.hardware)) for line in lines)
-        scale = sum(loads) / trunk if trunk else 1.0  # what is sharded is not on the line, so it is not measured
-        shard = _shard(drawn.sharding, scale * max(0.0, whole - trunk) / ranks, ranks, choices)
-    return LineCosts(drawn.canonical, drawn.line, loads, choices.optimizer_state, shard, link)
+@dataclass(frozen=True, eq=False)
+class Priced:
+    """A captured step priced by its operations, for any number of ranks; `measured` are the times of operations for
+    `balance="measured"`."""
+
+    drawn: Drawn
+    choices: Choices
+    measured: Mapping[str, float]
+
+    def costs(self, ranks: int) -> dict[Barriers, LineCosts]:
+        """By each `vocab=` that may be chosen: the one that was, or, if that is "auto", the output layer whole and
+        sharded, with one barrier and with two. Of a sharded one every rank has an equal part."""
+        asked: tuple[Barriers, ...] = (self.choices.vocab,)
+        if self.choices.vocab == "auto":
+            asked = ("off", 1, 2) if self.drawn.sharding and ranks > 1 else ("off",)
+        return {vocab: self._costs(vocab, ranks) for vocab in asked}
+
+    def _costs(self, vocab: Barriers, ranks: int) -> LineCosts:
+        if vocab == "off" or self.drawn.sharding is None:
+            return self._whole
+        return self._trunk.with_shard(_shard(self.drawn.sharding, self._head / ranks, ranks, self.choices, vocab))
+
+    @cached_property
+    def _whole(self) -> LineCosts:
+        return self._line_costs(whole_of(self.drawn))
+
+    @cached_property
+    def _trunk(self) -> LineCosts:
+        return self._line_costs(self.drawn)
+
+    @cached_property
+    def _head(self) -> float:
+        """Seconds of what is sharded: it is not on the trunk's line, so it is not measured there."""
+        hardware = self.choices.hardware
+        whole, trunk = (sum(predicted_seconds(each.line, hardware)) for each in (self._whole, self._trunk))
+        scale = sum(self._trunk.loads) / trunk if trunk else 1.0
+        return scale * max(0.0, whole - trunk)
+
+    def _line_costs(self, drawn: Drawn) -> LineCosts:
+        basis = "measured" if self.choices.balance == "measured" else "flops"
+        loads, _ = loads_of(drawn.line, basis, self.measured, self.choices.hardware)
+        link = self.choices.hardware.within if self.choices.hardware else None
+        return LineCosts(drawn.canonical, drawn.line, loads, self.choices.optimizer_state, link=link)
 
 
-def _shard(sharding: Sharding, seconds: float, ranks: int, choices: Choices) -> Shard:
+def _shard(sharding: Sharding, seconds: float, ranks: int, choices: Choices, vocab: Barriers) -> Shard:
     """An equal part of the output layer and of the embedding that is sharded beside it."""
     head = sharding.head
     logits = head.logits // ranks * head.dtype.itemsize
@@ -86,7 +118,9 @@ def _shard(sharding: Sharding, seconds: float, ranks: int, choices: Choices) -> 
         for each in (sharding.whole, sharding.trunk)
     ]
     parameters = sum(size for name, size in sizes[0].items() if name not in sizes[1]) / ranks
-    return Shard(2 / 3 * seconds, seconds / 3, logits * kept, parameters)  # of three products S makes two
+    third, scans = seconds / 3, 1 if vocab == 2 else 2  # of three products S makes two with one barrier
+    output = next(iter(sharding.gradient.values())).nbytes
+    return Shard(scans * third, (3 - scans + (not kept)) * third, logits * kept, parameters, output)
 
 
 def _trains(node: Node) -> bool:

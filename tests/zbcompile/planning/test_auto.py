@@ -17,7 +17,7 @@ from zbcompile.compiler.makespan_cuts import places_of
 from zbcompile.compiler.measure_nodes import measure_line
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import PartitionError
-from zbcompile.planning.planner import Decision, decide, line_costs
+from zbcompile.planning.planner import Decision, Priced, decide
 from zbcompile.schedules import build
 from zbcompile.schedules.execution.memory import peak_memory
 from zbcompile.schedules.ir.placement import Placement
@@ -143,10 +143,10 @@ def test_a_sharded_output_layer_counts_in_the_memory() -> None:
     for choices in (Choices(), Choices(vocab=1)):
         drawn = draw_step(example.model, one_microbatch(example), PROBLEM.loss, choices, build("zb-v", 2, 8))
         assert (drawn.sharding is None) == (choices.vocab == "off")
-        costs = line_costs(drawn, choices, {}, 2)
+        costs = Priced(drawn, choices, {}).costs(2)[choices.vocab]
         edges = places_of(costs.line)[::8][1:4]
         assert bool(costs.shard.scan) == (choices.vocab == 1)
-        measured = line_costs(drawn, replace(choices, balance="measured"), measure_line(drawn.line), 2)
+        measured = Priced(drawn, replace(choices, balance="measured"), measure_line(drawn.line)).costs(2)[choices.vocab]
         assert bool(measured.shard.scan) == (choices.vocab == 1)
         held.append(sum(costs.resident(edges, Placement.parse("v", 2))))
     assert held[1] == pytest.approx(held[0], rel=0.02)

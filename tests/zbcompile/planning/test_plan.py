@@ -30,7 +30,7 @@ def test_table_picture_and_command(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main([TARGET, *asked]) == 0
     shown = capsys.readouterr().out
     table = [line.split() for line in shown.splitlines() if line.startswith("*")]
-    rates, peaks = [float(line[-4]) for line in table], [float(line[-2]) for line in table]
+    rates, peaks = [float(line[-4].replace(",", "")) for line in table], [float(line[-2]) for line in table]
     assert {(line[1], line[2]) for line in table} <= {("1", "2"), ("2", "1")}
     assert rates == sorted(rates, reverse=True)
     assert peaks == sorted(peaks, reverse=True)

@@ -1,0 +1,164 @@
+"""What cuts for the makespan gain, predicted and then measured: `balance="makespan"` beside cuts into equal parts.
+
+    python examples/benchmarks/makespan_cuts.py                     # 4 and 8 processes, about 4 minutes
+    python examples/benchmarks/makespan_cuts.py --ranks 2 --rounds 2
+    torchrun --standalone --nproc-per-node 4 examples/benchmarks/makespan_cuts.py
+
+A model is captured, cut in both ways and compiled; processes, gloo messages, the compiled stages and the action loop
+are real. Only its layers do not compute: they SLEEP, as those of promise.py do, whose way to measure this is, too; F, B
+and W of a layer take the same time. Six layers a rank; the cases:
+
+* head: an output layer that takes as long as four layers; cuts between layers only;
+* head, inside: the same, but a layer can be cut in four places;
+* memory: no head; a rank may hold .6 of what the schedule fills with cuts into equal parts. Not on two ranks, where no
+  cuts hold so little.
+
+"gain" is the share of the step with equal cuts (within the same limit) that the moved cuts save, predicted and
+measured; "ratio" is measured / predicted, for equal and for moved cuts; target <= 1.03, on a machine that does nothing
+else. Layouts take turns, the medians count.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from tabulate import tabulate
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+import promise  # type: ignore[import-not-found]
+
+import zbcompile
+from zbcompile.schedules import Costs, simulate
+
+promise.BACKWARD = promise.WEIGHT = promise.FORWARD
+LAYERS, HEAD, ROWS = 6, 4, 64  # layers a rank, layers that the head takes as long as, rows of a microbatch
+MEMORY = 0.6
+
+
+class Sleeper(nn.Module):
+    """Layers of so many equal parts, and a head that no cut divides."""
+
+    def __init__(self, ranks: int, parts: int, head: int) -> None:
+        super().__init__()
+        self.entry = nn.ParameterList(nn.Parameter(torch.ones(promise.WIDTH)) for _ in range(2))
+        shares = [1 / LAYERS / parts] * (ranks * LAYERS * parts) + [head / LAYERS] * (head > 0)
+        self.shares = {f"weights.{i}": share for i, share in enumerate(shares)}
+        self.weights = nn.ParameterList(nn.Parameter(torch.ones(promise.WIDTH)) for _ in shares)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.entry[0] + self.entry[1]
+        for weight, share in zip(self.weights, self.shares.values(), strict=True):
+            x = promise.forward(x, weight, share)
+        return x
+
+
+class Case(NamedTuple):
+    name: str
+    parts: int
+    head: int
+    tight: bool
+
+
+CASES = (Case("head", 1, HEAD, False), Case("head, inside", 4, HEAD, False), Case("memory", 1, 0, True))
+
+
+class Cut(NamedTuple):
+    """A pipeline, what its step should take, and the batch."""
+
+    pipe: zbcompile.Pipeline
+    costs: Costs
+    batch: Tensor
+
+    @property
+    def predicted(self) -> float:
+        return float(simulate(self.pipe.program.schedule, self.costs).makespan)
+
+    def step(self) -> Any:
+        return self.pipe.step(self.batch, target=self.batch)
+
+
+def cut(case: Case, schedule: str, microbatches: int, comm: float, **options: Any) -> Cut:
+    ranks = dist.get_world_size()
+    batch, model = torch.ones(ROWS * microbatches, promise.WIDTH), Sleeper(ranks, case.parts, case.head)
+    pipe = zbcompile.pipeline(
+        model, schedule=schedule, microbatches=microbatches, loss=lambda y, t: (y - t).mean(), **options
+    )
+    pipe.compile(batch, target=batch)
+    shares = [sum(model.shares.get(name, 0.0) for name in stage.trained) for stage in pipe.program.stages]
+    times = tuple(promise.FORWARD * share for share in shares)
+    return Cut(pipe, Costs(times, times, times, comm=comm), batch)
+
+
+def both(case: Case, schedule: str, microbatches: int, comm: float) -> tuple[Cut, Cut]:
+    """With equal and with moved cuts, within the same limit of memory."""
+    memory: dict[str, Any] = {}
+    if case.tight:
+        memory["memory"] = int(MEMORY * most_held(cut(case, schedule, microbatches, comm).pipe))
+    equal, moved = (
+        cut(case, schedule, microbatches, comm, balance=balance, **memory) for balance in ("flops", "makespan")
+    )
+    return equal, moved
+
+
+def most_held(pipe: zbcompile.Pipeline) -> float:
+    """What the fullest rank holds for backwards; a model that sleeps has hardly any parameters."""
+    program = pipe.program
+    kept = tuple(stage.crossing.kept for stage in program.stages), tuple(s.crossing.residue for s in program.stages)
+    none = (0,) * len(program.stages)
+    return max(simulate(program.schedule, Costs(none, none, none, activation=kept[0], residue=kept[1])).peak_memory)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", default="4,8", help="without torchrun: how many processes (default: %(default)s)")
+    parser.add_argument("--schedules", default="zb-h1", help="default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=3, help="the medians count (default: %(default)s)")
+    parser.add_argument("--per-rank", type=int, default=2, help="microbatches per rank (default: %(default)s)")
+    parser.add_argument("--scale", type=float, default=4, help="of the times in promise.py (default: %(default)s)")
+    options = parser.parse_args()
+    if "RANK" not in os.environ:
+        for ranks in options.ranks.split(","):
+            launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+            subprocess.run([sys.executable, *launch, __file__, *sys.argv[1:]], check=True)
+        return
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    promise.late = promise.lateness()
+    rows = list(compare(options))
+    if dist.get_rank() == 0:
+        many = f"{dist.get_world_size()} processes, {options.per_rank} microbatches a rank"
+        print(f"{many}; an operation is {1e3 * promise.late:.2f} ms late")
+        print(tabulate(rows, HEADERS, floatfmt=FORMATS), flush=True)
+    dist.destroy_process_group()
+
+
+HEADERS = ("case", "schedule", "equal s", "moved s", "gain", "measured", "measured", "gain", "ratio", "ratio")
+FORMATS = ("", "", ".3f", ".3f", ".1%", ".3f", ".3f", ".1%", ".3f", ".3f")
+
+
+def compare(options: argparse.Namespace) -> Iterator[list[Any]]:
+    comm, count = promise.hop(), options.per_rank * dist.get_world_size()
+    cases = [case for case in CASES if dist.get_world_size() > 2 or not case.tight]
+    asked = [(case, schedule) for case in cases for schedule in options.schedules.split(",")]
+    cuts = {(case.name, schedule): both(case, schedule, count, comm) for case, schedule in asked}
+    rounds = [
+        {key: [promise.measured(each.step) for each in pair] for key, pair in cuts.items()}
+        for _ in range(options.rounds + 1)  # the first one warms up
+    ]
+    for key, pair in cuts.items():
+        predicted = [each.predicted for each in pair]
+        seconds = [median(each[key][i] for each in rounds[1:]) for i in range(2)]
+        gains = [1 - moved / equal for equal, moved in (predicted, seconds)]
+        yield [*key, *predicted, gains[0], *seconds, gains[1], seconds[0] / predicted[0], seconds[1] / predicted[1]]
+
+
+if __name__ == "__main__":
+    main()
