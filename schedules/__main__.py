@@ -17,6 +17,7 @@ from zbcompile.schedules.generators.vocabulary_insertion import textbook_costs, 
 from zbcompile.schedules.ir.costs import Costs
 from zbcompile.schedules.ir.dependencies import count_messages
 from zbcompile.schedules.ir.files import load, save
+from zbcompile.schedules.ir.plain_numbers import plain
 from zbcompile.schedules.ir.schedule import Lowered, Schedule, format_schedule
 from zbcompile.schedules.lowering.lower import lower
 from zbcompile.schedules.searching import search_command
@@ -212,7 +213,14 @@ def _rank_table(timeline: Timeline, receive_buffers: Sequence[int]) -> str:
         for rank in range(timeline.schedule.ranks)
     ]
     heads = ("rank", "work", *(f"idle: {cause}" for cause in timeline.causes), "peak memory", "receive buffers")
-    return tabulate(rows, headers=heads, floatfmt=".5g")
+    return _table(rows, heads, 5)
+
+
+def _table(rows: Sequence[Sequence[str | float]], heads: Sequence[str], digits: int) -> str:
+    """The first column to the left, numbers to the right."""
+    texts = [[cell if isinstance(cell, str) else plain(cell, digits) for cell in row] for row in rows]
+    align = ("left", *["right"] * (len(heads) - 1)) if rows else None
+    return tabulate(texts, heads, disable_numparse=True, colalign=align)
 
 
 def _compare(options: argparse.Namespace) -> None:
@@ -231,7 +239,8 @@ def _compare(options: argparse.Namespace) -> None:
     if column is not None:
         rows.sort(key=lambda row: row[column])
     heads = ("schedule", "makespan", "bubble", "cost", "cost bubble", "peak memory", "messages")
-    print(tabulate(rows, headers=heads, floatfmt=("", ".6g", ".1%", ".6g", ".1%", ".4g", "")))
+    shares = [(*row[:2], f"{float(row[2]):.1%}", row[3], f"{float(row[4]):.1%}", *row[5:]) for row in rows]
+    print(_table(shares, heads, 6))
     for reason in refused:
         print(f"left out: {reason}")
     if options.picture:
