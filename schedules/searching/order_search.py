@@ -1,15 +1,17 @@
 """From costs to an order: placements, seeds, annealing, and how far from the best the result can be."""
 
+import math
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from zbcompile.schedules.execution.noise import Noise, as_noise
 from zbcompile.schedules.ir.costs import Costs
 from zbcompile.schedules.ir.placement import Placement
 from zbcompile.schedules.ir.schedule import Schedule
-from zbcompile.schedules.searching.annealing import MANY, Annealer, draws_of
+from zbcompile.schedules.searching.annealing import HUGE, MANY, Annealer, draws_of
 from zbcompile.schedules.searching.justification import Justifier
 from zbcompile.schedules.searching.lower_bound import lower_bound
 from zbcompile.schedules.searching.problem import Problem, Words
@@ -70,10 +72,23 @@ class Budget:
 
 
 EXACT = 1 + 1e-9  # objectives count as equal up to rounding
-TURNS = ((8, 0.15), (2, 0.2))  # placements whose orders are turned around, share of the budget
 STARTS = 4  # orders of a placement to turn around
-ROUNDS = ((8, 0.15, 1.0), (3, 0.2, 0.7), (1, 0.15, 1.0), (1, 0.15, 0.3))  # orders annealed, share, warmth
-FEW_MOVES = ((3, 0.2, 1.0), (1, 0.45, 0.7))  # the same where a move takes long
+
+
+class Effort(NamedTuple):
+    """How the budget is spent on steps of up to so many passes."""
+
+    passes: float
+    turns: Sequence[tuple[int, float]]  # placements whose orders are turned around, share of the budget
+    rounds: Sequence[tuple[int, float, float]]  # orders that are annealed, share of the budget, warmth
+
+
+TURNS = ((8, 0.15), (2, 0.2))
+EFFORTS = (
+    Effort(MANY, TURNS, ((8, 0.15, 1.0), (3, 0.2, 0.7), (1, 0.15, 1.0), (1, 0.15, 0.3))),
+    Effort(HUGE, TURNS, ((3, 0.2, 1.0), (1, 0.45, 0.7))),
+    Effort(math.inf, ((2, 0.4), (1, 0.5)), ((1, 0.1, 0.7),)),  # there a move gains next to nothing
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,12 +237,13 @@ class _Hunt:
             for problem in self._open():
                 if (found := dispatched(problem, rule)) is not None:
                     self._take(problem, found)
-        for keep, share in TURNS:
+        largest = max(len(problem.time) for problem in self.problems)
+        effort = next(effort for effort in EFFORTS if largest <= effort.passes)
+        for keep, share in effort.turns:
             problems = list(dict.fromkeys(c.problem for c in self._ranked()))[:keep]
             for problem in problems:
                 self._justify(problem, share / len(problems))
-        largest = max(len(problem.time) for problem in self.problems)
-        for keep, share, warmth in ROUNDS if largest <= MANY else FEW_MOVES:
+        for keep, share, warmth in effort.rounds:
             chosen = self._chosen(keep)
             for candidate in chosen:
                 self._improve(candidate, share / len(chosen), warmth)
