@@ -14,7 +14,7 @@ import torch
 
 from zbcompile.cli.command_line import exit_status_of_rank, ranks_for
 from zbcompile.cli.compile_arguments import announcer
-from zbcompile.distributed.agreement import from_first, gathered
+from zbcompile.distributed.agreement import gathered, together
 from zbcompile.distributed.link_speed import Pair, measure_pairs
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
@@ -26,8 +26,8 @@ EXAMPLES = """examples:
   python -m zbcompile.calibrate --output machine.toml
   torchrun --nproc-per-node 2 -m zbcompile.calibrate --output machine.toml
   python -m zbcompile.inspect examples/targets.py:gpt --hardware machine.toml
-Takes about a minute. The first rank measures products, kernels and what starting them takes; under torchrun every two
-ranks measure their connection.
+Takes about a minute. Measures products, kernels and what starting them takes; under torchrun on all ranks at once, as
+they work at once in a step (the first one's figures count), and then the connection of every two ranks.
 exit status: 0, or 2 with one line on standard error.
 """
 
@@ -53,22 +53,19 @@ def _device() -> torch.device:
 
 
 def _measure(ranks: Ranks, file: Path, quick: bool) -> None:
-    """One rank measures its machine while the others stand still, then all of them their connections."""
-    found: list[Hardware] = []
-
-    def measure() -> str:
-        bench = Bench(_device(), 0.0, ELEMENTS[:-1]) if quick else Bench(_device())
-        found.append(measure_machine(bench, 1 if quick else ROUNDS, announcer()))
-        return found[0].name
-
-    from_first(ranks, "measuring the machine", measure)
+    """All ranks measure their machine at once, as they compute at once in a step, then their connections. The figures
+    are those of the first rank."""
+    bench = Bench(_device(), 0.0, ELEMENTS[:-1]) if quick else Bench(_device())
+    say = announcer() if ranks.is_first else lambda text: None
+    rounds = 1 if quick else ROUNDS
+    found = together(ranks, "measuring the machine", lambda: measure_machine(bench, rounds, say))
     pairs: list[Pair] = []
     if ranks.everyone is not None:
         with ranks.watch.position.waiting("measuring the connections"):
             pairs = [pair for each in gathered(ranks, measure_pairs(ranks.everyone)) for pair in each]
-    if found:
-        write_whole(file, to_toml(with_links(found[0], pairs, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))).encode())
-        print(f"{file}: {found[0]}")
+    if ranks.is_first:
+        write_whole(file, to_toml(with_links(found, pairs, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))).encode())
+        print(f"{file}: {found}")
 
 
 def with_links(hardware: Hardware, pairs: Iterable[Pair], node_ranks: int) -> Hardware:
