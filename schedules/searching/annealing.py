@@ -58,8 +58,9 @@ class Annealer:
         order that was met is in `best_words`."""
         hot = warmth * (HOT if len(self.problem.time) <= MANY else MILD)
         moves, temperature = 0, hot * self.unit
+        look = LOOK if len(self.problem.time) <= MANY else 1  # above that a move takes long
         while self.best > target:
-            if moves % LOOK == 0:
+            if moves % look == 0:
                 done = progress(moves)
                 if done >= 1:
                     break
