@@ -17,6 +17,7 @@ from zbcompile.passes.torch_private import fake_mode_of, made_for, written_as
 
 aten = torch.ops.aten
 DETACH = aten.detach.default
+GRADIENT_LAYOUT = "gradient_layout"
 
 
 def merge_remade_views(graph: Graph) -> None:
@@ -112,6 +113,20 @@ def keep_strides_of_writes(graph: Graph) -> None:
                 kept = call_like(graph, node, aten.slice_scatter.default, (empty, node), wanted)
             node.replace_all_uses_with(kept, delete_user_cb=lambda user, kept=kept: user is not kept)
             changed = True
+
+
+def mark_written_bases(graph: Graph) -> None:
+    """Mark, of each write through a view, the view and what the write leaves of the tensor behind it: in eager, their
+    gradients have that tensor's strides; that of the written values is contiguous (2.11-2.13: CopySlices)."""
+    made: dict[str, list[Node]] = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and written_as(node).rpartition(".")[0].endswith("_"):
+            made.setdefault(made_for(node), []).append(node)
+    for nodes in made.values():
+        written = [n for n in nodes if f"{str(n.target).rpartition('.')[0]}_" == written_as(n).rpartition(".")[0]]
+        if len(nodes) > 1 and written and isinstance(written[0].args[0], Node):
+            for node in (nodes[-1], written[0].args[0], written[0]):
+                node.meta[GRADIENT_LAYOUT] = "contiguous" if node is written[0] else "own"
 
 
 def _loses_strides(node: Node) -> bool:

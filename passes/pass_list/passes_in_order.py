@@ -18,6 +18,7 @@ from zbcompile.passes.capture.functional_writes import (
     draw_in_memory_order,
     keep_strides_of_writes,
     make_copies_differentiable,
+    mark_written_bases,
     merge_remade_views,
 )
 from zbcompile.passes.compile_options import Choices
@@ -97,6 +98,7 @@ CANONICALISE = _in_turn(
     ),
     Pass("strided-writes", "gives strided writes a gradient", _on(correct_strided_writes)),
     Pass("keep-strides", "keeps the strides of what is written", _on(keep_strides_of_writes)),
+    Pass("mark-bases", "marks tensors that are written through views", _on(mark_written_bases)),
     Pass(
         "separate-buffers",
         "copies views of buffers that change",

@@ -14,6 +14,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 from torch.fx.traceback import preserve_node_meta
 
+from zbcompile.passes.capture.functional_writes import GRADIENT_LAYOUT
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.graph.fx import like, output_values
 from zbcompile.passes.graph.kernel_layouts import kernels_layouts
@@ -192,9 +193,24 @@ class _UseInterpreter(MarkingInterpreter):
             self.uses.setdefault(slot, []).append(values)
         return loaded
 
+    def run_node(self, n: Node) -> Any:
+        value = super().run_node(n)
+        if GRADIENT_LAYOUT in n.meta and isinstance(value, torch.Tensor) and value.requires_grad:
+            dense = n.meta[GRADIENT_LAYOUT] == "contiguous"
+            value.register_hook(lambda g: g.contiguous() if dense else _laid_out_like(g, value.stride()))
+        return value
+
     def last_use_first(self, slot: Slot) -> list[torch.Tensor]:
         """The uses of a parameter in eager's order: the last operation first, what one operation reads as it reads."""
         return [value for values in reversed(self.uses.get(slot, [])) for value in values]
+
+
+def _laid_out_like(gradient: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """Eager copies the gradient of what is written through a view into a tensor with the strides of the base."""
+    if gradient.stride() == strides:
+        return gradient
+    empty = torch.empty_strided(gradient.shape, strides, dtype=gradient.dtype, device=gradient.device)
+    return torch.slice_scatter(empty, gradient)
 
 
 def first_activations(stage: Stage) -> list[Node]:

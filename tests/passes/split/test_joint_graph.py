@@ -89,6 +89,22 @@ class Latents(nn.Module):
         return x
 
 
+class Turned(nn.Module):
+    """Differentiable writes through transposed views, whose gradients are summed in the order of their strides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.rows = nn.Linear(40, 40), nn.Linear(40, 40), nn.Linear(33, 33)
+        self.ends = nn.ModuleList([nn.Linear(WIDTH, 40), nn.Linear(40, WIDTH)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.ends[0](x.flatten(0, 1)).repeat(4, 1)[:33]
+        h = self.a(torch.tanh(x))
+        h.T.masked_fill_(h.T > 0.5, 0.0)
+        h.T.mul_(self.b(x).T)
+        return self.ends[1](self.rows(h.T).T)[:10].view(2, 5, WIDTH)
+
+
 def gru() -> nn.Module:
     return Recurrent(nn.GRU)
 
