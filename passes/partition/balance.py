@@ -63,7 +63,8 @@ class Row:
 def best_cuts(row: Row, edges: Sequence[int]) -> tuple[float, list[int]] | None:
     """The minimum of `row.heaviest` over all cuts at inner `edges`, with cuts that reach it; None if the memory (or the
     number of edges) admits no cuts."""
-    cuts = cuts_within(row, edges, float("inf")) if row.may_hold or len(edges) <= row.stages else even_cuts(row, edges)
+    searched = row.may_hold or len(edges) <= row.stages
+    start = cuts = cuts_within(row, edges, float("inf")) if searched else even_cuts(row, edges)
     if cuts is None:
         return None
     high = row.heaviest(cuts)
@@ -74,6 +75,8 @@ def best_cuts(row: Row, edges: Sequence[int]) -> tuple[float, list[int]] | None:
         low, high, cuts = (middle, high, cuts) if found is None else (low, row.heaviest(found), found)
     while high > 0 and (better := cuts_within(row, edges, high * (1 - 4 * SAME))) is not None:
         high, cuts = row.heaviest(better), better
+    if cuts is start and not searched:  # of all as light, those nearest to equal shares
+        cuts = cuts_within(row, edges, high) or cuts
     return high, cuts
 
 
