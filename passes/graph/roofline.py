@@ -99,10 +99,18 @@ def product_seconds(node: Node, flops: int, moved: int, hardware: Hardware) -> f
     samples = hardware.products.get(name if "convolution" in name else "product", ())
     if samples and shape is not None:
         whole = flops / (2 * math.prod(shape))  # both gradients of a convolution, say, are two
-        return whole * _like_samples(shape, samples) * hardware.peak_of("float32") / peak
+        product = whole * _like_samples(shape, samples) * hardware.peak_of("float32") / peak
+        return product + _filled(node) / (hardware.bandwidth * hardware.bandwidth_efficiency)
     share = hardware.attention_efficiency if shape is None else product_share(shape, hardware)
     arithmetic = flops / (peak * share)
     return hardware.launch + (max(arithmetic, moving) if hardware.overlaps else arithmetic + moving)
+
+
+def _filled(node: Node) -> int:
+    """The bytes that experts who take turns fill with zeros before; the products write them again."""
+    if not _name(node).startswith("grouped_mm_fallback"):
+        return 0
+    return sum(t.numel() * t.element_size() for t in tensors_of(node.meta["val"]))
 
 
 def product_share(shape: Shape, hardware: Hardware) -> float:
