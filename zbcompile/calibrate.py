@@ -19,7 +19,7 @@ from zbcompile.distributed.link_speed import Pair, measure_pairs
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.passes.hardware.hardware import Connection, Hardware
-from zbcompile.prediction.calibration import ELEMENTS, ROUNDS, Bench, measure_machine
+from zbcompile.prediction.calibration import ELEMENTS, ENOUGH, ROUNDS, Bench, measure_machine
 from zbcompile.safe_files import write_whole
 
 EXAMPLES = """examples:
@@ -55,7 +55,8 @@ def _device() -> torch.device:
 def _measure(ranks: Ranks, file: Path, quick: bool) -> None:
     """All ranks measure their machine at once, as they compute at once in a step, then their connections. The figures
     are those of the first rank."""
-    bench = Bench(_device(), 0.0, ELEMENTS[:-1]) if quick else Bench(_device())
+    enough, elements = (0.0, ELEMENTS[:-1]) if quick else (ENOUGH, ELEMENTS)
+    bench = Bench(_device(), enough, elements, min if ranks.everyone is None else median)
     say = announcer() if ranks.is_first else lambda text: None
     rounds = 1 if quick else ROUNDS
     found = together(ranks, "measuring the machine", lambda: measure_machine(bench, rounds, say))

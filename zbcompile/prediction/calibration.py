@@ -17,7 +17,7 @@ from zbcompile.passes.torch_private import CPU_ATTENTION, CPU_ATTENTION_BACKWARD
 
 aten = torch.ops.aten
 ENOUGH = 0.02  # seconds of runs of one kernel
-BLOCKS = 5  # in which they are timed; the fastest counts, as others are disturbed
+BLOCKS = 5  # in which they are timed
 ELEMENTS = (1 << 8, 1 << 12, 1 << 15, 1 << 18, 1 << 21)
 LARGEST = (32 << 20) - (1 << 16)  # bytes, the most that glibc looks at: once freed, it keeps all that is freed
 ROUNDS = 3
@@ -44,20 +44,24 @@ class Kernel(NamedTuple):
 
 @dataclass(frozen=True)
 class Bench:
-    """Where kernels run, for how many seconds each, and on tensors of how many elements."""
+    """Where kernels run, for how many seconds each, and on tensors of how many elements; which of several measured
+    times counts. That is the fastest, as others are disturbed; the median where ranks measure together: they disturb
+    each other as they do in a step."""
 
     device: torch.device
     enough: float = ENOUGH
     elements: Sequence[int] = ELEMENTS
+    of: Callable[[Sequence[float]], float] = min
 
     def seconds(self, kernel: Kernel) -> float:
         """On one copy of the arguments after the other, and as many results are kept: as in a graph, what an operation
         reads and writes is no longer, or not yet, in a cache."""
-        return run_seconds(_in_turn(kernel, min(MOST, COLD // _moved(kernel) + 1)), self.device, self.enough)
+        return run_seconds(_in_turn(kernel, min(MOST, COLD // _moved(kernel) + 1)), self)
 
 
-def run_seconds(call: Call, device: torch.device, enough: float = ENOUGH) -> float:
-    """The fastest mean of some blocks of runs. On a CPU with one thread its own time counts, not that of others."""
+def run_seconds(call: Call, bench: Bench) -> float:
+    """Of the means of some blocks of runs that which counts, of a CPU's only thread by its own time."""
+    device = bench.device
     clock = time.thread_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
     wait = torch.accelerator.synchronize if device.type != "cpu" else lambda: None
 
@@ -70,20 +74,20 @@ def run_seconds(call: Call, device: torch.device, enough: float = ENOUGH) -> flo
         return (clock() - began) / count
 
     block(2)
-    count = max(1, int(enough / BLOCKS / max(block(1), 1e-7)))
-    return min(block(min(count, 2000)) for _ in range(BLOCKS))
+    count = max(1, int(bench.enough / BLOCKS / max(block(1), 1e-7)))
+    return bench.of([block(min(count, 2000)) for _ in range(BLOCKS)])
 
 
 def measure_machine(bench: Bench, rounds: int = ROUNDS, say: Callable[[str], None] = lambda text: None) -> Hardware:
-    """Measure the device of `bench`, with the threads that torch has now, but no links. The fastest of some rounds
-    counts for each kernel: what disturbs a machine lasts longer than a few runs."""
+    """Measure the device of `bench`, with the threads that torch has now, but no links, in some rounds: what disturbs a
+    machine lasts longer than a few runs."""
     device, found = bench.device, []
     torch.empty(LARGEST, dtype=torch.uint8, device=device)
     with torch.no_grad():
         for i in range(rounds):
             say(f"round {i + 1} of {rounds}")
             found.append((_starts(bench), _kernels(bench), _products(bench)))
-    starts, kernels, products = (_fastest(each) for each in zip(*found, strict=True))
+    starts, kernels, products = (_joined(each, bench.of) for each in zip(*found, strict=True))
     best = max(2 * p.batch * p.m * p.n * p.k / p.seconds for p in products["product"])
     most, slowest = kernels["mul"][-1]
     return Hardware(
@@ -98,15 +102,24 @@ def measure_machine(bench: Bench, rounds: int = ROUNDS, say: Callable[[str], Non
     )
 
 
-def _fastest(found: Sequence[Mapping[str, list[Any]]]) -> dict[str, list[Any]]:
-    """Of each sample, which is, or ends with, its seconds, the fastest."""
-    return {name: [min(rows) for rows in zip(*(each[name] for each in found), strict=True)] for name in found[0]}
+def _joined(found: Sequence[Mapping[str, list[Any]]], of: Callable[[Sequence[float]], float]) -> dict[str, list[Any]]:
+    """Of each sample, which is, or ends with, its seconds, those that count."""
+    return {
+        name: [_of_rounds(rows, of) for rows in zip(*(each[name] for each in found), strict=True)] for name in found[0]
+    }
+
+
+def _of_rounds(rows: Sequence[Any], of: Callable[[Sequence[float]], float]) -> Any:
+    if isinstance(rows[0], float):
+        return of(rows)
+    joined = (*rows[0][:-1], of([row[-1] for row in rows]))
+    return Product(*joined) if isinstance(rows[0], Product) else joined
 
 
 def _starts(bench: Bench) -> dict[str, list[float]]:
     small, view = torch.ones(1, device=bench.device), aten.view.default
     calls = {"launch": lambda: aten.mul.Tensor(small, 2.0), "viewing": lambda: view(small, [1, 1])}
-    return {name: [run_seconds(call, bench.device, bench.enough)] for name, call in calls.items()}
+    return {name: [run_seconds(call, bench)] for name, call in calls.items()}
 
 
 def _kernels(bench: Bench) -> dict[str, list[Any]]:
