@@ -26,8 +26,9 @@ EXAMPLES = """examples:
   python -m zbcompile.calibrate --output machine.toml
   torchrun --nproc-per-node 2 -m zbcompile.calibrate --output machine.toml
   python -m zbcompile.inspect examples/targets.py:gpt --hardware machine.toml
-Takes about a minute. Measures products, kernels and what starting them takes; under torchrun on all ranks at once, as
-they work at once in a step (the first one's figures count), and then the connection of every two ranks.
+Takes about half a minute on a CPU. Measures products, kernels and what starting them takes; under torchrun on all
+ranks at once, as they work at once in a step (the median of their figures counts), and then the connection of every
+two ranks.
 exit status: 0, or 2 with one line on standard error.
 """
 

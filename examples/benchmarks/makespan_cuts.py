@@ -20,7 +20,6 @@ else. Layouts take turns, the medians count.
 
 import argparse
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -125,9 +124,7 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=4, help="of the times in promise.py (default: %(default)s)")
     options = parser.parse_args()
     if "RANK" not in os.environ:
-        for ranks in options.ranks.split(","):
-            launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
-            subprocess.run([sys.executable, *launch, __file__, *sys.argv[1:]], check=True)
+        promise.launch(__file__, options.ranks)
         return
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

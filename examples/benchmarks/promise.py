@@ -205,6 +205,13 @@ def promised(schedule: str, microbatches: int, comm: float, updates: bool) -> Ti
     return simulate(order, costs)
 
 
+def launch(script: str, ranks: str) -> None:
+    """Run a benchmark with each number of processes in turn."""
+    for each in ranks.split(","):
+        start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", each]
+        subprocess.run([sys.executable, *start, script, *sys.argv[1:]], check=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="2,4,8", help="without torchrun: how many processes (default: %(default)s)")
@@ -217,9 +224,7 @@ def main() -> None:
     parser.add_argument("--per-rank", default="2,4", help="microbatches per rank (default: %(default)s)")
     options = parser.parse_args()
     if "RANK" not in os.environ:
-        for ranks in options.ranks.split(","):
-            launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
-            subprocess.run([sys.executable, *launch, __file__, *sys.argv[1:]], check=True)
+        launch(__file__, options.ranks)
         return
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

@@ -32,8 +32,8 @@ from zbcompile.prediction.predict import predicted_costs
 from zbcompile.schedules import Costs, build, simulate
 
 # The paper names none. The script of its authors (sail-sg/zero-bubble-pipeline-parallelism, pretrain_zero_bubble.sh)
-# takes a SentencePiece tokenizer, and of the usual sizes only this one gives the parameters that name the models: 14.64
-# and 28.29 billion, where GPT-2's 50,304 would make the last two 14.7B and 28.4B.
+# takes a SentencePiece tokenizer, and of the usual sizes only this one gives the parameters that name the models, the
+# shared embedding counted once: 14.64 and 28.29 billion, where GPT-2's 50,304 would make the last two 14.7B and 28.4B.
 VOCABULARY = 32000
 
 

@@ -108,8 +108,8 @@ class Question:
         room, least = self.choices.memory, min(map(self._held, self.lines.values())) / self.ranks
         if room is not None and least > room:
             raise PartitionError(
-                f"no layout fits: rank 0 holds {least:.4g} bytes of parameters, gradients and optimizer state if all "
-                f"{self.ranks} ranks hold equally much, {least - room:.4g} more than memory={room:.4g}"
+                f"no layout fits: rank 0 holds {least:,.0f} bytes of parameters, gradients and optimizer state if all "
+                f"{self.ranks} ranks hold equally much, {least - room:,.0f} more than memory={room:.15g}"
             )
 
     def _held(self, costs: LineCosts) -> float:
