@@ -93,6 +93,7 @@ def test_metadata(metadata: Message) -> None:
     assert metadata["Name"] == "zbcompile"
     assert metadata["Requires-Python"] == ">=3.11"
     assert metadata["License-Expression"] == "Apache-2.0"
+    assert "torch>=2.11" in metadata.get_all("Requires-Dist", [])  # no upper bound: installing never replaces torch
     required = [re.split(r"[<>=!~;\[ ]", line)[0] for line in metadata.get_all("Requires-Dist", [])]
     assert {"torch", "sympy", "tabulate", "tqdm"} <= set(required)
     assert "functorch" not in required  # it is the module inside torch; the package replaces it by an old one

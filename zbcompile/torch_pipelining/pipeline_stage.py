@@ -128,7 +128,7 @@ class CompiledPipelineStage(PipelineStage):
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """F of one microbatch. The last stage waits for its target: there F runs inside `loss`."""
         self._run = self._run or self._begin()
-        self._run.inputs[fwd_chunk_id] |= whole_batch(args if self.is_first else (), kwargs or {}, None).whole.tensors
+        self._accept(self._run, fwd_chunk_id, args if self.is_first else (), kwargs or {}, None)
         if self.is_last:
             self._keeps = save_forward_output
             self.output_chunks.append(())  # torch merges these into the output of the whole batch
@@ -143,7 +143,7 @@ class CompiledPipelineStage(PipelineStage):
         microbatch = output.microbatch
         wants_target = any(s.kind == "input" and s.name.startswith("target") for s in self._forward_inputs)
         if wants_target:
-            self._run.inputs[microbatch] |= whole_batch((), {}, target).whole.tensors
+            self._accept(self._run, microbatch, (), {}, target)
         self._forward(microbatch)
         self._keep_output(self._run, microbatch)
         return self._run.losses[microbatch]
@@ -154,6 +154,19 @@ class CompiledPipelineStage(PipelineStage):
         returned = self._context.program.returned
         if returned is not None and self._keeps:
             self.output_chunks[-1] = returned.rebuild(made)
+
+    def _accept(self, run: StageRun, microbatch: int, args: tuple[Any, ...], kwargs: Any, target: Any) -> None:
+        """Inputs of a microbatch: torch looks at no shape of a stage that says what it takes."""
+        given = whole_batch(args, kwargs, target).whole.tensors
+        for path, tensor in given.items():
+            found = tuple(tensor.shape), str(tensor.dtype)
+            if found != (wanted := self._context.program.inputs.get(path, found)):
+                raise PipelineError(
+                    f"{path} of microbatch {microbatch} has shape {list(found[0])} and is {found[1]}, and the stages "
+                    f"were compiled for {list(wanted[0])}, {wanted[1]}. Use pipe.step, or compile with such a batch "
+                    "and make the schedule again, of the stages that pipe.stages() returns after that."
+                )
+        run.inputs[microbatch] |= given
 
     @property
     def _forward_inputs(self) -> tuple[Slot, ...]:

@@ -85,6 +85,29 @@ def test_microbatches_of_several_shapes_in_one_step(schedule: str) -> None:
     assert len(pipe.compilations) == 4 + 3
 
 
+def test_packed_microbatches_share_the_valid_tokens_of_their_batch() -> None:
+    """Lengths and masks of their own; the loss is the mean over all tokens that count, whoever holds them."""
+
+    def loss(output: torch.Tensor, target: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        wanted, mask, count = target
+        return ((output - wanted).square().mean(-1) * mask).sum() / count
+
+    torch.manual_seed(0)
+    masks = [(torch.rand(1, length) < 0.7).float() for length in (5, 9, 5)]
+    packed = [(torch.randn(1, length, 32), torch.randn(1, length, 32)) for length in (5, 9, 5)]
+    count = torch.stack([mask.sum() for mask in masks]).sum()
+    options = {"ranks": 2, "loss": loss, "loss_reduction": "sum"}
+    model, eager = MLP(2), MLP(2)
+    eager.load_state_dict(model.state_dict())
+    pipe = zbcompile.pipeline(model, schedule="zb-h1", **options)  # type: ignore[call-overload]
+    found = pipe.step(microbatches=[((x,), {}, (y, mask, count)) for (x, y), mask in zip(packed, masks, strict=True)])
+    x, y = (torch.cat(each, 1) for each in zip(*packed, strict=True))
+    whole = loss(eager(x), (y, torch.cat(masks, 1), count))
+    whole.backward()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(found, whole.detach())
+    torch.testing.assert_close(gradients(pipe), {name: p.grad for name, p in eager.named_parameters()})
+
+
 def test_the_first_step_may_bring_its_own_count(tmp_path: Path) -> None:
     pipe, model = made(microbatches=None), PROBLEM.model()
     parts = [each for part in split(EIGHT, 8) for each in [part] * 3]

@@ -43,6 +43,15 @@ def test_outputs_and_metrics(schedule: str) -> None:
     assert all(torch.equal(p.grad, gradients[name].grad) for name, p in pipe.named_parameters())  # type: ignore[arg-type]
 
 
+def test_metrics_are_weighed_as_the_loss() -> None:
+    """Added up where the loss is; the mean of the microbatches' values otherwise."""
+    found = []
+    for reduction in ("mean", "sum"):
+        pipe = made(loss=with_accuracy, loss_reduction=reduction)
+        found.append(pipe.step(*EIGHT.args, target=EIGHT.target, return_outputs=True)[1][1]["accuracy"])
+    torch.testing.assert_close(found[1], 4 * found[0])
+
+
 def test_a_step_without_them_is_another_program() -> None:
     pipe = made(loss=with_accuracy)
     loss = pipe.step(*EIGHT.args, target=EIGHT.target)

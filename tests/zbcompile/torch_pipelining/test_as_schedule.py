@@ -142,6 +142,18 @@ def test_microbatches_that_are_already_split() -> None:
     assert_same_tensors(gradients_of(ours), gradients_of(theirs), "gradient of")
 
 
+def test_outputs_may_stay_away() -> None:
+    """return_outputs=False keeps none; the losses are those of a step that does."""
+    (batch,) = PROBLEMS[CASE.problem].batches(1, 8)
+    losses: list[list[torch.Tensor]] = [[], []]
+    for wanted, found in zip((True, False), losses, strict=True):
+        pipe = pipeline_of(CASE)
+        output = pipe.as_schedule().step(*batch.args, target=batch.target, losses=found, return_outputs=wanted)
+        assert (output is not None) == (pipe.program.returned is not None) == wanted
+    assert [len(each) for each in losses] == [4, 4]
+    torch.testing.assert_close(*losses, rtol=0, atol=0)
+
+
 def weighted(output: Any, target: torch.Tensor, *, table: torch.Tensor, factor: float) -> torch.Tensor:
     return mse_loss(output, target) * table.sum() * factor
 

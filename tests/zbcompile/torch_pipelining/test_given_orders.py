@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torch.distributed.pipelining import schedules as torch_schedules
 
 import zbcompile
@@ -30,7 +31,8 @@ from zbcompile.schedules import (
 )
 
 # One rank a line, in torch's letters, as the schedules that torch keeps for its tests: a V, five stages on two ranks,
-# weight gradients apart, and the messages of a batch of backwards behind all of these.
+# weight gradients apart, the messages of a batch of backwards behind all of these, and looped BFS, whose backwards begin
+# with the last microbatch.
 FILES = {
     "v": "0F0,,,3F0,3B0,,,0B0\n,1F0,2F0,,,2B0,1B0,\n",
     "unbalanced": "0F0,1F0,,,4F0,4B0,,,1B0,0B0\n,,2F0,3F0,,,3B0,2B0,,\n",
@@ -39,8 +41,11 @@ FILES = {
     "1RECV_F0,1RECV_F1,1F0,1F1,1B0,1B1,1SEND_B0,1SEND_B1\n",
     "waits": "0F0,0SEND_F0,0WAIT_SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD,0WAIT_REDUCE_GRAD\n"
     "1UNSHARD,1RECV_F0,1F0,1B0,1SEND_B0,1WAIT_SEND_B0,1RESHARD\n",
+    "looped": "0F0,0F1,2F0,2F1,2B1,2B0,0B1,0B0\n1F0,1F1,3F0,3F1,3B1,3B0,1B1,1B0\n",
     "last first": "0F0,0F1,0F2,0B2,0B1,0B0\n1F0,1F1,1F2,1I2,1I1,1I0,1W0,1W2,1W1\n",
 }
+
+DESCENDING = {"looped": (1, 0), "last first": (0, 2, 1)}  # the W of stage 1 in those that do not ascend
 
 
 def step_of(schedule: Schedule | Lowered | str, exact: bool = True) -> tuple[zbcompile.Pipeline, Trained]:
@@ -58,15 +63,43 @@ def test_an_order_of_torch_runs_as_a_file(name: str, tmp_path: Path) -> None:
     """Every order of torch's tests with eager's bits; one whose W do not ascend only where exact=True is not asked."""
     path = tmp_path / f"{name}.csv"
     path.write_text(FILES[name], encoding="utf-8")
-    if name != "last first":
+    if name not in DESCENDING:
         pipe, ours = step_of(str(path))
         assert_bitwise(ours, eager("mlp", pipe.program.schedule.microbatches, 1))
         return
     pipe, ours = step_of(str(path), exact=False)
-    assert_close(ours, eager("mlp", 3, 1))
-    assert pipe.program.schedule.weight_order(1) == (0, 2, 1)
-    with pytest.raises(ScheduleError, match="weight gradients of stage 0 run microbatch 2 before 1"):
+    assert_close(ours, eager("mlp", pipe.program.schedule.microbatches, 1))
+    assert pipe.program.schedule.weight_order(1) == DESCENDING[name]
+    with pytest.raises(ScheduleError, match=r"weight gradients of stage 0 run microbatch \d before [01]"):
         step_of(str(path))
+
+
+def test_the_order_of_w_is_the_order_of_accumulation() -> None:
+    """Weight gradients 1e8, 1 and -1e8 of three microbatches add up to 1 in one order, and to 0 in ascending order."""
+    given = from_csv(FILES["last first"])
+    assert isinstance(given, Schedule)
+    check(given, weight_order="any")
+    x = torch.tensor([[1e8, 0.0], [1.0, 0.0], [-1e8, 0.0]])
+    found = []
+    for schedule, exact in ((given, False), ("1f1b", True)):
+        model = torch.nn.Sequential(*(torch.nn.Linear(2, 2, bias=False) for _ in range(2)))
+        for layer in model:
+            torch.nn.init.eye_(layer.weight)  # type: ignore[arg-type]
+        options = {"balance": ("1",), "loss_reduction": "sum", "microbatches": 3}
+        pipe = zbcompile.pipeline(model, schedule=schedule, loss=last_of, ranks=2, exact=exact, **options)  # type: ignore[call-overload]
+        pipe.step(x)
+        found.append(model[1].weight.grad[0, 0].item())  # type: ignore[union-attr, index]
+    assert found == [1.0, 0.0]
+
+
+def last_of(output: torch.Tensor, target: None) -> torch.Tensor:
+    return output.sum()
+
+
+def test_a_short_group_runs() -> None:
+    """Two ranks with two chunks each, five microbatches in groups of three."""
+    _, ours = step_of(build("interleaved-1f1b", 2, 5, chunks=2, group=3))
+    assert_bitwise(ours, eager("mlp", 5, 1))
 
 
 def test_messages_of_a_program_stay_where_they_are(tmp_path: Path) -> None:

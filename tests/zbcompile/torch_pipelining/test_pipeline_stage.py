@@ -1,6 +1,7 @@
 """The generated stages under torch's own schedules: torch orders the actions, our graphs compute, eager's bits."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -12,7 +13,19 @@ from torch.distributed.pipelining import schedules as torch_schedules
 import zbcompile
 from tests.support.oracle import PROBLEMS, WIDTH
 from tests.support.pool import Pool
-from tests.support.training import Case, Trained, assert_same_tensors, gradients_of, join, pipeline_of, reference
+from tests.support.training import (
+    Case,
+    Trained,
+    assert_close,
+    assert_same_tensors,
+    eager,
+    gradients_of,
+    join,
+    pipeline_of,
+    reference,
+)
+from tests.zbcompile.torch_pipelining.test_given_orders import FILES
+from zbcompile.schedules import from_csv
 from zbcompile.torch_pipelining import pipeline_stage
 from zbcompile.torch_pipelining.pipeline_stage import CompiledPipelineStage, OutputToCome, group_between
 
@@ -77,6 +90,59 @@ def test_gradients_are_eagers(given: TorchCase, pool: Pool) -> None:
     for step in range(STEPS):
         assert_same_tensors(ours.gradients[step], theirs.gradients[step], f"gradient in step {step} of")
     assert_same_tensors(ours.state, theirs.state, "state dict:")
+
+
+@pytest.mark.slow
+def test_torchs_looped_bfs_accumulates_from_the_last_microbatch(pool: Pool) -> None:
+    given = TorchCase("ScheduleLoopedBFS", "looped-bfs")
+    assert_close(join(pool.run(driven_by_torch, given)), replace(reference(given.case), losses=[]))
+
+
+def driven_from_a_file(path: str) -> tuple[Trained, Any]:
+    """torch's runtime with its own messages, over the stages of a pipeline that has read the same file."""
+    problem = PROBLEMS["mlp"]
+    pipe = zbcompile.pipeline(problem.model(), schedule=path, loss=problem.loss, exact=True)
+    microbatches = pipe.options.schedule.microbatches  # type: ignore[union-attr]
+    (batch,) = problem.batches(1, 2 * microbatches)
+    stages = pipe.compile(*batch.args, target=batch.target, return_outputs=True).stages()
+    runtime = torch_schedules._PipelineScheduleRuntime(stages, microbatches, loss_fn=stages[-1].loss)  # type: ignore[arg-type]
+    runtime._load_csv(path)
+    output = runtime.step(*batch.args, target=batch.target)
+    return Trained([], [gradients_of(pipe)], {}), output
+
+
+@pytest.mark.mostly_slow(every=2)
+@pytest.mark.parametrize("name", ["unbalanced", "weights"])
+def test_a_file_under_torchs_runtime(name: str, pool: Pool, tmp_path: Path) -> None:
+    (tmp_path / "order.csv").write_text(FILES[name], encoding="utf-8")
+    shares, outputs = zip(*pool.run(driven_from_a_file, str(tmp_path / "order.csv")), strict=True)
+    microbatches = from_csv(FILES[name]).microbatches
+    theirs = eager("mlp", microbatches, 1)
+    assert_same_tensors(join(shares).gradients[0], theirs.gradients[0], "gradient of")
+    (output,) = [each for each in outputs if each is not None]
+    (batch,) = PROBLEMS["mlp"].batches(1, 2 * microbatches)
+    assert torch.equal(output, torch.cat([PROBLEMS["mlp"].model()(*part.args) for part in batch.parts(microbatches)]))
+
+
+def wrong_steps() -> list[str]:
+    """What one rank says of a loss function of its own, of another shape, and of another dtype."""
+    pipe, (batch,) = pipeline_of(Case("mlp", "1f1b", 1, 4)), PROBLEMS["mlp"].batches(1, 8)
+    assert batch.target is not None
+    (stage,) = pipe.compile(*batch.args, target=batch.target).stages()
+    (x,), y, loss = batch.args, batch.target, torch.nn.functional.mse_loss
+    said = []
+    for inputs, target, function in ((x, y, loss), (x[:4], y[:4], stage.loss), (x, y.double(), stage.loss)):
+        with pytest.raises(zbcompile.PipelineError) as caught:
+            torch_schedules.Schedule1F1B(stage, 4, loss_fn=function).step(inputs, target=target)
+        said.append(str(caught.value))
+    return said
+
+
+def test_what_the_stages_were_not_compiled_for_is_refused(pool: Pool) -> None:
+    ((loss, shape, dtype),) = pool.run(wrong_steps, ranks=1)
+    assert "Build it with loss_fn=stage.loss" in loss
+    assert shape.startswith("args[0] of microbatch 0 has shape [1, 32]")
+    assert "target of microbatch 0 has shape [2, 32] and is torch.float64" in dtype
 
 
 def driven_over_a_group_for_each_direction(given: TorchCase) -> tuple[Trained, int]:

@@ -103,6 +103,27 @@ def test_same_rule_same_order(name: str, chunks: int) -> None:
         assert build(name, ranks, 3 * ranks, chunks=chunks).orders == theirs.orders
 
 
+# Stages per rank, microbatches and ranks: of torch's own list those that the tables above do not reach.
+PLANS = ((4, 16, 16), (4, 32, 32), (3, 2, 2), (3, 8, 2), (3, 12, 4), (4, 6, 3), (4, 10, 5))
+
+
+@pytest.mark.parametrize("name", ["ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", "ScheduleLoopedBFS"])
+def test_plans_of_torchs_own_tests(name: str) -> None:
+    """torch's looped BFS runs its backwards from the last microbatch on, which takes as long."""
+    for chunks, microbatches, ranks in PLANS:
+        theirs = _multi(name, ranks, microbatches, chunks)
+        assert theirs is not None
+        ours = build(name, ranks, microbatches, chunks=chunks)
+        check(ours)
+        if name != "ScheduleLoopedBFS":
+            assert ours.orders == theirs.orders
+            continue
+        check(theirs, weight_order="any")
+        _assert_no_longer(ours, theirs)
+        with pytest.raises(ScheduleError, match="weight gradients of stage 0 run microbatch .* expected ascending"):
+            check(theirs)
+
+
 def test_few_microbatches_of_zb_v_are_shorter_than_torch() -> None:
     """m < 2p-1, where torch deletes actions from a longer order: at m = p = 8 55 chunk passes instead of 62."""
     theirs = _multi("ScheduleZBVZeroBubble", 8, 8, 2)
