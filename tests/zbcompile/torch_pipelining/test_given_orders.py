@@ -31,8 +31,8 @@ from zbcompile.schedules import (
 )
 
 # One rank a line, in torch's letters, as the schedules that torch keeps for its tests: a V, five stages on two ranks,
-# weight gradients apart, the messages of a batch of backwards behind all of these, and looped BFS, whose backwards begin
-# with the last microbatch.
+# weight gradients apart, the messages of a batch of backwards behind all of these, and looped BFS, whose backwards
+# begin with the last microbatch.
 FILES = {
     "v": "0F0,,,3F0,3B0,,,0B0\n,1F0,2F0,,,2B0,1B0,\n",
     "unbalanced": "0F0,1F0,,,4F0,4B0,,,1B0,0B0\n,,2F0,3F0,,,3B0,2B0,,\n",
