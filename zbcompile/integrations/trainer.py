@@ -234,7 +234,8 @@ class PipelineTrainer(Trainer):
             torch.save(self.args, folder / TRAINING_ARGS_NAME)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        save_checkpoint(Path(output_dir) / STATE, self.pipe, self._own_optimizer)
+        frozen = not has_adapters(self.model)  # the base of adapters is where it came from
+        save_checkpoint(Path(output_dir) / STATE, self.pipe, self._own_optimizer, frozen=frozen)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 

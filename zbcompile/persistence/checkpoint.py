@@ -6,7 +6,7 @@ docs/running.md describes the contents of the directory.
 import sys
 from collections.abc import Mapping
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,7 @@ def save_checkpoint(
     extra: Any = None,
     keep: int | None = None,
     wait: bool = True,
+    frozen: bool = True,
 ) -> Path:
     """Write a checkpoint into `folder`, which all ranks see; every rank must call it. Returns the new directory.
 
@@ -72,6 +73,8 @@ def save_checkpoint(
         keep: remove all but the newest `keep` checkpoints up to this one, once it is complete.
         wait: False returns once everything is copied, and writes in a thread. The next save, a load and `pipe.close()`
             wait for it and raise what went wrong. Needs memory for a copy of this process's share on the CPU.
+        frozen: False leaves out the parameters that are not trained, such as those below adapters. A load keeps the
+            values that the model has for them.
 
     Raises PipelineError, on every rank, if it cannot be written.
 
@@ -88,7 +91,8 @@ def save_checkpoint(
     with _writer_of(source) as writer, ranks.watch.region(what):
         together(ranks, what, writer.finish)
         _hold(writer, folder, ranks)
-        index = _index(holding, optimizer, count)
+        holding, left_out = _without_frozen(holding, frozen)
+        index = {**_index(holding, optimizer, count), "left_out": left_out}
         values, plain = _values(holding, optimizer)
         process = together(ranks, what, lambda: _process(extra, ranks, values))
         fields = {**index, "values": plain, "process": process}
@@ -204,6 +208,13 @@ def _hold(writer: FolderWriter, folder: Path, ranks: Ranks) -> None:
     writer.take(folder.absolute(), lock)
 
 
+def _without_frozen(holding: Holding, frozen: bool) -> tuple[Holding, list[str]]:
+    """The share without its frozen parameters, unless these are saved as well; and the names of all ranks' ones."""
+    own = {name for name, each in holding.parameters.items() if not (frozen or each.requires_grad)}
+    kept = {name: tensor for name, tensor in holding.tensors.items() if name not in own}
+    return replace(holding, tensors=kept), sorted(set[str]().union(*gathered(holding.ranks, own)))
+
+
 def _require_shared(partial: Path) -> None:
     if not partial.is_dir():
         raise PipelineError(
@@ -285,7 +296,7 @@ def _load(saved: SavedState, holding: Holding, optimizer: Optimizer | None, rand
     _require_same_names(saved, holding)
     _require_same_optimizer(saved, optimizer)
     with torch.no_grad():
-        saved.read(dict(holding.tensors), "model")
+        saved.read({name: each for name, each in holding.tensors.items() if name not in saved.left_out}, "model")
     if optimizer is not None:
         load_optimizer(optimizer, holding, saved.keys("optimizer"), lambda wanted: saved.read(wanted, "optimizer"))
     generators = saved.process_value("random")
@@ -296,7 +307,7 @@ def _load(saved: SavedState, holding: Holding, optimizer: Optimizer | None, rand
 
 def _require_same_names(saved: SavedState, holding: Holding) -> None:
     """Require that the checkpoint holds the whole model, whatever part of it this process needs."""
-    path, found, shapes = saved.path, saved.keys("model"), holding.shapes
+    path, found, shapes = saved.path, saved.keys("model") | dict.fromkeys(saved.left_out), holding.shapes
     aliases = (
         set() if saved.record else {member.name for member in holding.model.members}
     )  # torch saves tied ones twice
@@ -307,7 +318,7 @@ def _require_same_names(saved: SavedState, holding: Holding) -> None:
         )
     for name, shape in shapes.items():
         _, size = found[name] or (None, ())
-        if shape is not None and tuple(size) != shape:
+        if shape is not None and tuple(size) != shape and name not in saved.left_out:
             raise PipelineError(f"{name} has shape {list(size)} in {path} and {list(shape)} in the model.")
 
 

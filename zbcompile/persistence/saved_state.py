@@ -38,6 +38,11 @@ class SavedState:
     process: Mapping[str, Any]
     record: Record | None
 
+    @property
+    def left_out(self) -> frozenset[str]:
+        """The frozen parameters that were not saved."""
+        return frozenset(self.record.fields.get("left_out", ()) if self.record else ())
+
     def keys(self, section: str) -> dict[str, tuple[torch.dtype, torch.Size] | None]:
         """What is described of one section, by key."""
         start = f"{section}."

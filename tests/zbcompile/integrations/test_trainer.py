@@ -26,6 +26,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 
 from zbcompile.integrations import PipelineTrainer
 from zbcompile.integrations.same_batch import require_same_batch
+from zbcompile.persistence.checkpoint_directory import checkpoints_in
+from zbcompile.persistence.checkpoint_record import read_record
 
 ROOT = Path(__file__).parents[3]
 TWO = {"ranks": 2, "schedule": "zb-v", "microbatches": 4}
@@ -206,6 +208,19 @@ def test_adapters_in_two_processes(tmp_path: Path, pool: Pool) -> None:
     assert own.keys() == {name for name, each in again.model.named_parameters() if each.requires_grad}
     with pytest.raises(zbcompile.PipelineError, match=r"weights= of a model with adapters: load its base"):
         PipelineTrainer(adapted(gpt2()), arguments(tmp_path), pipeline=TWO, weights=tmp_path)
+
+
+@pytest.mark.slow
+def test_adapters_go_on_with_the_same_bits(tmp_path: Path) -> None:
+    """A checkpoint has no base model in it, and needs none but that of the model."""
+    options = {"adapters": True, "max_steps": 4, "save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-3}
+    whole = trained(tmp_path, TWO, **options)
+    resumed = trained(tmp_path, TWO, resume=str(tmp_path / "checkpoint-2"), **options)
+    assert logged(resumed.state.log_history) == logged(whole.state.log_history)
+    assert_same_tensors(resumed.pipe.state_dict(full=True), whole.pipe.state_dict(full=True), "after four steps:")
+    (saved,) = checkpoints_in(tmp_path / "checkpoint-2" / "pipeline")
+    trains = {name for name, each in whole.model.named_parameters() if each.requires_grad}
+    assert {f"model.{name}" for name in trains} == {n for n in read_record(saved).tensors if n.startswith("model.")}
 
 
 @pytest.mark.slow

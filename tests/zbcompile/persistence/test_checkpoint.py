@@ -220,6 +220,35 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     assert all(name.startswith(("model.", "optimizer.", "process.")) for name in names)
 
 
+def save_without_frozen(folder: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(2)))
+    for layer in model:
+        layer.weight.requires_grad_(False)
+    x = torch.ones(4, 4)
+    pipe = zbcompile.pipeline(model, schedule="1f1b", microbatches=2, loss=nn.functional.mse_loss, balance=("1",))
+    pipe.step(x, target=x)
+    zbcompile.save_checkpoint(folder, pipe, frozen=False)
+
+
+def test_frozen_parameters_may_stay_out(tmp_path: Path, pool: Pool) -> None:
+    """Those of another rank as well; who loads keeps its own, and another model is still refused."""
+    pool.run(save_without_frozen, str(tmp_path))
+    other = nn.Sequential(*(nn.Linear(4, 4) for _ in range(2)))
+    own = [layer.weight.clone() for layer in other]
+    zbcompile.load_checkpoint(tmp_path, other)
+    torch.manual_seed(0)
+    saved = nn.Sequential(*(nn.Linear(4, 4) for _ in range(2)))
+    assert all(torch.equal(layer.weight, weight) for layer, weight in zip(other, own, strict=True))
+    assert all(torch.equal(layer.bias, theirs.bias) for layer, theirs in zip(other, saved, strict=True))
+    assert {name for name in read_record(checkpoints_in(tmp_path)[0]).tensors if "model." in name} == {
+        "model.0.bias",
+        "model.1.bias",
+    }
+    with pytest.raises(zbcompile.PipelineError, match=r"missing nothing, unexpected \['0.bias', '0.weight'\]"):
+        zbcompile.load_checkpoint(tmp_path, nn.Sequential(nn.Identity(), nn.Linear(4, 4)))
+
+
 def test_options_are_those_of_a_parameter_that_was_trained(tmp_path: Path) -> None:
     """Of an optimizer without the frozen parameters, for one that has all of them."""
     model = nn.Linear(2, 2)
