@@ -14,6 +14,7 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from zbcompile.passes.capture.sized_results import OTHERWISE, with_known_size
 from zbcompile.passes.capture.tracing_flags import EAGERS_WAY, Way
 from zbcompile.passes.graph.fx import is_random
 from zbcompile.passes.graph.source_location import calling_line
@@ -174,13 +175,18 @@ class Questions:
         if function in DECISIONS:
             return self._answer(DECISIONS[function], bool, args, kwargs)
         if function not in NUMBERS:
-            return NOT_ANSWERED
+            result = with_known_size(function, args, kwargs, self._count)
+            return NOT_ANSWERED if result is OTHERWISE else result
         if args[0].is_floating_point():  # it hardly ever has the same value twice: no two batches would share a program
             return NOT_ANSWERED
         if not self.way.numbers:
             self.read_numbers = True
             return NOT_ANSWERED
         return self._answer(*NUMBERS[function], args, kwargs)
+
+    def _count(self, tensor: torch.Tensor) -> int | None:
+        answer = self._answer(torch.count_nonzero, int, (tensor,), {})
+        return None if answer is NOT_ANSWERED else answer
 
     def _answer(self, make: _Make, convert: Callable[[Any], Any], args: Any, kwargs: Any) -> Any:
         asked = [each for each in (*args, *kwargs.values()) if isinstance(each, FakeTensor)]

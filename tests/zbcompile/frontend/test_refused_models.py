@@ -108,6 +108,7 @@ def data_dependent_control_flow() -> None:
 def shape_from_data() -> None:
     class Picking(MLP):
         def forward(self, x: Tensor) -> Tensor:
+            x = self.layers[0](x)
             return super().forward(x[x[:, 0] > 0])
 
     train(Picking(2))
@@ -116,6 +117,7 @@ def shape_from_data() -> None:
 def count_from_data() -> None:
     class Averaging(MLP):
         def forward(self, x: Tensor) -> Tensor:
+            x = self.layers[0](x)
             return super().forward(x) * x[x > 0].mean()
 
     train(Averaging(2))
@@ -142,7 +144,7 @@ def flexible_attention() -> None:
 
 def loss_over_some_rows() -> None:
     def over_some(output: Tensor, target: Tensor) -> Tensor:
-        kept = target[:, 0] > 0
+        kept = output[:, 0] > 0
         return F.cross_entropy(output[kept], target[kept].argmax(-1))
 
     train(MLP(2), loss=over_some)

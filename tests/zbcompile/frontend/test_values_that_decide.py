@@ -202,6 +202,26 @@ def test_an_answer_that_decides_nothing_compiles_nothing() -> None:
     assert len({id(each) for each in pipe._compiled}) == 1
 
 
+class Picking(nn.Module):
+    """Fills what is padded with a parameter, and takes some more of the rest, however many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.more, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.filler = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        kept, hidden = mask.bool(), 2 * self.first(x)
+        hidden[~kept] = self.filler
+        return self.last(hidden.mean(1)) + self.more(hidden)[kept].mean(0)
+
+
+def test_rows_that_a_mask_picks() -> None:
+    """Every count has its program, also within one step: ten of ten rows, and eight."""
+    pipe = follow(("both", "full"), "zb-h1", 2, model=Picking(), ranks=2)
+    assert len(list(pipe._compiled)) == 2
+
+
 class Limited(nn.Module):
     """Asks, and computes, with tensors that it keeps as plain attributes."""
 

@@ -1,0 +1,132 @@
+"""Operations whose result has as many rows as the values of inputs say, such as `x[mask]`.
+
+How many there are is a question (`zbcompile.passes.capture.questions`); once it is answered, operations of fixed shape
+compute the same bits.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Count = Callable[[Tensor], int | None]  # the elements that are not zero; None if that depends on more than inputs
+OTHERWISE = object()
+
+
+class _Unknown(Exception):
+    """The number depends on more than inputs."""
+
+
+def with_known_size(function: Any, args: Any, kwargs: Mapping[str, Any], count: Count) -> Any:
+    """The result of a call; OTHERWISE if its shape does not depend on values, or on those of more than inputs."""
+    make = _MAKERS.get(function)
+    if make is None or "out" in kwargs or (function is torch.where and len(args) + len(kwargs) > 1):
+        return OTHERWISE
+
+    def known(tensor: Tensor) -> int:
+        number = count(tensor)
+        if number is None:
+            raise _Unknown
+        return number
+
+    try:
+        return make(known, *args, **kwargs)
+    except _Unknown:
+        return OTHERWISE
+
+
+_Known = Callable[[Tensor], int]
+
+
+def _rows(known: _Known, input: Tensor) -> Tensor:
+    return torch.nonzero_static(input, size=known(input))
+
+
+def _nonzero(known: _Known, input: Tensor, as_tuple: bool = False) -> Any:
+    at_least_one = input.reshape(1) if as_tuple and input.dim() == 0 else input
+    rows = _rows(known, at_least_one)
+    return rows.unbind(1) if as_tuple else rows
+
+
+def _where(known: _Known, condition: Tensor) -> Any:
+    return _nonzero(known, condition, as_tuple=True)
+
+
+def _item(known: _Known, tensor: Tensor, index: Any) -> Any:
+    indices = _without_masks(known, tensor, index)
+    return OTHERWISE if indices is None else tensor[indices]
+
+
+def _set_item(known: _Known, tensor: Tensor, index: Any, value: Any) -> Any:
+    """Only the gradient of `value` has a shape that depends on the mask."""
+    if not isinstance(value, Tensor) or not value.requires_grad or not torch.is_grad_enabled():
+        return OTHERWISE
+    indices = _without_masks(known, tensor, index)
+    if indices is None:
+        return OTHERWISE
+    tensor[indices] = value
+    return None
+
+
+def _without_masks(known: _Known, tensor: Tensor, index: Any) -> tuple[Any, ...] | None:
+    """An index with the places of its true elements for every mask, to which eager turns it too; None if it has no
+    masks, or one that does not fit."""
+    indices = index if isinstance(index, tuple) else (index,)
+    if not any(map(_is_mask, indices)) or not _fit(tensor, indices):
+        return None
+    found: list[Any] = []
+    for each in indices:
+        found.extend(_nonzero(known, each, as_tuple=True) if _is_mask(each) else (each,))
+    return tuple(found)
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, Tensor) and index.dtype == torch.bool and index.dim() > 0
+
+
+def _fit(tensor: Tensor, indices: tuple[Any, ...]) -> bool:
+    """Whether masks have the shapes of the dimensions that they index; if not, eager refuses them."""
+    taken = [each.dim() if _is_mask(each) else int(not (each is None or isinstance(each, bool))) for each in indices]
+    place = 0
+    for each, dimensions in zip(indices, taken, strict=True):
+        if each is Ellipsis:
+            place += tensor.dim() - (sum(taken) - 1)
+            continue
+        if _is_mask(each) and tensor.shape[place : place + dimensions] != each.shape:
+            return False
+        place += dimensions
+    return True
+
+
+def _masked_select(known: _Known, input: Tensor, mask: Tensor) -> Tensor:
+    shape = torch.broadcast_shapes(input.shape, mask.shape)
+    return _item(known, input.expand(shape), mask.expand(shape))  # type: ignore[no-any-return]
+
+
+def _unique_consecutive(
+    known: _Known, input: Tensor, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None
+) -> Any:
+    """Of integers: NaNs, which differ from themselves, take the ordinary way."""
+    if dim is not None or input.is_floating_point() or input.numel() == 0:
+        return OTHERWISE
+    flat = input.reshape(-1)
+    begins = torch.cat((flat.new_ones(1, dtype=torch.bool), flat[1:] != flat[:-1]))
+    first = _rows(known, begins)[:, 0]
+    results = [flat[first]]
+    if return_inverse:
+        results.append((begins.cumsum(0) - 1).reshape(input.shape))
+    if return_counts:
+        results.append(torch.cat((first[1:], first.new_full((1,), len(flat)))) - first)
+    return tuple(results) if len(results) > 1 else results[0]
+
+
+_MAKERS: Mapping[Any, Callable[..., Any]] = {
+    **dict.fromkeys((torch.nonzero, Tensor.nonzero), _nonzero),
+    **dict.fromkeys((torch.argwhere, Tensor.argwhere), _rows),
+    **dict.fromkeys((torch.masked_select, Tensor.masked_select), _masked_select),
+    **dict.fromkeys((torch.unique_consecutive, Tensor.unique_consecutive), _unique_consecutive),
+    torch.where: _where,
+    Tensor.__getitem__: _item,
+    Tensor.__setitem__: _set_item,
+}
