@@ -79,6 +79,15 @@ class HeldModel:
                 )
             super().__setattr__(name, value)
 
+        def __getattr__(self, name: str) -> Any:
+            says = f"a pipeline has no attribute {name}"
+            if not name.startswith("_") and hasattr(nn.Module, name):
+                says += (
+                    f", as it is no nn.Module: use model.{name}, before zbcompile.pipeline if it changes tensors. "
+                    "pipe.step and pipe.eval run a batch"
+                )
+            raise AttributeError(f"{says}.", name=name, obj=self)
+
     @property
     def options(self) -> Options:
         """What was asked for."""

@@ -379,6 +379,10 @@ def test_habits_of_modules() -> None:
     for call, says in ((pipe, "is not called: pipe.step"), (pipe.to, "model.to"), (pipe.eval, r"use model\.eval\(\)")):
         with pytest.raises(zbcompile.PipelineError, match=says):
             call()
+    for name in ("cuda", "half", "forward", "modules"):
+        with pytest.raises(AttributeError, match=rf"no attribute {name}, as it is no nn\.Module: use model\.{name},"):
+            getattr(pipe, name)
+    assert not hasattr(pipe, "nonsense")
     assert pipe.train(False) is pipe
     assert not any(module.training for module in model.modules())
     x = torch.ones(2, 2)
