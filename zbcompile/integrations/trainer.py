@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,22 @@ from zbcompile.persistence.safetensors_weights import load_weights, save_weights
 
 STATE = "pipeline"  # in a checkpoint of the trainer: parameters and optimizer, for any number of ranks
 Call = dict[str, Any]  # the keywords of pipe.step
+
+
+@dataclass(frozen=True)
+class BatchLoss:
+    """The loss of a microbatch, as part of the graphs: `compute`'s, as Trainer takes it, or the model's own."""
+
+    compute: Callable[..., Any] | None
+
+    def __call__(self, outputs: Any, target: Mapping[str, Any]) -> Any:
+        if self.compute is not None:
+            loss = self.compute(outputs, target["labels"], num_items_in_batch=target["items"])
+        elif isinstance(outputs, dict) and "loss" not in outputs:
+            raise PipelineError(f"the model returned no loss, only {', '.join(outputs)}. Does a batch have labels?")
+        else:
+            loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
+        return loss / target["parts"]
 
 
 class PipelineTrainer(Trainer):
@@ -72,7 +89,7 @@ class PipelineTrainer(Trainer):
         args = TrainingArguments("tmp_trainer") if args is None else args
         refuse_arguments(args)
         super().__init__(model, args, *more, **options)
-        self.pipe: Pipeline = make_pipeline(self.model, loss=self._loss, **(pipeline or {}))
+        self.pipe: Pipeline = make_pipeline(self.model, loss=BatchLoss(self.compute_loss_func), **(pipeline or {}))
         self.accelerator.pipe = self.pipe
         if getattr(self.accelerator, "scaler", None) is not None:
             self.accelerator.scaler = GradScaler(self.pipe)
@@ -134,16 +151,6 @@ class PipelineTrainer(Trainer):
         if "num_items_in_batch" in call:
             found["num_items_in_batch"] = call["num_items_in_batch"] / shares
         return found
-
-    def _loss(self, outputs: Any, target: Mapping[str, Any]) -> Any:
-        """The loss of a microbatch, as part of the graphs."""
-        if self.compute_loss_func is not None:
-            loss = self.compute_loss_func(outputs, target["labels"], num_items_in_batch=target["items"])
-        elif isinstance(outputs, dict) and "loss" not in outputs:
-            raise PipelineError(f"the model returned no loss, only {', '.join(outputs)}. Does a batch have labels?")
-        else:
-            loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
-        return loss / target["parts"]
 
     def _compile_for(self, call: Call) -> None:
         """Compile if that has not been done, and fill what waited for it."""

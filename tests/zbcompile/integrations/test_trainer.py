@@ -1,9 +1,6 @@
 """PipelineTrainer beside transformers.Trainer: the same data, the same losses."""
 
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,23 +26,8 @@ from zbcompile.integrations.same_batch import require_same_batch
 from zbcompile.persistence.checkpoint_directory import checkpoints_in
 from zbcompile.persistence.checkpoint_record import read_record
 
-ROOT = Path(__file__).parents[3]
+Found = tuple[list[dict[str, Any]], float]  # what was logged, and the loss of an evaluation
 TWO = {"ranks": 2, "schedule": "zb-v", "microbatches": 4}
-SCRIPT = """
-import json, sys, torch
-torch.set_num_threads(1)
-from tests.zbcompile.integrations.test_trainer import trained, TWO
-
-folder, jobs = sys.argv[1], json.loads(sys.argv[2])
-for job in jobs:
-    options = {"schedule": "zb-v", "microbatches": 4}
-    name, resume = job.pop("name"), job.pop("resume", None)
-    trainer = trained(folder, options, resume=resume and f"{folder}/{resume}", **job)
-    with open(f"{folder}/{name}-{trainer.args.process_index}.json", "w") as file:
-        json.dump({"log": trainer.state.log_history, "eval": trainer.evaluate()["eval_loss"]}, file)
-    trainer.pipe.close()
-trainer.end()
-"""
 
 
 def samples(count: int, seed: int = 0) -> list[dict[str, torch.Tensor]]:
@@ -110,51 +92,7 @@ def largest_difference(one: list[float], other: list[float]) -> float:
     return max(abs(a - b) for a, b in zip(one, other, strict=True))
 
 
-def torchrun(folder: Path, jobs: list[dict[str, Any]]) -> None:
-    """Run the jobs, one after the other, in two processes."""
-    script = folder / "script.py"
-    script.write_text(SCRIPT)
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        str(script),
-    ]
-    paths = f"{ROOT}{os.pathsep}{ROOT / 'examples'}"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-    done = subprocess.run(
-        [*command, str(folder), json.dumps(jobs)], env=environment, capture_output=True, text=True, timeout=280
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-
-
-def found_in(folder: Path, name: str) -> dict[str, Any]:
-    """What both ranks logged, which is the same."""
-    first, second = (json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in (0, 1))
-    keys = ("loss", "grad_norm", "learning_rate", "eval_loss")
-    assert all(logged(first["log"], key) == logged(second["log"], key) for key in keys)
-    return first  # type: ignore[no-any-return]
-
-
-@pytest.mark.slow
-def test_thirty_steps_in_two_processes(tmp_path: Path) -> None:
-    """The losses of the plain Trainer in one process; what is resumed at step 10 has the bits of what is not."""
-    plain = trained(tmp_path / "plain", None, max_steps=30)
-    saving = {"name": "whole", "max_steps": 30, "save_strategy": "steps", "save_steps": 10, "save_total_limit": 3}
-    torchrun(tmp_path, [saving, {"name": "resumed", "max_steps": 30, "resume": "checkpoint-10"}])
-    whole, resumed = found_in(tmp_path, "whole"), found_in(tmp_path, "resumed")
-    for key in ("loss", "grad_norm"):
-        assert largest_difference(logged(whole["log"], key), logged(plain.state.log_history, key)) <= 1e-6
-        assert logged(resumed["log"], key) == logged(whole["log"], key)
-    assert abs(whole["eval"] - plain.evaluate()["eval_loss"]) <= 1e-6
-    assert logged(whole["log"], "total_flos") == logged(plain.state.log_history, "total_flos")
-    plain.model.load_state_dict(GPT2LMHeadModel.from_pretrained(tmp_path / "checkpoint-30").state_dict())
-    assert abs(plain.evaluate()["eval_loss"] - whole["eval"]) <= 1e-6
-
-
-def on_a_rank(folder: str, options: dict[str, Any]) -> tuple[list[dict[str, Any]], float]:
+def on_a_rank(folder: str, options: dict[str, Any]) -> Found:
     """A process's log and the loss of its evaluation; Accelerate finds the processes as torchrun's. Four of them are
     two replicas."""
     rank, world = str(dist.get_rank()), str(dist.get_world_size())
@@ -167,6 +105,33 @@ def on_a_rank(folder: str, options: dict[str, Any]) -> tuple[list[dict[str, Any]
         trainer.pipe.close()
         AcceleratorState._reset_state(reset_partial_state=True)
     return found
+
+
+def found_on_both(found: list[Found]) -> Found:
+    """What both ranks found, which is the same."""
+    (first, evaluated), (second, other) = found
+    assert all(logged(first, key) == logged(second, key) for key in ("loss", "grad_norm", "learning_rate"))
+    assert evaluated == other
+    return first, evaluated
+
+
+@pytest.mark.slow
+def test_thirty_steps_in_two_processes(tmp_path: Path, pool: Pool) -> None:
+    """The losses of the plain Trainer in one process; what is resumed at step 10 has the bits of what is not."""
+    plain = trained(tmp_path / "plain", None, max_steps=30)
+    saving = {"save_strategy": "steps", "save_steps": 10, "save_total_limit": 3}
+    resuming = {"resume": str(tmp_path / "checkpoint-10")}
+    (whole, evaluated), (resumed, _) = (
+        found_on_both(pool.run(on_a_rank, str(tmp_path), {"max_steps": 30, **each}, timeout=240))
+        for each in (saving, resuming)
+    )
+    for key in ("loss", "grad_norm"):
+        assert largest_difference(logged(whole, key), logged(plain.state.log_history, key)) <= 1e-6
+        assert logged(resumed, key) == logged(whole, key)
+    assert abs(evaluated - plain.evaluate()["eval_loss"]) <= 1e-6
+    assert logged(whole, "total_flos") == logged(plain.state.log_history, "total_flos")
+    plain.model.load_state_dict(GPT2LMHeadModel.from_pretrained(tmp_path / "checkpoint-30").state_dict())
+    assert abs(plain.evaluate()["eval_loss"] - evaluated) <= 1e-6
 
 
 @pytest.mark.slow
