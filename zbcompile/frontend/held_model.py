@@ -61,6 +61,7 @@ class HeldModel:
         self._attached: dict[type, Closing] = {}
         self._records: list[StepRecord] | None = None
         self._watchers: list[Watcher] = []
+        self._compared = False  # whether the batches of all ranks were
         with self._watch.region("making the pipeline"):
             schedule = choose_schedule(options, self._ranks.count)
             self._parts = Parts(model, self._ranks.mesh.labels)

@@ -12,6 +12,7 @@ from zbcompile.distributed.mesh import BATCHES
 from zbcompile.errors import PipelineError
 from zbcompile.frontend.forward_calls import ForwardCalls
 from zbcompile.frontend.grad_clip import total_norm
+from zbcompile.frontend.same_batch import warn_of_other_batches
 from zbcompile.frontend.step_outputs import joined_outputs, require_where
 from zbcompile.model.batch import Given, Microbatches
 from zbcompile.model.losses import Losses
@@ -105,6 +106,9 @@ class Pipeline(ForwardCalls):
         executable = self._program_for(step)
         self._compiled.share.require_filled()
         self._compiled.require_equal_shares()
+        if not self._compared:
+            self._compared = True
+            warn_of_other_batches(self._ranks, step)
         tensors = self._step_input(step)
         with self._named(step, executable, return_outputs):
             try:

@@ -18,6 +18,7 @@ from zbcompile.errors import PipelineError
 from zbcompile.frontend.grad_scaler import GradScaler
 from zbcompile.frontend.pipeline import Pipeline
 from zbcompile.frontend.pipeline_function import pipeline as make_pipeline
+from zbcompile.frontend.same_batch import require_same_batch
 from zbcompile.integrations.accelerator import PipelineAccelerator
 from zbcompile.integrations.adapters import has_adapters, load_adapters, save_adapters
 from zbcompile.integrations.refusals import (
@@ -27,7 +28,6 @@ from zbcompile.integrations.refusals import (
     refuse_optimizer,
     refuse_options,
 )
-from zbcompile.integrations.same_batch import require_same_batch
 from zbcompile.optimizer.pipeline_optimizer import PipelineOptimizer
 from zbcompile.persistence.checkpoint import load_checkpoint, save_checkpoint
 from zbcompile.persistence.safetensors_weights import load_weights, save_weights

@@ -1,5 +1,6 @@
 """Bad input: one clear error on every rank, in one process and in two, and nothing hangs."""
 
+import warnings
 from typing import Any
 
 import pytest
@@ -391,3 +392,23 @@ def test_habits_of_modules() -> None:
     assert all(not p.grad.any() for p in pipe.parameters())  # type: ignore[union-attr]
     pipe.zero_grad()
     assert all(p.grad is None for p in pipe.parameters())
+
+
+def warnings_of(seeds: tuple[int, int]) -> list[str]:
+    torch.manual_seed(seeds[dist.get_rank()])
+    pipe = zbcompile.pipeline(
+        nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), schedule="1f1b", microbatches=2, loss=nn.functional.mse_loss
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            pipe.step(torch.randn(4, 2), target=torch.zeros(4, 2))
+    return [str(each.message) for each in caught if "differs" in str(each.message)]
+
+
+def test_other_batches_on_other_ranks_are_noticed(pool: Pool) -> None:
+    """In the first step, once: a loader without a seed would train on inputs and targets of different samples."""
+    assert pool.run(warnings_of, (1, 1)) == [[], []]
+    (text,), none = pool.run(warnings_of, (1, 2))
+    assert none == []
+    assert text.startswith("args[0] of this batch differs between rank 0 and rank 1 of the pipeline. Each stage reads")
