@@ -18,17 +18,16 @@ SEED = "Seed what is random in the data set and the collator alike on all ranks 
 def require_same_batch(ranks: Ranks, inputs: Mapping[str, Any]) -> None:
     """Raise PipelineError, on every rank, if another rank of this pipeline got another batch."""
     if found := _what_differs(ranks, inputs):
-        text = f"{found} of the pipeline, and every rank must get the same batch. {SEED}"
-        raise ranks.watch.known_to_all(PipelineError(text))
+        raise ranks.watch.known_to_all(PipelineError(f"{found}, and every rank must get the same batch. {SEED}"))
 
 
 def warn_of_other_batches(ranks: Ranks, step: Microbatches) -> None:
     """Once, in the first step: a rank may pass anything for what its stages do not read."""
-    named = [{path: tensor for path, tensor in part.items() if _is_plain(tensor)} for part in step.tensors]
-    paths = {path: [part.get(path) for part in named] for part in named for path in part}
+    plain = [{path: tensor for path, tensor in part.items() if _is_plain(tensor)} for part in step.tensors]
+    paths = {path: [part.get(path) for part in plain] for part in plain for path in part}
     if (found := _what_differs(ranks, paths)) and ranks.rank == 0:
-        text = f"{found} of the pipeline. Each stage reads its own rank's, so the loss belongs to no batch. {SEED}"
-        warnings.warn(text, RuntimeWarning, stacklevel=5)
+        says = "Each stage reads its own rank's, so the loss belongs to no batch"
+        warnings.warn(f"{found}. {says}. {SEED}", RuntimeWarning, stacklevel=5)
 
 
 def _what_differs(ranks: Ranks, inputs: Mapping[str, Any]) -> str:
@@ -39,7 +38,7 @@ def _what_differs(ranks: Ranks, inputs: Mapping[str, Any]) -> str:
     for rank, other in enumerate(found):
         for name in sorted(found[0].keys() | other.keys()):
             if found[0].get(name) != other.get(name):
-                return f"{name} of this batch differs between rank 0 and rank {rank}"
+                return f"{name} of this batch differs between rank 0 and rank {rank} of the pipeline"
     return ""
 
 
