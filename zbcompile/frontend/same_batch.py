@@ -17,7 +17,9 @@ SEED = "Seed what is random in the data set and the collator alike on all ranks 
 
 def require_same_batch(ranks: Ranks, inputs: Mapping[str, Any]) -> None:
     """Raise PipelineError, on every rank, if another rank of this pipeline got another batch."""
-    if found := _what_differs(ranks, inputs):
+    with ranks.watch.region("comparing batches"):
+        found = _what_differs(ranks, inputs)
+    if found:
         raise ranks.watch.known_to_all(PipelineError(f"{found}, and every rank must get the same batch. {SEED}"))
 
 
@@ -33,7 +35,7 @@ def warn_of_other_batches(ranks: Ranks, step: Microbatches) -> None:
 def _what_differs(ranks: Ranks, inputs: Mapping[str, Any]) -> str:
     if ranks.group is None:
         return ""
-    with ranks.watch.region("comparing batches"), ranks.watch.position.waiting("the batch of the others"):
+    with ranks.watch.position.waiting("the batch of the others"):
         found = ranks.gather_here({name: _checksum(value) for name, value in inputs.items()})
     for rank, other in enumerate(found):
         for name in sorted(found[0].keys() | other.keys()):
