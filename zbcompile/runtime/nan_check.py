@@ -9,6 +9,7 @@ import torch
 from torch.fx import Interpreter, Node
 from torch.fx.node import map_arg
 
+from zbcompile.passes.graph.process_groups import is_under_way, is_wait
 from zbcompile.passes.graph.source_location import origin_of
 from zbcompile.passes.split.split import Piece
 from zbcompile.runtime.stage_plan import CompiledStage, Tensors
@@ -47,9 +48,14 @@ class _Inspector(Interpreter):
         self.extra_traceback = False  # the message says where
         self._place = f"{piece.name} of stage {stage}"
         self._slots = dict(zip(piece.module.graph.find_nodes(op="placeholder"), piece.inputs, strict=True))
+        self._sent: dict[Node, set[str]] = {}  # by collective under way: what occurs in its inputs
 
     def run_node(self, n: Node) -> Any:
         read = _kinds(map_arg((n.args, n.kwargs), lambda node: self.env[node]))
+        if is_under_way(n):  # its result is there once somebody has waited for it
+            self._sent[n] = read
+            return super().run_node(n)
+        read = set().union(*(self._sent.get(each, read) for each in n.all_input_nodes)) if is_wait(n) else read
         result = super().run_node(n)
         made = _kinds(result)
         if n in self._slots and self._slots[n].kind in ROOTS and "nan" in made:
