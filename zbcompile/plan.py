@@ -57,7 +57,7 @@ def _cells(row: Row) -> list[str]:
         str(layout.choices.vocab),
         format_time(layout.seconds, "s"),
         f"{row.rate:,.0f}" if row.rate >= 1000 else f"{row.rate:.3g}",
-        format_share(layout.found.simulation.bubble),
+        format_share(layout.bubble),
         format_bytes(row.peak),
     ]
 

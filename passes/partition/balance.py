@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 CHUNK_SHARE = 0.625  # in a V, the most of its rank's time that one chunk may take: uneven chunks stretch the warm-up
 PIECE_SLACK = 1.25  # unless the chunk is little more than one indivisible piece, such as a head and its loss
-COARSE = 1e-3  # bisection ends at this precision; better cuts are then found step by step
+COARSE = 1e-6  # bisection ends at this precision; better cuts are then found step by step
 SAME = 1e-9  # relative; smaller differences are rounding errors
 
 Spans = Sequence[tuple[int, int, int]]  # (stage, begin, end)
@@ -158,7 +158,8 @@ class _Vee:
     """Rank by rank from the outside in, each with a chunk at both ends of what is left.
 
     Of two ways to begin, the one that leaves less is kept. It is at least as good, unless the part next to it is
-    indivisible: such edges, and all edges if there are only a few, are kept as well.
+    indivisible: such edges, and all edges if there are only a few, are kept as well. What leaves more than the inner
+    ranks can carry leads nowhere.
     """
 
     def __init__(self, row: Row, edges: Sequence[int], limit: float) -> None:
@@ -184,11 +185,15 @@ class _Vee:
         found: dict[tuple[int, int], _Outer] = {}
         inner = self.ranks - 1 - rank
         for a, b, path in states:
-            for a2 in range(a + 1, b - 2 * inner):
+            least = self.at[b] - inner * self.limit - self.chunk
+            for a2 in range(bisect_left(self.at, least, lo=a + 1), b - 2 * inner):
                 left = self.at[a2] - self.at[a]
                 if left > min(self.limit, self.chunk):
                     break
+                carried = self.at[a2] + inner * self.limit
                 for b2 in self._ends(rank, (a, a2), b, a2 + 2 * inner):
+                    if self.at[b2] > carried:
+                        break
                     if (a2, b2) not in found:
                         found[a2, b2] = _Outer(a2, b2, (*path, (a2, b2)))
         return self._worth_keeping(found)

@@ -55,9 +55,14 @@ class Budget:
         """Whether so many rules are enough; a rule is worth some hundred moves."""
         return self.spent > SEEDS * self.seconds or (self.moves is not None and tried * 100 > self.moves)
 
-    def slice(self, share: float) -> Callable[[int], float]:
-        """How much of a share of what is left for moves is done, by the moves made."""
-        begin = self.spent
+    @property
+    def over(self) -> bool:
+        return self.spent >= self.seconds
+
+    def slice(self, share: float, each: float = 0.0) -> Callable[[int], float]:
+        """How much of a share of what is left for moves is done, by the moves made. It is asked before each round of
+        them, and ends what another round would carry beyond the seconds; the first one takes about `each`."""
+        begin = before = self.spent
         if not self.used:
             self.rest = max(0.0, self.seconds - begin)
         self.used += share
@@ -65,14 +70,19 @@ class Budget:
         moves = None if self.moves is None else max(1, round(self.moves * share))
 
         def done(made: int) -> float:
-            late = (self.spent - begin) / (until - begin) if until > begin else 1.0
-            return late if moves is None else max(made / moves, float(self.spent >= until))
+            nonlocal before, each
+            now = self.spent
+            before, each = now, now - before if made else each
+            if now >= until or now + each > self.seconds:
+                return 1.0
+            return (now - begin) / (until - begin) if moves is None else made / moves
 
         return done
 
 
 EXACT = 1 + 1e-9  # objectives count as equal up to rounding
 STARTS = 4  # orders of a placement to turn around
+TURN = 6  # so many times what preparing for turns takes, the first one does
 
 
 class Effort(NamedTuple):
@@ -172,9 +182,9 @@ def search(
     one for each rank, in the unit of `costs.activation`. With `barrier` the makespan counts, else the cost; with
     `noise` their quantile over drawn times. `barriers` is that of `with_vocabulary`, for costs with S and T.
 
-    It stops when the bound is met, after `moves` tried changes or after `seconds`; the same seed and number of moves
-    find the same order if the seconds suffice. Ctrl-C returns the best so far. Raises `ScheduleError` if nothing fits,
-    and for costs or placements that do not fit the ranks.
+    It stops when the bound is met, after `moves` tried changes (0: the best of names and a rule) or after `seconds`;
+    the same seed and number of moves find the same order if the seconds suffice. Ctrl-C returns the best so far. Raises
+    `ScheduleError` if nothing fits, and for costs or placements that do not fit the ranks.
 
     >>> from zbcompile.schedules import Costs, search
     >>> found = search(Costs.uniform(2), ranks=2, microbatches=4, placements=["linear"], moves=1000)
@@ -231,12 +241,16 @@ class _Hunt:
             self._take(problem, Seed("one microbatch after the other", one_by_one(problem)))
             for seed in named_seeds(problem):
                 self._take(problem, seed)
+                if self.budget.over:
+                    break
         for number, rule in enumerate(RULES):
             if self.budget.seeds_spent(number):
                 break
-            for problem in self._open():
+            for problem in [] if self.budget.over else self._open():
                 if (found := dispatched(problem, rule)) is not None:
                     self._take(problem, found)
+        if self.budget.moves == 0:
+            return
         largest = max(len(problem.time) for problem in self.problems)
         effort = next(effort for effort in EFFORTS if largest <= effort.passes)
         for keep, share in effort.turns:
@@ -284,11 +298,13 @@ class _Hunt:
 
     def _justify(self, problem: Problem, share: float) -> None:
         starts = [c for c in self._ranked() if c.problem is problem][:STARTS]
-        if not starts:
+        if not starts or self.budget.over:
             return
+        begun = self.budget.spent
         justifier = Justifier(problem, [c.words for c in starts], starts[0].value, self.seed + self.moves)
+        done = self.budget.slice(share, TURN * (self.budget.spent - begun))
         try:
-            self.moves += justifier.run(self._shown(self.budget.slice(share)), self._target(problem))
+            self.moves += justifier.run(self._shown(done), self._target(problem))
         finally:
             if justifier.best_words is not None:
                 origin = f"{starts[0].origin}, turned around"
@@ -296,6 +312,8 @@ class _Hunt:
 
     def _improve(self, candidate: Candidate, share: float, warmth: float) -> None:
         problem = candidate.problem
+        if self.budget.over:
+            return
         quantile = self.noise.quantile if self.noise else 1
         annealer = Annealer(problem, candidate.words, self.draws[problem], quantile, self.seed + self.moves)
         try:

@@ -125,6 +125,11 @@ class LineCosts:
                 found[placement.rank(stage, copy)] += size
         return tuple(found)
 
+    def held_before(self, recompute: bool) -> list[float]:
+        """Bytes that a rank with the first k nodes holds with one microbatch, by k; recomputed values not counted."""
+        footprint, ends = self.footprint, range(len(self.line.nodes) + 1)
+        return [footprint.resident(0, end) + (0 if recompute else footprint.kept(0, end)) for end in ends]
+
     def _span(self, span: tuple[int, int]) -> "Span":
         """Remembered: a search looks at the same stage in many layouts."""
         if span not in self._spans:

@@ -5,14 +5,17 @@ memory, want other shares.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from random import Random
 
 from zbcompile.compiler.line_costs import LineCosts
 from zbcompile.passes.partition.liveness import Line
 from zbcompile.schedules import Schedule, peak_memory, simulate
+from zbcompile.schedules.ir.actions import flatten
 
 GAIN = 1e-3  # smaller gains are not worth stages that differ, which are compiled one by one
 ACTIONS = 300_000  # to be simulated at most,
+LONG = 2500  # more are judged by their first microbatches,
 LEAST = 120  # but so many cuts are tried
 RESTARTS = 6
 STEPS = (1, 2, 4, 8, 16, 32)  # how many places a cut is moved at once
@@ -30,34 +33,51 @@ def cuts_for_makespan(
 ) -> list[int]:
     """Move `edges` to where the step of `schedule` is shortest and no rank holds more than `memory` bytes; a cut that
     more than `boundary` bytes cross is not taken."""
-    places = [
-        edge for edge in places_of(costs.line) if boundary is None or costs.line.boundary_bytes(edge - 1) <= boundary
-    ]
+    many = sum(map(len, schedule.orders)) > LONG
+    places = places_of(costs.line, boundary)
+    step = first_microbatches(schedule, 2 * schedule.ranks) if many else schedule
 
     def score(tried: Sequence[int]) -> Score:
-        return score_of(costs, tried, schedule, memory, recompute)
+        return score_of(costs, tried, step, memory, recompute, schedule.microbatches - step.microbatches)
 
     if not edges:
         return []
-    left = max(LEAST, ACTIONS // sum(map(len, schedule.orders)))
+    left = max(LEAST, ACTIONS // sum(map(len, step.orders)))
     return _Descent(sorted({*places, *edges}), score, left).run(edges)
 
 
-def places_of(line: Line) -> list[int]:
-    """Where the line may be cut, as numbers of nodes before."""
-    return [position + 1 for position, allowed in enumerate(line.allowed[:-1]) if allowed]
+def places_of(line: Line, boundary: float | None = None) -> list[int]:
+    """Where the line may be cut, as numbers of nodes before, and no more than `boundary` bytes cross."""
+    edges = [position + 1 for position, allowed in enumerate(line.allowed[:-1]) if allowed]
+    return [edge for edge in edges if boundary is None or line.boundary_bytes(edge - 1) <= boundary]
+
+
+def first_microbatches(schedule: Schedule, count: int) -> Schedule:
+    """The same order of fewer microbatches, which fill the pipeline, work and drain it as all do; the schedule itself
+    if it has no more, or two copies of the model."""
+    if schedule.microbatches <= count or schedule.placement.kind == "dual":
+        return schedule
+    orders = tuple(tuple(a for a in flatten(order) if a.microbatch < count) for order in schedule.orders)
+    return replace(schedule, microbatches=count, orders=orders)
 
 
 def score_of(
-    costs: LineCosts, edges: Sequence[int], schedule: Schedule, memory: float | None, recompute: bool = False
+    costs: LineCosts,
+    edges: Sequence[int],
+    schedule: Schedule,
+    memory: float | None,
+    recompute: bool = False,
+    more: int = 0,
 ) -> Score:
-    """What the model cut at `edges` lacks in memory on its fullest rank, and the time of its step."""
+    """What the model cut at `edges` lacks in memory on its fullest rank, and the time of its step with so many `more`
+    microbatches, for each of which the busiest rank takes as long as it works on one."""
     found = costs.costs(edges, recompute=recompute)
     beyond = 0.0
     if memory is not None:
         held = zip(peak_memory(schedule, found), costs.resident(edges, schedule.placement), strict=True)
         beyond = max(0.0, max(waiting + resident for waiting, resident in held) - memory)
-    return beyond, float(simulate(schedule, found).makespan)
+    timeline = simulate(schedule, found)
+    return beyond, float(timeline.makespan + more * timeline.work / schedule.microbatches)
 
 
 class _Descent:

@@ -4,7 +4,8 @@ Equal operations on tensors of equal form are measured once: the layers of a tra
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from operator import attrgetter
 from statistics import mean
 from typing import Any
@@ -70,12 +71,27 @@ def _value_of(node: Node, reader: Node) -> Any:
 
 def mean_run_seconds(run: Callable[[], None]) -> float:
     """Mean of the middle half of several runs: what interrupts one of them does not count."""
+    return run_seconds_in_turn([run])[0]
+
+
+def run_seconds_in_turn(runs: Sequence[Callable[[], None]]) -> list[float]:
+    """Of each run, when all take turns, the mean of the middle half of its times."""
+    clock = clock_of(torch.accelerator.is_available())
     for _ in range(WARM_UP):
-        run()
-    times: list[float] = []
-    while len(times) < RUNS[0] or (sum(times) < ENOUGH and len(times) < RUNS[1]):
-        begin = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - begin)
-    quarter = len(times) // 4
-    return mean(sorted(times)[quarter : len(times) - quarter])
+        for run in runs:
+            run()
+    rounds: list[list[float]] = []
+    while len(rounds) < RUNS[0] or (sum(map(sum, rounds)) < ENOUGH * len(runs) and len(rounds) < RUNS[1]):
+        ends = [clock()]
+        for run in runs:
+            run()
+            ends.append(clock())
+        rounds.append([end - begin for begin, end in pairwise(ends)])
+    quarter = len(rounds) // 4
+    return [mean(sorted(times)[quarter : len(times) - quarter]) for times in zip(*rounds, strict=True)]
+
+
+def clock_of(accelerated: bool) -> Callable[[], float]:
+    """What runs are timed by: if all is done by the one thread of a CPU, its own time, which nothing else on the
+    machine prolongs."""
+    return time.perf_counter if accelerated or torch.get_num_threads() > 1 else time.thread_time

@@ -38,6 +38,15 @@ def measure_pairs(group: dist.ProcessGroup) -> list[Pair]:
     return found
 
 
+def measure_link(group: dist.ProcessGroup) -> tuple[float, float]:
+    """Latency and bandwidth between the first two ranks of `group`, on the first; zeros on the others."""
+    own = dist.get_rank(group)
+    if own == 1:
+        _answer(group, 0)
+    pair = _measure(group, 0, 1) if own == 0 else None
+    return (pair.latency, pair.bandwidth) if pair else (0.0, 0.0)
+
+
 def _measure(group: dist.ProcessGroup, own: int, other: int) -> Pair:
     trips = []
     for _ in range(PINGS):

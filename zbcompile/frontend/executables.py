@@ -6,7 +6,7 @@ The first one decides where every parameter lives; later ones keep to that.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from torch import nn
@@ -21,6 +21,7 @@ from zbcompile.distributed.agreement import (
     require_equal_programs,
     together,
 )
+from zbcompile.distributed.link_speed import measure_link
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.frontend.answers import ByAnswers, ByShape, captured_alike, require_held, save_with_answers
@@ -45,9 +46,10 @@ from zbcompile.model.resident_tensors import require_same_attributes
 from zbcompile.passes.capture.questions import Given
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import CaptureError
+from zbcompile.passes.hardware.hardware import Connection
 from zbcompile.passes.torch_private import global_hooks
 from zbcompile.passes.values.plain_tensors import PlainTensor
-from zbcompile.planning.planner import Decision, decide, order_by_graphs, reordered
+from zbcompile.planning.planner import Decision, decide, order_by_graphs, pass_seconds, reordered
 from zbcompile.program.program import OF_A_PLACE, Program
 from zbcompile.runtime.engine import Executable
 from zbcompile.runtime.mixed_answers import mix
@@ -187,10 +189,19 @@ class Executables(BoundPrograms):
 
     def _decided(self, drawn: Drawn, counts: Sequence[int]) -> Decision:
         options, schedule = self._options, self.schedule
-        settings = counts, options.chunks, options.search_seconds, self._measured(whole_of(drawn))
+        settings = counts, options.chunks, options.search_seconds, self._measured(whole_of(drawn)), self._link
         return from_first(
             *(self._ranks, "searching the layout"), lambda: decide(drawn, schedule, options.choices, *settings)
         )
+
+    @cached_property
+    def _link(self) -> Connection | None:
+        """What connects the first two ranks of a pipeline on CPUs, as they measure it."""
+        group, ranks = self._ranks.group, self._ranks
+        if group is None or ranks.count < 2 or ranks.device.type != "cpu":
+            return None
+        with ranks.watch.position.waiting("measuring the messages"):
+            return Connection(*gathered(ranks, measure_link(group))[0])
 
     def _answered(self, found: Sequence[ByAnswers[Executable]], step: Microbatches) -> Executable:
         """One executable for microbatches of several shapes or answers; `found` are those for the shape of each."""
@@ -340,11 +351,12 @@ class Executables(BoundPrograms):
         return program
 
     def _in_best_order(self, program: Program, decided: Decision) -> Program:
-        """The program with the order that is best for its graphs, as the first rank measures them."""
-        budget, ranks = self._options.search_seconds, self._ranks
-        found = from_first(
-            ranks, "searching the order", lambda: order_by_graphs(program, decided, budget, measure=True)
-        )
+        """The program with the order that is best for its graphs, as all ranks measure them at once; the first one
+        searches."""
+        ranks = self._ranks
+        measured = agreed_seconds(ranks, together(ranks, "measuring", lambda: pass_seconds(program)))
+        task = program, decided, self._options.search_seconds, measured, self._link
+        found = from_first(ranks, "searching the order", lambda: order_by_graphs(*task))
         program = reordered(program, *found)
         self.schedule = program.schedule
         if ranks.is_first:

@@ -84,7 +84,7 @@ def _rows(
         raise PartitionError(f"a batch of {batch} rows is not {replicas} x a multiple of {microbatch} rows")
     count = own // microbatch
     counts = tuple(n for n in range(max(1, ranks), 8 * ranks + 1) if own % n == 0) if batch is not None else ()
-    question = Question(costs, ranks, count, choices, counts)
+    question = Question(costs, ranks, count, choices, counts, brief=True)
     for layout in find_layouts(question, seconds, announce):
         yield Row(replicas, ranks, layout, own * replicas)
 

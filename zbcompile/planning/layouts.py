@@ -6,19 +6,19 @@ from functools import cached_property
 from itertools import accumulate, product
 
 from zbcompile.compiler.line_costs import LineCosts
-from zbcompile.compiler.makespan_cuts import cuts_for_makespan
+from zbcompile.compiler.makespan_cuts import cuts_for_makespan, first_microbatches, places_of
 from zbcompile.compiler.vocabulary_decision import WORTH
 from zbcompile.passes.compile_options import Barriers, Choices
 from zbcompile.passes.errors import PartitionError
+from zbcompile.passes.partition.balance import Row, best_cuts, heaviest_piece
 from zbcompile.passes.partition.named_cuts import edges_named
 from zbcompile.passes.partition.search import Limits, choose_edges
-from zbcompile.schedules import Costs, Found, Placement, Schedule, ScheduleError, bound, search
-from zbcompile.schedules.searching.problem import Problem
-from zbcompile.schedules.searching.starting_orders import one_by_one
+from zbcompile.schedules import Costs, Found, Placement, Schedule, ScheduleError, Timeline, bound, search, simulate
 
 PLACEMENTS = ("linear", "looped:2", "v", "looped:4")
 GLANCE = 100  # moves for a first look at a layout; names and rules of preference say most of it
-MANY = 100  # stages x microbatches, from which on a move takes so long that there are fewer
+MANY = 100  # stages x microbatches, from which on a move takes so long that there are fewer,
+HUGE = 2000  # and from which on there are none
 PATIENCE = 600.0  # seconds that a glance may take; what counts are its moves, on a busy machine too
 FINALISTS = 3  # layouts whose cuts are moved
 SEARCHED = 2  # of which so many get the rest of the time
@@ -26,7 +26,8 @@ SEARCHED = 2  # of which so many get the rest of the time
 
 @dataclass(frozen=True)
 class Layout:
-    """One way to lay a step out: the cuts, the order that was found for them, and what the ranks hold all the time."""
+    """One way to lay a step out: the cuts, the order that was found for them (of a question that is `brief`, for the
+    first microbatches alone), what the ranks hold all the time, and the seconds of the step."""
 
     placement: str
     microbatches: int
@@ -34,10 +35,13 @@ class Layout:
     edges: tuple[int, ...]
     resident: tuple[float, ...]
     found: Found
+    seconds: float
 
     @property
-    def seconds(self) -> float:
-        return float(self.found.objective)
+    def bubble(self) -> float:
+        """The share of the step in which its busiest rank waits."""
+        work = self.found.simulation.work * self.microbatches / self.found.schedule.microbatches
+        return 1 - work / self.seconds if self.seconds else 0.0
 
     @property
     def schedule(self) -> Schedule:
@@ -64,7 +68,8 @@ class Layout:
 class Question:
     """What is laid out: `lines`, by `vocab=`, are the costs of microbatches as they come if the batch has
     `microbatches` of them, `counts` the other numbers that it can be split into; the `ranks`, what the user has chosen
-    already, and `chunks` if given."""
+    already, and `chunks` if given. `brief`: of large steps only the first microbatches are ordered and simulated, and
+    the rest follows at the same pace."""
 
     lines: Mapping[Barriers, LineCosts]
     ranks: int
@@ -72,6 +77,7 @@ class Question:
     choices: Choices
     counts: tuple[int, ...] = ()
     chunks: int | None = None
+    brief: bool = False
 
     @property
     def placements(self) -> tuple[str, ...]:
@@ -128,6 +134,23 @@ class Question:
             self._equal[key] = choose_edges(costs.line, totals, ranks_of, Limits(choices.boundary_bytes))
         return self._equal[key]
 
+    def lean_cuts(self, placement: str, choices: Choices) -> list[int] | None:
+        """Those whose fullest rank holds least with one microbatch; None if there are none."""
+        costs, parsed = self.costs(choices), Placement.parse(placement, self.ranks)
+        recompute = choices.recompute == "full"
+        key = placement, id(costs.line), recompute
+        if key not in self._lean:
+            totals = costs.held_before(recompute)
+            ranks_of = [parsed.rank(stage) for stage in range(parsed.stages)]
+            edges = [0, *places_of(costs.line, choices.boundary_bytes), len(costs.line.nodes)]
+            best = best_cuts(Row(totals, ranks_of, heaviest_piece(totals, edges)), edges)
+            self._lean[key] = best and best[1]
+        return self._lean[key]
+
+    @cached_property
+    def _lean(self) -> dict[tuple[str, int, bool], list[int] | None]:
+        return {}
+
     @cached_property
     def _equal(self) -> dict[tuple[str, int], list[int]]:
         return {}
@@ -151,7 +174,9 @@ def find_layouts(
             return None
         return looked[-1]
 
-    for placement, vocab in product(question.placements, question.shardings):
+    for vocab, placement in product(question.shardings, question.placements):
+        if question.brief and vocab != "off" and placement not in (_leading(looked) or question.placements):
+            continue
         layout = None
         for choices in question.recomputations:
             if layout is None or _may_gain(question, layout, choices):
@@ -171,6 +196,12 @@ def find_layouts(
     return _fastest([*finalists, *others])
 
 
+def _leading(layouts: Sequence[Layout]) -> list[str]:
+    """The placements that are fastest with the output layer whole, if enough of them fit."""
+    found = list(dict.fromkeys(each.placement for each in _fastest(layouts) if each.choices.vocab == "off"))
+    return found[:SEARCHED] if len(found) >= SEARCHED else []
+
+
 def _fastest(layouts: Iterable[Layout], count: int | None = None) -> list[Layout]:
     return sorted(layouts, key=lambda layout: layout.rank)[:count]
 
@@ -180,23 +211,28 @@ def _may_gain(question: Question, layout: Layout, choices: Choices) -> bool:
     try:
         asked = replace(layout.choices, recompute=choices.recompute)
         costs, ranks, count, name, limits = _task(question, layout.placement, layout.edges, layout.microbatches, asked)
-        return bound(costs, ranks, count, name, limits, barriers=barriers_of(layout.choices)) < layout.seconds
+        least = bound(costs, ranks, count, name, limits, barriers=barriers_of(layout.choices))
+        return least + (layout.microbatches - count) * _busiest(costs, ranks, name) < layout.seconds
     except (PartitionError, ScheduleError):
         return True  # with other cuts
 
 
+def _busiest(costs: Costs, ranks: int, placement: str) -> float:
+    """Seconds that the busiest rank works on a microbatch."""
+    work, parsed = [0.0] * ranks, Placement.parse(placement, ranks)
+    for stage, passes in enumerate(zip(costs.forward, costs.backward, costs.weight, strict=True)):
+        work[parsed.rank(stage)] += sum(passes)
+    return max(work)
+
+
 def _glance(question: Question, name: str, microbatches: int, choices: Choices) -> Layout:
     """A layout with cuts into equal parts; if that holds too much, with those that hold least."""
-    edges = question.cuts(name, choices)
     try:
-        return lay_out(question, name, edges, microbatches, choices)
-    except ScheduleError:
-        if not isinstance(choices.balance, str):
+        return lay_out(question, name, question.cuts(name, choices), microbatches, choices)
+    except (ScheduleError, PartitionError):
+        edges = question.lean_cuts(name, choices) if isinstance(choices.balance, str) else None
+        if edges is None:
             raise
-        placement = Placement.parse(name, question.ranks)
-        lean = Problem(placement, 1, _costs(question, edges, microbatches, choices), barriers=barriers_of(choices))
-        order = lean.schedule(one_by_one(lean))
-        edges = _moved(question, edges, order, choices)
         return lay_out(question, name, edges, microbatches, choices)
 
 
@@ -212,19 +248,33 @@ def lay_out(
     ScheduleError if it does not fit."""
     resident = question.costs(choices).resident(edges, Placement.parse(placement, question.ranks))
     costs, ranks, count, name, limits = _task(question, placement, edges, microbatches, choices)
-    moves = None if seconds else max(1, GLANCE // (1 + costs.stages * count // MANY))
+    size = costs.stages * microbatches
+    moves = None if seconds else 0 if size > HUGE else GLANCE // (1 + size // MANY)
     barriers, seconds = barriers_of(choices), seconds or PATIENCE
     found = search(costs, ranks, count, limits, (name,), barriers=barriers, seconds=seconds, moves=moves)
-    return Layout(placement, microbatches, choices, tuple(edges), resident, found)
+    whole = (
+        found.objective + (microbatches - count) * _pace(found.simulation) if count < microbatches else found.objective
+    )
+    return Layout(placement, microbatches, choices, tuple(edges), resident, found, float(whole))
+
+
+def _pace(timeline: Timeline) -> float:
+    """Seconds for each further microbatch in the same order."""
+    count = timeline.schedule.microbatches
+    half = simulate(first_microbatches(timeline.schedule, count // 2), timeline.costs)
+    return max(timeline.work / count, (timeline.makespan - half.makespan) / (count - count // 2))
 
 
 def _task(
     question: Question, placement: str, edges: Sequence[int], microbatches: int, choices: Choices
 ) -> tuple[Costs, int, int, str, list[float] | None]:
-    """What `search` and `bound` are asked."""
+    """What `search` and `bound` are asked: of many microbatches, if that is to be brief, two for each rank."""
     resident = question.costs(choices).resident(edges, Placement.parse(placement, question.ranks))
     limits = None if choices.memory is None else list(_room(choices.memory, resident, placement))
-    return _costs(question, edges, microbatches, choices), question.ranks, microbatches, placement, limits
+    costs, count = _costs(question, edges, microbatches, choices), microbatches
+    if question.brief and costs.stages * count > HUGE:
+        count = min(count, 2 * question.ranks)
+    return costs, question.ranks, count, placement, limits
 
 
 def barriers_of(choices: Choices) -> int:
@@ -248,25 +298,24 @@ def _room(memory: float, resident: Sequence[float], placement: str) -> Iterator[
         yield memory - held
 
 
-def _moved(question: Question, edges: Sequence[int], schedule: Schedule, choices: Choices) -> list[int]:
-    return cuts_for_makespan(
-        question.costs(choices), edges, schedule, choices.memory, choices.boundary_bytes, choices.recompute == "full"
-    )
-
-
 def _recut(question: Question, layout: Layout) -> Layout:
     """The layout with its cuts moved for its own order; as it was if that gains nothing, or if the cuts are given."""
     if not isinstance(layout.choices.balance, str) or layout.microbatches != question.microbatches:
         return layout
-    edges = _moved(question, layout.edges, layout.schedule, layout.choices)
+    choices = layout.choices
+    edges = cuts_for_makespan(
+        question.costs(choices),
+        *(layout.edges, layout.schedule, choices.memory, choices.boundary_bytes, choices.recompute == "full"),
+    )
     if tuple(edges) == layout.edges:
         return layout
-    moved = lay_out(question, layout.placement, edges, layout.microbatches, layout.choices)
+    moved = lay_out(question, layout.placement, edges, layout.microbatches, choices)
     return _fastest([layout, moved], 1)[0]
 
 
 def _searched(question: Question, layout: Layout, seconds: float) -> Layout:
     """The layout with a better order, if the time suffices to look at more than the glance did."""
-    if layout.found.seconds > seconds or layout.found.proven:
+    partial = layout.found.schedule.microbatches < layout.microbatches
+    if partial or layout.found.seconds > seconds or layout.found.proven:
         return layout
     return lay_out(question, layout.placement, layout.edges, layout.microbatches, layout.choices, seconds)

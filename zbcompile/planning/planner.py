@@ -13,10 +13,11 @@ from zbcompile.compiler.paired_schedule import in_order
 from zbcompile.compiler.vocabulary_sharding import Sharding, tiling_of
 from zbcompile.errors import PipelineError
 from zbcompile.passes.compile_options import Barriers, Choices
+from zbcompile.passes.hardware.hardware import Connection
 from zbcompile.passes.partition.node_costs import loads_of, predicted_seconds
 from zbcompile.passes.vocabulary.shard_program import even_bounds
 from zbcompile.planning.layouts import Question, find_layouts
-from zbcompile.prediction.measure_passes import measure_passes
+from zbcompile.prediction.measure_passes import measure_pieces, measured_costs
 from zbcompile.prediction.predict import hardware_of, predicted_costs, with_memory
 from zbcompile.program.chosen_plan import ChosenPlan
 from zbcompile.program.program import Program
@@ -48,14 +49,16 @@ def decide(
     chunks: int | None,
     budget: float,
     measured: Mapping[str, float],
+    link: Connection | None = None,
     announce: Callable[[str], None] = lambda text: None,
 ) -> Decision:
     """Lay out the captured step, which has a microbatch of `provisional`, within so many seconds of search.
 
     `counts` are the numbers of microbatches that may be chosen, `chunks` the stages per rank if they are given,
-    `measured` the times of operations for `balance="measured"`. Raises PartitionError if nothing fits.
+    `measured` the times of operations for `balance="measured"`, `link` what connects two ranks if the hardware does not
+    say it. Raises PartitionError if nothing fits.
     """
-    costs = Priced(drawn, choices, measured).costs(provisional.ranks)
+    costs = Priced(drawn, choices, measured, link).costs(provisional.ranks)
     question = Question(costs, provisional.ranks, provisional.microbatches, choices, tuple(counts), chunks)
     best, *others = find_layouts(question, SHARE * budget, announce)
     costs_of = best.found.simulation.costs
@@ -66,11 +69,12 @@ def decide(
 @dataclass(frozen=True, eq=False)
 class Priced:
     """A captured step priced by its operations, for any number of ranks; `measured` are the times of operations for
-    `balance="measured"`."""
+    `balance="measured"`, `link` is what connects two ranks if the hardware does not say it."""
 
     drawn: Drawn
     choices: Choices
     measured: Mapping[str, float]
+    link: Connection | None = None
 
     def costs(self, ranks: int) -> dict[Barriers, LineCosts]:
         """By each `vocab=` that may be chosen: the one that was, or, if that is "auto", the output layer whole and
@@ -104,7 +108,7 @@ class Priced:
     def _line_costs(self, drawn: Drawn) -> LineCosts:
         basis = "measured" if self.choices.balance == "measured" else "flops"
         loads, _ = loads_of(drawn.line, basis, self.measured, self.choices.hardware)
-        link = self.choices.hardware.within if self.choices.hardware else None
+        link = self.choices.hardware.within if self.choices.hardware else self.link
         return LineCosts(drawn.canonical, drawn.line, loads, self.choices.optimizer_state, link=link)
 
 
@@ -127,13 +131,29 @@ def _trains(node: Node) -> bool:
     return bool(node.meta["slot"].kind == "parameter")
 
 
-def order_by_graphs(program: Program, decision: Decision, budget: float, measure: bool) -> tuple[Schedule, ChosenPlan]:
-    """The order for the costs of the compiled graphs, measured on this device or by their FLOPs, and the plan to keep
-    with the program."""
+def pass_seconds(program: Program) -> dict[str, float]:
+    """What `measure_pieces` measures on this device; nothing if the program is for other hardware, or for graphs with
+    collectives, which one process cannot run."""
+    if program.choices.hardware is None:
+        with suppress(PipelineError):
+            return measure_pieces(program)
+    return {}
+
+
+def order_by_graphs(
+    program: Program,
+    decision: Decision,
+    budget: float,
+    measured: Mapping[str, float] | None = None,
+    link: Connection | None = None,
+) -> tuple[Schedule, ChosenPlan]:
+    """The order for the costs of the compiled graphs, by what `pass_seconds` and the `link` measured or, without, by
+    their FLOPs, and the plan to keep with the program."""
     costs, basis = predicted_costs(program), f"FLOPs and bytes on {hardware_of(program)}"
-    if measure and program.choices.hardware is None:
-        with suppress(PipelineError):  # collectives, which one process cannot run: then the plan says FLOPs
-            costs, basis = with_memory(measure_passes(program), program), "passes measured on this device"
+    if measured:
+        costs, basis = with_memory(measured_costs(program, measured), program), "passes measured on this device"
+        if link is not None:
+            costs, basis = replace(costs, comm=link.latency, bandwidth=link.bandwidth), "passes and messages measured"
     schedule, memory = program.schedule, decision.choices.memory
     room = None if memory is None else [max(0.0, memory - held) for held in decision.resident]
     barriers = program.vocabulary.barriers if program.vocabulary else 1

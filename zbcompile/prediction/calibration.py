@@ -1,7 +1,6 @@
 """The machine at hand, measured: products, kernels by their bytes, what starting an operation takes."""
 
 import platform
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from zbcompile.compiler.measure_nodes import clock_of
 from zbcompile.passes.graph.storage import storage_bytes, tensors_of
 from zbcompile.passes.hardware.hardware import Hardware, Product
 from zbcompile.passes.torch_private import CPU_ATTENTION, CPU_ATTENTION_BACKWARD, TO_COPY
@@ -62,7 +62,7 @@ class Bench:
 def run_seconds(call: Call, bench: Bench) -> float:
     """Of the means of some blocks of runs that which counts, of a CPU's only thread by its own time."""
     device = bench.device
-    clock = time.thread_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
+    clock = clock_of(device.type != "cpu")
     wait = torch.accelerator.synchronize if device.type != "cpu" else lambda: None
 
     def block(count: int) -> float:

@@ -1,18 +1,23 @@
 """Costs by measurement: every distinct graph of a program is run on this machine, on synthetic values."""
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import torch
 
-from zbcompile.compiler.measure_nodes import mean_run_seconds
+from zbcompile.compiler.measure_nodes import run_seconds_in_turn
 from zbcompile.compiler.synthetic_values import values_like
 from zbcompile.compiler.vocabulary_sharding import with_shard_times
 from zbcompile.errors import PipelineError
 from zbcompile.passes.graph.process_groups import is_collective
+from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.split.subgraphs import Piece
 from zbcompile.passes.torch_private import boxed
 from zbcompile.program.program import Program
 from zbcompile.schedules.ir.costs import Costs
 
 PASSES = ("F", "B", "W")
+KEPT = ("parameter", "buffer")  # kinds of slots that all passes of a stage share
 
 
 def measure_passes(program: Program) -> Costs:
@@ -21,37 +26,55 @@ def measure_passes(program: Program) -> Costs:
     Stages that share their graphs are measured once. A pass without operations takes no time. Raises PipelineError for
     graphs with collectives, which one process cannot run.
     """
+    return measured_costs(program, measure_pieces(program))
+
+
+def measure_pieces(program: Program) -> dict[str, float]:
+    """Seconds of the passes of each distinct stage, by "stage.pass", and of each vocabulary shard, by "shard
+    rank.pass"."""
     _refuse_collectives(program)
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    distinct = {str(stage.original): stage.pieces for stage in reversed(program.stages)}
+    shards = enumerate(program.vocabulary.pieces) if program.vocabulary else ()
+    distinct |= {f"shard {rank}": pieces for rank, pieces in shards}
     with torch.random.fork_rng(devices=devices), torch.no_grad():
-        distinct = {stage.original: stage.pieces for stage in reversed(program.stages)}
-        found = {
-            index: {op: _seconds(pieces[op]) if op in pieces else 0.0 for op in PASSES}
-            for index, pieces in distinct.items()
-        }
-        times = [found[stage.original] for stage in program.stages]
-        forward, backward, weight = (tuple(stage[op] for stage in times) for op in PASSES)
-        costs = Costs(forward, backward, weight)
-        if program.vocabulary is None:
-            return costs
-        shards = [{op: _seconds(pieces[op]) for op in ("S", "T")} for pieces in program.vocabulary.pieces]
-        return with_shard_times(costs, program.schedule, program.vocabulary, shards)
+        return {f"{name}.{op}": s for name, pieces in distinct.items() for op, s in _seconds(pieces).items()}
 
 
-def _seconds(piece: Piece) -> float:
-    """The time of one run. Buffers that a graph adds into grow in value from run to run, which does not change the
-    time."""
-    if piece.empty:
-        return 0.0
-    run = boxed(piece.module)
-    values = [values_like(node) for node in piece.module.graph.find_nodes(op="placeholder")]
+def measured_costs(program: Program, seconds: Mapping[str, float]) -> Costs:
+    """The costs by what `measure_pieces` returned."""
+    forward, backward, weight = (
+        tuple(seconds.get(f"{stage.original}.{op}", 0.0) for stage in program.stages) for op in PASSES
+    )
+    costs = Costs(forward, backward, weight)
+    if program.vocabulary is None:
+        return costs
+    ranks = range(program.schedule.ranks)
+    shards = [{op: seconds[f"shard {rank}.{op}"] for op in ("S", "T")} for rank in ranks]
+    return with_shard_times(costs, program.schedule, program.vocabulary, shards)
+
+
+def _seconds(pieces: Mapping[str, Piece]) -> dict[str, float]:
+    """The passes of a stage, run in turn: one that is repeated alone finds all it reads in the cache, as in no step."""
+    held: dict[Slot, Any] = {}
+    ops = [op for op in (*PASSES, "S", "T") if op in pieces and not pieces[op].empty]
+    return dict(zip(ops, run_seconds_in_turn([_run_of(pieces[op], held) for op in ops]), strict=True))
+
+
+def _run_of(piece: Piece, held: dict[Slot, Any]) -> Callable[[], None]:
+    """One run of a pass, on the parameters and buffers `held` by its stage. Buffers that a graph adds into grow in
+    value from run to run, which does not change the time."""
+    run, values = boxed(piece.module), []
+    for node in piece.module.graph.find_nodes(op="placeholder"):
+        slot = node.meta["slot"]
+        values.append(held.setdefault(slot, values_like(node)) if slot.kind in KEPT else values_like(node))
 
     def once() -> None:
         run(list(values))
         if values and values[0].device.type != "cpu":
             torch.accelerator.synchronize()
 
-    return mean_run_seconds(once)
+    return once
 
 
 def _refuse_collectives(program: Program) -> None:
