@@ -55,7 +55,7 @@ def _cells(row: Row) -> list[str]:
         str(layout.microbatches),
         str(layout.choices.recompute),
         str(layout.choices.vocab),
-        format_time(layout.seconds, "s"),
+        format_time(row.seconds, "s"),
         f"{row.rate:,.0f}" if row.rate >= 1000 else f"{row.rate:.3g}",
         format_share(layout.bubble),
         format_bytes(row.peak),
@@ -97,9 +97,12 @@ def to_picture(rows: Sequence[Row]) -> str:
 
 
 ASSUMED = (
-    "Predicted from operations on {hardware}, with {messages} and the exchange between replicas free; memory is "
-    "parameters, gradients, optimizer state and activations in flight. tp > 1 is left out: TARGET makes a whole model."
+    "Predicted from operations on {hardware}, with {messages}; memory is parameters, gradients, optimizer state and "
+    "activations in flight. Steps of many microbatches: the first ones, and the rest at their pace."
 )
+LINKED = "messages and sums of gradients over its links"
+FREE = "messages and the exchange between replicas free"
+DIMENSIONS = ("dp", "tp", "pp")
 EXAMPLES = """examples:
   python -m zbcompile.plan examples/targets.py:gpt --ranks 8
   python -m zbcompile.plan examples/targets.py:llama_70b --fake --ranks 64 --memory 80GiB --global-batch 512
@@ -117,6 +120,7 @@ class PlanRequest(Plan):
     global_batch: int | None
     rows: int
     svg: Path | None
+    dimensions: tuple[str, ...]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -142,7 +146,7 @@ def run(request: PlanRequest) -> None:
 
 def _assumed(request: PlanRequest) -> str:
     hardware = request.options.hardware
-    messages = "messages over its links" if hardware and hardware.within else "messages"
+    messages = LINKED if hardware and hardware.within else FREE
     return ASSUMED.format(hardware=hardware or "nominal speeds of the device", messages=messages)
 
 
@@ -156,7 +160,19 @@ def _searched(request: PlanRequest, ranks: int) -> tuple[list[Row], list[str]]:
         drawn = draw_step(example.model, microbatch, example.loss, options.choices)
         measured = measure_line(whole_of(drawn).line) if options.balance == "measured" else {}
     task = drawn, options.choices, ranks, count, _tokens(microbatch, count), request.global_batch
-    return factorisations(*task, options.search_seconds, measured, say)
+    rows, impossible = factorisations(*task, options.search_seconds, measured, say, request.dimensions)
+    return rows, [*impossible, *([_whole(example.model)] if "tp" in request.dimensions else [])]
+
+
+def _whole(model: torch.nn.Module) -> str:
+    """Why no row has tp > 1."""
+    name = type(model).__name__
+    if not getattr(model, "tp_plan", None):
+        return f"tp>1: {name} brings no tensor-parallel plan along (tp_plan is empty)"
+    return (
+        f"tp>1: {name} has a tensor-parallel plan, but its parts can only be captured by processes of a mesh: "
+        "compare pipe.program.plan of runs with mesh="
+    )
 
 
 def _tokens(microbatch: Microbatch, rows: int) -> int:
@@ -190,6 +206,13 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _dimensions(text: str) -> tuple[str, ...]:
+    found = tuple(text.split(","))
+    if not set(found) <= set(DIMENSIONS) or len(set(found)) < len(found) or not {"dp", "pp"} & set(found):
+        raise argparse.ArgumentTypeError(f"{text!r}; expected some of {','.join(DIMENSIONS)}, with dp or pp")
+    return found
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m zbcompile.plan",
@@ -199,6 +222,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("target", metavar="TARGET", help="package.module:name or path/file.py:name")
     parser.add_argument("--global-batch", metavar="N", type=_positive, help="rows of a step over all replicas")
+    parser.add_argument(
+        "--mesh",
+        dest="dimensions",
+        metavar="dp,tp,pp",
+        type=_dimensions,
+        default=DIMENSIONS,
+        help="which may have several ranks",
+    )
     parser.add_argument("--rows", metavar="N", type=_positive, default=12, help="rows to print (default: %(default)s)")
     parser.add_argument("--svg", metavar="FILE", type=Path, help="draw rate against memory")
     parser.add_argument("--debug", action="store_true", help="show tracebacks, and what torch prints")

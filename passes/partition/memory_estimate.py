@@ -66,10 +66,15 @@ class Footprint:
             ((i, name, _resident(value, name in trainable, optimizer_state)) for i, name, value in _held(line)), length
         )
         self._kept = DistinctBytes(_kept(canonical, line), length)
+        self._summed = DistinctBytes(((i, n, _gradient(v)) for i, n, v in _held(line) if n in trainable), length)
 
     def resident(self, begin: int, end: int) -> float:
         """Parameters with their gradients and optimizer state, and buffers."""
         return self._held.within(begin, end)
+
+    def gradients(self, begin: int, end: int) -> int:
+        """The gradients of parameters, as they are summed."""
+        return self._summed.within(begin, end)
 
     def kept(self, begin: int, end: int) -> int:
         """What autograd keeps of one microbatch from its forward on."""
@@ -109,8 +114,11 @@ def state_bytes(value: torch.Tensor, optimizer_state: float, divided: bool = Fal
 def _resident(value: torch.Tensor, trains: bool, optimizer_state: float) -> int:
     if not trains:
         return value.nbytes
-    summed = torch.float32 if value.dtype in HALF else value.dtype
-    return int(value.nbytes + gradient_bytes(value, summed) + state_bytes(value, optimizer_state))
+    return int(value.nbytes + _gradient(value) + state_bytes(value, optimizer_state))
+
+
+def _gradient(value: torch.Tensor) -> int:
+    return gradient_bytes(value, torch.float32 if value.dtype in HALF else value.dtype)
 
 
 def _held(line: Line) -> Iterable[tuple[int, str, torch.Tensor]]:

@@ -125,6 +125,13 @@ class LineCosts:
                 found[placement.rank(stage, copy)] += size
         return tuple(found)
 
+    def gradients(self, edges: Sequence[int], placement: Placement) -> tuple[float, ...]:
+        """Bytes of the gradients that each rank sums over its replicas; of a sharded output layer those of its part."""
+        found = [self.shard.parameters] * placement.ranks
+        for stage, span in enumerate(pairwise([0, *edges, len(self.line.nodes)])):
+            found[placement.rank(stage)] += self.footprint.gradients(*span)
+        return tuple(found)
+
     def held_before(self, recompute: bool) -> list[float]:
         """Bytes that a rank with the first k nodes holds with one microbatch, by k; recomputed values not counted."""
         footprint, ends = self.footprint, range(len(self.line.nodes) + 1)

@@ -13,7 +13,8 @@ from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.partition.balance import Row, best_cuts, heaviest_piece
 from zbcompile.passes.partition.named_cuts import edges_named
 from zbcompile.passes.partition.search import Limits, choose_edges
-from zbcompile.schedules import Costs, Found, Placement, Schedule, ScheduleError, Timeline, bound, search, simulate
+from zbcompile.planning.kept_searches import kept_search
+from zbcompile.schedules import Costs, Found, Placement, Schedule, ScheduleError, Timeline, bound, simulate
 
 PLACEMENTS = ("linear", "looped:2", "v", "looped:4")
 GLANCE = 100  # moves for a first look at a layout; names and rules of preference say most of it
@@ -251,7 +252,7 @@ def lay_out(
     size = costs.stages * microbatches
     moves = None if seconds else 0 if size > HUGE else GLANCE // (1 + size // MANY)
     barriers, seconds = barriers_of(choices), seconds or PATIENCE
-    found = search(costs, ranks, count, limits, (name,), barriers=barriers, seconds=seconds, moves=moves)
+    found = kept_search(costs, ranks, count, limits, name, barriers, seconds, moves)
     whole = (
         found.objective + (microbatches - count) * _pace(found.simulation) if count < microbatches else found.objective
     )

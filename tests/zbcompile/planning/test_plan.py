@@ -6,7 +6,13 @@ from xml.etree import ElementTree
 
 import pytest
 
+from tests.support.oracle import PROBLEMS
+from zbcompile import Example, Hardware
+from zbcompile.compiler.compile_example import one_microbatch
+from zbcompile.compiler.compile_model import draw_step
+from zbcompile.passes.compile_options import Choices
 from zbcompile.plan import main
+from zbcompile.planning.factorisations import factorisations
 
 TARGET = "examples/targets.py:gpt"
 
@@ -57,3 +63,27 @@ def test_what_it_chooses_itself_cannot_be_asked_for(capsys: pytest.CaptureFixtur
         with pytest.raises(SystemExit):
             main([TARGET, "--ranks", "2", flag])
         assert f"unrecognized arguments: {flag}" in capsys.readouterr().err
+
+
+def test_dimensions_of_the_mesh(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = "--ranks", "2", "--global-batch", "16", "--search-seconds", "1"
+    assert main([TARGET, *asked, "--mesh", "dp,tp"]) == 0
+    shown = capsys.readouterr().out
+    assert {tuple(line.split()[1:3]) for line in shown.splitlines() if line.startswith("*")} == {("2", "1")}
+    assert "tp>1: GPT brings no tensor-parallel plan" in shown
+    with pytest.raises(SystemExit):
+        main([TARGET, *asked, "--mesh", "dp,cp"])
+    assert "'dp,cp'; expected some of dp,tp,pp, with dp or pp" in capsys.readouterr().err
+
+
+def test_replicas_sum_their_gradients() -> None:
+    problem, hardware = PROBLEMS["gpt"], Hardware.find("h100-sxm")
+    (batch,), model, choices = problem.batches(1, 2), problem.model(), Choices(hardware=hardware)
+    example = Example(model, batch.args, loss=problem.loss, target=batch.target)
+    drawn = draw_step(model, one_microbatch(example), problem.loss, choices)
+    rows, _ = factorisations(drawn, choices, 2, 2, 1, 16, 0.1, {}, lambda text: None, ("dp",))
+    assert hardware.within is not None
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    expected = 2 * (hardware.within.latency + size / 2 / hardware.within.bandwidth)
+    assert [row.exchange for row in rows] == pytest.approx([expected] * len(rows))
+    assert all(row.seconds == row.layout.seconds + row.exchange for row in rows)

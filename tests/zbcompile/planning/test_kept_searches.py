@@ -1,0 +1,53 @@
+"""What was searched before is read again, and the answer is the same."""
+
+from pathlib import Path
+
+import pytest
+
+from zbcompile.planning import kept_searches
+from zbcompile.planning.kept_searches import kept_search
+from zbcompile.schedules import Costs, Found, ScheduleError
+
+COSTS = Costs((1.0, 1.5, 1.25, 2.0), (1.0, 1.5, 1.25, 2.5), (1.0, 1.0, 1.25, 2.0), comm=0.1)
+
+
+def asked(moves: int = 50, limit: float = 4.0) -> Found:
+    return kept_search(COSTS, 2, 4, (limit, limit), "v", 1, 60, moves)
+
+
+@pytest.fixture(autouse=True)
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("ZBCOMPILE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(kept_searches, "WORTH", 0.0)
+    return tmp_path / "cache"
+
+
+def refuse(*args: object, **options: object) -> Found:
+    raise ScheduleError("searched")
+
+
+def test_the_same_answer(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = asked()
+    monkeypatch.setattr(kept_searches, "search", refuse)
+    assert asked() == found
+    for other in ({"moves": 51}, {"limit": 4.5}):
+        with pytest.raises(ScheduleError, match="searched"):
+            asked(**other)  # type: ignore[arg-type]
+
+
+def test_a_damaged_file_is_no_answer(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = asked()
+    (file,) = kept.iterdir()
+    file.write_bytes(file.read_bytes()[:-20])
+    assert asked().schedule == found.schedule
+    monkeypatch.setattr(kept_searches, "search", refuse)
+    assert asked().schedule == found.schedule
+
+
+def test_short_searches_and_folders_that_cannot_be_written(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept.write_text("a file")
+    assert asked().schedule.name == "auto"
+    kept.unlink()
+    monkeypatch.setattr(kept_searches, "WORTH", 60.0)
+    asked()
+    assert not kept.exists()

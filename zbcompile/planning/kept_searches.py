@@ -1,0 +1,72 @@
+"""Searches that took a while are kept, by all that they were asked, in the folder of compiled graphs."""
+
+import gzip
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+from zbcompile import schedules
+from zbcompile.backends.compile_cache import cache_folder
+from zbcompile.errors import PipelineError
+from zbcompile.safe_files import write_whole
+from zbcompile.schedules import Costs, Found, check, search, simulate
+from zbcompile.schedules.ir.files import from_json, to_json
+from zbcompile.schedules.searching.problem import ROUNDING
+
+WORTH = 1.0  # seconds of search; what takes less is searched again
+
+
+def kept_search(
+    costs: Costs,
+    ranks: int,
+    microbatches: int,
+    limits: Sequence[float] | None,
+    placement: str,
+    barriers: int,
+    seconds: float,
+    moves: int | None = None,
+) -> Found:
+    """What `search` finds on one placement, now or when it was asked the same before; errors as there."""
+    asked = [ranks, microbatches, limits, placement, barriers, seconds, moves, costs.to_json(), _code()]
+    key = hashlib.sha256(json.dumps(asked, default=float).encode()).hexdigest()
+    file = cache_folder() / f"search-{key}.json.gz"
+    with suppress(Exception):  # nothing there, or damaged: the next one takes its place
+        return _read(file, costs, limits)
+    begun = time.monotonic()
+    found = search(costs, ranks, microbatches, limits, (placement,), barriers=barriers, seconds=seconds, moves=moves)
+    if time.monotonic() - begun >= WORTH:
+        with suppress(OSError, PipelineError):  # a folder that cannot be written keeps nothing
+            file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            write_whole(file, _written(found))
+    return found
+
+
+def _written(found: Found) -> bytes:
+    figures = [found.bound, found.objective, found.origin, found.moves, found.seconds]
+    tables = [[*name, value] for name, value in found.names.items()], list(found.placements.items())
+    text = json.dumps([figures, *tables, to_json(found.schedule)], default=float)
+    return gzip.compress(text.encode())
+
+
+def _read(file: Path, costs: Costs, limits: Sequence[float] | None) -> Found:
+    """Checked and simulated anew, so a file that was changed is no answer."""
+    (bound, objective, origin, moves, seconds), names, placements, text = json.loads(gzip.decompress(file.read_bytes()))
+    simulation = simulate(from_json(text).program, costs)
+    check(simulation.schedule)
+    fits = limits is None or all(a <= b * ROUNDING for a, b in zip(simulation.peak_memory, limits, strict=True))
+    if float(simulation.makespan) != objective or not fits:
+        raise PipelineError(f"{file}: not what was found for these costs")
+    named = {(name, on): value for name, on, value in names}
+    on = {name: tuple(pair) for name, pair in placements}
+    return Found(simulation.schedule, simulation, bound, objective, origin, moves, seconds, named, on)
+
+
+@cache
+def _code() -> str:
+    """What searches: another version may find something else."""
+    files = sorted(Path(schedules.__file__).parent.rglob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
