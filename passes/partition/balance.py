@@ -13,6 +13,7 @@ from typing import NamedTuple
 CHUNK_SHARE = 0.625  # in a V, the most of its rank's time that one chunk may take: uneven chunks stretch the warm-up
 PIECE_SLACK = 1.25  # unless the chunk is little more than one indivisible piece, such as a head and its loss
 COARSE = 1e-6  # bisection ends at this precision; better cuts are then found step by step
+THOROUGH = 32  # stages of a V; with more, cuts that exist only around indivisible parts may be missed
 SAME = 1e-9  # relative; smaller differences are rounding errors
 
 Spans = Sequence[tuple[int, int, int]]  # (stage, begin, end)
@@ -168,8 +169,18 @@ class _Vee:
         self.chunk = max(limit * CHUNK_SHARE, row.piece * PIECE_SLACK) * (1 + SAME)
         self.few = len(edges) <= 4 * row.stages
         self.ranks = row.stages // 2
+        self.thorough = False  # whether what looks worse is kept, too, because of indivisible parts
 
     def cuts(self) -> list[int] | None:
+        if max(b - a for a, b in pairwise(self.at)) > self.limit:
+            return None
+        found = None if self.few else self._found()
+        if found is None and (self.few or self.row.stages <= THOROUGH):
+            self.thorough = True
+            found = self._found()
+        return found
+
+    def _found(self) -> list[int] | None:
         states = [_Outer(0, len(self.at) - 1)]
         for rank in range(self.ranks - 1):
             states = self._next_rank(states, rank)
@@ -218,7 +229,7 @@ class _Vee:
 
     def _sticks(self, edge: int) -> bool:
         """Whether the part just before `edge` is heavier than what `limit` leaves beside `chunk`."""
-        return edge > 0 and self.at[edge] - self.at[edge - 1] > self.limit - self.chunk
+        return self.thorough and edge > 0 and self.at[edge] - self.at[edge - 1] > self.limit - self.chunk
 
     def _worth_keeping(self, found: dict[tuple[int, int], _Outer]) -> list[_Outer]:
         if self.few:
