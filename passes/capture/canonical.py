@@ -18,10 +18,11 @@ from zbcompile.passes.capture.export import Captured
 from zbcompile.passes.capture.export_errors import operation_failure
 from zbcompile.passes.capture.functional_writes import separate_changing_buffers
 from zbcompile.passes.errors import CaptureError
-from zbcompile.passes.graph.fx import is_random, like, output_values, source_line
+from zbcompile.passes.graph.fx import is_random, like, output_values
 from zbcompile.passes.graph.kernel_layouts import kernels_layouts
 from zbcompile.passes.graph.process_groups import name_groups
 from zbcompile.passes.graph.roles import Slot
+from zbcompile.passes.graph.source_location import source_line
 from zbcompile.passes.graph.storage import tensors_of
 from zbcompile.passes.torch_private import (
     ASSERTIONS,

@@ -9,8 +9,9 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from zbcompile.passes.errors import CaptureError
-from zbcompile.passes.graph.fx import call_like, source_line
+from zbcompile.passes.graph.fx import call_like
 from zbcompile.passes.graph.roles import Slot
+from zbcompile.passes.graph.source_location import source_line
 from zbcompile.passes.graph.storage import is_view
 from zbcompile.passes.graph.strides import is_dense
 from zbcompile.passes.torch_private import fake_mode_of, made_for, written_as

@@ -17,7 +17,8 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from zbcompile.passes.capture.export_errors import operation_failure
 from zbcompile.passes.errors import CaptureError
-from zbcompile.passes.graph.fx import call_like, like, source_line
+from zbcompile.passes.graph.fx import call_like, like
+from zbcompile.passes.graph.source_location import source_line
 from zbcompile.passes.graph.storage import tensors_of
 from zbcompile.passes.torch_private import (
     GRAD_MODE_REGION,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch._C import DispatchKey  # 2.11-2.13: which of an operator's kernels is meant
 from torch._export import utils as _export_utils  # 2.11-2.13: see `quick_decompositions`
-from torch.fx import Graph
+from torch.fx import Graph, GraphModule
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv  # 2.11-2.13: see `release_caches`
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
@@ -57,6 +57,32 @@ def eagers_kernels() -> Iterator[None]:
         for operator, kernels in kept:
             operator.py_kernels.update(kernels)
             operator._dispatch_cache.clear()
+
+
+@contextlib.contextmanager
+def whole_regions() -> Iterator[None]:
+    """Around torch.export, which forgets a region (no_grad, autocast) that calls another graph (torch.cond,
+    flex_attention) or stands inside an autocast region: what begins the region is then not the first node of its
+    graph, where alone 2.11-2.15 look for it. They also delete that graph, as if it were unused."""
+    from torch._export.passes import replace_autocast_with_hop_pass, replace_set_grad_with_hop_pass
+
+    with contextlib.ExitStack() as stack:
+        for module in (replace_autocast_with_hop_pass, replace_set_grad_with_hop_pass):
+            begin = getattr(module, "_is_set_grad_enabled_node", None) or module._is_enter_autocast_node
+            stack.enter_context(replaced(module, "nodes_first", functools.partial(_beginning, begin)))
+        stack.enter_context(replaced(GraphModule, "delete_all_unused_submodules", _delete_unused))
+        yield
+
+
+def _delete_unused(module: GraphModule) -> None:
+    """With what is used all that is in it."""
+    used = {str(node.target).partition(".")[0] for node in module.graph.nodes if node.op in ("call_module", "get_attr")}
+    for name in module._modules.keys() - used:
+        delattr(module, name)
+
+
+def _beginning(begin: Callable[[Any], Any], nodes: Any, _: Any) -> Any:
+    return next((node for node in nodes if begin(node)), None)
 
 
 class _Unevaluated:

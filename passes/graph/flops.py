@@ -70,10 +70,12 @@ def count_flops(module: GraphModule, mode: FakeTensorMode) -> dict[Node, int]:
 
     Read off the values in the graph. Only operations that are composite or call a graph are run, equal ones once.
     """
-    counter = _counter()
+    known = _counter().flop_registry
     runs: dict[str, int] = {}
     return {
-        node: _flops_of(node, counter.flop_registry) if _is_elementary(node) else _flops_by_run(node, mode, runs)
+        node: _flops_of(node, known)
+        if node.target in known or _is_elementary(node)  # flex_attention has a formula, and does not run here
+        else _flops_by_run(node, mode, runs)
         for node in module.graph.nodes
         if node.op == "call_function"
     }
@@ -99,10 +101,10 @@ def _counter() -> FlopCounterMode:
 
 def _flops_of(node: Node, formulas: Mapping[Any, Callable[..., int]]) -> int:
     """By the formula, one of those registered for custom operators too."""
-    formula = formulas.get(getattr(node.target, "overloadpacket", None))
+    formula = formulas.get(getattr(node.target, "overloadpacket", node.target))
     if formula is None:
         return 0
-    args, kwargs = map_arg((node.args, node.kwargs), lambda given: given.meta["val"])
+    args, kwargs = map_arg((node.args, node.kwargs), lambda given: given.meta.get("val"))
     return int(formula(*args, **kwargs, out_val=node.meta["val"]))
 
 

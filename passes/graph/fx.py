@@ -8,7 +8,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from zbcompile.passes.torch_private import OpOverload, arguments_of, stack_trace
+from zbcompile.passes.torch_private import OpOverload, arguments_of
 
 
 def output_values(graph: Graph) -> list[Any]:
@@ -77,16 +77,6 @@ def node_numbers(graph: Graph) -> dict[Node, NodeNumber]:
 def call_text(node: Node, numbers: Mapping[Node, NodeNumber]) -> str:
     """An operation with its arguments, the nodes among them by number."""
     return f"{node.target} {map_arg((node.args, node.kwargs), numbers.__getitem__)!r}"  # type: ignore[arg-type]
-
-
-def source_line(node: Node) -> str:
-    """The line of the user's model that made `node`, or the compiler pass that did."""
-    lines = [line.strip() for line in stack_trace(node).splitlines() if line.strip()]
-    files = [i for i, line in enumerate(lines) if line.startswith("File ")]
-    if not files:
-        return f"made by {node.meta.get('pass', 'zbcompile')}"
-    code = lines[files[-1] + 1] if files[-1] + 1 < len(lines) else ""
-    return f"{lines[files[-1]]}: {code}"
 
 
 def call_like(graph: Graph, source: Node, target: Any, args: tuple[Any, ...], value: Any, **kwargs: Any) -> Node:

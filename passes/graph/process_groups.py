@@ -9,7 +9,7 @@ from typing import Any
 from torch.fx import Graph, GraphModule, Node
 
 from zbcompile.passes.errors import CaptureError
-from zbcompile.passes.graph.fx import source_line
+from zbcompile.passes.graph.source_location import source_line
 from zbcompile.passes.torch_private import FUNCTIONAL_COLLECTIVES, LazyGraphModule, OpOverload, arguments_of
 
 WAIT = "wait_tensor"

@@ -73,6 +73,12 @@ def origin_of(node: Node) -> Origin | None:
     return Origin(module, "", 0, "(torch.export keeps no line here)") if module else None
 
 
+def source_line(node: Node) -> str:
+    """The line of the user's model, or the compiler pass, that made `node`."""
+    origin = origin_of(node)
+    return origin.text if origin else f"made by {node.meta.get('pass', 'zbcompile')}"
+
+
 def calling_line() -> str:
     """The line of the user's code that is running: `model.py:12: x.register_hook(f)`."""
     return _innermost(traceback.extract_stack())

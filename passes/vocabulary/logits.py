@@ -16,7 +16,7 @@ import torch
 from torch.fx import Node
 
 from zbcompile.passes.errors import CompileError
-from zbcompile.passes.graph.fx import source_line
+from zbcompile.passes.graph.source_location import source_line
 from zbcompile.passes.torch_private import LOG_SOFTMAX, SOFTMAX, TO_COPY, UNSAFE_VIEW
 
 aten = torch.ops.aten

@@ -19,8 +19,9 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from zbcompile.passes.capture.canonical import Canonical
-from zbcompile.passes.graph.fx import argument_of, source_line
+from zbcompile.passes.graph.fx import argument_of
 from zbcompile.passes.graph.roles import Slot
+from zbcompile.passes.graph.source_location import source_line
 from zbcompile.passes.vocabulary.logits import Exit, NotShardable
 
 aten = torch.ops.aten

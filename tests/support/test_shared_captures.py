@@ -16,7 +16,7 @@ from tests.support.stored_captures import FOLDER, capture_to_bytes, from_bytes, 
 from tests.support.training import problem_of
 from zbcompile.passes.capture.canonical import Canonical
 from zbcompile.passes.capture.export import Captured, capture
-from zbcompile.passes.graph.fx import source_line
+from zbcompile.passes.graph.source_location import source_line
 from zbcompile.passes.pass_list.passes_in_order import canonicalise
 
 X = torch.zeros(2, 32)

@@ -22,6 +22,7 @@ ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
     "test_efficientnet": {"drop_rate": 0.1},
     "test_efficientnet_gn": {},
     "test_byobnet": {},
+    "test_efficientnet_ln": {},
     "test_nfnet": {},
     "test_mambaout": {},
     "test_coatnet": {"img_size": 64},

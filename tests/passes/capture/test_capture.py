@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
@@ -231,12 +232,54 @@ class Random(Layers):
         return F.dropout1d(self.layers[3](x).unsqueeze(1), 0.5).squeeze(1) * noise
 
 
+class Leaking(Layers):
+    """A slope drawn for every negative value, beside dropout, on every stage."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = F.rrelu(F.dropout(layer(x), 0.3), training=True)
+        return x
+
+
+class Flexible(Layers):
+    """flex_attention with a block mask in a frozen part: its backward runs on GPUs only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            rows = self.layers[0](x)[:, None, :, None].expand(-1, 1, -1, 8).contiguous()
+            blocks = create_block_mask(lambda b, h, q, k: q >= k, None, None, WIDTH, WIDTH, device="cpu")
+            seen = flex_attention(rows, rows, rows, block_mask=blocks)
+        return super().forward(x + seen[:, 0, :, 0])  # type: ignore[index,union-attr]
+
+
 class Cast(Layers):
     def forward(self, x: Tensor) -> Tensor:
         x = self.layers[0](x)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             x = self.layers[2](torch.tanh(self.layers[1](x)))
         return self.layers[3](x.float())
+
+
+class CastAround(Layers):
+    """A region without gradients inside one with autocast."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = self.layers[0](x)
+            with torch.no_grad():
+                frozen = self.layers[1](x)
+            y = self.layers[2](y + frozen)
+        return self.layers[3](y.float())
+
+
+class Branching(Layers):
+    """Another graph that is called inside a region without gradients."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            y = self.layers[1](x)
+            y = torch.cond(y.sum() > 0, lambda y: y * 2, lambda y: -y, (y,))
+        return super().forward(x + y)
 
 
 class CastTwice(Layers):
@@ -388,9 +431,13 @@ MODELS = (
     (Normed, "zb-h1"),
     (Buffers, "1f1b"),
     (Random, "zb-v"),
+    (Leaking, "zb-v"),
+    (Flexible, "1f1b"),
     (Spectral, "zb-h1"),
     (Cast, "zb-v"),
     (CastTwice, "zb-h1"),
+    (CastAround, "zb-v"),
+    (Branching, "1f1b"),
     (Silent, "zb-h1"),
     (InPlace, "zb-v"),
     (Choosing, "1f1b"),

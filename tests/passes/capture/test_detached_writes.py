@@ -105,6 +105,15 @@ def test_a_write_that_gradients_do_not_follow_is_refused_by_its_line(write: Call
         capture(Around(write), (torch.randn(4, 8),), {})
 
 
+def test_such_a_write_in_the_loss_names_the_loss() -> None:
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        output.data.mul_(2)
+        return nn.functional.mse_loss(output, target)
+
+    with pytest.raises(CaptureError, match=r"^loss\(output, target\) writes in place"):
+        capture(nn.Linear(8, 8), (torch.randn(4, 8),), {}, torch.randn(4, 8), loss)
+
+
 def _asserted(h: Tensor, z: Tensor) -> Tensor:
     mask = torch.ones_like(h).detach()
     mask[0] = 0
