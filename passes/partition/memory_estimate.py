@@ -16,6 +16,7 @@ from torch.fx import Interpreter, Node
 
 from zbcompile.passes.capture.canonical import Canonical
 from zbcompile.passes.graph.fx import like
+from zbcompile.passes.graph.storage import tensors_of
 from zbcompile.passes.partition.balance import Spans
 from zbcompile.passes.partition.liveness import Line, held_behind
 from zbcompile.passes.torch_private import storage_key
@@ -140,8 +141,15 @@ class _Keeping(Interpreter):
             self.kept[n].append(tensor)
             return tensor
 
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            return super().run_node(n)
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+                return super().run_node(n)
+        except RuntimeError as error:
+            if "saved tensor hooks" not in str(error):
+                raise
+        value = super().run_node(n)  # an autograd.Function that calls torch.func, which allows no such hooks
+        self.kept[n] = [kept for each in tensors_of(value) for kept in getattr(each.grad_fn, "saved_tensors", ())]
+        return value
 
 
 def _kept(canonical: Canonical, line: Line) -> list[tuple[int, Hashable, int]]:
