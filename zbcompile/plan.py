@@ -35,8 +35,10 @@ STYLE = (
 
 
 def format_plan(rows: Sequence[Row], shown: int) -> str:
-    """The best rows, and the fastest others up to `shown`; a star marks the Pareto front of rate and memory."""
-    kept = [row for index, row in enumerate(rows) if row.best or index < shown]
+    """The best rows, the fastest of each division of the ranks, and the fastest others up to `shown`; a star marks the
+    Pareto front of rate and memory."""
+    fastest = {row.ranks: row for row in reversed(rows)}
+    kept = [row for index, row in enumerate(rows) if row.best or index < shown or fastest[row.ranks] is row]
     headers = ["", "dp", "pp", "placement", "m", "recompute", "vocab", "step", _unit(rows), "bubble", "peak memory"]
     return table([_cells(row) for row in kept], headers, left=("", "placement", "recompute"))
 

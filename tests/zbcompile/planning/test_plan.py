@@ -32,6 +32,8 @@ def test_table_picture_and_command(tmp_path: Path, capsys: pytest.CaptureFixture
         "1MB",
         "--svg",
         str(picture),
+        "--rows",
+        "1",
     )
     assert main([TARGET, *asked]) == 0
     shown = capsys.readouterr().out
@@ -40,6 +42,7 @@ def test_table_picture_and_command(tmp_path: Path, capsys: pytest.CaptureFixture
     assert {(line[1], line[2]) for line in table} <= {("1", "2"), ("2", "1")}
     assert rates == sorted(rates, reverse=True)
     assert peaks == sorted(peaks, reverse=True)
+    assert {("1", "2"), ("2", "1")} <= {tuple(re.findall(r"\d+", line)[:2]) for line in shown.splitlines()}
     assert re.search(f"zbcompile.compile {TARGET} --schedule auto --ranks.* --balance flops --boundary-bytes", shown)
     assert len(ElementTree.parse(picture).findall(".//{*}circle")) >= len(table)
 
