@@ -165,6 +165,7 @@ class Branching(MLP):
 
 class Picking(MLP):
     def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
         return super().forward(x[x[:, 0] > 0])
 
 
