@@ -88,9 +88,8 @@ def without_formula(module: GraphModule) -> set[str]:
 
 
 def _is_elementary(node: Node) -> bool:
-    if getattr(node.target, "__name__", "").startswith(
-        "flex_attention"
-    ):  # does not run here; has a formula from 2.13 on
+    name = getattr(node.target, "__name__", "")
+    if name.startswith("flex_attention"):  # its backward does not run on a CPU, and from 2.13 on it has a formula
         return True
     return is_getitem(node) or (isinstance(node.target, OpOverload) and not is_composite(node.target))
 
