@@ -6,6 +6,7 @@
 import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from zbcompile.schedules.errors import ScheduleError
@@ -95,13 +96,17 @@ def names() -> tuple[str, ...]:
 
 def find(name: str) -> Family:
     """The family called `name` in any spelling; raises `ScheduleError` with the nearest names."""
-    spelled = _spelling(name)
-    known = {_spelling(alias): family for family in (*FAMILIES, AUTO) for alias in (family.name, *family.aliases)}
+    spelled, known = _spelling(name), _known()
     if spelled in known:
         return known[spelled]
     near = [known[match].name for match in difflib.get_close_matches(spelled, known, n=3, cutoff=0.5)]
     hint = f"did you mean {' or '.join(dict.fromkeys(near))}?" if near else f"known names: {', '.join(names())}"
     raise ScheduleError(f"no schedule is called {name!r}; {hint}")
+
+
+@cache
+def _known() -> dict[str, Family]:
+    return {_spelling(alias): family for family in (*FAMILIES, AUTO) for alias in (family.name, *family.aliases)}
 
 
 def _spelling(name: str) -> str:

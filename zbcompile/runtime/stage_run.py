@@ -35,7 +35,7 @@ class StageRun:
     frames: dict[int, Frame] = field(default_factory=dict)
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     outputs: dict[str, dict[int, torch.Tensor]] = field(default_factory=dict)
-    accumulators: dict[tuple[tuple[int, str], ...], list[tuple[int, torch.Tensor]]] = field(default_factory=dict)
+    accumulators: dict[int, list[tuple[int, torch.Tensor]]] = field(default_factory=dict)
     variants: Sequence[CompiledStage] = ()
 
     def of(self, microbatch: int) -> CompiledStage:
@@ -141,9 +141,9 @@ class StageRun:
 
     def _add_accumulators(self, call: Call, frame: Frame) -> None:
         """W and BW add into the same buffers, which exist from the first of them on."""
-        index, wanted = self.stage.index, call.accumulators
+        index, wanted = self.stage.index, id(call.accumulators)  # hashing all names takes longer than a small pass
         if wanted not in self.accumulators:
-            self.accumulators[wanted] = [(place, self.gradients.buffer(name, index)) for place, name in wanted]
+            self.accumulators[wanted] = [(at, self.gradients.buffer(name, index)) for at, name in call.accumulators]
         for place, buffer in self.accumulators[wanted]:
             frame[place] = buffer
 
