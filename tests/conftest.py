@@ -33,6 +33,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if CAPTURES not in os.environ:  # not a worker of xdist
         folder = tempfile.TemporaryDirectory()
         os.environ[CAPTURES] = folder.name
+        os.environ["ZBCOMPILE_CACHE"] = str(Path(folder.name, "cache"))  # not the user's, which other runs have filled
         config.add_cleanup(folder.cleanup)
 
 

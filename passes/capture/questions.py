@@ -14,7 +14,7 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from zbcompile.passes.capture.sized_results import OTHERWISE, with_known_size
+from zbcompile.passes.capture.data_dependent_shapes import OTHERWISE, with_known_size
 from zbcompile.passes.capture.tracing_flags import EAGERS_WAY, Way
 from zbcompile.passes.graph.fx import is_random
 from zbcompile.passes.graph.source_location import calling_line

@@ -13,7 +13,7 @@ from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.partition.balance import Row, best_cuts, heaviest_piece
 from zbcompile.passes.partition.named_cuts import edges_named
 from zbcompile.passes.partition.search import Limits, choose_edges
-from zbcompile.planning.kept_searches import kept_search
+from zbcompile.planning.search_cache import cached_search
 from zbcompile.schedules import Costs, Found, Placement, Schedule, ScheduleError, Timeline, bound, simulate
 
 PLACEMENTS = ("linear", "looped:2", "v", "looped:4")
@@ -252,7 +252,8 @@ def lay_out(
     size = costs.stages * microbatches
     moves = None if seconds else 0 if size > HUGE else GLANCE // (1 + size // MANY)
     barriers, seconds = barriers_of(choices), seconds or PATIENCE
-    found = kept_search(costs, ranks, count, limits, name, barriers, seconds, moves)
+    keep = choices.balance != "measured"
+    found = cached_search(costs, ranks, count, limits, name, barriers, seconds, moves, keep)
     whole = (
         found.objective + (microbatches - count) * _pace(found.simulation) if count < microbatches else found.objective
     )

@@ -16,8 +16,8 @@ from zbcompile.passes.compile_options import Barriers, Choices
 from zbcompile.passes.hardware.hardware import Connection
 from zbcompile.passes.partition.node_costs import loads_of, predicted_seconds
 from zbcompile.passes.vocabulary.shard_program import even_bounds
-from zbcompile.planning.kept_searches import kept_search
 from zbcompile.planning.layouts import Question, find_layouts
+from zbcompile.planning.search_cache import cached_search
 from zbcompile.prediction.measure_passes import measure_pieces, measured_costs
 from zbcompile.prediction.predict import hardware_of, predicted_costs, with_memory
 from zbcompile.program.chosen_plan import ChosenPlan
@@ -159,7 +159,7 @@ def order_by_graphs(
     room = None if memory is None else [max(0.0, memory - held) for held in decision.resident]
     barriers = program.vocabulary.barriers if program.vocabulary else 1
     task = costs, schedule.ranks, schedule.microbatches, room, str(schedule.placement), barriers
-    found = kept_search(*task, (1 - SHARE) * budget)
+    found = cached_search(*task, (1 - SHARE) * budget, keep=not measured)
     names = {name: seconds for (name, _), seconds in found.names.items()}
     best = min(names.items(), key=lambda each: each[1], default=None)
     plan = ChosenPlan(

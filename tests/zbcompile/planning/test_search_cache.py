@@ -4,21 +4,21 @@ from pathlib import Path
 
 import pytest
 
-from zbcompile.planning import kept_searches
-from zbcompile.planning.kept_searches import kept_search
+from zbcompile.planning import search_cache
+from zbcompile.planning.search_cache import cached_search
 from zbcompile.schedules import Costs, Found, ScheduleError
 
 COSTS = Costs((1.0, 1.5, 1.25, 2.0), (1.0, 1.5, 1.25, 2.5), (1.0, 1.0, 1.25, 2.0), comm=0.1)
 
 
 def asked(moves: int = 50, limit: float = 4.0) -> Found:
-    return kept_search(COSTS, 2, 4, (limit, limit), "v", 1, 60, moves)
+    return cached_search(COSTS, 2, 4, (limit, limit), "v", 1, 60, moves)
 
 
 @pytest.fixture(autouse=True)
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("ZBCOMPILE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(kept_searches, "WORTH", 0.0)
+    monkeypatch.setattr(search_cache, "WORTH", 0.0)
     return tmp_path / "cache"
 
 
@@ -28,7 +28,7 @@ def refuse(*args: object, **options: object) -> Found:
 
 def test_the_same_answer(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = asked()
-    monkeypatch.setattr(kept_searches, "search", refuse)
+    monkeypatch.setattr(search_cache, "search", refuse)
     assert asked() == found
     for other in ({"moves": 51}, {"limit": 4.5}):
         with pytest.raises(ScheduleError, match="searched"):
@@ -40,7 +40,7 @@ def test_a_damaged_file_is_no_answer(kept: Path, monkeypatch: pytest.MonkeyPatch
     (file,) = kept.iterdir()
     file.write_bytes(file.read_bytes()[:-20])
     assert asked().schedule == found.schedule
-    monkeypatch.setattr(kept_searches, "search", refuse)
+    monkeypatch.setattr(search_cache, "search", refuse)
     assert asked().schedule == found.schedule
 
 
@@ -48,6 +48,11 @@ def test_short_searches_and_folders_that_cannot_be_written(kept: Path, monkeypat
     kept.write_text("a file")
     assert asked().schedule.name == "auto"
     kept.unlink()
-    monkeypatch.setattr(kept_searches, "WORTH", 60.0)
+    monkeypatch.setattr(search_cache, "WORTH", 60.0)
     asked()
+    assert not kept.exists()
+
+
+def test_measured_costs_are_not_kept(kept: Path) -> None:
+    assert cached_search(COSTS, 2, 4, None, "v", 1, 60, 50, keep=False).schedule.name == "auto"
     assert not kept.exists()

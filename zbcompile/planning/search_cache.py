@@ -1,4 +1,4 @@
-"""Searches that took a while are kept, by all that they were asked, in the folder of compiled graphs."""
+"""A cache of searches that took a while, by all that they were asked, in the folder of compiled graphs."""
 
 import gzip
 import hashlib
@@ -20,7 +20,7 @@ from zbcompile.schedules.searching.problem import ROUNDING
 WORTH = 1.0  # seconds of search; what takes less is searched again
 
 
-def kept_search(
+def cached_search(
     costs: Costs,
     ranks: int,
     microbatches: int,
@@ -29,15 +29,20 @@ def kept_search(
     barriers: int,
     seconds: float,
     moves: int | None = None,
+    keep: bool = True,
 ) -> Found:
-    """What `search` finds on one placement, now or when it was asked the same before; errors as there."""
+    """What `search` finds on one placement, now or when it was asked the same before; errors as there. `keep=False` for
+    measured costs, which are never the same again."""
+    task = costs, ranks, microbatches, limits, (placement,)
+    if not keep:
+        return search(*task, barriers=barriers, seconds=seconds, moves=moves)
     asked = [ranks, microbatches, limits, placement, barriers, seconds, moves, costs.to_json(), _code()]
     key = hashlib.sha256(json.dumps(asked, default=float).encode()).hexdigest()
     file = cache_folder() / f"search-{key}.json.gz"
     with suppress(Exception):  # nothing there, or damaged: the next one takes its place
         return _read(file, costs, limits)
     begun = time.monotonic()
-    found = search(costs, ranks, microbatches, limits, (placement,), barriers=barriers, seconds=seconds, moves=moves)
+    found = search(*task, barriers=barriers, seconds=seconds, moves=moves)
     if time.monotonic() - begun >= WORTH:
         with suppress(OSError, PipelineError):  # a folder that cannot be written keeps nothing
             file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

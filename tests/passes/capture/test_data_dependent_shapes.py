@@ -82,5 +82,5 @@ def test_others_are_refused_by_line(call: Call) -> None:
         def forward(self, x: Tensor, mask: Tensor) -> Any:
             return super().forward(x, mask)[0].sum() * 1.0
 
-    with pytest.raises(CaptureError, match=r"(?s)test_sized_results\.py:\d+.*(depends on the data|does not match)"):
+    with pytest.raises(CaptureError, match=r"(?s)dependent_shapes\.py:\d+.*(depends on the data|does not match)"):
         canonicalise(capture(Total(call), batch(0), {}))
