@@ -121,7 +121,9 @@ class Found:
     * `objective`: the makespan (without barrier the cost; with noise their quantile), `gap`: objective / bound - 1;
     * `origin`: the order that it was made from; `moves`: how many were tried, in so many `seconds`;
     * `names`: what every named schedule that fits takes, by name and placement;
-    * `placements`: the bound of each placement, and the best order found on it.
+    * `placements`: the bound of each placement, and the best order found on it;
+    * `named`: what every named schedule that fits is on the same placement, the shortest first (none of a search that
+      was read from a file).
     """
 
     schedule: Schedule
@@ -133,6 +135,7 @@ class Found:
     seconds: float
     names: dict[tuple[str, str], float]
     placements: dict[str, tuple[float, float]]
+    named: tuple[tuple[float, Schedule], ...] = field(default=(), repr=False, compare=False)
 
     def improved(self, problem: Problem, words: Words, origin: str) -> "Found":
         """The same with another order."""
@@ -233,6 +236,7 @@ class _Hunt:
         self.draws = {problem: draws_of(problem, noise) for problem in problems}
         self.pool: list[Candidate] = []
         self.names: dict[tuple[str, str], float] = {}
+        self.named: dict[Problem, list[tuple[float, Schedule]]] = {}
         self.moves = 0
         self.progress = Progress()
 
@@ -282,6 +286,7 @@ class _Hunt:
                 if seed.schedule is not None:
                     key = seed.origin, str(problem.placement)
                     self.names[key] = min(value, self.names.get(key, value))
+                    self.named.setdefault(problem, []).append((value, seed.schedule))
 
     def _chosen(self, count: int) -> list[Candidate]:
         """The best candidates of open problems, each with another order, half of them the best of their placement."""
@@ -345,4 +350,5 @@ class _Hunt:
         on = {p: min(c.value for c in self.pool if c.problem is p) for p in {c.problem: None for c in self.pool}}
         placements = {str(p.placement): (self.bounds[p], value) for p, value in on.items()}
         made = best.origin, self.moves, self.budget.spent
-        return Found(simulation.schedule, simulation, bound, objective, *made, self.names, placements)
+        named = tuple(sorted(self.named.get(problem, ()), key=lambda each: each[0]))
+        return Found(simulation.schedule, simulation, bound, objective, *made, self.names, placements, named)

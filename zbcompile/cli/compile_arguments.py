@@ -129,9 +129,9 @@ class ExamplePlanner:
         """The fastest layout that fits."""
         asked = self.options
         settings = asked.choices, (), asked.chunks, asked.search_seconds, seconds
-        self.decision = decide(drawn, self.provisional, *settings, announce=self.announce)
+        self.decision = decide(drawn, self.provisional, *settings, announce=self.announce)[0]
         return self.decision.schedule, self.decision.choices, self.decision.edges
 
     def finish(self, program: Program) -> Program:
         """With the order that is best for the FLOPs of the graphs: the device at hand may not be the one to run on."""
-        return reordered(program, *order_by_graphs(program, self.decision, self.options.search_seconds))
+        return reordered(program, *order_by_graphs(program, self.decision, self.options.search_seconds)[0])

@@ -122,7 +122,8 @@ class BoundPrograms:
             self.shards = VocabularyShards(bounds, {name: whole[name] for name in sharded}, rank, device)
             self.shards.fill(self.share)
 
-    def _prepare(self, program: Program) -> Executable:
+    def prepare_step(self, program: Program) -> Executable:
+        """As `prepare`, with the sums of its gradients over other ranks."""
         sums = {} if self._ranks.rank is None else sums_of(program, self._ranks.mesh, self._ranks.rank)
         return replace(self.prepare(program), sums=sums)
 

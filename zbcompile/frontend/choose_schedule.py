@@ -108,6 +108,11 @@ def order_at(program: Program, count: int) -> Schedule:
 def at_count(executable: Executable, count: int, ranks: Ranks) -> Executable:
     """The same graphs in the order for another number of microbatches."""
     program = replace(executable.program, lowered=lower(order_at(executable.program, count)))
+    return in_another_order(executable, program, ranks)
+
+
+def in_another_order(executable: Executable, program: Program, ranks: Ranks) -> Executable:
+    """The executable for `program`, which has its graphs in another order."""
     plans = tuple(plan_rank(program, rank, executable.stages) for rank in ranks.local)
     return replace(executable, program=program, plans=plans)
 

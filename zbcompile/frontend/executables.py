@@ -6,22 +6,20 @@ The first one decides where every parameter lives; later ones keep to that.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 from torch import nn
 
-from zbcompile.compiler.compile_model import Drawn, compile_drawn, draw_step, is_drawn_as, targets_of, whole_of
+from zbcompile.compiler.compile_model import Drawn, compile_drawn, draw_step, is_drawn_as
 from zbcompile.compiler.measure_nodes import measure_line
 from zbcompile.distributed.agreement import (
     agreed_seconds,
     equal_everywhere,
-    from_first,
     gathered,
     require_equal_programs,
     together,
 )
-from zbcompile.distributed.link_speed import measure_link
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.frontend.answers import ByAnswers, ByShape, captured_alike, require_held, save_with_answers
@@ -36,6 +34,7 @@ from zbcompile.frontend.choose_schedule import (
     order_at,
     require_few,
 )
+from zbcompile.frontend.layout_search import Finalist, LayoutSearch
 from zbcompile.frontend.options import Options, is_searched
 from zbcompile.frontend.program_keys import ProgramKey, key_of, torch_modes, what_is_new
 from zbcompile.frontend.recent import Recent
@@ -46,10 +45,8 @@ from zbcompile.model.resident_tensors import require_same_attributes
 from zbcompile.passes.capture.questions import Given
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import CaptureError
-from zbcompile.passes.hardware.hardware import Connection
 from zbcompile.passes.torch_private import global_hooks
 from zbcompile.passes.values.plain_tensors import PlainTensor
-from zbcompile.planning.planner import Decision, decide, order_by_graphs, pass_seconds, reordered
 from zbcompile.program.program import OF_A_PLACE, Program
 from zbcompile.runtime.engine import Executable
 from zbcompile.runtime.mixed_answers import mix
@@ -71,8 +68,8 @@ class Executables(BoundPrograms):
         self.outputs: bool | str = False  # whether the present step returns what the model does, and to whom
         self._admitted: set[int] = set()  # numbers of microbatches
         self._rows: int | None = None  # samples of a usual microbatch
-        self._decision: Decision | None = None
-        self._planned: Drawn | None = None
+        self._decided: Choices | None = None  # by a search
+        self._found: Finalist | None = None  # by it, until it is an executable
 
     def __iter__(self) -> Iterator[Executable]:
         return iter(self._kept)
@@ -86,7 +83,7 @@ class Executables(BoundPrograms):
         self.hold(program)
         self._last = self._kept.new()
         for each in (program, *program.answers):
-            self._last.add(each.guards, self._prepare(each), each.exchanges)
+            self._last.add(each.guards, self.prepare_step(each), each.exchanges)
             self.trained |= each.trained
         self._kept.add((), self._last)
         return self._last.first()
@@ -177,31 +174,11 @@ class Executables(BoundPrograms):
                 "trained. Call pipe.compile before that evaluation, when the parameters train, or name a schedule."
             )
         with self._ranks.watch.position.turn_to("searching the layout"):
-            drawn = self._drawn(microbatch(self.schedule.microbatches), leads=True)
-            decision = self._decided(drawn, counts)
-            if decision.schedule.microbatches != self.schedule.microbatches:
-                self.schedule, before = decision.schedule, drawn.line
-                drawn = self._drawn(microbatch(self.schedule.microbatches), leads=True)
-                if targets_of(drawn.line) != targets_of(before):  # other rows can take other operations: cuts move
-                    decision = self._decided(drawn, ())
-        planned = whole_of(drawn) if decision.choices.vocab == "off" else drawn
-        self.schedule, self._decision, self._planned = decision.schedule, decision, planned
-
-    def _decided(self, drawn: Drawn, counts: Sequence[int]) -> Decision:
-        options, schedule = self._options, self.schedule
-        settings = counts, options.chunks, options.search_seconds, self._measured(whole_of(drawn)), self._link
-        return from_first(
-            *(self._ranks, "searching the layout"), lambda: decide(drawn, schedule, options.choices, *settings)
-        )
-
-    @cached_property
-    def _link(self) -> Connection | None:
-        """What connects the first two ranks of a pipeline on CPUs, as they measure it."""
-        group, ranks = self._ranks.group, self._ranks
-        if group is None or ranks.count < 2 or ranks.device.type != "cpu":
-            return None
-        with ranks.watch.position.waiting("measuring the messages"):
-            return Connection(*gathered(ranks, measure_link(group))[0])
+            draw, measure = partial(self._drawn, leads=True), self._measured
+            search = LayoutSearch(self._model, self._options, self._ranks, draw, measure, self._make_searched)
+            self._found = search.run(microbatch, self.schedule, counts)
+        assert self._found.program is not None
+        self.schedule, self._decided = self._found.program.schedule, self._found.decision.choices
 
     def _answered(self, found: Sequence[ByAnswers[Executable]], step: Microbatches) -> Executable:
         """One executable for microbatches of several shapes or answers; `found` are those for the shape of each."""
@@ -279,7 +256,7 @@ class Executables(BoundPrograms):
     def _add(self, found: ByAnswers[Executable], microbatch: Microbatch, leads: bool) -> None:
         """Compile for a microbatch whose answers are new, on all ranks; only some of them may have met it (`leads`)."""
         with self._ranks.watch.position.turn_to(f"compiling for microbatches of {microbatch.summary()}"):
-            drawn, self._planned = self._planned or self._drawn(microbatch, leads), None
+            drawn = self._found.drawn if self._found else self._drawn(microbatch, leads)
             guards = drawn.captured.guards
             self._plain += drawn.captured.plain
             reason = guards.unlike(found.guards) if guards is not None and found.asks else ""
@@ -301,7 +278,7 @@ class Executables(BoundPrograms):
             reason = reason or what_is_new(self._model, microbatch, self._key(microbatch), self._kept.keys)
             number = f"program {len(self.compilations) + 1}; max_shapes={self._options.max_shapes} are kept"
             print(f"zbcompile: compiling again for {reason} ({number}).")
-        program = draw_apart(self._ranks, self._make_program(microbatch, drawn))
+        program = self._make_program(microbatch, drawn)
         asked = {"return_outputs": self.outputs, **vars(self._options.step)}
         require_equal_programs(self._ranks, {**asked, **program.manifest}, of_a_place=OF_A_PLACE)
         if self.program is None:
@@ -313,13 +290,13 @@ class Executables(BoundPrograms):
             for name, rows in self.shards.own.items() if self.shards else ():
                 rows.requires_grad_(name in program.trained)
         self.trained |= program.trained
-        return self._prepare(program)
+        return self.prepare_step(program)
 
     def _drawn(self, microbatch: Microbatch, leads: bool) -> Drawn:
         """The captured step, with the same answers on all ranks."""
 
         def draw(given: Given | None) -> Drawn:
-            schedule = None if self._is_undecided and self._decision is None else self.schedule
+            schedule = None if self._is_undecided and self._decided is None else self.schedule
             step = self._model, microbatch, self._options.loss, self._choices(), schedule
             try:
                 return draw_step(*step, dimensions=self._ranks.mesh.labels, given=given, outputs=bool(self.outputs))
@@ -332,41 +309,42 @@ class Executables(BoundPrograms):
         return captured_alike(self._ranks, "capturing", draw, lambda drawn: drawn.captured.guards, leads)
 
     def _make_program(self, microbatch: Microbatch, drawn: Drawn) -> Program:
-        model, options, schedule, ranks = self._model, self._options, self.schedule, self._ranks
-        seconds = self._measured(drawn)
-
-        decided = None if self.program else self._decision
-        choices = self._decision.choices if self._decision else options.choices
-        edges = decided.edges if decided else None
-
-        def compile_() -> Program:
-            return compile_drawn(model, microbatch, drawn, schedule, choices, seconds, self.program, edges=edges)
-
-        program = replace(together(ranks, "compiling", compile_), step=options.step)
-        if decided is not None:
-            program = self._in_best_order(program, decided)
-        program = replace(program, writer=partial(save_with_answers, self._kept, ranks))
-        if ranks.is_first and self.program is None and program.cuts.overweight:
+        found, self._found = self._found, None
+        if found is not None and found.program is not None:
+            program = found.program
+            if self._ranks.is_first:
+                print(f"zbcompile: {program.plan}")
+        else:
+            program = self._make(microbatch, drawn, self.schedule, self._decided or self._options.choices)
+        program = replace(program, writer=partial(save_with_answers, self._kept, self._ranks))
+        if self._ranks.is_first and self.program is None and program.cuts.overweight:
             print(f"zbcompile: {program.cuts.overweight}")
         return program
 
-    def _in_best_order(self, program: Program, decided: Decision) -> Program:
-        """The program with the order that is best for its graphs, as all ranks measure them at once; the first one
-        searches."""
-        ranks = self._ranks
-        measured = agreed_seconds(ranks, together(ranks, "measuring", lambda: pass_seconds(program)))
-        task = program, decided, self._options.search_seconds, measured, self._link
-        found = from_first(ranks, "searching the order", lambda: order_by_graphs(*task))
-        program = reordered(program, *found)
-        self.schedule = program.schedule
-        if ranks.is_first:
-            print(f"zbcompile: {program.plan}")
-        return program
+    def _make_searched(self, finalist: Finalist) -> Program:
+        decided = finalist.decision
+        return self._make(finalist.microbatch, finalist.drawn, decided.schedule, decided.choices, decided.edges)
+
+    def _make(
+        self,
+        microbatch: Microbatch,
+        drawn: Drawn,
+        schedule: Schedule,
+        choices: Choices,
+        edges: Sequence[int] | None = None,
+    ) -> Program:
+        seconds = self._measured(drawn)
+
+        def compile_() -> Program:
+            return compile_drawn(self._model, microbatch, drawn, schedule, choices, seconds, self.program, edges=edges)
+
+        program = replace(together(self._ranks, "compiling", compile_), step=self._options.step)
+        return draw_apart(self._ranks, program)
 
     def _choices(self) -> Choices:
         """Later programs reuse the first one's sharding decision, because row ownership is already fixed."""
-        choices = self._decision.choices if self._decision else self._options.choices
-        if self._decision is None and self.outputs and self._options.vocab is None:
+        choices = self._decided or self._options.choices
+        if self._decided is None and self.outputs and self._options.vocab is None:
             return replace(choices, vocab="off")  # outputs are wanted whole
         if self.program is None or (choices.vocab != "auto" and self.program.output is None):
             return choices

@@ -43,7 +43,7 @@ class Options(Choices, StepOptions):
             with messages (a `Lowered`, or such a file) these are kept. Weight gradients accumulate in its order of W.
             "auto" searches placement, cuts, recomputation (with a limit of memory), the number of microbatches (if not
             given) and the order by cost, when the first batch is there (docs/search.md).
-        search_seconds: How long "auto" may search.
+        search_seconds: How long "auto" may search, and then how long it may try what it found by steps on the ranks.
         microbatches: How many equal parts each batch is split into. Default: the smallest count from 2 x stages on that
             the schedule admits and that divides the first batch, else the largest below.
         ranks: Without torchrun, how many ranks to run inside this process. Under torchrun the process group decides.

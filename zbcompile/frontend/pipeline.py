@@ -11,11 +11,11 @@ from zbcompile.distributed.agreement import gathered
 from zbcompile.distributed.mesh import BATCHES
 from zbcompile.errors import PipelineError
 from zbcompile.frontend.forward_calls import ForwardCalls
-from zbcompile.frontend.grad_clip import total_norm
 from zbcompile.frontend.same_batch import warn_of_other_batches
 from zbcompile.frontend.step_outputs import joined_outputs, require_where
 from zbcompile.model.batch import Given, Microbatches
 from zbcompile.model.losses import Losses
+from zbcompile.optimizer.gradient_norm import total_norm
 from zbcompile.optimizer.parameter_groups import Predicate
 from zbcompile.optimizer.pipeline_optimizer import PipelineOptimizer
 from zbcompile.optimizer.wanted import Wanted

@@ -16,28 +16,33 @@ from zbcompile.passes.compile_options import Barriers, Choices
 from zbcompile.passes.hardware.hardware import Connection
 from zbcompile.passes.partition.node_costs import loads_of, predicted_seconds
 from zbcompile.passes.vocabulary.shard_program import even_bounds
-from zbcompile.planning.layouts import Question, find_layouts
+from zbcompile.planning.layouts import Layout, Question, find_layouts
 from zbcompile.planning.search_cache import cached_search
 from zbcompile.prediction.measure_passes import measure_pieces, measured_costs
 from zbcompile.prediction.predict import hardware_of, predicted_costs, with_memory
 from zbcompile.program.chosen_plan import ChosenPlan
 from zbcompile.program.program import Program
-from zbcompile.schedules import Costs, Schedule
+from zbcompile.schedules import Found, Schedule
+from zbcompile.schedules.checking.schedule_rules import OWN_WEIGHT_ORDER
 
 SHARE = 0.5  # of the time for the search, spent on layouts; the rest finds the order under the costs of the graphs
+FINALISTS = 6  # layouts that can be tried on the ranks
+CLOSE = 1.25  # how much longer than the best one their steps may be, by prediction
+NAMES = 4  # orders of names that can be tried on the ranks,
+NEAR = 1.05  # and how much longer they may be
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What was decided before compiling: the schedule with its cuts (`edges`, in nodes of the line) and choices, their
-    estimated costs, the bytes that each rank holds all the time, and what else was tried."""
+    """What was decided before compiling: the schedule with its cuts (`edges`, in nodes of the line) and choices, the
+    bytes that each rank holds all the time and at most, the seconds of the step, and the other layouts."""
 
     layout: str
     schedule: Schedule
     choices: Choices
     edges: tuple[int, ...]
-    costs: Costs
     resident: tuple[float, ...]
+    peak: tuple[float, ...]
     seconds: float
     others: tuple[tuple[str, float], ...]
 
@@ -52,8 +57,10 @@ def decide(
     measured: Mapping[str, float],
     link: Connection | None = None,
     announce: Callable[[str], None] = lambda text: None,
-) -> Decision:
-    """Lay out the captured step, which has a microbatch of `provisional`, within so many seconds of search.
+) -> list[Decision]:
+    """Lay out the captured step, which has a microbatch of `provisional`, within so many seconds of search: the fastest
+    layout, and behind it those that come close to it on other placements, or on its own where only one of the two
+    shards the output layer.
 
     `counts` are the numbers of microbatches that may be chosen, `chunks` the stages per rank if they are given,
     `measured` the times of operations for `balance="measured"`, `link` what connects two ranks if the hardware does not
@@ -61,10 +68,23 @@ def decide(
     """
     costs = Priced(drawn, choices, measured, link).costs(provisional.ranks)
     question = Question(costs, provisional.ranks, provisional.microbatches, choices, tuple(counts), chunks)
-    best, *others = find_layouts(question, SHARE * budget, announce)
-    costs_of = best.found.simulation.costs
-    rest = tuple((str(layout), layout.seconds) for layout in others)
-    return Decision(str(best), best.schedule, best.choices, best.edges, costs_of, best.resident, best.seconds, rest)
+    layouts = find_layouts(question, SHARE * budget, announce)
+    kinds = {(each.placement, each.choices.vocab == "off"): each for each in reversed(layouts)}.values()
+    close = [each for each in kinds if each.seconds <= CLOSE * layouts[0].seconds]
+    return [_decision(each, layouts) for each in sorted(close, key=layouts.index)[:FINALISTS]]
+
+
+def _decision(layout: Layout, layouts: Sequence[Layout]) -> Decision:
+    return Decision(
+        layout=str(layout),
+        schedule=layout.schedule,
+        choices=layout.choices,
+        edges=layout.edges,
+        resident=layout.resident,
+        peak=layout.peak,
+        seconds=layout.seconds,
+        others=tuple((str(other), other.seconds) for other in layouts if other is not layout),
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,9 +167,9 @@ def order_by_graphs(
     budget: float,
     measured: Mapping[str, float] | None = None,
     link: Connection | None = None,
-) -> tuple[Schedule, ChosenPlan]:
+) -> list[tuple[Schedule, ChosenPlan]]:
     """The order for the costs of the compiled graphs, by what `pass_seconds` and the `link` measured or, without, by
-    their FLOPs, and the plan to keep with the program."""
+    their FLOPs, and the plan to keep with the program; behind it, for measured costs, the names that come close."""
     costs, basis = predicted_costs(program), f"FLOPs and bytes on {hardware_of(program)}"
     if measured:
         costs, basis = with_memory(measured_costs(program, measured), program), "passes measured on this device"
@@ -166,7 +186,18 @@ def order_by_graphs(
         *(decision.layout, found.origin, float(found.objective), float(found.bound), basis, best),
         *(decision.seconds, decision.others),
     )
-    return replace(found.schedule, lookups=schedule.lookups), plan
+    orders = [(found.schedule, plan)]
+    orders += [(order, replace(plan, origin=order.name, seconds=takes)) for takes, order in _names_near(found)]
+    return [(replace(order, lookups=schedule.lookups), of_it) for order, of_it in orders]
+
+
+def _names_near(found: Found) -> list[tuple[float, Schedule]]:
+    """The named orders that are hardly longer than the one that was found, the shortest first."""
+    near = [(float(seconds), order) for seconds, order in found.named if seconds <= NEAR * found.objective]
+    near = [each for each in near if each[1].name not in OWN_WEIGHT_ORDER]  # the bits are those of any other order
+    other = {str(order.orders): (seconds, order) for seconds, order in reversed(near)}  # of equal ones the first
+    other.pop(str(found.schedule.orders), None)
+    return sorted(other.values(), key=lambda each: each[0])[:NAMES]
 
 
 def reordered(program: Program, schedule: Schedule, plan: ChosenPlan) -> Program:

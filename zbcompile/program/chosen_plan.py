@@ -14,7 +14,8 @@ class ChosenPlan:
     * `seconds`: the predicted step, `bound`: what no order of this layout can be shorter than, both from `basis`;
     * `best_name`: the named schedule that comes nearest on this layout, with its seconds, or None if none fits;
     * `others`: the other layouts with their steps (at nominal speeds, as `nominal`, that of the chosen one), the
-      runner-up first.
+      runner-up first;
+    * `tried`: what was tried on the ranks, as `way`, with the measured seconds of a step, the fastest first.
     """
 
     layout: str
@@ -25,12 +26,18 @@ class ChosenPlan:
     best_name: tuple[str, float] | None
     nominal: float
     others: tuple[tuple[str, float], ...]
+    tried: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def way(self) -> str:
+        """The layout and the order."""
+        return f"{self.layout}, from {self.origin}"
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> "ChosenPlan":
         """From what `dataclasses.asdict` made, through JSON."""
-        best, others = data["best_name"], tuple((text, seconds) for text, seconds in data["others"])
-        return cls(**{**data, "best_name": None if best is None else tuple(best), "others": others})
+        best, lists = data["best_name"], {name: tuple(map(tuple, data.get(name, ()))) for name in ("others", "tried")}
+        return cls(**{**data, "best_name": None if best is None else tuple(best), **lists})
 
     def __str__(self) -> str:
         """
@@ -44,6 +51,10 @@ class ChosenPlan:
         if self.best_name is not None:
             name, seconds = self.best_name
             lines.append(f"the best name, {name}: {_longer(seconds, self.seconds)}")
+        if self.tried:
+            (_, own), *rest = self.tried
+            lines.append(f"on trial a step took {own:.4g} s")
+            lines += [f"  {_longer(seconds, own)}: {text}" for text, seconds in rest]
         if self.others:
             text, seconds = self.others[0]
             lines.append(f"the runner-up, {text}: {_longer(seconds, self.nominal)} at nominal speeds")

@@ -1,0 +1,187 @@
+"""The layout that `schedule="auto"` decides on, alike on all ranks: by prediction and, among those that come close, by
+steps on trial."""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from operator import attrgetter
+
+import torch
+from torch import nn
+
+from zbcompile.compiler.compile_model import Drawn, targets_of, whole_of
+from zbcompile.distributed.agreement import agreed_seconds, from_first, gathered, together
+from zbcompile.distributed.link_speed import measure_link
+from zbcompile.distributed.ranks import Ranks
+from zbcompile.frontend.options import Options
+from zbcompile.frontend.trial_steps import Trial
+from zbcompile.model.batch import Microbatch
+from zbcompile.passes.errors import CompileError
+from zbcompile.passes.hardware.hardware import Connection
+from zbcompile.planning.planner import Decision, decide, order_by_graphs, pass_seconds, reordered
+from zbcompile.program.program import Program
+from zbcompile.schedules import Schedule, ScheduleError
+
+
+@dataclass(frozen=True)
+class Finalist:
+    """A layout with the step that it is for, captured for one of its microbatches; and, once it is compiled, the
+    program in the order that was found for it."""
+
+    decision: Decision
+    microbatch: Microbatch
+    drawn: Drawn
+    program: Program | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class LayoutSearch:
+    """The search for a layout of `model`. `draw` captures the step of a microbatch, `measure` times the operations of a
+    line, `make` compiles a finalist."""
+
+    model: nn.Module
+    options: Options
+    ranks: Ranks
+    draw: Callable[[Microbatch], Drawn]
+    measure: Callable[[Drawn], dict[str, float]]
+    make: Callable[[Finalist], Program]
+
+    def run(self, microbatch: Callable[[int], Microbatch], provisional: Schedule, counts: Sequence[int]) -> Finalist:
+        """The layout for a batch whose part `microbatch` gives for any of `counts`, and for the number that
+        `provisional` has."""
+        finalists = self._finalists(microbatch, provisional, counts)
+        if self._tries:
+            return self._on_trial(finalists)
+        return replace(finalists[0], program=self._compiled(finalists[0], 1)[0])
+
+    def _finalists(
+        self, microbatch: Callable[[int], Microbatch], provisional: Schedule, counts: Sequence[int]
+    ) -> list[Finalist]:
+        """The fastest by prediction; if steps can be tried here, also those that come close to it."""
+        drawn = {provisional.microbatches: self.draw(microbatch(provisional.microbatches))}
+
+        def line(count: int) -> Drawn:
+            drawn[count] = drawn.get(count) or self.draw(microbatch(count))
+            return drawn[count]
+
+        found = self._decided(line(provisional.microbatches), provisional, counts)
+        best = found[0].schedule
+        if not _are_alike(line(best.microbatches), line(provisional.microbatches)):  # other rows, other operations
+            found = self._decided(line(best.microbatches), best, ())
+        if not self._tries:
+            found = found[:1]
+        found = [d for d in found if d is found[0] or max(d.peak) <= self._room]
+        lines = [(d, line(d.schedule.microbatches)) for d in found]
+        alike = [(d, one) for d, one in lines if _are_alike(one, lines[0][1])]
+        return [
+            Finalist(d, microbatch(d.schedule.microbatches), whole_of(one) if d.choices.vocab == "off" else one)
+            for d, one in alike
+        ]
+
+    def _decided(self, drawn: Drawn, schedule: Schedule, counts: Sequence[int]) -> list[Decision]:
+        """The first rank decides for all."""
+        options, whole = self.options, whole_of(drawn)
+        settings = counts, options.chunks, options.search_seconds, self.measure(whole), self._link
+        return from_first(
+            *(self.ranks, "searching the layout"), lambda: decide(drawn, schedule, options.choices, *settings)
+        )
+
+    @cached_property
+    def _tries(self) -> bool:
+        """Whether steps run here as they will later: in one process ranks take turns."""
+        return self.ranks.group is not None and self.ranks.count > 1 and self.options.hardware is None
+
+    @cached_property
+    def _room(self) -> float:
+        """Bytes that every rank has; without a limit of memory nobody has asked whether a layout fits."""
+        if self.ranks.device.type != "cuda":
+            return float("inf")
+        return float(min(gathered(self.ranks, torch.cuda.mem_get_info(self.ranks.device)[0])))
+
+    @cached_property
+    def _link(self) -> Connection | None:
+        """What connects the first two ranks of a pipeline on CPUs, as they measure it."""
+        group, ranks = self.ranks.group, self.ranks
+        if group is None or ranks.count < 2 or ranks.device.type != "cpu":
+            return None
+        with ranks.watch.position.waiting("measuring the messages"):
+            return Connection(*gathered(ranks, measure_link(group))[0])
+
+    def _compiled(self, finalist: Finalist, of: int) -> list[Program]:
+        """In the order that is best for its graphs, as all ranks measure them at once, and in others that come close;
+        the first rank searches, in its part of the time."""
+        ranks, program = self.ranks, self.make(finalist)
+        measured = agreed_seconds(ranks, together(ranks, "measuring", lambda: pass_seconds(program)))
+        task = program, finalist.decision, self.options.search_seconds / of, measured, self._link
+        orders = from_first(ranks, "searching the order", lambda: order_by_graphs(*task))
+        return [reordered(program, *order) for order in orders]
+
+    def _on_trial(self, finalists: Sequence[Finalist]) -> Finalist:
+        """The fastest by steps on trial: the layouts, each in the order found for it, then the best of them in other
+        orders."""
+        clock, tried = Clock(self.ranks, self.options.search_seconds), list[Tried]()
+        for finalist in finalists:
+            if tried and not clock.allows_another():
+                break
+            with suppress(CompileError, ScheduleError) if tried else nullcontext():  # it takes more than was estimated
+                orders = self._compiled(finalist, len(finalists))
+                trial = Trial(orders[0], finalist.microbatch, self.model, self.options, self.ranks)
+                tried.append(self._tried(trial, orders[0]))
+                if tried[-1] is min(tried, key=SECONDS):
+                    best = finalist, trial, orders
+        finalist, trial, orders = best
+        for program in orders[1:]:
+            if clock.allows_another():
+                tried.append(self._tried(trial, program))
+        return replace(finalist, program=_fastest(tried))
+
+    def _tried(self, trial: Trial, program: Program) -> "Tried":
+        """Steps in the order of `program`."""
+        assert program.plan is not None
+        with self.ranks.watch.position.turn_to(f"steps on trial: {program.plan.way}"):
+            seconds = trial.seconds(program)
+        if self.ranks.is_first:
+            print(f"zbcompile: on trial a step takes {seconds:.4g} s: {program.plan.way}")
+        return Tried(seconds, program)
+
+
+@dataclass(frozen=True, eq=False)
+class Tried:
+    """A program and the seconds that its steps took."""
+
+    seconds: float
+    program: Program
+
+
+SECONDS = attrgetter("seconds")
+
+
+@dataclass
+class Clock:
+    """Allows trials as long as the next one, if it takes as long as the last, ends within `limit` seconds. The first
+    rank's time counts."""
+
+    ranks: Ranks
+    limit: float
+    began: float = field(default_factory=time.monotonic)
+    mark: float = field(default_factory=time.monotonic)
+
+    def allows_another(self) -> bool:
+        """To be asked after every trial."""
+        last, self.mark = self.mark, time.monotonic()
+        return gathered(self.ranks, self.mark - self.began + self.mark - last <= self.limit)[0]
+
+
+def _fastest(tried: Sequence[Tried]) -> Program:
+    """The program whose steps took least; its plan says what the others took."""
+    ranked = sorted(tried, key=SECONDS)
+    times = tuple((each.program.plan.way, each.seconds) for each in ranked if each.program.plan)
+    best = ranked[0].program
+    return replace(best, plan=best.plan and replace(best.plan, tried=times))
+
+
+def _are_alike(one: Drawn, other: Drawn) -> bool:
+    """Whether the steps can be cut at the same places."""
+    return one is other or targets_of(one.line) == targets_of(other.line)
