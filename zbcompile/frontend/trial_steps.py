@@ -57,6 +57,7 @@ class Trial:
             if ranks.device.type != "cpu":
                 torch.accelerator.synchronize()
             found.append(max(gathered(ranks, time.perf_counter() - began)))
+            ranks.replicas.forget()
             for parameter in self._bound.parameters.values():
                 parameter.grad = None
         return median(found[WARM_UP:])
