@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch._C import DispatchKey  # 2.11-2.13: which of an operator's kernels is meant
 from torch._export import utils as _export_utils  # 2.11-2.13: see `quick_decompositions`
+from torch._subclasses import fake_impls  # 2.11-2.13: as before
+from torch.export import exported_program  # 2.11-2.13: as before
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv  # 2.11-2.13: see `release_caches`
@@ -85,22 +87,40 @@ def _beginning(begin: Callable[[Any], Any], nodes: Any, _: Any) -> Any:
     return next((node for node in nodes if begin(node)), None)
 
 
-class _Unevaluated:
-    """Placeholder for `Callable` in annotations that are evaluated over and over."""
+_INSIDE: dict[OpOverload, tuple[Any, dict[Any, Any], Any]] = {}  # what an operator was given; its kernels and fake
 
-    def __class_getitem__(cls, _: Any) -> type:
-        return cls
+
+@contextlib.contextmanager
+def _overridden_once(override: Callable[..., Any], callables: dict[OpOverload, Any]) -> Iterator[None]:
+    """As `override`, but what that made for an operator before is not made again."""
+    given = {operator: (each, dict(operator.py_kernels)) for operator, each in callables.items()}
+    known = [operator for operator, what in given.items() if operator in _INSIDE and _INSIDE[operator][0] == what]
+    fakes = fake_impls.op_implementations_dict
+    with override({operator: callables[operator] for operator in given.keys() - known}):
+        _INSIDE.update((o, (given[o], dict(o.py_kernels), fakes[o])) for o in given.keys() - known)
+        try:
+            for operator in known:
+                operator.py_kernels.update(_INSIDE[operator][1])
+                operator._dispatch_cache.clear()
+                fakes.setdefault(operator, _INSIDE[operator][2])
+            yield
+        finally:
+            for operator in known:
+                operator.py_kernels.clear()
+                operator.py_kernels.update(given[operator][1])
+                operator._dispatch_cache.clear()
+                fakes.pop(operator)
 
 
 @contextlib.contextmanager
 def quick_decompositions() -> Iterator[None]:
-    """Around `run_decompositions`, without torch 2.11-2.13's repeated work: it lists the composite operators
-    once per operator library, and evaluates the annotations of `py_impl` eleven thousand times. This is half the
-    time of capturing a small model."""
+    """Around `run_decompositions`, without torch 2.11-2.13's repeated work: it lists the composite operators once per
+    operator library, and makes two dozen kernels for each of them. This is half the time of capturing a small model."""
     list_operators = functools.cache(_export_utils._materialize_cpp_cia_ops)
+    override = functools.partial(_overridden_once, exported_program._override_composite_implicit_decomp)
     with (
         replaced(_export_utils, "_materialize_cpp_cia_ops", list_operators),
-        replaced(torch._ops, "Callable", _Unevaluated),
+        replaced(exported_program, "_override_composite_implicit_decomp", override),
     ):
         yield
 

@@ -25,7 +25,7 @@ from typing import Any
 RANKS, STEPS, EVERY = 2, 30, 5
 PATIENCE = 120.0  # seconds for anything that must happen
 PHASES = ("compile", "resume", "step", "save", "one rank")
-PARTS = "tests.support.killing_parts"
+REHEARSED, PARTS = "tests.support.rehearsed", "tests.support.killing_parts"
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ def environments() -> list[dict[str, str]]:
 def processes(site: Site, part: str, given: list[dict[str, str]]) -> Iterator[list[BaseProcess]]:
     """A process per environment; none is left behind."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([PARTS])
+    context.set_forkserver_preload([REHEARSED, PARTS])
     started: list[BaseProcess] = []
     try:
         for environment in given:
@@ -181,6 +181,7 @@ def processes(site: Site, part: str, given: list[dict[str, str]]) -> Iterator[li
 
 def start(part: str, site: Site, environment: dict[str, str]) -> None:
     """In the new process."""
+    assert {REHEARSED, PARTS} <= sys.modules.keys(), "the forkserver could not import what it shares"
     os.environ.update(environment)
     with site.log.open("a") as log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
         parts: Any = __import__(PARTS, fromlist=[part])
