@@ -32,8 +32,8 @@ def calls_attention(function: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def is_by_formula(function: Any, now: Kernels, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call of attention has nothing but its formula: `now` leaves no kernel, or, on a CPU, the mask is
-    trained (relative positions), which a trace below autograd cannot see."""
+    """Whether a call of attention can only be computed by its formula (torch's math kernel): `now` leaves no other, or,
+    on a CPU, the mask is trained (relative positions), which a trace below autograd cannot see."""
     if function is not F.scaled_dot_product_attention:
         return False
     given = dict(zip(("query", "key", "value", "attn_mask"), args, strict=False)) | kwargs

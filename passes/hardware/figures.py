@@ -85,7 +85,7 @@ def _table(holds: Callable[[str], bool] = lambda name: True, least: int = 0) -> 
     )
 
 
-TEXT = Figure(lambda value: isinstance(value, str), "a text")
+TEXT = Figure(lambda value: isinstance(value, str), "a string")
 SWITCH = Figure(lambda value: isinstance(value, bool), "true or false")
 POSITIVE = Figure(_positive, "a number above 0")
 AMOUNT = Figure(lambda value: _number(value) and value >= 0, "a number, 0 or more")
@@ -108,4 +108,4 @@ OPERATIONS = Figure(
     "a table by the names of operators",
     Figure(_curve, "at least one [bytes, seconds], both above 0, by rising bytes"),
 )
-SOURCES = Figure(_table(), "a table of texts", TEXT)
+SOURCES = Figure(_table(), "a table of strings", TEXT)

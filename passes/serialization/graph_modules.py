@@ -97,7 +97,7 @@ def _found(library: str, function: str, overload: str) -> Any:
 
 
 def _require_pure(name: str, found: Any) -> None:
-    """Refuse operators of aten that map files, or have another effect than the tensors that they return or write."""
+    """Refuse operators of aten that map files, or have effects besides the tensors that they return or write."""
     if (
         not isinstance(found, OpOverload)
         or any(argument.name == "filename" for argument in arguments_of(found))

@@ -35,7 +35,7 @@ class StageProgram:
 
     Boundary tensors are listed in the order in which they travel: `receives` and `sends` are the activations that
     arrive and leave in F; `gradients_in` and `gradients_out` the gradients that arrive and leave in B, by the name of
-    their activation. `flops` is per pass and microbatch, a multiply-add is two. `original` is the stage that was
+    their activation. `flops` is per pass and microbatch, a multiply-add counts as two. `original` is the stage that was
     compiled: another one where its graphs are used, renamed. `recomputed` says what B recomputes, None if nothing;
     `improvements` what the split did beyond the dependency closure; `deferred` along which dimension of the mesh the
     gradient of a parameter is still to be summed.
@@ -105,7 +105,7 @@ def finish_stage(split: Split, choices: Choices) -> StageProgram:
 
 
 def _flops(raw: Mapping[str, Piece], mode: FakeTensorMode) -> dict[str, int]:
-    """Of every piece; BW does what B and W do, and once what both do: it need not be counted itself."""
+    """The FLOPs of every piece. BW is the union of B and W: what both compute counts once."""
     counts = {name: {n.name: c for n, c in count_flops(raw[name].module, mode).items()} for name in "FBW"}
     return {name: sum(each.values()) for name, each in (counts | {"BW": counts["B"] | counts["W"]}).items()}
 
@@ -174,7 +174,7 @@ def tensor_spec(value: torch.Tensor, needs_gradient: bool = False) -> TensorSpec
 @dataclass(frozen=True)
 class Collective:
     """An exchange in pass `name` ("F", "B", "W" or "BW"): which `kind`, along which `dimension` of the mesh, with how
-    many `bytes` from this rank, by which `operation` of the graph. It `hides` unless that waits for it itself.
+    many `bytes` from this rank, by which `operation` of the graph. It `hides` unless the operation itself waits.
     A prediction adds its `seconds`, and what runs `behind` it."""
 
     name: str

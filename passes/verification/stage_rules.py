@@ -26,7 +26,7 @@ def stage_inside(made: Joint, before: Any) -> Iterator[Break]:
 
 def _differing(verb: str, found: set[Any], wanted: set[Any], joint: Joint) -> Break:
     names = ", ".join(sorted(map(str, found ^ wanted))) or "the same in a different order"
-    return Break(f"{verb} something else than its stage: {names}", None, _title(joint))
+    return Break(f"{verb} other values than its stage: {names}", None, _title(joint))
 
 
 @rule("inputs and results that a joint graph lists are its graph's own")
@@ -35,7 +35,7 @@ def joint_listed(made: Joint, before: Any) -> Iterator[Break]:
     returned = set(made.module.graph.output_node().all_input_nodes)
     for (slot, node), holder in zip(made.inputs, holders, strict=False):
         if node is not holder:
-            yield Break(f"is listed as {slot}, which {holder.name} is", node, _title(made))
+            yield Break(f"is listed as {slot}, but {slot} is {holder.name}", node, _title(made))
     for slot, node in made.outputs:
         if node not in returned:
             yield Break(f"is listed as {slot} but not returned", node, _title(made))
@@ -52,7 +52,8 @@ def gradients_fit(made: Joint, before: Any) -> Iterator[Break]:
         if of is None:
             yield Break(f"is the {slot}, which this stage does not read", node, _title(made))
         elif form_of(node.meta["val"]) != form_of(of.meta["val"]):
-            yield Break(f"is {form_of(node.meta['val'])} and {slot.name} {form_of(of.meta['val'])}", node, _title(made))
+            forms = form_of(node.meta["val"]), form_of(of.meta["val"])
+            yield Break(f"has the form {forms[0]}, but {slot.name} has {forms[1]}", node, _title(made))
 
 
 @rule("what a stage returns depends on no gradient, and on nothing that is recomputed for the backward")

@@ -20,10 +20,14 @@ Tensor = torch.Tensor
 
 
 class Scanned(NamedTuple):
-    """What leaves S: `statistics` [4, tokens], with entropies 5; with one barrier parts of the input gradient [tokens,
-    width]: `others`, of all words but the label, `label_rows` of labels of this shard, and `total_rows` of the weighted
-    sum of logits; and what is kept for T of every tile, `raw` [tokens, words]: what the output layer made, or where
-    `Shard.keeps_exponentials` the exponentials over `maximum` [tokens], 0 at the label."""
+    """What leaves S.
+
+    * `statistics`: [4, tokens], or [5, tokens] with entropies;
+    * with one barrier, parts of the input gradient, each [tokens, width]: `others`, of all words but the label,
+      `label_rows`, of labels of this shard, and `total_rows`, of the weighted sum of logits;
+    * kept for T, `raw` [tokens, words] of every tile: what the output layer made, or where `Shard.keeps_exponentials`
+      the exponentials over `maximum` [tokens], 0 at the label.
+    """
 
     statistics: Tensor
     others: Tensor | None

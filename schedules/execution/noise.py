@@ -13,7 +13,8 @@ class Noise:
 
     * `spread`: of the time of every single pass, relative to its cost (standard deviation);
     * `links`: by how much of its delay a message is late on average; most are late by less, a few by much more;
-    * `quantile`: what counts of so many `draws`, 0.9: nine of ten steps are no longer. The same `seed`, the same draws.
+    * `quantile`: which of the `draws` counts; at 0.9, nine of ten steps take at most as long. The same `seed` gives the
+      same draws.
     """
 
     spread: float = 0.1
@@ -24,7 +25,9 @@ class Noise:
 
     def __post_init__(self) -> None:
         if min(self.spread, self.links) < 0 or not 0 < self.quantile <= 1 or self.draws < 1:
-            raise ScheduleError(f"{self}; expected shares of at least 0, a quantile above 0 and up to 1, and draws")
+            raise ScheduleError(
+                f"{self}; expected shares of at least 0, a quantile above 0 and up to 1, and at least one draw"
+            )
 
 
 def as_noise(noise: "Noise | float | None") -> Noise | None:
@@ -37,15 +40,15 @@ class Draw:
 
     def __init__(self, noise: Noise, number: int) -> None:
         self.noise, self.number = noise, number
-        self._letters: dict[tuple[str, int], list[tuple[float, float]]] = {}
+        self._factors: dict[tuple[str, int], list[tuple[float, float]]] = {}
 
     def factors(self, action: Action) -> tuple[float, float]:
         """What the time of a pass, and the delay of the message that it waits for, are multiplied by."""
         op, stage, microbatch = action
-        letter = self._letters.setdefault((op, stage), [])
-        if len(letter) <= microbatch:
-            letter += self._more(op, stage, len(letter), 2 * (microbatch + 1))
-        return letter[microbatch]
+        known = self._factors.setdefault((op, stage), [])
+        if len(known) <= microbatch:
+            known += self._more(op, stage, len(known), 2 * (microbatch + 1))
+        return known[microbatch]
 
     def _more(self, op: str, stage: int, start: int, stop: int) -> list[tuple[float, float]]:
         found = []

@@ -38,7 +38,7 @@ class Kind:
     * `takes`: the operation whose result it takes from elsewhere: a message or collective carries it. Unless along the
       pipeline, `made_at` says where it is made: on the "first" or "last" stage, or on its "own".
     * `time`: the `Costs` per stage that add up to its time; `delay`: the `Costs` time until all shards have its result.
-      Of scope "stage": until its result can be taken; of one that awaits the step before, from the begin of the step.
+      Of scope "stage": until its result can be taken; of one that awaits the previous step, from the start of the step.
     * `adds`, `frees`: the `Costs` per stage that it adds to the memory of its rank, and frees.
     """
 

@@ -102,7 +102,7 @@ class Lowered(Shown):
         return format_schedule(self)
 
     def as_schedule(self) -> Schedule:
-        """The schedule that `lower` makes this program of."""
+        """The schedule from which `lower` makes this program."""
         return replace(self.schedule, programs=self.programs)
 
 

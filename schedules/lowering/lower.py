@@ -2,14 +2,14 @@
 
 It is safe even when every send blocks until its receive is posted (rendezvous).
 
-Run the orders once with messages that are buffered without limit: every compute action X gets a begin and an end. Then
+Run the orders once with messages that are buffered without limit: every compute action X gets a start and an end. Then
 
 * SEND(X) stands right after X;
 * RECV(X) stands on the receiving rank before the action that runs when X begins: early enough that the sender finds it
   posted and the transfer hides behind computation, late enough that at most one producer's duration of receives is open
   beyond what is in flight anyway.
 
-Why this cannot deadlock: number RECV(X) with X's begin, SEND(X) with X's end, compute with its own begin. Whatever
+Why this cannot deadlock: number RECV(X) with X's start, SEND(X) with X's end, compute with its own start. Whatever
 can wait in front of RECV(X) on its rank began before X did, a consumer begins no earlier than X ends, and times are
 positive: so every wait (send for receive, compute for send, next for previous on a rank) is for a smaller number. As
 the producers on one rank begin in the order in which they send, each channel's receives are posted in that order.

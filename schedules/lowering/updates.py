@@ -1,8 +1,8 @@
 """The optimizer's actions of a step: where they stand in the orders of all ranks.
 
-VALIDATE and GATHER wait for the step before, in front of the first forward of their stage. REDUCE starts the sum of
-the stage's gradients right after its last W. OPT stands behind everything that another rank waits for and, where there
-are sums, one step behind REDUCE, so that a sum has that long.
+VALIDATE and GATHER wait for the previous training step, before the first forward of their stage. REDUCE starts the sum
+of the stage's gradients right after its last W. OPT stands behind everything that another rank waits for and, where
+there are sums, one place behind REDUCE, so that a sum has that long.
 """
 
 from collections.abc import Collection, Iterator, Sequence

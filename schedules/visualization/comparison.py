@@ -1,4 +1,4 @@
-"""Several timelines under each other on one time axis, so that the eye compares their lengths."""
+"""Several timelines one below another on one time axis, so that the eye compares their lengths."""
 
 from collections.abc import Sequence
 

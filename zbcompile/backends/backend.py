@@ -2,7 +2,7 @@
 
 A backend takes pieces and gives calls: functions of one list, which they empty, so that each input can be freed at its
 last use. Graphs that do the same work are compiled once (see `zbcompile.passes.stage.anonymous_graph`), however many
-stages have them.
+stages have them. The names that `backend=` takes are in `zbcompile.program.step_options.BACKENDS`.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,5 +1,6 @@
 """What all command lines share: the options of `zbcompile.pipeline` as flags, and how they end: with 0, or with 2 and
-one line on standard error."""
+one line on standard error. A new option of a pipeline is a field (docs/architecture.md), a flag of one command is in
+its `_parser`."""
 
 import argparse
 import os
@@ -36,7 +37,7 @@ def exit_status(command: str, run: Callable[[], None], debug: bool) -> int:
 
 
 def exit_status_of_rank(command: str, run: Callable[[], None], debug: bool) -> int:
-    """As `exit_status`; then the process group ends that the command has started."""
+    """As `exit_status`; then end the process group that the command started."""
     try:
         return exit_status(command, run, debug)
     finally:

@@ -92,6 +92,6 @@ def run_seconds_in_turn(runs: Sequence[Callable[[], None]]) -> list[float]:
 
 
 def clock_of(accelerated: bool) -> Callable[[], float]:
-    """What runs are timed by: if all is done by the one thread of a CPU, its own time, which nothing else on the
+    """The clock for runs: if all is done by the one thread of a CPU, its own time, which nothing else on the
     machine prolongs."""
     return time.perf_counter if accelerated or torch.get_num_threads() > 1 else time.thread_time

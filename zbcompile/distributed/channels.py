@@ -97,7 +97,7 @@ def open_channels(
 ) -> Ordered:
     """Open this rank's channels; all ranks must call it, with the same `pairs`. Only they use `store`.
 
-    Opening one waits for the other end (a NCCL communicator is made by its first operation), so all ranks go through
+    Opening one waits for the other end (an NCCL communicator is made by its first operation), so all ranks go through
     theirs in one common order: both ends of the lowest-numbered unopened channel are waiting on it, so this cannot
     deadlock.
     """

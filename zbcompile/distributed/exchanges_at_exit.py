@@ -1,7 +1,7 @@
 """A process does not end while an exchange of its last step is under way.
 
-A thread of gloo holds the tensors of an exchange until it is over, and takes Python's lock to let go of them. When the
-interpreter has gone by then, the process ends with SIGABRT after a training run in which nothing failed.
+A thread of gloo holds the tensors of an exchange until it is over, and needs the GIL to release them. If the
+interpreter has already exited by then, the process ends with SIGABRT after a training run in which nothing failed.
 """
 
 import atexit

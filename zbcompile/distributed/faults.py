@@ -114,7 +114,7 @@ class Heartbeats:
 
 
 def find_gone(own: int, statuses: Mapping[int, Status], heartbeats: Heartbeats, seconds: float) -> Fault | None:
-    """The first other rank that has closed its pipeline, or had come and shows no sign of life for so long."""
+    """The first other rank that has closed its pipeline, or has shown signs of life but none for `seconds`."""
     here = statuses[own]
     for rank, status in statuses.items():
         silent = status.beat >= 0 and heartbeats.silent(rank, seconds)

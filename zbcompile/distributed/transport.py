@@ -88,7 +88,7 @@ class ReceiveBuffers:
 class PointToPoint:
     """Messages between processes.
 
-    Nothing here blocks the host on CUDA: `wait` on a NCCL work makes the compute stream wait for an event of the
+    Nothing here blocks the host on CUDA: `wait` on an NCCL work makes the compute stream wait for an event of the
     channel's stream, and both ends of a message start when the compute stream reaches where they were posted. A sent
     tensor is held until its work has been waited for, so the caching allocator cannot hand out its memory while it is
     being read; `complete` only waits for what is known to be over, so the compute stream does not stand still there.

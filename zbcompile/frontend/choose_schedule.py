@@ -1,14 +1,13 @@
 """Which schedule a pipeline runs - a named one for its ranks and first batch, a file's, or one that is given - and how
 many microbatches each batch becomes."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from zbcompile.compiler.vocabulary_sharding import insert
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.frontend.options import Options, is_searched
-from zbcompile.model.batch import Batch, Microbatch, require_divisible
+from zbcompile.model.batch import Batch, require_divisible
 from zbcompile.program.program import Program
 from zbcompile.runtime.engine import Executable
 from zbcompile.runtime.rank_plan import plan_rank
@@ -126,13 +125,3 @@ def _built(program: Program, count: int) -> Schedule:
 
 def _listed(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers))
-
-
-def require_few(microbatches: Sequence[Microbatch], limit: int) -> None:
-    """Raise PipelineError if the microbatches of a step have more shapes than programs are kept."""
-    kinds = len({each.signature for each in microbatches})
-    if kinds > limit:
-        raise PipelineError(
-            f"the microbatches of this step have {kinds} shapes, and max_shapes={limit} programs are kept. Raise "
-            "it, or pad to fewer shapes."
-        )

@@ -32,7 +32,6 @@ from zbcompile.frontend.choose_schedule import (
     fit_to_batch,
     fit_to_count,
     order_at,
-    require_few,
 )
 from zbcompile.frontend.layout_search import Finalist, LayoutSearch
 from zbcompile.frontend.options import Options, is_searched
@@ -133,7 +132,7 @@ class Executables(BoundPrograms):
         if self._ranks.replicas.count > 1:
             self._require_equal_steps(step, known)
         if not step.alike:
-            require_few(step.each, self._options.max_shapes)
+            _require_few(step.each, self._options.max_shapes)
             return self._answered([self._look_up(each) for each in step.each], step)
         if not known:
             self._last = self._look_up(step.each[0])
@@ -357,3 +356,13 @@ class Executables(BoundPrograms):
         if self._options.choices.balance != "measured" or self.program is not None:
             return {}
         return agreed_seconds(self._ranks, together(self._ranks, "measuring", lambda: measure_line(drawn.line)))
+
+
+def _require_few(microbatches: Sequence[Microbatch], limit: int) -> None:
+    """Raise PipelineError if the microbatches of a step have more shapes than programs are kept."""
+    kinds = len({each.signature for each in microbatches})
+    if kinds > limit:
+        raise PipelineError(
+            f"the microbatches of this step have {kinds} shapes, and max_shapes={limit} programs are kept. Raise "
+            "it, or pad to fewer shapes."
+        )

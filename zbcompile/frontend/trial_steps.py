@@ -1,7 +1,8 @@
-"""Steps on trial: what a compiled program takes on these ranks, before any parameter has found its place there.
+"""Steps on trial: how long a step of a compiled program takes on these ranks, before any parameter has its place there.
 
 Passes that are timed one by one say little about caches that the rest of the step empties, about links that are slow
-while both ends compute, and about the loop between the passes. A few whole steps say it.
+while both ends compute, and about the loop between the passes. A few whole steps say it. What is tried is chosen in
+`layout_search.py`.
 """
 
 import time

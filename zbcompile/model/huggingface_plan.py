@@ -75,7 +75,7 @@ def _styles() -> dict[str, Any]:
 
 
 def _tied(model: nn.Module) -> dict[str, str]:
-    """The names of parameters that are another one, by whose name it is listed."""
+    """Of every tied name the first name of the same parameter."""
     first: dict[int, str] = {}
     found = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -85,7 +85,7 @@ def _tied(model: nn.Module) -> dict[str, str]:
 
 
 def _tie(model: nn.Module, tied: Mapping[str, str]) -> None:
-    """Each style has made a parameter of its own of what was one."""
+    """Tie again the parameters that the styles have separated."""
     for name, first in tied.items():
         own, other = model.get_parameter(name), model.get_parameter(first)
         if getattr(own, "placements", None) != getattr(other, "placements", None):

@@ -209,7 +209,7 @@ def _hold(writer: FolderWriter, folder: Path, ranks: Ranks) -> None:
 
 
 def _without_frozen(holding: Holding, frozen: bool) -> tuple[Holding, list[str]]:
-    """The share without its frozen parameters, unless these are saved as well; and the names of all ranks' ones."""
+    """The share without its frozen parameters, unless these are saved as well; and the names that a rank leaves out."""
     own = {name for name, each in holding.parameters.items() if not (frozen or each.requires_grad)}
     kept = {name: tensor for name, tensor in holding.tensors.items() if name not in own}
     return replace(holding, tensors=kept), sorted(set[str]().union(*gathered(holding.ranks, own)))

@@ -28,8 +28,8 @@ from zbcompile.schedules.checking.schedule_rules import OWN_WEIGHT_ORDER
 SHARE = 0.5  # of the time for the search, spent on layouts; the rest finds the order under the costs of the graphs
 FINALISTS = 6  # layouts that can be tried on the ranks
 CLOSE = 1.25  # how much longer than the best one their steps may be, by prediction
-NAMES = 4  # orders of names that can be tried on the ranks,
-NEAR = 1.05  # and how much longer they may be
+NAMES = 4  # named schedules that can be tried on the ranks
+NEAR = 1.05  # how much longer their steps may be than that of the order that was found, by prediction
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,9 @@ def decide(
     link: Connection | None = None,
     announce: Callable[[str], None] = lambda text: None,
 ) -> list[Decision]:
-    """Lay out the captured step, which has a microbatch of `provisional`, within so many seconds of search: the fastest
-    layout, and behind it those that come close to it on other placements, or on its own where only one of the two
-    shards the output layer.
+    """Lay out the captured step, which has a microbatch of `provisional`, within `budget` seconds of search: the
+    fastest layout, and behind it those that come close to it on other placements, or on its own where only one of the
+    two shards the output layer.
 
     `counts` are the numbers of microbatches that may be chosen, `chunks` the stages per rank if they are given,
     `measured` the times of operations for `balance="measured"`, `link` what connects two ranks if the hardware does not
@@ -169,7 +169,8 @@ def order_by_graphs(
     link: Connection | None = None,
 ) -> list[tuple[Schedule, ChosenPlan]]:
     """The order for the costs of the compiled graphs, by what `pass_seconds` and the `link` measured or, without, by
-    their FLOPs, and the plan to keep with the program; behind it, for measured costs, the names that come close."""
+    their FLOPs, and the plan to keep with the program; behind it the named schedules
+    that come close."""
     costs, basis = predicted_costs(program), f"FLOPs and bytes on {hardware_of(program)}"
     if measured:
         costs, basis = with_memory(measured_costs(program, measured), program), "passes measured on this device"
@@ -194,7 +195,7 @@ def order_by_graphs(
 def _names_near(found: Found) -> list[tuple[float, Schedule]]:
     """The named orders that are hardly longer than the one that was found, the shortest first."""
     near = [(float(seconds), order) for seconds, order in found.named if seconds <= NEAR * found.objective]
-    near = [each for each in near if each[1].name not in OWN_WEIGHT_ORDER]  # the bits are those of any other order
+    near = [each for each in near if each[1].name not in OWN_WEIGHT_ORDER]  # the choice cannot change the bits
     other = {str(order.orders): (seconds, order) for seconds, order in reversed(near)}  # of equal ones the first
     other.pop(str(found.schedule.orders), None)
     return sorted(other.values(), key=lambda each: each[0])[:NAMES]

@@ -54,13 +54,14 @@ class Bench:
     of: Callable[[Sequence[float]], float] = min
 
     def seconds(self, kernel: Kernel) -> float:
-        """On one copy of the arguments after the other, and as many results are kept: as in a graph, what an operation
-        reads and writes is no longer, or not yet, in a cache."""
+        """Seconds per call, on one copy of the arguments after the other, with as many results kept: as in a graph,
+        what an operation reads and writes is no longer, or not yet, in a cache."""
         return run_seconds(_in_turn(kernel, min(MOST, COLD // _moved(kernel) + 1)), self)
 
 
 def run_seconds(call: Call, bench: Bench) -> float:
-    """Of the means of some blocks of runs that which counts, of a CPU's only thread by its own time."""
+    """Seconds per call: of the means of several blocks, the one that `bench.of` picks. On a CPU with one thread its own
+    time counts, which nothing else on the machine prolongs."""
     device = bench.device
     clock = clock_of(device.type != "cpu")
     wait = torch.accelerator.synchronize if device.type != "cpu" else lambda: None
@@ -103,7 +104,7 @@ def measure_machine(bench: Bench, rounds: int = ROUNDS, say: Callable[[str], Non
 
 
 def _joined(found: Sequence[Mapping[str, list[Any]]], of: Callable[[Sequence[float]], float]) -> dict[str, list[Any]]:
-    """Of each sample, which is, or ends with, its seconds, those that count."""
+    """The rounds as one: of each sample, which is its seconds or ends with them, the seconds that `of` picks."""
     return {
         name: [_of_rounds(rows, of) for rows in zip(*(each[name] for each in found), strict=True)] for name in found[0]
     }
@@ -153,7 +154,7 @@ def _product(batch: int, m: int, n: int, k: int, bench: Bench) -> Product:
 
 
 def _convolution(taken: int, made: int, edge: int, size: int, bench: Bench, backward: bool) -> Product:
-    """Of eight images; of the backward half, for its two products."""
+    """A convolution of eight images; of a backward half the time, since it is two products."""
     x = torch.randn(8, taken, size, size, device=bench.device)
     weight = torch.randn(made, taken, edge, edge, device=bench.device)
     rest = ([1, 1], [edge // 2] * 2, [1, 1], False, [0, 0], 1)
@@ -233,7 +234,7 @@ def _norm_backward(x: Tensor) -> Kernel:
 
 
 def _image(x: Tensor) -> Tensor:
-    """Eight images, whose channels do not lie together; of few elements one."""
+    """Eight images, channels first; one if there are few elements."""
     return x.reshape(8, -1, 8, 8) if x.numel() % 512 == 0 else x.reshape(1, 1, *x.shape)
 
 

@@ -124,7 +124,8 @@ def _ratio(pairs: Iterable[tuple[float, float]], default: float = 1.0) -> float:
 
 
 def left_on_last(costs: Costs) -> Costs:
-    """`costs` with the output layer whole on the last stage: what S and T of all shards take together, in thirds."""
+    """`costs` with the output layer whole on the last stage: its F, B and W each take a
+    third of what S and T of all shards do together."""
     third = (sum(costs.vocab_s) + sum(costs.vocab_t)) / 3
     times = {name: getattr(costs, name) for name in ("forward", "backward", "weight")}
     changed: dict[str, Any] = {name: (*each[:-1], each[-1] + third) for name, each in times.items()}

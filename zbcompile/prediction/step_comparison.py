@@ -25,7 +25,7 @@ class RankDifference:
     * `compute`: its own passes;
     * `communication`: results that were made and on their way while it stood waiting for them;
     * `imbalance`: waits for passes of other ranks, while the pipeline fills, runs and drains;
-    * `overhead`: nothing was missing: the host's work between two passes.
+    * `overhead`: all inputs had arrived: the host's work between two passes.
     """
 
     rank: int
@@ -80,7 +80,7 @@ class StepComparison:
 def measured_timeline(record: StepRecord, memory: Costs) -> Timeline:
     """The step as it ran; of ranks that took turns in one process, their passes replayed as if each had its own.
 
-    What a pass holds is taken from `memory`, in the unit of that.
+    What a pass holds is taken from `memory`, in its unit.
     """
     costs = replace(record.costs, activation=memory.activation, residue=memory.residue, vocab_state=memory.vocab_state)
     if record.in_process:

@@ -1,4 +1,5 @@
-"""Accumulation of gradients. Parameters of one stage accumulate straight into `.grad` if that has the dtype of the sum
+"""Where gradients accumulate. W's own graph adds to them (`zbcompile.passes.stage.accumulate`), with `exact=True` the
+buffers do. Parameters of one stage accumulate straight into `.grad` if that has the dtype of the sum
 and the parameter's strides, otherwise into a buffer that lives for the step and is added to `.grad` once, at its end;
 those that several stages train are first summed over the stages, in the order in which eager autograd adds them."""
 

@@ -13,7 +13,7 @@ from zbcompile.passes.hardware.hardware import FIGURES, Connection, Hardware, Pr
 
 GOOD = {"name": "mine", "peak": {"float32": 1e12}, "bandwidth": 1e11}
 WRONG: list[tuple[str, Any, str]] = [
-    ("name", 3, "name=3; expected a text"),
+    ("name", 3, "name=3; expected a string"),
     *(("memory", value, "memory=.*; expected a number above 0") for value in (-5.0, "80GB", float("nan"), True)),
     *(("random", value, "random=.*; expected a number above 0") for value in (0.0, -1.0)),
     *(("units", value, "units=.*; expected a whole number above 0") for value in (0, -4, 1.5)),
@@ -45,7 +45,7 @@ WRONG: list[tuple[str, Any, str]] = [
             [[10.0, 1e-6], [10.0, 1e-6]],
         )
     ),
-    ("sources", {"peak": 3}, "sources.peak=3; expected a text"),
+    ("sources", {"peak": 3}, "sources.peak=3; expected a string"),
     ("colour", "red", "unknown colour"),
 ]
 
