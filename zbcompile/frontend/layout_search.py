@@ -122,8 +122,9 @@ class LayoutSearch:
         """The fastest by steps on trial: the layouts, each in the order found for it, then the best of them in other
         orders."""
         clock, tried = Clock(self.ranks, self.options.search_seconds), list[Tried]()
-        for finalist in finalists:
+        for number, finalist in enumerate(finalists):
             if tried and not clock.allows_another():
+                self._say(f"search_seconds leaves no time to try {len(finalists) - number} more layouts that come close")
                 break
             with suppress(CompileError, ScheduleError) if tried else nullcontext():  # it takes more than was estimated
                 orders = self._compiled(finalist, len(finalists))
@@ -142,9 +143,12 @@ class LayoutSearch:
         assert program.plan is not None
         with self.ranks.watch.position.turn_to(f"steps on trial: {program.plan.way}"):
             seconds = trial.seconds(program)
-        if self.ranks.is_first:
-            print(f"zbcompile: on trial a step takes {seconds:.4g} s: {program.plan.way}")
+        self._say(f"on trial a step takes {seconds:.4g} s: {program.plan.way}")
         return Tried(seconds, program)
+
+    def _say(self, text: str) -> None:
+        if self.ranks.is_first:
+            print(f"zbcompile: {text}.")
 
 
 @dataclass(frozen=True, eq=False)
