@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import zbcompile
 from gpt import GPT, VOCABULARY, next_byte_loss
+from llama import Llama, parallelised
 
 
 def gpt() -> zbcompile.Example:
@@ -51,6 +52,16 @@ def llama_70b() -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
     tokens = torch.zeros(1, 8192, dtype=torch.int64)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     return model, (), {"input_ids": tokens, "labels": tokens}
+
+
+def byte_llama(mesh: Any = None) -> zbcompile.Example:
+    """The Llama of train_llama.py, on a mesh over its dimension "tp"."""
+    heads, tokens = 4, torch.zeros(2, 64, dtype=torch.int64)
+    model = Llama(layers=4, width=256, heads=heads, length=64)
+    if mesh is not None and heads % mesh["tp"].size():
+        raise ValueError(f"{heads} heads cannot be divided among {mesh['tp'].size()} ranks")
+    model = model if mesh is None else parallelised(model, mesh["tp"])
+    return zbcompile.Example(model, (tokens,), loss=next_byte_loss, target=tokens)
 
 
 class UNet(nn.Module):

@@ -3,9 +3,10 @@ for machines."""
 
 import argparse
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from xml.sax.saxutils import escape
 
@@ -13,7 +14,8 @@ import torch
 
 from zbcompile.amounts import format_share, format_time
 from zbcompile.cli.command_line import exit_status, flag_of, split_options
-from zbcompile.cli.compile_arguments import Plan, add_plan, announcer, example_of, quiet
+from zbcompile.cli.compile_arguments import Plan, add_plan, announcer, example_of, quiet, with_options
+from zbcompile.cli.mesh_parts import DIMENSIONS, part_of, why_whole
 from zbcompile.compiler.compile_example import one_microbatch
 from zbcompile.compiler.compile_model import draw_step, whole_of
 from zbcompile.compiler.measure_nodes import measure_line
@@ -21,10 +23,12 @@ from zbcompile.errors import PipelineError
 from zbcompile.inspection.report import table, wrap
 from zbcompile.model.batch import Microbatch
 from zbcompile.model.batch_split import choose_cuts
+from zbcompile.model.example import Example
 from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.errors import CompileError
 from zbcompile.passes.option import options_of
 from zbcompile.passes.stage.print_python import format_bytes
-from zbcompile.planning.factorisations import Row, factorisations
+from zbcompile.planning.factorisations import Captured, Row, factorisations, ranked
 from zbcompile.safe_files import write_whole
 
 WIDTH, HEIGHT, MARGIN = 640, 360, 70
@@ -37,9 +41,10 @@ STYLE = (
 def format_plan(rows: Sequence[Row], shown: int) -> str:
     """The best rows, the fastest of each division of the ranks, and the fastest others up to `shown`; a star marks the
     Pareto front of rate and memory."""
-    fastest = {row.ranks: row for row in reversed(rows)}
-    kept = [row for index, row in enumerate(rows) if row.best or index < shown or fastest[row.ranks] is row]
-    headers = ["", "dp", "pp", "placement", "m", "recompute", "vocab", "step", _unit(rows), "bubble", "peak memory"]
+    fastest = {(row.tensor, row.ranks): row for row in reversed(rows)}
+    kept = [r for i, r in enumerate(rows) if r.best or i < shown or fastest[r.tensor, r.ranks] is r]
+    layout, figures = ("placement", "m", "recompute", "vocab"), ("step", _unit(rows), "bubble", "peak memory")
+    headers = ["", *DIMENSIONS, *layout, *figures]
     return table([_cells(row) for row in kept], headers, left=("", "placement", "recompute"))
 
 
@@ -51,8 +56,7 @@ def _cells(row: Row) -> list[str]:
     layout = row.layout
     return [
         "*" if row.best else "",
-        str(row.replicas),
-        str(row.ranks),
+        *map(str, row.mesh),
         layout.placement,
         str(layout.microbatches),
         str(layout.choices.recompute),
@@ -104,13 +108,15 @@ ASSUMED = (
 )
 LINKED = "messages and sums of gradients over its links"
 FREE = "messages and the exchange between replicas free"
-DIMENSIONS = ("dp", "tp", "pp")
 EXAMPLES = """examples:
   python -m zbcompile.plan examples/targets.py:gpt --ranks 8
+  python -m zbcompile.plan examples/targets.py:byte_llama --ranks 4 --mesh tp,pp
   python -m zbcompile.plan examples/targets.py:llama_70b --fake --ranks 64 --memory 80GiB --global-batch 512
 
 TARGET is called without arguments and returns (model, args), (model, args, kwargs) or
-zbcompile.Example(model, args, kwargs, loss, target); args are those of one microbatch.
+zbcompile.Example(model, args, kwargs, loss, target); args are those of one microbatch. For rows
+with tp > 1 it is called again with mesh=, a DeviceMesh, if it has a parameter of that name
+(`mesh=None`), and returns the model on mesh["tp"]; else the model's own tp_plan is applied.
 exit status: 0, or 2 with one line on standard error if nothing fits or the request cannot be met.
 """
 
@@ -133,14 +139,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(request: PlanRequest) -> None:
     """Search and print; raises the project's errors."""
-    if request.options.ranks is None:
+    request, ranks = with_options(request, schedule="auto"), request.options.ranks
+    if ranks is None:
         raise PipelineError("--ranks is missing: how many are to be used altogether?")
-    rows, impossible = _searched(request, request.options.ranks)
+    rows, impossible = _searched(request, ranks)
     if not rows:
-        raise PipelineError(f"no plan for {request.options.ranks} ranks: {'; '.join(impossible)}")
+        raise PipelineError(f"no plan for {ranks} ranks: {'; '.join(impossible)}")
     print("\n".join(wrap(_assumed(request))), format_plan(rows, request.rows), sep="\n\n", end="\n\n")
     print("\n".join(line for text in impossible for line in wrap(text)), end="\n\n" if impossible else "")
-    print(f"the fastest, as a program:\n  {_command(request, rows[0])}")
+    print(f"the fastest, as a command:\n  {_command(request, rows[0])}")
     if request.svg is not None:
         write_whole(request.svg, to_picture(rows).encode())
         print(request.svg)
@@ -153,28 +160,45 @@ def _assumed(request: PlanRequest) -> str:
 
 
 def _searched(request: PlanRequest, ranks: int) -> tuple[list[Row], list[str]]:
-    options, say = replace(request.options, schedule="auto"), announcer()
-    example = example_of(request)
-    microbatch = one_microbatch(example)
+    """The rows, and what is impossible, whatever number of ranks shares the matrices."""
+    say, example = announcer(), example_of(request)
+    rows, impossible = _divided(request, ranks, _captured(request, example, say), say)
+    sizes = [tp for tp in range(2, ranks + 1) if ranks % tp == 0] if "tp" in request.dimensions else []
+    if sizes and (why := why_whole(request, example.model)):
+        return ranked(rows), [*impossible, f"tp>1: {why}"]
+    for tp in sizes:
+        try:
+            with part_of(request, example.model, ranks, tp) as (part, labels):
+                found, reasons = _divided(request, ranks, _captured(request, part, say, tp, labels), say)
+        except (CompileError, PipelineError) as error:
+            found, reasons = [], [f"tp={tp}: {str(error).splitlines()[0]}"]
+        rows, impossible = rows + found, impossible + reasons
+    return ranked(rows), impossible
+
+
+def _captured(
+    request: PlanRequest,
+    example: Example,
+    say: Callable[[str], None],
+    tp: int = 1,
+    labels: Mapping[str, str] = MappingProxyType({}),
+) -> Captured:
+    """The step of one of `tp` ranks; `labels` are the dimensions of process groups, by their names."""
+    say(f"capturing {type(example.model).__name__}{f' on one of {tp} ranks' * (tp > 1)}")
+    microbatch, choices = one_microbatch(example), request.options.choices
     _, count = choose_cuts(microbatch.paths, microbatch.leaves, {})
-    say(f"capturing {type(example.model).__name__}")
     with quiet(request):
-        drawn = draw_step(example.model, microbatch, example.loss, options.choices)
-        measured = measure_line(whole_of(drawn).line) if options.balance == "measured" else {}
-    task = drawn, options.choices, ranks, count, _tokens(microbatch, count), request.global_batch
-    rows, impossible = factorisations(*task, options.search_seconds, measured, say, request.dimensions)
-    return rows, [*impossible, *([_whole(example.model)] if "tp" in request.dimensions else [])]
+        drawn = draw_step(example.model, microbatch, example.loss, choices, dimensions=labels)
+        measured = measure_line(whole_of(drawn).line) if choices.balance == "measured" else {}
+    return Captured(drawn, count, _tokens(microbatch, count), measured, tp)
 
 
-def _whole(model: torch.nn.Module) -> str:
-    """Why no row has tp > 1."""
-    name = type(model).__name__
-    if not getattr(model, "tp_plan", None):
-        return f"tp>1: {name} brings no tensor-parallel plan along (tp_plan is empty)"
-    return (
-        f"tp>1: {name} has a tensor-parallel plan, but its parts can only be captured by processes of a mesh: "
-        "compare pipe.program.plan of runs with mesh="
-    )
+def _divided(
+    request: PlanRequest, ranks: int, step: Captured, say: Callable[[str], None]
+) -> tuple[list[Row], list[str]]:
+    options = request.options
+    task = options.choices, ranks, request.global_batch, options.search_seconds, say, request.dimensions
+    return factorisations(step, *task)
 
 
 def _tokens(microbatch: Microbatch, rows: int) -> int:
@@ -184,18 +208,24 @@ def _tokens(microbatch: Microbatch, rows: int) -> int:
 
 
 def _command(request: PlanRequest, row: Row) -> str:
-    layout = row.layout
+    """A program holds one pipeline of whole matrices; ranks that share them compile their parts themselves."""
+    layout, (replicas, tensor, ranks) = row.layout, row.mesh
     kept = [name for name in options_of(Choices) if name in request.given and name not in ("recompute", "vocab")]
     flags = [f"{flag_of(name)} {_written(request.given[name])}".rstrip() for name in kept]
+    begin = f"python -m zbcompile.compile {request.target}{' --fake' * request.fake} --ranks {ranks}"
+    end = "--output program"
+    if tensor > 1:
+        begin = f"torchrun --nproc-per-node {replicas * tensor * ranks} -m zbcompile.run {request.target}"
+        begin, end = f"{begin} --replicas {replicas} --tensor {tensor}", "--data FILE.py:NAME --steps N"
     parts = [
-        f"python -m zbcompile.compile {request.target}{' --fake' * request.fake} --schedule auto --ranks {row.ranks}",
-        f"--microbatches {layout.microbatches} --chunks {layout.found.schedule.placement.chunks}",
+        f"{begin} --schedule auto --microbatches {layout.microbatches}",
+        f"--chunks {layout.found.schedule.placement.chunks}",
         f"--recompute {layout.choices.recompute} --vocab {layout.choices.vocab}",
         *flags,
-        "--output program",
+        end,
     ]
-    note = f"   # {row.replicas} replicas: a mesh with dp={row.replicas}, pp={row.ranks}" if row.replicas > 1 else ""
-    return " ".join(parts) + note
+    shared = f"tp={tensor}, " if tensor > 1 else ""
+    return " ".join(parts) + f"   # a mesh with dp={replicas}, {shared}pp={ranks}" * (replicas * tensor > 1)
 
 
 def _written(value: Any) -> str:
@@ -218,7 +248,8 @@ def _dimensions(text: str) -> tuple[str, ...]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m zbcompile.plan",
-        description="Predict a training step for every way to divide ranks among replicas and pipelines.",
+        description="Predict a training step for every way to divide ranks among replicas (dp), ranks that share every "
+        "matrix (tp) and pipelines (pp).",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

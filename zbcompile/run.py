@@ -66,7 +66,7 @@ def _job(parser: argparse.ArgumentParser, chosen: dict[str, Any]) -> Job:
         parser.error("a TARGET needs --microbatches N, so that it trains alike on any number of ranks")
     if compiling and not job.is_target:
         parser.error(f"--{next(iter(compiling)).replace('_', '-')} is for a TARGET; {job.directory} is compiled")
-    for name in ("steps", "every", "keep", "replicas", "log_every"):
+    for name in ("steps", "every", "keep", "replicas", "tensor", "log_every"):
         if getattr(job, name) < 1:
             parser.error(f"--{name.replace('_', '-')} is {getattr(job, name)}; expected at least 1")
     if job.monitor < 0:
@@ -159,6 +159,13 @@ def _add_state(group: Any) -> None:
 def _add_process(group: Any) -> None:
     add = group.add_argument
     add("--replicas", type=int, default=1, metavar="N", help="replicas of the pipeline (data parallel)")
+    add(
+        "--tensor",
+        type=int,
+        default=1,
+        metavar="N",
+        help="ranks that share every matrix: TARGET takes `mesh`, or its model brings a plan along",
+    )
     add("--threads", type=int, metavar="N", help="torch's threads per process (default: torch's own choice)")
     add(
         "--operator",

@@ -90,6 +90,18 @@ def set_group_timeout(timeout: timedelta) -> None:
     dist.distributed_c10d._set_pg_timeout(timeout)
 
 
+@contextlib.contextmanager
+def group_without_peers(size: int) -> Iterator[None]:
+    """Inside, this process is the first of so many, whose collectives do nothing (2.11-2.13: a backend for tests)."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
 def root_of(mesh: Any) -> Any:
     """The mesh that a mesh is a part of, or the mesh itself (2.11-2.13)."""
     return mesh._get_root_mesh()

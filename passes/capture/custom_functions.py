@@ -60,6 +60,12 @@ def is_call(node: Node) -> bool:
     return node.target in (_OPERATOR, _RANDOM)
 
 
+def form_of(node: Node) -> Hashable:
+    """Equal for operators that compute alike on tensors of equal form."""
+    tensors, name = node.args
+    return _calls[str(name)].form, tuple(str(a.meta["val"]) + str(a.meta["differentiable"]) for a in tensors)  # type: ignore
+
+
 def overwritten_by(node: Node) -> list[Node]:
     """What the exchange of a Function writes into: nothing else may read it, since in the graph it does not change."""
     if not is_call(node):

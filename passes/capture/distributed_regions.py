@@ -72,6 +72,14 @@ class RegionCall:
     def key(self) -> Any:
         return id(self)
 
+    @property
+    def form(self) -> Any:
+        """Equal for calls of layers alike. What a module of several does may hang on more than shows."""
+        if self.before or self.tail is not None or any(self.module.children()):
+            return self.key
+        placements = [part and (part.whole.placements, part.whole.device_mesh) for part in self.parts]
+        return str((self.module, self.leaves, self.structure, self.autocast, placements, self.results))
+
 
 @dataclass
 class _Entry:

@@ -195,6 +195,10 @@ class FunctionCall:
         return self.function, leaves, self.structure, self.autocast, self.outside.key, self.kinds, done
 
     @property
+    def form(self) -> Hashable:
+        return self.name
+
+    @property
     def text(self) -> str:
         """The same for equal calls of several captures; the name of a call that reads what no text stands for."""
         plain = all(leaf is A_TENSOR or type(leaf) in _PLAIN for leaf in self.leaves)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -65,18 +66,19 @@ _MISSING = {
 _OF_TRANSFORMERS = {"grouped_mm_fallback": _grouped_product, "grouped_mm_fallback_backward": _grouped_product_backward}
 
 
-def count_flops(module: GraphModule, mode: FakeTensorMode) -> dict[Node, int]:
+def count_flops(
+    module: GraphModule, mode: FakeTensorMode, counted: Mapping[Node, int] = MappingProxyType({})
+) -> dict[Node, int]:
     """Floating-point operations of every call (a multiply-add is two), as torch's counter has them.
 
-    Read off the values in the graph. Only operations that are composite or call a graph are run, equal ones once.
+    Read off the values in the graph, but for those `counted` already. Only operations that are composite or call a
+    graph are run, equal ones once.
     """
     known = _counter().flop_registry
     runs: dict[str, int] = {}
-    return {
-        node: _flops_of(node, known) if _is_elementary(node) else _flops_by_run(node, mode, runs)
-        for node in module.graph.nodes
-        if node.op == "call_function"
-    }
+    others = (node for node in module.graph.nodes if node.op == "call_function" and node not in counted)
+    found = {n: _flops_of(n, known) if _is_elementary(n) else _flops_by_run(n, mode, runs) for n in others}
+    return {**found, **counted}
 
 
 def without_formula(module: GraphModule) -> set[str]:

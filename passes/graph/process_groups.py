@@ -10,6 +10,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.graph.source_location import source_line
+from zbcompile.passes.graph.storage import tensors_of
 from zbcompile.passes.torch_private import FUNCTIONAL_COLLECTIVES, LazyGraphModule, OpOverload, arguments_of
 
 WAIT = "wait_tensor"
@@ -82,6 +83,12 @@ def with_groups(module: GraphModule, names: Mapping[str, str]) -> GraphModule:
     for node in filter(_has_group, graph.nodes):
         _rename(node, names[str(group_of(node))])
     return LazyGraphModule(module, graph, class_name=type(module).__name__)
+
+
+def exchanged_bytes(node: Node) -> int:
+    """Bytes of what a collective is given or of what it makes, whichever are more."""
+    given = [tensor for source in node.all_input_nodes for tensor in tensors_of(source.meta.get("val"))]
+    return max(sum(t.nbytes for t in given), sum(t.nbytes for t in tensors_of(node.meta.get("val"))))
 
 
 def group_of(node: Node) -> Any:

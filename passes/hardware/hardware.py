@@ -146,10 +146,11 @@ class Hardware:
         apart = self.node_ranks is not None and one // self.node_ranks != other // self.node_ranks
         return self.between or self.within if apart else self.within
 
-    def exchange_seconds(self, size: float) -> float:
-        """What a collective of so many bytes takes inside of a graph."""
+    def exchange_seconds(self, size: float, kind: str) -> float:
+        """What a collective of so many bytes takes inside of a graph; an "all_reduce" passes them on twice."""
         channel = self.exchange or self.within or hardware_for("cpu").exchange
-        return channel.latency + size / channel.bandwidth if channel else 0.0
+        times = 2 if kind == "all_reduce" else 1
+        return channel.latency + times * size / channel.bandwidth if channel else 0.0
 
     def __str__(self) -> str:
         return self.name

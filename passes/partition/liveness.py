@@ -12,6 +12,7 @@ from zbcompile.passes.graph.process_groups import is_collective, is_under_way
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.graph.storage import is_view, storage_bytes, tensors_of
 from zbcompile.passes.graph.uses import count_uses
+from zbcompile.passes.partition.inside_calls import Inside, inside_calls
 
 
 @dataclass(frozen=True)
@@ -19,13 +20,15 @@ class Line:
     """The nodes that belong to exactly one stage, in execution order, and the values alive after each.
 
     `live[i]` are the values that cross a cut placed after `nodes[i]`; `allowed[i]` says whether a cut may be there.
-    `flops` counts every node of the graph, the replicated ones too.
+    `flops` counts every node of the graph, the replicated ones too. `inside` has what operators that stand for calls
+    consist of.
     """
 
     nodes: tuple[Node, ...]
     live: tuple[tuple[Node, ...], ...]
     allowed: tuple[bool, ...]
     flops: Mapping[Node, int]
+    inside: Mapping[Node, Inside]
 
     def boundary_bytes(self, position: int) -> int:
         return storage_bytes([t for node in self.live[position] for t in tensors_of(node.meta["val"])])
@@ -33,7 +36,9 @@ class Line:
 
 def draw_line(canonical: Canonical) -> Line:
     """Lay the graph out as a line of nodes between which it can be cut."""
-    flops = count_flops(canonical.module, canonical.mode)
+    inside = inside_calls(canonical.graph)
+    counted = {node: each.forward_flops for node, each in inside.items()}
+    flops = count_flops(canonical.module, canonical.mode, counted)
     anywhere = replicable(canonical, flops)
     nodes = [n for n in canonical.graph.nodes if n.op == "call_function" and n not in anywhere]
     live = _live_after(nodes, [value for slot, value in canonical.outputs if slot.kind in ("loss", "activation")])
@@ -42,7 +47,7 @@ def draw_line(canonical: Canonical) -> Line:
         i < end and i not in whole and _may_cut(node, crossing)
         for i, (node, crossing) in enumerate(zip(nodes, live, strict=True))
     ]
-    return Line(tuple(nodes), tuple(live), tuple(allowed), flops)
+    return Line(tuple(nodes), tuple(live), tuple(allowed), flops, inside)
 
 
 def replicable(canonical: Canonical, flops: Mapping[Node, int]) -> set[Node]:

@@ -138,7 +138,8 @@ class _Keeping(Interpreter):
 
     def run_node(self, n: Node) -> Any:
         def note(tensor: torch.Tensor) -> torch.Tensor:
-            self.kept[n].append(tensor)
+            with torch.no_grad():  # of a DTensor this rank's part
+                self.kept[n].append(tensor.to_local() if hasattr(tensor, "to_local") else tensor)
             return tensor
 
         try:

@@ -7,10 +7,11 @@ from typing import Any
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from zbcompile.passes.graph.process_groups import is_collective, is_wait
+from zbcompile.passes.graph.process_groups import exchanged_bytes, is_collective, is_wait
 from zbcompile.passes.graph.roofline import node_seconds
 from zbcompile.passes.graph.storage import tensors_of
 from zbcompile.passes.hardware.hardware import Hardware, hardware_for
+from zbcompile.passes.partition.inside_calls import Inside
 from zbcompile.passes.partition.liveness import Line, held_behind
 
 BACKWARD = 2  # a backward costs about twice its forward: one product for the input's gradient, one for the weight's
@@ -30,6 +31,9 @@ def predicted_seconds(line: Line, hardware: Hardware | None = None) -> list[floa
     """Forward and backward of each node on `hardware`, by default at the nominal speeds of the device."""
     hardware, seconds = hardware or hardware_for(device_of(line)), []
     for node in line.nodes:
+        if node in line.inside:
+            seconds.append(sum(call_seconds(line.inside[node], hardware)))
+            continue
         trains = bool(node.meta["differentiable"])
         forward = node_seconds(node, line.flops.get(node, 0), hardware)
         exchange = _exchange_seconds(node, hardware)
@@ -37,11 +41,20 @@ def predicted_seconds(line: Line, hardware: Hardware | None = None) -> list[floa
     return seconds
 
 
+def call_seconds(inside: Inside, hardware: Hardware) -> tuple[float, float, float]:
+    """F, B and W of an operator that stands for a call. A W exchanges nothing: sums over ranks come once per step."""
+    forward, backward, weight = (
+        sum(node_seconds(node, inside.flops[node], hardware) for node in nodes) for nodes in inside.passes
+    )
+    exchanges = [sum(_exchange_seconds(node, hardware) for node in nodes) for nodes in inside.passes]
+    return forward + exchanges[0], backward + exchanges[1], weight
+
+
 def _exchange_seconds(node: Node, hardware: Hardware) -> float:
     """What a collective takes, counted where it is issued."""
     if not is_collective(node) or is_wait(node):
         return 0.0
-    return hardware.exchange_seconds(sum(tensor.nbytes for tensor in tensors_of(node.meta["val"])))
+    return hardware.exchange_seconds(exchanged_bytes(node), node.target.overloadpacket.__name__)  # type: ignore
 
 
 def device_of(line: Line) -> str:

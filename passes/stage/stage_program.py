@@ -12,9 +12,8 @@ from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.graph.flops import count_flops
 from zbcompile.passes.graph.fx import like, output_values
 from zbcompile.passes.graph.kernel_layouts import kernels_layouts
-from zbcompile.passes.graph.process_groups import group_of, is_under_way, rename_groups, with_groups
+from zbcompile.passes.graph.process_groups import exchanged_bytes, group_of, is_under_way, rename_groups, with_groups
 from zbcompile.passes.graph.roles import Slot, TensorSpec
-from zbcompile.passes.graph.storage import tensors_of
 from zbcompile.passes.graph.strides import boundary_like
 from zbcompile.passes.partition.stage_graphs import Stage
 from zbcompile.passes.split.backward_locations import MarkingInterpreter
@@ -174,7 +173,7 @@ def tensor_spec(value: torch.Tensor, needs_gradient: bool = False) -> TensorSpec
 @dataclass(frozen=True)
 class Collective:
     """An exchange in pass `name` ("F", "B", "W" or "BW"): which `kind`, along which `dimension` of the mesh, with how
-    many `bytes` from this rank, by which `operation` of the graph. It `hides` unless the operation itself waits.
+    many `bytes` (see `exchanged_bytes`), by which `operation` of the graph. It `hides` unless the operation itself waits.
     A prediction adds its `seconds`, and what runs `behind` it."""
 
     name: str
@@ -192,10 +191,8 @@ def collectives_of(program: StageProgram) -> list[Collective]:
     found = []
     for name, node in ((name, node) for name, piece in program.pieces.items() for node in piece.module.graph.nodes):
         if (group := group_of(node)) is not None:
-            given = [tensor for source in node.all_input_nodes for tensor in tensors_of(source.meta.get("val"))]
             kind = node.target.overloadpacket.__name__
-            size = sum(tensor.nbytes for tensor in given)
-            found.append(Collective(name, kind, group, size, node.name, is_under_way(node)))
+            found.append(Collective(name, kind, group, exchanged_bytes(node), node.name, is_under_way(node)))
     return found
 
 

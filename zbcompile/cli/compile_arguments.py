@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from zbcompile.cli.command_line import add_flags, flag_of
 from zbcompile.cli.fake_models import fake_models
-from zbcompile.cli.target import load_example
+from zbcompile.cli.target import example_from, load_object
 from zbcompile.compiler.compile_example import Inspected, compile_example
 from zbcompile.compiler.compile_model import Drawn
 from zbcompile.compiler.torch_logs import silenced, with_torchs_logs
@@ -51,6 +51,11 @@ class Plan:
             raise PipelineError("--balance measured runs the model's operations for real; leave out --fake.")
         return replace(options, hardware=Hardware.find(FAKE)) if self.fake and options.hardware is None else options
 
+    @cached_property
+    def maker(self) -> Any:
+        """What `target` names. Raises PipelineError if it cannot be found or imported."""
+        return load_object(self.target)
+
     @property
     def changed(self) -> list[str]:
         """The options that differ from their defaults, as they are written on a command line."""
@@ -76,10 +81,10 @@ def add_plan(parser: argparse.ArgumentParser, without: Sequence[str] = ()) -> No
     )
 
 
-def example_of(plan: Plan) -> Example:
-    """Build the model; what it prints meanwhile goes to standard error, not into the report."""
+def example_of(plan: Plan, mesh: Any = None) -> Example:
+    """Build the model, on a mesh if one is given. What it prints goes to standard error, not into the report."""
     with contextlib.redirect_stdout(sys.stderr), fake_models() if plan.fake else contextlib.nullcontext():
-        return load_example(plan.target)
+        return example_from(plan.maker, plan.target, mesh)
 
 
 def announcer(always: bool = False) -> Callable[[str], None]:

@@ -4,24 +4,45 @@ import importlib
 import importlib.util
 import os
 import sys
+from contextlib import suppress
 from functools import reduce
+from inspect import signature
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from zbcompile.errors import PipelineError
 from zbcompile.model.example import Example
+from zbcompile.model.huggingface_plan import apply_tensor_parallel_plan
 
 FORMS = "expected package.module:name or path/file.py:name"
 RETURNS = "expected (model, args), (model, args, kwargs) or zbcompile.Example(...), args being one microbatch"
 
 
-def load_example(target: str) -> Example:
+def load_example(target: str, mesh: Any = None) -> Example:
     """Import what `target` names (`package.module:name` or `path/file.py:name`), call it, and return its example.
 
-    Raises PipelineError if it cannot be found, imported or called, or returns something else.
+    Raises PipelineError if it cannot be found, imported or called, or returns something else; see `example_from`.
     """
-    return _as_example(_call(load_object(target), target), target)
+    return example_from(load_object(target), target, mesh)
+
+
+def example_from(maker: Any, target: str, mesh: Any = None) -> Example:
+    """What the function called `target` returns. If a mesh is given, the model is on that: the function takes `mesh`,
+    or else the model brings a plan along. Raises PipelineError."""
+    if mesh is not None and takes_mesh(maker):
+        return _as_example(_call(maker, target, {"mesh": mesh}), target)
+    example = _as_example(_call(maker, target, {}), target)
+    if mesh is not None:
+        apply_tensor_parallel_plan(example.model, mesh["tp"])
+    return example
+
+
+def takes_mesh(maker: Any) -> bool:
+    """Whether a function has a parameter `mesh`."""
+    with suppress(TypeError, ValueError):  # no function, or one of C
+        return "mesh" in signature(maker).parameters
+    return False
 
 
 def load_object(target: str) -> Any:
@@ -73,13 +94,14 @@ def _functions_of(module: ModuleType) -> str:
     return f"it defines {', '.join(own[:8])}{', ...' if len(own) > 8 else ''}" if own else "it defines no function"
 
 
-def _call(maker: Any, target: str) -> Any:
+def _call(maker: Any, target: str, given: dict[str, Any]) -> Any:
     if not callable(maker):
         raise PipelineError(f"{target} is a {type(maker).__name__}; expected a function without arguments.")
     try:
-        return maker()
+        return maker(**given)
     except Exception as error:
-        raise PipelineError(f"calling {target} without arguments failed: {_said(error)}") from error
+        how = "with a mesh" if given else "without arguments"
+        raise PipelineError(f"calling {target} {how} failed: {_said(error)}") from error
 
 
 def _as_example(result: Any, target: str) -> Example:

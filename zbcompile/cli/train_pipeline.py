@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from zbcompile.cli.target import load_example, load_object
-from zbcompile.distributed.process_group import device_of, start_group
+from zbcompile.distributed.process_group import FindDevice, device_of, start_group
 from zbcompile.errors import PipelineError
 from zbcompile.frontend.options import Options
 from zbcompile.frontend.pipeline import Pipeline
@@ -49,6 +48,7 @@ class Job:
     export: Path | None = None
     seed: int | None = None
     replicas: int = 1
+    tensor: int = 1
     threads: int | None = None
     operators: tuple[str, ...] = ()
     backend: str | None = None
@@ -80,15 +80,18 @@ def open_pipeline(job: Job) -> Pipeline:
         asked["seed"] = job.seed
     if job.is_target:
         return _compile(job, asked)
-    return load(job.directory, mesh=_mesh(job, None), operators=job.operators, **asked)
+    return load(job.directory, mesh=_mesh(job, lambda: device_for(job.directory)), operators=job.operators, **asked)
 
 
 def _compile(job: Job, asked: dict[str, Any]) -> Pipeline:
     """Every rank builds the model with the same random numbers, and compiles its part."""
     seed_everything(asked.get("seed", 0))
-    example = load_example(str(job.directory))
-    microbatches = job.compiling["microbatches"]
-    asked |= {"loss": example.loss, "mesh": _mesh(job, example.model), "example": _batch(example, microbatches)}
+    mesh, microbatches = None, job.compiling["microbatches"]
+    if job.tensor > 1:
+        mesh = _mesh(job, lambda: torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    example = load_example(str(job.directory), mesh)
+    mesh = mesh or _mesh(job, lambda: device_of(example.model))
+    asked |= {"loss": example.loss, "mesh": mesh, "example": _batch(example, microbatches)}
     if asked["init"] is not None and not is_on_meta(example.model):
         init, model = asked.pop("init"), example.model
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -109,16 +112,20 @@ def _batch(example: Example, microbatches: int) -> tuple[tuple[Any, ...], dict[s
     return pytree.tree_map(repeated, (example.args, kwargs))  # type: ignore[no-any-return]
 
 
-def _mesh(job: Job, model: nn.Module | None) -> Any:
-    """Replicas and ranks as a mesh; None if there is one replica."""
-    if job.replicas == 1:
+def _mesh(job: Job, find_device: FindDevice) -> Any:
+    """Replicas, and ranks that share every matrix, as a mesh; None if there are neither."""
+    if job.replicas == job.tensor == 1:
         return None
     from torch.distributed.device_mesh import init_device_mesh
 
-    device = device_for(job.directory) if model is None else device_of(model)
+    device = find_device()
     if not dist.is_initialized():
         start_group(lambda: device, job.timeout)
-    world = dist.get_world_size()
-    if world % job.replicas:
-        raise PipelineError(f"--replicas {job.replicas} does not divide the {world} processes that were started.")
-    return init_device_mesh(device.type, (job.replicas, world // job.replicas), mesh_dim_names=("dp", "pp"))
+    world, beside = dist.get_world_size(), job.replicas * job.tensor
+    if world % beside:
+        raise PipelineError(
+            f"--replicas {job.replicas} --tensor {job.tensor} is for a multiple of {beside} processes; {world} were "
+            "started."
+        )
+    shape = job.replicas, world // beside, job.tensor
+    return init_device_mesh(device.type, shape, mesh_dim_names=("dp", "pp", "tp"))

@@ -1,6 +1,6 @@
 """What a captured step costs, however it is cut: estimated from its operations, before anything is compiled."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -10,9 +10,11 @@ from torch.fx import Node
 
 from zbcompile.passes.capture.canonical import Canonical
 from zbcompile.passes.graph.storage import storage_bytes, tensors_of
-from zbcompile.passes.hardware.hardware import Connection
+from zbcompile.passes.hardware.hardware import Connection, Hardware, hardware_for
+from zbcompile.passes.partition.inside_calls import Inside
 from zbcompile.passes.partition.liveness import Line, held_behind
 from zbcompile.passes.partition.memory_estimate import DistinctBytes, Footprint
+from zbcompile.passes.partition.node_costs import call_seconds, device_of
 from zbcompile.schedules import Costs, Placement
 
 
@@ -57,7 +59,8 @@ class LineCosts:
     """The costs of a line of operations, cut anywhere: seconds from the `loads` of its nodes (forward and backward),
     bytes from what autograd keeps. `edges` are the inner cuts, as numbers of nodes before each.
 
-    `shard` is what each rank has of a sharded output layer, `link` what connects two ranks (None: messages are free).
+    `shard` is what each rank has of a sharded output layer, `link` what connects two ranks (None: messages are free),
+    `hardware` what computes (None: the device at nominal speeds).
     """
 
     canonical: Canonical
@@ -66,6 +69,7 @@ class LineCosts:
     optimizer_state: float = 2.0
     shard: Shard = WHOLE
     link: Connection | None = None
+    hardware: Hardware | None = None
 
     def with_shard(self, shard: Shard) -> "LineCosts":
         """The same stages, whose costs are known already, beside another shard of the output layer."""
@@ -78,8 +82,9 @@ class LineCosts:
         stage keeps its inputs alone, and its backward runs the forward again."""
         spans = list(pairwise([0, *edges, len(self.line.nodes)]))
         found = [self._span(span) for span in spans]
+        pairs = list(zip(found, spans, strict=True))
         forward, backward, weight = (
-            tuple(_scaled(each.seconds[op], rows, b - a) for each, (a, b) in zip(found, spans, strict=True))
+            tuple(_scaled(each.seconds[op], rows, self._started[b] - self._started[a]) for each, (a, b) in pairs)
             for op in range(3)
         )
         crossing = [self._crossing(edge) for edge in edges]
@@ -172,9 +177,22 @@ class LineCosts:
         return tuple([0.0, *accumulate(column)] for column in zip(*parts, strict=True))
 
     @cached_property
+    def _started(self) -> list[float]:
+        """How many operations a pass of the first k nodes starts, a third of what F, B and W of a call do."""
+        inside = self.line.inside
+        counts = (sum(map(len, inside[n].passes)) / 3 if n in inside else 1 for n in self.line.nodes)
+        return [0.0, *accumulate(counts)]
+
+    @cached_property
     def _shares(self) -> list[Shares]:
         on_line = frozenset(self.line.nodes)
-        return [shares_of(node, on_line, bool(self.line.flops.get(node))) for node in self.line.nodes]
+        hardware, inside = self.hardware or hardware_for(device_of(self.line)), self.line.inside
+        return [
+            shares_inside(inside[node], hardware)
+            if node in inside
+            else shares_of(node, on_line, bool(self.line.flops.get(node)))
+            for node in self.line.nodes
+        ]
 
     @cached_property
     def _for_weights(self) -> DistinctBytes:
@@ -182,7 +200,9 @@ class LineCosts:
         on_line = frozenset(self.line.nodes)
         uses: list[tuple[int, Hashable, int]] = []
         for position, (node, shares) in enumerate(zip(self.line.nodes, self._shares, strict=True)):
-            if shares.weight:
+            if shares.weight and node in self.line.inside:
+                uses += _left_inside(self.line.inside[node], node, position, on_line)
+            elif shares.weight:
                 read = [(position, a, _bytes(a)) for a in node.all_input_nodes if a in on_line]
                 uses += [*read, (position, ("gradient", node), _bytes(node))]
         return DistinctBytes(uses, len(self.line.nodes))
@@ -200,7 +220,23 @@ def shares_of(node: Node, on_line: frozenset[Node], contracts: bool) -> Shares:
     return BOTH if trained and contracts else NO_WEIGHT
 
 
-def _scaled(seconds: float, rows: float, operations: int) -> float:
+def shares_inside(call: Inside, hardware: Hardware) -> Shares:
+    """Of an operator that stands for a call, as its operations divide."""
+    seconds = call_seconds(call, hardware)
+    return Shares(*(each / sum(seconds) for each in seconds)) if sum(seconds) else FORWARD_ONLY
+
+
+def _left_inside(
+    call: Inside, node: Node, position: int, on_line: frozenset[Node]
+) -> Iterator[tuple[int, Hashable, int]]:
+    for number, (at, size) in enumerate(call.left):
+        if at is None:
+            yield position, ("inside", node, number), size
+        elif node.all_input_nodes[at] in on_line:
+            yield position, node.all_input_nodes[at], size
+
+
+def _scaled(seconds: float, rows: float, operations: float) -> float:
     """The time of so many operations on `rows` times as many rows: what it takes to start them stays."""
     fixed = min(seconds, operations * START)
     return fixed + rows * (seconds - fixed)

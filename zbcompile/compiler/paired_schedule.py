@@ -15,7 +15,7 @@ def exchange_seconds(collective: Collective, choices: Choices, device: str) -> f
     """The time of a collective on the channel of its dimension: as `channels` says, or as the hardware has it."""
     channels = read_channels(choices.channels)
     if collective.dimension not in channels:
-        return (choices.hardware or hardware_for(device)).exchange_seconds(collective.bytes)
+        return (choices.hardware or hardware_for(device)).exchange_seconds(collective.bytes, collective.kind)
     latency, bandwidth = channels[collective.dimension]
     return latency + collective.bytes / bandwidth
 

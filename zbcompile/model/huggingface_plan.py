@@ -37,6 +37,7 @@ def apply_tensor_parallel_plan(model: Model, mesh: Any, plan: Mapping[str, str] 
         )
     styles = _styles()
     _require_known(wanted, styles)
+    _require_divisible(model, mesh.size() if mesh is not None else 1, wanted)
     tied = _tied(model)
     chosen = {pattern: styles[style] for pattern, style in wanted.items()}
     parallelize_module(model, mesh, {pattern: style for pattern, style in chosen.items() if style is not None})
@@ -55,6 +56,18 @@ def _require_known(plan: Mapping[str, str], styles: Mapping[str, Any]) -> None:
             "modules stay whole, and every rank computes them. Or divide them by hand, with functional collectives and "
             "placements=."
         )
+
+
+HEADS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+
+
+def _require_divisible(model: nn.Module, ranks: int, plan: Mapping[str, str]) -> None:
+    """Raise PipelineError if heads that the plan divides are not divisible."""
+    config = getattr(model, "config", None)
+    for projection, name in HEADS.items():
+        heads = getattr(config, name, None) or 0
+        if heads % ranks and any(p.endswith(projection) and style == "colwise" for p, style in plan.items()):
+            raise PipelineError(f"{name} is {heads}, which is not divisible by the {ranks} ranks of the mesh.")
 
 
 def _styles() -> dict[str, Any]:

@@ -1,30 +1,39 @@
-"""Every way to divide ranks among replicas and pipelines, each with the layouts of its pipeline."""
+"""Every way to divide ranks among replicas, pipelines and parts of matrices, with the layouts of each pipeline."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from zbcompile.compiler.compile_model import Drawn
 from zbcompile.compiler.line_costs import LineCosts
 from zbcompile.passes.compile_options import Barriers, Choices
 from zbcompile.passes.errors import PartitionError
+from zbcompile.passes.hardware.hardware import Connection
 from zbcompile.planning.layouts import Layout, Question, find_layouts
 from zbcompile.planning.planner import Priced
 from zbcompile.schedules import ScheduleError
 
+SLOW = 4.0  # times longer than the fastest: what takes little memory because almost nothing runs side by side
+
 
 @dataclass(frozen=True)
 class Row:
-    """One way to use the ranks: `replicas` of a pipeline of `ranks`, laid out so, with `rows` of the batch per step, of
-    so many `tokens` each. `exchange` is by how many seconds the sum of the gradients over the replicas prolongs the
-    step. `best`: nothing is faster that takes less memory."""
+    """One way to use the ranks: `replicas` of a pipeline of `ranks` times `tensor` ranks that share every matrix, laid
+    out so, with `rows` of the batch per step, of so many `tokens` each. `exchange` is by how many seconds the sum of
+    the gradients over the replicas prolongs the step. `best`: nothing is faster that takes less memory."""
 
     replicas: int
     ranks: int
     layout: Layout
     rows: int
     tokens: int = 1
+    tensor: int = 1
     exchange: float = 0.0
     best: bool = False
+
+    @property
+    def mesh(self) -> tuple[int, int, int]:
+        """The ranks along "dp", "tp" and "pp"."""
+        return self.replicas, self.tensor, self.ranks
 
     @property
     def seconds(self) -> float:
@@ -41,69 +50,87 @@ class Row:
         return max(self.layout.peak)
 
 
+@dataclass(frozen=True)
+class Captured:
+    """The step of one of `tensor` ranks that share every matrix, for a microbatch of so many `rows`, of so many
+    `tokens` each; `measured` are the times of operations for `balance="measured"`."""
+
+    drawn: Drawn
+    rows: int
+    tokens: int = 1
+    measured: Mapping[str, float] = field(default_factory=dict)
+    tensor: int = 1
+
+
 def factorisations(
-    drawn: Drawn,
+    step: Captured,
     choices: Choices,
     ranks: int,
-    microbatch: int,
-    tokens: int,
     batch: int | None,
     seconds: float,
-    measured: Mapping[str, float],
     announce: Callable[[str], None],
     dimensions: Collection[str] = ("dp", "pp"),
 ) -> tuple[list[Row], list[str]]:
-    """The rows, the fastest first, with those marked that nothing beats in both time and memory; and why other numbers
-    of pipeline ranks are impossible.
+    """The rows for so many ranks altogether, and why other numbers of pipeline ranks are impossible.
 
-    `microbatch` is the number of rows of the captured microbatch, `tokens` that in each of them, `batch` that of a
-    whole step over all replicas, by default four microbatches for each rank; `seconds` may be spent on the search
-    altogether; `measured` are the times of operations for `balance="measured"`; `dimensions` of the mesh have several
-    ranks, others one.
+    `batch` is the number of rows of a whole step over all replicas, by default four microbatches for each pipeline
+    rank; `seconds` may be spent on the search altogether; `dimensions` of the mesh have several ranks, others one.
     """
-    least, most = 1 if "dp" in dimensions else ranks, ranks if "pp" in dimensions else 1
-    sizes = [size for size in range(least, most + 1) if ranks % size == 0]
+    places = ranks // step.tensor
+    least, most = 1 if "dp" in dimensions else places, places if "pp" in dimensions else 1
+    sizes = [size for size in range(least, most + 1) if places % size == 0]
     found: list[Row] = []
     impossible: list[str] = []
-    priced = Priced(drawn, choices, measured)
+    choices, link = _on_mesh(choices, step.tensor)
+    priced = Priced(step.drawn, choices, step.measured, link)
     for size in sizes:
-        replicas = ranks // size
-        announce(f"{replicas} replicas of {size} pipeline ranks")
+        replicas, beside = places // size, f"tp={step.tensor}, " if step.tensor > 1 else ""
+        announce(f"dp={replicas}, {beside}pp={size}")
         try:
-            task = priced.costs(size), choices, replicas, size, microbatch, batch, seconds / len(sizes), announce
-            found += (replace(row, tokens=tokens) for row in _rows(*task))
+            found += _rows(step, priced.costs(size), choices, replicas, size, batch, seconds / len(sizes), announce)
         except (PartitionError, ScheduleError) as error:
-            impossible.append(f"pp={size}: {str(error).splitlines()[0]}")
-    return list(_marked(sorted(found, key=lambda row: (-row.rate, row.peak)))), impossible
+            impossible.append(f"{beside}pp={size}: {str(error).splitlines()[0]}")
+    return found, impossible
+
+
+def _on_mesh(choices: Choices, tensor: int) -> tuple[Choices, Connection | None]:
+    """With the link among ranks that share every matrix for exchanges, and the one between two neighbours of a
+    pipeline: they are `tensor` ranks apart."""
+    hardware = choices.hardware
+    if hardware is None:
+        return choices, None
+    among = hardware.connection(0, tensor - 1)
+    exchange = hardware.exchange if among == hardware.within else None
+    inside = replace(hardware, within=among, exchange=exchange)
+    return replace(choices, hardware=inside), hardware.connection(0, tensor)
 
 
 def _rows(
+    step: Captured,
     costs: Mapping[Barriers, LineCosts],
     choices: Choices,
     replicas: int,
     ranks: int,
-    microbatch: int,
     batch: int | None,
     seconds: float,
     announce: Callable[[str], None],
 ) -> Iterator[Row]:
-    own = 4 * ranks * microbatch if batch is None else batch // replicas
-    if batch is not None and (batch % replicas or own % microbatch):
-        raise PartitionError(f"a batch of {batch} rows is not {replicas} x a multiple of {microbatch} rows")
-    count = own // microbatch
+    own = 4 * ranks * step.rows if batch is None else batch // replicas
+    if batch is not None and (batch % replicas or own % step.rows):
+        raise PartitionError(f"a batch of {batch} rows is not {replicas} x a multiple of {step.rows} rows")
     counts = tuple(n for n in range(max(1, ranks), 8 * ranks + 1) if own % n == 0) if batch is not None else ()
-    question = Question(costs, ranks, count, choices, counts, brief=True)
+    question = Question(costs, ranks, own // step.rows, choices, counts, brief=True)
     for layout in find_layouts(question, seconds, announce):
-        exchange = _exchange(layout, costs[layout.choices.vocab], replicas)
-        yield Row(replicas, ranks, layout, own * replicas, exchange=exchange)
+        exchange = _exchange(layout, costs[layout.choices.vocab], replicas, step.tensor)
+        yield Row(replicas, ranks, layout, own * replicas, step.tokens, step.tensor, exchange)
 
 
-def _exchange(layout: Layout, costs: LineCosts, replicas: int) -> float:
+def _exchange(layout: Layout, costs: LineCosts, replicas: int, tensor: int) -> float:
     """By how many seconds sums of gradients end after the last pass: each rank's begins behind its own last one. A ring
     passes each byte on twice, over the slowest link between replicas, which stand next to each other in no node."""
     hardware, timeline = layout.choices.hardware, layout.found.simulation
     placement = timeline.schedule.placement
-    link = hardware.connection(0, (replicas - 1) * placement.ranks) if hardware else None
+    link = hardware.connection(0, (replicas - 1) * placement.ranks * tensor) if hardware else None
     if replicas == 1 or link is None:
         return 0.0
     steps, share = 2 * (replicas - 1), 1 / replicas
@@ -112,9 +139,11 @@ def _exchange(layout: Layout, costs: LineCosts, replicas: int) -> float:
     return max(0.0, max(map(sum, zip(ends, sums, strict=True))) - max(ends))
 
 
-def _marked(rows: Iterable[Row]) -> Iterator[Row]:
-    """Of rows by falling rate, each that takes less memory than all before is the best in its way."""
-    least = float("inf")
-    for row in rows:
-        yield replace(row, best=row.peak < least)
+def ranked(rows: Iterable[Row]) -> list[Row]:
+    """The fastest first. The best in their way take less memory than all that are faster, and are not slower than
+    any machine would be used for."""
+    found, least = sorted(rows, key=lambda row: (-row.rate, row.peak)), float("inf")
+    for at, row in enumerate(found):
+        found[at] = replace(row, best=row.peak < least and row.rate >= found[0].rate / SLOW)
         least = min(least, row.peak)
+    return found

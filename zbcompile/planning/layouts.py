@@ -1,6 +1,7 @@
 """Layouts: every sensible way to place, cut and order a captured step on some ranks, priced without compiling it."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, product
@@ -178,10 +179,12 @@ def find_layouts(
     for vocab, placement in product(question.shardings, question.placements):
         if question.brief and vocab != "off" and placement not in (_leading(looked) or question.placements):
             continue
+        asked = [replace(choices, vocab=vocab) for choices in question.recomputations]
+        bounds = [_bound(question, placement, choices) for choices in asked] if len(asked) > 1 else [0.0]
         layout = None
-        for choices in question.recomputations:
-            if layout is None or _may_gain(question, layout, choices):
-                layout = look(placement, question.microbatches, replace(choices, vocab=vocab))
+        for choices, least in sorted(zip(asked, bounds, strict=True), key=lambda each: each[1]):
+            if layout is None or least < layout.seconds:
+                layout = look(placement, question.microbatches, choices) or layout
     for layout in _fastest(looked, SEARCHED):
         if layout.choices.vocab == 1 and 2 in question.lines:
             look(layout.placement, layout.microbatches, replace(layout.choices, vocab=2))
@@ -207,15 +210,15 @@ def _fastest(layouts: Iterable[Layout], count: int | None = None) -> list[Layout
     return sorted(layouts, key=lambda layout: layout.rank)[:count]
 
 
-def _may_gain(question: Question, layout: Layout, choices: Choices) -> bool:
-    """Whether a step that recomputes less can be shorter, within the limit of memory that it fills."""
-    try:
-        asked = replace(layout.choices, recompute=choices.recompute)
-        costs, ranks, count, name, limits = _task(question, layout.placement, layout.edges, layout.microbatches, asked)
-        least = bound(costs, ranks, count, name, limits, barriers=barriers_of(layout.choices))
-        return least + (layout.microbatches - count) * _busiest(costs, ranks, name) < layout.seconds
-    except (PartitionError, ScheduleError):
-        return True  # with other cuts
+def _bound(question: Question, placement: str, choices: Choices) -> float:
+    """What no order is shorter than, with the cuts of a glance, within the limit of memory; infinite if none fits."""
+    for cuts in (question.cuts, question.lean_cuts):
+        with suppress(PartitionError, ScheduleError):
+            if (edges := cuts(placement, choices)) is not None:
+                task = costs, ranks, count, name, _ = _task(question, placement, edges, question.microbatches, choices)
+                least = bound(*task, barriers=barriers_of(choices))
+                return float(least + (question.microbatches - count) * _busiest(costs, ranks, name))
+    return float("inf")
 
 
 def _busiest(costs: Costs, ranks: int, placement: str) -> float:

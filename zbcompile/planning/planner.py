@@ -128,9 +128,10 @@ class Priced:
 
     def _line_costs(self, drawn: Drawn) -> LineCosts:
         basis = "measured" if self.choices.balance == "measured" else "flops"
-        loads, _ = loads_of(drawn.line, basis, self.measured, self.choices.hardware)
-        link = self.choices.hardware.within if self.choices.hardware else self.link
-        return LineCosts(drawn.canonical, drawn.line, loads, self.choices.optimizer_state, link=link)
+        hardware, state = self.choices.hardware, self.choices.optimizer_state
+        loads, _ = loads_of(drawn.line, basis, self.measured, hardware)
+        link = self.link or (hardware.within if hardware else None)
+        return LineCosts(drawn.canonical, drawn.line, loads, state, link=link, hardware=hardware)
 
 
 def _shard(sharding: Sharding, seconds: float, ranks: int, choices: Choices, vocab: Barriers) -> Shard:

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -12,9 +13,9 @@ from zbcompile.compiler.compile_example import one_microbatch
 from zbcompile.compiler.compile_model import draw_step
 from zbcompile.passes.compile_options import Choices
 from zbcompile.plan import main
-from zbcompile.planning.factorisations import factorisations
+from zbcompile.planning.factorisations import Captured, Row, factorisations, ranked
 
-TARGET = "examples/targets.py:gpt"
+TARGET, TARGETS = "examples/targets.py:gpt", "tests.support.mesh_targets"
 
 
 def test_table_picture_and_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -39,11 +40,12 @@ def test_table_picture_and_command(tmp_path: Path, capsys: pytest.CaptureFixture
     shown = capsys.readouterr().out
     table = [line.split() for line in shown.splitlines() if line.startswith("*")]
     rates, peaks = [float(line[-4].replace(",", "")) for line in table], [float(line[-2]) for line in table]
-    assert {(line[1], line[2]) for line in table} <= {("1", "2"), ("2", "1")}
+    assert {tuple(line[1:4]) for line in table} <= {("1", "1", "2"), ("2", "1", "1")}
     assert rates == sorted(rates, reverse=True)
     assert peaks == sorted(peaks, reverse=True)
-    assert {("1", "2"), ("2", "1")} <= {tuple(re.findall(r"\d+", line)[:2]) for line in shown.splitlines()}
-    assert re.search(f"zbcompile.compile {TARGET} --schedule auto --ranks.* --balance flops --boundary-bytes", shown)
+    divided = {tuple(re.findall(r"\d+", line)[:3]) for line in shown.splitlines()}
+    assert {("1", "1", "2"), ("2", "1", "1")} <= divided
+    assert re.search(f"zbcompile.compile {TARGET} --ranks . --schedule auto.* --balance flops --boundary-bytes", shown)
     assert len(ElementTree.parse(picture).findall(".//{*}circle")) >= len(table)
 
 
@@ -72,11 +74,50 @@ def test_dimensions_of_the_mesh(capsys: pytest.CaptureFixture[str]) -> None:
     asked = "--ranks", "2", "--global-batch", "16", "--search-seconds", "1"
     assert main([TARGET, *asked, "--mesh", "dp,tp"]) == 0
     shown = capsys.readouterr().out
-    assert {tuple(line.split()[1:3]) for line in shown.splitlines() if line.startswith("*")} == {("2", "1")}
-    assert "tp>1: GPT brings no tensor-parallel plan" in shown
+    assert {tuple(line.split()[1:4]) for line in shown.splitlines() if line.startswith("*")} == {("2", "1", "1")}
+    assert "takes no argument mesh, and GPT brings no tensor-parallel plan" in " ".join(shown.split())
     with pytest.raises(SystemExit):
         main([TARGET, *asked, "--mesh", "dp,cp"])
     assert "'dp,cp'; expected some of dp,tp,pp, with dp or pp" in capsys.readouterr().err
+
+
+def test_ranks_that_share_every_matrix(capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows for two ranks, which hold half of the weights; why four cannot; a command line with the mesh."""
+    asked = "--ranks", "4", "--global-batch", "8", "--search-seconds", "1", "--fake", "--mesh", "dp,tp"
+    assert main([f"{TARGETS}:layers", *asked]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert {("4", "1", "1"), ("2", "2", "1")} <= set(re.findall(r"(\d) (\d) (\d) linear", shown))
+    assert f"tp=4: calling {TARGETS}:layers with a mesh failed: ValueError: at most 2 ranks" in shown
+
+
+def test_the_command_states_the_mesh(capsys: pytest.CaptureFixture[str]) -> None:
+    """What one rank cannot hold, two can."""
+    asked = "--ranks", "2", "--memory", "220kB", "--search-seconds", "1", "--fake", "--mesh", "dp,tp"
+    assert main([f"{TARGETS}:layers", *asked]) == 0
+    shown = capsys.readouterr().out.splitlines()[-1]
+    assert re.search(rf"torchrun --nproc-per-node 2 -m zbcompile.run {TARGETS}:layers --replicas 1 --tensor 2 ", shown)
+    assert shown.endswith("# a mesh with dp=1, tp=2, pp=1")
+
+
+def test_a_target_that_does_not_use_its_mesh(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([f"{TARGETS}:whole", "--ranks", "2", "--search-seconds", "1", "--fake", "--mesh", "dp,tp"]) == 0
+    assert "tp=2: " in (shown := " ".join(capsys.readouterr().out.split()))
+    assert "returns as many parameters with a mesh as without" in shown
+
+
+def test_what_is_slow_for_nothing_is_no_best_row() -> None:
+    def row(seconds: float, peak: float) -> Row:
+        layout = SimpleNamespace(seconds=seconds, peak=(peak,))
+        return Row(1, 1, layout, 1)  # type: ignore[arg-type]
+
+    rows = [row(3, 3), row(2, 4), row(2, 3), row(1, 5), row(9, 1)]
+    assert [(r.seconds, r.peak, r.best) for r in ranked(rows)] == [
+        (1, 5, True),
+        (2, 3, True),
+        (2, 4, False),
+        (3, 3, False),
+        (9, 1, False),
+    ]
 
 
 def test_replicas_sum_their_gradients() -> None:
@@ -84,7 +125,7 @@ def test_replicas_sum_their_gradients() -> None:
     (batch,), model, choices = problem.batches(1, 2), problem.model(), Choices(hardware=hardware)
     example = Example(model, batch.args, loss=problem.loss, target=batch.target)
     drawn = draw_step(model, one_microbatch(example), problem.loss, choices)
-    rows, _ = factorisations(drawn, choices, 2, 2, 1, 16, 0.1, {}, lambda text: None, ("dp",))
+    rows, _ = factorisations(Captured(drawn, 2), choices, 2, 16, 0.1, lambda text: None, ("dp",))
     assert hardware.within is not None
     size = sum(parameter.nbytes for parameter in model.parameters())
     expected = 2 * (hardware.within.latency + size / 2 / hardware.within.bandwidth)

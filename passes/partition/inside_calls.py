@@ -1,0 +1,83 @@
+"""Operators that stand for calls, of autograd.Functions and of modules with DTensors: what they compute, forward and
+backward, as plain operations that can be priced."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from zbcompile.passes.capture.custom_functions import form_of, is_call
+from zbcompile.passes.graph.flops import count_flops
+from zbcompile.passes.graph.fx import like, operations_behind, output_values
+from zbcompile.passes.graph.kernel_layouts import kernels_layouts
+from zbcompile.passes.graph.storage import tensors_of
+from zbcompile.passes.torch_private import FakeTensorMode, make_fx, single_threaded_backward, storage_key
+
+
+@dataclass(frozen=True)
+class Inside:
+    """The operations of a call that belong to F, B and W, and the FLOPs of each operation. `left` is what W reads of
+    the others: which input of the call (None: none of them), and the bytes."""
+
+    passes: tuple[frozenset[Node], ...]
+    flops: Mapping[Node, int]
+    left: tuple[tuple[int | None, int], ...]
+
+    @property
+    def forward_flops(self) -> int:
+        return sum(self.flops[node] for node in self.passes[0])
+
+
+def inside_calls(graph: Graph) -> dict[Node, Inside]:
+    """By the nodes that are such operators; calls that compute alike are traced once."""
+    calls = list(filter(is_call, graph.nodes))
+    first = {form_of(node): node for node in reversed(calls)}
+    found = {form: _inside(node) for form, node in first.items()}
+    return {node: found[form_of(node)] for node in calls}
+
+
+def _inside(call: Node) -> Inside:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    module, arguments = _traced(call, mode), call.all_input_nodes
+    values, count = output_values(module.graph), len(call.meta["val"])
+    gradients = list(zip(arguments, values[count:], strict=True))
+    forward = _behind(values[:count])
+    backward = _behind(value for argument, value in gradients if not _is_weight(argument)) - forward
+    weight = _behind(value for argument, value in gradients if _is_weight(argument)) - forward - backward
+    inputs = module.graph.find_nodes(op="placeholder")[: len(arguments)]
+    return Inside((forward, backward, weight), count_flops(module, mode), tuple(_left(weight, inputs)))
+
+
+def _left(weight: frozenset[Node], inputs: Sequence[Node]) -> Iterator[tuple[int | None, int]]:
+    positions = {storage_key(node.meta["val"]): at for at, node in enumerate(inputs)}
+    read = {node for each in weight for node in each.all_input_nodes} - weight
+    tensors = {storage_key(t): t for node in read for t in tensors_of(node.meta["val"])}
+    return ((positions.get(key), tensor.untyped_storage().nbytes()) for key, tensor in tensors.items())
+
+
+def _traced(call: Node, mode: FakeTensorMode) -> GraphModule:
+    """The call on fake tensors, and the gradients of its inputs."""
+    positions = [call.all_input_nodes.index(node) for node in call.args[0]]  # type: ignore[union-attr, arg-type]
+
+    def run(given: list[torch.Tensor], arriving: list[torch.Tensor]) -> list[Any]:
+        with torch.enable_grad():
+            results = call.target([given[at] for at in positions], call.args[1])  # type: ignore[operator]
+        pairs = [pair for pair in zip(results, arriving, strict=True) if pair[0].requires_grad]
+        trained = [tensor for tensor in given if tensor.requires_grad] if pairs else []
+        roots, tangents = zip(*pairs, strict=True) if trained else ((), ())
+        found = iter(torch.autograd.grad(roots, trained, tangents, allow_unused=True) if trained else ())
+        return [*results, *(next(found) if trained and tensor.requires_grad else None for tensor in given)]
+
+    with mode, kernels_layouts(), single_threaded_backward():
+        given = [like(n.meta["val"]).requires_grad_(n.meta["differentiable"]) for n in call.all_input_nodes]
+        return make_fx(run)(given, [like(value) for value in call.meta["val"]])
+
+
+def _behind(values: Iterable[Any]) -> frozenset[Node]:
+    return frozenset(operations_behind(value for value in values if isinstance(value, Node)))
+
+
+def _is_weight(node: Node) -> bool:
+    return node.op == "placeholder" and node.meta["slot"].kind == "parameter"
