@@ -1,5 +1,6 @@
 """TARGETs for command lines that build a model on a mesh."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -37,3 +38,10 @@ def layers(mesh: Any = None) -> zbcompile.Example:
 def whole(mesh: Any = None) -> zbcompile.Example:
     """It does nothing with the mesh."""
     return layers()
+
+
+def batches() -> Iterator[Any]:
+    """Four rows for each step."""
+    for step in range(3):
+        x = torch.randn(2 * ROWS, WIDTH, generator=torch.Generator().manual_seed(step))
+        yield (x,), {"target": x}

@@ -123,6 +123,27 @@ def test_two_replicas_of_two_ranks(small_program: Program, pool: Pool, tmp_path:
         assert (found[name] - parameter).abs().max() <= 2e-6 * parameter.abs().max(), name
 
 
+def run_target(folder: str, tensor: int) -> None:
+    targets = "tests.support.mesh_targets"
+    job = Job(
+        *(Path(f"{targets}:layers"), f"{targets}:batches", 3, "sgd", {"lr": 0.1}),
+        export=Path(folder, f"tensor{tensor}.safetensors"),
+        tensor=tensor,
+        compiling={"schedule": "1f1b", "microbatches": 2},
+    )
+    train(job)
+
+
+def test_ranks_share_the_matrices_of_a_target(pool: Pool, tmp_path: Path) -> None:
+    """Two ranks as a pipeline, and with parts of every matrix."""
+    for tensor in (1, 2):
+        pool.run(run_target, str(tmp_path), tensor, ranks=2)
+    one, other = (load_file(tmp_path / f"tensor{tensor}.safetensors") for tensor in (1, 2))
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert (value - other[name]).abs().max() <= 2e-6 * value.abs().max(), name
+
+
 def eager_step_seeded(model: torch.nn.Module, batch: Batch, step: int) -> None:
     """The oracle's step for the run's seed."""
     count = 2 * MICROBATCHES
