@@ -173,8 +173,8 @@ def tensor_spec(value: torch.Tensor, needs_gradient: bool = False) -> TensorSpec
 @dataclass(frozen=True)
 class Collective:
     """An exchange in pass `name` ("F", "B", "W" or "BW"): which `kind`, along which `dimension` of the mesh, with how
-    many `bytes` (see `exchanged_bytes`), by which `operation` of the graph. It `hides` unless the operation itself waits.
-    A prediction adds its `seconds`, and what runs `behind` it."""
+    many `bytes` (see `exchanged_bytes`), by which `operation` of the graph. It `hides` unless the operation itself
+    waits. A prediction adds its `seconds`, and what runs `behind` it."""
 
     name: str
     kind: str
