@@ -124,7 +124,7 @@ class LayoutSearch:
         clock, tried = Clock(self.ranks, self.options.search_seconds), list[Tried]()
         for number, finalist in enumerate(finalists):
             if tried and not clock.allows_another():
-                self._say(f"search_seconds leaves no time to try {len(finalists) - number} more layouts that come close")
+                self._say(f"search_seconds leaves no time to try {len(finalists) - number} more layouts that are close")
                 break
             with suppress(CompileError, ScheduleError) if tried else nullcontext():  # it takes more than was estimated
                 orders = self._compiled(finalist, len(finalists))
