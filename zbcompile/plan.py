@@ -3,10 +3,9 @@ for machines."""
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 from xml.sax.saxutils import escape
 
@@ -15,7 +14,7 @@ import torch
 from zbcompile.amounts import format_share, format_time
 from zbcompile.cli.command_line import exit_status, flag_of, split_options
 from zbcompile.cli.compile_arguments import Plan, add_plan, announcer, example_of, quiet, with_options
-from zbcompile.cli.mesh_parts import DIMENSIONS, part_of, why_whole
+from zbcompile.cli.mesh_parts import DIMENSIONS, Labels, part_of, why_whole
 from zbcompile.compiler.compile_example import one_microbatch
 from zbcompile.compiler.compile_model import draw_step, whole_of
 from zbcompile.compiler.measure_nodes import measure_line
@@ -25,7 +24,6 @@ from zbcompile.model.batch import Microbatch
 from zbcompile.model.batch_split import choose_cuts
 from zbcompile.model.example import Example
 from zbcompile.passes.compile_options import Choices
-from zbcompile.passes.errors import CompileError
 from zbcompile.passes.option import options_of
 from zbcompile.passes.stage.print_python import format_bytes
 from zbcompile.planning.factorisations import Captured, Row, factorisations, ranked
@@ -161,29 +159,27 @@ def _assumed(request: PlanRequest) -> str:
 
 def _searched(request: PlanRequest, ranks: int) -> tuple[list[Row], list[str]]:
     """The rows, and what is impossible, whatever number of ranks shares the matrices."""
-    say, example = announcer(), example_of(request)
-    rows, impossible = _divided(request, ranks, _captured(request, example, say), say)
+    say, whole, options = announcer(), example_of(request), request.options
+    task = options.choices, ranks, request.global_batch, options.search_seconds, say, request.dimensions
     sizes = [tp for tp in range(2, ranks + 1) if ranks % tp == 0] if "tp" in request.dimensions else []
-    if sizes and (why := why_whole(request, example.model)):
-        return ranked(rows), [*impossible, f"tp>1: {why}"]
-    for tp in sizes:
+    why = why_whole(request, whole.model) if sizes else ""
+    rows, impossible = factorisations(_captured(request, whole, say), *task)
+    for tp in () if why else sizes:
         try:
-            with part_of(request, example.model, ranks, tp) as (part, labels):
-                found, reasons = _divided(request, ranks, _captured(request, part, say, tp, labels), say)
-        except (CompileError, PipelineError) as error:
-            found, reasons = [], [f"tp={tp}: {str(error).splitlines()[0]}"]
+            with part_of(request, whole.model, ranks, tp) as (part, labels):
+                found, reasons = factorisations(_captured(request, part, say, tp, labels), *task)
+        except Exception as error:  # also torch's, of a plan that does not fit the model: the other rows stand
+            if request.debug:
+                raise
+            found, reasons = [], [f"tp={tp}: {next(iter(str(error).splitlines()), type(error).__name__)}"]
         rows, impossible = rows + found, impossible + reasons
-    return ranked(rows), impossible
+    return ranked(rows), [*impossible, *([f"tp>1: {why}"] if why else [])]
 
 
 def _captured(
-    request: PlanRequest,
-    example: Example,
-    say: Callable[[str], None],
-    tp: int = 1,
-    labels: Mapping[str, str] = MappingProxyType({}),
+    request: PlanRequest, example: Example, say: Callable[[str], None], tp: int = 1, labels: Labels | None = None
 ) -> Captured:
-    """The step of one of `tp` ranks; `labels` are the dimensions of process groups, by their names."""
+    """The step of one of `tp` ranks."""
     say(f"capturing {type(example.model).__name__}{f' on one of {tp} ranks' * (tp > 1)}")
     microbatch, choices = one_microbatch(example), request.options.choices
     _, count = choose_cuts(microbatch.paths, microbatch.leaves, {})
@@ -191,14 +187,6 @@ def _captured(
         drawn = draw_step(example.model, microbatch, example.loss, choices, dimensions=labels)
         measured = measure_line(whole_of(drawn).line) if choices.balance == "measured" else {}
     return Captured(drawn, count, _tokens(microbatch, count), measured, tp)
-
-
-def _divided(
-    request: PlanRequest, ranks: int, step: Captured, say: Callable[[str], None]
-) -> tuple[list[Row], list[str]]:
-    options = request.options
-    task = options.choices, ranks, request.global_batch, options.search_seconds, say, request.dimensions
-    return factorisations(step, *task)
 
 
 def _tokens(microbatch: Microbatch, rows: int) -> int:

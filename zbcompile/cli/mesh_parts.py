@@ -16,6 +16,7 @@ from zbcompile.model.example import Example
 from zbcompile.torch_private import group_without_peers
 
 DIMENSIONS = ("dp", "tp", "pp")
+Labels = dict[str, str]  # the dimension of each process group, by its name
 
 
 def why_whole(plan: Plan, model: nn.Module) -> str:
@@ -31,9 +32,9 @@ def why_whole(plan: Plan, model: nn.Module) -> str:
 
 
 @contextmanager
-def part_of(plan: Plan, whole: nn.Module, ranks: int, tensor: int) -> Iterator[tuple[Example, dict[str, str]]]:
-    """The example with the part of the first of `tensor` ranks, and the dimension of each process group by its name.
-    Inside, collectives can be traced. Raises PipelineError if the model cannot be divided so."""
+def part_of(plan: Plan, whole: nn.Module, ranks: int, tensor: int) -> Iterator[tuple[Example, Labels]]:
+    """The example with the part of the first of `tensor` ranks. Inside, its collectives can be traced. Raises
+    PipelineError if the model cannot be divided so."""
     from torch.distributed.device_mesh import init_device_mesh
 
     with group_without_peers(ranks):

@@ -179,8 +179,8 @@ def find_layouts(
     for vocab, placement in product(question.shardings, question.placements):
         if question.brief and vocab != "off" and placement not in (_leading(looked) or question.placements):
             continue
-        asked = [replace(choices, vocab=vocab) for choices in question.recomputations]
-        bounds = [_bound(question, placement, choices) for choices in asked] if len(asked) > 1 else [0.0]
+        asked, count = [replace(choices, vocab=vocab) for choices in question.recomputations], question.microbatches
+        bounds = [_bound(question, placement, each, count) for each in asked] if len(asked) > 1 else [0.0]
         layout = None
         for choices, least in sorted(zip(asked, bounds, strict=True), key=lambda each: each[1]):
             if layout is None or least < layout.seconds:
@@ -190,7 +190,7 @@ def find_layouts(
             look(layout.placement, layout.microbatches, replace(layout.choices, vocab=2))
     for layout in _fastest(looked, SEARCHED):
         for count in question.counts:
-            if count != question.microbatches:
+            if count != question.microbatches and _may_gain(question, layout, count):
                 look(layout.placement, count, layout.choices)
     if not looked:
         raise PartitionError("no layout fits: " + "; ".join(dict.fromkeys(reasons)))
@@ -210,14 +210,20 @@ def _fastest(layouts: Iterable[Layout], count: int | None = None) -> list[Layout
     return sorted(layouts, key=lambda layout: layout.rank)[:count]
 
 
-def _bound(question: Question, placement: str, choices: Choices) -> float:
+def _may_gain(question: Question, layout: Layout, microbatches: int) -> bool:
+    """Whether another number of microbatches is worth a look; one that is not brief may also come close."""
+    least = _bound(question, layout.placement, layout.choices, microbatches) if question.brief else 0.0
+    return least < layout.seconds
+
+
+def _bound(question: Question, placement: str, choices: Choices, microbatches: int) -> float:
     """What no order is shorter than, with the cuts of a glance, within the limit of memory; infinite if none fits."""
     for cuts in (question.cuts, question.lean_cuts):
         with suppress(PartitionError, ScheduleError):
             if (edges := cuts(placement, choices)) is not None:
-                task = costs, ranks, count, name, _ = _task(question, placement, edges, question.microbatches, choices)
+                task = costs, ranks, count, name, _ = _task(question, placement, edges, microbatches, choices)
                 least = bound(*task, barriers=barriers_of(choices))
-                return float(least + (question.microbatches - count) * _busiest(costs, ranks, name))
+                return float(least + (microbatches - count) * _busiest(costs, ranks, name))
     return float("inf")
 
 
