@@ -7,7 +7,6 @@ from zbcompile.compiler.compile_model import Drawn
 from zbcompile.compiler.line_costs import LineCosts
 from zbcompile.passes.compile_options import Barriers, Choices
 from zbcompile.passes.errors import PartitionError
-from zbcompile.passes.hardware.hardware import Connection
 from zbcompile.planning.layouts import Layout, Question, find_layouts
 from zbcompile.planning.planner import Priced
 from zbcompile.schedules import ScheduleError
@@ -81,8 +80,8 @@ def factorisations(
     sizes = [size for size in range(least, most + 1) if places % size == 0]
     found: list[Row] = []
     impossible: list[str] = []
-    choices, link = _on_mesh(choices, step.tensor)
-    priced = Priced(step.drawn, choices, step.measured, link)
+    choices = on_mesh(choices, step.tensor)
+    priced = Priced(step.drawn, choices, step.measured)
     for size in sizes:
         replicas, beside = places // size, f"tp={step.tensor}, " if step.tensor > 1 else ""
         announce(f"dp={replicas}, {beside}pp={size}")
@@ -93,16 +92,15 @@ def factorisations(
     return found, impossible
 
 
-def _on_mesh(choices: Choices, tensor: int) -> tuple[Choices, Connection | None]:
-    """With the link among ranks that share every matrix for exchanges, and the one between two neighbours of a
-    pipeline: they are `tensor` ranks apart."""
+def on_mesh(choices: Choices, tensor: int) -> Choices:
+    """With the link between two neighbours of a pipeline, which are `tensor` ranks apart, and for exchanges that among
+    the ranks that share every matrix."""
     hardware = choices.hardware
-    if hardware is None:
-        return choices, None
+    if hardware is None or tensor == 1:
+        return choices
     among = hardware.connection(0, tensor - 1)
-    exchange = hardware.exchange if among == hardware.within else None
-    inside = replace(hardware, within=among, exchange=exchange)
-    return replace(choices, hardware=inside), hardware.connection(0, tensor)
+    exchange = hardware.exchange or among if among == hardware.within else among
+    return replace(choices, hardware=replace(hardware, within=hardware.connection(0, tensor), exchange=exchange))
 
 
 def _rows(

@@ -130,7 +130,7 @@ class Priced:
         basis = "measured" if self.choices.balance == "measured" else "flops"
         hardware, state = self.choices.hardware, self.choices.optimizer_state
         loads, _ = loads_of(drawn.line, basis, self.measured, hardware)
-        link = self.link or (hardware.within if hardware else None)
+        link = hardware.within if hardware else self.link
         return LineCosts(drawn.canonical, drawn.line, loads, state, link=link, hardware=hardware)
 
 

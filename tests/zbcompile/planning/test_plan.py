@@ -13,7 +13,7 @@ from zbcompile.compiler.compile_example import one_microbatch
 from zbcompile.compiler.compile_model import draw_step
 from zbcompile.passes.compile_options import Choices
 from zbcompile.plan import main
-from zbcompile.planning.factorisations import Captured, Row, factorisations, ranked
+from zbcompile.planning.factorisations import Captured, Row, factorisations, on_mesh, ranked
 
 TARGET, TARGETS = "examples/targets.py:gpt", "tests.support.mesh_targets"
 
@@ -103,6 +103,20 @@ def test_a_target_that_does_not_use_its_mesh(capsys: pytest.CaptureFixture[str])
     assert main([f"{TARGETS}:whole", "--ranks", "2", "--search-seconds", "1", "--fake", "--mesh", "dp,tp"]) == 0
     assert "tp=2: " in (shown := " ".join(capsys.readouterr().out.split()))
     assert "returns as many parameters with a mesh as without" in shown
+
+
+def test_links_of_ranks_that_share_every_matrix() -> None:
+    """Within a node of 8, and beyond it."""
+    hardware = Hardware.find("h100-sxm")
+    for tensor, exchange, message in (
+        (1, None, hardware.within),
+        (4, hardware.within, hardware.within),
+        (8, hardware.within, hardware.between),
+        (16, hardware.between, hardware.between),
+    ):
+        found = on_mesh(Choices(hardware=hardware), tensor).hardware
+        assert found is not None
+        assert (found.exchange, found.within) == (exchange, message)
 
 
 def test_what_is_slow_for_nothing_is_no_best_row() -> None:
