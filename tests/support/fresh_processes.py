@@ -1,12 +1,13 @@
 """Programs compiled here and run by fresh processes, at two and four ranks, that cannot import the models' source.
 
-Four processes run each program of four ranks together, and then in two pairs those of two ranks.
+Four processes, forked from one that has imported torch and zbcompile, run each program of four ranks together, and then
+in two pairs those of two ranks.
 """
 
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,12 @@ MODELS = ("gpt-tied", "llama", "vit", "unet")
 PLANS = {2: "zb-v", 4: "zb-h1"}  # ranks: schedule; both have four stages, so the same graphs
 MICROBATCHES = 4
 SCRIPT = """
-import os, sys
+import gc, multiprocessing, os, sys
 sys.modules.update(dict.fromkeys(("transformers", "gpt", "tests", "examples")))  # now nobody can import these
-import torch, zbcompile
+import torch, torch._dynamo, zbcompile
 
 torch.set_num_threads(1)
+zbcompile.load  # imports the runtime
 
 def run(model, ranks):
     given = torch.load(f"{model}.pt")
@@ -45,15 +47,25 @@ def leave_together():
     torch.distributed.barrier()  # the store of the process group lives as long as its first rank
     torch.distributed.destroy_process_group()
 
-models = sys.argv[1:]
-found = {f"{model} at 4": run(model, 4) for model in models}
-rank = torch.distributed.get_rank()
-leave_together()
-os.environ |= {"RANK": str(rank % 2), "WORLD_SIZE": "2", "MASTER_PORT": os.environ[f"PORT_OF_PAIR_{rank // 2}"]}
-half = (len(models) + 1) // 2
-found |= {f"{model} at 2": run(model, 2) for model in (models[half:] if rank >= 2 else models[:half])}
-leave_together()
-torch.save(found, f"found-{rank}.pt")
+def live(rank, models):
+    os.environ["RANK"] = str(rank)
+    found = {f"{model} at 4": run(model, 4) for model in models}
+    leave_together()
+    pair = {"RANK": str(rank % 2), "WORLD_SIZE": "2", "MASTER_PORT": os.environ[f"PORT_OF_PAIR_{rank // 2}"]}
+    os.environ.update(pair)
+    half = (len(models) + 1) // 2
+    found |= {f"{model} at 2": run(model, 2) for model in (models[half:] if rank >= 2 else models[:half])}
+    leave_together()
+    torch.save(found, f"found-{rank}.pt")
+
+gc.freeze()
+context = multiprocessing.get_context("fork")
+ranks = [context.Process(target=live, args=(rank, sys.argv[1:])) for rank in range(4)]
+for rank in ranks:
+    rank.start()
+for rank in ranks:
+    rank.join()
+sys.exit(any(rank.exitcode for rank in ranks))
 """
 
 
@@ -63,9 +75,12 @@ def run_alone(folder: Path, models: Sequence[str], backend: str = "fx") -> dict[
         _save(model, folder, backend)
     (folder / "zbcompile").symlink_to(ROOT / "zbcompile")  # all of this repository that they can import
     ports = {"MASTER_PORT": free_port(), "PORT_OF_PAIR_0": free_port(), "PORT_OF_PAIR_1": free_port()}
-    processes = [_start(rank, ports, folder, models) for rank in range(4)]
-    said = [process.communicate(timeout=300 if backend == "fx" else 3600)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0] * 4, "\n".join(said)
+    place = {"WORLD_SIZE": "4", "MASTER_ADDR": "localhost"} | {name: str(port) for name, port in ports.items()}
+    environment = {**os.environ, **place, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", SCRIPT, *models]
+    patience = 300 if backend == "fx" else 3600
+    done = subprocess.run(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True, timeout=patience)
+    assert done.returncode == 0, done.stderr
     found = [torch.load(folder / f"found-{rank}.pt") for rank in range(4)]
     return {(model, ranks): _joined(found, model, ranks) for model in models for ranks in PLANS}
 
@@ -90,15 +105,6 @@ def _save(model: str, folder: Path, backend: str) -> None:
     target = {} if batch.target is None else {"target": batch.target}
     given = {"state": made.state_dict(), "args": batch.args, "kwargs": {**batch.kwargs, **target}}
     torch.save(given, folder / f"{model}.pt")
-
-
-def _start(rank: int, ports: Mapping[str, int], folder: Path, models: Sequence[str]) -> subprocess.Popen[str]:
-    place = {"RANK": str(rank), "WORLD_SIZE": "4", "MASTER_ADDR": "localhost"} | {
-        name: str(port) for name, port in ports.items()
-    }
-    environment = {**os.environ, **place, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", SCRIPT, *models]
-    return subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True)
 
 
 def _joined(found: list[dict[str, Any]], model: str, ranks: int) -> Trained:
