@@ -3,10 +3,11 @@
 import os
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.warm_torchrun import warm_torchrun
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = """
@@ -37,12 +38,10 @@ def test_two_agents_train_and_fail_together(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     place = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}", "--rdzv-id", "two"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", *place]
+    command = warm_torchrun("zbcompile.run", "--nnodes", "2", "--nproc-per-node", "1", *place, str(script))
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     agents = [
-        subprocess.Popen(
-            [*command, str(script)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         for _ in range(2)
     ]
     said = sorted((agent.communicate(timeout=200)[0] for agent in agents), key=lambda text: "FaultError" in text)

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from torch.nn.functional import cross_entropy
 pytest.importorskip("lightning")
 
 from lightning_loop import CLIP, LEARNING_RATE, MICROBATCHES, loader, model, train
+from tests.support.warm_torchrun import warm_torchrun
 
 SCRIPT = Path(__file__).parents[3] / "examples" / "lightning_loop.py"
 
@@ -41,7 +41,7 @@ def test_the_losses_of_eager() -> None:
 
 @pytest.mark.slow
 def test_the_losses_of_eager_in_two_processes() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(SCRIPT)]
+    command = warm_torchrun("lightning, zbcompile.run", "--standalone", "--nproc-per-node=2", str(SCRIPT))
     done = subprocess.run(
         command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200
     )
