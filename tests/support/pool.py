@@ -37,6 +37,7 @@ START = 200.0  # seconds within which the nursery must have done its imports, or
 # Elsewhere torch does not survive it, and in builds with CUDA autograd's threads do not, which a capture starts: then
 # every worker imports for itself.
 FORKS = sys.platform == "linux" and version("torch").endswith("+cpu")
+MUCH = 200  # modules; importing so many takes a second
 GRACE = 15.0  # seconds that the other ranks have once one has failed: an error must reach all of them
 
 
@@ -112,6 +113,7 @@ class Pool:
     groups: int = 0
     nursery: Nursery | None = None
     rehearsed: set[str] = field(default_factory=set)
+    imported: set[str] = field(default_factory=set)
 
     def alone(self, function: Callable[..., Any], *args: Any) -> Any:
         """The result of `function(*args)` in one process without a group. Raises TaskFailed, with the traceback, if
@@ -140,6 +142,7 @@ class Pool:
     def outcomes(self, function: Callable[..., Any], *args: Any, ranks: int = 2, timeout: float = 120) -> list[Outcome]:
         """As `run`, but a rank's exception is an outcome. TaskFailed, with all stacks, if a rank does not end."""
         path = _path(function)
+        self._import(function.__module__)
         self._start(ranks, function.__module__)
         store = self._store(ranks)
         for rank in range(ranks):
@@ -160,6 +163,7 @@ class Pool:
             self.nursery.process.kill()
             self.nursery = None
             self.rehearsed.clear()
+            self.imported.clear()
 
     def _end_workers(self, patience: float) -> None:
         """An empty message asks them to end; what is busy is killed after `patience` seconds."""
@@ -178,6 +182,13 @@ class Pool:
         if self.nursery is None:
             self.nursery = _start_nursery()
         return self.nursery
+
+    def _import(self, module: str) -> None:
+        """What imports much is imported by the nursery, and workers are forked anew: each would take as long."""
+        if FORKS and module not in self.imported:
+            self.imported.add(module)
+            if self.workers and self.alone(import_module, module) > MUCH:
+                self._end_workers(patience=5)
 
     def _start(self, ranks: int, module: str) -> None:
         """Start the workers that are missing. Imports take long on a busy machine and count for no time-out."""
@@ -227,6 +238,13 @@ def open_pool() -> Iterator[Pool]:
             yield pool
         finally:
             pool.close()
+
+
+def import_module(name: str) -> int:
+    """Import a module; how many others came with it."""
+    before = len(sys.modules)
+    importlib.import_module(name)
+    return len(sys.modules) - before
 
 
 def _path(function: Callable[..., Any]) -> str:
