@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.fault_cells import free_port
+from tests.support.warm_torchrun import install
 from zbcompile.schedules import names
 
 ROOT = Path(__file__).parent.parent
@@ -25,11 +26,13 @@ def test_pages_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for language, mark, text in BLOCK.findall(page.read_text(encoding="utf-8")):
         if mark.startswith("file="):
             (tmp_path / mark.removeprefix("file=")).write_text(text, encoding="utf-8")
+            install(tmp_path / "bin", "\n".join(re.findall(r"^(?:import|from) .*$", text, re.MULTILINE)))
         elif language == "python":
             exec(compile(text, page.name, "exec"), names)
             ran += 1
         elif mark == "run":
-            environment = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PORT": str(free_port())}
+            path = f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+            environment = {"PATH": path, "PORT": str(free_port())}
             subprocess.run(["bash", "-euc", text], check=True, timeout=240, env={**os.environ, **environment})
             ran += 1
     assert ran

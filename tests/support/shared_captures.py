@@ -20,6 +20,7 @@ from unittest import mock
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tests.support.stored_captures import program_to_bytes, read_or_make
@@ -204,8 +205,9 @@ def _once_per_plan(compile_: Callable[..., Program]) -> Callable[..., Program]:
 
 
 def _stored(drawn: Drawn, decided: tuple[Any, ...], make: Callable[[], tuple[Program, bool]]) -> Program:
-    """The program from the folder of captures, if what was captured can be told."""
-    if drawn.captured.module not in KEYS or not _is_local(drawn.captured):
+    """The program from the folder of captures, if what was captured can be told. Other ranks read it: for tests in one
+    process writing costs more than the few that another process reads."""
+    if drawn.captured.module not in KEYS or not _is_local(drawn.captured) or not dist.is_initialized():
         return make()[0]
     shards = drawn.sharding and (drawn.sharding.head.weight, drawn.sharding.lookup is None)
     key = KEYS[drawn.captured.module] + repr(("program", torch.get_num_threads(), decided, shards)).encode()
@@ -230,7 +232,7 @@ def _forward_once(compile_: Callable[..., Program]) -> Callable[..., Program]:
                     key,
                     lambda stored: _fits(stored, ("", *microbatch.example)),
                     lambda: (compile_(model, microbatch, wanted, frame, given), not seen),
-                    program_to_bytes,
+                    program_to_bytes if dist.is_initialized() else lambda _: None,
                 )
             if not seen and not (made.groups or made.plain):
                 found[key] = made

@@ -38,7 +38,7 @@ def test_two_agents_train_and_fail_together(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     place = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}", "--rdzv-id", "two"]
-    command = warm_torchrun("zbcompile.run", "--nnodes", "2", "--nproc-per-node", "1", *place, str(script))
+    command = warm_torchrun("import zbcompile.run", "--nnodes", "2", "--nproc-per-node", "1", *place, str(script))
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     agents = [
         subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

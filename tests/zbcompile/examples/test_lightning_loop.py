@@ -41,7 +41,7 @@ def test_the_losses_of_eager() -> None:
 
 @pytest.mark.slow
 def test_the_losses_of_eager_in_two_processes() -> None:
-    command = warm_torchrun("lightning, zbcompile.run", "--standalone", "--nproc-per-node=2", str(SCRIPT))
+    command = warm_torchrun("import lightning, zbcompile.run", "--standalone", "--nproc-per-node=2", str(SCRIPT))
     done = subprocess.run(
         command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200
     )
