@@ -97,7 +97,7 @@ def whole(what: str, least: int | None = 1) -> Kind:
 
 def number(expected: str, holds: Callable[[float], bool], metavar: str = "X") -> Kind:
     """A number for which `holds` is true."""
-    return accept(lambda given: _is_real(given) and holds(given), expected, type=float, metavar=metavar)
+    return accept(lambda given: is_real(given) and holds(given), expected, type=float, metavar=metavar)
 
 
 def read_bytes(given: Any) -> int:
@@ -108,7 +108,7 @@ def read_bytes(given: Any) -> int:
     (85899345920, 1500000000, 4096, 1500000000)
     """
     if not isinstance(given, str):
-        if not _is_real(given) or not math.isfinite(given) or given < 0:
+        if not is_real(given) or not math.isfinite(given) or given < 0:
             raise ValueError
         return int(given)
     found = re.fullmatch(r"(\d+(?:\.\d*)?(?:e\d{1,2})?)\s*([a-zA-Z]*)", given.strip(), re.ASCII)
@@ -117,7 +117,7 @@ def read_bytes(given: Any) -> int:
     return int(Fraction(found[1]) * _UNITS[found[2]])
 
 
-def _is_real(given: Any) -> bool:
+def is_real(given: Any) -> bool:
     return isinstance(given, Real) and not isinstance(given, bool)
 
 

@@ -140,10 +140,6 @@ def _same_tensor(node: Node) -> bool:
     return same and before.shape == after.shape and not any(arg is True for arg in node.args[1:])
 
 
-def _drops_nothing(node: Node) -> bool:
-    return bool(node.args[1] == 0.0) or node.args[2] is False
-
-
 def _integer(node: Node) -> bool:
     value = node.meta.get("val")
     return isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex())
@@ -160,7 +156,7 @@ _NO_OPS: dict[Any, Callable[[Node], bool]] = {
     aten.to.dtype: _same_tensor,
     aten.to.dtype_layout: _same_tensor,
     aten.to.device: _same_tensor,
-    aten.dropout.default: _drops_nothing,
+    aten.dropout.default: lambda node: bool(node.args[1] == 0.0) or node.args[2] is False,  # drops nothing
     aten.clone.default: _copies_for_itself,
     aten.detach.default: _integer,
     aten.alias.default: lambda node: _integer(node) or _copies_for_itself(node),

@@ -92,22 +92,21 @@ _INSIDE: dict[OpOverload, tuple[Any, dict[Any, Any], Any]] = {}  # what an opera
 
 @contextlib.contextmanager
 def _overridden_once(override: Callable[..., Any], callables: dict[OpOverload, Any]) -> Iterator[None]:
-    """As `override`, but what that made for an operator before is not made again."""
+    """As torch's `override`, but what that made for an operator before is not made again."""
     given = {operator: (each, dict(operator.py_kernels)) for operator, each in callables.items()}
-    known = [operator for operator, what in given.items() if operator in _INSIDE and _INSIDE[operator][0] == what]
+    new = {o: each for o, each in callables.items() if o not in _INSIDE or _INSIDE[o][0] != given[o]}
     fakes = fake_impls.op_implementations_dict
-    with override({operator: callables[operator] for operator in given.keys() - known}):
-        _INSIDE.update((o, (given[o], dict(o.py_kernels), fakes[o])) for o in given.keys() - known)
+    with override(new):
+        _INSIDE.update((o, (given[o], dict(o.py_kernels), fakes[o])) for o in new)
         try:
-            for operator in known:
-                operator.py_kernels.update(_INSIDE[operator][1])
+            for operator in given.keys() - new:
+                operator.py_kernels = dict(_INSIDE[operator][1])
                 operator._dispatch_cache.clear()
                 fakes.setdefault(operator, _INSIDE[operator][2])
             yield
         finally:
-            for operator in known:
-                operator.py_kernels.clear()
-                operator.py_kernels.update(given[operator][1])
+            for operator in given.keys() - new:
+                operator.py_kernels = given[operator][1]
                 operator._dispatch_cache.clear()
                 fakes.pop(operator)
 

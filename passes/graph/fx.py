@@ -94,3 +94,12 @@ def like(value: torch.Tensor, *, dtype: torch.dtype | None = None, device: torch
     """
     kind, place = dtype or value.dtype, device or value.device
     return torch.empty_strided(value.shape, value.stride(), dtype=kind, device=place)
+
+
+def leaf_like(node: Node, trainable: frozenset[str]) -> Any:
+    """Like the value of a placeholder, and a leaf for autograd."""
+    slot, value = node.meta["slot"], node.meta["val"]
+    if not isinstance(value, torch.Tensor):
+        return value
+    trained = slot.kind == "parameter" and slot.name in trainable
+    return like(value).requires_grad_(trained or (slot.kind == "activation" and node.meta["differentiable"]))

@@ -126,11 +126,7 @@ def _tiled(shape: Shape, tile: Sequence[int], hardware: Hardware) -> float:
     (rows, columns), units = tile, hardware.units or 1
     tiles = shape.batch * math.ceil(shape.m / rows) * math.ceil(shape.n / columns)
     useful = shape.batch * shape.m * shape.n / (math.ceil(tiles / units) * units * rows * columns)
-    return useful * (1 + EDGE * _edges(*hardware.tiles[0])) / (1 + EDGE * _edges(rows, columns))
-
-
-def _edges(rows: int, columns: int) -> float:
-    return 1 / rows + 1 / columns
+    return useful * (1 + EDGE * sum(1 / side for side in hardware.tiles[0])) / (1 + EDGE * (1 / rows + 1 / columns))
 
 
 def product_of(node: Node) -> Shape | None:

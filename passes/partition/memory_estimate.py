@@ -15,7 +15,7 @@ import torch
 from torch.fx import Interpreter, Node
 
 from zbcompile.passes.capture.canonical import Canonical
-from zbcompile.passes.graph.fx import like
+from zbcompile.passes.graph.fx import leaf_like
 from zbcompile.passes.graph.storage import tensors_of
 from zbcompile.passes.partition.balance import Spans
 from zbcompile.passes.partition.liveness import Line, held_behind
@@ -157,7 +157,8 @@ def _kept(canonical: Canonical, line: Line) -> list[tuple[int, Hashable, int]]:
     """What autograd keeps between forward and backward, and where: `(position, storage, bytes)`."""
     runner = _Keeping(canonical)
     with canonical.mode, torch.enable_grad():
-        inputs = [_leaf(node, canonical) for node in canonical.graph.find_nodes(op="placeholder")]
+        holders = canonical.graph.find_nodes(op="placeholder")
+        inputs = [leaf_like(node, canonical.captured.trainable) for node in holders]
         runner.run(*inputs)
     whole = {storage_key(value) for value in inputs if isinstance(value, torch.Tensor)}
     found: list[tuple[int, Hashable, int]] = []
@@ -167,10 +168,3 @@ def _kept(canonical: Canonical, line: Line) -> list[tuple[int, Hashable, int]]:
             if key not in whole:
                 found.append((position, key, tensor.untyped_storage().nbytes()))
     return found
-
-
-def _leaf(node: Node, canonical: Canonical) -> Any:
-    slot, value = node.meta["slot"], node.meta["val"]
-    if not isinstance(value, torch.Tensor):
-        return value
-    return like(value).requires_grad_(slot.kind == "parameter" and slot.name in canonical.captured.trainable)

@@ -16,7 +16,7 @@ from torch.fx.traceback import preserve_node_meta
 
 from zbcompile.passes.capture.functional_writes import GRADIENT_LAYOUT
 from zbcompile.passes.errors import CaptureError
-from zbcompile.passes.graph.fx import like, output_values
+from zbcompile.passes.graph.fx import leaf_like, like, output_values
 from zbcompile.passes.graph.kernel_layouts import kernels_layouts
 from zbcompile.passes.graph.process_groups import rename_groups
 from zbcompile.passes.graph.roles import Slot
@@ -78,7 +78,7 @@ def trace_joint(
     holders = stage.module.graph.find_nodes(op="placeholder")
     slots = [*stage.inputs, *(Slot("tangent", name) for name in tangents)]
     with mode:
-        primals = [_leaf(node, trainable) for node in holders]
+        primals = [leaf_like(node, trainable) for node in holders]
         arriving = [like(value) for value in tangents.values()]
     run = _Run(stage, len(primals), tuple(tangents))
     with mode, kernels_layouts(), single_threaded_backward(), preserve_node_meta():
@@ -235,14 +235,6 @@ def first_activations(stage: Stage) -> list[Node]:
 
 def _is_data(node: Node) -> bool:
     return node.op == "placeholder" and node.meta["slot"].kind in ("input", "activation")
-
-
-def _leaf(node: Node, trainable: frozenset[str]) -> Any:
-    slot, value = node.meta["slot"], node.meta["val"]
-    if not isinstance(value, torch.Tensor):
-        return value
-    trained = slot.kind == "parameter" and slot.name in trainable
-    return like(value).requires_grad_(trained or (slot.kind == "activation" and node.meta["differentiable"]))
 
 
 def tangents_of(stage: Stage, gradients: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:

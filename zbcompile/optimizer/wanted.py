@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any
 
 from torch.optim import Optimizer
@@ -10,6 +9,7 @@ from torch.optim import Optimizer
 from zbcompile.errors import PipelineError
 from zbcompile.optimizer.parameter_groups import Predicate
 from zbcompile.optimizer.update_rules import rule_of
+from zbcompile.passes.option import is_real
 
 
 @dataclass(frozen=True)
@@ -51,15 +51,11 @@ class Wanted:
             raise PipelineError(f"{self.kind.__name__} cannot be made: {error}") from error
 
 
-def _is_number(given: Any) -> bool:
-    return isinstance(given, Real) and not isinstance(given, bool)
-
-
 EXPECTED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "params": (lambda given: given is None or callable(given), "a function of a parameter's name and the parameter"),
     "groups": (lambda given: given is None or _is_list(given), 'a list of groups, such as {"params": function}'),
-    "zero": (lambda given: _is_number(given) and given in (0, 1, 2), "0, 1 or 2"),
-    "clip": (lambda given: given is None or (_is_number(given) and given > 0), "a norm above 0, or None"),
+    "zero": (lambda given: is_real(given) and given in (0, 1, 2), "0, 1 or 2"),
+    "clip": (lambda given: given is None or (is_real(given) and given > 0), "a norm above 0, or None"),
     "early": (lambda given: isinstance(given, bool), "True or False"),
 }
 

@@ -215,10 +215,6 @@ def _binary(name: str, *rest: Any) -> Callable[[Tensor], Kernel]:
     return lambda x: Kernel(getattr(aten, name), (x, x.clone(), *rest))
 
 
-def _to_float(x: Tensor) -> Tensor:
-    return TO_COPY(x, dtype=torch.float32)
-
-
 def _rows(x: Tensor) -> Tensor:
     return torch.arange(len(x), device=x.device)
 
@@ -276,7 +272,7 @@ KERNELS: Mapping[str, Callable[[Tensor], Kernel]] = {
     "threshold_backward": _binary("threshold_backward", 0.0),
     "pow": _unary("pow", 2),
     "clone": lambda x: Kernel(aten.clone, (x.t(),)),
-    TO_COPY.overloadpacket.__name__: lambda x: Kernel(_to_float, (x > 0.5,)),
+    TO_COPY.overloadpacket.__name__: lambda x: Kernel(lambda mask: TO_COPY(mask, dtype=torch.float32), (x > 0.5,)),
     "cat": lambda x: Kernel(lambda one, other: aten.cat([one, other], 1), (_half_heads(x), _half_heads(x).clone())),
     "sum": _unary("sum", [0]),
     "mean": _unary("mean", [1], True),
