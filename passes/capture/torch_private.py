@@ -9,7 +9,7 @@ import torch
 from torch._C import DispatchKey  # 2.11-2.13: which of an operator's kernels is meant
 from torch._export import utils as _export_utils  # 2.11-2.13: see `quick_decompositions`
 from torch._subclasses import fake_impls  # 2.11-2.13: as before
-from torch.export import exported_program  # 2.11-2.13: as before
+from torch.export import decomp_utils, exported_program  # 2.11-2.13: as before
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv  # 2.11-2.13: see `release_caches`
@@ -116,10 +116,11 @@ def quick_decompositions() -> Iterator[None]:
     """Around `run_decompositions`, without torch 2.11-2.13's repeated work: it lists the composite operators once per
     operator library, and makes two dozen kernels for each of them. This is half the time of capturing a small model."""
     list_operators = functools.cache(_export_utils._materialize_cpp_cia_ops)
-    override = functools.partial(_overridden_once, exported_program._override_composite_implicit_decomp)
+    name = "_override_composite_implicit_decomp"
+    home = exported_program if hasattr(exported_program, name) else decomp_utils  # torch after 2.13 may have moved it
     with (
         replaced(_export_utils, "_materialize_cpp_cia_ops", list_operators),
-        replaced(exported_program, "_override_composite_implicit_decomp", override),
+        replaced(home, name, functools.partial(_overridden_once, getattr(home, name))),
     ):
         yield
 
