@@ -25,6 +25,8 @@ def why_whole(plan: Plan, model: nn.Module) -> str:
         return "this process has a process group already; run the command by itself"
     if plan.options.balance == "measured":
         return "--balance measured runs the operations, and exchanges would wait for ranks that are not there"
+    if "channels" in plan.given:
+        return "--channels counts for compiled steps; here exchanges take what --hardware says (exchange, or within)"
     if takes_mesh(plan.maker) or getattr(model, "tp_plan", None):
         return ""
     name = type(model).__name__

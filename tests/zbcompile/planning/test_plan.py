@@ -99,10 +99,19 @@ def test_the_command_states_the_mesh(capsys: pytest.CaptureFixture[str]) -> None
     assert shown.endswith("# a mesh with dp=1, tp=2, pp=1")
 
 
-def test_a_target_that_does_not_use_its_mesh(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([f"{TARGETS}:whole", "--ranks", "2", "--search-seconds", "1", "--fake", "--mesh", "dp,tp"]) == 0
-    assert "tp=2: " in (shown := " ".join(capsys.readouterr().out.split()))
-    assert "returns as many parameters with a mesh as without" in shown
+@pytest.mark.parametrize(
+    ("target", "asked", "says"),
+    [
+        ("whole", ("--fake",), "tp=2: .* returns as many parameters with a mesh as without"),
+        ("layers", ("--channels", "tp=1e-5:10GB"), "tp>1: --channels counts for compiled steps"),
+        ("layers", ("--balance", "measured"), "tp>1: --balance measured runs the operations"),
+    ],
+)
+def test_why_no_ranks_share_matrices(
+    target: str, asked: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([f"{TARGETS}:{target}", "--ranks", "2", "--search-seconds", "1", "--mesh", "dp,tp", *asked]) == 0
+    assert re.search(says, " ".join(capsys.readouterr().out.split()))
 
 
 def test_links_of_ranks_that_share_every_matrix() -> None:
