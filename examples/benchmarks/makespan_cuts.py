@@ -1,6 +1,6 @@
-"""What cuts for the makespan gain, predicted and then measured: `balance="makespan"` beside cuts into equal parts.
+"""What moved cuts gain, predicted and then measured, beside cuts into equal parts.
 
-    python examples/benchmarks/makespan_cuts.py                     # 4 and 8 processes, about 4 minutes
+    python examples/benchmarks/makespan_cuts.py                     # 4 and 8 processes, about 15 minutes
     python examples/benchmarks/makespan_cuts.py --ranks 2 --rounds 2
     torchrun --standalone --nproc-per-node 4 examples/benchmarks/makespan_cuts.py
 
@@ -10,12 +10,18 @@ and W of a layer take the same time. Six layers a rank; the cases:
 
 * head: an output layer that takes as long as four layers; cuts between layers only;
 * head, inside: the same, but a layer can be cut in four places;
-* memory: no head; a rank may hold .6 of what the schedule fills with cuts into equal parts. Not on two ranks, where no
-  cuts hold so little.
+* head in 1: the same as head, but a rank may hold no more than what a microbatch keeps on all ranks together, which is
+  what 1F1B needs if they keep equally much;
+* .6: no head; a rank may hold .6 of that. Not on two ranks, where no cuts hold so little, and not for names, which
+  need what they need;
+* .6, inside: the same, but a layer can be cut in four places.
+
+A name keeps its order, and `balance="makespan"` moves its cuts. "auto", with one stage a rank, searches the order for
+both: for equal cuts, which are given by their names, and together with the cuts that it moves.
 
 "gain" is the share of the step with equal cuts (within the same limit) that the moved cuts save, predicted and
 measured; "ratio" is measured / predicted, for equal and for moved cuts; target <= 1.03, on a machine that does nothing
-else. Layouts take turns, the medians count.
+else. Layouts take turns, the medians count. `cut_gains.py` predicts more cases, of a Llama.
 """
 
 import argparse
@@ -35,11 +41,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 import promise  # type: ignore[import-not-found]
 
 import zbcompile
+from zbcompile import Hardware
+from zbcompile.passes.hardware.hardware import Connection
 from zbcompile.schedules import Costs, simulate
 
 promise.BACKWARD = promise.WEIGHT = promise.FORWARD
 LAYERS, HEAD, ROWS = 6, 4, 64  # layers a rank, layers that the head takes as long as, rows of a microbatch
-MEMORY = 0.6
+LESS = 0.6  # of the memory
 
 
 class Sleeper(nn.Module):
@@ -55,7 +63,7 @@ class Sleeper(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x * self.entry[0] + self.entry[1]
         for weight, share in zip(self.weights, self.shares.values(), strict=True):
-            x = promise.forward(x, weight, share)
+            x = promise.forward(x, weight, share).sin()  # which keeps as much for B as W needs besides
         return x
 
 
@@ -63,10 +71,16 @@ class Case(NamedTuple):
     name: str
     parts: int
     head: int
-    tight: bool
+    memory: float | None = None
 
 
-CASES = (Case("head", 1, HEAD, False), Case("head, inside", 4, HEAD, False), Case("memory", 1, 0, True))
+CASES = (
+    Case("head", 1, HEAD),
+    Case("head, inside", 4, HEAD),
+    Case("head in 1", 1, HEAD, 1.0),
+    Case(".6", 1, 0, LESS),
+    Case(".6, inside", 4, 0, LESS),
+)
 
 
 class Cut(NamedTuple):
@@ -84,11 +98,17 @@ class Cut(NamedTuple):
         return self.pipe.step(self.batch, target=self.batch)
 
 
-def cut(case: Case, schedule: str, microbatches: int, comm: float, **options: Any) -> Cut:
-    ranks = dist.get_world_size()
-    batch, model = torch.ones(ROWS * microbatches, promise.WIDTH), Sleeper(ranks, case.parts, case.head)
+def cut(case: Case, asked: argparse.Namespace, **options: Any) -> Cut:
+    ranks, comm = dist.get_world_size(), asked.comm
+    batch, model = torch.ones(ROWS * asked.microbatches, promise.WIDTH), Sleeper(ranks, case.parts, case.head)
     pipe = zbcompile.pipeline(
-        model, schedule=schedule, microbatches=microbatches, loss=lambda y, t: (y - t).mean(), **options
+        model,
+        microbatches=asked.microbatches,
+        loss=lambda y, t: (y - t).mean(),
+        recompute="none",
+        hardware=Hardware("sleeps", {"float32": 5e10}, 1e15, within=Connection(comm, 1e15)),  # FLOP/s as in promise.py
+        search_seconds=asked.seconds,
+        **options,
     )
     pipe.compile(batch, target=batch)
     shares = [sum(model.shares.get(name, 0.0) for name in stage.trained) for stage in pipe.program.stages]
@@ -96,29 +116,29 @@ def cut(case: Case, schedule: str, microbatches: int, comm: float, **options: An
     return Cut(pipe, Costs(times, times, times, comm=comm), batch)
 
 
-def both(case: Case, schedule: str, microbatches: int, comm: float) -> tuple[Cut, Cut]:
+def both(case: Case, schedule: str, asked: argparse.Namespace) -> tuple[Cut, Cut]:
     """With equal and with moved cuts, within the same limit of memory."""
     memory: dict[str, Any] = {}
-    if case.tight:
-        memory["memory"] = int(MEMORY * most_held(cut(case, schedule, microbatches, comm).pipe))
-    equal, moved = (
-        cut(case, schedule, microbatches, comm, balance=balance, **memory) for balance in ("flops", "makespan")
-    )
+    plain = cut(case, asked, schedule="zb-h1")
+    if case.memory is not None:
+        memory["memory"] = int(case.memory * kept(plain.pipe))
+    if schedule == "auto":
+        given = cut(case, asked, schedule="auto", balance=plain.pipe.program.cuts.names, **memory)
+        return given, cut(case, asked, schedule="auto", chunks=1, **memory)
+    equal, moved = (cut(case, asked, schedule=schedule, balance=each, **memory) for each in ("flops", "makespan"))
     return equal, moved
 
 
-def most_held(pipe: zbcompile.Pipeline) -> float:
-    """What the fullest rank holds for backwards; a model that sleeps has hardly any parameters."""
-    program = pipe.program
-    kept = tuple(stage.crossing.kept for stage in program.stages), tuple(s.crossing.residue for s in program.stages)
-    none = (0,) * len(program.stages)
-    return max(simulate(program.schedule, Costs(none, none, none, activation=kept[0], residue=kept[1])).peak_memory)
+def kept(pipe: zbcompile.Pipeline) -> int:
+    """Bytes that a microbatch keeps on all ranks together; a model that sleeps has hardly any parameters."""
+    return sum(stage.crossing.kept for stage in pipe.program.stages)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="4,8", help="without torchrun: how many processes (default: %(default)s)")
-    parser.add_argument("--schedules", default="zb-h1", help="default: %(default)s")
+    parser.add_argument("--schedules", default="zb-h1,auto", help="default: %(default)s")
+    parser.add_argument("--seconds", type=float, default=20, help="of each search of auto (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="the medians count (default: %(default)s)")
     parser.add_argument("--per-rank", type=int, default=2, help="microbatches per rank (default: %(default)s)")
     parser.add_argument("--scale", type=float, default=4, help="of the times in promise.py (default: %(default)s)")
@@ -142,10 +162,17 @@ FORMATS = ("", "", ".3f", ".3f", ".1%", ".3f", ".3f", ".1%", ".3f", ".3f")
 
 
 def compare(options: argparse.Namespace) -> Iterator[list[Any]]:
-    comm, count = promise.hop(), options.per_rank * dist.get_world_size()
-    cases = [case for case in CASES if dist.get_world_size() > 2 or not case.tight]
-    asked = [(case, schedule) for case in cases for schedule in options.schedules.split(",")]
-    cuts = {(case.name, schedule): both(case, schedule, count, comm) for case, schedule in asked}
+    hops = [0.0] * dist.get_world_size()
+    dist.all_gather_object(hops, promise.hop())
+    options.comm, options.microbatches = max(hops), options.per_rank * dist.get_world_size()
+    cases = [case for case in CASES if dist.get_world_size() > 2 or case.memory != LESS]
+    asked = [
+        (case, schedule)
+        for case in cases
+        for schedule in options.schedules.split(",")
+        if schedule == "auto" or case.memory is None
+    ]
+    cuts = {(case.name, schedule): both(case, schedule, options) for case, schedule in asked}
     rounds = [
         {key: [promise.measured(each.step) for each in pair] for key, pair in cuts.items()}
         for _ in range(options.rounds + 1)  # the first one warms up

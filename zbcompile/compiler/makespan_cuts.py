@@ -4,8 +4,9 @@ The heaviest rank is not all that counts: stages that are first to start and las
 memory, want other shares.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import combinations, pairwise
 from random import Random
 
 from zbcompile.compiler.line_costs import LineCosts
@@ -18,7 +19,6 @@ ACTIONS = 300_000  # to be simulated at most,
 LONG = 2500  # more are judged by their first microbatches,
 LEAST = 120  # but so many cuts are tried
 RESTARTS = 6
-STEPS = (1, 2, 4, 8, 16, 32)  # how many places a cut is moved at once
 
 Score = tuple[float, float]  # bytes beyond the limit on the fullest rank, then the time of the step
 
@@ -92,52 +92,50 @@ class _Descent:
         for _ in range(RESTARTS):
             if self.left <= 0:
                 break
-            found, moved = self._down(self._shaken(cuts))
+            found, moved = self._down(shaken(cuts, len(self.places), self.random))
             if _is_better(found, best):
                 best, cuts = found, moved
         return [self.places[cut] for cut in cuts]
 
     def _down(self, cuts: list[int]) -> tuple[Score, list[int]]:
-        """The best of all moves, again and again, until none gains or too much was tried."""
-        best = self._score(cuts)
-        while self.left > 0:
-            moves = list(_moves(cuts, len(self.places)))
-            if len(moves) > self.left:
-                return self._hasty(best, cuts, moves)
-            tried = [(self._score(each), each) for each in moves]
-            if not tried or not _is_better(min(tried)[0], best):
-                break
-            best, cuts = min(tried)
-        return best, cuts
-
-    def _hasty(self, best: Score, cuts: list[int], moves: list[list[int]]) -> tuple[Score, list[int]]:
-        """Any move that gains, as long as some may be tried: of large steps even one round of all would take long."""
-        while self.left > 0 and moves:
-            moved = moves.pop(self.random.randrange(len(moves)))
-            found = self._score(moved)
-            if _is_better(found, best):
-                best, cuts, moves = found, moved, list(_moves(moved, len(self.places)))
+        """Any move that gains, far ones first, until none does or too much was tried."""
+        best, count = self._score(cuts), len(self.places)
+        for step in steps_of(cuts, count):
+            moves = shuffled_moves(cuts, count, step, self.random)
+            while self.left > 0 and moves:
+                moved = moves.pop()
+                found = self._score(moved)
+                if _is_better(found, best):
+                    best, cuts, moves = found, moved, shuffled_moves(moved, count, step, self.random)
         return best, cuts
 
     def _score(self, cuts: Sequence[int]) -> Score:
         self.left -= 1
         return self.score([self.places[cut] for cut in cuts])
 
-    def _shaken(self, cuts: Sequence[int]) -> list[int]:
-        """Every cut somewhere near where it was."""
-        reach = max(1, len(self.places) // (2 * len(cuts) + 2))
-        moved = sorted({min(max(0, c + self.random.randint(-reach, reach)), len(self.places) - 1) for c in cuts})
-        return moved if len(moved) == len(cuts) else list(cuts)
+
+def shaken(cuts: Sequence[int], count: int, random: Random) -> list[int]:
+    """Every cut somewhere near where it was; `cuts` are numbers of places, of which there are so many."""
+    reach = max(1, count // (2 * len(cuts) + 2))
+    moved = sorted({min(max(0, cut + random.randint(-reach, reach)), count - 1) for cut in cuts})
+    return moved if len(moved) == len(cuts) else list(cuts)
 
 
-def _moves(cuts: Sequence[int], count: int) -> Iterator[list[int]]:
-    """Every cut alone, and it with all behind it, by some places in either direction."""
-    for index in range(len(cuts)):
-        for end in {index + 1, len(cuts)}:
-            for by in (sign * step for step in STEPS for sign in (1, -1)):
-                moved = [*cuts[:index], *(cut + by for cut in cuts[index:end]), *cuts[end:]]
-                if all(a < b for a, b in zip([-1, *moved], [*moved, count], strict=True)):
-                    yield moved
+def steps_of(cuts: Sequence[int], count: int) -> list[int]:
+    """How far cuts are moved at once, in places, of which there are so many: up to as far as a stage is long."""
+    return [1 << power for power in reversed(range(max(1, (count // (len(cuts) + 1)).bit_length())))]
+
+
+def shuffled_moves(cuts: Sequence[int], count: int, step: int, random: Random) -> list[list[int]]:
+    """Cuts that give `step` places of any stage to any other, in any order; `cuts` are numbers of places."""
+    found = []
+    for first, end in combinations(range(len(cuts) + 1), 2):
+        for by in (step, -step):
+            moved = [*cuts[:first], *(cut + by for cut in cuts[first:end]), *cuts[end:]]
+            if all(a < b for a, b in pairwise([-1, *moved, count])):
+                found.append(moved)
+    random.shuffle(found)
+    return found
 
 
 def _is_better(new: Score, old: Score) -> bool:

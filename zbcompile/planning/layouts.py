@@ -1,10 +1,12 @@
 """Layouts: every sensible way to place, cut and order a captured step on some ranks, priced without compiling it."""
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, product
+from math import inf
 
 from zbcompile.compiler.line_costs import LineCosts
 from zbcompile.compiler.makespan_cuts import cuts_for_makespan, first_microbatches, places_of
@@ -14,6 +16,7 @@ from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.partition.balance import Row, best_cuts, heaviest_piece
 from zbcompile.passes.partition.named_cuts import edges_named
 from zbcompile.passes.partition.search import Limits, choose_edges
+from zbcompile.planning.cuts_with_orders import cuts_with_orders
 from zbcompile.planning.search_cache import cached_search
 from zbcompile.schedules import Costs, Found, Placement, Schedule, ScheduleError, Timeline, bound, simulate
 
@@ -23,6 +26,7 @@ MANY = 100  # stages x microbatches, from which on a move takes so long that the
 HUGE = 2000  # and from which on there are none
 PATIENCE = 600.0  # seconds that a glance may take; what counts are its moves, on a busy machine too
 FINALISTS = 3  # layouts whose cuts are moved
+MOVING = 0.7  # share of the time that they get
 SEARCHED = 2  # of which so many get the rest of the time
 
 
@@ -194,8 +198,12 @@ def find_layouts(
                 look(layout.placement, count, layout.choices)
     if not looked:
         raise PartitionError("no layout fits: " + "; ".join(dict.fromkeys(reasons)))
-    finalists = [_recut(question, layout) for layout in _fastest(looked, FINALISTS)]
-    finalists = [_searched(question, layout, seconds / SEARCHED) for layout in _fastest(finalists, SEARCHED)]
+    finalists, until = _fastest(looked, FINALISTS), time.monotonic() + MOVING * seconds
+    for number, layout in enumerate(finalists):
+        announce(f"cuts of {layout}")
+        finalists[number] = _recut(question, layout, (until - time.monotonic()) / (len(finalists) - number))
+    each = (1 - MOVING) * seconds / SEARCHED
+    finalists = [_searched(question, layout, each) for layout in _fastest(finalists, SEARCHED)]
     others = [layout for layout in looked if str(layout) not in set(map(str, finalists))]
     return _fastest([*finalists, *others])
 
@@ -221,10 +229,15 @@ def _bound(question: Question, placement: str, choices: Choices, microbatches: i
     for cuts in (question.cuts, question.lean_cuts):
         with suppress(PartitionError, ScheduleError):
             if (edges := cuts(placement, choices)) is not None:
-                task = costs, ranks, count, name, _ = _task(question, placement, edges, microbatches, choices)
-                least = bound(*task, barriers=barriers_of(choices))
-                return float(least + (microbatches - count) * _busiest(costs, ranks, name))
-    return float("inf")
+                return _bound_of(question, placement, edges, microbatches, choices)
+    return inf
+
+
+def _bound_of(question: Question, placement: str, edges: Sequence[int], microbatches: int, choices: Choices) -> float:
+    """The same with these cuts; errors as of `lay_out`."""
+    task = costs, ranks, count, name, _ = _task(question, placement, edges, microbatches, choices)
+    least = bound(*task, barriers=barriers_of(choices))
+    return float(least + (microbatches - count) * _busiest(costs, ranks, name))
 
 
 def _busiest(costs: Costs, ranks: int, placement: str) -> float:
@@ -309,19 +322,33 @@ def _room(memory: float, resident: Sequence[float], placement: str) -> Iterator[
         yield memory - held
 
 
-def _recut(question: Question, layout: Layout) -> Layout:
-    """The layout with its cuts moved for its own order; as it was if that gains nothing, or if the cuts are given."""
-    if not isinstance(layout.choices.balance, str) or layout.microbatches != question.microbatches:
+def _recut(question: Question, layout: Layout, seconds: float) -> Layout:
+    """The layout with its cuts moved to where the step gets shortest, if they are not given: of large steps in the
+    order that was found, of others with an order for every cut that is looked at."""
+    choices, found, until = layout.choices, {layout.edges: layout}, time.monotonic() + seconds
+    line, placement, count = question.costs(choices), layout.placement, layout.microbatches
+    if not isinstance(choices.balance, str):
         return layout
-    choices = layout.choices
-    edges = cuts_for_makespan(
-        question.costs(choices),
-        *(layout.edges, layout.schedule, choices.memory, choices.boundary_bytes, choices.recompute == "full"),
-    )
-    if tuple(edges) == layout.edges:
-        return layout
-    moved = lay_out(question, layout.placement, edges, layout.microbatches, choices)
-    return _fastest([layout, moved], 1)[0]
+
+    def least(edges: tuple[int, ...]) -> float:
+        with suppress(PartitionError, ScheduleError):
+            return _bound_of(question, placement, edges, count, choices)
+        return inf
+
+    def look(edges: tuple[int, ...]) -> float:
+        with suppress(PartitionError, ScheduleError):
+            if edges not in found:
+                found[edges] = lay_out(question, placement, edges, count, choices)
+            return found[edges].seconds
+        return inf
+
+    if layout.schedule.stages * count <= HUGE:
+        places = places_of(line.line, choices.boundary_bytes)
+        cuts_with_orders(layout.edges, places, least, look, lambda: time.monotonic() >= until)
+    elif count == question.microbatches:
+        limits = choices.memory, choices.boundary_bytes, choices.recompute == "full"
+        look(tuple(cuts_for_makespan(line, layout.edges, layout.schedule, *limits)))
+    return _fastest(found.values(), 1)[0]
 
 
 def _searched(question: Question, layout: Layout, seconds: float) -> Layout:
