@@ -16,6 +16,8 @@ import pytest
 GOLDEN = Path(__file__).parent / "golden"
 CAPTURES = "ZBCOMPILE_TEST_CAPTURES"  # see `tests/support/stored_captures.py`
 
+# Graphs, and what imports make, are many small objects, most of which live on: collections are made rarer.
+gc.set_threshold(50_000, 20, 20)
 os.environ["ZBCOMPILE_CHECK"] = "1"  # between every two passes, in this process and in all that tests start
 
 
@@ -67,11 +69,9 @@ def _group_for_workers(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now stays to the end: a garbage collection need not walk through it again and again.
-    Graphs are many small objects, most of which live on: collections are made rarer."""
+    """What is imported by now stays to the end: a garbage collection need not walk through it again and again."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 20, 20)
 
 
 @pytest.fixture(scope="session", autouse=True)

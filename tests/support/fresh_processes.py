@@ -29,6 +29,7 @@ PLANS = {2: "zb-v", 4: "zb-h1"}  # ranks: schedule; both have four stages, so th
 MICROBATCHES = 4
 SCRIPT = """
 import gc, multiprocessing, os, sys
+gc.set_threshold(50_000, 20, 20)
 sys.modules.update(dict.fromkeys(("transformers", "gpt", "tests", "examples")))  # now nobody can import these
 import torch, torch._dynamo, zbcompile
 

@@ -288,10 +288,10 @@ def nurse(orders: Connection, pipes: socket.socket) -> None:
 @contextlib.contextmanager
 def prepared() -> Iterator[None]:
     """What every worker imports, and captures that are shared."""
+    gc.set_threshold(50_000, 20, 20)  # see `tests/conftest.py`
     torch = importlib.import_module("torch")
     torch.set_num_threads(1)  # sums and norms change their bits with the number of threads
     importlib.import_module("zbcompile").pipeline  # noqa: B018  imports the runtime
-    gc.set_threshold(50_000, 20, 20)  # see `tests/conftest.py`
     with importlib.import_module("tests.support.shared_captures").shared_captures():
         yield
 

@@ -7,6 +7,7 @@ import gc
 import sys
 from pathlib import Path
 
+gc.set_threshold(50_000, 20, 20)  # see `tests/conftest.py`
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [each for each in (str(ROOT), str(ROOT / "examples")) if each not in sys.path]
 
@@ -16,6 +17,5 @@ from tests.support.training import Case, pipelined  # noqa: E402
 
 torch.set_num_threads(1)  # threads would not survive a fork
 pipelined(Case("mlp", "1f1b", 1, 1, steps=1))
-gc.set_threshold(50_000, 20, 20)  # see `tests/conftest.py`
 gc.collect()
 gc.freeze()

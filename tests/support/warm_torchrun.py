@@ -13,7 +13,8 @@ FORKING = ["--run-path", "--start-method", "fork"]
 
 def warm_torchrun(imports: str, *arguments: str) -> list[str]:
     """The command, with torchrun's `arguments`; `imports` are statements that import what ranks need."""
-    text = f"import gc\n{imports}\ngc.freeze()\nfrom torch.distributed.run import main\nmain()"
+    start = "import gc\ngc.set_threshold(50_000, 20, 20)"  # see `tests/conftest.py`
+    text = f"{start}\n{imports}\ngc.freeze()\nfrom torch.distributed.run import main\nmain()"
     return [sys.executable, "-c", text, *FORKING, *arguments]
 
 
