@@ -198,7 +198,8 @@ def find_layouts(
                 look(layout.placement, count, layout.choices)
     if not looked:
         raise PartitionError("no layout fits: " + "; ".join(dict.fromkeys(reasons)))
-    finalists, until = _fastest(looked, FINALISTS), time.monotonic() + MOVING * seconds
+    several = not _is_partial(_fastest(looked)[0])  # a score of cuts of a large step takes a while
+    finalists, until = _fastest(looked, FINALISTS if several else 1), time.monotonic() + MOVING * seconds
     for number, layout in enumerate(finalists):
         announce(f"cuts of {layout}")
         finalists[number] = _recut(question, layout, (until - time.monotonic()) / (len(finalists) - number))
@@ -351,9 +352,13 @@ def _recut(question: Question, layout: Layout, seconds: float) -> Layout:
     return _fastest(found.values(), 1)[0]
 
 
+def _is_partial(layout: Layout) -> bool:
+    """Whether only the first microbatches were ordered."""
+    return layout.found.schedule.microbatches < layout.microbatches
+
+
 def _searched(question: Question, layout: Layout, seconds: float) -> Layout:
     """The layout with a better order, if the time suffices to look at more than the glance did."""
-    partial = layout.found.schedule.microbatches < layout.microbatches
-    if partial or layout.found.seconds > seconds or layout.found.proven:
+    if _is_partial(layout) or layout.found.seconds > seconds or layout.found.proven:
         return layout
     return lay_out(question, layout.placement, layout.edges, layout.microbatches, layout.choices, seconds)
