@@ -1,26 +1,20 @@
 """Layouts: every sensible way to place, cut and order a captured step on some ranks, priced without compiling it."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import accumulate, product
+from dataclasses import replace
+from itertools import product
 from math import inf
 
-from zbcompile.compiler.line_costs import LineCosts
 from zbcompile.compiler.makespan_cuts import cuts_for_makespan, first_microbatches, places_of
-from zbcompile.compiler.vocabulary_decision import WORTH
-from zbcompile.passes.compile_options import Barriers, Choices
+from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import PartitionError
-from zbcompile.passes.partition.balance import Row, best_cuts, heaviest_piece
-from zbcompile.passes.partition.named_cuts import edges_named
-from zbcompile.passes.partition.search import Limits, choose_edges
 from zbcompile.planning.cuts_with_orders import cuts_with_orders
+from zbcompile.planning.question import Layout, Question
 from zbcompile.planning.search_cache import cached_search
-from zbcompile.schedules import Costs, Found, Placement, Schedule, ScheduleError, Timeline, bound, simulate
+from zbcompile.schedules import Costs, Placement, ScheduleError, Timeline, bound, simulate
 
-PLACEMENTS = ("linear", "looped:2", "v", "looped:4")
 GLANCE = 100  # moves for a first look at a layout; names and rules of preference say most of it
 MANY = 100  # stages x microbatches, from which on a move takes so long that there are fewer,
 HUGE = 2000  # and from which on there are none
@@ -28,138 +22,6 @@ PATIENCE = 600.0  # seconds that a glance may take; what counts are its moves, o
 FINALISTS = 3  # layouts whose cuts are moved
 MOVING = 0.7  # share of the time that they get
 SEARCHED = 2  # of which so many get the rest of the time
-
-
-@dataclass(frozen=True)
-class Layout:
-    """One way to lay a step out: the cuts, the order that was found for them (of a question that is `brief`, for the
-    first microbatches alone), what the ranks hold all the time, and the seconds of the step."""
-
-    placement: str
-    microbatches: int
-    choices: Choices
-    edges: tuple[int, ...]
-    resident: tuple[float, ...]
-    found: Found
-    seconds: float
-
-    @property
-    def bubble(self) -> float:
-        """The share of the step in which its busiest rank waits."""
-        work = self.found.simulation.work * self.microbatches / self.found.schedule.microbatches
-        return 1 - work / self.seconds if self.seconds else 0.0
-
-    @property
-    def schedule(self) -> Schedule:
-        return self.found.schedule
-
-    @property
-    def peak(self) -> tuple[float, ...]:
-        """The most bytes that each rank holds."""
-        waiting = self.found.simulation.peak_memory
-        return tuple(w + r for w, r in zip(waiting, self.resident, strict=True))
-
-    def __str__(self) -> str:
-        sharded = f", vocab={self.choices.vocab}" if self.choices.vocab != "off" else ""
-        shown = f"placement {self.placement}, {self.microbatches} microbatches, recompute={self.choices.recompute}"
-        return shown + sharded
-
-    @property
-    def rank(self) -> tuple[float, float]:
-        """The less, the better: seconds (what a sharded output layer gains must be worth it), then bytes."""
-        return self.seconds / (1 if self.choices.vocab == "off" else WORTH), max(self.peak)
-
-
-@dataclass(frozen=True)
-class Question:
-    """What is laid out: `lines`, by `vocab=`, are the costs of microbatches as they come if the batch has
-    `microbatches` of them, `counts` the other numbers that it can be split into; the `ranks`, what the user has chosen
-    already, and `chunks` if given. `brief`: of large steps only the first microbatches are ordered and simulated, and
-    the rest follows at the same pace."""
-
-    lines: Mapping[Barriers, LineCosts]
-    ranks: int
-    microbatches: int
-    choices: Choices
-    counts: tuple[int, ...] = ()
-    chunks: int | None = None
-    brief: bool = False
-
-    @property
-    def placements(self) -> tuple[str, ...]:
-        """The placements that there are cuts for. Raises PartitionError for named cuts that fit none."""
-        if self.ranks == 1 and self.chunks is None:
-            return ("linear",)
-        usual = PLACEMENTS if self.chunks in (None, 1, 2, 4) else (f"looped:{self.chunks}",)
-        parsed = {name: Placement.parse(name, self.ranks) for name in usual}
-        stages = None if isinstance(self.choices.balance, str) else len(self.choices.balance) + 1
-        found = [n for n, p in parsed.items() if self.chunks in (None, p.chunks) and stages in (None, p.stages)]
-        if not found:
-            raise PartitionError(
-                f"balance= names the cuts of {stages} stages, which no placement has on {self.ranks} ranks; expected "
-                f"{' or '.join(map(str, sorted({p.stages - 1 for p in parsed.values()})))} cuts."
-            )
-        return tuple(found)
-
-    @property
-    def recomputations(self) -> tuple[Choices, ...]:
-        """As asked for; under a limit of memory also with everything recomputed, unless something else was asked."""
-        more = self.choices.memory is not None and self.choices.recompute == "hints"
-        return (self.choices, replace(self.choices, recompute="full")) if more else (self.choices,)
-
-    @property
-    def shardings(self) -> tuple[Barriers, ...]:
-        """What the output layer may be at first sight; two barriers are tried where one is best."""
-        return tuple(vocab for vocab in self.lines if vocab != 2 or len(self.lines) == 1)
-
-    def costs(self, choices: Choices) -> LineCosts:
-        return self.lines[choices.vocab]
-
-    def require_room(self) -> None:
-        """Raise PartitionError if what the ranks hold all the time is more than they have together."""
-        room, least = self.choices.memory, min(map(self._held, self.lines.values())) / self.ranks
-        if room is not None and least > room:
-            raise PartitionError(
-                f"no layout fits: rank 0 holds {least:,.0f} bytes of parameters, gradients and optimizer state if all "
-                f"{self.ranks} ranks hold equally much, {least - room:,.0f} more than memory={room:.15g}"
-            )
-
-    def _held(self, costs: LineCosts) -> float:
-        """By all ranks together."""
-        return costs.resident((), Placement("linear", 1, 1))[0] + (self.ranks - 1) * costs.shard_bytes
-
-    def cuts(self, placement: str, choices: Choices) -> list[int]:
-        """Those that `balance=` names, else cuts into equal parts."""
-        costs, parsed = self.costs(choices), Placement.parse(placement, self.ranks)
-        if not isinstance(choices.balance, str):
-            return edges_named(costs.line, choices.balance, parsed.stages)
-        key = placement, id(costs.line)
-        if key not in self._equal:
-            ranks_of = [parsed.rank(stage) for stage in range(parsed.stages)]
-            totals = [0.0, *accumulate(costs.loads)]
-            self._equal[key] = choose_edges(costs.line, totals, ranks_of, Limits(choices.boundary_bytes))
-        return self._equal[key]
-
-    def lean_cuts(self, placement: str, choices: Choices) -> list[int] | None:
-        """Those whose fullest rank holds least with one microbatch; None if there are none."""
-        costs, parsed = self.costs(choices), Placement.parse(placement, self.ranks)
-        recompute = choices.recompute == "full"
-        key = placement, id(costs.line), recompute
-        if key not in self._lean:
-            totals = costs.held_before(recompute)
-            ranks_of = [parsed.rank(stage) for stage in range(parsed.stages)]
-            edges = [0, *places_of(costs.line, choices.boundary_bytes), len(costs.line.nodes)]
-            best = best_cuts(Row(totals, ranks_of, heaviest_piece(totals, edges)), edges)
-            self._lean[key] = best and best[1]
-        return self._lean[key]
-
-    @cached_property
-    def _lean(self) -> dict[tuple[str, int, bool], list[int] | None]:
-        return {}
-
-    @cached_property
-    def _equal(self) -> dict[tuple[str, int], list[int]]:
-        return {}
 
 
 def find_layouts(
