@@ -119,32 +119,33 @@ class LayoutSearch:
         return [reordered(program, *order) for order in orders]
 
     def _on_trial(self, finalists: Sequence[Finalist]) -> Finalist:
-        """The fastest by steps on trial: the layouts, each in the order found for it, then the best of them in other
-        orders."""
+        """The fastest by steps on trial: the layouts, each in the order found for it, then the best of them in that and
+        other orders."""
         clock, tried = Clock(self.ranks, self.options.search_seconds), list[Tried]()
         for number, finalist in enumerate(finalists):
             if tried and not clock.allows_another():
-                self._say(f"search_seconds leaves no time to try {len(finalists) - number} more layouts that are close")
+                self._say(f"search_seconds leaves no time to try {len(finalists) - number} more of the best layouts")
                 break
             with suppress(CompileError, ScheduleError) if tried else nullcontext():  # it takes more than was estimated
                 orders = self._compiled(finalist, len(finalists))
                 trial = Trial(orders[0], finalist.microbatch, self.model, self.options, self.ranks)
-                tried.append(self._tried(trial, orders[0]))
+                tried += self._tried(trial, orders[:1])
                 if tried[-1] is min(tried, key=SECONDS):
                     best = finalist, trial, orders
         finalist, trial, orders = best
-        for program in orders[1:]:
-            if clock.allows_another():
-                tried.append(self._tried(trial, program))
-        return replace(finalist, program=_fastest(tried))
+        if len(orders) > 1 and clock.allows_another():
+            tried = [*(each for each in tried if each.program is not orders[0]), *self._tried(trial, orders)]
+            return replace(finalist, program=_fastest(tried, among=orders))
+        return replace(finalist, program=_fastest(tried, among=orders[:1]))
 
-    def _tried(self, trial: Trial, program: Program) -> "Tried":
-        """Steps in the order of `program`."""
-        assert program.plan is not None
-        with self.ranks.watch.position.turn_to(f"steps on trial: {program.plan.way}"):
-            seconds = trial.seconds(program)
-        self._say(f"on trial a step takes {seconds:.4g} s: {program.plan.way}")
-        return Tried(seconds, program)
+    def _tried(self, trial: Trial, orders: Sequence[Program]) -> "list[Tried]":
+        """Steps in several orders of the same graphs."""
+        ways = [order.plan.way for order in orders if order.plan]
+        with self.ranks.watch.position.turn_to(f"steps on trial: {'; '.join(ways)}"):
+            found = trial.seconds(orders)
+        for way, seconds in zip(ways, found, strict=True):
+            self._say(f"on trial a step takes {seconds:.4g} s: {way}")
+        return [Tried(*each) for each in zip(found, orders, strict=True)]
 
     def _say(self, text: str) -> None:
         if self.ranks.is_first:
@@ -178,12 +179,13 @@ class Clock:
         return gathered(self.ranks, self.mark - self.began + self.mark - last <= self.limit)[0]
 
 
-def _fastest(tried: Sequence[Tried]) -> Program:
-    """The program whose steps took least; its plan says what the others took."""
-    ranked = sorted(tried, key=SECONDS)
+def _fastest(tried: Sequence[Tried], among: Sequence[Program]) -> Program:
+    """The program of `among` whose steps took least; its plan says what all others took."""
+    best = min((each for each in tried if any(each.program is one for one in among)), key=SECONDS)
+    ranked = [best, *sorted((each for each in tried if each is not best), key=SECONDS)]
     times = tuple((each.program.plan.way, each.seconds) for each in ranked if each.program.plan)
-    best = ranked[0].program
-    return replace(best, plan=best.plan and replace(best.plan, tried=times))
+    plan = best.program.plan
+    return replace(best.program, plan=plan and replace(plan, tried=times))
 
 
 def _are_alike(one: Drawn, other: Drawn) -> bool:

@@ -6,6 +6,7 @@ while both ends compute, and about the loop between the passes. A few whole step
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
 
@@ -20,12 +21,12 @@ from zbcompile.frontend.options import Options
 from zbcompile.model.batch import Microbatch
 from zbcompile.model.seeds import undisturbed
 from zbcompile.program.program import Program
-from zbcompile.runtime.engine import StepInput
+from zbcompile.runtime.engine import Executable, StepInput
 from zbcompile.runtime.make_engine import make_engine
 
 WARM_UP = 1
-STEPS = (3, 9)  # at least, at most
-ENOUGH = 2.0  # stop early after this many seconds once STEPS[0] is reached
+ROUNDS = (3, 15)  # at least, at most
+ENOUGH = 2.0  # stop early after this many seconds for each program once ROUNDS[0] is reached
 
 
 class Trial:
@@ -44,29 +45,34 @@ class Trial:
             self._executable = self._bound.prepare_step(program)
         self._engine = make_engine(ranks)
 
-    def seconds(self, program: Program) -> float:
-        """The median of some steps, the same on all ranks, of the program in any order. A step ends when the slowest
-        rank has ended it."""
-        ranks = self._ranks
-        executable = in_another_order(self._executable, program, ranks)
-        found: list[float] = []
+    def seconds(self, programs: Sequence[Program]) -> list[float]:
+        """Of each program, which has the same graphs in an order of its own, the median of some steps; they take turns.
+        The times are the same on all ranks: a step ends when the slowest rank has ended it."""
+        runs = [in_another_order(self._executable, program, self._ranks) for program in programs]
+        found: list[list[float]] = [[] for _ in runs]
         while not _enough(found):
-            gathered(ranks, None)  # all begin together
-            began = time.perf_counter()
-            with undisturbed(ranks.device), torch.autocast(ranks.device.type, enabled=False):
-                self._engine.step(executable, self._given, self._bound.parameters).losses.read()
-            if ranks.device.type != "cpu":
-                torch.accelerator.synchronize()
-            found.append(max(gathered(ranks, time.perf_counter() - began)))
-            ranks.replicas.forget()
-            for parameter in self._bound.parameters.values():
-                parameter.grad = None
-        return median(found[WARM_UP:])
+            for run, times in zip(runs, found, strict=True):
+                times.append(self._step(run))
+        return [median(times[WARM_UP:]) for times in found]
+
+    def _step(self, run: Executable) -> float:
+        ranks = self._ranks
+        gathered(ranks, None)  # all begin together
+        began = time.perf_counter()
+        with undisturbed(ranks.device), torch.autocast(ranks.device.type, enabled=False):
+            self._engine.step(run, self._given, self._bound.parameters).losses.read()
+        if ranks.device.type != "cpu":
+            torch.accelerator.synchronize()
+        seconds = max(gathered(ranks, time.perf_counter() - began))
+        ranks.replicas.forget()
+        for parameter in self._bound.parameters.values():
+            parameter.grad = None
+        return seconds
 
 
-def _enough(found: list[float]) -> bool:
-    count = len(found) - WARM_UP
-    return count >= STEPS[1] or (count >= STEPS[0] and sum(found) > ENOUGH)
+def _enough(found: Sequence[Sequence[float]]) -> bool:
+    rounds = len(found[0]) - WARM_UP
+    return rounds >= ROUNDS[1] or (rounds >= ROUNDS[0] and sum(map(sum, found)) > ENOUGH * len(found))
 
 
 def _stand_in(model: nn.Module) -> nn.Module:

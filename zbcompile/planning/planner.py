@@ -60,8 +60,8 @@ def decide(
     announce: Callable[[str], None] = lambda text: None,
 ) -> list[Decision]:
     """Lay out the captured step, which has a microbatch of `provisional`, within `budget` seconds of search: the
-    fastest layout, and behind it those that come close to it on other placements, or on its own where only one of the
-    two shards the output layer.
+    fastest layout, and behind it those that come close: on other placements, with other numbers of microbatches, or
+    where only one of two shards the output layer.
 
     `counts` are the numbers of microbatches that may be chosen, `chunks` the stages per rank if they are given,
     `measured` the times of operations for `balance="measured"`, `link` what connects two ranks if the hardware does not
@@ -70,8 +70,8 @@ def decide(
     costs = Priced(drawn, choices, measured, link).costs(provisional.ranks)
     question = Question(costs, provisional.ranks, provisional.microbatches, choices, tuple(counts), chunks)
     layouts = find_layouts(question, SHARE * budget, announce)
-    kinds = {(each.placement, each.choices.vocab == "off"): each for each in reversed(layouts)}.values()
-    close = [each for each in kinds if each.seconds <= CLOSE * layouts[0].seconds]
+    kinds = {(each.placement, each.microbatches, each.choices.vocab == "off"): each for each in reversed(layouts)}
+    close = [each for each in kinds.values() if each.seconds <= CLOSE * layouts[0].seconds]
     return [_decision(each, layouts) for each in sorted(close, key=layouts.index)[:FINALISTS]]
 
 

@@ -15,7 +15,7 @@ class ChosenPlan:
     * `best_name`: the named schedule that comes nearest on this layout, with its seconds, or None if none fits;
     * `others`: the other layouts with their steps (at nominal speeds, as `nominal`, that of the chosen one), the
       runner-up first;
-    * `tried`: what was tried on the ranks, as `way`, with the measured seconds of a step, the fastest first.
+    * `tried`: what was tried on the ranks, as `way`, with the measured seconds of a step, this plan first.
     """
 
     layout: str

@@ -92,12 +92,15 @@ class SlowOnOneRow(nn.Module):
 
 def test_the_cuts_belong_to_the_number_of_microbatches_that_was_chosen() -> None:
     torch.manual_seed(0)
-    pipe = zbcompile.pipeline(SlowOnOneRow(), loss=nn.functional.mse_loss, schedule="auto", ranks=2, search_seconds=0.5)
-    pipe.step(torch.randn(8, 16), target=torch.randn(8, 16))
-    assert pipe.program.schedule.microbatches < 8  # eight would be slower, and were captured first
-    held = [len(stage.trained) for stage in pipe.program.stages]
-    assert min(held) > 0
-    assert sum(held) == 12
+    options: dict[str, Any] = {"schedule": "auto", "ranks": 2, "search_seconds": 0.5, "exact": True}
+    pipe = zbcompile.pipeline(SlowOnOneRow(), loss=nn.functional.mse_loss, **options)
+    torch.manual_seed(0)
+    eager, x = SlowOnOneRow(), torch.randn(8, 16)
+    pipe.model.load_state_dict(eager.state_dict())
+    loss, count = pipe.step(x, target=x), pipe.program.schedule.microbatches
+    assert count < 8  # eight would be slower, and were captured first
+    assert torch.equal(loss, eager_step(eager, nn.functional.mse_loss, Batch((x,), {}, x), count, 0))
+    assert sum(len(stage.trained) for stage in pipe.program.stages) == 12
 
 
 class Noting(nn.Module):
@@ -145,8 +148,8 @@ def test_all_ranks_try_the_same_and_agree(pool: Pool) -> None:
     assert one == other
     plan, _ = one
     assert len(plan.tried) > 1
-    assert list(plan.tried) == sorted(plan.tried, key=lambda each: each[1])
     assert plan.tried[0][0] == plan.way
+    assert list(plan.tried[1:]) == sorted(plan.tried[1:], key=lambda each: each[1])
     assert "on trial a step took" in str(plan)
 
 
