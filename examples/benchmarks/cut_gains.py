@@ -32,9 +32,9 @@ from zbcompile.compiler.line_costs import LineCosts
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.partition.named_cuts import edges_named
+from zbcompile.planning.layout_question import Layout, Question
 from zbcompile.planning.layouts import find_layouts, lay_out
 from zbcompile.planning.planner import Priced
-from zbcompile.planning.question import Layout, Question
 from zbcompile.schedules import Placement, ScheduleError
 
 LAYERS, ROWS, LENGTH = 6, 4, 1024  # layers a rank; rows of a microbatch, and their words

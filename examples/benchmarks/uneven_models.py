@@ -35,9 +35,9 @@ from zbcompile.compiler.compile_model import Drawn, draw_step
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.option import read_bytes
+from zbcompile.planning.layout_question import Layout, Question
 from zbcompile.planning.layouts import find_layouts, lay_out
 from zbcompile.planning.planner import Priced
-from zbcompile.planning.question import Layout, Question
 from zbcompile.schedules import ScheduleError, build, peak_memory, simulate
 
 NEMOTRON = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"

@@ -7,9 +7,9 @@ from zbcompile.compiler.compile_model import Drawn
 from zbcompile.compiler.line_costs import LineCosts
 from zbcompile.passes.compile_options import Barriers, Choices
 from zbcompile.passes.errors import PartitionError
+from zbcompile.planning.layout_question import Layout, Question
 from zbcompile.planning.layouts import find_layouts
 from zbcompile.planning.planner import Priced
-from zbcompile.planning.question import Layout, Question
 from zbcompile.schedules import ScheduleError
 
 SLOW = 4.0  # times longer than the fastest: what takes little memory because almost nothing runs side by side

@@ -11,7 +11,7 @@ from zbcompile.compiler.makespan_cuts import cuts_for_makespan, first_microbatch
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import PartitionError
 from zbcompile.planning.cuts_with_orders import cuts_with_orders
-from zbcompile.planning.question import Layout, Question
+from zbcompile.planning.layout_question import Layout, Question
 from zbcompile.planning.search_cache import cached_search
 from zbcompile.schedules import Costs, Placement, ScheduleError, Timeline, bound, simulate
 

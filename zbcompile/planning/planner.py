@@ -16,8 +16,8 @@ from zbcompile.passes.compile_options import Barriers, Choices
 from zbcompile.passes.hardware.hardware import Connection
 from zbcompile.passes.partition.node_costs import loads_of, predicted_seconds
 from zbcompile.passes.vocabulary.shard_program import even_bounds
+from zbcompile.planning.layout_question import Layout, Question
 from zbcompile.planning.layouts import find_layouts
-from zbcompile.planning.question import Layout, Question
 from zbcompile.planning.search_cache import cached_search
 from zbcompile.prediction.measure_passes import measure_pieces, measured_costs
 from zbcompile.prediction.predict import hardware_of, predicted_costs, with_memory
