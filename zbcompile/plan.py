@@ -102,7 +102,8 @@ def to_picture(rows: Sequence[Row]) -> str:
 
 ASSUMED = (
     "Predicted from operations on {hardware}, with {messages}; memory is parameters, gradients, optimizer state and "
-    "activations in flight. Steps of many microbatches: the first ones, and the rest at their pace."
+    "activations between passes, without what a running pass holds. Steps of many microbatches: the first ones, and "
+    "the rest at their pace."
 )
 LINKED = "messages and sums of gradients over its links"
 FREE = "messages and the exchange between replicas free"
