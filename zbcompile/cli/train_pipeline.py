@@ -79,8 +79,22 @@ def open_pipeline(job: Job) -> Pipeline:
     if job.seed is not None:
         asked["seed"] = job.seed
     if job.is_target:
-        return _compile(job, asked)
-    return load(job.directory, mesh=_mesh(job, lambda: device_for(job.directory)), operators=job.operators, **asked)
+        pipe = _compile(job, asked)
+    else:
+        mesh = _mesh(job, lambda: device_for(job.directory))
+        pipe = load(job.directory, mesh=mesh, operators=job.operators, **asked)
+    _require_shared(job, pipe)
+    return pipe
+
+
+def _require_shared(job: Job, pipe: Pipeline) -> None:
+    """Raise PipelineError if ranks that are to share matrices would all compute the same."""
+    placements = (pipe.options.placements or {}).values()
+    if job.tensor > 1 and not any("tp" in placement for placement in placements):
+        raise PipelineError(
+            f"--tensor {job.tensor}: no parameter of {job.directory} is divided along tp, so these ranks would all "
+            "compute the same. Pass a TARGET that parallelises its model over `mesh`, or leave --tensor out."
+        )
 
 
 def _compile(job: Job, asked: dict[str, Any]) -> Pipeline:

@@ -21,6 +21,7 @@ from zbcompile.model.batch import Microbatch
 from zbcompile.passes.errors import CompileError
 from zbcompile.passes.hardware.hardware import Connection
 from zbcompile.planning.planner import Decision, decide, order_by_graphs, pass_seconds, reordered
+from zbcompile.program.chosen_plan import ChosenPlan
 from zbcompile.program.program import Program
 from zbcompile.schedules import Schedule, ScheduleError
 
@@ -111,11 +112,20 @@ class LayoutSearch:
 
     def _compiled(self, finalist: Finalist, of: int) -> list[Program]:
         """In the order that is best for its graphs, as all ranks measure them at once, and in others that come close;
-        the first rank searches, in its part of the time."""
+        the first rank searches, in its part of the time. Raises ScheduleError, on every rank, if none fits."""
         ranks, program = self.ranks, self.make(finalist)
         measured = agreed_seconds(ranks, together(ranks, "measuring", lambda: pass_seconds(program)))
         task = program, finalist.decision, self.options.search_seconds / of, measured, self._link
-        orders = from_first(ranks, "searching the order", lambda: order_by_graphs(*task))
+
+        def search() -> list[tuple[Schedule, ChosenPlan]] | ScheduleError:
+            try:
+                return order_by_graphs(*task)
+            except ScheduleError as error:  # no order fits: every rank is to raise the same
+                return error
+
+        orders = from_first(ranks, "searching the order", search)
+        if isinstance(orders, ScheduleError):
+            raise ranks.watch.known_to_all(orders)
         return [reordered(program, *order) for order in orders]
 
     def _on_trial(self, finalists: Sequence[Finalist]) -> Finalist:

@@ -19,6 +19,7 @@ from zbcompile.frontend.bound_programs import BoundPrograms
 from zbcompile.frontend.choose_schedule import in_another_order
 from zbcompile.frontend.options import Options
 from zbcompile.model.batch import Microbatch
+from zbcompile.model.model_info import submodule
 from zbcompile.model.seeds import undisturbed
 from zbcompile.program.program import Program
 from zbcompile.runtime.engine import Executable, StepInput
@@ -77,24 +78,14 @@ def _enough(found: Sequence[Sequence[float]]) -> bool:
 
 def _stand_in(model: nn.Module) -> nn.Module:
     """A module with tensors of the same names, and nothing else."""
-    whole = nn.Module()
+    root = nn.Module()
     for name, parameter in model.named_parameters():
-        module, own = _module_of(whole, name)
-        module.register_parameter(own, nn.Parameter(parameter.detach(), parameter.requires_grad))
+        path, _, own = name.rpartition(".")
+        submodule(root, path).register_parameter(own, nn.Parameter(parameter.detach(), parameter.requires_grad))
     for name, buffer in model.named_buffers():
-        module, own = _module_of(whole, name)
-        module.register_buffer(own, buffer.detach().clone())
-    return whole
-
-
-def _module_of(whole: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The module that has the tensor called `name`, made if there is none, and the tensor's name there."""
-    *path, own = name.split(".")
-    for part in path:
-        if part not in dict(whole.named_children()):
-            whole.add_module(part, nn.Module())
-        whole = whole.get_submodule(part)
-    return whole, own
+        path, _, own = name.rpartition(".")
+        submodule(root, path).register_buffer(own, buffer.detach().clone())
+    return root
 
 
 def _fill(name: str, tensor: torch.Tensor) -> None:

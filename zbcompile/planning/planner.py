@@ -27,7 +27,7 @@ from zbcompile.schedules import Found, Schedule
 from zbcompile.schedules.checking.schedule_rules import OWN_WEIGHT_ORDER
 
 SHARE = 0.5  # of the time for the search, spent on layouts; the rest finds the order under the costs of the graphs
-FINALISTS = 6  # layouts that can be tried on the ranks
+LAYOUTS = 6  # that can be tried on the ranks
 CLOSE = 1.25  # how much longer than the best one their steps may be, by prediction
 NAMES = 4  # named schedules that can be tried on the ranks
 NEAR = 1.05  # how much longer their steps may be than that of the order that was found, by prediction
@@ -72,7 +72,7 @@ def decide(
     layouts = find_layouts(question, SHARE * budget, announce)
     kinds = {(each.placement, each.microbatches, each.choices.vocab == "off"): each for each in reversed(layouts)}
     close = [each for each in kinds.values() if each.seconds <= CLOSE * layouts[0].seconds]
-    return [_decision(each, layouts) for each in sorted(close, key=layouts.index)[:FINALISTS]]
+    return [_decision(each, layouts) for each in sorted(close, key=layouts.index)[:LAYOUTS]]
 
 
 def _decision(layout: Layout, layouts: Sequence[Layout]) -> Decision:

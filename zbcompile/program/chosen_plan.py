@@ -62,4 +62,5 @@ class ChosenPlan:
 
 
 def _longer(seconds: float, than: float) -> str:
-    return f"{100 * (seconds / than - 1):.1f} % longer"
+    more = 100 * (seconds / than - 1)
+    return f"{abs(more):.1f} % {'longer' if more >= 0 else 'shorter'}"

@@ -123,10 +123,10 @@ def test_two_replicas_of_two_ranks(small_program: Program, pool: Pool, tmp_path:
         assert (found[name] - parameter).abs().max() <= 2e-6 * parameter.abs().max(), name
 
 
-def run_target(folder: str, tensor: int) -> None:
+def run_target(folder: str, tensor: int, target: str = "layers") -> None:
     targets = "tests.support.mesh_targets"
     job = Job(
-        *(Path(f"{targets}:layers"), f"{targets}:batches", 3, "sgd", {"lr": 0.1}),
+        *(Path(f"{targets}:{target}"), f"{targets}:batches", 3, "sgd", {"lr": 0.1}),
         export=Path(folder, f"tensor{tensor}.safetensors"),
         tensor=tensor,
         compiling={"schedule": "1f1b", "microbatches": 2},
@@ -142,6 +142,17 @@ def test_ranks_share_the_matrices_of_a_target(pool: Pool, tmp_path: Path) -> Non
     assert one.keys() == other.keys()
     for name, value in one.items():
         assert (value - other[name]).abs().max() <= 2e-6 * value.abs().max(), name
+
+
+def refused(folder: str) -> str:
+    with pytest.raises(zbcompile.PipelineError) as raised:
+        run_target(folder, 2, "whole")
+    return str(raised.value)
+
+
+def test_ranks_that_share_nothing_are_refused(pool: Pool, tmp_path: Path) -> None:
+    for text in pool.run(refused, str(tmp_path), ranks=2):
+        assert "--tensor 2: no parameter of tests.support.mesh_targets:whole is divided along tp" in text
 
 
 def eager_step_seeded(model: torch.nn.Module, batch: Batch, step: int) -> None:

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,11 +16,12 @@ from zbcompile.compiler.compile_example import one_microbatch
 from zbcompile.compiler.compile_model import draw_step
 from zbcompile.compiler.makespan_cuts import places_of
 from zbcompile.compiler.measure_nodes import measure_line
+from zbcompile.frontend import layout_search
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import PartitionError
 from zbcompile.planning.planner import Decision, Priced, decide
 from zbcompile.program.chosen_plan import ChosenPlan
-from zbcompile.schedules import build
+from zbcompile.schedules import ScheduleError, build
 from zbcompile.schedules.ir.placement import Placement
 
 PROBLEM = PROBLEMS["gpt"]
@@ -151,6 +153,34 @@ def test_all_ranks_try_the_same_and_agree(pool: Pool) -> None:
     assert plan.tried[0][0] == plan.way
     assert list(plan.tried[1:]) == sorted(plan.tried[1:], key=lambda each: each[1])
     assert "on trial a step took" in str(plan)
+
+
+def without_an_order_for_some(fails: int) -> str:
+    """On the first rank, which searches, no order fits the finalist of this number."""
+    search, asked = layout_search.order_by_graphs, []
+
+    def fail_once(*task: Any) -> Any:
+        asked.append(task)
+        if len(asked) == fails:
+            raise ScheduleError("no order fits")
+        return search(*task)
+
+    pipe = zbcompile.pipeline(Noting(), schedule="auto", loss=nn.functional.mse_loss, search_seconds=30)
+    batch = torch.randn(16, 16)
+    with mock.patch.object(layout_search, "order_by_graphs", fail_once):
+        try:
+            pipe.compile(batch, target=batch)
+        except ScheduleError as error:
+            return str(error)
+    return str(pipe.program.plan)
+
+
+@pytest.mark.slow
+def test_a_finalist_without_an_order_is_left_out_on_every_rank(pool: Pool) -> None:
+    for fails, says in ((1, "no order fits"), (2, "on trial a step took")):
+        found = pool.run(without_an_order_for_some, fails, ranks=2)
+        assert found[0] == found[1]
+        assert says in found[0]
 
 
 def test_a_limit_of_memory_is_kept_by_recomputing() -> None:
