@@ -1,12 +1,16 @@
-"""Assignment of GPUs: a different one for every local rank."""
+"""Assignment of GPUs: a different one for every local rank; and how many streams of one can make progress at a time."""
 
 import os
+import warnings
 from collections.abc import Mapping
 
 import torch
 
 from zbcompile.distributed.fault_store import Board
 from zbcompile.errors import PipelineError
+
+QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+FEWEST_QUEUES = 8  # CUDA's default. Two neighbours have four channels, and each channel has a stream
 
 
 def take_gpu() -> None:
@@ -49,3 +53,16 @@ def require_different(gpus: Mapping[int, str], device: torch.device) -> None:
                 'process its own: torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) before model.cuda().'
             )
         first[gpu] = rank
+
+
+def warn_of_few_queues(environment: Mapping[str, str]) -> None:
+    """Warn if the streams of the channels have to share hardware queues with the passes. Then a second receive, which
+    waits in its stream for the first, also holds back the pass whose result the sender of the first one needs."""
+    given = environment.get(QUEUES, "")
+    if given.isdecimal() and int(given) < FEWEST_QUEUES:
+        warnings.warn(
+            f"{QUEUES}={given}: streams that share a hardware queue of the GPU wait for each other, and a pipeline "
+            f"whose receives are posted early can stand still. Unset it (CUDA takes {FEWEST_QUEUES}), or set it to 32.",
+            RuntimeWarning,
+            stacklevel=2,
+        )

@@ -15,7 +15,7 @@ from zbcompile.distributed.device_progress import progress_of
 from zbcompile.distributed.elastic import fresh_store
 from zbcompile.distributed.fault_store import Board
 from zbcompile.distributed.faults import Position
-from zbcompile.distributed.gpus import require_own_gpus, take_gpu
+from zbcompile.distributed.gpus import require_own_gpus, take_gpu, warn_of_few_queues
 from zbcompile.distributed.interfaces import VARIABLE, let_gloo_find
 from zbcompile.distributed.mesh import PARTS, Mesh, mesh_of
 from zbcompile.distributed.ranks import GroupRanks, LocalRanks, Ranks
@@ -134,6 +134,7 @@ def _group_ranks(find_device: FindDevice, mesh: Mesh, ranks: int | None, timeout
     board = Board(everyone, dist.get_process_group_ranks(everyone), own, timeout)
     if device.type == "cuda":
         require_own_gpus(board, device, timeout)
+        warn_of_few_queues(os.environ)
     pipeline = mesh.group("pp") or mesh.only_me()
     replicas = Replicas(mesh.group(*PARTS), mesh.index(*PARTS), mesh.size(*PARTS))
     groups = {group for group in (pipeline, everyone, replicas.group) if group is not None}

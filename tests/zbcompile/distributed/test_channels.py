@@ -1,6 +1,7 @@
 """Channels, GPUs and devices: what a pipeline needs of NCCL, as far as a machine without one can show it."""
 
 import os
+import warnings
 from datetime import timedelta
 from unittest import mock
 
@@ -15,7 +16,7 @@ from tests.support.oracle import PROBLEMS
 from tests.support.pool import Pool
 from tests.support.training import Case, pipeline_of
 from zbcompile.distributed.channels import in_rounds
-from zbcompile.distributed.gpus import own_gpu, require_different
+from zbcompile.distributed.gpus import own_gpu, require_different, warn_of_few_queues
 from zbcompile.distributed.process_group import backend_of
 from zbcompile.env import ORDERED
 from zbcompile.errors import PipelineError
@@ -112,6 +113,14 @@ def test_every_local_rank_has_a_gpu() -> None:
     require_different({0: "a", 1: "b"}, torch.device("cuda:0"))
     with pytest.raises(PipelineError, match=r"ranks 0 and 2 use the same GPU \(a\)"):
         require_different({0: "a", 1: "b", 2: "a"}, torch.device("cuda:0"))
+
+
+def test_too_few_hardware_queues_are_warned_of() -> None:
+    with pytest.warns(RuntimeWarning, match=r"CUDA_DEVICE_MAX_CONNECTIONS=1: .* Unset it"):
+        warn_of_few_queues({"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
+    for enough in ({}, {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}):
+        with warnings.catch_warnings(action="error"):
+            warn_of_few_queues(enough)
 
 
 def other_backends(store: str) -> list[str]:
