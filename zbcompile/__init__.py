@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from zbcompile.errors import FaultError as FaultError, PipelineError as PipelineError
     from zbcompile.frontend.grad_scaler import GradScaler as GradScaler
     from zbcompile.frontend.monitor_steps import Figures as Figures, monitor as monitor
-    from zbcompile.frontend.option_groups import Memory as Memory, Vocab as Vocab
+    from zbcompile.frontend.options import Memory as Memory, Vocab as Vocab
     from zbcompile.frontend.pipeline import Pipeline as Pipeline
     from zbcompile.frontend.pipeline_function import pipeline as pipeline
     from zbcompile.frontend.trace_steps import trace as trace
@@ -43,7 +43,7 @@ _HOME = {
     "frontend.pipeline_function": ("pipeline",),
     "persistence.loaded_pipeline": ("load",),
     "frontend.pipeline": ("Pipeline",),
-    "frontend.option_groups": ("Memory", "Vocab"),
+    "frontend.options": ("Memory", "Vocab"),
     "frontend.grad_scaler": ("GradScaler",),
     "frontend.monitor_steps": ("Figures", "monitor"),
     "frontend.trace_steps": ("trace",),

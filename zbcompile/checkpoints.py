@@ -12,9 +12,8 @@ from zbcompile.cli.command_line import exit_status
 from zbcompile.errors import PipelineError
 from zbcompile.persistence.background_save import Save
 from zbcompile.persistence.checkpoint_directory import begin, candidates, prune
-from zbcompile.persistence.checkpoint_record import Record, is_pickled, read_record, require_whole
+from zbcompile.persistence.checkpoint_record import Chunk, Record, is_pickled, read_record, require_whole
 from zbcompile.persistence.folder_lock import FolderLock
-from zbcompile.persistence.part_files import Chunk
 from zbcompile.persistence.plain_values import Tensors, to_data
 from zbcompile.persistence.saved_state import SavedState, open_state
 from zbcompile.version import __version__

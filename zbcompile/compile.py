@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from zbcompile.backends.backend import make_backend
-from zbcompile.backends.compiled_passes import compile_passes
+from zbcompile.backends.backend import compile_passes, make_backend
 from zbcompile.cli.command_line import add_flags, exit_status, split_options
 from zbcompile.cli.compile_arguments import Plan, add_plan, announcer, compiled, example_of, quiet, schedule_of
 from zbcompile.compiler.compile_example import compile_example_forward

@@ -29,8 +29,7 @@ import torch.distributed as dist
 from tabulate import tabulate
 
 import zbcompile
-from zbcompile.backends.backend import make_backend
-from zbcompile.backends.compiled_passes import compile_passes
+from zbcompile.backends.backend import compile_passes, make_backend
 from zbcompile.program.read_verified import read_manifest, read_program
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

@@ -33,7 +33,7 @@ from torch import nn
 
 import zbcompile
 from zbcompile.compiler.compile_example import compile_example
-from zbcompile.compiler.synthetic_values import values_like
+from zbcompile.compiler.measure_nodes import values_like
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.graph.flops import count_flops
 from zbcompile.passes.graph.roofline import node_seconds, seconds_of

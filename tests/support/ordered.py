@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from zbcompile.distributed.boundary_messages import Buffer, Message
 from zbcompile.distributed.channels import Link, Ordered
+from zbcompile.distributed.packing import Buffer, Message
 from zbcompile.distributed.transport import Mailboxes, Tensors
 
 Channel = tuple[int, int]  # source rank, destination rank

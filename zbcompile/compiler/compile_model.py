@@ -15,8 +15,7 @@ from torch.fx import Node
 from zbcompile.compiler.cut_planning import plan_cuts
 from zbcompile.compiler.paired_schedule import lower_for
 from zbcompile.compiler.torch_logs import without_torchs_logs
-from zbcompile.compiler.vocabulary_decision import choose_sharding
-from zbcompile.compiler.vocabulary_sharding import Sharding, shard
+from zbcompile.compiler.vocabulary_sharding import Sharding, choose_sharding, shard
 from zbcompile.env import CHECK
 from zbcompile.model.batch import Microbatch
 from zbcompile.model.model_info import facts_of

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from zbcompile.distributed.boundary_messages import Message
+from zbcompile.distributed.packing import Message
 from zbcompile.torch_private import gloo_link, nccl_link
 
 Pair = tuple[int, int]  # source rank, destination rank

@@ -1,4 +1,5 @@
-"""Clocks: times of events on a device, on one clock for all ranks."""
+"""Times of events on a device, on one clock for all ranks; and how far the device is: on CUDA a call may return before
+the device has executed it."""
 
 import time
 from typing import Any
@@ -75,3 +76,38 @@ def _answer(group: dist.ProcessGroup, device: torch.device) -> None:
     for _ in range(ROUNDS):
         dist.recv(question, group=group, group_src=0)
         dist.send(torch.full_like(question, time.perf_counter()), group=group, group_dst=0)
+
+
+class Progress:
+    """`mark` notes that a call has been given to the device; `behind` says, without waiting, whether the device has yet
+    to finish what was marked last: never, of a device that works while the host waits."""
+
+    def mark(self) -> None:
+        pass
+
+    def behind(self) -> bool:
+        return False
+
+
+class StreamProgress(Progress):
+    """For CUDA: an event behind everything in the stream. Another thread may ask."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._event: torch.cuda.Event | None = None
+
+    def mark(self) -> None:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        self._event = event
+
+    def behind(self) -> bool:
+        event = self._event
+        try:
+            return event is not None and not event.query()
+        except RuntimeError:  # the device has failed: whoever uses it next learns why
+            return False
+
+
+def progress_of(device: torch.device) -> Progress:
+    return StreamProgress(device) if device.type == "cuda" else Progress()

@@ -1,6 +1,7 @@
-"""The mesh around a pipeline: the dimensions along which ranks share a step, and the process groups of them."""
+"""The mesh around a pipeline: the dimensions along which ranks share a step, the process groups of them, and the
+replicas of the pipeline."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import product
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zbcompile.distributed.packing import as_contiguous
 from zbcompile.errors import PipelineError
 from zbcompile.torch_private import is_bound, root_of
 
@@ -161,3 +163,31 @@ def _require_fit(given: Any) -> tuple[str, ...]:
 
 def _known() -> str:
     return ", ".join(f'"{name}" ({what})' for name, what in DIMENSIONS.items())
+
+
+@dataclass
+class Replicas:
+    """The ranks that hold the same stages, one per loss that the step averages: along "dp", "ep" and "cp" of the mesh.
+    This process is number `rank` of `count`.
+
+    `synchronise` is False inside `no_sync`. `partial` are the parameters whose `.grad` holds this replica's part of the
+    sum: those of steps without synchronisation. Of the others all replicas hold the whole sum, and all but the first
+    clear it before they add to it, so that the next reduction counts it once.
+    """
+
+    group: dist.ProcessGroup | None = None
+    rank: int = 0
+    count: int = 1
+    synchronise: bool = True
+    partial: set[str] = field(default_factory=set)
+
+    def forget(self) -> None:
+        """Forget the gradients of a failed step."""
+        self.partial.clear()
+
+
+def broadcast(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None) -> None:
+    """Give all ranks of `group` the values of its first."""
+    if group is not None:
+        for tensor in tensors:
+            dist.broadcast(as_contiguous(tensor.detach()), group=group, group_src=0)

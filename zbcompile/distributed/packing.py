@@ -1,9 +1,31 @@
-"""Tensors at a boundary as they travel (packed) and as a graph was traced for them (laid out)."""
+"""What travels between stages: messages, the buffers that they arrive in, and their tensors, as these travel (packed)
+and as a graph was traced for them (laid out)."""
+
+from typing import NamedTuple
 
 import torch
 
 from zbcompile.passes.graph.roles import TensorSpec
 from zbcompile.passes.graph.strides import is_dense, packed_layout
+
+HIDDEN_MESSAGE = "HIDDEN"  # the last stage's output, on its way to the vocabulary shards
+ROWS_MESSAGE = "ROWS"  # the gradient of what these have looked up for the first stage
+
+
+class Message(NamedTuple):
+    """The `F` or `B` values that arrive at `stage` for `microbatch`, or a collective of the vocabulary passes."""
+
+    kind: str
+    stage: int
+    microbatch: int
+
+
+class Buffer(NamedTuple):
+    """A receive buffer: the `number`-th of its shape. Number -1 is a fresh one: what arrives is passed on to other
+    stages."""
+
+    spec: TensorSpec
+    number: int
 
 
 def packed(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,13 @@
-"""Where the ranks come from: a mesh, a process group, torchrun's environment, or this process alone."""
+"""Where the ranks come from: a mesh, a process group, torchrun's environment, or this process alone.
 
+Under torchrun the agent keeps one store for all restarts, with the keys of ranks that have ended, and the nodes of a
+job do not count restarts alike. So the ranks that are there now find each other by new names (`fresh_store`).
+"""
+
+import hashlib
 import os
 import time
+import uuid
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -11,15 +17,13 @@ import torch.distributed as dist
 from torch import nn
 
 from zbcompile.distributed.bounded_store import ANSWER, cut_after
-from zbcompile.distributed.device_progress import progress_of
-from zbcompile.distributed.elastic import fresh_store
+from zbcompile.distributed.clocks import progress_of
 from zbcompile.distributed.fault_store import Board
 from zbcompile.distributed.faults import Position
 from zbcompile.distributed.gpus import require_own_gpus, take_gpu, warn_of_few_queues
 from zbcompile.distributed.interfaces import VARIABLE, let_gloo_find
-from zbcompile.distributed.mesh import PARTS, Mesh, mesh_of
+from zbcompile.distributed.mesh import PARTS, Mesh, Replicas, mesh_of
 from zbcompile.distributed.ranks import GroupRanks, LocalRanks, Ranks
-from zbcompile.distributed.replicas import Replicas
 from zbcompile.distributed.watchdog import Watch
 from zbcompile.env import ORDERED
 from zbcompile.errors import PipelineError
@@ -141,3 +145,41 @@ def _group_ranks(find_device: FindDevice, mesh: Mesh, ranks: int | None, timeout
     watch = Watch(Position(own), board, tuple(groups), timeout, backend, progress_of(device))
     ordered = backend == "nccl" or ORDERED.read()
     return GroupRanks(pipeline, everyone, mesh, device, backend, watch, replicas, ordered)
+
+
+PAUSE = 0.05  # seconds between two looks at the store
+ROUND = timedelta(seconds=1)  # for all to have seen the same list
+
+
+def fresh_store(store: dist.Store, rank: int, ranks: int, timeout: float) -> dist.Store:
+    """The part of `store` that the ranks of this start share with no earlier one. Raises RuntimeError if one is
+    missing after `timeout` seconds.
+
+    Every rank announces a name that nobody had before. Rank 0 lists those that it sees; a list counts once every rank
+    has found its name in it, which those of an earlier start cannot.
+    """
+    own, end = uuid.uuid4().hex, time.monotonic() + timeout
+    store.set(_member(rank), own)
+    while time.monotonic() < end:
+        if rank == 0 and store.check([_member(other) for other in range(ranks)]):
+            store.set("zbcompile/starting", ",".join(store.get(_member(other)).decode() for other in range(ranks)))
+        names = store.get("zbcompile/starting").decode() if store.check(["zbcompile/starting"]) else ""
+        if own in names:
+            start = f"zbcompile/start-{hashlib.sha256(names.encode()).hexdigest()}"
+            store.set(f"{start}/{rank}", "here")
+            if _all_came(store, [f"{start}/{other}" for other in range(ranks)]):
+                return dist.PrefixStore(start, store)
+        time.sleep(PAUSE)
+    raise RuntimeError(f"not all of the {ranks} ranks arrived within {timeout:g} s")
+
+
+def _member(rank: int) -> str:
+    return f"zbcompile/member/{rank}"
+
+
+def _all_came(store: dist.Store, keys: list[str]) -> bool:
+    try:
+        store.wait(keys, ROUND)
+    except RuntimeError:
+        return False
+    return True

@@ -9,8 +9,7 @@ import torch.distributed as dist
 
 from zbcompile.distributed.channels import Channels, Ordered, Tagged, open_channels
 from zbcompile.distributed.faults import Position
-from zbcompile.distributed.mesh import Mesh, new_group
-from zbcompile.distributed.replicas import Replicas
+from zbcompile.distributed.mesh import Mesh, Replicas, new_group
 from zbcompile.distributed.transport import Mailboxes, PointToPoint, ReceiveBuffers, Transport
 from zbcompile.distributed.watchdog import Alone, Watch
 from zbcompile.errors import PipelineError

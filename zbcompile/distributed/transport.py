@@ -7,9 +7,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from zbcompile.distributed.boundary_messages import Buffer, Message
 from zbcompile.distributed.channels import Channels
-from zbcompile.distributed.packing import as_contiguous, packed, packed_buffer
+from zbcompile.distributed.packing import Buffer, Message, as_contiguous, packed, packed_buffer
 from zbcompile.errors import PipelineError
 
 Tensors = list[torch.Tensor]

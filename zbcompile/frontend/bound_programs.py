@@ -7,14 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from zbcompile.backends.backend import Compilation, make_backend
-from zbcompile.backends.compiled_passes import CompiledPasses, compile_passes
+from zbcompile.backends.backend import Compilation, CompiledPasses, compile_passes, make_backend
 from zbcompile.backends.cuda_graphs import check_cuda_graphs
 from zbcompile.distributed.agreement import together
 from zbcompile.distributed.equal_tensors import require_equal_tensors
-from zbcompile.distributed.mesh import DIMENSIONS
+from zbcompile.distributed.mesh import DIMENSIONS, broadcast
 from zbcompile.distributed.ranks import Ranks
-from zbcompile.distributed.replicas import broadcast
 from zbcompile.env import DEBUG_NAN
 from zbcompile.frontend.options import Options
 from zbcompile.frontend.state_dict import own_state

@@ -13,12 +13,11 @@ from zbcompile.distributed.agreement import require_equal_programs
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.distributed.transport import ReceiveBuffers
 from zbcompile.errors import PipelineError
-from zbcompile.frontend.answers import ByShape, captured_alike
+from zbcompile.frontend.answers import ByShape, Recent, captured_alike
 from zbcompile.frontend.apart_draws import draw_apart
 from zbcompile.frontend.executables import Executables
 from zbcompile.frontend.options import Options
 from zbcompile.frontend.program_keys import torch_modes
-from zbcompile.frontend.recent import Recent
 from zbcompile.frontend.state_dict import gather_rows
 from zbcompile.model.batch import Batch
 from zbcompile.model.placements import SHARD, along, placement_of, require_matches

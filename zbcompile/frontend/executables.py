@@ -22,7 +22,7 @@ from zbcompile.distributed.agreement import (
 )
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
-from zbcompile.frontend.answers import ByAnswers, ByShape, captured_alike, require_held, save_with_answers
+from zbcompile.frontend.answers import ByAnswers, ByShape, Recent, captured_alike, require_held, save_with_answers
 from zbcompile.frontend.apart_draws import draw_apart
 from zbcompile.frontend.bound_programs import BoundPrograms
 from zbcompile.frontend.choose_schedule import (
@@ -36,7 +36,6 @@ from zbcompile.frontend.choose_schedule import (
 from zbcompile.frontend.layout_search import Finalist, LayoutSearch
 from zbcompile.frontend.options import Options, is_searched
 from zbcompile.frontend.program_keys import ProgramKey, key_of, torch_modes, what_is_new
-from zbcompile.frontend.recent import Recent
 from zbcompile.frontend.step_outputs import WHERE
 from zbcompile.model.batch import Batch, Microbatch, Microbatches, hint_at_target, require_divisible
 from zbcompile.model.placements import require_matches

@@ -23,8 +23,7 @@ from zbcompile.model.batch import Microbatches
 from zbcompile.passes.stage.print_python import format_bytes
 from zbcompile.prediction.predict import predicted_costs
 from zbcompile.prediction.step_comparison import measured_timeline, pass_bubble
-from zbcompile.profiling.recorded_timeline import mean_seconds
-from zbcompile.profiling.step_record import StepRecord
+from zbcompile.profiling.step_record import StepRecord, mean_seconds
 from zbcompile.schedules import Schedule, Timeline, simulate
 
 

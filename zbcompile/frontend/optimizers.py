@@ -15,7 +15,7 @@ from zbcompile.model.distributed_tensors import Parts
 from zbcompile.optimizer.pipeline_optimizer import PipelineOptimizer
 from zbcompile.optimizer.trained_parameters import TrainedParameters
 from zbcompile.optimizer.wanted import Wanted
-from zbcompile.runtime.sharded_updates import Sharded
+from zbcompile.runtime.data_parallel import Sharded
 
 
 @dataclass

@@ -16,9 +16,8 @@ from zbcompile.frontend.step_outputs import joined_outputs, require_where
 from zbcompile.model.batch import Given, Microbatches
 from zbcompile.model.losses import Losses
 from zbcompile.optimizer.gradient_norm import total_norm
-from zbcompile.optimizer.parameter_groups import Predicate
 from zbcompile.optimizer.pipeline_optimizer import PipelineOptimizer
-from zbcompile.optimizer.wanted import Wanted
+from zbcompile.optimizer.wanted import Predicate, Wanted
 from zbcompile.runtime.engine import Executable, StepInput
 
 if TYPE_CHECKING:  # torch's pipelining takes a second to import

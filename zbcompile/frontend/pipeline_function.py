@@ -12,8 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zbcompile.backends.types import GraphCompiler
 from zbcompile.distributed.process_group import device_of, find_ranks, is_alone
 from zbcompile.errors import PipelineError
-from zbcompile.frontend.option_groups import Memory, Vocab, options_from
-from zbcompile.frontend.options import OPTIONS, Options, document
+from zbcompile.frontend.options import OPTIONS, Memory, Options, Vocab, document, options_from
 from zbcompile.frontend.pipeline import Pipeline
 from zbcompile.model.batch_split import Split
 from zbcompile.model.materialize import Init
@@ -21,7 +20,7 @@ from zbcompile.model.placements import Placements
 from zbcompile.passes.capture.training_step import LossFunction
 from zbcompile.passes.compile_options import Barriers, Recompute
 from zbcompile.passes.hardware.hardware import Hardware
-from zbcompile.runtime.make_engine import make_engine
+from zbcompile.runtime.engines import make_engine
 from zbcompile.schedules.ir.schedule import Lowered, Schedule
 from zbcompile.torch_private import warn_of_untried
 

@@ -23,7 +23,7 @@ from zbcompile.model.model_info import submodule
 from zbcompile.model.seeds import undisturbed
 from zbcompile.program.program import Program
 from zbcompile.runtime.engine import Executable, StepInput
-from zbcompile.runtime.make_engine import make_engine
+from zbcompile.runtime.engines import make_engine
 
 WARM_UP = 1
 ROUNDS = (3, 15)  # at least, at most

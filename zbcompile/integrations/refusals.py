@@ -10,7 +10,7 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from zbcompile.errors import PipelineError
-from zbcompile.frontend.option_groups import require_known
+from zbcompile.frontend.options import require_known
 from zbcompile.integrations.adapters import has_adapters
 
 # Of TrainingArguments: those that must keep their defaults, and what to do instead.

@@ -12,13 +12,12 @@ from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.optimizer.early_update import NOTHING, SCALED, TORN, TWICE, UNSCALED, EarlyUpdate, writes_only_its_state
 from zbcompile.optimizer.gradient_norm import norm_of_all
-from zbcompile.optimizer.post_validation import PostValidation
+from zbcompile.optimizer.post_validation import PostValidation, Verdict
 from zbcompile.optimizer.sharded_parameters import ShardedParameters
-from zbcompile.optimizer.speculation import Verdict
 from zbcompile.optimizer.trained_parameters import TrainedParameters
 from zbcompile.optimizer.wanted import Wanted
 from zbcompile.optimizer.whole_parameters import WholeParameters
-from zbcompile.runtime.sharded_updates import LATE
+from zbcompile.runtime.data_parallel import LATE
 from zbcompile.torch_private import step_without_hooks
 
 

@@ -10,12 +10,10 @@ from torch.optim import Optimizer
 from zbcompile.distributed.agreement import require_equal_programs, together
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
-from zbcompile.optimizer.parameter_groups import divide_into_groups, read_groups
 from zbcompile.optimizer.parameter_updates import ParameterUpdates
 from zbcompile.optimizer.sharded_parameters import ShardedParameters
 from zbcompile.optimizer.trained_parameters import TrainedParameters
-from zbcompile.optimizer.update_rules import ELEMENTS, require_divisible, rule_of
-from zbcompile.optimizer.wanted import Wanted
+from zbcompile.optimizer.wanted import ELEMENTS, Wanted, divide_into_groups, read_groups, require_divisible, rule_of
 from zbcompile.optimizer.whole_parameters import WholeParameters
 
 State = dict[str, Any]

@@ -4,18 +4,46 @@ import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
-from zbcompile.distributed.exchanges_at_exit import forget, outlives_its_step
 from zbcompile.distributed.ranks import Ranks
+from zbcompile.distributed.termination import forget, outlives_its_step
 from zbcompile.optimizer.early_update import EarlyUpdate, Options
 from zbcompile.optimizer.gradient_norm import as_norm, begin_sum, squares_of
-from zbcompile.optimizer.speculation import Speculation, Verdict
-from zbcompile.runtime.sharded_updates import LATE
+from zbcompile.runtime.data_parallel import LATE
 from zbcompile.torch_private import unscale_and_find_infinities
+
+Verdict = Literal["as it is", "clipped", "skipped"]  # how an update uses its gradients
+
+
+@dataclass
+class Speculation:
+    """`updated` are the stages whose updates have not waited, `held` says that some stage waits."""
+
+    updated: list[int] = field(default_factory=list)
+    held: bool = False
+
+    def may_update(self, stage: int, known: Verdict) -> bool:
+        """Whether a stage updates now, given what the gradients say that are known."""
+        if known != "as it is":
+            self.held = True
+            return False
+        self.updated.append(stage)
+        return True
+
+    def stands(self, total: Verdict, held_anywhere: bool) -> bool:
+        """Whether the updates are those of all gradients; if not, `updated` are to be undone. `held_anywhere` says
+        whether some stage of any rank waits: replicas exchange their updates, so that all of them must agree.
+
+        >>> rank = Speculation()
+        >>> rank.may_update(0, "as it is"), rank.stands("clipped", held_anywhere=False)
+        (True, False)
+        """
+        return total == "as it is" and not held_anywhere
+
 
 TAG = 1 << 30  # above those of the pipeline's messages
 State = dict[torch.Tensor, dict[str, Any]]

@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zbcompile.distributed.exchanges_at_exit import forget, outlives_its_step
 from zbcompile.distributed.packing import as_contiguous
+from zbcompile.distributed.termination import forget, outlives_its_step
 from zbcompile.errors import PipelineError
 from zbcompile.optimizer.division import Division, Piece
 from zbcompile.optimizer.whole_parameters import HALF, refresh
+from zbcompile.runtime.data_parallel import Observe
 from zbcompile.runtime.gradient_buffers import Gradients, grad_dtype
-from zbcompile.runtime.sharded_updates import Observe
 from zbcompile.torch_private import all_gather, reduce_scatter, writes_into
 
 Place = tuple[Piece, nn.Parameter]  # of a tensor that the optimizer updates on its own

@@ -17,8 +17,8 @@ from zbcompile.optimizer.trained_parameters import TrainedParameters
 from zbcompile.optimizer.whole_parameters import HALF, sum_in_single_precision
 from zbcompile.passes.graph.strides import is_dense
 from zbcompile.program.program import Program
+from zbcompile.runtime.data_parallel import LATE, Observe
 from zbcompile.runtime.gradient_buffers import Gradients
-from zbcompile.runtime.sharded_updates import LATE, Observe
 
 
 @dataclass(frozen=True)

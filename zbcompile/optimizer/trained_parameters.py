@@ -11,8 +11,7 @@ from zbcompile.errors import PipelineError
 from zbcompile.model.distributed_tensors import is_distributed
 from zbcompile.model.placements import SHARD, along
 from zbcompile.program.program import Program
-from zbcompile.runtime.data_parallel import Sum
-from zbcompile.runtime.sharded_updates import LATE
+from zbcompile.runtime.data_parallel import LATE, Sum
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,81 @@
-"""What is asked of `pipe.optimizer`."""
+"""What is asked of `pipe.optimizer`: a kind of optimizer, which may be divided among replicas if it updates element by
+element, or matrix by matrix; its groups, where the first whose predicate takes a parameter has it; and options."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
+from zbcompile.distributed.mesh import Mesh
 from zbcompile.errors import PipelineError
-from zbcompile.optimizer.parameter_groups import Predicate
-from zbcompile.optimizer.update_rules import rule_of
 from zbcompile.passes.option import is_real
+
+ELEMENTS, MATRICES = "element by element", "matrix by matrix"
+KNOWN = {
+    **dict.fromkeys(("AdamW", "Adam", "SGD", "RMSprop", "Adagrad"), ELEMENTS),
+    "Muon": MATRICES,  # torch 2.9 has it
+}
+
+
+def rule_of(kind: type[Optimizer]) -> str | None:
+    """How an optimizer updates: as its class declares (`elementwise = True`, `matrixwise = True`), or as is known of
+    torch's own; None if nothing is known."""
+    for attribute, rule in (("elementwise", ELEMENTS), ("matrixwise", MATRICES)):
+        if getattr(kind, attribute, False):
+            return rule
+    return next((rule for name, rule in KNOWN.items() if getattr(torch.optim, name, None) is kind), None)
+
+
+def require_divisible(kind: type[Optimizer], zero: int, mesh: Mesh) -> str:
+    """The rule by which the optimizer is divided. Raises PipelineError if it has none, or if there is no replica."""
+    rule = rule_of(kind)
+    if rule is None:
+        raise PipelineError(
+            f"zero={zero} divides the optimizer among replicas, and {kind.__name__} is not known to update element by "
+            f"element ({', '.join(name for name, each in KNOWN.items() if each == ELEMENTS)}) or matrix by matrix "
+            "(Muon). If it does, say so in its class: elementwise = True, or matrixwise = True; otherwise pass zero=0."
+        )
+    if "dp" not in mesh.names:
+        raise PipelineError(
+            f'zero={zero} divides the optimizer among replicas, but the mesh has no dimension "dp". Pass mesh= with '
+            "one, or zero=0."
+        )
+    return rule
+
+
+Predicate = Callable[[str, torch.Tensor], bool]
+
+
+def read_groups(given: Sequence[Mapping[str, Any]] | None) -> tuple[list[Predicate], list[dict[str, Any]]]:
+    """The predicates of the groups that were asked for, and the options of all groups, the default one last."""
+    groups = [dict(each) for each in given or ()]
+    for each in groups:
+        if not callable(each.get("params")):
+            raise PipelineError(
+                f'groups= has a group whose "params" is {each.get("params")!r}; expected a function of a parameter\'s '
+                'name and the parameter, such as {"params": lambda name, p: p.ndim < 2, "weight_decay": 0}.'
+            )
+    return [each.pop("params") for each in groups], [*groups, {}]
+
+
+def divide_into_groups(
+    parameters: Mapping[str, torch.Tensor], predicates: Sequence[Predicate], chosen: Predicate | None
+) -> dict[str, int]:
+    """The number of the group of each of the `parameters` that the optimizer has: all, or those that are `chosen`.
+    Raises PipelineError for a predicate that takes none of them."""
+    for what, takes in (("params=", chosen), *((f"groups[{i}]", each) for i, each in enumerate(predicates))):
+        if takes is not None and parameters and not any(takes(name, p) for name, p in parameters.items()):
+            raise PipelineError(
+                f"{what} takes none of the model's {len(parameters)} parameters, the first of which is called "
+                f"{next(iter(parameters))}. Its function receives a parameter's name and the parameter."
+            )
+    return {
+        name: next((i for i, takes in enumerate(predicates) if takes(name, parameter)), len(predicates))
+        for name, parameter in parameters.items()
+        if chosen is None or chosen(name, parameter)
+    }
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,8 @@ from typing import Any
 
 from zbcompile.errors import PipelineError
 from zbcompile.persistence.checkpoint_directory import INDEX, final_name, publish
-from zbcompile.persistence.checkpoint_record import record_to_text
+from zbcompile.persistence.checkpoint_record import Chunk, record_to_text, write_part
 from zbcompile.persistence.folder_lock import FolderLock
-from zbcompile.persistence.part_files import Chunk, write_part
 from zbcompile.safe_files import cannot_write, write_whole
 
 _PAUSE = 0.05  # seconds between two looks for the parts of other processes

@@ -23,11 +23,10 @@ from zbcompile.frontend.pipeline import Pipeline
 from zbcompile.model.seeds import random_state, restore_random_state
 from zbcompile.persistence.background_save import FolderWriter, Save
 from zbcompile.persistence.checkpoint_directory import begin, candidates, final_name
-from zbcompile.persistence.checkpoint_record import require_whole
+from zbcompile.persistence.checkpoint_record import Chunk, require_whole
 from zbcompile.persistence.folder_lock import FolderLock
 from zbcompile.persistence.local_tensors import Holding, holding_of
 from zbcompile.persistence.optimizer_state import kind_of, load_optimizer, optimizer_values
-from zbcompile.persistence.part_files import Chunk
 from zbcompile.persistence.plain_values import Tensors, to_data
 from zbcompile.persistence.saved_state import UNKNOWN, SavedState, first_cause, open_state, quiet
 from zbcompile.version import __version__

@@ -30,8 +30,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from zbcompile.errors import PipelineError
-from zbcompile.persistence.checkpoint_record import Record, StoredChunk, StoredTensor, bytes_of, read_record
-from zbcompile.persistence.part_files import Chunk
+from zbcompile.persistence.checkpoint_record import Chunk, Record, StoredChunk, StoredTensor, bytes_of, read_record
 from zbcompile.persistence.plain_values import from_data
 from zbcompile.safe_files import regular_file
 

@@ -7,7 +7,7 @@ from itertools import accumulate
 
 from zbcompile.compiler.line_costs import LineCosts
 from zbcompile.compiler.makespan_cuts import places_of
-from zbcompile.compiler.vocabulary_decision import WORTH
+from zbcompile.compiler.vocabulary_sharding import WORTH
 from zbcompile.passes.compile_options import Barriers, Choices
 from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.partition.balance import Row, best_cuts, heaviest_piece

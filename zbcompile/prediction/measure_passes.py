@@ -5,8 +5,7 @@ from typing import Any
 
 import torch
 
-from zbcompile.compiler.measure_nodes import run_seconds_in_turn
-from zbcompile.compiler.synthetic_values import values_like
+from zbcompile.compiler.measure_nodes import run_seconds_in_turn, values_like
 from zbcompile.compiler.vocabulary_sharding import with_shard_times
 from zbcompile.errors import PipelineError
 from zbcompile.passes.graph.process_groups import is_collective

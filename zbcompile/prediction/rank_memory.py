@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from zbcompile.distributed.boundary_messages import Buffer, Message
+from zbcompile.distributed.packing import Buffer, Message
 from zbcompile.passes.graph.fx import output_values
 from zbcompile.passes.graph.storage import storage_bytes, tensors_of
 from zbcompile.passes.partition.memory_estimate import gradient_bytes, state_bytes

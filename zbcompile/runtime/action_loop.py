@@ -5,14 +5,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from zbcompile.distributed.boundary_messages import Message
 from zbcompile.distributed.faults import Position
+from zbcompile.distributed.packing import Message
 from zbcompile.distributed.transport import Transport
+from zbcompile.runtime.data_parallel import StageUpdates
 from zbcompile.runtime.rank_plan import Instruction, RankPlan
 from zbcompile.runtime.stage_plan import Tensors
 from zbcompile.runtime.stage_run import StageRun
-from zbcompile.runtime.stage_updates import StageUpdates
-from zbcompile.runtime.vocabulary_transport import VocabularyTransport
+from zbcompile.runtime.vocabulary_collectives import VocabularyTransport
 from zbcompile.schedules.ir.actions import COLLECTIVES, RECEIVES, SENDS, Action
 
 

@@ -1,28 +1,74 @@
 """Sums of gradients beside the pipeline: over replicas that train on different batches, and over the ranks of other
-dimensions of the mesh that compute parts of a gradient.
+dimensions of the mesh that compute parts of a gradient; and what a step asks of the optimizers that update inside of
+it, or are divided among replicas.
 
 The gradients of a stage are reduced as soon as its last W has run, while the remaining stages and ranks continue. The
 factor 1/replicas of a mean loss enters as the tangent of the loss, like the 1/microbatches, so a reduction is a sum.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from zbcompile.distributed.mesh import Mesh
+from zbcompile.distributed.mesh import Mesh, Replicas
 from zbcompile.distributed.packing import as_contiguous
-from zbcompile.distributed.replicas import Replicas
 from zbcompile.errors import PipelineError
 from zbcompile.model.placements import PARTIAL, along
 from zbcompile.program.program import Program
 from zbcompile.runtime.gradient_buffers import Gradients
-from zbcompile.runtime.sharded_updates import LATE, Sharded
+from zbcompile.schedules.ir.actions import GATHER, OPT, REDUCE, VALIDATE
+
+Observe = Callable[[str, torch.Tensor], None]
+LATE = -1  # in place of a stage: what is complete, and needed, outside of the program of a stage
+
+
+class Early(Protocol):
+    """An optimizer that updates stage by stage inside of a step."""
+
+    def update(self, stage: int) -> None:
+        """Update what is complete with the last W of `stage`; its gradients are summed, and in `.grad`."""
+        ...
+
+    def settle(self) -> None:
+        """Correct the last update, if it was made before all that it depends on was known."""
+        ...
+
+
+class Sharded(Protocol):
+    """The parameters called `names` of this process, each updated in parts by the replicas. Every call returns at once
+    but `arrive` and `finish`; the ranks that share a parameter make all of them in the same order."""
+
+    @property
+    def names(self) -> Collection[str]: ...
+
+    def begin(self, program: Program) -> None:
+        """Before a step. Raises PipelineError if its program trains other parameters."""
+        ...
+
+    def arrive(self, stage: int) -> None:
+        """Wait for the values that the last update gave to the parameters of `stage`."""
+        ...
+
+    def scatter(self, stage: int, gradients: Gradients, observe: Observe) -> None:
+        """Sum the gradients of `stage`, each replica its part; `.grad` becomes None. `observe` sees what this rank
+        adds."""
+        ...
+
+    def finish(self, stage: int | None = None) -> None:
+        """Wait for the sums of `stage`, or of all."""
+        ...
+
+    def sums(self) -> Mapping[str, torch.Tensor]:
+        """This replica's parts of the sums, by parameter."""
+        ...
+
 
 BUCKET_BYTES = 25 << 20  # small gradients travel together up to this size, as in DistributedDataParallel
 
@@ -198,3 +244,48 @@ def _flatten(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     if len(whole) == 1 and whole[0].is_contiguous():
         return whole[0]
     return torch.cat([gradient.reshape(-1) for gradient in whole])
+
+
+@dataclass
+class StageUpdates:
+    """What VALIDATE, GATHER, REDUCE and OPT do for a stage; `reduction` is None in one process."""
+
+    program: Program
+    gradients: Gradients
+    early: Sequence[Early] = ()
+    validating: Sequence[Early] = ()
+    reduction: Reduction | None = None
+
+    @property
+    def sharded(self) -> Sequence[Sharded]:
+        return self.reduction.sharded if self.reduction is not None else ()
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """The kinds of actions that the step has."""
+        reduces = self.reduction is not None and self.reduction.reduces
+        has = {VALIDATE: self.validating, GATHER: self.sharded, REDUCE: reduces, OPT: self.early}
+        return frozenset(kind for kind, found in has.items() if found)
+
+    def validate(self) -> None:
+        """Correct the updates of the last step, if they were made too early."""
+        for each in self.validating:
+            each.settle()
+
+    def arrive(self, stage: int) -> None:
+        """Wait for the parameters that the last update gave to a stage."""
+        for each in self.sharded:
+            each.arrive(stage)
+
+    def reduce(self, stage: int) -> None:
+        """Begin to sum a stage's gradients."""
+        if self.reduction is not None:
+            self.reduction.start(stage)
+
+    def update(self, stage: int) -> None:
+        """Update a stage's parameters, once its gradients are summed."""
+        if self.reduction is not None:
+            self.reduction.finish_stage(stage)
+        self.gradients.finish(self.program.complete_with(stage))
+        for each in self.early:
+            each.update(stage)

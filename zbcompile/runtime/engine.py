@@ -17,14 +17,12 @@ from zbcompile.profiling.step_record import StepRecord
 from zbcompile.program.output import Output
 from zbcompile.program.program import Program
 from zbcompile.runtime.action_loop import RankRun
-from zbcompile.runtime.data_parallel import Sum
+from zbcompile.runtime.data_parallel import Early, Sharded, StageUpdates, Sum
 from zbcompile.runtime.gradient_buffers import Gradients
 from zbcompile.runtime.rank_plan import RankPlan, Stages, plan_rank
 from zbcompile.runtime.recorder import Labels, Recorder
-from zbcompile.runtime.sharded_updates import Early, Sharded
 from zbcompile.runtime.stage_plan import CompiledStage
 from zbcompile.runtime.stage_run import StageRun
-from zbcompile.runtime.stage_updates import StageUpdates
 from zbcompile.runtime.vocabulary_collectives import Collectives
 from zbcompile.runtime.vocabulary_parameters import VocabularyExecutable
 from zbcompile.schedules import Lowered, Schedule, with_updates

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from zbcompile.backends.types import Run
-from zbcompile.distributed.boundary_messages import HIDDEN_MESSAGE, ROWS_MESSAGE, Buffer, Message
+from zbcompile.distributed.packing import HIDDEN_MESSAGE, ROWS_MESSAGE, Buffer, Message
 from zbcompile.passes.graph.roles import TensorSpec
 from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.program.program import Program

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 from torch.profiler import record_function
 
 from zbcompile.distributed.clocks import Clock
-from zbcompile.profiling.recorded_timeline import Span
-from zbcompile.profiling.step_record import StepRecord
+from zbcompile.profiling.step_record import Span, StepRecord
 from zbcompile.program.program import Program
 from zbcompile.runtime.action_loop import Observer, RankRun
 from zbcompile.runtime.rank_plan import made_by

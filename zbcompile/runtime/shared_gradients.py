@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from zbcompile.distributed.exchanges_at_exit import outlives_its_step
 from zbcompile.distributed.ranks import GroupRanks
+from zbcompile.distributed.termination import outlives_its_step
 from zbcompile.program.program import Program
 from zbcompile.runtime.gradient_buffers import Gradients, add_uses
 

@@ -13,15 +13,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zbcompile.backends.compiled_passes import CompiledPasses
+from zbcompile.backends.backend import CompiledPasses
 from zbcompile.distributed.transport import Transport
 from zbcompile.model.materialize import Share
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.vocabulary.shard_program import VocabularyProgram, even_bounds
 from zbcompile.runtime.gradient_buffers import Gradients
-from zbcompile.runtime.vocabulary_collectives import Collectives, GroupCollectives, Roots, SharedCollectives
+from zbcompile.runtime.vocabulary_collectives import (
+    Collectives,
+    GroupCollectives,
+    Roots,
+    SharedCollectives,
+    VocabularyTransport,
+)
 from zbcompile.runtime.vocabulary_shard_run import CompiledShard, ShardRun, prepare_shard
-from zbcompile.runtime.vocabulary_transport import VocabularyTransport
 from zbcompile.torch_private import with_offset
 
 

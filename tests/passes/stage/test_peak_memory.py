@@ -8,7 +8,7 @@ import torch
 from tests.support.live_storages import Alive
 from zbcompile.cli.target import load_example
 from zbcompile.compiler.compile_example import compile_example
-from zbcompile.compiler.synthetic_values import synthetic
+from zbcompile.compiler.measure_nodes import synthetic
 from zbcompile.passes.compile_options import Choices, Recompute
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.split.subgraphs import LATER

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zbcompile.compiler.synthetic_values import values_like
+from zbcompile.compiler.measure_nodes import values_like
 from zbcompile.passes.torch_private import FakeTensorMode, make_fx
 
 ROWS, LENGTH, WIDTH = 64, 8, 16

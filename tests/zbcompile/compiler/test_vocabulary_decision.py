@@ -10,7 +10,7 @@ import zbcompile
 from gpt import GPT, next_byte_loss
 from tests.support.oracle import Batch, eager_step
 from tests.support.vocabulary_training import distance
-from zbcompile.compiler.vocabulary_decision import WORTH, choose_sharding, predict_steps
+from zbcompile.compiler.vocabulary_sharding import WORTH, choose_sharding, predict_steps
 from zbcompile.passes.capture.export import capture
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import CompileError

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from zbcompile.distributed.bounded_store import BoundedStore, SilentStoreError, cut_after
-from zbcompile.distributed.elastic import fresh_store
+from zbcompile.distributed.process_group import fresh_store
 
 
 def serve(pipe: Connection) -> None:

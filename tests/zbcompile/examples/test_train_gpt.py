@@ -11,8 +11,7 @@ import stdlib_text
 import train_gpt
 from step_report import measured_costs, observed, report
 from tests.support.pool import Pool
-from zbcompile.profiling.recorded_timeline import Span
-from zbcompile.profiling.step_record import StepRecord
+from zbcompile.profiling.step_record import Span, StepRecord
 from zbcompile.schedules import build
 
 SMALL = ["--layers", "3", "--width", "32", "--sequence-length", "16", "--batch", "8", "--steps", "12", "--verify"]

@@ -16,8 +16,7 @@ import zbcompile
 from zbcompile import Memory, PipelineError, Vocab
 from zbcompile.cli.command_line import add_flags, flag_of, split_options
 from zbcompile.cli.compile_arguments import FLAGS
-from zbcompile.frontend.option_groups import GROUPS, options_from, options_in
-from zbcompile.frontend.options import OPTIONS, PARAGRAPHS, Options, checked
+from zbcompile.frontend.options import GROUPS, OPTIONS, PARAGRAPHS, Options, checked, options_from, options_in
 from zbcompile.frontend.pipeline_function import Keywords
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.hardware.hardware import Hardware

@@ -6,7 +6,7 @@ import struct
 from copy import deepcopy
 from dataclasses import dataclass, field
 
-from zbcompile.optimizer.speculation import Speculation, Verdict
+from zbcompile.optimizer.post_validation import Speculation, Verdict
 
 HISTORIES, STEPS, LIMIT = 1000, 6, 1.0
 

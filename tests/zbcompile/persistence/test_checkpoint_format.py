@@ -17,8 +17,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 import zbcompile
 from zbcompile.checkpoints import main
 from zbcompile.model.seeds import random_state
-from zbcompile.persistence.checkpoint_record import INDEX
-from zbcompile.persistence.part_files import Chunk, write_part
+from zbcompile.persistence.checkpoint_record import INDEX, Chunk, write_part
 from zbcompile.persistence.plain_values import from_data, to_data
 
 numbers = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(), st.binary())

@@ -17,10 +17,9 @@ from tests.support.replicated import (
     summed_in_single_precision,
 )
 from tests.support.training import Case, pipeline_of
-from zbcompile.distributed.replicas import Replicas
-from zbcompile.runtime.data_parallel import Sum, start_reduction
+from zbcompile.distributed.mesh import Replicas
+from zbcompile.runtime.data_parallel import StageUpdates, Sum, start_reduction
 from zbcompile.runtime.gradient_buffers import Gradients
-from zbcompile.runtime.stage_updates import StageUpdates
 from zbcompile.schedules import with_updates
 from zbcompile.schedules.ir.actions import REDUCE, flatten
 

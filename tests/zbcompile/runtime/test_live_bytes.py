@@ -21,8 +21,8 @@ from zbcompile.passes.graph.roles import Slot
 from zbcompile.program.program import Program
 from zbcompile.runtime.action_loop import RankRun
 from zbcompile.runtime.engine import make_executable
+from zbcompile.runtime.engines import interleave
 from zbcompile.runtime.gradient_buffers import Gradients
-from zbcompile.runtime.in_process_engine import interleave
 from zbcompile.runtime.stage_plan import prepare_stage
 from zbcompile.runtime.stage_run import StageRun
 from zbcompile.schedules.ir.actions import Action

@@ -33,8 +33,8 @@ from tests.support.training import (
     reference,
     train,
 )
-from zbcompile.distributed.boundary_messages import Message
 from zbcompile.distributed.channels import Ordered
+from zbcompile.distributed.packing import Message
 from zbcompile.distributed.ranks import GroupRanks
 from zbcompile.distributed.transport import PointToPoint, Tensors
 from zbcompile.env import ORDERED

@@ -1,6 +1,7 @@
-"""This process as one rank of a process group."""
+"""The engines: all ranks in this process, in a deterministic interleaving, or this process as one rank of a process
+group."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -9,24 +10,83 @@ import torch.distributed as dist
 from torch import nn
 
 from zbcompile.distributed.clocks import clock_of, offset_to_first
-from zbcompile.distributed.exchanges_at_exit import forget
-from zbcompile.distributed.ranks import GroupRanks
-from zbcompile.distributed.replicas import broadcast
+from zbcompile.distributed.mesh import broadcast
+from zbcompile.distributed.ranks import GroupRanks, LocalRanks, Ranks
+from zbcompile.distributed.termination import forget
 from zbcompile.errors import PipelineError
 from zbcompile.model.losses import Losses
 from zbcompile.model.seeds import undisturbed
 from zbcompile.profiling.step_record import StepRecord
 from zbcompile.program.program import Program
 from zbcompile.runtime.action_loop import RankRun
-from zbcompile.runtime.data_parallel import Reduction, start_reduction
-from zbcompile.runtime.engine import Executable, StepInput, StepResult, StepRuns, losses_of, outputs_of
+from zbcompile.runtime.data_parallel import LATE, Reduction, StageUpdates, start_reduction
+from zbcompile.runtime.engine import Engine, Executable, StepInput, StepResult, StepRuns, losses_of, outputs_of
 from zbcompile.runtime.equal_results import EqualResults, written_buffers
 from zbcompile.runtime.gradient_buffers import Gradients
 from zbcompile.runtime.recorder import Recorder, make_record
-from zbcompile.runtime.sharded_updates import LATE
-from zbcompile.runtime.shared_gradients import share_losses, sum_shared
-from zbcompile.runtime.stage_updates import StageUpdates
-from zbcompile.schedules.ir.schedule import Schedule
+from zbcompile.runtime.shared_gradients import share_losses, sum_shared, sum_shared_in_process
+from zbcompile.schedules import Action, Schedule
+
+
+@dataclass
+class InProcess:
+    """Runs the steps of all ranks."""
+
+    ranks: LocalRanks
+    last_step: StepRecord | None = None
+
+    def carry_out(self, runs: Sequence[RankRun]) -> None:
+        with undisturbed(self.ranks.device), torch.no_grad():
+            interleave(runs)
+        for run in runs:
+            run.transport.finish()
+
+    def begin_recording(self, program: Program, schedule: Schedule) -> Recorder:
+        return Recorder(program, schedule, clock_of(self.ranks.device))
+
+    def end_recording(self, recorder: Recorder) -> None:
+        self.last_step = make_record(recorder, [recorder.seen()], in_process=True)
+
+    def step(self, executable: Executable, given: StepInput, parameters: Mapping[str, nn.Parameter]) -> StepResult:
+        program = executable.program
+        gradients = [Gradients(parameters, program.shared, program.choices) for _ in self.ranks.local]
+        updates = [StageUpdates(program, own, given.early, given.validating) for own in gradients]
+        ordered = executable.with_updates(updates[0].kinds)
+        recorder = self.begin_recording(program, ordered.lowered.schedule) if given.record else None
+        buffers, number = executable.buffers, executable.number
+        mailboxes = self.ranks.transport(program.schedule, program.schedule.microbatches, buffers, number)
+        begin = StepRuns(executable, given, self.ranks, mailboxes, recorder)
+        runs = [begin.run_of(*each) for each in zip(ordered.plans, gradients, updates, strict=True)]
+        self.carry_out(runs)
+        losses = {i: loss for run in runs for i, loss in losses_of(run).items()}
+        sum_shared_in_process(program, gradients)
+        for own in gradients:
+            own.finish()
+        for each in given.early:
+            each.update(LATE)
+        self.last_step = None
+        if recorder is not None:
+            self.end_recording(recorder)
+        found = [losses[i].detach() for i in range(program.schedule.microbatches)]
+        return StepResult(Losses(found), outputs_of(runs))
+
+
+def interleave(ranks: Sequence[RankRun]) -> None:
+    """Run the ranks in turn, each until it must wait, until all are done."""
+    running = {rank.rank: rank.run() for rank in ranks}
+    before: dict[int, Action] = {}
+    while running:
+        turns = {rank: _turn(ranks[rank], program) for rank, program in running.items()}
+        waiting = {rank: action for rank, action in turns.items() if action is not None}
+        if waiting and waiting == before:
+            stuck = ", ".join(f"rank {rank} at {action}" for rank, action in waiting.items())
+            raise PipelineError(f"no rank can proceed: {stuck}; the schedule's order is not executable")
+        before, running = waiting, {rank: running[rank] for rank in waiting}
+
+
+def _turn(rank: RankRun, program: Iterator[Action]) -> Action | None:
+    rank.position.rank = rank.rank
+    return next(program, None)
 
 
 @dataclass
@@ -123,3 +183,11 @@ def _share_buffers(executable: Executable) -> None:
     for name, buffer in written_buffers(executable).items():
         if name in executable.sums:
             broadcast([buffer], executable.sums[name].group)
+
+
+def make_engine(ranks: Ranks) -> Engine:
+    """The engine that runs the steps of `ranks`."""
+    if isinstance(ranks, GroupRanks):
+        return DistributedEngine(ranks)
+    assert isinstance(ranks, LocalRanks)
+    return InProcess(ranks)
