@@ -20,7 +20,7 @@ class Text:
     validation: Tensor
 
 
-def load() -> Text:
+def load(device: torch.device | str = "cpu") -> Text:
     """The library's files in the order of their names, every 20th held out for validation."""
     root = Path(sysconfig.get_path("stdlib"))
     names = sorted(
@@ -30,8 +30,8 @@ def load() -> Text:
         raise FileNotFoundError(f"{root} has {len(names)} source files of the standard library, too few to train on")
     held_out = [i % HELD_OUT == HELD_OUT - 1 for i in range(len(names))]
     return Text(
-        _read(root / n for n, out in zip(names, held_out, strict=True) if not out),
-        _read(root / n for n, out in zip(names, held_out, strict=True) if out),
+        _read(root / n for n, out in zip(names, held_out, strict=True) if not out).to(device),
+        _read(root / n for n, out in zip(names, held_out, strict=True) if out).to(device),
     )
 
 
@@ -40,7 +40,8 @@ def _read(files: Iterator[Path]) -> Tensor:
 
 
 def random_batch(text: Tensor, batch: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """`batch` windows of `length` bytes at random places, and the byte that follows each: two `[batch, length]`."""
-    starts = torch.randint(len(text) - length, (batch,), generator=generator)
-    windows = text[starts[:, None] + torch.arange(length + 1)]
+    """`batch` windows of `length` bytes at random places, and the byte that follows each: two `[batch, length]`
+    on the device of the text. The places are drawn on the CPU, alike for every device."""
+    starts = torch.randint(len(text) - length, (batch,), generator=generator).to(text.device)
+    windows = text[starts[:, None] + torch.arange(length + 1, device=text.device)]
     return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()

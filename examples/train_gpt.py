@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 import stdlib_text
 import zbcompile
+from devices import add_device, own_device, start_group
 from gpt import GPT, next_byte_loss
 from step_report import report
 from zbcompile.profiling.step_record import StepRecord
@@ -51,6 +52,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add("--zero", type=int, default=0, help="divide the optimizer among replicas: 1 its state, 2 gradients too")
     add("--clip", type=float, help="the norm to which gradients are clipped (default: no limit)")
+    add_device(parser)
     add("--verify", action="store_true", help="exact mode; compare the first step with eager gradient accumulation")
     options = parser.parse_args(arguments)
     for name in ("microbatches", "layers", "width", "heads", "sequence_length", "batch"):
@@ -67,10 +69,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def build(options: argparse.Namespace) -> tuple[GPT, zbcompile.Pipeline]:
+def build(options: argparse.Namespace, device: torch.device) -> tuple[GPT, zbcompile.Pipeline]:
     """The same model on every rank, and its pipeline."""
     torch.manual_seed(options.seed)
     model = GPT(options.layers, options.width, options.heads, options.sequence_length, options.dropout, options.tied)
+    model.to(device)
     ranks = options.ranks if "RANK" in os.environ else options.ranks or 2
     if options.replicas > 1:
         ranks = None
@@ -79,7 +82,7 @@ def build(options: argparse.Namespace) -> tuple[GPT, zbcompile.Pipeline]:
         schedule=options.schedule,
         microbatches=options.microbatches,
         ranks=ranks,
-        mesh=mesh_of(options.replicas) if options.replicas > 1 else None,
+        mesh=mesh_of(options.replicas, device) if options.replicas > 1 else None,
         loss=next_byte_loss,
         exact=options.verify,
         seed=options.seed,
@@ -87,10 +90,10 @@ def build(options: argparse.Namespace) -> tuple[GPT, zbcompile.Pipeline]:
     return model, pipe
 
 
-def mesh_of(replicas: int) -> DeviceMesh:
+def mesh_of(replicas: int, device: torch.device) -> DeviceMesh:
     """All processes as replicas of a pipeline."""
-    dist.init_process_group("gloo")
-    return init_device_mesh("cpu", (replicas, dist.get_world_size() // replicas), mesh_dim_names=("dp", "pp"))
+    start_group(device)
+    return init_device_mesh(device.type, (replicas, dist.get_world_size() // replicas), mesh_dim_names=("dp", "pp"))
 
 
 def batches(options: argparse.Namespace, text: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -145,7 +148,7 @@ def train(
 
 def eager_step(model: nn.Module, inputs: Tensor, targets: Tensor, options: argparse.Namespace) -> Tensor:
     """The oracle: gradient accumulation in eager mode, seeded as the pipeline seeds its microbatches."""
-    total = torch.zeros(())
+    total = torch.zeros((), device=inputs.device)
     parts = zip(inputs.chunk(options.microbatches), targets.chunk(options.microbatches), strict=True)
     for index, (part, target) in enumerate(parts):
         torch.manual_seed(zbcompile.microbatch_seed(0, index, options.seed))
@@ -188,8 +191,9 @@ def _on_all_ranks(equal: Mapping[str, bool]) -> dict[str, bool]:
 
 def run(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)  # as torchrun does: every rank one thread, and equal bits however the ranks are run
-    text = stdlib_text.load()
-    model, pipe = build(options)
+    device = own_device(options.device)
+    text = stdlib_text.load(device)
+    model, pipe = build(options, device)
     eager = copy.deepcopy(model) if options.verify else None
     data = batches(options, text.train)
     first = next(data)

@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 import stdlib_text
 import zbcompile
+from devices import add_device, own_device, start_group
 from llama import Llama, next_byte_loss, parallelised
 
 Batch = tuple[Tensor, Tensor]
@@ -40,6 +41,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--batch", type=int, default=8, help="samples per step and replica (default: %(default)s)")
     add("--lr", type=float, default=3e-3, help="learning rate of AdamW (default: %(default)s)")
     add("--seed", type=int, default=0, help="seed of weights and batches (default: %(default)s)")
+    add_device(parser)
     add("--verify", action="store_true", help="compare the first step with one process")
     options = parser.parse_args(arguments)
     processes = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
@@ -57,7 +59,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def whole_model(options: argparse.Namespace) -> Llama:
     """The same weights on every rank."""
     torch.manual_seed(options.seed)
-    return Llama(options.layers, options.width, options.heads, options.sequence_length)
+    return Llama(options.layers, options.width, options.heads, options.sequence_length).to(own_device(options.device))
 
 
 def pipeline_of(options: argparse.Namespace, mesh: DeviceMesh) -> zbcompile.Pipeline:
@@ -82,7 +84,7 @@ class Batches:
 
 def verify(pipe: zbcompile.Pipeline, options: argparse.Namespace, text: Tensor, own: Batch) -> str:
     """A step of the pipeline against gradient accumulation over the batches of all replicas in this process."""
-    model, expected = whole_model(options), torch.zeros(())
+    model, expected = whole_model(options), torch.zeros((), device=text.device)
     count = options.dp * options.microbatches
     for replica in range(options.dp):
         parts = (each.chunk(options.microbatches) for each in Batches(options, text, replica).next())
@@ -92,7 +94,7 @@ def verify(pipe: zbcompile.Pipeline, options: argparse.Namespace, text: Tensor, 
             expected = expected + loss.detach()
     ours = pipe.step(own[0], target=own[1])
     one = dict(model.named_parameters())
-    far = torch.tensor([0.0, float((ours - expected).abs() / expected)])
+    far = torch.tensor([0.0, float((ours - expected).abs() / expected)], device=text.device)
     for name, parameter in pipe.named_parameters():
         far[0] = torch.maximum(far[0], _difference(parameter.grad, one[name].grad))
         parameter.grad = None
@@ -133,11 +135,12 @@ def train(pipe: zbcompile.Pipeline, options: argparse.Namespace, data: Batches, 
 
 def run(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
+    device = own_device(options.device)
     if not dist.is_initialized():
-        dist.init_process_group("gloo")
+        start_group(device)
     sizes = {"dp": options.dp, "pp": options.pp, "tp": options.tp}
-    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    text = stdlib_text.load()
+    mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    text = stdlib_text.load(device)
     data = Batches(options, text.train, mesh["dp"].get_local_rank())
     pipe = pipeline_of(options, mesh)
     say = print if pipe.is_first else lambda *_: None

@@ -33,7 +33,8 @@ from zbcompile.backends.backend import compile_passes, make_backend
 from zbcompile.program.read_verified import read_manifest, read_program
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from benchmarks.vs_torch import LAYERS, LENGTH, MICROBATCHES, ROWS, WIDTH, Contender, ours, torchs
+from benchmarks.vs_torch import LAYERS, Contender, case, ours, torchs
+from devices import add_device, own_device, start_group
 from gpt import GPT, next_byte_loss
 
 SCHEDULES = ("zb-h1", "zb-v", "dualpipe-v")
@@ -41,10 +42,8 @@ TORCH = "torch Schedule1F1B, compiled"
 CPU = torch.device("cpu")
 
 
-def contenders(layers: int) -> dict[str, Contender]:
-    torch.manual_seed(0)
-    model = GPT(layers=layers, width=WIDTH, heads=8, length=LENGTH)
-    inputs, targets = torch.randint(256, (2, ROWS * MICROBATCHES, LENGTH)).unbind()
+def contenders(layers: int, device: torch.device) -> dict[str, Contender]:
+    model, inputs, targets = case(layers, device)
     found = {
         f"{name} {backend}": ours(name, copy.deepcopy(model), inputs, targets, backend)
         for name in SCHEDULES
@@ -53,10 +52,10 @@ def contenders(layers: int) -> dict[str, Contender]:
     return found | {TORCH: torchs("Schedule1F1B", copy.deepcopy(model), inputs, targets, compiled=True)}
 
 
-def compare(layers: int, rounds: int) -> None:
+def compare(layers: int, rounds: int, device: torch.device) -> None:
     """The step times of all contenders."""
-    dist.init_process_group("gloo")
-    found = contenders(layers)
+    start_group(device)
+    found = contenders(layers, device)
     for _ in range(rounds + 2):  # the first rounds warm up
         for contender in found.values():
             contender.measure()
@@ -135,6 +134,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=64, help="of --start (default: %(default)s)")
     parser.add_argument("--rank", type=int, help="internal: start this rank")
     parser.add_argument("--program", type=Path, help="internal: of this program")
+    add_device(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.rank is not None:
@@ -142,7 +142,7 @@ def main() -> None:
     elif options.start:
         start(options.layers or 24, options.ranks, options.width)
     else:
-        compare(options.layers or LAYERS, options.rounds)
+        compare(options.layers or LAYERS, options.rounds, own_device(options.device))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
     python examples/benchmarks/loop_overhead.py                                              # in one process
     torchrun --standalone --nproc-per-node 2 examples/benchmarks/loop_overhead.py            # over messages
+    python examples/benchmarks/loop_overhead.py --device cuda [--cuda-graphs]                # the host of a GPU
 
 The stages are tiny, so a step is almost all overhead; the time inside the graphs is subtracted. Steps with few and
 with many microbatches are compared: the difference is what one more action costs (sends and receives are actions too),
@@ -13,8 +14,10 @@ Target: below 40 microseconds per action.
 
 import argparse
 import os
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +29,9 @@ from torch import Tensor, nn
 import zbcompile
 from zbcompile.runtime.stage_plan import CompiledStage
 from zbcompile.schedules.ir.actions import MESSAGES, flatten
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from devices import add_device, own_device, start_group
 
 WIDTH = 4
 
@@ -79,10 +85,15 @@ class Contender:
     """A pipeline with clocks around its graphs: its actions on this process's ranks, how many of them are messages, and
     the CPU seconds of its steps without the graphs."""
 
-    def __init__(self, schedule: str, ranks: int | None, microbatches: int) -> None:
-        self.x, self.seconds = torch.randn(microbatches, WIDTH), list[float]()
+    def __init__(self, schedule: str, ranks: int | None, microbatches: int, device: torch.device, graphs: bool) -> None:
+        self.x, self.seconds = torch.randn(microbatches, WIDTH, device=device), list[float]()
         self.pipe = zbcompile.pipeline(
-            Tiny(8), schedule=schedule, microbatches=microbatches, loss=F.mse_loss, ranks=ranks
+            Tiny(8).to(device),
+            schedule=schedule,
+            microbatches=microbatches,
+            loss=F.mse_loss,
+            ranks=ranks,
+            cuda_graphs=graphs,
         )
         self.pipe.compile(self.x, target=self.x)
         executable = self.pipe._compiled.first()
@@ -113,9 +124,9 @@ class Bare:
 
     COUNT = 32
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.peer = dist.get_rank() ^ 1
-        self.sent, self.arrived = torch.randn(1, WIDTH), torch.randn(1, WIDTH)
+        self.sent, self.arrived = torch.randn(2, 1, WIDTH, device=device)
         self.seconds: list[float] = []
 
     def step(self) -> None:
@@ -141,11 +152,12 @@ class Bare:
         return 1e6 * min(self.seconds, default=float("nan")) / (2 * self.COUNT)
 
 
-def row(schedule: str, ranks: int | None, microbatches: int, rounds: int) -> list[Any]:
+def row(schedule: str, ranks: int | None, device: torch.device, options: argparse.Namespace) -> list[Any]:
     """The costs of a schedule as the table shows them. All take turns, because the machine drifts."""
-    few, many = (Contender(schedule, ranks, count) for count in (microbatches, 3 * microbatches))
-    bare = Bare() if ranks is None else None
-    for _ in range(rounds + 3):
+    counts = options.microbatches, 3 * options.microbatches
+    few, many = (Contender(schedule, ranks, count, device, options.cuda_graphs) for count in counts)
+    bare = Bare(device) if ranks is None else None
+    for _ in range(options.rounds + 3):
         few.step()
         many.step()
         if bare:
@@ -175,13 +187,16 @@ def main() -> None:
     parser.add_argument("--schedules", default="1f1b,zb-h1,zb-v,dualpipe-v", help="default: %(default)s")
     parser.add_argument("--microbatches", type=int, default=8, help="and three times as many (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=60, help="steps; the cheapest counts (default: %(default)s)")
+    parser.add_argument("--cuda-graphs", action="store_true", help="passes as CUDA graphs")
+    add_device(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    spread = "RANK" in os.environ
+    torch.manual_seed(0)
+    device, spread = own_device(options.device), "RANK" in os.environ
     if spread:
-        dist.init_process_group("gloo")
+        start_group(device)
     ranks = None if spread else 2
-    rows = [row(name, ranks, options.microbatches, options.rounds) for name in options.schedules.split(",")]
+    rows = [row(name, ranks, device, options) for name in options.schedules.split(",")]
     if not spread or dist.get_rank() == 0:
         place = f"rank 0 of {dist.get_world_size()} processes" if spread else "two ranks in one process"
         print(f"CPU of the host beside the graphs, {place}")

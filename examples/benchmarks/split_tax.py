@@ -1,17 +1,21 @@
 """What splitting a backward costs: one step of one stage, relative to eager's forward and full backward.
 
     python examples/benchmarks/split_tax.py
+    python examples/benchmarks/split_tax.py --device cuda --dtype bfloat16 --width 4096 --length 2048 --inductor
 
 One process, one thread. All contestants take turns in rounds, and the median of the rounds' ratios counts, because a
 shared machine drifts. Contestants: F + B + W and F + BW of the compiled stage, weight gradients added inside the GEMM;
 torch's own split (stage_backward_input, then stage_backward_weight, of torch.distributed.pipelining); with --inductor
-also F + B + W compiled by backend="inductor". torch does not split a first stage: its whole backward is W.
+also F + B + W compiled by backend="inductor", and the unsplit stage compiled by torch.compile. torch does not split a
+first stage: its whole backward is W. Time is of the CPU; on a GPU it is wall time until the device has done the work,
+F + B + W also run as CUDA graphs, and a second table has the most memory that each contestant takes.
 """
 
 import argparse
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -21,6 +25,8 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from tqdm import tqdm
 
 from zbcompile.backends.backend import Backend, make_backend
+from zbcompile.backends.cuda_graphs import record
+from zbcompile.backends.types import Run
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.runtime.gradient_buffers import Gradients
@@ -29,9 +35,11 @@ from zbcompile.runtime.stage_run import StageRun
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.stages import Stage, compile_stages
+from devices import add_device, own_device, seconds_of
 
 Step = Callable[[], None]
-OURS, FUSED, TORCH, INDUCTOR = "F + B + W", "F + BW", "torch's split", "inductor F + B + W"
+OURS, FUSED, TORCH = "F + B + W", "F + BW", "torch's split"
+INDUCTOR, COMPILED, GRAPHS = "inductor F + B + W", "torch.compile, unsplit", "F + B + W, CUDA graphs"
 
 
 def eager_step(stage: Stage) -> None:
@@ -54,11 +62,12 @@ def torch_step(stage: Stage) -> None:
 
 def compiled_step(stage: Stage, prepared: CompiledStage, split: bool) -> Step:
     """F, then B and W or both in one, as the runtime calls them."""
+    weight = next(iter(stage.parameters.values()))
     run = StageRun(
         stage=prepared,
         gradients=Gradients(stage.parameters, frozenset(), Choices()),
         inputs=[dict(stage.inputs)],
-        loss_factor=torch.ones(()),
+        loss_factor=torch.ones((), device=prepared.device, dtype=weight.dtype),
         seeds=[0],
     )
     arrives, comes_back = stage.arrives, stage.comes_back
@@ -76,34 +85,46 @@ def compiled_step(stage: Stage, prepared: CompiledStage, split: bool) -> Step:
     return step
 
 
-def prepare(stage: Stage, backend: Backend | None = None) -> CompiledStage:
-    """The stage bound to its parameters, its graphs run by `backend`."""
+def prepare(stage: Stage, device: torch.device, runs: Mapping[str, Run] | None = None) -> CompiledStage:
+    """The stage bound to its parameters; `runs` are its passes if they do not run as FX graphs."""
     resident = {Slot("parameter", name): parameter for name, parameter in stage.parameters.items()}
-    runs = backend.compile(stage.program.pieces)[0] if backend else None
-    return prepare_stage(stage.program, resident, torch.device("cpu"), -1, runs)
+    return prepare_stage(stage.program, resident, device, -1, runs)
 
 
-def contestants(stage: Stage, inductor: Backend | None) -> dict[str, Step]:
-    prepared = prepare(stage)
+def recorded(stage: Stage, device: torch.device, backend: str) -> Mapping[str, Run]:
+    """The passes of a stage as CUDA graphs."""
+    pieces, pool = stage.program.pieces, torch.cuda.graph_pool_handle()
+    runs, _ = make_backend(backend, device).compile(pieces)
+    return {name: record(name, run, pieces[name], pool) for name, run in runs.items()}
+
+
+def contestants(stage: Stage, device: torch.device, inductor: Backend | None) -> dict[str, Step]:
+    prepared = prepare(stage, device)
     steps = {
         OURS: compiled_step(stage, prepared, split=True),
         FUSED: compiled_step(stage, prepared, split=False),
         TORCH: lambda: torch_step(stage),
     }
+    if device.type == "cuda":
+        graphs = recorded(stage, device, "inductor" if inductor else "fx")
+        steps[GRAPHS] = compiled_step(stage, prepare(stage, device, graphs), split=True)
     if inductor:
-        steps[INDUCTOR] = compiled_step(stage, prepare(stage, inductor), split=True)
+        runs, _ = inductor.compile(stage.program.pieces)
+        steps[INDUCTOR] = compiled_step(stage, prepare(stage, device, runs), split=True)
+        unsplit = replace(stage, eager=torch.compile(stage.eager, dynamic=False))
+        steps[COMPILED] = partial(eager_step, unsplit)
     return steps
 
 
-def measure(stage: Stage, steps: dict[str, Step], rounds: int) -> dict[str, float]:
-    """The median over all rounds of each contestant's CPU seconds, divided by eager's in the same round."""
+def measure(stage: Stage, device: torch.device, steps: dict[str, Step], rounds: int) -> dict[str, float]:
+    """The median over all rounds of each contestant's seconds, divided by eager's in the same round."""
     ratios: dict[str, list[float]] = {name: [] for name in steps}
     for parameter in stage.parameters.values():
         parameter.grad = torch.zeros_like(parameter)
     for turn in range(rounds + 2):
-        eager = seconds(lambda: eager_step(stage))
+        eager = seconds_of(partial(eager_step, stage), device)
         for name, step in _rotated(steps, turn):
-            taken = seconds(step)
+            taken = seconds_of(step, device)
             if turn > 1:  # the first rounds warm up
                 ratios[name].append(taken / eager)
     return {name: median(found) for name, found in ratios.items()}
@@ -117,10 +138,13 @@ def _rotated(steps: dict[str, Step], turn: int) -> Iterator[tuple[str, Step]]:
         yield name, steps[name]
 
 
-def seconds(step: Step) -> float:
-    begin = time.process_time()
+def most_memory(step: Step, device: torch.device) -> float:
+    """The most MiB of the GPU that a step takes beyond what is held before it."""
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
     step()
-    return time.process_time() - begin
+    return (torch.cuda.max_memory_allocated(device) - before) / 2**20
 
 
 def main() -> None:
@@ -131,16 +155,26 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4, help="sequences of a microbatch (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=21, help="paired rounds (default: %(default)s)")
     parser.add_argument("--inductor", action="store_true", help="also compiled by inductor (minutes, the first time)")
+    parser.add_argument("--dtype", default="float32", help="of the model (default: %(default)s)")
+    add_device(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    inductor = make_backend("inductor", torch.device("cpu")) if options.inductor else None
-    rows = []
+    device, dtype = own_device(options.device), getattr(torch, options.dtype)
+    inductor = make_backend("inductor", device) if options.inductor else None
+    rows, memory = [], []
     for kind in options.models.split(","):
-        for stage in tqdm(compile_stages(kind, options.width, options.length, options.batch), unit="stage"):
-            found = measure(stage, contestants(stage, inductor), options.rounds)
-            rows.append({"model": kind, "stage": stage.name, **found})
-    print(f"CPU seconds / eager forward and backward, median of {options.rounds} paired rounds")
+        stages = compile_stages(kind, options.width, options.length, options.batch, None, device, dtype)
+        for stage in tqdm(stages, unit="stage"):
+            steps, name = contestants(stage, device, inductor), {"model": kind, "stage": stage.name}
+            rows.append({**name, **measure(stage, device, steps, options.rounds)})
+            if device.type == "cuda":
+                steps = {"eager": partial(eager_step, stage), **steps}
+                memory.append({**name, **{step: most_memory(run, device) for step, run in steps.items()}})
+    print(f"seconds / eager forward and backward, {device.type}, median of {options.rounds} paired rounds")
     print(tabulate(rows, headers="keys", floatfmt=".3f"))
+    if memory:
+        print("most memory beyond parameters, gradients and inputs, MiB")
+        print(tabulate(memory, headers="keys", floatfmt=".1f"))
 
 
 if __name__ == "__main__":

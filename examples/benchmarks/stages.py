@@ -60,8 +60,9 @@ class LlamaBlock(nn.Module):
 def rotated(x: Tensor) -> Tensor:
     """Rotary position embedding of [batch, heads, length, size]."""
     half = x.shape[-1] // 2
-    angles = torch.outer(torch.arange(x.shape[-2]), 10000.0 ** (-torch.arange(half) / half))
-    cos, sin = (f(angles).repeat(1, 2) for f in (torch.cos, torch.sin))
+    places, sizes = (torch.arange(count, device=x.device) for count in (x.shape[-2], half))
+    angles = torch.outer(places, 10000.0 ** (-sizes / half))
+    cos, sin = (f(angles).repeat(1, 2).to(x.dtype) for f in (torch.cos, torch.sin))
     left, right = x.split(half, dim=-1)
     return x * cos + torch.cat([-right, left], dim=-1) * sin
 
@@ -107,15 +108,24 @@ def make_model(kind: str, width: int, length: int) -> nn.Module:
     return Llama(layers=3 * LAYERS, width=width, heads=heads)
 
 
-def compile_stages(kind: str, width: int, length: int, batch: int, choices: Choices | None = None) -> list[Stage]:
+def compile_stages(
+    kind: str,
+    width: int,
+    length: int,
+    batch: int,
+    choices: Choices | None = None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> list[Stage]:
     """The three stages, cut between layers, for microbatches of `batch` sequences."""
     torch.manual_seed(0)
-    model = make_model(kind, width, length)
-    tokens, targets = torch.randint(VOCABULARY, (2, batch, length)).unbind()
+    model = make_model(kind, width, length).to(device, dtype)
+    tokens, targets = torch.randint(VOCABULARY, (2, batch, length), device=device).unbind()
     example = zbcompile.Example(model, (tokens,), loss=next_byte_loss, target=targets)
     choices = choices or Choices(balance=tuple(f"blocks.{i}" for i in (LAYERS, 2 * LAYERS)))
     programs = compile_example(example, build("1f1b", 3, 3), choices).program.stages
-    inputs, value = {"args[0]": tokens, "target": targets}, torch.randn(batch, length, width)
+    inputs = {"args[0]": tokens, "target": targets}
+    value = torch.randn(batch, length, width, device=device, dtype=dtype)
     return [
         Stage(
             name=name,
@@ -142,4 +152,6 @@ def _eager(model: nn.Module, index: int, tokens: Tensor, targets: Tensor) -> Cal
 
 def _embedded(model: nn.Module, tokens: Tensor) -> Tensor:
     found: Tensor = model.token(tokens)  # type: ignore[operator]
-    return found + model.position(torch.arange(tokens.shape[1])) if isinstance(model, GPT) else found  # type: ignore[operator]
+    if not isinstance(model, GPT):
+        return found
+    return found + model.position(torch.arange(tokens.shape[1], device=tokens.device))

@@ -33,6 +33,7 @@ import zbcompile
 from zbcompile.schedules import build
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from devices import add_device, own_device, start_group
 from gpt import GPT, next_byte_loss
 
 OURS = ("1f1b", "zb-h1", "zb-v", "dualpipe-v")
@@ -81,6 +82,7 @@ class Contender:
     ) -> None:
         self.step, self.held, self.copies = step, held, copies
         self.optimizer = torch.optim.AdamW(parameters)
+        self.device = self.optimizer.param_groups[0]["params"][0].device
         self.seconds: list[float] = []
         self.cpu: list[float] = []
 
@@ -90,7 +92,8 @@ class Contender:
         self.step()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        spent = torch.tensor([time.process_time() - cpu], dtype=torch.float64)
+        spent = torch.tensor([time.process_time() - cpu], dtype=torch.float64, device=self.device)
+        torch.get_device_module(self.device).synchronize()
         dist.barrier()
         self.seconds.append(time.perf_counter() - begin)
         dist.all_reduce(spent)
@@ -114,15 +117,14 @@ def torchs(name: str, model: GPT, inputs: Tensor, targets: Tensor, compiled: boo
     rank, placement = dist.get_rank(), build(TORCH[name], dist.get_world_size(), MICROBATCHES).placement
     count = placement.stages
     parts = {i: Part(model, i, count) for i in placement.stages_of(rank)}
-    tokens, hidden = torch.zeros(ROWS, LENGTH, dtype=torch.long), torch.zeros(ROWS, LENGTH, WIDTH, requires_grad=True)
+    tokens = torch.zeros_like(inputs[:ROWS])
+    hidden, logits = (tokens.new_zeros(ROWS, LENGTH, n, dtype=torch.float32).requires_grad_() for n in (WIDTH, 256))
     stages = []
     for i, part in parts.items():
         example = tokens if i == 0 else hidden
         module: Any = torch.compile(part, dynamic=False) if compiled else part
-        result = torch.zeros(ROWS, LENGTH, 256 if i == count - 1 else WIDTH, requires_grad=True)
-        stages.append(
-            PipelineStage(module, i, count, torch.device("cpu"), input_args=(example,), output_args=(result,))
-        )
+        result = logits if i == count - 1 else hidden
+        stages.append(PipelineStage(module, i, count, inputs.device, input_args=(example,), output_args=(result,)))
     kind = getattr(torch_schedules, name)
     single = issubclass(kind, torch_schedules.PipelineScheduleSingle)
     schedule = kind(stages[0] if single else stages, MICROBATCHES, loss_fn=next_byte_loss)
@@ -138,7 +140,7 @@ def _peak_of(step: Callable[[], None], parameters: list[nn.Parameter]) -> int:
     """Peak bytes that autograd saves during a step, the maximum over ranks."""
     with counted({p.untyped_storage().data_ptr() for p in parameters}) as peak:
         step()
-    most = torch.tensor([peak()])
+    most = torch.tensor([peak()], device=parameters[0].device)
     dist.all_reduce(most, dist.ReduceOp.MAX)
     return int(most)
 
@@ -182,17 +184,25 @@ def eager(model: nn.Module, inputs: Tensor, targets: Tensor, copies: int) -> Con
     return Contender(step, model.parameters(), lambda: 0, copies)
 
 
+def case(layers: int, device: torch.device) -> tuple[GPT, Tensor, Tensor]:
+    """The model, its inputs and targets, the same on every rank."""
+    torch.manual_seed(0)
+    model = GPT(layers=layers, width=WIDTH, heads=8, length=LENGTH).to(device)
+    inputs, targets = torch.randint(256, (2, ROWS * MICROBATCHES, LENGTH)).to(device).unbind()
+    return model, inputs, targets
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=25, help="paired rounds (default: %(default)s)")
     parser.add_argument("--ours", default=",".join(OURS), help="our schedules (default: %(default)s)")
     parser.add_argument("--torch", default=",".join(TORCH), help="torch's classes (default: %(default)s)")
+    add_device(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    torch.manual_seed(0)
-    model = GPT(layers=LAYERS, width=WIDTH, heads=8, length=LENGTH)
-    inputs, targets = torch.randint(256, (2, ROWS * MICROBATCHES, LENGTH)).unbind()
+    device = own_device(options.device)
+    start_group(device)
+    model, inputs, targets = case(LAYERS, device)
     contenders = {ALONE: eager(copy.deepcopy(model), inputs, targets, 1)}
     contenders["eager, on every rank"] = eager(copy.deepcopy(model), inputs, targets, dist.get_world_size())
     contenders |= {name: ours(name, copy.deepcopy(model), inputs, targets) for name in options.ours.split(",")}

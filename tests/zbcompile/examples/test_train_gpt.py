@@ -9,6 +9,7 @@ import torch
 
 import stdlib_text
 import train_gpt
+from devices import own_device
 from step_report import measured_costs, observed, report
 from tests.support.pool import Pool
 from zbcompile.profiling.step_record import Span, StepRecord
@@ -64,6 +65,13 @@ def test_wrong_arguments(arguments: list[str], message: str, capsys: pytest.Capt
     with pytest.raises(SystemExit):
         train_gpt.parse(arguments)
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_no_gpu() -> None:
+    assert own_device(train_gpt.parse([]).device) == torch.device("cpu")
+    with pytest.raises(SystemExit, match="torch finds no GPU on this machine; use --device cpu"):
+        own_device("cuda")
 
 
 def test_text_is_the_same_at_every_call_and_held_out() -> None:
