@@ -14,7 +14,7 @@ import torch
 
 from zbcompile.cli.command_line import exit_status_of_rank, ranks_for
 from zbcompile.cli.compile_arguments import announcer
-from zbcompile.distributed.agreement import gathered, together
+from zbcompile.distributed.agreement import together
 from zbcompile.distributed.link_speed import Pair, measure_pairs
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
@@ -61,10 +61,7 @@ def _measure(ranks: Ranks, file: Path, quick: bool) -> None:
     say = announcer() if ranks.is_first else lambda text: None
     rounds = 1 if quick else ROUNDS
     found = together(ranks, "measuring the machine", lambda: measure_machine(bench, rounds, say))
-    pairs: list[Pair] = []
-    if ranks.everyone is not None:
-        with ranks.watch.position.waiting("measuring the connections"):
-            pairs = [pair for each in gathered(ranks, measure_pairs(ranks.everyone)) for pair in each]
+    pairs = measure_pairs(ranks)
     if ranks.is_first:
         write_whole(file, to_toml(with_links(found, pairs, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))).encode())
         print(f"{file}: {found}")

@@ -154,11 +154,7 @@ def _examine(ranks: Ranks, folder: Path | None) -> list[str]:
     """Print what all ranks report; what is wrong with it."""
     from_first(ranks, f"writing to {folder}", lambda: _leave_mark(folder))
     reports = gathered(ranks, together(ranks, "checking a machine", lambda: report_here(folder, MARK)))
-    pairs = []
-    if ranks.everyone is not None:
-        with ranks.watch.position.waiting("measuring the connections"):
-            pairs = measure_pairs(ranks.everyone)
-    pairs = [pair for found in gathered(ranks, pairs) for pair in found]
+    pairs = measure_pairs(ranks)
     if ranks.is_first:
         if folder is not None:
             (folder / MARK).unlink(missing_ok=True)

@@ -74,13 +74,13 @@ def compiled_step(stage: Stage, prepared: CompiledStage, split: bool) -> Step:
 
     @torch.no_grad()
     def step() -> None:
-        run.forward(0, [] if arrives is None else [arrives])
+        run.run("F", 0, [] if arrives is None else [arrives])
         back = [] if comes_back is None else [comes_back]
         if split:
-            run.backward("B", 0, back)
-            run.weight(0)
+            run.run("B", 0, back)
+            run.run("W", 0, [])
         else:
-            run.backward("BW", 0, back)
+            run.run("BW", 0, back)
 
     return step
 

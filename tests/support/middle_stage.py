@@ -95,12 +95,12 @@ def run_in_order(compiled: Compiled, order: Sequence[tuple[str, int]]) -> dict[s
     ]
     for op, i in order:
         if op == "F":
-            functools.reduce(lambda values, run: run.forward(i, values), runs, list[Tensor]())
+            functools.reduce(lambda values, run: run.run("F", i, values), runs, list[Tensor]())
         elif op == "W":
             for run in runs:
-                run.weight(i)
+                run.run("W", i, [])
         else:
-            functools.reduce(lambda values, run: run.backward(op, i, values), reversed(runs), list[Tensor]())
+            functools.reduce(lambda values, run: run.run(op, i, values), reversed(runs), list[Tensor]())
     for run in runs:
         run.check_empty()
     return {name: parameter.grad for name, parameter in parameters.items()}

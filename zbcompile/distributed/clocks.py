@@ -2,6 +2,7 @@
 the device has executed it."""
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -52,30 +53,37 @@ def offset_to_first(group: dist.ProcessGroup, device: torch.device) -> float:
     ahead = torch.zeros(size, dtype=torch.float64, device=device)
     for other in range(1, size):
         if own == 0:
-            ahead[other] = _ask(other, group, device)
+            ahead[other] = ping(group, other, ROUNDS, time.perf_counter, device)[1]
         elif own == other:
-            _answer(group, device)
+            answer_pings(group, 0, ROUNDS, time.perf_counter, device)
     dist.broadcast(ahead, group=group, group_src=0)
     return float(ahead[own])
 
 
-def _ask(other: int, group: dist.ProcessGroup, device: torch.device) -> float:
+def ping(
+    group: dist.ProcessGroup, other: int, rounds: int, read: Callable[[], float], device: torch.device
+) -> tuple[float, float]:
+    """The seconds of the fastest round trip to `other`, and how far the clock that `read` reads is ahead there; `other`
+    calls `answer_pings` with as many rounds."""
     trips = []
     answer = torch.zeros((), dtype=torch.float64, device=device)
-    for _ in range(ROUNDS):
-        asked = time.perf_counter()
+    for _ in range(rounds):
+        asked = read()
         dist.send(answer, group=group, group_dst=other)
         dist.recv(answer, group=group, group_src=other)
-        its_time, now = float(answer), time.perf_counter()
+        its_time, now = float(answer), read()
         trips.append((now - asked, its_time - (asked + now) / 2))
-    return min(trips)[1]
+    return min(trips)
 
 
-def _answer(group: dist.ProcessGroup, device: torch.device) -> None:
+def answer_pings(
+    group: dist.ProcessGroup, other: int, rounds: int, read: Callable[[], float], device: torch.device
+) -> None:
+    """The other end of `ping`."""
     question = torch.zeros((), dtype=torch.float64, device=device)
-    for _ in range(ROUNDS):
-        dist.recv(question, group=group, group_src=0)
-        dist.send(torch.full_like(question, time.perf_counter()), group=group, group_dst=0)
+    for _ in range(rounds):
+        dist.recv(question, group=group, group_src=other)
+        dist.send(torch.full_like(question, read()), group=group, group_dst=other)
 
 
 class Progress:

@@ -4,17 +4,15 @@ It works when messages do not: a rank that failed, or one whose peer is gone, ca
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
 from zbcompile.distributed.bounded_store import ANSWER, BoundedStore, cut_after, port_of
 from zbcompile.distributed.faults import NEVER, Fault, Status
 from zbcompile.errors import PipelineError
-
-Value = TypeVar("Value")
 
 
 class Board:
@@ -31,6 +29,7 @@ class Board:
             serial = store.add(f"zbcompile/made/{rank}", 1)  # every rank makes its pipelines in the same order
         self._name = f"zbcompile/{serial}"
         self._store = BoundedStore(dist.PrefixStore(self._name, store))
+        self._ask = self._store.ask
         self.address = f"{os.environ.get('MASTER_ADDR', 'localhost')}:{port_of(shared)}"
 
     def private_store(self, group: dist.ProcessGroup) -> dist.Store:
@@ -92,9 +91,6 @@ class Board:
         """Release the store, so that the process that hosts it can end it. Later calls on the board raise
         RuntimeError, as if the store did not answer."""
         self._store.close()
-
-    def _ask(self, what: Callable[[Any], Value], within: float = ANSWER) -> Value:
-        return self._store.ask(what, within)
 
 
 def _status(store: Any, rank: int) -> Status:

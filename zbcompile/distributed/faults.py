@@ -4,14 +4,26 @@ import json
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from typing import Self
 
 from zbcompile.errors import FaultError
 from zbcompile.schedules.ir.actions import Action
 
 
+class Told:
+    """A dataclass as other ranks get it: as text."""
+
+    def text(self) -> str:
+        return json.dumps(vars(self))
+
+    @classmethod
+    def read(cls, text: str) -> Self:
+        return cls(**json.loads(text))
+
+
 @dataclass(frozen=True)
-class Fault:
+class Fault(Told):
     """What ended a step: on which rank, in which action, and why; rank None if the store or a connection failed."""
 
     rank: int | None
@@ -20,13 +32,6 @@ class Fault:
 
     def error(self) -> FaultError:
         return FaultError(self.rank, self.where, self.cause)
-
-    def text(self) -> str:
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def read(text: str) -> "Fault":
-        return Fault(**json.loads(text))
 
 
 @dataclass
@@ -71,7 +76,7 @@ class Position:
 
 
 @dataclass(frozen=True)
-class Status:
+class Status(Told):
     """A rank's position as other ranks see it; `beat` grows for as long as its process lives, `closed` says that it
     makes no further calls."""
 
@@ -85,13 +90,6 @@ class Status:
     @property
     def where(self) -> str:
         return f"{self.action} of {self.doing}" if self.action else self.doing
-
-    def text(self) -> str:
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def read(text: str) -> "Status":
-        return Status(**json.loads(text))
 
 
 NEVER = Status(beat=-1, region=-1, doing="its first call", action="", waits=False)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,90 +20,66 @@ from zbcompile.torch_private import group_called, is_bound
 Value = TypeVar("Value")
 
 
-class Ranks(Protocol):
-    """The ranks of a pipeline as one process sees them.
+class Ranks:
+    """The ranks of a pipeline as one process sees them; the methods are those of a process that plays all of them.
 
     `local` are those that this process plays, of `count` in all; `rank` is the only one, None if it plays all of them.
     `group` is the pipeline's process group, `everyone` that of the whole mesh, None without one; `mesh` says which
     other ranks share the step. `watch` guards what ranks do together, and names in its errors the processes by
-    `members`. Every process must make each of the calls below, in one common order.
+    `members`, among which this one has the place `number`. `leads` says whether this process is the first of those that
+    hold the same stages: the one that writes for them; `is_first` whether it has the first rank of all: the one that
+    speaks and writes for all. Every process must make each of the calls below, in one common order.
     """
 
-    @property
-    def local(self) -> tuple[int, ...]: ...
-    @property
-    def count(self) -> int: ...
-    @property
-    def rank(self) -> int | None: ...
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def group(self) -> dist.ProcessGroup | None: ...
-    @property
-    def everyone(self) -> dist.ProcessGroup | None: ...
-    @property
-    def watch(self) -> Alone | Watch: ...
-    @property
-    def mesh(self) -> Mesh: ...
-    @property
-    def replicas(self) -> Replicas: ...
-    @property
-    def members(self) -> Sequence[int]: ...
-    @property
-    def number(self) -> int:
-        """The place of this process among `members`."""
-        ...
-
-    @property
-    def leads(self) -> bool:
-        """Whether this process is the first of those that hold the same stages: the one that writes for them."""
-        ...
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this process has the first rank of all: the one that speaks and writes for all."""
-        ...
+    local: tuple[int, ...]
+    count: int
+    rank: int | None
+    device: torch.device
+    group: dist.ProcessGroup | None
+    everyone: dist.ProcessGroup | None
+    watch: Alone | Watch
+    mesh: Mesh
+    replicas: Replicas
+    members: Sequence[int]
+    number: int
+    leads: bool
+    is_first: bool
 
     def gather(self, value: Value) -> list[Value]:
         """The value of every process of the mesh, in the order of `members`."""
-        ...
+        return [value]
 
     def gather_here(self, value: Value) -> list[Value]:
         """The value of every process of this pipeline."""
-        ...
+        return [value]
 
     def broadcast(self, tensor: torch.Tensor, rank: int) -> None:
         """Overwrite `tensor` with the one of pipeline rank `rank`."""
-        ...
 
     def add_up(self, tensor: torch.Tensor) -> None:
         """Overwrite `tensor` with its sum over the processes that train on this batch: of all dimensions but "dp"."""
-        ...
 
     def largest(self, tensor: torch.Tensor) -> None:
         """Overwrite `tensor` with its elementwise maximum over the processes of the mesh."""
-        ...
 
     def transport(self, schedule: Schedule, microbatches: int, buffers: ReceiveBuffers, number: int) -> Transport:
         """The transport for the messages of one pass over `microbatches` microbatches, of program `number`."""
-        ...
+        return Mailboxes()
 
     def collective_group(self) -> dist.ProcessGroup | None:
         """The process group of the vocabulary's collectives, made at the first call; None in one process."""
-        ...
+        return None
 
     def watch_over(self, names: Iterable[str]) -> None:
         """Process groups that the graphs communicate through, by name, and those that the mesh has made: they end with
         this pipeline when one of its ranks fails, so that their other ranks do not wait for it."""
-        ...
 
     def disconnect(self) -> None:
         """Release per-rank resources (channels)."""
-        ...
 
 
 @dataclass
-class LocalRanks:
+class LocalRanks(Ranks):
     """All ranks are in this process."""
 
     count: int
@@ -119,40 +95,12 @@ class LocalRanks:
     leads: bool = True
     is_first: bool = True
 
-    @property
-    def local(self) -> tuple[int, ...]:
-        return tuple(range(self.count))
-
-    def gather(self, value: Value) -> list[Value]:
-        return [value]
-
-    def gather_here(self, value: Value) -> list[Value]:
-        return [value]
-
-    def broadcast(self, tensor: torch.Tensor, rank: int) -> None:
-        pass
-
-    def add_up(self, tensor: torch.Tensor) -> None:
-        pass
-
-    def largest(self, tensor: torch.Tensor) -> None:
-        pass
-
-    def transport(self, schedule: Schedule, microbatches: int, buffers: ReceiveBuffers, number: int) -> Transport:
-        return Mailboxes()
-
-    def collective_group(self) -> None:
-        return None
-
-    def watch_over(self, names: Iterable[str]) -> None:
-        pass
-
-    def disconnect(self) -> None:
-        pass
+    def __post_init__(self) -> None:
+        self.local = tuple(range(self.count))
 
 
 @dataclass
-class GroupRanks:
+class GroupRanks(Ranks):
     """This process is one rank of a process group: `group` holds the ranks of its pipeline, `everyone` those of the
     whole mesh."""
 
@@ -166,34 +114,15 @@ class GroupRanks:
     ordered: bool  # messages are told apart only by their order, as with NCCL
     collectives: dist.ProcessGroup | None = None
     opened: Ordered | None = None
+    rank: int = field(init=False)
 
-    @property
-    def local(self) -> tuple[int, ...]:
-        return (self.rank,)
-
-    @property
-    def rank(self) -> int:
-        return self.mesh.index("pp")
-
-    @property
-    def count(self) -> int:
-        return self.mesh.size("pp")
-
-    @property
-    def members(self) -> Sequence[int]:
-        return self.watch.board.members
-
-    @property
-    def number(self) -> int:
-        return self.members.index(self.watch.board.rank)
-
-    @property
-    def leads(self) -> bool:
-        return self.mesh.index(*self.mesh.beside("pp")) == 0
-
-    @property
-    def is_first(self) -> bool:
-        return self.rank == 0 and self.leads
+    def __post_init__(self) -> None:
+        self.rank, self.count = self.mesh.index("pp"), self.mesh.size("pp")
+        self.local = (self.rank,)
+        self.members = self.watch.board.members
+        self.number = self.members.index(self.watch.board.rank)
+        self.leads = self.mesh.index(*self.mesh.beside("pp")) == 0
+        self.is_first = self.rank == 0 and self.leads
 
     def gather(self, value: Value) -> list[Value]:
         return _gather(value, self.everyone)

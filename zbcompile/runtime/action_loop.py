@@ -94,15 +94,9 @@ class RankRun:
         results = self.plan.merged[first.action, second.action]([*values, take, give])
         self._pass_on(second, other.end(other_op, other_microbatch, results))
 
-    def _forward(self, to: Instruction) -> None:
-        self._pass_on(to, self.runs[to.action.stage].forward(to.action.microbatch, self._taken(to)))
-
-    def _backward(self, to: Instruction) -> None:
+    def _compute(self, to: Instruction) -> None:
         op, stage, microbatch = to.action
-        self._pass_on(to, self.runs[stage].backward(op, microbatch, self._taken(to)))
-
-    def _weight(self, to: Instruction) -> None:
-        self.runs[to.action.stage].weight(to.action.microbatch)
+        self._pass_on(to, self.runs[stage].run(op, microbatch, self._taken(to)))
 
     def _taken(self, to: Instruction) -> Tensors:
         return self.transport.take(to.needs) if to.needs is not None else []
@@ -153,10 +147,7 @@ class RankRun:
 
 
 HANDLERS: Mapping[str, Callable[..., None]] = {
-    "F": RankRun._forward,
-    "B": RankRun._backward,
-    "W": RankRun._weight,
-    "BW": RankRun._backward,
+    **dict.fromkeys(("F", "B", "W", "BW"), RankRun._compute),
     "S": RankRun._scan,
     "T": RankRun._update,
     "VALIDATE": RankRun._validate,

@@ -34,11 +34,9 @@ class Early(Protocol):
 
     def update(self, stage: int) -> None:
         """Update what is complete with the last W of `stage`; its gradients are summed, and in `.grad`."""
-        ...
 
     def settle(self) -> None:
         """Correct the last update, if it was made before all that it depends on was known."""
-        ...
 
 
 class Sharded(Protocol):
@@ -50,24 +48,19 @@ class Sharded(Protocol):
 
     def begin(self, program: Program) -> None:
         """Before a step. Raises PipelineError if its program trains other parameters."""
-        ...
 
     def arrive(self, stage: int) -> None:
         """Wait for the values that the last update gave to the parameters of `stage`."""
-        ...
 
     def scatter(self, stage: int, gradients: Gradients, observe: Observe) -> None:
         """Sum the gradients of `stage`, each replica its part; `.grad` becomes None. `observe` sees what this rank
         adds."""
-        ...
 
     def finish(self, stage: int | None = None) -> None:
         """Wait for the sums of `stage`, or of all."""
-        ...
 
     def sums(self) -> Mapping[str, torch.Tensor]:
         """This replica's parts of the sums, by parameter."""
-        ...
 
 
 BUCKET_BYTES = 25 << 20  # small gradients travel together up to this size, as in DistributedDataParallel

@@ -119,19 +119,15 @@ class Engine(Protocol):
 
     def carry_out(self, runs: Sequence[RankRun]) -> None:
         """Run the programs of this process's ranks to their ends. Does not advance the caller's RNG."""
-        ...
 
     def begin_recording(self, program: Program, schedule: Schedule) -> Recorder:
         """What observes the actions of a run of `schedule`; its ranks begin together."""
-        ...
 
     def end_recording(self, recorder: Recorder) -> None:
         """Let `last_step` be what all ranks have seen of the run."""
-        ...
 
     def step(self, executable: Executable, given: StepInput, parameters: Mapping[str, nn.Parameter]) -> StepResult:
         """Run one step; gradients accumulate into the parameters."""
-        ...
 
 
 @dataclass(frozen=True)

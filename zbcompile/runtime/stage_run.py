@@ -42,20 +42,10 @@ class StageRun:
         """The stage as it runs for a microbatch."""
         return self.variants[microbatch] if self.variants else self.stage
 
-    def forward(self, microbatch: int, arrived: Tensors) -> Tensors:
-        """F: `arrived` and the result are the boundary tensors in the order of the stage's `receives` and `sends`."""
-        return self._run("F", microbatch, arrived)
-
-    def backward(self, name: str, microbatch: int, arrived: Tensors) -> Tensors:
-        """B: gradients of the stage's inputs from those of its outputs; what W needs stays behind. BW: weight gradients
-        in the same graph; nothing stays behind."""
-        return self._run(name, microbatch, arrived)
-
-    def weight(self, microbatch: int) -> None:
-        """W: the weight gradients that B left for later."""
-        self._run("W", microbatch, [])
-
-    def _run(self, name: str, microbatch: int, arrived: Tensors) -> Tensors:
+    def run(self, name: str, microbatch: int, arrived: Tensors) -> Tensors:
+        """A pass: `arrived` and the result are the boundary tensors, of F in the order of the stage's `receives` and
+        `sends`. B makes the gradients of the stage's inputs from those of its outputs and leaves to W, to which nothing
+        arrives, what that needs; BW makes the weight gradients in the same graph, and nothing stays behind."""
         run = self.of(microbatch).calls[name].run
         return self.end(name, microbatch, run(self.begin(name, microbatch, arrived)))
 

@@ -183,7 +183,7 @@ class CompiledPipelineStage(PipelineStage):
                 "rank."
             )
         with undisturbed(self._compiled.device), torch.no_grad():
-            self._made["F", microbatch] = run.forward(microbatch, self._arrived.pop(("F", microbatch), []))
+            self._made["F", microbatch] = run.run("F", microbatch, self._arrived.pop(("F", microbatch), []))
         if not self.has_backward:
             del run.frames[microbatch]
 
@@ -195,7 +195,7 @@ class CompiledPipelineStage(PipelineStage):
             return
         assert self._run is not None
         with torch.no_grad():
-            self._made["B", bwd_chunk_id] = self._run.backward(
+            self._made["B", bwd_chunk_id] = self._run.run(
                 "BW" if full_backward else "B", bwd_chunk_id, self._arrived.pop(("B", bwd_chunk_id), [])
             )
         if full_backward:
@@ -207,7 +207,7 @@ class CompiledPipelineStage(PipelineStage):
             return
         assert self._run is not None
         with torch.no_grad():
-            self._run.weight(bwd_chunk_id)
+            self._run.run("W", bwd_chunk_id, [])
         self._finish_microbatch()
 
     def scale_grads(self, grad_scale_factor: int) -> None:
