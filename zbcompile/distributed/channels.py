@@ -39,16 +39,10 @@ class Link(Protocol):
     def shutdown(self) -> None: ...
 
 
-class Channels(Protocol):
-    """`send` and `receive` start moving one tensor, the `index`-th of a message, and return a work to wait for."""
-
-    def send(self, tensor: torch.Tensor, message: Message, index: int, peer: int) -> dist.Work: ...
-    def receive(self, tensor: torch.Tensor, message: Message, index: int, peer: int) -> dist.Work: ...
-
-
 @dataclass(frozen=True)
 class Tagged:
-    """One group for all messages, every tensor with its own tag: gloo pairs equal tags by order alone.
+    """One group for all messages, every tensor with its own tag: gloo pairs equal tags by order alone. `send` and
+    `receive` start moving one tensor, the `index`-th of a message, and return a work to wait for.
 
     Tags begin at a number of the call that all ranks make: a rank that by mistake makes another one waits in vain.
     gloo would hand it a message of the wrong size, and end the process if that does not fit.
@@ -90,6 +84,9 @@ class Ordered:
     @property
     def links(self) -> tuple[Link, ...]:
         return (*self.outward.values(), *self.inward.values())
+
+
+Channels = Tagged | Ordered
 
 
 def open_channels(

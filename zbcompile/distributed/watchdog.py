@@ -41,6 +41,7 @@ class Alone:
     """All ranks are in this process: nothing can be lost; a failure names its rank and action."""
 
     position: Position
+    fault: None = None
     turns: Turns = field(default_factory=lambda: Turns(wait=True))
 
     @contextlib.contextmanager

@@ -12,7 +12,7 @@ from zbcompile.frontend.evaluation import MODES, OUTPUTS, Asked, Forwards, requi
 from zbcompile.frontend.held_model import HeldModel
 from zbcompile.frontend.options import Options, checked
 from zbcompile.model.batch import flatten_batch, split_batches
-from zbcompile.runtime.engine import Engine
+from zbcompile.runtime.engines import Engine
 
 
 class ForwardCalls(HeldModel):

@@ -21,7 +21,8 @@ from zbcompile.model.distributed_tensors import Part, Parts, is_distributed
 from zbcompile.passes.capture.training_step import LossFunction
 from zbcompile.profiling.step_record import StepRecord
 from zbcompile.program.program import Program
-from zbcompile.runtime.engine import Engine, Executable
+from zbcompile.runtime.engine import Executable
+from zbcompile.runtime.engines import Engine
 
 
 class Closing(Protocol):

@@ -110,8 +110,12 @@ class Pipeline(ForwardCalls):
             warn_of_other_batches(self._ranks, step)
         tensors = self._step_input(step)
         with self._named(step, executable, return_outputs):
-            try:
-                with self._as_captured(), self._compiled.void_if_it_fails(), self._optimizers.step():
+            try:  # without autocast: its casts are in the graphs, and it would add casts that the model does not make
+                with (
+                    torch.autocast(self.device.type, enabled=False),
+                    self._compiled.void_if_it_fails(),
+                    self._optimizers.step(),
+                ):
                     losses, made = self._engine.step(executable, tensors, self._compiled.parameters)
             finally:
                 self._parts.give_gradients()
@@ -262,7 +266,3 @@ class Pipeline(ForwardCalls):
         from zbcompile.torch_pipelining.as_schedule import ScheduleLike
 
         return ScheduleLike(self)
-
-    def _as_captured(self) -> torch.autocast:
-        """Turn autocast off: the casts are in the graphs, and autocast would add casts that the model does not make."""
-        return torch.autocast(self._ranks.device.type, enabled=False)

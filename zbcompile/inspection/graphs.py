@@ -18,7 +18,7 @@ from zbcompile.passes.pass_list.passes_in_order import OVERLAP
 from zbcompile.passes.pass_list.run_passes import PassManager
 from zbcompile.passes.stage.print_python import print_piece
 from zbcompile.program.program import Program
-from zbcompile.runtime.overlapped_pairs import kinds_of_pairs
+from zbcompile.schedules.ir.actions import Pair
 
 
 def stage_and_pass(text: str) -> tuple[int, str]:
@@ -41,8 +41,8 @@ def difference(inspected: Inspected, history: PassHistory, request: Request) -> 
 
 def merge_pairs(program: Program, manager: PassManager) -> None:
     """The last pass, which a rank runs when it is prepared: each kind of pair in the schedule as one graph."""
-    kinds = dict.fromkeys(kind for steps in program.lowered.programs for kind in kinds_of_pairs(steps))
-    for op, stage, other_op, other in kinds:
+    pairs = [step for steps in program.lowered.programs for step in steps if isinstance(step, Pair)]
+    for op, stage, other_op, other in dict.fromkeys((*first[:2], *second[:2]) for first, second in pairs):
         manager.run(OVERLAP, (program.stages[stage].pieces[op], program.stages[other].pieces[other_op]), stage=stage)
 
 

@@ -31,10 +31,10 @@ ARGUMENTS = {
     "save_on_each_node": "all ranks write into one folder",
     "enable_jit_checkpoint": "a save needs all ranks; use save_steps",
     "debug": "pass pipeline={'debug_nan': True}",
-    "ddp_find_unused_parameters": "there is no DistributedDataParallel",
-    "ddp_bucket_cap_mb": "there is no DistributedDataParallel",
-    "ddp_broadcast_buffers": "there is no DistributedDataParallel",
-    "ddp_static_graph": "there is no DistributedDataParallel",
+    **dict.fromkeys(
+        ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph"),
+        "there is no DistributedDataParallel",
+    ),
 }
 OPTIONS = {
     "model": "pass model= to the trainer",

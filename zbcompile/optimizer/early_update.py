@@ -60,21 +60,19 @@ class EarlyUpdate:
 
     def require_gradients(self) -> None:
         """Raise PipelineError if a gradient was written in place since."""
-        for name, (gradient, writes) in self.gradients.items():
-            if _writes(gradient) != writes:
-                raise PipelineError(
-                    f"the gradient of {name} was written before the norm of all gradients was known, so that the "
-                    "update cannot be corrected. Call optimizer.zero_grad(), which sets gradients to None."
-                )
+        for name in _written(self.gradients):
+            raise PipelineError(
+                f"the gradient of {name} was written before the norm of all gradients was known, so that the update "
+                "cannot be corrected. Call optimizer.zero_grad(), which sets gradients to None."
+            )
 
     def require_parameters(self) -> None:
         """Raise PipelineError if a parameter was written since: a correction would replace what was written."""
-        for name, (parameter, writes) in self.parameters.items():
-            if _writes(parameter) != writes:
-                raise PipelineError(
-                    f"{name} was written before its update was validated, which may have to undo the update. Call "
-                    "pipe.parameters() first, which waits for the validation."
-                )
+        for name in _written(self.parameters):
+            raise PipelineError(
+                f"{name} was written before its update was validated, which may have to undo the update. Call "
+                "pipe.parameters() first, which waits for the validation."
+            )
 
     def require_unchanged(self, groups: Sequence[Mapping[str, Any]], gradients: Gradients) -> None:
         """Raise PipelineError if an option or a gradient is another one than the update has used."""
@@ -138,6 +136,11 @@ def _too_late(what: str) -> str:
 
 def _writes(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else writes_into(tensor)
+
+
+def _written(used: Mapping[str, tuple[torch.Tensor | None, int]]) -> list[str]:
+    """Those that were written since."""
+    return [name for name, (tensor, writes) in used.items() if _writes(tensor) != writes]
 
 
 def _same(one: Any, other: Any) -> bool:

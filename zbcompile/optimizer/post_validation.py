@@ -106,7 +106,9 @@ class PostValidation:
 
     def may_update(self, stage: int, tensors: Sequence[torch.Tensor], counted: Iterable[torch.Tensor]) -> bool:
         """Whether a stage with these `tensors`, of whose gradients this process counts some, updates now."""
-        self._unscale([tensor.grad for tensor in tensors if tensor.grad is not None])
+        gradients = [tensor.grad for tensor in tensors if tensor.grad is not None]
+        if self.inverse is not None and gradients:
+            unscale_and_find_infinities(gradients, self.infinite, self.inverse)
         self.squares |= {gradient: squares_of(gradient) for gradient in counted}
         self.weighed += 1
         if self.weighed == self.stages:
@@ -130,11 +132,6 @@ class PostValidation:
     def keep(self, tensors: Sequence[torch.Tensor], state: State) -> None:
         """Keep what an update of `tensors` will change."""
         self.kept += [Kept.of(tensor, state) for tensor in tensors]
-
-    def _unscale(self, gradients: list[torch.Tensor]) -> None:
-        """As a GradScaler does."""
-        if self.inverse is not None and gradients:
-            unscale_and_find_infinities(gradients, self.infinite, self.inverse)
 
     def _verdict(self, norm: torch.Tensor, infinite: torch.Tensor) -> Verdict:
         if infinite > 0:

@@ -118,7 +118,9 @@ class Bucket:
     def _flat(self, gradients: Mapping[str, torch.Tensor]) -> torch.Tensor:
         dtypes = {gradient.dtype for gradient in gradients.values()} or {self.shard.dtype}
         flat = (
-            self.kept if self.kept is not None and dtypes == {self.kept.dtype} else self._empty(max(dtypes, key=_size))
+            self.kept
+            if self.kept is not None and dtypes == {self.kept.dtype}
+            else self._empty(max(dtypes, key=lambda dtype: dtype.itemsize))
         )
         for piece in self.division.pieces:
             target = flat[piece.at : piece.at + piece.end - piece.begin]
@@ -183,7 +185,7 @@ class Bucket:
         """Forget the updated parts that are on their way."""
         if self.gathering is not None:
             self.gathering.wait()
-            self.gathering = None
+        self.gathering = None
 
     def drop(self) -> None:
         """Forget all gradients, and collectives under way that failed."""
@@ -200,7 +202,3 @@ def _memory(tensor: torch.Tensor) -> torch.Tensor:
 def _laid_out(flat: torch.Tensor, parameter: nn.Parameter, at: int) -> torch.Tensor:
     """The elements of `flat` from `at` on, with the shape and strides of a parameter."""
     return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset() + at)
-
-
-def _size(dtype: torch.dtype) -> int:
-    return dtype.itemsize

@@ -123,18 +123,12 @@ EXPECTED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "zero": (lambda given: is_real(given) and given in (0, 1, 2), "0, 1 or 2"),
     "clip": (lambda given: given is None or (is_real(given) and given > 0), "a norm above 0, or None"),
     "early": (lambda given: isinstance(given, bool), "True or False"),
+    "validate": (lambda given: given in ("before", "after"), '"before" or "after"'),
 }
 
 
 def _is_list(given: Any) -> bool:
     return isinstance(given, list | tuple) and all(isinstance(each, Mapping) for each in given)
-
-
-def _require(wanted: Wanted, name: str) -> None:
-    holds, expected = EXPECTED[name]
-    given = getattr(wanted, name)
-    if not holds(given):
-        raise PipelineError(f"{name}={given!r}; expected {expected}.")
 
 
 def _require_known(wanted: Wanted) -> None:
@@ -143,10 +137,9 @@ def _require_known(wanted: Wanted) -> None:
             f"pipe.optimizer received {getattr(wanted.kind, '__name__', type(wanted.kind).__name__)}; expected a class "
             "of torch optimizers, such as torch.optim.AdamW."
         )
-    for name in ("params", "groups", "zero", "clip", "early"):
-        _require(wanted, name)
-    if wanted.validate not in ("before", "after"):
-        raise PipelineError(f'validate={wanted.validate!r}; expected "before" or "after".')
+    for name, (holds, expected) in EXPECTED.items():
+        if not holds(given := getattr(wanted, name)):
+            raise PipelineError(f"{name}={given!r}; expected {expected}.")
     if wanted.early and wanted.clip is not None and not wanted.validates:
         raise PipelineError(
             "early=True updates a stage before the norm of all gradients is known, by which clip= clips. Pass "

@@ -105,7 +105,7 @@ class WholeParameters:
 
 
 def sum_in_single_precision(*parameters: torch.Tensor) -> None:
-    """Make `.grad` of a parameter float32."""
+    """Make `.grad` of parameters float32."""
     for parameter in parameters:
         before, parameter.grad = parameter.grad, None
         parameter.grad_dtype = torch.float32

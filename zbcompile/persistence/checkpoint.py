@@ -14,9 +14,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zbcompile.distributed.agreement import gathered, together
+from zbcompile.distributed.agreement import from_first, gathered, together
 from zbcompile.distributed.ranks import Ranks
-from zbcompile.distributed.watchdog import Alone, Watch
 from zbcompile.errors import PipelineError
 from zbcompile.frontend.options import Options
 from zbcompile.frontend.pipeline import Pipeline
@@ -25,7 +24,7 @@ from zbcompile.persistence.background_save import FolderWriter, Save
 from zbcompile.persistence.checkpoint_directory import begin, candidates, final_name
 from zbcompile.persistence.checkpoint_record import Chunk, require_whole
 from zbcompile.persistence.folder_lock import FolderLock
-from zbcompile.persistence.local_tensors import Holding, holding_of
+from zbcompile.persistence.local_tensors import Holding, holding_of, require_names
 from zbcompile.persistence.optimizer_state import kind_of, load_optimizer, optimizer_values
 from zbcompile.persistence.plain_values import Tensors, to_data
 from zbcompile.persistence.saved_state import UNKNOWN, SavedState, first_cause, open_state, quiet
@@ -95,13 +94,14 @@ def save_checkpoint(
         values, plain = _values(holding, optimizer)
         process = together(ranks, what, lambda: _process(extra, ranks, values))
         fields = {**index, "values": plain, "process": process}
-        partial = gathered(ranks, together(ranks, what, lambda: begin(folder, count) if ranks.is_first else None))[0]
-        assert partial is not None
+        partial = from_first(ranks, what, lambda: begin(folder, count))
         together(ranks, what, lambda: _require_shared(partial))
         chunks = _staged(ranks, partial, values, copy=not wait)
         timeout = source.options.timeout if isinstance(source, Pipeline) else Options.timeout
         processes = ranks.number, len(ranks.members)
-        save = Save(partial, *processes, chunks, fields, keep, writer.lock, lambda: _is_lost(ranks.watch), timeout)
+        save = Save(
+            partial, *processes, chunks, fields, keep, writer.lock, lambda: ranks.watch.fault is not None, timeout
+        )
         if wait:
             _write(ranks, what, save)
         else:
@@ -272,10 +272,6 @@ def _write(ranks: Ranks, what: str, save: Save) -> None:
         raise
 
 
-def _is_lost(watch: Alone | Watch) -> bool:
-    return isinstance(watch, Watch) and watch.fault is not None
-
-
 def _index(holding: Holding, optimizer: Optimizer | None, step: int) -> Values:
     ranks = holding.ranks
     kind = together(ranks, "saving the optimizer", lambda: kind_of(optimizer) if optimizer else None)
@@ -307,14 +303,8 @@ def _load(saved: SavedState, holding: Holding, optimizer: Optimizer | None, rand
 def _require_same_names(saved: SavedState, holding: Holding) -> None:
     """Require that the checkpoint holds the whole model, whatever part of it this process needs."""
     path, found, shapes = saved.path, saved.keys("model") | dict.fromkeys(saved.left_out), holding.shapes
-    aliases = (
-        set() if saved.record else {member.name for member in holding.model.members}
-    )  # torch saves tied ones twice
-    missing, unexpected = sorted(shapes.keys() - found.keys()), sorted(found.keys() - shapes.keys() - aliases)
-    if missing or unexpected:
-        raise PipelineError(
-            f"{path} is of another model: missing {missing[:4] or 'nothing'}, unexpected {unexpected[:4] or 'nothing'}."
-        )
+    aliases = () if saved.record else (member.name for member in holding.model.members)  # torch saves tied ones twice
+    require_names(path, sorted(shapes.keys() - found.keys()), sorted(found.keys() - shapes.keys() - {*aliases}))
     for name, shape in shapes.items():
         _, size = found[name] or (None, ())
         if shape is not None and tuple(size) != shape and name not in saved.left_out:

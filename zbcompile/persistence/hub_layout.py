@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,18 +19,6 @@ from torch import nn
 from zbcompile.errors import PipelineError
 
 Shape = tuple[int, ...]
-
-
-class Stored(Protocol):
-    """A tensor as files hold it."""
-
-    @property
-    def shape(self) -> Shape: ...
-
-    @property
-    def dtypes(self) -> set[str]: ...
-
-    def read(self, part: tuple[slice, ...]) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -87,6 +75,9 @@ class Converted:
         """A part of it, all if that is empty; every piece is read."""
         tensors = [(pattern, piece.key, piece.read(())) for pattern, piece in self.pieces]
         return _converted(self.target, self.converter, tensors, self.model)[self.name][part]
+
+
+Stored = Kept | Converted  # a tensor as files hold it
 
 
 def stored_tensors(model: Any, files: Mapping[str, Any], loading: bool = False) -> dict[str, Stored]:

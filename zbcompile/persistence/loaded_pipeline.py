@@ -28,8 +28,8 @@ from zbcompile.program.output import FORWARDS
 from zbcompile.program.program import ANSWERS, Program, call_of
 from zbcompile.program.read_verified import read_manifest, read_program
 from zbcompile.program.step_options import BACKENDS
-from zbcompile.runtime.engine import Engine, Executable
-from zbcompile.runtime.engines import make_engine
+from zbcompile.runtime.engine import Executable
+from zbcompile.runtime.engines import Engine, make_engine
 
 SAME = "Every rank must load the same directory, with the same torch and number of threads (OMP_NUM_THREADS)."
 

@@ -1,9 +1,10 @@
 """A process's share of a model: its tensors under the model's own names, tied ones only under the first name."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -107,6 +108,14 @@ def _of_place(name: str, by_hand: tuple[str, ...], place: tuple[int, ...], mesh:
 
 def _once(state: Mapping[str, Any], facts: ModelFacts) -> dict[str, torch.Tensor]:
     return {k: v for k, v in state.items() if isinstance(v, torch.Tensor) and facts.names.get(k, k) == k}
+
+
+def require_names(path: Path, missing: Sequence[str], unexpected: Sequence[str]) -> None:
+    """Raise PipelineError if what was saved lacks names of the model, or has others."""
+    if missing or unexpected:
+        raise PipelineError(
+            f"{path} is of another model: missing {missing[:4] or 'nothing'}, unexpected {unexpected[:4] or 'nothing'}."
+        )
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from zbcompile.errors import PipelineError
 from zbcompile.frontend.pipeline import Pipeline
 from zbcompile.model.distributed_tensors import is_distributed
 from zbcompile.persistence.hub_layout import Described, Stored, as_stored, stored_tensors, write_config
-from zbcompile.persistence.local_tensors import Holding, holding_of, local_part
+from zbcompile.persistence.local_tensors import Holding, holding_of, local_part, require_names
 from zbcompile.safe_files import DESCRIPTION, read_regular, regular_file, write_whole
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -224,11 +224,7 @@ def _sources(path: Path, given: Mapping[str, Stored], holding: Holding) -> dict[
             names.setdefault(member.first, []).append(member.name)
     known = {first: [name for name in aliases if name in given] for first, aliases in names.items()}
     missing = [first for first, found in known.items() if not found]
-    unexpected = sorted(given.keys() - {name for aliases in names.values() for name in aliases})
-    if missing or unexpected:
-        raise PipelineError(
-            f"{path} is of another model: missing {missing[:4] or 'nothing'}, unexpected {unexpected[:4] or 'nothing'}."
-        )
+    require_names(path, missing, sorted(given.keys() - {name for aliases in names.values() for name in aliases}))
     found = {first: given[names[0]] for first, names in known.items()}
     for first, shape in holding.shapes.items():
         if found[first].shape != shape:

@@ -15,7 +15,6 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from zbcompile.distributed.mesh import Mesh, Replicas
 from zbcompile.distributed.packing import as_contiguous
@@ -101,7 +100,9 @@ def start_reduction(
     summed = {name for found in (*names.values(), shared) for name in found}
     if reduces:
         _require_all(name for name in replicas.partial - summed if gradients.parameters[name].grad is not None)
-    _clear(gradients.parameters[name] for name in summed - replicas.partial if not sums[name].first)
+    for name in summed - replicas.partial:
+        if not sums[name].first and (gradient := gradients.parameters[name].grad) is not None:
+            gradient.zero_()
     return Reduction(replicas, gradients, names, shared, reduces, sums, sharded)
 
 
@@ -113,12 +114,6 @@ def _require_all(parts: Iterable[str]) -> None:
             f"inside no_sync, a batch trained {left[0]}, which this batch does not train, so that its gradient would "
             "never be summed over the ranks. End no_sync with a batch that trains the same parameters."
         )
-
-
-def _clear(parameters: Iterable[nn.Parameter]) -> None:
-    for parameter in parameters:
-        if parameter.grad is not None:
-            parameter.grad.zero_()
 
 
 @dataclass
@@ -216,7 +211,9 @@ class Reduction:
 
 
 def _send(gradients: Sequence[torch.Tensor], group: dist.ProcessGroup) -> Bucket:
-    flat = _flatten(gradients)
+    whole = [as_contiguous(gradient) for gradient in gradients]
+    alone = len(whole) == 1 and whole[0].is_contiguous()
+    flat = whole[0] if alone else torch.cat([gradient.reshape(-1) for gradient in whole])
     return Bucket(gradients, flat, dist.all_reduce(flat, group=group, async_op=True))
 
 
@@ -230,13 +227,6 @@ def in_buckets(gradients: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]
                 bucket = []
             bucket.append(gradient)
         yield bucket
-
-
-def _flatten(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    whole = [as_contiguous(gradient) for gradient in gradients]
-    if len(whole) == 1 and whole[0].is_contiguous():
-        return whole[0]
-    return torch.cat([gradient.reshape(-1) for gradient in whole])
 
 
 @dataclass

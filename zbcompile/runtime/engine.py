@@ -3,17 +3,15 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from zbcompile.distributed.mesh import BATCHES
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.distributed.transport import ReceiveBuffers, Transport
 from zbcompile.model.losses import Losses
 from zbcompile.model.seeds import microbatch_seed
-from zbcompile.profiling.step_record import StepRecord
 from zbcompile.program.output import Output
 from zbcompile.program.program import Program
 from zbcompile.runtime.action_loop import RankRun
@@ -25,7 +23,7 @@ from zbcompile.runtime.stage_plan import CompiledStage
 from zbcompile.runtime.stage_run import StageRun
 from zbcompile.runtime.vocabulary_collectives import Collectives
 from zbcompile.runtime.vocabulary_parameters import VocabularyExecutable
-from zbcompile.schedules import Lowered, Schedule, with_updates
+from zbcompile.schedules import Lowered, with_updates
 from zbcompile.torch_private import profiler_is_on
 
 
@@ -107,27 +105,6 @@ class StepResult(NamedTuple):
 
     losses: Losses
     made: Made
-
-
-class Engine(Protocol):
-    """Runs compiled steps of the ranks of this process."""
-
-    @property
-    def ranks(self) -> Ranks: ...
-    @property
-    def last_step(self) -> StepRecord | None: ...
-
-    def carry_out(self, runs: Sequence[RankRun]) -> None:
-        """Run the programs of this process's ranks to their ends. Does not advance the caller's RNG."""
-
-    def begin_recording(self, program: Program, schedule: Schedule) -> Recorder:
-        """What observes the actions of a run of `schedule`; its ranks begin together."""
-
-    def end_recording(self, recorder: Recorder) -> None:
-        """Let `last_step` be what all ranks have seen of the run."""
-
-    def step(self, executable: Executable, given: StepInput, parameters: Mapping[str, nn.Parameter]) -> StepResult:
-        """Run one step; gradients accumulate into the parameters."""
 
 
 @dataclass(frozen=True)

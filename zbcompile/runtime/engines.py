@@ -20,7 +20,7 @@ from zbcompile.profiling.step_record import StepRecord
 from zbcompile.program.program import Program
 from zbcompile.runtime.action_loop import RankRun
 from zbcompile.runtime.data_parallel import LATE, Reduction, StageUpdates, start_reduction
-from zbcompile.runtime.engine import Engine, Executable, StepInput, StepResult, StepRuns, losses_of, outputs_of
+from zbcompile.runtime.engine import Executable, StepInput, StepResult, StepRuns, losses_of, outputs_of
 from zbcompile.runtime.equal_results import EqualResults, written_buffers
 from zbcompile.runtime.gradient_buffers import Gradients
 from zbcompile.runtime.recorder import Recorder, make_record
@@ -30,24 +30,28 @@ from zbcompile.schedules import Action, Schedule
 
 @dataclass
 class InProcess:
-    """Runs the steps of all ranks."""
+    """Runs the steps of all ranks. `last_step` is the record of the last one, if it was recorded."""
 
     ranks: LocalRanks
     last_step: StepRecord | None = None
 
     def carry_out(self, runs: Sequence[RankRun]) -> None:
+        """Run the programs of this process's ranks to their ends. Does not advance the caller's RNG."""
         with undisturbed(self.ranks.device), torch.no_grad():
             interleave(runs)
         for run in runs:
             run.transport.finish()
 
     def begin_recording(self, program: Program, schedule: Schedule) -> Recorder:
+        """What observes the actions of a run of `schedule`."""
         return Recorder(program, schedule, clock_of(self.ranks.device))
 
     def end_recording(self, recorder: Recorder) -> None:
+        """Let `last_step` be what all ranks have seen of the run."""
         self.last_step = make_record(recorder, [recorder.seen()], in_process=True)
 
     def step(self, executable: Executable, given: StepInput, parameters: Mapping[str, nn.Parameter]) -> StepResult:
+        """Run one step; gradients accumulate into the parameters."""
         program = executable.program
         gradients = [Gradients(parameters, program.shared, program.choices) for _ in self.ranks.local]
         updates = [StageUpdates(program, own, given.early, given.validating) for own in gradients]
@@ -183,6 +187,9 @@ def _share_buffers(executable: Executable) -> None:
     for name, buffer in written_buffers(executable).items():
         if name in executable.sums:
             broadcast([buffer], executable.sums[name].group)
+
+
+Engine = InProcess | DistributedEngine  # what has the same methods
 
 
 def make_engine(ranks: Ranks) -> Engine:

@@ -14,6 +14,7 @@ from zbcompile.program.program import Program
 from zbcompile.runtime.engine import Executable
 
 ENOUGH = 8  # elements: fewer may be equal by chance
+Found = Mapping[str, torch.Tensor | None]
 
 
 @dataclass
@@ -38,13 +39,11 @@ class EqualResults:
         if self.pending and part.numel() >= ENOUGH:
             self.parts[name] = checksum(part)
 
-    def has_news(self, executable: Executable, gradients: Mapping[str, torch.Tensor | None]) -> bool:
+    def has_news(self, executable: Executable, gradients: Found) -> bool:
         """Whether something here that has not been compared is not zero."""
         return self.pending and any(bool(value.any()) for value in self._unsettled(executable, gradients).values())
 
-    def compare(
-        self, executable: Executable, gradients: Mapping[str, torch.Tensor | None], losses: torch.Tensor
-    ) -> None:
+    def compare(self, executable: Executable, gradients: Found, losses: torch.Tensor) -> None:
         """Raise PipelineError on every rank if something differs. Some rank has news."""
         program, ranks = executable.program, self.ranks
         require_equal_losses(ranks, losses)
@@ -58,9 +57,7 @@ class EqualResults:
         self.pending = require_equal_results(ranks, whole, program.trained)
         self.settled |= {name for name, value in found.items() if value.any()}
 
-    def _unsettled(
-        self, executable: Executable, gradients: Mapping[str, torch.Tensor | None]
-    ) -> dict[str, torch.Tensor]:
+    def _unsettled(self, executable: Executable, gradients: Found) -> dict[str, torch.Tensor]:
         """What this rank computes a whole of: gradients, zeros for those it has not got yet, and buffers."""
         program = executable.program
         names = [n for n in program.trained - self.settled if self.ranks.rank in program.holders(n)]

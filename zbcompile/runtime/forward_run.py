@@ -4,7 +4,8 @@ import torch
 
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.program.output import Output
-from zbcompile.runtime.engine import Engine, Executable, Made, StepInput, StepRuns, outputs_of
+from zbcompile.runtime.engine import Executable, Made, StepInput, StepRuns, outputs_of
+from zbcompile.runtime.engines import Engine
 from zbcompile.runtime.gradient_buffers import Gradients
 from zbcompile.schedules.ir.schedule import Schedule
 

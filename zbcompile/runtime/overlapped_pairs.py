@@ -10,7 +10,7 @@ All of these take one list: the first half's inputs, a function that takes its r
 second half's inputs. They return the second half's results.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ from zbcompile.passes.torch_private import boxed
 from zbcompile.runtime.stage_plan import CompiledStage
 from zbcompile.schedules.ir.actions import Action, Pair
 
-Kind = tuple[str, int, str, int]  # the operations of both halves, each with its stage
 Half = tuple[str, CompiledStage]
 
 
@@ -47,12 +46,6 @@ def make_pairs(
             kinds[kind] = _pair_of(one, other, aside)
         made[first, second] = kinds[kind]
     return made
-
-
-def kinds_of_pairs(steps: Iterable[object]) -> dict[Kind, None]:
-    """The kinds of pair among the steps of a rank, in order of appearance."""
-    pairs = [step for step in steps if isinstance(step, Pair)]
-    return dict.fromkeys((*first[:2], *second[:2]) for first, second in pairs)
 
 
 def _pair_of(one: Half, other: Half, aside: Any) -> Run:

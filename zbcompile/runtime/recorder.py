@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.profiler import record_function
 
@@ -16,21 +16,13 @@ from zbcompile.schedules.ir.actions import SEND_B, SEND_F, Action
 from zbcompile.schedules.ir.schedule import TORCH_LETTERS, Schedule, format_step
 
 
-class Timed(NamedTuple):
-    """An action with its start and end, in seconds on a clock that all ranks share."""
-
-    action: Action
-    start: float
-    end: float
-
-
 @dataclass
 class Seen:
-    """What one process has seen of its ranks."""
+    """What one process has seen of its ranks; times are on a clock that all ranks share."""
 
     begin: float
     end: float
-    timed: dict[int, list[Timed]]
+    timed: dict[int, list[Span]]
     held: dict[int, list[int]]
     sent: dict[int, int]
 
@@ -74,7 +66,9 @@ class Recorder:
     def seen(self, ahead: float = 0.0) -> Seen:
         """Waits for the device. The times are on a clock that this process's clock is `ahead` of."""
         at = self.clock.seconds
-        timed = {r: [Timed(a, at(s) - ahead, at(e) - ahead) for a, s, e in found] for r, found in self.marks.items()}
+        timed = {
+            r: [Span(str(a), at(s) - ahead, at(e) - ahead) for a, s, e in found] for r, found in self.marks.items()
+        }
         return Seen(self.begin - ahead, time.perf_counter() - ahead, timed, self.held, self.sent)
 
 
@@ -82,7 +76,7 @@ def make_record(recorder: Recorder, parts: Sequence[Seen], in_process: bool) -> 
     """One record of what all processes have seen, on one clock."""
     started = min(part.begin for part in parts)
     timed = _merged([part.timed for part in parts])
-    spans = {r: [Span(str(a), s - started, e - started) for a, s, e in found] for r, found in timed.items()}
+    spans = {r: [Span(a, s - started, e - started) for a, s, e in found] for r, found in timed.items()}
     return StepRecord(
         spans=spans,
         held_bytes=_merged([part.held for part in parts]),

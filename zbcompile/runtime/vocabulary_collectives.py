@@ -3,15 +3,17 @@
 CAST carries the last stage's output to all shards, STATS gathers what S made and, with one barrier, sums the parts of
 the input gradient on the rank of the last stage; with two barriers SUM does that after T. LOOKUP sums the looked up
 rows of a sharded embedding on the rank of the first stage, SPREAD carries their gradient to all shards. Every rank
-posts all of them in one order (`zbcompile.schedules.lowering.collectives`) and posting never waits.
-`VocabularyTransport` is a rank's transport with these beside the messages between stages.
+posts all of them in one order (`zbcompile.schedules.lowering.collectives`) and posting never waits: `post` announces
+that a rank takes part, `wait` returns once all have. `gradient` is the sum on the rank of the last stage; what LOOKUP
+and SPREAD bring is in the shards. `VocabularyTransport` is a rank's transport with these beside the messages between
+stages.
 """
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,20 +33,6 @@ class Roots(NamedTuple):
 
     first: int
     last: int
-
-
-class Collectives(Protocol):
-    """`post` announces that a rank takes part, `wait` returns once it is complete. `gradient` is the sum on the rank of
-    the last stage; what LOOKUP and SPREAD bring is in the shards."""
-
-    @property
-    def roots(self) -> Roots: ...
-    def join(self, rank: int, shard: ShardRun) -> None: ...
-    def post(self, op: str, rank: int, microbatch: int) -> None: ...
-    def ready(self, op: str, microbatch: int) -> bool: ...
-    def wait(self, op: str, microbatch: int) -> None: ...
-    def gradient(self, microbatch: int) -> torch.Tensor: ...
-    def finish(self) -> None: ...
 
 
 @dataclass
@@ -214,6 +202,9 @@ class GroupCollectives:
         dist.reduce(part, group=self.group, group_dst=self.roots.last)
         if self._is(self.roots.last):
             self.gradients[microbatch] = part
+
+
+Collectives = SharedCollectives | GroupCollectives
 
 
 @dataclass

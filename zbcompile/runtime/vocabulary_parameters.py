@@ -4,7 +4,7 @@ In one process all shards exist, as views of the model's own parameter, and an o
 rank of a group it sees a separate parameter that holds this rank's rows.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -137,7 +137,6 @@ class VocabularyExecutable:
 
     program: VocabularyProgram
     shards: Mapping[int, CompiledShard]
-    accumulators: Mapping[int, Callable[[Gradients, str], torch.Tensor]]
     roots: Roots
     device: torch.device
     group: dist.ProcessGroup | None
@@ -172,7 +171,7 @@ class VocabularyExecutable:
         collectives: Collectives,
     ) -> VocabularyTransport:
         """The shard of `rank` in a step, and its way to the others."""
-        run = ShardRun(self.shards[rank], partial(self.accumulators[rank], gradients), inputs, factor)
+        run = ShardRun(self.shards[rank], partial(self.rows.accumulator, rank, gradients), inputs, factor)
         collectives.join(rank, run)
         return VocabularyTransport(rank, messages, run, collectives)
 
@@ -192,6 +191,5 @@ def make_executable_shards(
     for rank in ranks:
         rows = {Slot("parameter", name): shards.rows(rank, name) for name in program.parameters}
         compiled[rank] = prepare_shard(program, rank, {**resident, **rows}, passes.of("shard", rank))
-    accumulators = {rank: partial(shards.accumulator, rank) for rank in ranks}
     stream = torch.cuda.Stream(device) if group is not None and device.type == "cuda" else None
-    return VocabularyExecutable(program, compiled, accumulators, roots, device, group, shards, stream)
+    return VocabularyExecutable(program, compiled, roots, device, group, shards, stream)
