@@ -6,7 +6,7 @@ microbatches are under way at once. If a gradient buffer has moved, the pass is 
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,6 +64,7 @@ class Recorded:
         return self.recordings[addresses].replay(values)
 
     def _record(self, values: list[torch.Tensor]) -> Recording:
+        self._require_on_gpu(value for i, value in enumerate(values) if i not in self.staying)
         buffers = {i: copy_with_strides(value) for i, value in enumerate(values) if i not in self.staying}
         inputs = [buffers.get(i, value) for i, value in enumerate(values)]
         device = inputs[0].device
@@ -80,6 +81,15 @@ class Recorded:
                 f"cuda_graphs: {self.title} cannot be recorded ({error}). Use cuda_graphs=False."
             ) from error
         return Recording(graph, buffers, results)
+
+    def _require_on_gpu(self, values: Iterable[torch.Tensor]) -> None:
+        """A recording would use the value that a tensor of the host has now for ever."""
+        for value in values:
+            if not value.is_cuda:
+                raise PipelineError(
+                    f"cuda_graphs: {self.title} reads a tensor of shape {list(value.shape)} on {value.device}, which a "
+                    "recording would not read again. Move it to the GPU, or use cuda_graphs=False."
+                )
 
     def _warm_up(self, inputs: list[torch.Tensor]) -> None:
         """Run on a separate stream; sums are added into copies."""

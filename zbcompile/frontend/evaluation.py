@@ -19,7 +19,7 @@ from zbcompile.frontend.executables import Executables
 from zbcompile.frontend.options import Options
 from zbcompile.frontend.program_keys import torch_modes
 from zbcompile.frontend.state_dict import gather_rows
-from zbcompile.model.batch import Batch
+from zbcompile.model.batch import Batch, hint_at_device, hinting
 from zbcompile.model.placements import SHARD, along, placement_of, require_matches
 from zbcompile.model.resident_tensors import require_same_attributes, resident_tensors
 from zbcompile.passes.capture.guards import Guards
@@ -98,7 +98,7 @@ class Forwards:
 
         def add(new: int | None) -> None:
             with self._ranks.watch.position.turn_to(f"compiling {asked.wanted.computes} for {batch.whole.summary()}"):
-                plan = partial(plan_forwards, self._model, batch, count, wanted, self._frame)
+                plan = partial(self._planned, batch, count, wanted)
                 made = captured_alike(
                     self._ranks, "compiling a forward", plan, lambda each: each.guards, leads=new is not None
                 )
@@ -115,6 +115,10 @@ class Forwards:
         require_same_attributes(plain for each in own for plain in each.program.plain)
         require_words(batch, own[0].program)
         return own
+
+    def _planned(self, batch: Batch, count: int, wanted: Computation, given: Given | None) -> "Planned":
+        with hinting(partial(hint_at_device, batch.whole, self._ranks.device)):
+            return plan_forwards(self._model, batch, count, wanted, self._frame, given)
 
     def _key(self, batch: Batch, wanted: Computation, count: int) -> tuple[Any, ...]:
         modules = tuple((wanted.training and each.training, forward_hooks(each)) for each in self._model.modules())

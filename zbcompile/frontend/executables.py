@@ -37,12 +37,19 @@ from zbcompile.frontend.layout_search import Finalist, LayoutSearch
 from zbcompile.frontend.options import Options, is_searched
 from zbcompile.frontend.program_keys import ProgramKey, key_of, torch_modes, what_is_new
 from zbcompile.frontend.step_outputs import WHERE
-from zbcompile.model.batch import Batch, Microbatch, Microbatches, hint_at_target, require_divisible
+from zbcompile.model.batch import (
+    Batch,
+    Microbatch,
+    Microbatches,
+    hint_at_device,
+    hint_at_target,
+    hinting,
+    require_divisible,
+)
 from zbcompile.model.placements import require_matches
 from zbcompile.model.resident_tensors import require_same_attributes
 from zbcompile.passes.capture.questions import Given
 from zbcompile.passes.compile_options import Choices
-from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.torch_private import global_hooks
 from zbcompile.passes.values.plain_tensors import PlainTensor
 from zbcompile.program.program import OF_A_PLACE, Program
@@ -296,13 +303,9 @@ class Executables(BoundPrograms):
         def draw(given: Given | None) -> Drawn:
             schedule = None if self._is_undecided and self._decided is None else self.schedule
             step = self._model, microbatch, self._options.loss, self._choices(), schedule
-            try:
+            device = partial(hint_at_device, microbatch, self._ranks.device)
+            with hinting(device, partial(hint_at_target, self._model, microbatch, self._options.loss)):
                 return draw_step(*step, dimensions=self._ranks.mesh.labels, given=given, outputs=bool(self.outputs))
-            except CaptureError as error:
-                hint = hint_at_target(self._model, microbatch, self._options.loss)
-                if not hint:
-                    raise
-                raise CaptureError(f"{error} {hint}") from error
 
         return captured_alike(self._ranks, "capturing", draw, lambda drawn: drawn.captured.guards, leads)
 

@@ -1,7 +1,8 @@
 """A batch as a flat list of leaves, and its microbatches."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from zbcompile.errors import PipelineError
 from zbcompile.model.batch_split import Cut, Split, choose_cuts
 from zbcompile.passes.capture.export import flatten_inputs
 from zbcompile.passes.capture.training_step import LossArguments
+from zbcompile.passes.errors import CaptureError
 from zbcompile.torch_private import pytree
 
 
@@ -178,6 +180,24 @@ def hint_at_target(model: nn.Module, microbatch: Microbatch, loss: Any) -> str:
     except TypeError:
         return "What loss=fn(output, target) compares with is passed as target=: pipe.step(inputs, target=labels)."
     return "The step got no target=, so loss=fn(output, target) received None."
+
+
+def hint_at_device(microbatch: Microbatch, device: torch.device) -> str:
+    """Which inputs are not on the model's device; "" if all are. No error by itself: forward may move them."""
+    far = [f"{path} is on {t.device}" for path, t in microbatch.tensors.items() if t.dim() and t.device != device]
+    return f"{', '.join(far)} and the model on {device}: pass tensor.to(pipe.device)." if far else ""
+
+
+@contextmanager
+def hinting(*hints: Callable[[], str]) -> Iterator[None]:
+    """Add the first hint that there is to a capture that fails."""
+    try:
+        yield
+    except CaptureError as error:
+        found = next(filter(None, (hint() for hint in hints)), "")
+        if not found:
+            raise
+        raise CaptureError(f"{error} {found}") from error
 
 
 def refuse_input_gradients(batch: Batch) -> None:

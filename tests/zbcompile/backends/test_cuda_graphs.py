@@ -7,6 +7,7 @@ from torch import Tensor, nn
 import zbcompile
 from tests.support.oracle import Batch
 from tests.support.training import problem_of
+from zbcompile.backends.cuda_graphs import Recorded
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 MICROBATCHES, STEPS = 4, 3
@@ -15,6 +16,12 @@ MICROBATCHES, STEPS = 4, 3
 def test_refused_without_a_gpu() -> None:
     with pytest.raises(zbcompile.PipelineError, match="cuda_graphs=True records passes on a GPU"):
         zbcompile.pipeline(problem_of("mlp").model(), ranks=2, cuda_graphs=True)
+
+
+def test_a_tensor_of_the_host_is_not_recorded() -> None:
+    recorded = Recorded("F of stage 0", lambda values: values, staying=(0,), written=frozenset(), pool=None)
+    with pytest.raises(zbcompile.PipelineError, match=r"F of stage 0 reads a tensor of shape \[2\] on cpu"):
+        recorded([torch.ones(1), torch.ones(2)])
 
 
 def trained(problem: str, **options: object) -> tuple[list[Tensor], dict[str, Tensor]]:

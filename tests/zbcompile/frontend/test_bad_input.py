@@ -373,6 +373,19 @@ def test_a_target_in_another_place(args: int, kwargs: dict[str, torch.Tensor], s
         pipe.step(*[torch.ones(4, 2)] * args, **kwargs)
 
 
+def test_a_batch_on_another_device() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    pipe = zbcompile.pipeline(model, schedule="1f1b", ranks=2, microbatches=2, loss=nn.functional.mse_loss)
+    here, far = torch.ones(4, 2), torch.ones(4, 2, device="meta")
+    says = "is on meta and the model on cpu: pass tensor.to"
+    for x, target, which in ((far, here, r"args\[0\]"), (here, far, "target")):
+        with pytest.raises(zbcompile.CaptureError, match=f"{which} {says}"):
+            pipe.step(x, target=target)
+    pipe.compile(here, target=here)
+    with pytest.raises(zbcompile.CaptureError, match=says):
+        pipe.eval(far)
+
+
 def test_habits_of_modules() -> None:
     """They work, or say in one line what to call."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
