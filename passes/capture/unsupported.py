@@ -13,6 +13,15 @@ from torch import nn
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.torch_private import backward_hooks, global_hooks, is_compiled, storage_key, tensor_hooks
 
+REPLICAS = 'Replicas are the dimension "dp" of mesh=, and pipe.optimizer(zero=1) divides the optimizer among them.'
+WRAPPERS = {  # by the name of the class, so that nothing is imported for it: what to do instead
+    "DataParallel": f"Pass model.module. {REPLICAS}",
+    "DistributedDataParallel": f"Pass model.module. {REPLICAS}",
+    "FullyShardedDataParallel": f"Pass the module as it was before. {REPLICAS}",
+    "FSDPModule": f"Pass the module as it was before fully_shard. {REPLICAS}",
+    "ScriptModule": "Pass the module that was scripted: there is no Python code to trace in this one.",
+}
+
 
 def raise_first(problems: Iterable[str]) -> None:
     """Raise CaptureError with the first problem and the number of further ones; do nothing if there is none."""
@@ -30,8 +39,17 @@ def training_problems(model: nn.Module, loss: Any) -> Iterator[str]:
         yield f"no parameter of {type(model).__name__} requires a gradient; there is nothing to train."
 
 
+def wrapper_problems(model: nn.Module) -> Iterator[str]:
+    """Modules that do more than their forward says, or have none that can be traced."""
+    for name, module in model.named_modules():
+        classes = [cls for cls in type(module).__mro__ if cls.__module__.startswith("torch.")]
+        if wrapper := next((cls.__name__ for cls in classes if cls.__name__ in WRAPPERS), None):
+            yield f"{_where(name, module)} is a {wrapper}, which cannot be captured. {WRAPPERS[wrapper]}"
+
+
 def problems_of(model: nn.Module) -> Iterator[str]:
     """What a captured graph of `model` would silently drop."""
+    yield from wrapper_problems(model)
     for name, module in model.named_modules():
         if any(nn.parameter.is_lazy(tensor) for tensor in module.parameters(recurse=False)):
             yield (

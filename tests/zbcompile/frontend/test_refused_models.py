@@ -7,12 +7,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.parallel import DistributedDataParallel
 
 import zbcompile
 from tests.support.oracle import MLP, WIDTH
 from tests.support.pool import Pool
 from tests.support.refused import CAPTURE, PARTITION, PIPELINE, ROWS, Refused, train
+from zbcompile.passes.capture.unsupported import WRAPPERS
 
 # Lost in silence, if it were not refused
 
@@ -152,6 +155,10 @@ def loss_over_some_rows() -> None:
 
 def lazy() -> None:
     train(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LazyLinear(WIDTH)))
+
+
+def wrapped() -> None:
+    train(nn.DataParallel(MLP(2)))
 
 
 def changes_its_input() -> None:
@@ -334,6 +341,7 @@ REFUSED = (
     Refused(flexible_attention, CAPTURE, r"test_refused.*flex_attention\(.*backward runs on GPUs only"),
     Refused(loss_over_some_rows, CAPTURE, r"output\[kept\].*shape depends on the data.*label ignore_index"),
     Refused(lazy, CAPTURE, r"module 1 \(LazyLinear\) is lazy"),
+    Refused(wrapped, CAPTURE, r"the model itself.* is a DataParallel, which cannot be captured\. Pass model\.module"),
     Refused(changes_its_input, CAPTURE, r"forward changes its input args_0 in place.*clone"),
     Refused(changes_a_parameter, CAPTURE, r"changes parameter layers\.1\.weight in place.*between steps"),
     Refused(keeps_state, CAPTURE, r"replaces the tensor in the plain attribute state.*register_buffer"),
@@ -392,3 +400,9 @@ def test_hooks(kind: str, pool: Pool) -> None:
     with pytest.raises(zbcompile.CaptureError, match=r"layers\.2.*hook.*[Rr]emove") as caught:
         hooked(kind)
     assert [(o.error, o.text) for o in pool.outcomes(hooked, kind)] == [("CaptureError", str(caught.value))] * 2
+
+
+def test_wrappers_are_known_by_the_names_of_torchs_classes() -> None:
+    classes = nn.DataParallel, DistributedDataParallel, FullyShardedDataParallel, FSDPModule, torch.jit.ScriptModule
+    assert {cls.__name__ for cls in classes} == WRAPPERS.keys()
+    assert all(cls.__module__.startswith("torch.") for cls in classes)
