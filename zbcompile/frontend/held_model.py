@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Self, TypeVar, cast
 
 import torch
 from torch import nn
@@ -91,6 +91,12 @@ class HeldModel:
                     "pipe.step and pipe.eval run a batch"
                 )
             raise AttributeError(f"{says}.", name=name, obj=self)
+
+    def __getstate__(self) -> NoReturn:
+        raise PipelineError(
+            "a pipeline holds connections to other ranks, so it cannot be copied or pickled. Save what it trains "
+            "(zbcompile.save_checkpoint, save_weights) or what it compiled (pipe.program.save)."
+        )
 
     @property
     def options(self) -> Options:

@@ -1,5 +1,6 @@
 """Bad input: one clear error on every rank, in one process and in two, and nothing hangs."""
 
+import copy
 import warnings
 from typing import Any
 
@@ -397,6 +398,8 @@ def test_habits_of_modules() -> None:
         with pytest.raises(AttributeError, match=rf"no attribute {name}, as it is no nn\.Module: use model\.{name},"):
             getattr(pipe, name)
     assert not hasattr(pipe, "nonsense")
+    with pytest.raises(zbcompile.PipelineError, match="cannot be copied or pickled"):
+        copy.deepcopy(pipe)
     assert pipe.train(False) is pipe
     assert not any(module.training for module in model.modules())
     x = torch.ones(2, 2)
