@@ -16,6 +16,7 @@ from zbcompile.cli.command_line import exit_status_of_rank, ranks_for
 from zbcompile.cli.compile_arguments import announcer
 from zbcompile.distributed.agreement import together
 from zbcompile.distributed.link_speed import Pair, measure_pairs
+from zbcompile.distributed.process_group import own_device
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.passes.hardware.hardware import Connection, Hardware
@@ -50,7 +51,7 @@ def _run(chosen: argparse.Namespace) -> None:
 
 
 def _device() -> torch.device:
-    return torch.device(torch.accelerator.current_accelerator() or "cpu")
+    return own_device("cuda")
 
 
 def _measure(ranks: Ranks, file: Path, quick: bool) -> None:

@@ -83,6 +83,7 @@ def answer_pings(
     question = torch.zeros((), dtype=torch.float64, device=device)
     for _ in range(rounds):
         dist.recv(question, group=group, group_src=other)
+        question.item()  # a GPU receives while its host goes on
         dist.send(torch.full_like(question, read()), group=group, group_dst=other)
 
 

@@ -15,7 +15,6 @@ from zbcompile.distributed.ranks import Ranks
 PINGS = 20
 LARGE = 8 << 20  # bytes of the message that measures the bandwidth
 TRIES = 3
-CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -31,44 +30,50 @@ class Pair:
 
 
 def measure_pairs(ranks: Ranks) -> list[Pair]:
-    """Every two ranks, one pair at a time, on every rank; nothing in one process."""
+    """Every two ranks, one pair at a time, on every rank, by messages between their devices; nothing in one process."""
     group, found = ranks.everyone, []
     if group is None:
         return []
     with ranks.watch.position.waiting("measuring the connections"):
         for first, second in combinations(range(len(ranks.members)), 2):
             if ranks.number == first:
-                found.append(_measure(group, first, second))
+                found.append(_measure(group, ranks.device, first, second))
             elif ranks.number == second:
-                _answer(group, first)
+                _answer(group, ranks.device, first)
             dist.barrier(group)
     return [pair for each in gathered(ranks, found) for pair in each]
 
 
-def measure_link(group: dist.ProcessGroup) -> tuple[float, float]:
+def measure_link(group: dist.ProcessGroup, device: torch.device) -> tuple[float, float]:
     """Latency and bandwidth between the first two ranks of `group`, on the first; zeros on the others."""
     own = dist.get_rank(group)
     if own == 1:
-        _answer(group, 0)
-    pair = _measure(group, 0, 1) if own == 0 else None
+        _answer(group, device, 0)
+    pair = _measure(group, device, 0, 1) if own == 0 else None
     return (pair.latency, pair.bandwidth) if pair else (0.0, 0.0)
 
 
-def _measure(group: dist.ProcessGroup, own: int, other: int) -> Pair:
-    trip, ahead = ping(group, other, PINGS, time.time, CPU)
-    large, received = torch.zeros(LARGE, dtype=torch.uint8), torch.zeros((), dtype=torch.float64)
+def _measure(group: dist.ProcessGroup, device: torch.device, own: int, other: int) -> Pair:
+    trip, ahead = ping(group, other, PINGS, time.time, device)
+    large, received = _messages(device)
     times = []
     for _ in range(TRIES):
         began = time.perf_counter()
         dist.send(large, group=group, group_dst=other)
         dist.recv(received, group=group, group_src=other)
+        received.item()  # waits for a GPU
         times.append(time.perf_counter() - began)
     return Pair(own, other, trip / 2, LARGE / max(median(times) - trip / 2, 1e-9), ahead)
 
 
-def _answer(group: dist.ProcessGroup, other: int) -> None:
-    answer_pings(group, other, PINGS, time.time, CPU)
-    large, received = torch.empty(LARGE, dtype=torch.uint8), torch.zeros((), dtype=torch.float64)
+def _answer(group: dist.ProcessGroup, device: torch.device, other: int) -> None:
+    answer_pings(group, other, PINGS, time.time, device)
+    large, received = _messages(device)
     for _ in range(TRIES):
         dist.recv(large, group=group, group_src=other)
         dist.send(received, group=group, group_dst=other)
+
+
+def _messages(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """A large one, and what answers it."""
+    return torch.zeros(LARGE, dtype=torch.uint8, device=device), torch.zeros((), dtype=torch.float64, device=device)

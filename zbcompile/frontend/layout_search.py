@@ -108,7 +108,7 @@ class LayoutSearch:
         if group is None or ranks.count < 2 or ranks.device.type != "cpu":
             return None
         with ranks.watch.position.waiting("measuring the messages"):
-            return Connection(*gathered(ranks, measure_link(group))[0])
+            return Connection(*gathered(ranks, measure_link(group, ranks.device))[0])
 
     def _compiled(self, finalist: Finalist, of: int) -> list[Program]:
         """In the order that is best for its graphs, as all ranks measure them at once, and in others that come close;
