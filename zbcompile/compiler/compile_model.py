@@ -126,7 +126,8 @@ def _drawn(
 
 def without_autocast(microbatch: Microbatch) -> torch.autocast:
     """Capture has put the casts into the graph; the passes, which trace it again, must not autocast again."""
-    return torch.autocast(next(iter(microbatch.tensors.values())).device.type, enabled=False)
+    kinds = {tensor.device.type for tensor in microbatch.tensors.values()} - {"cpu"}  # a number may be there
+    return torch.autocast(next(iter(kinds), "cpu"), enabled=False)
 
 
 @without_torchs_logs()
