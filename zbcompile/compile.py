@@ -15,9 +15,9 @@ from zbcompile.distributed.process_group import device_of, is_alone
 from zbcompile.errors import PipelineError
 from zbcompile.model.example import Example
 from zbcompile.persistence.safetensors_weights import save_weights
+from zbcompile.program.directories import program_in, save_here
 from zbcompile.program.output import FORWARDS
 from zbcompile.program.program import Program
-from zbcompile.program.save import program_in, save_here
 from zbcompile.schedules import Schedule
 
 EXAMPLES = """examples:

@@ -21,8 +21,8 @@ from zbcompile.model.model_info import module_of
 from zbcompile.passes.capture.training_step import loss_in
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.pass_list.run_passes import Observer
+from zbcompile.program.directories import read_manifest, read_program
 from zbcompile.program.program import Program
-from zbcompile.program.read_verified import read_manifest, read_program
 from zbcompile.schedules.ir.schedule import Schedule
 
 _NOT_THE_MODELS = (DeprecationWarning, FutureWarning, PendingDeprecationWarning)

@@ -47,9 +47,9 @@ from zbcompile.passes.pass_list.run_passes import Observer, PassManager
 from zbcompile.passes.stage.deduplicate import Renaming, StageCompiler, compile_distinct
 from zbcompile.passes.stage.stage_program import StageProgram, collectives_of, tensor_spec
 from zbcompile.passes.vocabulary.shard_program import VocabularyProgram
+from zbcompile.program.directories import save_here
 from zbcompile.program.output import Output
 from zbcompile.program.program import Program, call_of
-from zbcompile.program.save import save_here
 from zbcompile.schedules import Schedule
 
 

@@ -32,9 +32,9 @@ from zbcompile.passes.stage.stage_program import forward_programs, without_calls
 from zbcompile.passes.vocabulary.log_probs import require_whole_logits
 from zbcompile.passes.vocabulary.logits import NotShardable
 from zbcompile.passes.vocabulary.shard_program import even_bounds
+from zbcompile.program.directories import save_here
 from zbcompile.program.output import FORWARDS
 from zbcompile.program.program import Program, call_of
-from zbcompile.program.save import save_here
 from zbcompile.schedules import Schedule, lower
 from zbcompile.schedules.generators.forward_only import forward_only
 

@@ -16,9 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zbcompile.distributed.bounded_store import ANSWER, cut_after
 from zbcompile.distributed.clocks import progress_of
-from zbcompile.distributed.fault_store import Board
+from zbcompile.distributed.fault_store import ANSWER, Board, cut_after
 from zbcompile.distributed.faults import Position
 from zbcompile.distributed.gpus import require_own_gpus, take_gpu, warn_of_few_queues
 from zbcompile.distributed.interfaces import VARIABLE, let_gloo_find

@@ -18,8 +18,8 @@ from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.passes.capture.guards import Guards, read_answers
 from zbcompile.passes.capture.questions import Given
+from zbcompile.program.directories import save_program
 from zbcompile.program.program import ANSWERS, Program
-from zbcompile.program.save import save_program
 from zbcompile.runtime.engine import Executable
 
 Key = TypeVar("Key")

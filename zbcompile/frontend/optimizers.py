@@ -13,8 +13,8 @@ from zbcompile.frontend.executables import Executables
 from zbcompile.frontend.state_dict import owned_parameters
 from zbcompile.model.distributed_tensors import Parts
 from zbcompile.optimizer.pipeline_optimizer import PipelineOptimizer
-from zbcompile.optimizer.trained_parameters import TrainedParameters
 from zbcompile.optimizer.wanted import Wanted
+from zbcompile.optimizer.whole_parameters import TrainedParameters
 from zbcompile.runtime.data_parallel import Sharded
 
 

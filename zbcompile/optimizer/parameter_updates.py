@@ -14,9 +14,8 @@ from zbcompile.optimizer.early_update import NOTHING, SCALED, TORN, TWICE, UNSCA
 from zbcompile.optimizer.gradient_norm import norm_of_all
 from zbcompile.optimizer.post_validation import PostValidation, Verdict
 from zbcompile.optimizer.sharded_parameters import ShardedParameters
-from zbcompile.optimizer.trained_parameters import TrainedParameters
 from zbcompile.optimizer.wanted import Wanted
-from zbcompile.optimizer.whole_parameters import WholeParameters
+from zbcompile.optimizer.whole_parameters import TrainedParameters, WholeParameters
 from zbcompile.runtime.data_parallel import LATE
 from zbcompile.torch_private import step_without_hooks
 

@@ -12,9 +12,8 @@ from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.optimizer.parameter_updates import ParameterUpdates
 from zbcompile.optimizer.sharded_parameters import ShardedParameters
-from zbcompile.optimizer.trained_parameters import TrainedParameters
 from zbcompile.optimizer.wanted import ELEMENTS, Wanted, divide_into_groups, read_groups, require_divisible, rule_of
-from zbcompile.optimizer.whole_parameters import WholeParameters
+from zbcompile.optimizer.whole_parameters import TrainedParameters, WholeParameters
 
 State = dict[str, Any]
 MASTER = "master"

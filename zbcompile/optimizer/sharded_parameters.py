@@ -11,10 +11,8 @@ from torch import nn
 from zbcompile.distributed.mesh import Mesh
 from zbcompile.errors import PipelineError
 from zbcompile.model.placements import PARTIAL, REPLICATE, along
-from zbcompile.optimizer.division import Piece, by_elements, by_matrices
-from zbcompile.optimizer.sharded_bucket import Bucket
-from zbcompile.optimizer.trained_parameters import TrainedParameters
-from zbcompile.optimizer.whole_parameters import HALF, sum_in_single_precision
+from zbcompile.optimizer.sharded_bucket import Bucket, Piece, by_elements, by_matrices
+from zbcompile.optimizer.whole_parameters import HALF, TrainedParameters, sum_in_single_precision
 from zbcompile.passes.graph.strides import is_dense
 from zbcompile.program.program import Program
 from zbcompile.runtime.data_parallel import LATE, Observe

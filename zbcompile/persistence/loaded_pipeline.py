@@ -23,10 +23,10 @@ from zbcompile.model.materialize import Init
 from zbcompile.model.model_info import has_values, module_of
 from zbcompile.passes.graph.process_groups import groups_in
 from zbcompile.persistence.checkpoint import load_checkpoint
+from zbcompile.program.directories import read_manifest, read_program
 from zbcompile.program.manifest import AGAIN, SavedProgram
 from zbcompile.program.output import FORWARDS
 from zbcompile.program.program import ANSWERS, Program, call_of
-from zbcompile.program.read_verified import read_manifest, read_program
 from zbcompile.program.step_options import BACKENDS
 from zbcompile.runtime.engine import Executable
 from zbcompile.runtime.engines import Engine, make_engine

@@ -10,7 +10,6 @@ from zbcompile.errors import PipelineError
 from zbcompile.passes.capture.training_step import Read
 from zbcompile.passes.graph.roles import TensorSpec
 from zbcompile.passes.vocabulary.log_probs import log_probs, log_probs_and_entropies
-from zbcompile.program.stage_outlines import spec_from_data, spec_to_data
 from zbcompile.torch_private import pytree
 
 # What a forward can compute: the model's output, or what is read of it.
@@ -98,3 +97,12 @@ def _from_data(data: Any) -> Any:
     if kind == "mapping":
         return {key: _from_data(each) for key, each in held.items()}
     return {"tuple": tuple, "list": list}[kind](map(_from_data, held))
+
+
+def spec_to_data(spec: TensorSpec) -> list[Any]:
+    return [list(spec.shape), list(spec.stride), spec.dtype, spec.needs_gradient]
+
+
+def spec_from_data(data: list[Any], device: str) -> TensorSpec:
+    shape, stride, dtype, needs_gradient = data
+    return TensorSpec(tuple(shape), tuple(stride), dtype, device, needs_gradient)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from zbcompile.distributed.bounded_store import BoundedStore, SilentStoreError, cut_after
+from zbcompile.distributed.fault_store import BoundedStore, SilentStoreError, cut_after
 from zbcompile.distributed.process_group import fresh_store
 
 

@@ -1,0 +1,246 @@
+"""Program directories. To save one, every rank writes its own part, and the manifest comes last: a directory without a
+manifest is not a program, so a half-written one is never mistaken for a complete one. To read one, every file is
+compared with its hash, and nothing in it is executed."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zbcompile.distributed.agreement import gathered, together
+from zbcompile.distributed.mesh import DIMENSIONS
+from zbcompile.distributed.ranks import LocalRanks, Ranks
+from zbcompile.errors import PipelineError
+from zbcompile.model.model_info import has_values, on_meta
+from zbcompile.passes.errors import CompileError
+from zbcompile.program.manifest import AGAIN, SavedProgram, manifest_from_text, manifest_to_text, program_from_manifest
+from zbcompile.program.output import FORWARDS
+from zbcompile.program.program import ANSWERS, Program
+from zbcompile.program.rank_files import (
+    MANIFEST,
+    SCHEDULE,
+    VOCABULARY,
+    RankPart,
+    files_of,
+    graph_file,
+    graph_files,
+    index_file,
+    memory_of,
+    operators_of,
+    part_from_files,
+    rank_bytes,
+    require_consistent,
+    tensor_file,
+)
+from zbcompile.safe_files import read_regular, sync, write_whole
+from zbcompile.schedules import Lowered, check, from_json
+from zbcompile.schedules.ir.files import to_json
+
+Hashes = dict[str, tuple[int, str]]  # bytes and SHA-256 of files
+
+
+def save_program(program: Program, directory: Path, ranks: Ranks) -> None:
+    """Write `program` to `directory`, each process the parts of its own `ranks`; see `Program.save`."""
+    what = f"saving {directory}"
+
+    def write() -> Hashes:
+        hashes: Hashes = {}
+        for rank in ranks.local:
+            hashes |= _write(directory, files_of(program, rank), ranks.leads)
+        return hashes
+
+    together(ranks, what, lambda: _prepare(program, directory, ranks.is_first))
+    parts = gathered(ranks, together(ranks, what, write))
+    hashes = together(ranks, what, lambda: _joined(parts))
+    for name, each in program.also.items():
+        save_program(each, directory / name, ranks)
+    sizes = {label: ranks.mesh.size(label) for label in program.groups}
+    together(ranks, what, lambda: _finish(program, directory, hashes, sizes) if ranks.is_first else None)
+
+
+def _joined(parts: Sequence[Hashes]) -> Hashes:
+    """The hash of every file. Ranks beside the pipeline share its files, so theirs must be equal."""
+    found: Hashes = {}
+    for name, each in (item for part in parts for item in part.items()):
+        if found.setdefault(name, each) != each:
+            raise PipelineError(
+                f"{name} differs between ranks of one place in the pipeline: along a dimension of the mesh they have "
+                "graphs, constants or unsaved buffers of their own (parts of different sizes, numbers made of the "
+                "rank). A saved program has one for all of them. Shard evenly, and keep what depends on the rank in a "
+                "buffer that the state dict holds."
+            )
+    return found
+
+
+def save_here(program: Program, directory: Path) -> None:
+    """Write all ranks of `program` from this process."""
+    save_program(program, directory, LocalRanks(program.schedule.ranks, torch.device("cpu")))
+
+
+def _prepare(program: Program, directory: Path, leads: bool) -> None:
+    """Refuse a program that cannot be saved; then remove the manifest and the ranks of an older program."""
+    _refuse(program)
+    if not leads:
+        return
+    old = program_in(directory)
+    (directory / MANIFEST).unlink(missing_ok=True)
+    for path in old:
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def program_in(directory: Path) -> list[Path]:
+    """The files of the program in `directory`, none if it is new. Raises PipelineError if no program can go there."""
+    if directory.exists() and not directory.is_dir():
+        raise PipelineError(f"{directory} is a file; expected a directory, or a path that does not exist yet.")
+    held = sorted(directory.iterdir()) if directory.exists() else []
+    for path in held:
+        if not path.name.lstrip(".").startswith((MANIFEST, SCHEDULE, "rank-", ANSWERS, *FORWARDS)):
+            raise PipelineError(
+                f"{directory} holds other files ({path.name}); expected a new directory, or one that holds a program, "
+                "which is replaced."
+            )
+    return held
+
+
+def _refuse(program: Program) -> None:
+    foreign = [label for label in program.groups if label not in DIMENSIONS]
+    if foreign:
+        raise PipelineError(
+            f"the model's graphs communicate through {len(foreign)} process group(s) that are no dimension of mesh=; a "
+            "program names its groups by dimension, and cannot be saved with others. Use mesh.get_group(dimension) in "
+            "the model, and pass the whole mesh to zbcompile.pipeline."
+        )
+    empty = [name for name, tensor in program.model.constants.items() if not has_values(tensor)]
+    if empty:
+        raise PipelineError(
+            f"{empty[0]} is a tensor in a plain attribute of a model that was built without memory (meta or fake), so "
+            "it has no values to save. Build the model on a real device, or make it a buffer."
+        )
+
+
+def _write(directory: Path, files: dict[str, bytes], writes: bool = True) -> Hashes:
+    """The hashes of files, which this process may have to write."""
+    for name, content in files.items() if writes else ():
+        path = directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, content)
+    for folder in {(directory / name).parent for name in files} if writes else ():
+        sync(folder)
+    return {name: (len(content), hashlib.sha256(content).hexdigest()) for name, content in files.items()}
+
+
+def _finish(program: Program, directory: Path, hashes: Hashes, sizes: dict[str, int]) -> None:
+    shared = _write(directory, {SCHEDULE: to_json(program.lowered).encode()})
+    text = manifest_to_text(program, {**hashes, **shared}, operators_of(program), sizes)
+    _write(directory, {MANIFEST: text.encode()})
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a program directory. Raises PipelineError if it is missing or damaged."""
+    path = folder / MANIFEST
+    if not path.exists():
+        raise PipelineError(
+            f"{folder} has no {MANIFEST}: it is not a program, or saving it was interrupted. {AGAIN}: "
+            "pipe.program.save(directory)."
+        )
+    return manifest_from_text(read_regular(path).decode(errors="replace"), str(path))
+
+
+def read_program(
+    folder: Path,
+    manifest: dict[str, Any],
+    own: Sequence[int],
+    device: torch.device,
+    operators: Collection[str] = (),
+    max_bytes: int | None = None,
+) -> SavedProgram:
+    """The program with the graphs of the ranks `own`, its tensors on `device`. Raises as `load` does."""
+    reader = _Reader(folder, manifest["files"], memory_of(device) if max_bytes is None else max_bytes)
+    try:
+        return _assemble(manifest, reader, own, device, operators)
+    except (PipelineError, CompileError):
+        raise
+    except Exception as error:  # of data that anyone may have written
+        problem = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise PipelineError(f"{folder} holds data that no release writes ({problem}). {AGAIN}.") from error
+
+
+def _assemble(
+    data: dict[str, Any], reader: "_Reader", own: Sequence[int], device: torch.device, operators: Collection[str]
+) -> SavedProgram:
+    lowered = from_json(reader.bytes(SCHEDULE).decode()).program
+    if not isinstance(lowered, Lowered):
+        raise ValueError(f"{SCHEDULE} has no communication")
+    if (lowered.schedule.ranks, lowered.schedule.stages) != (data["ranks"], len(data["stages"])):
+        raise ValueError(f"{SCHEDULE} is of another number of ranks or stages")
+    check(lowered, weight_order="any")
+    program = program_from_manifest(data, lowered, device, operators)
+    for rank in own:
+        files = graph_files(program, rank)
+        graphs = {stem: reader.json(graph_file(rank, stem)) for stem in files}
+        content = reader.bytes(tensor_file(rank))
+        part = part_from_files(reader.json(index_file(rank)), graphs, files, content, device, operators)
+        program = _with_part(program, rank, part)
+        require_consistent(program, rank)
+        reader.require_allowed(rank, rank_bytes(program, rank), part.bytes)
+    return program
+
+
+def _with_part(program: SavedProgram, rank: int, part: RankPart) -> SavedProgram:
+    """`program` with the graphs and tensors of `rank`."""
+    stages = list(program.stages)
+    for stem, stage in graph_files(program, rank).items():
+        if stem != VOCABULARY:
+            stages[stage] = replace(stages[stage], pieces=part.pieces[stem])
+    vocabulary = program.vocabulary
+    if vocabulary is not None:
+        shards = list(vocabulary.pieces)
+        shards[rank] = part.pieces[VOCABULARY]
+        vocabulary = replace(vocabulary, pieces=tuple(shards))
+    held = program.model
+    constants, unsaved = {**held.constants, **part.named("constant")}, {**held.unsaved, **part.named("buffer")}
+    unsaved |= {member.name: on_meta(member) for member in held.members if member.name in part.unfilled}
+    model = replace(held, constants=constants, unsaved=unsaved)
+    return replace(program, stages=tuple(stages), vocabulary=vocabulary, model=model)
+
+
+class _Reader:
+    """Reads files of a program directory and compares each with its hash."""
+
+    def __init__(self, folder: Path, files: Mapping[str, tuple[int, str]], max_bytes: int) -> None:
+        self.folder = folder
+        self.files = files
+        self.max_bytes = max_bytes
+
+    def bytes(self, name: str) -> bytes:
+        """The content of a file. Raises PipelineError if it is missing or was changed."""
+        path, (size, sha256) = self.folder / name, self.files[name]
+        self._require_limit(f"{path} has {size} bytes", size)
+        content = read_regular(path, size)
+        if hashlib.sha256(content).hexdigest() != sha256:
+            raise PipelineError(
+                f"{path} is not what was saved: its hash differs from the manifest's (truncated, edited, or from "
+                "another program). Copy the directory again, or save it again."
+            )
+        return content
+
+    def json(self, name: str) -> Any:
+        return json.loads(self.bytes(name))
+
+    def require_allowed(self, rank: int, counted: int, stated: int) -> None:
+        """Require that a rank's part allocates no more than it says, and than is allowed."""
+        if counted > stated:
+            raise PipelineError(f"rank {rank} of {self.folder} allocates {counted} bytes, and says {stated}. {AGAIN}.")
+        self._require_limit(f"rank {rank} of {self.folder} allocates {counted} bytes", counted)
+
+    def _require_limit(self, what: str, size: int) -> None:
+        if size > self.max_bytes:
+            raise PipelineError(
+                f"{what}, more than max_bytes={self.max_bytes} allows (default: the memory of the device). If you "
+                "trust the program, pass a higher max_bytes= to load."
+            )
