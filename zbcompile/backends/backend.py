@@ -62,10 +62,12 @@ class Backend:
     made: dict[str, Run] = field(default_factory=dict)
 
     def compile(self, pieces: Mapping[Key, Piece], first: int = 0) -> tuple[dict[Key, Run], Compilation]:
-        """A call for each piece. `first`: see `Compiler`."""
+        """A call for each piece; one that sets the generator, which compilers reorder, always runs as FX code. `first`:
+        see `Compiler`."""
         if self.compiler is None:
             return {place: _fx(piece) for place, piece in pieces.items()}, Compilation(self.name, len(pieces), 0)
-        graphs = {place: bare(piece.module) for place, piece in pieces.items() if not runs_as_fx(piece)}
+        compiled = {place: piece for place, piece in pieces.items() if not (piece.empty or is_apart(piece))}
+        graphs = {place: bare(piece.module) for place, piece in compiled.items()}
         keys = {place: self.compiler.key(graph) for place, graph in graphs.items()}
         missing = {keys[place]: graph for place, graph in graphs.items() if keys[place] not in self.made}
         results = self.compiler.compile(missing, first)
@@ -82,11 +84,6 @@ class Backend:
             return self.compile({"": piece})[0][""](values)
 
         return run
-
-
-def runs_as_fx(piece: Piece) -> bool:
-    """Whether a piece runs as FX code under every backend: one that sets the generator, which compilers reorder."""
-    return piece.empty or is_apart(piece)
 
 
 def _fx(piece: Piece) -> Run:

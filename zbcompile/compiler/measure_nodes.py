@@ -38,7 +38,7 @@ def measure_line(line: Line) -> dict[str, float]:
     with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_available() else []):
         for node in line.nodes:
             if not (is_getitem(node) or is_view(node) or is_collective(node)) and kernel_key(node) not in found:
-                found[kernel_key(node)] = mean_run_seconds(_run_of(node))
+                found[kernel_key(node)] = run_seconds_in_turn([_run_of(node)])[0]
     return found
 
 
@@ -71,13 +71,8 @@ def _value_of(node: Node, reader: Node) -> Any:
     return values_like(node, [(node, reader)])
 
 
-def mean_run_seconds(run: Callable[[], None]) -> float:
-    """Mean of the middle half of several runs: what interrupts one of them does not count."""
-    return run_seconds_in_turn([run])[0]
-
-
 def run_seconds_in_turn(runs: Sequence[Callable[[], None]]) -> list[float]:
-    """Of each run, when all take turns, the mean of the middle half of its times."""
+    """Of each run, when all take turns, the mean of the middle half of its times: interruptions do not count."""
     clock = clock_of(torch.accelerator.is_available())
     for _ in range(WARM_UP):
         for run in runs:

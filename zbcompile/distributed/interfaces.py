@@ -22,17 +22,11 @@ def interfaces() -> dict[str, str]:
     return found
 
 
-def address_towards(host: str) -> str:
-    """This machine's address on the way to `host`. Raises OSError if there is no way."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        asked.connect((host, 9))  # sends nothing
-        return str(asked.getsockname()[0])
-
-
 def interface_towards(host: str) -> str | None:
     """The interface through which `host` is reached; None on a loopback, where gloo needs to be told nothing."""
-    with contextlib.suppress(OSError):
-        address = address_towards(host)
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        asked.connect((host, 9))  # sends nothing
+        address = asked.getsockname()[0]
         if not ipaddress.ip_address(address).is_loopback:
             return next((name for name, own in interfaces().items() if own == address), None)
     return None

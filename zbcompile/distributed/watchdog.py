@@ -282,20 +282,16 @@ class Watch:
         return time.monotonic() - self._since if self.position.waits or self.progress.behind() else 0.0
 
     def _look(self) -> None:
-        """Look at the store once; end this rank's wait if there is a reason to."""
+        """Look at the store once; end this rank's wait if there is a reason to. With NCCL not the host waits but the
+        device: a posted fault then concerns this rank wherever it is."""
         waited = self._waited()
         self.board.beat(self.position.status(next(self._beats)))
         self.heard = self.board.posted(self.position.region)
-        if self.fault is None and (self.position.waits or self.progress.behind() or not self._host_waits):
+        if self.fault is None and (self.position.waits or self.progress.behind() or self.backend != "gloo"):
             self._keeper = self.board.status(self.board.members[0])
             fault = self.heard or self._lose_patience(waited)
             if fault is not None:
                 self._cut(fault)
-
-    @property
-    def _host_waits(self) -> bool:
-        """Whether the host waits. With NCCL the device does: a posted fault then concerns this rank wherever it is."""
-        return self.backend == "gloo"
 
     def _lose_patience(self, waited: float) -> Fault | None:
         asked = self._termination.since() if self._termination else None

@@ -13,6 +13,7 @@ from zbcompile.distributed.agreement import together
 from zbcompile.distributed.equal_tensors import require_equal_tensors
 from zbcompile.distributed.mesh import DIMENSIONS, broadcast
 from zbcompile.distributed.ranks import Ranks
+from zbcompile.distributed.transport import ReceiveBuffers
 from zbcompile.env import DEBUG_NAN
 from zbcompile.frontend.options import Options
 from zbcompile.frontend.state_dict import own_state
@@ -25,8 +26,9 @@ from zbcompile.passes.stage.stage_program import bind_groups
 from zbcompile.passes.torch_private import global_hooks
 from zbcompile.program.program import Program
 from zbcompile.runtime.data_parallel import sums_of
-from zbcompile.runtime.engine import Executable, make_executable
+from zbcompile.runtime.engine import Executable
 from zbcompile.runtime.nan_check import inspected
+from zbcompile.runtime.rank_plan import plan_rank
 from zbcompile.runtime.stage_plan import prepare_stage
 from zbcompile.runtime.vocabulary_collectives import Roots
 from zbcompile.runtime.vocabulary_parameters import VocabularyExecutable, VocabularyShards, make_executable_shards
@@ -139,8 +141,9 @@ class BoundPrograms:
             stages = {i: inspected(stage) for i, stage in stages.items()}
         vocabulary = self._prepare_vocabulary(program, resident, passes)
         self._ranks.watch_over(program.groups.values())
-        made = make_executable(program, stages, self._ranks.local, device, vocabulary)
-        return replace(made, number=len(self.compilations) - 1)
+        plans = tuple(plan_rank(program, rank, stages) for rank in self._ranks.local)
+        number = len(self.compilations) - 1
+        return Executable(program, stages, plans, ReceiveBuffers(device), vocabulary, number=number)
 
     def _compile_passes(self, program: Program) -> CompiledPasses:
         ranks, backend = self._ranks, self._backend

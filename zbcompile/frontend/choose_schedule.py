@@ -100,14 +100,10 @@ def order_at(program: Program, count: int) -> Schedule:
         )
     if not admits(own.name, own.ranks, count):
         near = [n for n in range(1, 2 * own.microbatches + 1) if admits(own.name, own.ranks, n)]
-        raise PipelineError(f"{problem} admits {_listed(near)} ... on {own.ranks} ranks. Pass one of these numbers.")
+        raise PipelineError(
+            f"{problem} admits {', '.join(map(str, near))} ... on {own.ranks} ranks. Pass one of these numbers."
+        )
     return _built(program, count)
-
-
-def at_count(executable: Executable, count: int, ranks: Ranks) -> Executable:
-    """The same graphs in the order for another number of microbatches."""
-    program = replace(executable.program, lowered=lower(order_at(executable.program, count)))
-    return in_another_order(executable, program, ranks)
 
 
 def in_another_order(executable: Executable, program: Program, ranks: Ranks) -> Executable:
@@ -121,7 +117,3 @@ def _built(program: Program, count: int) -> Schedule:
     chunks = own.placement.chunks if find(own.name).free_chunks else None
     schedule = build(own.name, own.ranks, count, chunks=chunks)
     return schedule if program.vocabulary is None else insert(schedule, program.vocabulary, program.stages)
-
-
-def _listed(numbers: list[int]) -> str:
-    return ", ".join(map(str, numbers))

@@ -26,11 +26,11 @@ from zbcompile.frontend.answers import ByAnswers, ByShape, Recent, captured_alik
 from zbcompile.frontend.apart_draws import draw_apart
 from zbcompile.frontend.bound_programs import BoundPrograms
 from zbcompile.frontend.choose_schedule import (
-    at_count,
     count_for,
     counts_for,
     fit_to_batch,
     fit_to_count,
+    in_another_order,
     order_at,
 )
 from zbcompile.frontend.layout_search import Finalist, LayoutSearch
@@ -55,7 +55,7 @@ from zbcompile.passes.values.plain_tensors import PlainTensor
 from zbcompile.program.program import OF_A_PLACE, Program
 from zbcompile.runtime.engine import Executable
 from zbcompile.runtime.mixed_answers import mix
-from zbcompile.schedules.ir.schedule import Schedule
+from zbcompile.schedules import Schedule, lower
 from zbcompile.torch_private import fingerprint
 
 
@@ -134,7 +134,7 @@ class Executables(BoundPrograms):
         forward asks; compiled if there is none. Raises PipelineError and CaptureError if the model is no longer the one
         that was compiled."""
         require_same_attributes(self._plain)
-        known = step.alike and self._is_known(step.each[0])
+        known = step.alike and self._state(step.each[0]) == self._last_state
         if self._ranks.replicas.count > 1:
             self._require_equal_steps(step, known)
         if not step.alike:
@@ -148,9 +148,6 @@ class Executables(BoundPrograms):
     @property
     def _is_undecided(self) -> bool:
         return is_searched(self._options) and (self.program is None or self.program.output is not None)
-
-    def _is_known(self, microbatch: Microbatch) -> bool:
-        return self._last_state is not None and self._state(microbatch) == self._last_state
 
     def _require_equal_steps(self, step: Microbatches, known: bool) -> None:
         """Raise PipelineError, on every rank, if replicas have batches of other numbers of microbatches, or want other
@@ -221,7 +218,12 @@ class Executables(BoundPrograms):
         """The executable in the order for `count` microbatches."""
         if count == executable.program.schedule.microbatches:
             return executable
-        return self._kept_run((count, id(executable)), executable, lambda: at_count(executable, count, self._ranks))
+
+        def make() -> Executable:
+            program = replace(executable.program, lowered=lower(order_at(executable.program, count)))
+            return in_another_order(executable, program, self._ranks)
+
+        return self._kept_run((count, id(executable)), executable, make)
 
     def _kept_run(self, key: tuple[Any, ...], of: Any, make: Callable[[], Executable]) -> Executable:
         """What `make` makes of executables that it must not outlive: their ids are its key."""

@@ -35,6 +35,7 @@ SCALED = (
     'GradScaler asks. Pass validate="after", which corrects such updates, or leave early= out.'
 )
 
+PLAIN = (bool, int, float, complex, str, type(None))
 Options = list[dict[str, Any]]
 Gradients = Mapping[str, torch.Tensor | None]
 
@@ -120,11 +121,7 @@ def _mark(value: Any) -> Any:
         return () if isinstance(value, nn.Parameter) else (id(value), writes_into(value))
     if isinstance(value, Mapping):
         return tuple(map(_mark, value.values()))
-    return tuple(map(_mark, value)) if isinstance(value, list | tuple) else (repr(value),) * _is_plain(value)
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, bool | int | float | complex | str | None)
+    return tuple(map(_mark, value)) if isinstance(value, list | tuple) else (repr(value),) * isinstance(value, PLAIN)
 
 
 def _too_late(what: str) -> str:

@@ -92,7 +92,7 @@ def save_checkpoint(
         holding, left_out = _without_frozen(holding, frozen)
         index = {**_index(holding, optimizer, count), "left_out": left_out}
         values, plain = _values(holding, optimizer)
-        process = together(ranks, what, lambda: _process(extra, ranks, values))
+        process = together(ranks, what, lambda: _process(extra, ranks, values["process"]))
         fields = {**index, "values": plain, "process": process}
         partial = from_first(ranks, what, lambda: begin(folder, count))
         together(ranks, what, lambda: _require_shared(partial))
@@ -238,10 +238,10 @@ def _values(holding: Holding, optimizer: Optimizer | None) -> tuple[dict[str, Te
     return {"model": model, "optimizer": tensors, "process": {}}, everywhere
 
 
-def _process(extra: Any, ranks: Ranks, values: dict[str, Tensors]) -> Values:
+def _process(extra: Any, ranks: Ranks, values: Tensors) -> Values:
     """The first rank's generators and `extra` as data; their tensors are added to `values`."""
     kept = {"random": random_state(ranks.device), "extra": extra} if ranks.is_first else {}
-    return {name: to_data(value, name, values["process"]) for name, value in kept.items()}
+    return {name: to_data(value, name, values) for name, value in kept.items()}
 
 
 def _staged(ranks: Ranks, partial: Path, values: Mapping[str, Tensors], copy: bool) -> list[Chunk]:

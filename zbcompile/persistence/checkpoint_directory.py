@@ -29,11 +29,7 @@ def checkpoints_in(folder: str | Path) -> list[Path]:
         found = [(match, entry) for entry in Path(folder).iterdir() if (match := _NAME.fullmatch(entry.name))]
     except (FileNotFoundError, NotADirectoryError):
         return []
-    return [entry for _, entry in sorted(((_number(match), entry) for match, entry in found))]
-
-
-def _number(match: re.Match[str]) -> tuple[int, int]:
-    return int(match[1]), int(match[2] or 0)
+    return [entry for *_, entry in sorted((int(match[1]), int(match[2] or 0), entry) for match, entry in found)]
 
 
 def latest_checkpoint(folder: str | Path) -> Path | None:

@@ -74,7 +74,8 @@ def _of_pipeline(pipe: Pipeline) -> Holding:
     facts, ranks, mesh = pipe.program.model, pipe.ranks, pipe.ranks.mesh
     shapes: dict[str, tuple[int, ...] | None] = {}
     stored: dict[str, str] = {}  # the name in a checkpoint by the model's own
-    split = {name: _split_along(name, pipe) for name in facts.names}
+    # along which dimensions every rank has another part
+    split = {n: tuple(d for d in along(pipe.program.placement(n), SHARD) if mesh.size(d) > 1) for n in facts.names}
     for name, shape in _shapes(facts).items():
         by_hand = () if name in pipe.parts else split[name]
         for place in product(*(range(mesh.size(each)) for each in by_hand)):
@@ -92,11 +93,6 @@ def _of_pipeline(pipe: Pipeline) -> Holding:
 
     trained = {stored[name]: parameter for name, parameter in pipe.named_parameters()}
     return Holding(facts, shapes, own, trained, writes, ranks)
-
-
-def _split_along(name: str, pipe: Pipeline) -> tuple[str, ...]:
-    """The dimensions along which every rank has another part."""
-    return tuple(each for each in along(pipe.program.placement(name), SHARD) if pipe.ranks.mesh.size(each) > 1)
 
 
 def _of_place(name: str, by_hand: tuple[str, ...], place: tuple[int, ...], mesh: Mesh) -> str:

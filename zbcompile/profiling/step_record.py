@@ -75,17 +75,14 @@ def _costs(schedule: Schedule, means: Mapping[tuple[str, int], float]) -> Costs:
 def recorded_timeline(schedule: Schedule, spans: Spans, costs: Costs) -> Timeline:
     """The step as it ran: times count from the beginning of its first pass. `costs` say what it holds, and how long
     messages travel (`recorded_costs`). Raises PipelineError if spans of the schedule are missing."""
-    times = [[_time_of(step, rank, by_name) for step in schedule.orders[rank]] for rank, by_name in _named(spans)]
+    named = {rank: {span.action: span for span in spans[rank]} for rank in sorted(spans)}
+    times = [[_time_of(step, rank, by_name) for step in schedule.orders[rank]] for rank, by_name in named.items()]
     if len(times) != schedule.ranks:
         raise PipelineError(f"the record has {len(times)} ranks, its schedule {schedule.name} {schedule.ranks}.")
     zero = min((start for rank in times for start, _ in rank), default=0.0)
     begin, end = ([[pair[at] - zero for pair in rank] for rank in times] for at in (0, 1))
     events = Events(schedule.stages, schedule.microbatches, ())
     return Timeline(schedule, costs, Outcome(begin, end, [], {}, events), peak_memory(schedule, costs))
-
-
-def _named(spans: Spans) -> list[tuple[int, dict[str, Span]]]:
-    return [(rank, {span.action: span for span in spans[rank]}) for rank in sorted(spans)]
 
 
 def _time_of(step: Step, rank: int, by_name: Mapping[str, Span]) -> tuple[float, float]:

@@ -23,19 +23,19 @@ from zbcompile.program.output import FORWARDS
 from zbcompile.program.program import ANSWERS, Program
 from zbcompile.program.rank_files import (
     MANIFEST,
+    RANK,
     SCHEDULE,
+    TENSORS,
     VOCABULARY,
     RankPart,
     files_of,
-    graph_file,
     graph_files,
-    index_file,
     memory_of,
     operators_of,
     part_from_files,
     rank_bytes,
+    rank_file,
     require_consistent,
-    tensor_file,
 )
 from zbcompile.safe_files import read_regular, sync, write_whole
 from zbcompile.schedules import Lowered, check, from_json
@@ -182,9 +182,9 @@ def _assemble(
     program = program_from_manifest(data, lowered, device, operators)
     for rank in own:
         files = graph_files(program, rank)
-        graphs = {stem: reader.json(graph_file(rank, stem)) for stem in files}
-        content = reader.bytes(tensor_file(rank))
-        part = part_from_files(reader.json(index_file(rank)), graphs, files, content, device, operators)
+        graphs = {stem: reader.json(rank_file(rank, f"{stem}.json")) for stem in files}
+        content = reader.bytes(rank_file(rank, TENSORS))
+        part = part_from_files(reader.json(rank_file(rank, RANK)), graphs, files, content, device, operators)
         program = _with_part(program, rank, part)
         require_consistent(program, rank)
         reader.require_allowed(rank, rank_bytes(program, rank), part.bytes)

@@ -82,25 +82,15 @@ def _form(node: Node) -> Form:
 
 
 MANIFEST, SCHEDULE = "manifest.json", "schedule.json"
+RANK, TENSORS = "rank.json", "constants.safetensors"
 VOCABULARY = "vocabulary"
 SPREAD = 1024  # a constant with gaps between its elements takes at most so many times their memory
 Pieces = dict[str, Piece]
 
 
-def folder_of(rank: int) -> str:
-    return f"rank-{rank:04d}"
-
-
-def index_file(rank: int) -> str:
-    return f"{folder_of(rank)}/rank.json"
-
-
-def graph_file(rank: int, stem: str) -> str:
-    return f"{folder_of(rank)}/{stem}.json"
-
-
-def tensor_file(rank: int) -> str:
-    return f"{folder_of(rank)}/constants.safetensors"
+def rank_file(rank: int, name: str) -> str:
+    """A file of a rank: `RANK`, `TENSORS`, or a stem of `graph_files` with its ending."""
+    return f"rank-{rank:04d}/{name}"
 
 
 def graph_files(program: Program, rank: int) -> dict[str, int]:
@@ -132,10 +122,10 @@ def files_of(program: Program, rank: int) -> dict[str, bytes]:
         "strides": {name: list(tensor.stride()) for name, tensor in tensors.items()},
         "bytes": rank_bytes(program, rank),
     }
-    files = {index_file(rank): to_text(index, 2).encode(), tensor_file(rank): save(dense)}
+    files = {rank_file(rank, RANK): to_text(index, 2).encode(), rank_file(rank, TENSORS): save(dense)}
     for stem, pieces in graphs.items():
         data = {"pieces": {name: piece_to_data(piece) for name, piece in pieces.items()}}
-        files[graph_file(rank, stem)] = to_text(data, 4).encode()
+        files[rank_file(rank, f"{stem}.json")] = to_text(data, 4).encode()
     return files
 
 

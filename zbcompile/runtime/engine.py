@@ -17,7 +17,7 @@ from zbcompile.program.program import Program
 from zbcompile.runtime.action_loop import RankRun
 from zbcompile.runtime.data_parallel import Early, Sharded, StageUpdates, Sum
 from zbcompile.runtime.gradient_buffers import Gradients
-from zbcompile.runtime.rank_plan import RankPlan, Stages, plan_rank
+from zbcompile.runtime.rank_plan import RankPlan, Stages
 from zbcompile.runtime.recorder import Labels, Recorder
 from zbcompile.runtime.stage_plan import CompiledStage
 from zbcompile.runtime.stage_run import StageRun
@@ -82,18 +82,6 @@ class Executable:
             plans = tuple(plan.with_updates(lowered.programs[plan.rank]) for plan in self.plans)
             self.ordered[kinds] = Ordered(lowered, plans)
         return self.ordered[kinds]
-
-
-def make_executable(
-    program: Program,
-    stages: Mapping[int, CompiledStage],
-    ranks: Sequence[int],
-    device: torch.device,
-    vocabulary: VocabularyExecutable | None = None,
-) -> Executable:
-    """Plan the steps of `ranks`, whose stages are in `stages` and whose vocabulary shards in `vocabulary`."""
-    plans = tuple(plan_rank(program, rank, stages) for rank in ranks)
-    return Executable(program, stages, plans, ReceiveBuffers(device), vocabulary)
 
 
 Made = dict[str, dict[int, torch.Tensor]]  # by leaf of the output, then by microbatch

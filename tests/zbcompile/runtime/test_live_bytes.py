@@ -15,14 +15,15 @@ import zbcompile
 from zbcompile.cli.target import load_example
 from zbcompile.compiler.compile_example import one_microbatch
 from zbcompile.distributed.faults import Position
-from zbcompile.distributed.transport import Mailboxes
+from zbcompile.distributed.transport import Mailboxes, ReceiveBuffers
 from zbcompile.model.seeds import undisturbed
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.program.program import Program
 from zbcompile.runtime.action_loop import RankRun
-from zbcompile.runtime.engine import make_executable
+from zbcompile.runtime.engine import Executable
 from zbcompile.runtime.engines import interleave
 from zbcompile.runtime.gradient_buffers import Gradients
+from zbcompile.runtime.rank_plan import plan_rank
 from zbcompile.runtime.stage_plan import prepare_stage
 from zbcompile.runtime.stage_run import StageRun
 from zbcompile.schedules.ir.actions import Action
@@ -164,7 +165,8 @@ def audit(example: zbcompile.Example, program: Program) -> Auditor:
     resident |= {Slot("parameter", name): value for name, value in model.named_parameters()}
     resident |= {Slot("buffer", name): value for name, value in model.named_buffers()}
     stages = {i: prepare_stage(stage, resident, device, program.random_until) for i, stage in enumerate(program.stages)}
-    executable = make_executable(program, stages, range(RANKS), device)
+    plans = tuple(plan_rank(program, rank, stages) for rank in range(RANKS))
+    executable = Executable(program, stages, plans, ReceiveBuffers(device), None)
     inputs = [one_microbatch(example).tensors for _ in range(MICROBATCHES)]
     mail, births = Mailboxes(), Births()
     auditor = Auditor(program, births, mail)
