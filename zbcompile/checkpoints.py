@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -28,13 +29,10 @@ def convert_checkpoint(old: Path, new: Path, trust: bool) -> Path:
     if found is None:
         raise PipelineError(f"{old} holds no checkpoint.")
     saved = open_state(found, trust)
-    lock = FolderLock(new)
-    try:
+    with closing(FolderLock(new)) as lock:
         while not lock.attempt(1.0):
             pass
         return _write(saved, new, lock)
-    finally:
-        lock.close()
 
 
 def _write(saved: SavedState, new: Path, lock: FolderLock) -> Path:
@@ -87,14 +85,11 @@ def prune_folder(path: Path, keep: int) -> None:
     whole = [each for each in _found(path) if _is_whole(each)]
     if not whole:
         raise PipelineError(f"{path} holds no whole checkpoint; nothing was removed.")
-    lock = FolderLock(path)
-    try:
+    with closing(FolderLock(path)) as lock:
         while not lock.attempt(1.0):
             pass
         for each in prune(path, {*whole[:keep], *filter(is_pickled, _found(path))}):
             print(f"removed {each}")
-    finally:
-        lock.close()
 
 
 def _found(path: Path) -> list[Path]:

@@ -1,7 +1,7 @@
 """Planning: choose the cuts of the model from the user's options and the needs of the schedule."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 
 from zbcompile.compiler.line_costs import LineCosts
@@ -53,8 +53,8 @@ def plan_cuts(
                 costs, edges, schedule, choices.memory, choices.boundary_bytes, choices.recompute == "full"
             )
     cuts = describe_cuts(line, edges, totals, ranks_of, "names" if named else basis, unit)
-    overweight = find_overweight(line, loads, edges, ranks_of, _other_placements(placement))
-    return replace(cuts, overweight=str(overweight)) if overweight else cuts
+    overweight = explain_overweight(line, loads, edges, ranks_of, _other_placements(placement))
+    return replace(cuts, overweight=overweight)
 
 
 def _other_placements(placement: Placement) -> dict[str, list[int]]:
@@ -103,57 +103,39 @@ WORTH_SAYING = 1.2  # the heaviest over the mean
 GAIN = 0.05  # a remedy must lower that ratio by at least this
 
 
-@dataclass(frozen=True)
-class Overweight:
-    """`who` ("stage 3" or "rank 0") carries `ratio` times the mean load; `share` of that is the operation `operation`
-    in `module`, the last product before the loss if `is_head`. `remedies` are other placements with the ratio that they
-    would have."""
-
-    who: str
-    ratio: float
-    operation: str
-    module: str
-    share: float
-    is_head: bool
-    remedies: tuple[tuple[str, float], ...]
-
-    def __str__(self) -> str:
-        place = f" in {self.module}" if self.module else ""
-        cause = f"{self.operation}{place} alone is {self.share:.0%} of it"
-        better = [f"{change} (then {ratio:.2f})" for change, ratio in self.remedies]
-        shard = ["vocab=1, which shards an output layer over all ranks (docs/vocabulary.md)"] if self.is_head else []
-        advice = "; ".join([*better, *shard]) or "fewer ranks or chunks, or a deeper model"
-        return (
-            f"{self.who} carries {self.ratio:.2f} times the mean load, and a step is as slow as its heaviest rank: "
-            f"{cause}. To change that: {advice}."
-        )
-
-
-def find_overweight(
+def explain_overweight(
     line: Line,
     loads: Sequence[float],
     edges: Sequence[int],
     ranks_of: Sequence[int],
     others: Mapping[str, Sequence[int]],
-) -> Overweight | None:
-    """The cause if the cuts at `edges` are uneven, else None. `others` are placements that might be better (the rank of
-    each stage), keyed by the change that gives them."""
+) -> str:
+    """What to know if the cuts at `edges` are uneven, else "": the heaviest stage, or rank of a V, its heaviest
+    operation, and remedies. `others` are placements that might be better (the rank of each stage), keyed by the change
+    that gives them."""
     totals = [0.0, *accumulate(loads)]
     row = Row(totals, ranks_of)
     ratio, index = _ratio(row, edges)
     if ratio < WORTH_SAYING:
-        return None
+        return ""
     spans = enumerate(zip([0, *edges], [*edges, len(loads)], strict=True))
     inside = [i for stage, (a, b) in spans if (ranks_of[stage] if row.folded else stage) == index for i in range(a, b)]
     heaviest = max(inside, key=loads.__getitem__)
     node = line.nodes[heaviest]
     origin = origin_of(node)
+    place = f" in {origin.module}" if origin and origin.module else ""
     share = loads[heaviest] / sum(loads[i] for i in inside)
-    is_head = not any(line.flops.get(later, 0) for later in line.nodes[heaviest + 1 :])
     found = {change: _ratio_elsewhere(line, totals, placement) for change, placement in others.items()}
-    better = tuple((change, other) for change, other in found.items() if other is not None and other < ratio - GAIN)
-    who = f"{'rank' if row.folded else 'stage'} {index}"
-    return Overweight(who, ratio, node.name, origin.module if origin else "", share, is_head, better)
+    remedies = [
+        f"{how} (then {other:.2f})" for how, other in found.items() if other is not None and other < ratio - GAIN
+    ]
+    if not any(line.flops.get(later, 0) for later in line.nodes[heaviest + 1 :]):  # the last product before the loss
+        remedies.append("vocab=1, which shards an output layer over all ranks (docs/vocabulary.md)")
+    advice = "; ".join(remedies) or "fewer ranks or chunks, or a deeper model"
+    return (
+        f"{'rank' if row.folded else 'stage'} {index} carries {ratio:.2f} times the mean load, and a step is as slow "
+        f"as its heaviest rank: {node.name}{place} alone is {share:.0%} of it. To change that: {advice}."
+    )
 
 
 def _ratio(row: Row, edges: Sequence[int]) -> tuple[float, int]:

@@ -214,18 +214,6 @@ INFINITE = float("inf")
 WORTH = 0.95  # of the step without: the prediction has no price for the collectives, which the gain must pay
 
 
-@dataclass(frozen=True)
-class Steps:
-    """Predicted seconds of a step at nominal speeds, messages free; infinite if it is impossible.
-
-    `redistributed` is the model with its output layer on the last stage, cut by the balancer; `sharded` with an equal
-    part of the output layer's words on every rank.
-    """
-
-    redistributed: float
-    sharded: float
-
-
 def choose_sharding(
     canonical: Canonical, schedule: Schedule | None, choices: Choices, manager: PassManager = SILENT
 ) -> Sharding | None:
@@ -233,15 +221,16 @@ def choose_sharding(
     sharding = find_sharding(canonical, choices, manager)
     if sharding is None or schedule is None or choices.vocab != "auto" or schedule.shards:
         return sharding
-    steps = predict_steps(sharding, schedule, choices)
-    return sharding if steps.sharded < WORTH * steps.redistributed else None
+    redistributed, sharded = predict_steps(sharding, schedule, choices)
+    return sharding if sharded < WORTH * redistributed else None
 
 
-def predict_steps(sharding: Sharding, schedule: Schedule, choices: Choices) -> Steps:
-    """The step of `schedule` with and without sharding, each with the cuts that it would have."""
+def predict_steps(sharding: Sharding, schedule: Schedule, choices: Choices) -> tuple[float, float]:
+    """Seconds of the step of `schedule` with the output layer on the last stage, cut by the balancer, and with an equal
+    part of its words on every rank; at nominal speeds, messages free, infinite if it is impossible."""
     whole, trunk = (_loads(each, schedule, choices) for each in (sharding.whole, sharding.trunk))
     if whole is None or trunk is None:
-        return Steps(INFINITE if whole is None else _step(schedule, _costs(whole)), INFINITE)
+        return INFINITE if whole is None else _step(schedule, _costs(whole)), INFINITE
     share = max(0.0, sum(whole) - sum(trunk)) / schedule.ranks  # of three products; S makes two with one barrier
     scan, update = ((part * share / 3,) * schedule.stages for part in (2, 1))
     costs = replace(_costs(trunk), vocab_s=scan, vocab_t=update)
@@ -249,7 +238,7 @@ def predict_steps(sharding: Sharding, schedule: Schedule, choices: Choices) -> S
         sharded = _step(with_vocabulary(schedule, barriers=1, costs=costs), costs)
     except ScheduleError:
         sharded = INFINITE
-    return Steps(_step(schedule, _costs(whole)), sharded)
+    return _step(schedule, _costs(whole)), sharded
 
 
 def _loads(canonical: Canonical, schedule: Schedule, choices: Choices) -> tuple[float, ...] | None:

@@ -23,7 +23,7 @@ from zbcompile.runtime.stage_plan import CompiledStage
 from zbcompile.runtime.stage_run import StageRun
 from zbcompile.runtime.vocabulary_collectives import Collectives
 from zbcompile.runtime.vocabulary_parameters import VocabularyExecutable
-from zbcompile.schedules import Lowered, with_updates
+from zbcompile.schedules import Schedule, with_updates
 from zbcompile.torch_private import profiler_is_on
 
 
@@ -43,13 +43,6 @@ class StepInput:
     early: Sequence[Early] = ()
     validating: Sequence[Early] = ()
     ahead: bool = False
-
-
-class Ordered(NamedTuple):
-    """What the ranks of a step run, and the plans of those of this process."""
-
-    lowered: Lowered
-    plans: tuple[RankPlan, ...]
 
 
 @dataclass(frozen=True)
@@ -73,14 +66,14 @@ class Executable:
     returned: tuple[Output | None, ...] = ()
     beside: tuple[Stages, ...] = ()
     number: int = 0
-    ordered: dict[frozenset[str], Ordered] = field(init=False, default_factory=dict)
+    ordered: dict[frozenset[str], tuple[Schedule, tuple[RankPlan, ...]]] = field(init=False, default_factory=dict)
 
-    def with_updates(self, kinds: frozenset[str]) -> Ordered:
-        """The program with the optimizer's actions of these kinds; each is made once."""
+    def with_updates(self, kinds: frozenset[str]) -> tuple[Schedule, tuple[RankPlan, ...]]:
+        """The schedule and the plans with the optimizer's actions of these kinds; each is made once."""
         if kinds not in self.ordered:
             lowered = with_updates(self.program.lowered, kinds)
             plans = tuple(plan.with_updates(lowered.programs[plan.rank]) for plan in self.plans)
-            self.ordered[kinds] = Ordered(lowered, plans)
+            self.ordered[kinds] = lowered.schedule, plans
         return self.ordered[kinds]
 
 

@@ -55,12 +55,12 @@ class InProcess:
         program = executable.program
         gradients = [Gradients(parameters, program.shared, program.choices) for _ in self.ranks.local]
         updates = [StageUpdates(program, own, given.early, given.validating) for own in gradients]
-        ordered = executable.with_updates(updates[0].kinds)
-        recorder = self.begin_recording(program, ordered.lowered.schedule) if given.record else None
+        schedule, plans = executable.with_updates(updates[0].kinds)
+        recorder = self.begin_recording(program, schedule) if given.record else None
         buffers, number = executable.buffers, executable.number
         mailboxes = self.ranks.transport(program.schedule, program.schedule.microbatches, buffers, number)
         begin = StepRuns(executable, given, self.ranks, mailboxes, recorder)
-        runs = [begin.run_of(*each) for each in zip(ordered.plans, gradients, updates, strict=True)]
+        runs = [begin.run_of(*each) for each in zip(plans, gradients, updates, strict=True)]
         self.carry_out(runs)
         losses = {i: loss for run in runs for i, loss in losses_of(run).items()}
         sum_shared_in_process(program, gradients)
@@ -120,10 +120,10 @@ class DistributedEngine:
         self.equal.begin(program)
         reduction.observe = self.equal.note
         updates = StageUpdates(program, gradients, given.early, given.validating, reduction)
-        ordered = executable.with_updates(updates.kinds)
-        recorder = self.begin_recording(program, ordered.lowered.schedule) if given.record else None
+        schedule, plans = executable.with_updates(updates.kinds)
+        recorder = self.begin_recording(program, schedule) if given.record else None
         runs = StepRuns(executable, given, ranks, transport, recorder)
-        run = runs.run_of(ordered.plans[0], gradients, updates)
+        run = runs.run_of(plans[0], gradients, updates)
         self.carry_out([run])
         losses = losses_of(run)
         self._complete(executable, gradients, reduction)

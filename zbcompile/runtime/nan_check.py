@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.fx import Interpreter, Node
 from torch.fx.node import map_arg
 
+from zbcompile.backends.types import Run
 from zbcompile.passes.graph.process_groups import is_under_way, is_wait
 from zbcompile.passes.graph.source_location import origin_of
 from zbcompile.passes.split.split import Piece
@@ -19,21 +20,19 @@ def inspected(stage: CompiledStage) -> CompiledStage:
     """`stage` with every pass checked: FloatingPointError at the first operation that introduces a NaN or an infinity,
     and before any operation if there is a NaN in the batch, a parameter or a buffer."""
     pieces = stage.program.pieces
-    calls = {name: replace(call, run=Checked(stage.index, pieces[name])) for name, call in stage.calls.items()}
+    calls = {name: replace(call, run=_checked(stage.index, pieces[name])) for name, call in stage.calls.items()}
     return replace(stage, calls=calls, mergeable=False)
 
 
-@dataclass(frozen=True)
-class Checked:
+def _checked(stage: int, piece: Piece) -> Run:
     """A pass under inspection, called as the boxed graph would be: with a list, which it empties."""
 
-    stage: int
-    piece: Piece
-
-    def __call__(self, values: Tensors) -> Sequence[torch.Tensor]:
+    def run(values: Tensors) -> Sequence[torch.Tensor]:
         given = list(values)
         values.clear()
-        return _Inspector(self.stage, self.piece).run(*given)  # type: ignore[no-any-return]
+        return _Inspector(stage, piece).run(*given)  # type: ignore[no-any-return]
+
+    return run
 
 
 ROOTS = ("input", "parameter", "buffer")  # a NaN in anything else that a pass reads was made by a pass
