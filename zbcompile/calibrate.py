@@ -55,8 +55,7 @@ def _device() -> torch.device:
 
 
 def _measure(ranks: Ranks, file: Path, quick: bool) -> None:
-    """All ranks measure their machine at once, as they compute at once in a step, then their connections. The figures
-    are those of the first rank."""
+    """All ranks measure their machine at once, as they compute at once in a step; the figures are the first rank's."""
     enough, elements = (0.0, ELEMENTS[:-1]) if quick else (ENOUGH, ELEMENTS)
     bench = Bench(_device(), enough, elements, min if ranks.everyone is None else median)
     say = announcer() if ranks.is_first else lambda text: None

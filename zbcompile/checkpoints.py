@@ -57,8 +57,7 @@ def _write(saved: SavedState, new: Path, lock: FolderLock) -> Path:
 
 
 def verify(path: Path) -> None:
-    """Compare every file of a checkpoint, or of all in a folder, with its checksum. Raises PipelineError if one is
-    damaged."""
+    """Compare every file of a checkpoint, or of a folder of them, with its checksum. Raises PipelineError."""
     damaged = []
     for each in _found(path):
         try:

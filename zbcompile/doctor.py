@@ -1,5 +1,4 @@
-"""`python -m zbcompile.doctor`: check a machine, or under torchrun a cluster, before a run; and what it makes of the
-reports of all ranks."""
+"""`python -m zbcompile.doctor`: check a machine, or under torchrun a cluster, before a run."""
 
 import argparse
 import os
@@ -32,8 +31,7 @@ SLOW = 4  # a connection so many times slower than the usual one is worth a line
 
 @dataclass(frozen=True)
 class Report:
-    """One rank's machine. `written` are the bytes per second onto the disk of the folder; `sees` says whether the file
-    of the first rank is there."""
+    """One rank's machine. `written`: bytes a second onto the folder's disk; `sees`: the first rank's file is in it."""
 
     host: str
     versions: str
@@ -49,8 +47,7 @@ class Report:
 
 
 def report_here(folder: Path | None, mark: str) -> Report:
-    """This rank's report; `mark` is the name of the first rank's file in `folder`. Raises PipelineError if nothing can
-    be written there."""
+    """This rank's report; `mark` names the first rank's file in `folder`. Raises PipelineError if it cannot write."""
     towards = os.environ.get(VARIABLE) or interface_towards(os.environ.get("MASTER_ADDR", "localhost")) or "lo"
     return Report(
         host=socket.gethostname(),

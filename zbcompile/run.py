@@ -1,5 +1,4 @@
-"""`torchrun ... -m zbcompile.run DIR --data FILE.py:batches`: train a compiled program with nothing but a data
-function."""
+"""`torchrun ... -m zbcompile.run DIR --data FILE.py:batches`: train a compiled program with only a data function."""
 
 import argparse
 import ast

@@ -34,8 +34,7 @@ def warn_of_untried(version: str) -> None:
 
 
 def profiler_is_on() -> bool:
-    """Whether a profiler records in this thread; `record_function` costs microseconds even where none does
-    (2.11-2.13)."""
+    """Whether a profiler records in this thread; `record_function` costs microseconds even without one (2.11-2.13)."""
     return torch.autograd._profiler_enabled()
 
 
@@ -132,8 +131,7 @@ def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
 
 
 def attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What an optimizer keeps in itself besides torch's own entries and flags (2.11-2.13), and in its state under
-    names."""
+    """What an optimizer keeps in itself beside torch's own entries and flags (2.11-2.13), and in its state by names."""
     torchs = {"_warned_capturable_if_run_uncaptured", "_need_device_dtype_check_for_fused"}
     state = dict[Any, Any](optimizer.state)
     own = {name: value for name, value in vars(optimizer).items() if name not in {"state", "param_groups", *torchs}}
@@ -141,8 +139,7 @@ def attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def found_infinities(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
-    """What `unscale_` found for an optimizer, one tensor per device; empty before it. No public name says it
-    (2.11-2.13)."""
+    """What `unscale_` found for an optimizer, one tensor per device; empty before it (2.11-2.13: no public name)."""
     return list(scaler._found_inf_per_device(optimizer).values())
 
 

@@ -62,8 +62,8 @@ class Backend:
     made: dict[str, Run] = field(default_factory=dict)
 
     def compile(self, pieces: Mapping[Key, Piece], first: int = 0) -> tuple[dict[Key, Run], Compilation]:
-        """A call for each piece; one that sets the generator, which compilers reorder, always runs as FX code. `first`:
-        see `Compiler`."""
+        """A call for each piece (one that sets the generator, which compilers reorder, runs as FX code). `first`: see
+        `Compiler`."""
         if self.compiler is None:
             return {place: _fx(piece) for place, piece in pieces.items()}, Compilation(self.name, len(pieces), 0)
         compiled = {place: piece for place, piece in pieces.items() if not (piece.empty or is_apart(piece))}
@@ -196,8 +196,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class CompiledPasses:
-    """What a backend made of the passes that this process runs, and a report of it; `runs` is empty for the
-    fx backend."""
+    """What a backend made of this process's passes, and a report of it; `runs` is empty for the fx backend."""
 
     runs: Mapping[Place, Run]
     compilation: Compilation

@@ -247,8 +247,7 @@ def compile_stage(
 
 
 def is_drawn_as(program: Program, drawn: Drawn) -> bool:
-    """Whether `drawn` is the graph that `program` was compiled from, for the same model and shapes: then the answers in
-    which they differ decide nothing."""
+    """Whether `drawn` is the graph that `program` was compiled from: then the answers that differ decide nothing."""
     constants, new = program.model.constants, drawn.captured.constants
     same = constants.keys() == new.keys() and all(torch.equal(constants[name], new[name]) for name in new)
     return same and program.operations == _operations(drawn)

@@ -1,5 +1,4 @@
-"""Compiling the forward alone: a program without backward graphs, with each parameter used on the stage where it
-trains."""
+"""Compiling the forward alone: a program without backward graphs, with parameters used where they train."""
 
 import warnings
 from collections.abc import Collection, Mapping, Sequence

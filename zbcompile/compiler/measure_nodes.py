@@ -89,8 +89,7 @@ def run_seconds_in_turn(runs: Sequence[Callable[[], None]]) -> list[float]:
 
 
 def clock_of(accelerated: bool) -> Callable[[], float]:
-    """The clock for runs: if all is done by the one thread of a CPU, its own time, which nothing else on the
-    machine prolongs."""
+    """The clock for runs: if one thread of a CPU does all, its own time, which nothing else on the machine prolongs."""
     return time.perf_counter if accelerated or torch.get_num_threads() > 1 else time.thread_time
 
 

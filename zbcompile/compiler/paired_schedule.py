@@ -50,8 +50,7 @@ def in_order(program: Program, schedule: Schedule) -> Program:
 
 
 def lower_for(stages: Sequence[StageProgram], schedule: Schedule, choices: Choices, device: str) -> Lowered:
-    """The schedule with its messages and, unless `pairs` says otherwise, with pairs that hide the stages' collectives
-    behind weight gradients."""
+    """The schedule with its messages and, unless `pairs` says otherwise, with pairs that hide the collectives."""
     if schedule.programs:  # its messages are placed for its order
         return lower(schedule)
     hides = any(each.hides for stage in stages for each in collectives_of(stage))

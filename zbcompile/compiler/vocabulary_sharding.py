@@ -68,8 +68,7 @@ def find_sharding(canonical: Canonical, choices: Choices, manager: PassManager =
 
 
 def shard_head(canonical: Canonical, manager: PassManager, rows: Collection[str] | None = None) -> Sharding:
-    """The sharding of the output layer, and of the embedding beside it; of parameters among `rows`, if they are sharded
-    already. Raises NotShardable."""
+    """The sharding of the output layer and the embedding beside it; `rows` are sharded already. Raises NotShardable."""
     head = find_head(canonical)
     lookup = find_lookup(canonical, head)
     if rows is not None and head.weight not in rows:

@@ -1,5 +1,4 @@
-"""Agreement of all ranks: a failure on one is raised on all, and ranks that compiled different programs do not
-start."""
+"""Agreement of all ranks: a failure on one is raised on all, and ranks with different programs do not start."""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
@@ -10,14 +9,12 @@ import torch
 
 from zbcompile.distributed.mesh import PLACE
 from zbcompile.distributed.ranks import Ranks
-from zbcompile.errors import PipelineError
 
 Result = TypeVar("Result")
 
 
 def together(ranks: Ranks, what: str, make: Callable[[], Result]) -> Result:
-    """Run `make` on every rank; if it fails on any rank, every rank raises: its own error, or one that names that
-    rank."""
+    """Run `make` on every rank; if it fails on one, every rank raises: its own error, or one that names that rank."""
     result, error = None, None
     try:
         result = make()
@@ -30,8 +27,7 @@ def together(ranks: Ranks, what: str, make: Callable[[], Result]) -> Result:
         raise ranks.watch.known_to_all(error)
     failed = [(rank, text) for rank, text in zip(ranks.members, reports, strict=True) if text]
     if failed:
-        text = f"{what} failed on rank {failed[0][0]}: {failed[0][1]}"
-        raise ranks.watch.known_to_all(PipelineError(text))
+        raise ranks.refusal(f"{what} failed on rank {failed[0][0]}: {failed[0][1]}")
     return result  # type: ignore[return-value]
 
 
@@ -81,7 +77,7 @@ def require_equal_programs(
             if other[key] != expected:
                 where, one, there = first_difference(key, expected, other[key])
                 text = f"the ranks {what}: {where} is {one} on rank {ranks.members[source]} and {there} on rank {rank}."
-                raise ranks.watch.known_to_all(PipelineError(f"{text} {remedy}"))
+                raise ranks.refusal(f"{text} {remedy}")
 
 
 def agreed_seconds(ranks: Ranks, seconds: Mapping[str, float]) -> dict[str, float]:

@@ -114,8 +114,7 @@ def open_channels(
 
 
 def in_rounds(pairs: Sequence[Pair]) -> Iterator[Pair]:
-    """The pairs in an order in which neighbours of a chain need not wait for each other in turn: those whose lower rank
-    is even come first."""
+    """The pairs so ordered that neighbours of a chain do not wait in turn: those with an even lower rank come first."""
     return iter(sorted(pairs, key=lambda pair: (min(pair) % 2, min(pair), max(pair), pair)))
 
 

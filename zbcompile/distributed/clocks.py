@@ -1,5 +1,4 @@
-"""Times of events on a device, on one clock for all ranks; and how far the device is: on CUDA a call may return before
-the device has executed it."""
+"""Times of events on a device, on one clock for all ranks; and how far the device is, which on CUDA lags behind."""
 
 import time
 from collections.abc import Callable

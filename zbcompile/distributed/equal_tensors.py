@@ -8,7 +8,6 @@ import torch
 
 from zbcompile.distributed.agreement import gathered
 from zbcompile.distributed.ranks import Ranks
-from zbcompile.errors import PipelineError
 from zbcompile.model.placements import CHOSEN, PARTIAL, SHARD
 
 TOLERANCE = {1: 0.2, 2: 0.05, 4: 1e-3, 8: 1e-6}  # by bytes of an element: what sums in another order differ by at most
@@ -38,7 +37,7 @@ def require_equal_tensors(ranks: Ranks, tensors: Mapping[str, torch.Tensor]) -> 
             "different values of it. Build the model alike on every rank (torch.manual_seed before it), or load one "
             "state dict on all of them: pipe.load_state_dict(state) after compiling."
         )
-        raise ranks.watch.known_to_all(PipelineError(text + _if_meant(ranks, name, first, second, SHARD)))
+        raise ranks.refusal(text + _if_meant(ranks, name, first, second, SHARD))
 
 
 def _apart(ranks: Ranks, first: int, second: int) -> str:
@@ -67,13 +66,11 @@ def require_equal_losses(ranks: Ranks, losses: torch.Tensor) -> None:
     far = ((values - values[:, :1]).abs() > bound).nonzero()
     if len(far):
         microbatch, column = far[0].tolist()
-        raise ranks.watch.known_to_all(
-            PipelineError(
-                f'the loss of microbatch {microbatch} is {values[microbatch, 0]:g} on rank 0 along "tp" and '
-                f"{values[microbatch, column]:g} on rank {column}; these ranks train on one batch and must compute one "
-                'loss. Pass the same batch along "tp"; if every rank has a part of the loss, add the parts up in the '
-                "model."
-            )
+        raise ranks.refusal(
+            f'the loss of microbatch {microbatch} is {values[microbatch, 0]:g} on rank 0 along "tp" and '
+            f"{values[microbatch, column]:g} on rank {column}; these ranks train on one batch and must compute one "
+            'loss. Pass the same batch along "tp"; if every rank has a part of the loss, add the parts up in the '
+            "model."
         )
 
 
@@ -95,7 +92,7 @@ def require_equal_results(
             first, expected = found.setdefault(key, (rank, values))
             if not _near(values, expected):
                 explain = _gradient_differs if key[0] in trained else _buffer_differs
-                raise ranks.watch.known_to_all(PipelineError(explain(ranks, key[0], first, rank)))
+                raise ranks.refusal(explain(ranks, key[0], first, rank))
     return any(values[1] == 0 for report in reports for values in report.values())
 
 
@@ -131,12 +128,10 @@ def require_parts(ranks: Ranks, parts: Mapping[str, tuple[int, Sequence[str]]], 
     for (name, dimension, _), pairs in found.items():
         values, batches = {value for value, _ in pairs}, {theirs for _, theirs in pairs}
         if len(values) == 1 and values != {0} and (dimension == "tp" or len(batches) > 1):
-            raise ranks.watch.known_to_all(
-                PipelineError(
-                    f'the gradient of {name} is equal on all {len(pairs)} ranks along "{dimension}", although each '
-                    "has a part of the data: it is a whole sum already, and would be summed once more. If every rank "
-                    f'computes all of it, say so: placements={{"{name}": {{"{dimension}": "replicate"}}}}.'
-                )
+            raise ranks.refusal(
+                f'the gradient of {name} is equal on all {len(pairs)} ranks along "{dimension}", although each '
+                "has a part of the data: it is a whole sum already, and would be summed once more. If every rank "
+                f'computes all of it, say so: placements={{"{name}": {{"{dimension}": "replicate"}}}}.'
             )
 
 

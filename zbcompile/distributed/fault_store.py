@@ -41,8 +41,7 @@ class BoundedStore:
         threading.Thread(target=_answer, args=(store, self._calls), name="zbcompile-store", daemon=True).start()
 
     def ask(self, what: Callable[[Any], Value], within: float = ANSWER) -> Value:
-        """The value of `what(store)`. Raises SilentStoreError if that takes more than `within` seconds, RuntimeError if
-        the store is closed or gone."""
+        """The value of `what(store)`. Raises SilentStoreError after `within` seconds, RuntimeError if it is gone."""
         if self._closed:
             raise RuntimeError("the store of the process group is closed")
         answer: Future[Any] = Future()
@@ -83,8 +82,7 @@ def port_of(store: Any) -> int | None:
 
 @contextlib.contextmanager
 def cut_after(seconds: float, port: int | None) -> Iterator[None]:
-    """Around calls of torch that may wait for a store's server: after so long they raise RuntimeError, as soon as they
-    make no new connections."""
+    """Around calls that may wait for a store's server: then they raise RuntimeError, unless they connect anew."""
     done = threading.Event()
 
     def cut() -> None:
@@ -140,8 +138,7 @@ class Board:
         return dist.PrefixStore(f"{self._name}/channels/{first}", group.get_group_store())
 
     def exchange(self, what: str, value: str, timeout: float) -> dict[int, str]:
-        """The values of all ranks for `what`, once every rank has given one. Raises PipelineError after `timeout`
-        seconds."""
+        """The values of all ranks for `what`, once every rank has given one; PipelineError after `timeout` seconds."""
         keys = {rank: f"{what}/{rank}" for rank in self.members}
         self._ask(lambda store: store.set(keys[self.rank], value))
         try:

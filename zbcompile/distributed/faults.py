@@ -77,8 +77,7 @@ class Position:
 
 @dataclass(frozen=True)
 class Status(Told):
-    """A rank's position as other ranks see it; `beat` grows for as long as its process lives, `closed` says that it
-    makes no further calls."""
+    """A rank's position as others see it; `beat` grows while its process lives, `closed`: it makes no further calls."""
 
     beat: int
     region: int

@@ -33,8 +33,7 @@ def interface_towards(host: str) -> str | None:
 
 
 def let_gloo_find(host: str) -> None:
-    """Let gloo connect through the interface that leads to `host`, unless the environment names one. It stays so for
-    groups that are made later."""
+    """Let gloo connect through the interface that leads to `host`, unless the environment names one, now and later."""
     name = None if VARIABLE in os.environ else interface_towards(host)
     if name is not None:
         os.environ[VARIABLE] = name

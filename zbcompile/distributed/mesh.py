@@ -1,5 +1,4 @@
-"""The mesh around a pipeline: the dimensions along which ranks share a step, the process groups of them, and the
-replicas of the pipeline."""
+"""The mesh around a pipeline: the dimensions along which ranks share a step, their process groups, and the replicas."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -72,8 +71,7 @@ class Mesh:
         return [int(self.layout[tuple(place[name] for name in self.names)]) for place in places]
 
     def group(self, *dimensions: str) -> dist.ProcessGroup | None:
-        """The process group of these ranks; None if this process is the only one. All of them must ask for it, in one
-        common order."""
+        """The process group of these ranks, all of which must ask for it, in one order; None if there is no other."""
         wanted = tuple(name for name in DIMENSIONS if name in dimensions and self.size(name) > 1)
         if not wanted:
             return None
@@ -112,8 +110,7 @@ def new_group(members: list[int], timeout: float) -> dist.ProcessGroup:
 
 
 def mesh_of(given: Any, timeout: float) -> Mesh:
-    """The mesh that was `given`, None for one of the pipeline's ranks alone. Raises PipelineError for one that is not
-    a pipeline's."""
+    """The `given` mesh, None for one of the pipeline's ranks alone. Raises PipelineError if it is not a pipeline's."""
     if not dist.is_initialized():
         raise PipelineError(
             "mesh= was given, but this process has no process group. Start the script with torchrun and call "

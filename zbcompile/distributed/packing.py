@@ -21,8 +21,7 @@ class Message(NamedTuple):
 
 
 class Buffer(NamedTuple):
-    """A receive buffer: the `number`-th of its shape. Number -1 is a fresh one: what arrives is passed on to other
-    stages."""
+    """A receive buffer: the `number`-th of its shape. Number -1 is a fresh one: what arrives is passed on."""
 
     spec: TensorSpec
     number: int
@@ -51,8 +50,7 @@ def laid_out(value: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
 
 
 def as_contiguous(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous view of the memory of a dense tensor: its dimensions in order of their strides. Backends send
-    nothing else."""
+    """A contiguous view of a dense tensor's memory, dimensions in order of strides: backends send nothing else."""
     if tensor.is_contiguous():
         return tensor
     return tensor.permute(memory_order(tensor))

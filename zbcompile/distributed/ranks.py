@@ -45,6 +45,12 @@ class Ranks:
     leads: bool
     is_first: bool
 
+    def refusal(self, text: str) -> PipelineError:
+        """An error that every process raises now, for the same reason."""
+        error = PipelineError(text)
+        self.watch.known_to_all(error)
+        return error
+
     def gather(self, value: Value) -> list[Value]:
         """The value of every process of the mesh, in the order of `members`."""
         return [value]
@@ -101,8 +107,7 @@ class LocalRanks(Ranks):
 
 @dataclass
 class GroupRanks(Ranks):
-    """This process is one rank of a process group: `group` holds the ranks of its pipeline, `everyone` those of the
-    whole mesh."""
+    """This process is one rank of a process group."""
 
     group: dist.ProcessGroup
     everyone: dist.ProcessGroup
@@ -143,8 +148,7 @@ class GroupRanks(Ranks):
         return PointToPoint(self.channels(schedule, microbatches, number), buffers)
 
     def channels(self, schedule: Schedule, microbatches: int, number: int) -> Channels:
-        """What carries messages between the ranks of a schedule, by the numbers of `microbatches`; the first call opens
-        the rank-local channels."""
+        """What carries messages between the ranks of a schedule; the first call opens the rank-local channels."""
         if not self.ordered:
             return Tagged(self.group, microbatches, f"{self.watch.position.doing} ({number})")
         if self.opened is None:

@@ -17,9 +17,8 @@ _PROCESS = threading.RLock()
 
 @dataclass
 class Turns:
-    """The calls of one pipeline. Other pipelines of the process wait for their turn if `wait`; otherwise they are
-    refused, because several processes could deadlock on each other's turns. A second thread in this pipeline is always
-    refused."""
+    """The calls of one pipeline. Other pipelines of the process wait for their turn if `wait`; else they are refused:
+    processes could deadlock on each other's turns. A second thread in this pipeline is always refused."""
 
     wait: bool
     _here: Any = field(default_factory=threading.RLock)

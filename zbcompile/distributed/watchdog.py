@@ -152,8 +152,7 @@ class Watch:
     # On the thread that runs the pipeline: what to raise
 
     def _explain(self, error: BaseException) -> BaseException:
-        """The error that this rank raises for `error`. Other ranks learn of it, or this rank learns what happened to
-        them."""
+        """The error that this rank raises for `error`. Others learn of it, or it learns what happened to them."""
         if error is self.known:
             return error
         with not_yet_terminated():

@@ -27,8 +27,7 @@ Value = TypeVar("Value")
 
 
 class Recent(Generic[Key, Value]):
-    """At most `limit` entries. Adding one more evicts the least recently used entry, but never the first if that is
-    `kept`."""
+    """At most `limit` entries. One more evicts the least recently used, but never the first if that is `kept`."""
 
     def __init__(self, limit: int, kept: bool = True) -> None:
         self.limit = limit
@@ -238,12 +237,11 @@ def _require_equal_answers(ranks: Ranks, found: Sequence[tuple[int, list[str | N
     for rank, (replica, keys) in zip(ranks.members, found, strict=False):
         other, expected = first.setdefault(replica, (rank, keys))
         if keys != expected:
-            text = (
+            raise ranks.refusal(
                 f"ranks {other} and {rank} answer {guards[0].lines[0]} differently, but work on the same microbatches, "
                 "or exchange tensors in each. Pass batches that answer alike; every rank of a pipeline must pass the "
                 "same one."
             )
-            raise ranks.watch.known_to_all(PipelineError(text))
 
 
 def captured_alike(

@@ -63,8 +63,7 @@ class BoundPrograms:
         self.parameters = {**dict(self._model.named_parameters()), **(self.shards.own if self.shards else {})}
 
     def require_same_model(self) -> None:
-        """Raise PipelineError or CaptureError if the model has other tensors than those that were bound, or hooks that
-        a stage would lose."""
+        """Raise PipelineError or CaptureError for other tensors than were bound, or hooks that a stage would lose."""
         now = tuple(fingerprint(self._model)), tuple(global_hooks())
         if now != self._unchanged:
             require_same_tensors(self._model, self._bound)

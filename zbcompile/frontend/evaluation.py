@@ -90,8 +90,7 @@ class Forwards:
         return self._run(own, [batch.whole.tensors for batch in batches], groups, asked)
 
     def _found(self, batch: Batch, asked: Asked) -> Parts:
-        """The executables of the batch's microbatches, for its answers to what forward asks; compiled if there are
-        none."""
+        """The executables of the batch's microbatches, for its answers to what forward asks; compiled if need be."""
         wanted, count = asked.wanted, asked.microbatches or self.executables.schedule.microbatches
         key = self._key(batch, wanted, count)
         found = self._kept[key] if key in self._kept else self._kept.new()
@@ -225,8 +224,7 @@ def plan_forwards(
 
 
 def _fits(chunk: Program, whole: Program, rows: int) -> bool:
-    """Whether what chunks return is that of the whole but for its rows, and no chunk asks what nobody would ask
-    others."""
+    """Whether chunks return what the whole does but for its rows, and no chunk asks what nobody would ask others."""
     asks = whole.guards is None and chunk.guards is not None
     return not asks and chunk.returns.has_rows(rows) and chunk.returns.rest == whole.returns.rest
 

@@ -162,11 +162,10 @@ class Executables(BoundPrograms):
         for rank, other in zip(self._ranks.members, found, strict=True):
             if other != found[0]:
                 first, here = (f"{n} microbatches of {of[0]}, return_outputs={to}" for n, of, to in (found[0], other))
-                text = (
+                raise self._ranks.refusal(
                     f"rank {self._ranks.members[0]} passes {first}, rank {rank} {here}. Replicas take as many "
                     "microbatches in every step, and compile together: pass batches of one size, and equal keywords."
                 )
-                raise self._ranks.watch.known_to_all(PipelineError(text))
 
     def _decide(self, microbatch: Callable[[int], Microbatch], counts: Sequence[int]) -> None:
         """Choose the layout by cost for the first batch, which `microbatch` cuts; the first rank decides for all."""

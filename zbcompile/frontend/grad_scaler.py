@@ -61,8 +61,7 @@ class GradScaler(torch.amp.GradScaler):
 
 @contextmanager
 def _plain(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Inside, the optimizer has plain parts in place of DTensors: torch unscales all gradients in one call, which does
-    not take both kinds."""
+    """Inside, the optimizer has plain parts in place of DTensors: torch unscales all in a call that takes one kind."""
     groups = optimizer.param_groups
     optimizer.param_groups = [{**group, "params": list(map(local_of, group["params"]))} for group in groups]
     try:

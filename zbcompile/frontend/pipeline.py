@@ -63,8 +63,7 @@ class Pipeline(ForwardCalls):
         return (loss, outputs) if return_outputs else loss
 
     def step_losses(self, *args: Any, **kwargs: Any) -> tuple[list[torch.Tensor], Any]:
-        """As `step`, but returns the loss of every microbatch, not yet divided by their number; and the outputs, None
-        if they were not asked for."""
+        """As `step`, but returns the loss of every microbatch, undivided; and the outputs, None if not asked for."""
         found, outputs = self._run_step(*args, **kwargs)
         return found.read(), outputs
 
@@ -261,8 +260,7 @@ class Pipeline(ForwardCalls):
         return generated_stages(context, self._compiled.first().stages)
 
     def as_schedule(self) -> "ScheduleLike":
-        """This pipeline behind the calls of a torch.distributed.pipelining schedule: `step(*args, target=, losses=)`,
-        `eval`."""
+        """This pipeline behind the calls of a torch.distributed.pipelining schedule: `step`, `eval`."""
         from zbcompile.torch_pipelining.as_schedule import ScheduleLike
 
         return ScheduleLike(self)

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from zbcompile.distributed.ranks import Ranks
-from zbcompile.errors import PipelineError
 from zbcompile.model.batch import Microbatches
 from zbcompile.torch_private import pytree
 
@@ -20,7 +19,7 @@ def require_same_batch(ranks: Ranks, inputs: Mapping[str, Any]) -> None:
     with ranks.watch.region("comparing batches"):
         found = _what_differs(ranks, inputs)
     if found:
-        raise ranks.watch.known_to_all(PipelineError(f"{found}, and every rank must get the same batch. {SEED}"))
+        raise ranks.refusal(f"{found}, and every rank must get the same batch. {SEED}")
 
 
 def warn_of_other_batches(ranks: Ranks, step: Microbatches) -> None:

@@ -38,8 +38,7 @@ def share_state(model: nn.Module, ranks: Ranks, program: Program, shards: Vocabu
 
 
 def gather_rows(ranks: Ranks, shards: VocabularyShards | None, names: Collection[str]) -> dict[str, torch.Tensor]:
-    """The parameters `names` of a sharded output layer, whole, in the model's own ones if these have memory; every rank
-    must call it."""
+    """The parameters `names` of a sharded output layer, whole, in the model's own if these have memory; collective."""
     group = ranks.collective_group() if shards is not None else None
     if shards is None or group is None:
         return {}

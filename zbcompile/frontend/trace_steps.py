@@ -31,8 +31,7 @@ def trace(pipe: Pipeline, path: str | Path) -> Iterator[None]:
 
 
 def events(replicas: Sequence[Sequence[StepRecord]]) -> Iterator[Event]:
-    """Trace Event Format: a process per replica, a thread per rank with its actions, a flow per message, a counter of
-    what waits."""
+    """Trace Event Format: a process per replica, a thread per rank, a flow per message, a counter of what waits."""
     zero = min((record.started for records in replicas for record in records), default=0.0)
     for replica, records in enumerate(replicas):
         yield {"ph": "M", "name": "process_name", "pid": replica, "args": {"name": f"replica {replica}"}}

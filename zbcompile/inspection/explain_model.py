@@ -127,8 +127,7 @@ def explain(
 
 
 class _Examination:
-    """One look at a model; every step adds to `problems` and `notes`, and the next continues with what has been
-    found."""
+    """One look at a model; every step adds to `problems` and `notes`, and the next continues with what was found."""
 
     def __init__(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, loss: LossFunction | None

@@ -121,8 +121,7 @@ class PipelineTrainer(Trainer):
             return self.pipe.step(**self._weighed(call))  # type: ignore[no-any-return]
 
     def _call(self, inputs: Mapping[str, Any], items: Any) -> Call:
-        """The keywords of a step. The loss of a model that does not count items is the mean over the batches that are
-        accumulated."""
+        """The keywords of a step. A loss that does not count items is the mean over the accumulated batches."""
         counts = items is not None and (self.model_accepts_loss_kwargs or self.compute_loss_func is not None)
         divided = counts or self.compute_loss_func is not None
         if self.loss_is_scaled_for_ga is not None:

@@ -44,8 +44,7 @@ class Batch:
         return all(length % count == 0 for length in self.lengths.values())
 
     def most_parts(self, count: int, even: bool) -> int:
-        """Into how many microbatches, at most `count`, the batch can be cut: equal ones, or the last one may be
-        smaller."""
+        """Into how many microbatches, at most `count`, it can be cut: equal ones, or the last one may be smaller."""
         sizes = self.lengths.values()
         fits = self.divides_into if even else lambda n: all(-(-size // -(-size // n)) == n for size in sizes)
         return max(filter(fits, range(1, count + 1)))
@@ -142,8 +141,7 @@ class Microbatches:
 
 
 def amount(inputs: Any) -> tuple[int, str]:
-    """The size of inputs without their target: in tokens if there is a tensor of integers with a length beside the
-    samples, else in samples."""
+    """The size of inputs without target: in tokens if integers have a length beside the samples, else in samples."""
     tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
     tokens = next((t for t in tensors if not t.is_floating_point() and t.dim() > 1), None)
     if tokens is not None:

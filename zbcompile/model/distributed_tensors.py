@@ -52,8 +52,7 @@ class Part:
 
 
 class Parts:
-    """The DTensors of a model, by the first name of each. Making this replaces them, in the model, by plain tensors
-    that share their memory."""
+    """The DTensors of a model, by first names; in the model, plain tensors that share their memory replace them."""
 
     def __init__(self, model: nn.Module, labels: Mapping[str, str]) -> None:
         made: dict[int, torch.Tensor] = {}

@@ -78,7 +78,7 @@ class ParameterUpdates(Optimizer):
         problems = {TORN: self._torn, TWICE: self._made_early is not None, SCALED: scaled}
         found = next((text for text, is_so in problems.items() if is_so), None)
         if self.wanted.updates_early and found is not None:
-            raise self._ranks.watch.known_to_all(PipelineError(found))
+            raise self._ranks.refusal(found)
         self._scaler = scaler
         if self._unsettled is not None and self._reads_at_once():
             self.settle()

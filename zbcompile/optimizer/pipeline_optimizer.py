@@ -86,8 +86,7 @@ class PipelineOptimizer(ParameterUpdates):
         self._update = update
 
     def _require_alone(self, trained: TrainedParameters) -> None:
-        """Refuse parameters of another optimizer if replicas hold parts of them, or of their gradients, for either, or
-        if stages update them."""
+        """Refuse parameters of another optimizer if replicas hold parts of them for either, or stages update them."""
         wanted = self.wanted
         for other in self._made:
             both = self.numbers.keys() & other.numbers.keys() & trained.program.trained

@@ -126,17 +126,15 @@ class ShardedParameters:
         if program.trained & self.chosen != self.everywhere:
             name = min((program.trained & self.chosen) ^ self.everywhere)
             problem = "trains" if name in program.trained else "does not train"
-            text = (
+            raise self.trained.ranks.refusal(
                 f"this step {problem} {name}, other than the first one. An optimizer that is divided among replicas "
                 "needs steps that train the same parameters; pass zero=0 to pipe.optimizer."
             )
-            raise self.trained.ranks.watch.known_to_all(PipelineError(text))
         if self.used:
-            text = (
+            raise self.trained.ranks.refusal(
                 "this step would add to gradients that an update has used already. Call optimizer.zero_grad() after "
                 "optimizer.step(): replicas hold parts of the gradients, which model.zero_grad() does not know."
             )
-            raise self.trained.ranks.watch.known_to_all(PipelineError(text))
         self.arrive(LATE)
         for bucket in self.buckets.values():
             bucket.lend()
@@ -186,8 +184,7 @@ class ShardedParameters:
             bucket.recall()
 
     def begin_update(self, stage: int | None = None) -> None:
-        """Before an update, of all or of a stage. Raises PipelineError for gradients that are not summed over the
-        replicas."""
+        """Before an update, of all or a stage. Raises PipelineError for gradients that are not summed over replicas."""
         if stage is None:
             self.arrive_all()
         own = self.trained.own
@@ -202,8 +199,7 @@ class ShardedParameters:
             bucket.refresh()
 
     def counted(self, stage: int | None = None) -> Iterator[torch.Tensor]:
-        """The gradients, all or those of a stage, that this process counts in the norm of all: each replica those of
-        its parts."""
+        """The gradients, all or a stage's, that this process counts in the norm of all: those of its parts."""
         for kind, bucket in self.buckets.items():
             if stage in (None, kind.stage) and self.trained.counts(min(bucket.parameters), *kind.summed):
                 yield from (tensor.grad for tensor in bucket.tensors if tensor.grad is not None)

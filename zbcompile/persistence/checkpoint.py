@@ -157,9 +157,7 @@ def load_checkpoint(
         if found is None and not required:
             return Checkpoint(step=0)
         if found is None:
-            raise ranks.watch.known_to_all(
-                PipelineError(f"{path} holds no complete checkpoint. Save one with zbcompile.save_checkpoint.")
-            )
+            raise ranks.refusal(f"{path} holds no complete checkpoint. Save one with zbcompile.save_checkpoint.")
         at = together(ranks, f"loading {found}", lambda: _load(open_state(found, trust), holding, optimizer, random))
     if isinstance(source, Pipeline):
         source.resume(at.step, source.state_dict())
@@ -174,7 +172,7 @@ def _newest_whole(path: Path, ranks: Ranks, trust: bool, fallback: bool) -> Path
         if problem is None:
             return each
         if not fallback or each == path or number == len(found) - 1:
-            raise ranks.watch.known_to_all(PipelineError(problem))
+            raise ranks.refusal(problem)
         if ranks.is_first:
             print(f"zbcompile: SKIPPING A DAMAGED CHECKPOINT: {problem}", file=sys.stderr, flush=True)
     return None
@@ -223,8 +221,7 @@ def _require_shared(partial: Path) -> None:
 
 
 def _values(holding: Holding, optimizer: Optimizer | None) -> tuple[dict[str, Tensors], Values]:
-    """The tensors that this process writes, by section and name; and every other value of the optimizer, of all
-    processes, as data."""
+    """The tensors that this process writes, by section and name; all other values of the optimizer, of all, as data."""
     ranks = holding.ranks
     model = {name: tensor for name, tensor in holding.tensors.items() if holding.writes(name)}
     found = together(ranks, "saving the optimizer", lambda: optimizer_values(optimizer, holding) if optimizer else {})
@@ -257,7 +254,7 @@ def _staged(ranks: Ranks, partial: Path, values: Mapping[str, Tensors], copy: bo
             dcp.save(given, storage_writer=writer, process_group=ranks.everyone, no_dist=ranks.everyone is None)
     except dcp.CheckpointException as error:  # not an Exception; raised on every rank
         problem = f"writing to {partial} failed: {first_cause(error)}"
-        raise ranks.watch.known_to_all(PipelineError(problem)) from None
+        raise ranks.refusal(problem) from None
     return writer.chunks
 
 

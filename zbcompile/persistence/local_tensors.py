@@ -96,8 +96,7 @@ def _of_pipeline(pipe: Pipeline) -> Holding:
 
 
 def _of_place(name: str, by_hand: tuple[str, ...], place: tuple[int, ...], mesh: Mesh) -> str:
-    """The name of the part at one place along the dimensions over which a tensor is sharded by hand: only the model
-    knows how it would become whole."""
+    """The name of one place's part of a tensor sharded by hand: only the model knows how it would become whole."""
     where = [f"{each} {index} of {mesh.size(each)}" for each, index in zip(by_hand, place, strict=True)]
     return f"{name} ({', '.join(where)})" if where else name
 

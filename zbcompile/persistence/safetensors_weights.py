@@ -216,8 +216,7 @@ def _names_in(path: Path) -> Iterator[str]:
 
 
 def _sources(path: Path, given: Mapping[str, Stored], holding: Holding) -> dict[str, Stored]:
-    """For every tensor of the model what it is read from. Every rank looks for all of them, so that all ranks report
-    the same."""
+    """What every tensor of the model is read from. Every rank looks for all of them, so that all report the same."""
     names: dict[str, list[str]] = {}
     for member in holding.model.members:
         if member.saved:

@@ -105,8 +105,7 @@ class Program:
 
     @cached_property
     def late(self) -> frozenset[str]:
-        """Trained parameters whose gradients are complete at the end of the step only: shared ones, and rows of a
-        sharded output layer."""
+        """Trained parameters whose gradients only the step's end completes: shared ones, rows of an output layer."""
         return self.shared | frozenset(() if self.vocabulary is None else self.vocabulary.parameters)
 
     def complete_with(self, stage: int) -> tuple[str, ...]:
@@ -176,8 +175,7 @@ class Program:
 
     @cached_property
     def manifest(self) -> dict[str, Any]:
-        """The part of the program that must be equal on every rank, as plain data; but `OF_A_PLACE` along the pipeline
-        and replicas only."""
+        """What must be equal on every rank, as plain data; but `OF_A_PLACE` along the pipeline and replicas only."""
         return {
             "zbcompile": __version__,
             "torch": torch.__version__,

@@ -94,8 +94,7 @@ def rank_file(rank: int, name: str) -> str:
 
 
 def graph_files(program: Program, rank: int) -> dict[str, int]:
-    """The files of a rank's graphs, by stem: one per stage and one for its shard of the output layer, with the number
-    of the stage or the shard."""
+    """The files of a rank's graphs, by stem: of each stage, with its number, and of its shard of the output layer."""
     stages = {_stem(stage): stage for stage in program.stages_of(rank)}
     return stages if program.vocabulary is None else {**stages, VOCABULARY: rank}
 

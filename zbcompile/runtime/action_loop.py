@@ -72,8 +72,7 @@ class RankRun:
             self.transport.complete(to.completes)
 
     def _pair(self, first: Instruction, second: Instruction, *sends: Instruction) -> None:
-        """Run both as one graph, in whose middle the first one's results are sent and what the second one needs is
-        waited for."""
+        """Run both as one graph, in whose middle the first's results are sent and the second's input is waited for."""
         (op, stage, microbatch), (other_op, other_stage, other_microbatch) = first.action, second.action
         one, other = self.runs[stage], self.runs[other_stage]
 

@@ -52,8 +52,7 @@ class Sharded(Protocol):
         """Wait for the values that the last update gave to the parameters of `stage`."""
 
     def scatter(self, stage: int, gradients: Gradients, observe: Observe) -> None:
-        """Sum the gradients of `stage`, each replica its part; `.grad` becomes None. `observe` sees what this rank
-        adds."""
+        """Sum a stage's gradients, each replica its part; `.grad` becomes None. `observe` sees what this rank adds."""
 
     def finish(self, stage: int | None = None) -> None:
         """Wait for the sums of `stage`, or of all."""
@@ -118,8 +117,7 @@ def _require_all(parts: Iterable[str]) -> None:
 
 @dataclass
 class Bucket:
-    """Gradients being reduced, in the dtype in which they were summed: `flat` is a single one itself, or a copy of
-    several."""
+    """Gradients being reduced, in the dtype of their sums: `flat` is a single one itself, or a copy of several."""
 
     gradients: Sequence[torch.Tensor]
     flat: torch.Tensor

@@ -1,5 +1,4 @@
-"""The engines: all ranks in this process, in a deterministic interleaving, or this process as one rank of a process
-group."""
+"""The engines: all ranks in this process, in a deterministic interleaving, or this process as one rank of a group."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -33,8 +33,7 @@ class Gradients:
     lookups: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def buffer(self, name: str, stage: int) -> torch.Tensor:
-        """The tensor that W adds into: `.grad` (zeros if it was None), a buffer, or the stage's sum of a shared
-        parameter."""
+        """What W adds into: `.grad` (zeros if it was None), a buffer, or the sum of a shared parameter's stage."""
         if name in self.whole and stage >= 0:
             if name not in self.lookups:
                 self.lookups[name] = self._zeros(self.whole[name])
@@ -88,8 +87,7 @@ class Gradients:
             self._accumulate(name, gradient)
 
     def whole_sum(self, name: str) -> torch.Tensor | None:
-        """The gradient summed so far, including what `.grad` held before the step, in the dtype of the sum; replicas
-        sum these. None if there is none."""
+        """The gradient so far, with what `.grad` held before the step, in the dtype of the sum; replicas sum these."""
         parameter = self.parameters[name]
         if name not in self.buffers:
             return parameter.grad

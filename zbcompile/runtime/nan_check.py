@@ -20,11 +20,11 @@ def inspected(stage: CompiledStage) -> CompiledStage:
     """`stage` with every pass checked: FloatingPointError at the first operation that introduces a NaN or an infinity,
     and before any operation if there is a NaN in the batch, a parameter or a buffer."""
     pieces = stage.program.pieces
-    calls = {name: replace(call, run=_checked(stage.index, pieces[name])) for name, call in stage.calls.items()}
+    calls = {name: replace(call, run=checked(stage.index, pieces[name])) for name, call in stage.calls.items()}
     return replace(stage, calls=calls, mergeable=False)
 
 
-def _checked(stage: int, piece: Piece) -> Run:
+def checked(stage: int, piece: Piece) -> Run:
     """A pass under inspection, called as the boxed graph would be: with a list, which it empties."""
 
     def run(values: Tensors) -> Sequence[torch.Tensor]:
@@ -39,8 +39,7 @@ ROOTS = ("input", "parameter", "buffer")  # a NaN in anything else that a pass r
 
 
 class _Inspector(Interpreter):
-    """Infinities are often meant (a mask of -inf): one is reported if all inputs of an operation are finite, a NaN if
-    none of its inputs has one."""
+    """Infinities are often meant (a mask of -inf): one is reported if all inputs are finite, a NaN if none has one."""
 
     def __init__(self, stage: int, piece: Piece) -> None:
         super().__init__(piece.module)

@@ -47,8 +47,7 @@ class Instruction(NamedTuple):
 
 @dataclass(frozen=True)
 class RankPlan:
-    """The instructions of one rank; a pair is a tuple of two, and of the send of what its first makes. `merged` runs
-    its pairs, by their two actions."""
+    """The instructions of a rank; a pair is two, and the send of what its first makes. `merged` runs its pairs."""
 
     rank: int
     instructions: tuple[tuple[Instruction, ...], ...]

@@ -95,8 +95,7 @@ def _merged(parts: Sequence[Mapping[int, Any]]) -> dict[int, Any]:
 
 @dataclass(frozen=True)
 class Labels:
-    """Names every action for torch.profiler as torch's own pipeline runtime does (`PP:0F3`), around another observer
-    or alone."""
+    """Names actions for torch.profiler as torch's pipeline runtime does (`PP:0F3`), around an observer or alone."""
 
     inner: Observer | None
 

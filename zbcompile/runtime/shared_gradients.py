@@ -48,8 +48,7 @@ def sum_shared_in_process(program: Program, gradients: Sequence[Gradients]) -> N
 
 
 def sum_shared(program: Program, gradients: Gradients, rank: int, group: dist.ProcessGroup) -> None:
-    """The running sum walks from the rank of the last use to that of the first, which hands the total to all
-    holders."""
+    """The running sum walks from the rank of the last use to that of the first, which gives all holders the total."""
     link = _Link(gradients, rank, group)
     for name in sorted(program.shared):
         holders = sorted(program.holders(name))

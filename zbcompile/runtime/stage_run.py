@@ -1,5 +1,4 @@
-"""Running one stage: its graphs over the registers of each microbatch, each value freed after the last pass that reads
-it."""
+"""Running one stage: its graphs over the registers of each microbatch, each value freed after its last reader."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -120,8 +119,7 @@ class StageRun:
             torch.manual_seed(self.seeds[microbatch])
 
     def _take(self, call: Call, frame: Frame) -> Tensors:
-        """The inputs of a piece. Values that no later pass reads leave the frame, so that the graph frees them at
-        their last use."""
+        """The inputs of a piece. What no later pass reads leaves the frame: the graph frees it at its last use."""
         if call.accumulators:
             self._add_accumulators(call, frame)
         values = [frame[place] for place in call.takes]

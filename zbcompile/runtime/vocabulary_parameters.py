@@ -132,8 +132,7 @@ class VocabularyShards:
 
 @dataclass(frozen=True)
 class VocabularyExecutable:
-    """The shards of one program that run in this process. `group` is the collectives' own, None in one process, and
-    `stream` theirs on CUDA."""
+    """A program's shards here. `group` is the collectives' own, None in one process, and `stream` theirs on CUDA."""
 
     program: VocabularyProgram
     shards: Mapping[int, CompiledShard]

@@ -76,8 +76,7 @@ class ShardRun:
         return self.states[microbatch].pop(STATISTICS)
 
     def combine(self, microbatch: int, gathered: torch.Tensor) -> torch.Tensor | None:
-        """The statistics of all shards [shards, statistics, tokens] have arrived; with one barrier the shard's part of
-        the input gradient."""
+        """The statistics [shards, statistics, tokens] are here; with one barrier its part of the input gradient."""
         self.states[microbatch][GATHERED] = gathered
         made = self._call("STATS", microbatch)
         for slot, value in made.items():
