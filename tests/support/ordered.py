@@ -8,9 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from zbcompile.distributed.channels import Link, Ordered
 from zbcompile.distributed.packing import Buffer, Message
-from zbcompile.distributed.transport import Mailboxes, Tensors
+from zbcompile.distributed.transport import Link, Mailboxes, Ordered, Tensors
 
 Channel = tuple[int, int]  # source rank, destination rank
 

@@ -40,7 +40,7 @@ class CompileCache:
 
     def has(self, key: str) -> bool:
         """Whether an entry is complete."""
-        return self._entry(key).is_dir()
+        return self._at(key).is_dir()
 
     def obtain(self, wanted: Mapping[str, Make], load: Load[Loaded], first: int = 0) -> dict[str, tuple[Loaded, How]]:
         """Every entry of `wanted` as `load(key, folder)` reads it, and whether this process made it.
@@ -98,7 +98,7 @@ class CompileCache:
         """The loaded entry; None if it was dropped."""
         try:
             self._require_same_files(key)
-            return load(key, self._entry(key)), how
+            return load(key, self._at(key)), how
         except Exception as error:  # damaged bytes, and names that a later version moved, raise anything
             if how == "compiled":
                 raise
@@ -111,43 +111,43 @@ class CompileCache:
             if not mine or self._loads(key, load):
                 return
             reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-            print(f"zbcompile: {self._entry(key)} cannot be loaded ({reason}); rebuilding it.")
-            partial = self._partial(key)
+            print(f"zbcompile: {self._at(key)} cannot be loaded ({reason}); rebuilding it.")
+            partial = self._at(key, ".partial")
             shutil.rmtree(partial, ignore_errors=True)
-            self._entry(key).rename(partial)  # all at once; whoever makes the entry removes it
+            self._at(key).rename(partial)  # all at once; whoever makes the entry removes it
 
     def _loads(self, key: str, load: Load[Loaded]) -> bool:
         try:
             self._require_same_files(key)
-            load(key, self._entry(key))
+            load(key, self._at(key))
         except Exception:
             return not self.has(key)  # dropped by another process
         return True
 
     def _make(self, key: str, make: Make) -> None:
-        partial = self._partial(key)
+        partial = self._at(key, ".partial")
         if partial.exists():  # its maker was killed: the lock was free
             shutil.rmtree(partial)
         try:
             partial.mkdir()
             make(partial)
-            write_whole(self._sums(key), json.dumps(_checksums(partial)).encode())
-            partial.rename(self._entry(key))
+            write_whole(self._at(key, ".sums"), json.dumps(_checksums(partial)).encode())
+            partial.rename(self._at(key))
             sync(self.folder)
         except OSError as error:  # such as a full disk
             shutil.rmtree(partial, ignore_errors=True)
             raise cannot_write(partial, error) from None
 
     def _require_same_files(self, key: str) -> None:
-        entry = self._entry(key)
-        for name, (size, sha256) in json.loads(read_regular(self._sums(key))).items():
+        entry = self._at(key)
+        for name, (size, sha256) in json.loads(read_regular(self._at(key, ".sums"))).items():
             if sha256_of(entry / name, size) != sha256:
                 raise PipelineError(f"the checksum of {name} differs")
 
     @contextlib.contextmanager
     def _lock(self, key: str) -> Iterator[bool]:
         """Whether this process holds the lock of an entry inside."""
-        with (self.folder / f"{key}.lock").open("w") as file:
+        with self._at(key, ".lock").open("w") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -155,14 +155,8 @@ class CompileCache:
                 return
             yield True  # closing the file releases it
 
-    def _entry(self, key: str) -> Path:
-        return self.folder / key
-
-    def _sums(self, key: str) -> Path:
-        return self.folder / f"{key}.sums"
-
-    def _partial(self, key: str) -> Path:
-        return self.folder / f"{key}.partial"
+    def _at(self, key: str, ending: str = "") -> Path:
+        return self.folder / f"{key}{ending}"
 
 
 def _checksums(folder: Path) -> dict[str, tuple[int, str]]:

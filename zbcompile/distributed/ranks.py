@@ -7,10 +7,18 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from zbcompile.distributed.channels import Channels, Ordered, Tagged, open_channels
 from zbcompile.distributed.faults import Position
 from zbcompile.distributed.mesh import Mesh, Replicas, new_group
-from zbcompile.distributed.transport import Mailboxes, PointToPoint, ReceiveBuffers, Transport
+from zbcompile.distributed.transport import (
+    Channels,
+    Mailboxes,
+    Ordered,
+    PointToPoint,
+    ReceiveBuffers,
+    Tagged,
+    Transport,
+    open_channels,
+)
 from zbcompile.distributed.watchdog import Alone, Watch
 from zbcompile.errors import PipelineError
 from zbcompile.schedules.checking.communication_rules import channels_of

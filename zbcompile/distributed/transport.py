@@ -1,15 +1,131 @@
-"""How boundary tensors travel: through mailboxes inside one process, or through point-to-point messages."""
+"""How boundary tensors travel: through mailboxes inside one process, or through point-to-point messages, which channels
+carry from rank to rank.
 
-from collections.abc import Sequence
+gloo pairs messages by their tags, so one process group carries them all. NCCL has no tags: it pairs the operations of
+a communicator by their order, and runs them on one stream, one after the other. Two things can go wrong there. A send
+may stand behind a receive that was posted early, for a message that is made from what is sent: so no two channels may
+share a communicator, not the two directions of a pair of ranks (which share one by default), nor the pairs of a group
+(which do once it is bound to a device, `init_process_group(device_id=...)`). And both ends may post in different
+orders. So every channel, from one rank to another, has a separate group, made beside those of torch.distributed, and
+`zbcompile.schedules.checking.communication_rules` proves that both ends post the same messages in the same order. Each
+group has its own stream, so that a channel waits neither for another one nor for the passes.
+"""
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from datetime import timedelta
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from zbcompile.distributed.channels import Channels
 from zbcompile.distributed.packing import Buffer, Message, as_contiguous, packed, packed_buffer
 from zbcompile.errors import PipelineError
+from zbcompile.torch_private import gloo_link, nccl_link
+
+Pair = tuple[int, int]  # source rank, destination rank
+LINKS = {"gloo": gloo_link, "nccl": nccl_link}
+SOURCE, DESTINATION = 0, 1  # the ranks of a link
+UNUSED_TAG = 1 << 30  # no message uses it
+
+
+class Link(Protocol):
+    """A process group of two, as the backends of torch.distributed are."""
+
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> dist.Work: ...
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> dist.Work: ...
+    def rank(self) -> int: ...
+    def size(self) -> int: ...
+    def abort(self) -> None: ...
+    def shutdown(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Tagged:
+    """One group for all messages, every tensor with its own tag: gloo pairs equal tags by order alone. `send` and
+    `receive` start moving one tensor, the `index`-th of a message, and return a work to wait for.
+
+    Tags begin at a number of the call that all ranks make: a rank that by mistake makes another one waits in vain.
+    gloo would hand it a message of the wrong size, and end the process if that does not fit.
+    """
+
+    group: dist.ProcessGroup
+    microbatches: int
+    call: str
+
+    def send(self, tensor: torch.Tensor, message: Message, index: int, peer: int) -> dist.Work:
+        return self.group.send([tensor], peer, self._tag(message, index))
+
+    def receive(self, tensor: torch.Tensor, message: Message, index: int, peer: int) -> dist.Work:
+        return self.group.recv([tensor], peer, self._tag(message, index))
+
+    def _tag(self, message: Message, index: int) -> int:
+        number = (message.stage * 2 + (message.kind == "B")) * self.microbatches + message.microbatch
+        return (zlib.crc32(self.call.encode()) + number * 64 + index) % (UNUSED_TAG - 1) + 1
+
+
+@dataclass(frozen=True)
+class Ordered:
+    """A link per channel, to and from every peer; messages have no tags, only their order."""
+
+    outward: Mapping[int, Link]
+    inward: Mapping[int, Link]
+
+    def send(self, tensor: torch.Tensor, message: Message, index: int, peer: int) -> dist.Work:
+        return self.outward[peer].send([tensor], DESTINATION, 0)
+
+    def receive(self, tensor: torch.Tensor, message: Message, index: int, peer: int) -> dist.Work:
+        return self.inward[peer].recv([tensor], SOURCE, 0)
+
+    def close(self, backend: str) -> None:
+        """Close the connections. gloo's close with their groups."""
+        for link in self.links if backend == "nccl" else ():
+            link.shutdown()
+
+    @property
+    def links(self) -> tuple[Link, ...]:
+        return (*self.outward.values(), *self.inward.values())
+
+
+Channels = Tagged | Ordered
+
+
+def open_channels(
+    backend: str, pairs: Sequence[Pair], rank: int, store: dist.Store, device: torch.device, timeout: float
+) -> Ordered:
+    """Open this rank's channels; all ranks must call it, with the same `pairs`. Only they use `store`.
+
+    Opening one waits for the other end (an NCCL communicator is made by its first operation), so all ranks go through
+    theirs in one common order: both ends of the lowest-numbered unopened channel are waiting on it, so this cannot
+    deadlock.
+    """
+    outward: dict[int, Link] = {}
+    inward: dict[int, Link] = {}
+    for source, destination in in_rounds(pairs):
+        if rank in (source, destination):
+            end = SOURCE if rank == source else DESTINATION
+            place = dist.PrefixStore(f"{source}>{destination}", store)
+            link = LINKS[backend](place, end, timedelta(seconds=timeout))
+            _greet(link, end, device)
+            if end == SOURCE:
+                outward[destination] = link
+            else:
+                inward[source] = link
+    return Ordered(outward, inward)
+
+
+def in_rounds(pairs: Sequence[Pair]) -> Iterator[Pair]:
+    """The pairs so ordered that neighbours of a chain do not wait in turn: those with an even lower rank come first."""
+    return iter(sorted(pairs, key=lambda pair: (min(pair) % 2, min(pair), max(pair), pair)))
+
+
+def _greet(link: Any, end: int, device: torch.device) -> None:
+    """The first message, which makes the connection."""
+    token = torch.zeros(1, device=device)
+    work = link.send([token], DESTINATION, 0) if end == SOURCE else link.recv([token], SOURCE, 0)
+    work.wait()
+
 
 Tensors = list[torch.Tensor]
 

@@ -19,11 +19,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from zbcompile.distributed.channels import UNUSED_TAG, Link
 from zbcompile.distributed.clocks import Progress
 from zbcompile.distributed.fault_store import Board, SilentStoreError
 from zbcompile.distributed.faults import Fault, Heartbeats, Position, Status, find_gone, find_late, find_stray
 from zbcompile.distributed.termination import Terminated, not_yet_terminated, stop_watching, watch_termination
+from zbcompile.distributed.transport import UNUSED_TAG, Link
 from zbcompile.distributed.turns import Turns
 from zbcompile.errors import PipelineError
 from zbcompile.schedules.ir.actions import Action

@@ -84,7 +84,7 @@ def monitor(
         asked = gathered(pipe.ranks, every)
     if not all(isinstance(each, int) and each >= 1 for each in asked) or len(set(asked)) > 1:
         raise PipelineError(f"monitor(every=): ranks ask for {asked}; expected one whole number of at least 1.")
-    with pipe.watched(_Monitor(pipe, every, callback, slow)):
+    with pipe.watched(_Monitor(pipe, every, callback, Usual(slow))):
         yield
 
 
@@ -105,15 +105,11 @@ class _Monitor:
     pipe: Pipeline
     every: int
     callback: Callable[[Figures], object]
-    limit: float
+    usual: "Usual"
     since: float | None = None  # the first step inside may compile: what is shown begins at its end
     steps: int = 0
     amount: int = 0
-    usual: "Usual" = field(init=False)
     predicted: tuple[Schedule, Timeline] | None = None
-
-    def __post_init__(self) -> None:
-        self.usual = Usual(self.limit)
 
     def wants(self, index: int) -> bool:
         return self.since is not None and index % self.every == 0

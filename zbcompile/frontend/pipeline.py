@@ -57,32 +57,33 @@ class Pipeline(ForwardCalls):
         >>> loss, logits = pipe.step(inputs, target=targets, return_outputs=True)        # doctest: +SKIP
         >>> pipe.step(microbatches=[((part,), {}, goal) for part, goal in packed])       # doctest: +SKIP
         """
-        given = {"target": target, "microbatches": microbatches, "return_outputs": return_outputs}
-        found, outputs = self._run_step(*args, **given, **kwargs)
+        found, outputs = self._run_step(args, kwargs, target, microbatches, return_outputs)
         loss = found.total(self.options.loss_reduction)
         return (loss, outputs) if return_outputs else loss
 
-    def step_losses(self, *args: Any, **kwargs: Any) -> tuple[list[torch.Tensor], Any]:
-        """As `step`, but returns the loss of every microbatch, undivided; and the outputs, None if not asked for."""
-        found, outputs = self._run_step(*args, **kwargs)
-        return found.read(), outputs
-
-    def _run_step(
+    def step_losses(
         self,
         *args: Any,
         target: Any = None,
         microbatches: Given | None = None,
-        return_outputs: bool | str = False,
+        return_outputs: Any = False,
         **kwargs: Any,
+    ) -> tuple[list[torch.Tensor], Any]:
+        """As `step`, but returns the loss of every microbatch, undivided; and the outputs, None if not asked for."""
+        found, outputs = self._run_step(args, kwargs, target, microbatches, return_outputs)
+        return found.read(), outputs
+
+    def _run_step(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, given: Given | None, outputs: bool | str
     ) -> tuple[Losses, Any]:
-        require_where(return_outputs)
+        require_where(outputs)
         with self._watch.region(f"step {self.step_index}"):
             if torch.is_inference_mode_enabled():
                 raise PipelineError("step is inside torch.inference_mode(), which has no gradients. Call it outside.")
             self._optimizers.begin_step(self.scaler)
             self._parts.take_gradients()
-            step = self._split(args, kwargs, target, microbatches, return_outputs)
-            losses, found = self._run(step, return_outputs)
+            step = self._split(args, kwargs, target, given, outputs)
+            losses, found = self._run(step, outputs)
         self.step_index += 1
         self._note_record()
         for watcher in self._watchers:

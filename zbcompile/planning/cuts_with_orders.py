@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from random import Random
 
-from zbcompile.compiler.makespan_cuts import GAIN, RESTARTS, shaken, shuffled_moves, steps_of
+from zbcompile.compiler.cut_planning import GAIN, RESTARTS, shaken, shuffled_moves, steps_of
 
 Edges = tuple[int, ...]
 ROUNDS = 2  # from far moves to near ones

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
+from zbcompile.compiler.cut_planning import places_of
 from zbcompile.compiler.line_costs import LineCosts
-from zbcompile.compiler.makespan_cuts import places_of
 from zbcompile.compiler.vocabulary_sharding import WORTH
 from zbcompile.passes.compile_options import Barriers, Choices
 from zbcompile.passes.errors import PartitionError

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import product
 from math import inf
 
-from zbcompile.compiler.makespan_cuts import cuts_for_makespan, first_microbatches, places_of
+from zbcompile.compiler.cut_planning import cuts_for_makespan, first_microbatches, places_of
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import PartitionError
 from zbcompile.planning.cuts_with_orders import cuts_with_orders

@@ -1,7 +1,7 @@
 """The engines: all ranks in this process, in a deterministic interleaving, or this process as one rank of a group."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -98,12 +98,9 @@ class DistributedEngine:
     rank's, once a step has been recorded."""
 
     ranks: GroupRanks
+    equal: EqualResults
     last_step: StepRecord | None = None
     ahead: float | None = None
-    equal: EqualResults = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.equal = EqualResults(self.ranks)
 
     def step(self, executable: Executable, given: StepInput, parameters: Mapping[str, nn.Parameter]) -> StepResult:
         program, ranks = executable.program, self.ranks
@@ -194,6 +191,6 @@ Engine = InProcess | DistributedEngine  # what has the same methods
 def make_engine(ranks: Ranks) -> Engine:
     """The engine that runs the steps of `ranks`."""
     if isinstance(ranks, GroupRanks):
-        return DistributedEngine(ranks)
+        return DistributedEngine(ranks, EqualResults(ranks))
     assert isinstance(ranks, LocalRanks)
     return InProcess(ranks)

@@ -8,8 +8,8 @@ from targets import gpt, llama
 from tests.support.mesh_targets import layers
 from zbcompile.compiler.compile_example import Inspected, compile_example, one_microbatch
 from zbcompile.compiler.compile_model import compile_drawn, draw_step
+from zbcompile.compiler.cut_planning import cuts_for_makespan, score_of
 from zbcompile.compiler.line_costs import LineCosts
-from zbcompile.compiler.makespan_cuts import cuts_for_makespan, score_of
 from zbcompile.model.distributed_tensors import Parts
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.partition.node_costs import predicted_seconds

@@ -15,9 +15,9 @@ from tests.support.faulty import make, rows
 from tests.support.oracle import PROBLEMS
 from tests.support.pool import Pool
 from tests.support.training import Case, pipeline_of
-from zbcompile.distributed.channels import in_rounds
 from zbcompile.distributed.gpus import own_gpu, require_different, warn_of_few_queues
 from zbcompile.distributed.process_group import backend_of
+from zbcompile.distributed.transport import in_rounds
 from zbcompile.env import ORDERED
 from zbcompile.errors import PipelineError
 from zbcompile.schedules import build, lower, names, smallest_microbatches

@@ -14,7 +14,7 @@ from tests.support.oracle import PROBLEMS, Batch, eager_step
 from tests.support.pool import Pool
 from zbcompile.compiler.compile_example import one_microbatch
 from zbcompile.compiler.compile_model import draw_step
-from zbcompile.compiler.makespan_cuts import places_of
+from zbcompile.compiler.cut_planning import places_of
 from zbcompile.compiler.measure_nodes import measure_line
 from zbcompile.frontend import layout_search
 from zbcompile.passes.compile_options import Choices

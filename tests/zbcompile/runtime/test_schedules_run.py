@@ -33,10 +33,9 @@ from tests.support.training import (
     reference,
     train,
 )
-from zbcompile.distributed.channels import Ordered
 from zbcompile.distributed.packing import Message
 from zbcompile.distributed.ranks import GroupRanks
-from zbcompile.distributed.transport import PointToPoint, Tensors
+from zbcompile.distributed.transport import Ordered, PointToPoint, Tensors
 from zbcompile.env import ORDERED
 from zbcompile.schedules import Pair, ScheduleError, build, names, smallest_microbatches
 
