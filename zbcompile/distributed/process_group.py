@@ -1,11 +1,17 @@
-"""Where the ranks come from: a mesh, a process group, torchrun's environment, or this process alone.
+"""Where the ranks come from: a mesh, a process group, torchrun's environment, or this process alone; and the network
+interface that leads to the other machines: gloo asks the host's name, which often leads nowhere.
 
 Under torchrun the agent keeps one store for all restarts, with the keys of ranks that have ended, and the nodes of a
 job do not count restarts alike. So the ranks that are there now find each other by new names (`fresh_store`).
 """
 
+import contextlib
+import fcntl
 import hashlib
+import ipaddress
 import os
+import socket
+import struct
 import time
 import uuid
 from collections.abc import Callable
@@ -20,7 +26,6 @@ from zbcompile.distributed.clocks import progress_of
 from zbcompile.distributed.fault_store import ANSWER, Board, cut_after
 from zbcompile.distributed.faults import Position
 from zbcompile.distributed.gpus import require_own_gpus, take_gpu, warn_of_few_queues
-from zbcompile.distributed.interfaces import VARIABLE, let_gloo_find
 from zbcompile.distributed.mesh import PARTS, Mesh, Replicas, mesh_of
 from zbcompile.distributed.ranks import GroupRanks, LocalRanks, Ranks
 from zbcompile.distributed.watchdog import Watch
@@ -182,3 +187,35 @@ def _all_came(store: dist.Store, keys: list[str]) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+VARIABLE = "GLOO_SOCKET_IFNAME"
+_ADDRESS_OF = 0x8915  # Linux: SIOCGIFADDR
+
+
+def interfaces() -> dict[str, str]:
+    """The IPv4 address of every interface that has one, by its name; empty on systems other than Linux."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                answer = fcntl.ioctl(asked, _ADDRESS_OF, struct.pack("256s", name.encode()[:15]))
+                found[name] = socket.inet_ntoa(answer[20:24])
+    return found
+
+
+def interface_towards(host: str) -> str | None:
+    """The interface through which `host` is reached; None on a loopback, where gloo needs to be told nothing."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        asked.connect((host, 9))  # sends nothing
+        address = asked.getsockname()[0]
+        if not ipaddress.ip_address(address).is_loopback:
+            return next((name for name, own in interfaces().items() if own == address), None)
+    return None
+
+
+def let_gloo_find(host: str) -> None:
+    """Let gloo connect through the interface that leads to `host`, unless the environment names one, now and later."""
+    name = None if VARIABLE in os.environ else interface_towards(host)
+    if name is not None:
+        os.environ[VARIABLE] = name

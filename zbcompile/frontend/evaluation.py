@@ -31,8 +31,7 @@ from zbcompile.passes.torch_private import forward_hooks
 from zbcompile.passes.vocabulary.log_probs import IGNORED
 from zbcompile.program.program import OF_A_PLACE, Program
 from zbcompile.runtime.engine import Executable, StepInput
-from zbcompile.runtime.engines import Engine
-from zbcompile.runtime.forward_run import exchanged, joined, run_forward
+from zbcompile.runtime.engines import Engine, exchanged, joined, run_forward
 from zbcompile.runtime.rank_plan import Stages, plan_rank
 from zbcompile.runtime.stage_plan import CompiledStage, rebind
 

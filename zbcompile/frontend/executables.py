@@ -53,8 +53,7 @@ from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.torch_private import global_hooks
 from zbcompile.passes.values.plain_tensors import PlainTensor
 from zbcompile.program.program import OF_A_PLACE, Program
-from zbcompile.runtime.engine import Executable
-from zbcompile.runtime.mixed_answers import mix
+from zbcompile.runtime.engine import Executable, mix
 from zbcompile.schedules import Schedule, lower
 from zbcompile.torch_private import fingerprint
 

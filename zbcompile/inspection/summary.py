@@ -63,8 +63,7 @@ class StageSummary:
     """One stage. `cut` is where it ends (None: the loss). FLOPs and bytes are per microbatch.
 
     `load` is its weight in the unit of `Summary.balance`: predicted seconds, or what the model was cut by; `original`
-    the stage whose graphs it
-    shares, but for names.
+    the stage whose graphs it shares, but for names.
 
     `forward_to_backward`, `forward_to_weight`, `backward_to_weight` are the bytes by the pass that made (or received)
     them and the pass that needs them; `kept` waits between F and B, `residue` between B and W. `running` is the most
@@ -151,9 +150,8 @@ class Summary:
     """Everything that the default report shows.
 
     `imbalance` is the heaviest rank's FLOPs over the mean rank's, `idle` the share of time lost to each cause, `limits`
-    says what that means, `what_if` what the step would save without each cause, `alternatives` what was
-    tried, `impossible` what could not be;
-    `estimated` are operations whose FLOPs are unknown.
+    says what that means, `what_if` what the step would save without each cause, `alternatives` what was tried,
+    `impossible` what could not be; `estimated` are operations whose FLOPs are unknown.
     """
 
     model: str
