@@ -47,10 +47,7 @@ def find_ranks(find_device: FindDevice, ranks: int | None, mesh: Any, timeout: f
         return _group_ranks(find_device, mesh_of(mesh, timeout), ranks, timeout)
     if ranks is None:
         print("zbcompile: neither torchrun nor ranks= gives a number of ranks; running as one rank in this process.")
-    count = 1 if ranks is None else ranks
-    if count < 1:
-        raise PipelineError(f"ranks={count}; expected a positive number of ranks.")
-    return LocalRanks(count, find_device())
+    return LocalRanks(ranks or 1, find_device())
 
 
 def is_alone(mesh: Any = None) -> bool:

@@ -273,13 +273,6 @@ def save_with_answers(kept: ByShape[Any, Executable], ranks: Ranks, program: Pro
     save_program(program, directory, ranks)
 
 
-def require_held(found: ByAnswers[Executable], microbatches: Sequence[Mapping[str, torch.Tensor]]) -> None:
-    """Raise PipelineError unless there is an executable for the answers of every microbatch."""
-    for index, key in enumerate(found.matching(microbatches)):
-        if key is None:
-            refuse_answers(found.guards[0], index, microbatches[index])
-
-
 def refuse_answers(guards: Guards, index: int, microbatch: Mapping[str, torch.Tensor]) -> NoReturn:
     """Raise PipelineError for a microbatch whose answers a loaded program does not hold."""
     raise PipelineError(

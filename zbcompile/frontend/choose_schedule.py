@@ -62,8 +62,7 @@ def fit_to_batch(schedule: Schedule, options: Options, batch: Batch, announce: b
         if count != usual:
             why = f"into which a batch of {batch.size} divides; {usual} would be {why}"
         print(f"zbcompile: microbatches= not given; using {count}, {why}.")
-    chunks = None if is_searched(options) else options.chunks
-    return build(schedule.name, schedule.ranks, count, chunks=chunks)
+    return fit_to_count(schedule, options, count)
 
 
 def fit_to_count(schedule: Schedule, options: Options, count: int) -> Schedule:

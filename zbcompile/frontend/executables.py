@@ -22,7 +22,7 @@ from zbcompile.distributed.agreement import (
 )
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
-from zbcompile.frontend.answers import ByAnswers, ByShape, Recent, captured_alike, require_held, save_with_answers
+from zbcompile.frontend.answers import ByAnswers, ByShape, Recent, captured_alike, refuse_answers, save_with_answers
 from zbcompile.frontend.apart_draws import draw_apart
 from zbcompile.frontend.bound_programs import BoundPrograms
 from zbcompile.frontend.choose_schedule import (
@@ -94,7 +94,9 @@ class Executables(BoundPrograms):
 
     def adopted(self, step: Microbatches) -> Executable:
         """What was adopted, by the answers of each microbatch, which it must hold."""
-        require_held(self._last, step.tensors)
+        for index, key in enumerate(self._last.matching(step.tensors)):
+            if key is None:
+                refuse_answers(self._last.guards[0], index, step.tensors[index])
         return self._of_one_shape(step)
 
     def split(self, batch: Batch, announce: bool) -> Microbatches:

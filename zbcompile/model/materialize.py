@@ -24,8 +24,6 @@ class Share:
     def __init__(self, model: nn.Module, device: torch.device, init: Init | None, seed: int) -> None:
         self.model, self.device, self.init, self.seed = model, device, init, seed
         self.unfilled: set[str] = set()
-        if init is not None and not callable(init):
-            raise PipelineError(f"init= is a {type(init).__name__}; expected a function init(name, tensor).")
         if is_on_meta(model):
             self._require_known_values()
 

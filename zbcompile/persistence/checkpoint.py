@@ -86,7 +86,8 @@ def save_checkpoint(
     if not wait and not isinstance(source, Pipeline):
         raise PipelineError("wait=False needs a pipeline, whose close() waits for the end. Save a plain model at once.")
     count = step if step is not None else source.step_index if isinstance(source, Pipeline) else 0
-    with _writer_of(source) as writer, ranks.watch.region(what):
+    kept: Any = nullcontext(source.attached(FolderWriter)) if isinstance(source, Pipeline) else closing(FolderWriter())
+    with kept as writer, ranks.watch.region(what):
         together(ranks, what, writer.finish)
         _hold(writer, folder, ranks)
         holding, left_out = _without_frozen(holding, frozen)
@@ -187,11 +188,6 @@ def _problem(path: Path, ranks: Ranks, trust: bool) -> str | None:
     except PipelineError as error:
         return str(error)
     return None
-
-
-def _writer_of(source: Pipeline | nn.Module) -> Any:
-    """As a context, what the pipeline keeps for its checkpoints; for a plain model it ends with the save."""
-    return nullcontext(source.attached(FolderWriter)) if isinstance(source, Pipeline) else closing(FolderWriter())
 
 
 def _hold(writer: FolderWriter, folder: Path, ranks: Ranks) -> None:

@@ -270,7 +270,9 @@ class SavedForwards(Forwards):
         program = self._programs[computes]
         count = _count_of(batch, program)
         require_words(batch, program)
-        require_answers(program, batch.into(count).tensors)
+        for index, tensors in enumerate(batch.into(count).tensors if program.guards else ()):
+            if program.guards and program.guards.different(tensors):
+                refuse_answers(program.guards, index, tensors)
         return (self._executable[computes],) * count
 
 
@@ -292,13 +294,6 @@ def _count_of(batch: Batch, program: Program) -> int:
             f"{batch.size // count}, or leave out the argument that makes forward return more than rows."
         )
     return count
-
-
-def require_answers(program: Program, microbatches: Sequence[Mapping[str, torch.Tensor]]) -> None:
-    """Require that every microbatch answers what forward asks as the program was compiled for."""
-    for index, tensors in enumerate(microbatches if program.guards else ()):
-        if program.guards and program.guards.different(tensors):
-            refuse_answers(program.guards, index, tensors)
 
 
 def listed(call: tuple[str, ...]) -> str:

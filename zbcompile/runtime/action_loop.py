@@ -13,7 +13,7 @@ from zbcompile.runtime.rank_plan import Instruction, RankPlan
 from zbcompile.runtime.stage_plan import Tensors
 from zbcompile.runtime.stage_run import StageRun
 from zbcompile.runtime.vocabulary_collectives import VocabularyTransport
-from zbcompile.schedules.ir.actions import COLLECTIVES, RECEIVES, SENDS, Action
+from zbcompile.schedules.ir.actions import COLLECTIVES, ONCE, RECEIVES, SENDS, Action
 
 
 class Observer(Protocol):
@@ -128,31 +128,16 @@ class RankRun:
         assert self.vocabulary is not None
         self.vocabulary.announce(to.action.op, to.action.microbatch)
 
-    def _validate(self, to: Instruction) -> None:
-        assert self.updates is not None
-        self.updates.validate()
-
-    def _gather(self, to: Instruction) -> None:
-        assert self.updates is not None
-        self.updates.arrive(to.action.stage)
-
-    def _reduce(self, to: Instruction) -> None:
-        assert self.updates is not None
-        self.updates.reduce(to.action.stage)
-
     def _optimize(self, to: Instruction) -> None:
         assert self.updates is not None
-        self.updates.update(to.action.stage)
+        self.updates.carry_out(to.action.op, to.action.stage)
 
 
 HANDLERS: Mapping[str, Callable[..., None]] = {
     **dict.fromkeys(("F", "B", "W", "BW"), RankRun._compute),
     "S": RankRun._scan,
     "T": RankRun._update,
-    "VALIDATE": RankRun._validate,
-    "GATHER": RankRun._gather,
-    "REDUCE": RankRun._reduce,
-    "OPT": RankRun._optimize,
+    **dict.fromkeys(ONCE, RankRun._optimize),
     **dict.fromkeys(SENDS, RankRun._send),
     **dict.fromkeys(RECEIVES, RankRun._receive),
     **dict.fromkeys(COLLECTIVES, RankRun._announce),

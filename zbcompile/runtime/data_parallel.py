@@ -248,23 +248,21 @@ class StageUpdates:
         has = {VALIDATE: self.validating, GATHER: self.sharded, REDUCE: reduces, OPT: self.early}
         return frozenset(kind for kind, found in has.items() if found)
 
-    def validate(self) -> None:
-        """Correct the updates of the last step, if they were made too early."""
-        for each in self.validating:
-            each.settle()
-
-    def arrive(self, stage: int) -> None:
-        """Wait for the parameters that the last update gave to a stage."""
-        for each in self.sharded:
-            each.arrive(stage)
-
-    def reduce(self, stage: int) -> None:
-        """Begin to sum a stage's gradients."""
-        if self.reduction is not None:
+    def carry_out(self, op: str, stage: int) -> None:
+        """An action: VALIDATE corrects the updates of the last step that were made too early, GATHER waits for the
+        parameters of a stage, REDUCE begins to sum its gradients, and OPT, once that is done, updates it."""
+        if op == VALIDATE:
+            for each in self.validating:
+                each.settle()
+        elif op == GATHER:
+            for sharded in self.sharded:
+                sharded.arrive(stage)
+        elif op == REDUCE and self.reduction is not None:
             self.reduction.start(stage)
+        elif op == OPT:
+            self._update(stage)
 
-    def update(self, stage: int) -> None:
-        """Update a stage's parameters, once its gradients are summed."""
+    def _update(self, stage: int) -> None:
         if self.reduction is not None:
             self.reduction.finish_stage(stage)
         self.gradients.finish(self.program.complete_with(stage))
