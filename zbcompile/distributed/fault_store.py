@@ -117,7 +117,7 @@ def _shut_down(connection: socket.socket, port: int) -> None:
 
 class Board:
     """One pipeline's keys in the store of its process group, over a separate connection (a blocked call on the
-    group's connection must not keep the watchdog from reading). No call takes much longer than bounded_store.ANSWER;
+    group's connection must not keep the watchdog from reading). No call takes much longer than ANSWER;
     all raise RuntimeError if the store does not answer."""
 
     def __init__(self, group: dist.ProcessGroup, members: Sequence[int], rank: int, timeout: float) -> None:

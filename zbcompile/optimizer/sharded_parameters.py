@@ -161,9 +161,6 @@ class ShardedParameters:
 
     # For an update
 
-    def take(self) -> None:
-        """The parts have their gradients already."""
-
     def tensors_of(self, stage: int) -> list[nn.Parameter]:
         """What the optimizer updates once a stage is complete."""
         return [tensor for bucket in self._of(stage) for tensor in bucket.tensors]
