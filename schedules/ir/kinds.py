@@ -1,27 +1,18 @@
 """Every kind of action, in one table that text, checks, simulation, memory, lowering and pictures read.
 
-A new kind is one entry in `KINDS`; to run it, `zbcompile.runtime.action_loop` needs a handler for it. Kinds that one
-stage runs once per step (those of the optimizer) are written with microbatch 0.
+A new kind is one entry in `KINDS`; to draw it, `zbcompile.schedules.visualization.svg` needs its look, and to run it,
+`zbcompile.runtime.action_loop` a handler. Kinds that one stage runs once per step (those of the optimizer) are written
+with microbatch 0.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from functools import partial
+from typing import Literal
 
 Role = Literal["compute", "send", "receive", "collective"]
 Scope = Literal["microbatch", "shard", "stage"]
 Where = Literal["", "first", "last", "own"]
-
-
-class Look(NamedTuple):
-    """How it is drawn: a colour, and strokes in a tile of 6 x 6 (SVG path data) of a certain `pen`."""
-
-    colour: str = "#bbbbbb"
-    strokes: str = "M0,0 h6"
-    pen: str = 'stroke-width=".8"'
-
-
-PLAIN = Look()
 
 
 @dataclass(frozen=True)
@@ -57,7 +48,6 @@ class Kind:
     delay: str = ""
     adds: tuple[str, ...] = ()
     frees: tuple[str, ...] = ()
-    look: Look = PLAIN
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "does", self.does or (self.op,))
@@ -66,6 +56,12 @@ class Kind:
     def event(self) -> str:
         """The event that it causes, named by the operation that others wait for: B for BW."""
         return self.does[0]
+
+
+# What several kinds have in common.
+_backward = partial(Kind, after=("F",), along=-1, frees=("activation",))
+_shards = partial(Kind, scope="shard", delay="stats_time")
+_once = partial(Kind, scope="stage")
 
 
 def _message(direction: str, op: str) -> Kind:
@@ -77,116 +73,28 @@ def _collective(op: str, meaning: str, delay: str, takes: str = "", made_at: Whe
     return Kind(op, meaning, "collective", torch=op, scope="shard", takes=takes, made_at=made_at, delay=delay)
 
 
-KINDS: Mapping[str, Kind] = {
-    kind.op: kind
-    for kind in (
-        Kind(
-            "F",
-            "forward",
-            torch="F",
-            along=1,
-            time=("forward",),
-            delay="cast_time",
-            adds=("activation",),
-            look=Look("#56b4e9", ""),
-        ),
-        Kind(
-            "B",
-            "input gradient",
-            torch="I",
-            after=("F",),
-            along=-1,
-            time=("backward",),
-            adds=("residue",),
-            frees=("activation",),
-            look=Look("#e69f00", "M-1,1 l2,-2 M0,6 l6,-6 M5,7 l2,-2"),
-        ),
-        Kind(
-            "W",
-            "weight gradient",
-            torch="W",
-            after=("B",),
-            time=("weight",),
-            frees=("residue",),
-            look=Look("#2bb58c", "M3,3 h.01", 'stroke-width="2" stroke-linecap="round"'),
-        ),
-        Kind(
-            "BW",
-            "fused backward",
-            torch="B",
-            does=("B", "W"),
-            after=("F",),
-            along=-1,
-            time=("backward", "weight"),
-            frees=("activation",),
-            look=Look("#e2722b", "M0,0 l6,6 M0,6 l6,-6"),
-        ),
-        Kind(
-            "S",
-            "vocabulary S",
-            scope="shard",
-            takes="F",
-            made_at="last",
-            time=("vocab_s",),
-            delay="stats_time",
-            adds=("vocab_state",),
-            look=Look("#d98cb8", "M0,3 h6"),
-        ),
-        Kind(
-            "T",
-            "vocabulary T",
-            scope="shard",
-            after=("S",),
-            time=("vocab_t",),
-            delay="stats_time",
-            frees=("vocab_state",),
-            look=Look("#f0e442", "M3,0 v6"),
-        ),
-        Kind(
-            "VALIDATE",
-            "total norm of the step before",
-            scope="stage",
-            before=("GATHER", "F"),
-            delay="barrier",
-            look=Look("#c8c8c8", "M0,0 l6,6"),
-        ),
-        Kind(
-            "GATHER",
-            "arrival of updated parameters",
-            scope="stage",
-            before=("F",),
-            delay="gather",
-            look=Look("#8dd3c7", "M0,6 l6,-6"),
-        ),
-        Kind(
-            "REDUCE",
-            "start of the gradients' sum",
-            scope="stage",
-            after=("W",),
-            delay="reduce",
-            look=Look("#9e9e9e", "M0,2 h6 M0,4 h6"),
-        ),
-        Kind(
-            "OPT",
-            "optimizer step",
-            scope="stage",
-            after=("W", "REDUCE"),
-            takes="REDUCE",
-            made_at="own",
-            time=("optimizer",),
-            look=Look("#b39ddb", "M0,3 h6 M3,0 v6"),
-        ),
-        _message("RECV", "F"),
-        _message("RECV", "B"),
-        _message("SEND", "F"),
-        _message("SEND", "B"),
-        _collective("CAST", "output to all shards", "cast_time", "F", "last"),
-        _collective("STATS", "statistics of S", "stats_time", "S", "own"),
-        _collective("SUM", "input gradient of T", "stats_time", "T", "own"),
-        _collective("LOOKUP", "rows of the embedding", "cast_time"),
-        _collective("SPREAD", "their gradient", "cast_time", "B", "first"),
-    )
-}
+_KINDS = (
+    Kind("F", "forward", torch="F", along=1, time=("forward",), delay="cast_time", adds=("activation",)),
+    _backward("B", "input gradient", torch="I", time=("backward",), adds=("residue",)),
+    Kind("W", "weight gradient", torch="W", after=("B",), time=("weight",), frees=("residue",)),
+    _backward("BW", "fused backward", torch="B", does=("B", "W"), time=("backward", "weight")),
+    _shards("S", "vocabulary S", takes="F", made_at="last", time=("vocab_s",), adds=("vocab_state",)),
+    _shards("T", "vocabulary T", after=("S",), time=("vocab_t",), frees=("vocab_state",)),
+    _once("VALIDATE", "total norm of the step before", before=("GATHER", "F"), delay="barrier"),
+    _once("GATHER", "arrival of updated parameters", before=("F",), delay="gather"),
+    _once("REDUCE", "start of the gradients' sum", after=("W",), delay="reduce"),
+    _once("OPT", "optimizer step", after=("W", "REDUCE"), takes="REDUCE", made_at="own", time=("optimizer",)),
+    _message("RECV", "F"),
+    _message("RECV", "B"),
+    _message("SEND", "F"),
+    _message("SEND", "B"),
+    _collective("CAST", "output to all shards", "cast_time", "F", "last"),
+    _collective("STATS", "statistics of S", "stats_time", "S", "own"),
+    _collective("SUM", "input gradient of T", "stats_time", "T", "own"),
+    _collective("LOOKUP", "rows of the embedding", "cast_time"),
+    _collective("SPREAD", "their gradient", "cast_time", "B", "first"),
+)
+KINDS: Mapping[str, Kind] = {kind.op: kind for kind in _KINDS}
 
 
 def with_role(*roles: Role) -> frozenset[str]:

@@ -11,7 +11,7 @@ from math import floor, log10
 from statistics import median
 from xml.sax.saxutils import escape
 
-from zbcompile.schedules.ir.actions import COMPUTE, Action, flatten
+from zbcompile.schedules.ir.actions import Action, flatten
 from zbcompile.schedules.ir.kinds import KINDS
 from zbcompile.schedules.ir.plain_numbers import plain
 from zbcompile.schedules.simulation.critical_path import critical_path
@@ -19,7 +19,20 @@ from zbcompile.schedules.simulation.message_slack import messages
 from zbcompile.schedules.simulation.timeline import Span, Timeline
 from zbcompile.schedules.visualization.text import format_amount, summary
 
-COLOURS = {op: kind.look.colour for op, kind in KINDS.items() if op in COMPUTE}
+# Of every operation its colour, strokes in a tile of 6 x 6 (SVG path data), and the pen that draws them.
+PEN = 'stroke-width=".8"'
+LOOKS = {
+    "F": ("#56b4e9", "", PEN),
+    "B": ("#e69f00", "M-1,1 l2,-2 M0,6 l6,-6 M5,7 l2,-2", PEN),
+    "W": ("#2bb58c", "M3,3 h.01", 'stroke-width="2" stroke-linecap="round"'),
+    "BW": ("#e2722b", "M0,0 l6,6 M0,6 l6,-6", PEN),
+    "S": ("#d98cb8", "M0,3 h6", PEN),
+    "T": ("#f0e442", "M3,0 v6", PEN),
+    "VALIDATE": ("#c8c8c8", "M0,0 l6,6", PEN),
+    "GATHER": ("#8dd3c7", "M0,6 l6,-6", PEN),
+    "REDUCE": ("#9e9e9e", "M0,2 h6 M0,4 h6", PEN),
+    "OPT": ("#b39ddb", "M0,3 h6 M3,0 v6", PEN),
+}
 IDLE_LOOKS = {  # strokes in a tile of 8 x 8: sparser and thinner than those of operations
     "warm-up": ("#999999", "M4,3 v2"),
     "cool-down": ("#999999", "M2,2 h4"),
@@ -287,8 +300,7 @@ def patterns() -> Iterator[str]:
         strokes = f'<rect width="8" height="8" fill="{colour}" fill-opacity=".13"/>' * bool(path)
         strokes += f'<path d="{path}" stroke="{colour}" fill="none"/>' * bool(path)
         yield f'<pattern id="idle-{cause}" width="8" height="8" patternUnits="userSpaceOnUse">{strokes}</pattern>'
-    for op, colour in COLOURS.items():
-        _, path, pen = KINDS[op].look
+    for op, (colour, path, pen) in LOOKS.items():
         strokes = f'<path d="{path}" stroke="#000" stroke-opacity=".45" fill="none" {pen}/>' if path else ""
         for name, fill in ((op, colour), (f"pale-{op}", _pale(colour))):
             tile = f'<rect width="6" height="6" fill="{fill}"/>{strokes}'

@@ -11,7 +11,7 @@ from zbcompile.inspection.graph_data import Graph, Operation, crossing_values, g
 from zbcompile.passes.stage.print_python import format_bytes
 from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.program.program import Program
-from zbcompile.schedules.visualization.svg import COLOURS
+from zbcompile.schedules.visualization.svg import LOOKS
 
 SHOWN = ("F", "B", "W")
 STYLE = """
@@ -64,7 +64,7 @@ def to_page(program: Program, title: str) -> str:
     """The page as text; `title` names the model."""
     style = STYLE
     for name in SHOWN:
-        style = style.replace(f"COLOUR_{name}", COLOURS[name])
+        style = style.replace(f"COLOUR_{name}", LOOKS[name][0])
     plan = f"{program.schedule.name}, {program.schedule.ranks} ranks, {len(program.stages)} stages"
     return "\n".join(
         [
@@ -116,7 +116,7 @@ def _passes(stage: StageProgram) -> str:
     amounts = (crossing.forward_to_backward, crossing.backward_to_weight, crossing.forward_to_weight)
     thick = [1 + 7 * amount / (max(amounts) or 1) for amount in amounts]
     boxes = "".join(
-        f'<rect x="{x}" y="44" width="60" height="34" rx="5" fill="{COLOURS[name]}" stroke="#333"/>'
+        f'<rect x="{x}" y="44" width="60" height="34" rx="5" fill="{LOOKS[name][0]}" stroke="#333"/>'
         f'<text x="{x + 30}" y="66" text-anchor="middle">{name}</text>'
         for name, x in zip(SHOWN, (10, 190, 370), strict=True)
     )
