@@ -52,10 +52,9 @@ if TYPE_CHECKING:  # what `__getattr__` resolves, for editors and type checkers;
     from zbcompile.schedules.simulation.critical_path import Leg as Leg, chain as chain, critical_path as critical_path
     from zbcompile.schedules.simulation.idle_causes import Idle as Idle
     from zbcompile.schedules.simulation.message_slack import Slack as Slack, message_slack as message_slack
-    from zbcompile.schedules.simulation.simulator import simulate as simulate
-    from zbcompile.schedules.simulation.timeline import Span as Span, Timeline as Timeline
+    from zbcompile.schedules.simulation.timeline import Span as Span, Timeline as Timeline, simulate as simulate
     from zbcompile.schedules.visualization.chrome_trace import to_chrome_trace as to_chrome_trace
-    from zbcompile.schedules.visualization.html import to_html as to_html
+    from zbcompile.schedules.visualization.figure import to_html as to_html
     from zbcompile.schedules.visualization.svg import to_svg as to_svg
     from zbcompile.schedules.visualization.text import format_timeline as format_timeline, summary as summary
     from zbcompile.schedules.visualization.write import (
@@ -84,10 +83,9 @@ _HOME = {
     "simulation.critical_path": "Leg chain critical_path",
     "simulation.idle_causes": "Idle",
     "simulation.message_slack": "Slack message_slack",
-    "simulation.simulator": "simulate",
-    "simulation.timeline": "Span Timeline",
+    "simulation.timeline": "Span Timeline simulate",
     "visualization.chrome_trace": "to_chrome_trace",
-    "visualization.html": "to_html",
+    "visualization.figure": "to_html",
     "visualization.svg": "to_svg",
     "visualization.text": "format_timeline summary",
     "visualization.write": "write_comparison write_picture",

@@ -18,13 +18,12 @@ from zbcompile.schedules.ir.costs import Costs
 from zbcompile.schedules.ir.dependencies import count_messages
 from zbcompile.schedules.ir.files import load, save
 from zbcompile.schedules.ir.plain_numbers import plain
-from zbcompile.schedules.ir.schedule import Lowered, Schedule, format_schedule
+from zbcompile.schedules.ir.schedule import Schedule, format_schedule, parts
 from zbcompile.schedules.lowering.lower import lower
 from zbcompile.schedules.searching import search_command
 from zbcompile.schedules.searching.by_name import build
 from zbcompile.schedules.simulation.message_slack import slack_rows
-from zbcompile.schedules.simulation.simulator import simulate
-from zbcompile.schedules.simulation.timeline import Timeline
+from zbcompile.schedules.simulation.timeline import Timeline, simulate
 from zbcompile.schedules.visualization.text import format_timeline, summary
 from zbcompile.schedules.visualization.write import ENDINGS, write_comparison, write_picture
 
@@ -131,8 +130,7 @@ def _times(text: str) -> tuple[float, float, float]:
 def _step(text: str, options: argparse.Namespace) -> tuple[Schedule, Costs]:
     """A schedule by its name or file, and the costs of the model on its stages."""
     if Path(text).suffix in FILES:
-        loaded = load(text)
-        schedule = loaded.schedule if isinstance(loaded, Lowered) else loaded
+        schedule, _ = parts(load(text))
         return schedule, _model(options, schedule.ranks).resized(schedule.stages)
     if text == INTERLACED:
         schedule = interlaced(options.ranks, options.microbatches)
@@ -248,8 +246,7 @@ def _compare(options: argparse.Namespace) -> None:
 
 
 def _formula(options: argparse.Namespace) -> None:
-    from zbcompile.schedules.simulation.closed_forms import closed_form  # sympy takes half a second to import
-    from zbcompile.schedules.visualization.formulas import format_closed_form
+    from zbcompile.schedules.simulation.closed_forms import closed_form, format_closed_form  # sympy: half a second
 
     if options.schedule == INTERLACED or Path(options.schedule).suffix in FILES:
         raise ScheduleError(f"{options.schedule} has no closed form; `show` simulates it")

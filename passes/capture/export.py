@@ -24,12 +24,7 @@ from zbcompile.passes.capture.meta_device import as_if_on
 from zbcompile.passes.capture.mutations import detach_no_grad_regions, separate_written
 from zbcompile.passes.capture.questions import Given, Questions
 from zbcompile.passes.capture.side_effects import Watch
-from zbcompile.passes.capture.torch_private import (
-    eagers_kernels,
-    quick_decompositions,
-    release_shapes,
-    whole_regions,
-)
+from zbcompile.passes.capture.torch_private import eagers_kernels, quick_decompositions, release_shapes, whole_regions
 from zbcompile.passes.capture.tracing_flags import EAGER, ways_to_trace
 from zbcompile.passes.capture.training_step import Inference, LossFunction, Read, TrainingStep
 from zbcompile.passes.capture.unsupported import problems_of, raise_first, training_problems

@@ -7,7 +7,7 @@ from typing import NamedTuple, cast
 
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.execution.deadlock import culprit_error, require_finished
-from zbcompile.schedules.execution.event_loop import Outcome, has_pairs, run
+from zbcompile.schedules.execution.event_loop import Outcome, run
 from zbcompile.schedules.ir.actions import COMMUNICATION, COMPUTE, MESSAGES, RECEIVES, SENDS, Action, Step, flatten
 from zbcompile.schedules.ir.costs import Costs
 from zbcompile.schedules.ir.dependencies import RECEIVE_OF, SEND_OF, source, target
@@ -191,8 +191,7 @@ def _receive_buffers(lowered: Lowered, rank: int, routes: Routes) -> int:
         if op in RECEIVES:
             change[op, stage] = 1
             change |= {(user, stage): -1 for user in COMPUTE if KINDS[user].event == KINDS[op].takes}
-    program = lowered.programs[rank]
-    actions = cast(Sequence[Action], flatten(program) if has_pairs(program) else program)
+    actions = flatten(lowered.programs[rank])
     return max(accumulate(change.get((op, stage), 0) for op, stage, _ in actions), default=0)
 
 

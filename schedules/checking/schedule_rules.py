@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 from zbcompile.schedules.checking.communication_rules import check_communication
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.execution.deadlock import culprit_error, require_finished
-from zbcompile.schedules.execution.event_loop import has_pairs, require_fit, run, without_collector
+from zbcompile.schedules.execution.event_loop import require_fit, run, without_collector
 from zbcompile.schedules.execution.memory import first_beyond, peak_memory
 from zbcompile.schedules.generators.forward_only import FORWARD_ONLY
 from zbcompile.schedules.ir.actions import (
@@ -24,10 +24,11 @@ from zbcompile.schedules.ir.actions import (
     Step,
     W,
     flatten,
+    has_pairs,
 )
 from zbcompile.schedules.ir.costs import Costs
 from zbcompile.schedules.ir.kinds import KINDS, with_scope
-from zbcompile.schedules.ir.schedule import Lowered, Schedule
+from zbcompile.schedules.ir.schedule import Lowered, Schedule, parts
 
 Done = int  # a bit for each operation that a microbatch has run on a stage
 BITS: Mapping[str, Done] = {op: 1 << place for place, op in enumerate(KINDS)}
@@ -66,7 +67,7 @@ def check(
     >>> check(build("1f1b", ranks=2, microbatches=4)).peak_memory
     (2, 1)
     """
-    schedule = program.schedule if isinstance(program, Lowered) else program
+    schedule, _ = parts(program)
     costs = costs or Costs.uniform(schedule.stages)
     require_fit(schedule, costs)
     _check_copies(schedule)

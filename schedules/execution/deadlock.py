@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from zbcompile.schedules.errors import ScheduleError
-from zbcompile.schedules.execution.event_loop import Outcome, parts
+from zbcompile.schedules.execution.event_loop import Outcome
 from zbcompile.schedules.ir.actions import COLLECTIVES, RECEIVES, SENDS, Action, B, Step
-from zbcompile.schedules.ir.schedule import Lowered, Schedule
+from zbcompile.schedules.ir.schedule import Lowered, Schedule, parts
 
 
 def require_finished(program: Schedule | Lowered, outcome: Outcome) -> None:

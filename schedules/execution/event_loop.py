@@ -15,11 +15,22 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.execution.noise import Draw
-from zbcompile.schedules.ir.actions import COLLECTIVES, COMPUTE, MESSAGES, ONCE, PAIRED, Action, Pair, Step, W
+from zbcompile.schedules.ir.actions import (
+    COLLECTIVES,
+    COMPUTE,
+    MESSAGES,
+    ONCE,
+    PAIRED,
+    Action,
+    Pair,
+    Step,
+    W,
+    has_pairs,
+)
 from zbcompile.schedules.ir.costs import Costs
 from zbcompile.schedules.ir.dependencies import RECEIVE_OF, SEND_OF, awaited, needs, target
 from zbcompile.schedules.ir.kinds import KINDS, Kind
-from zbcompile.schedules.ir.schedule import Lowered, Schedule
+from zbcompile.schedules.ir.schedule import Lowered, Schedule, parts
 
 
 def _awaits(kind: Kind) -> tuple[str, ...]:
@@ -78,20 +89,11 @@ class Outcome(NamedTuple):
     events: Events
 
 
-def parts(program: Schedule | Lowered) -> tuple[Schedule, tuple[tuple[Step, ...], ...]]:
-    """The schedule, and what its ranks run."""
-    return (program.schedule, program.programs) if isinstance(program, Lowered) else (program, program.orders)
-
-
 def operations(program: Schedule | Lowered) -> frozenset[str]:
     """The letters of the actions that a program may have."""
     schedule, _ = parts(program)
     communication = MESSAGES | (COLLECTIVES if schedule.shards else frozenset())
     return schedule.ops & KINDS.keys() | (communication if isinstance(program, Lowered) else frozenset())
-
-
-def has_pairs(order: Sequence[Step]) -> bool:
-    return Pair in set(map(type, order))
 
 
 def require_fit(program: Schedule | Lowered, costs: Costs) -> None:

@@ -2,10 +2,8 @@
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import cast
 
-from zbcompile.schedules.execution.event_loop import has_pairs
-from zbcompile.schedules.ir.actions import Action, F, Step, W, flatten
+from zbcompile.schedules.ir.actions import F, Step, W, flatten
 from zbcompile.schedules.ir.costs import Costs
 from zbcompile.schedules.ir.kinds import KINDS
 from zbcompile.schedules.ir.schedule import Schedule
@@ -21,7 +19,7 @@ def peak_memory(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
 
 def deltas(order: Sequence[Step], costs: Costs) -> list[float]:
     """The change of memory with each action of one rank, pairs opened forward first."""
-    actions = cast(Sequence[Action], flatten(tuple(order)) if has_pairs(order) else order)
+    actions = flatten(order)
     change = {op: costs.added(op) for op in {action[0] for action in actions}}
     return [change[op][stage] for op, stage, _ in actions]
 

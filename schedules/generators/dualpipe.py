@@ -15,16 +15,6 @@ from zbcompile.schedules.generators.order_writer import Writer
 from zbcompile.schedules.generators.task import Order, Task, each_rank
 
 
-def wide_enough(ranks: int, microbatches: int) -> bool:
-    """DualPipeV's rule: m >= 2p."""
-    return microbatches >= 2 * ranks
-
-
-def wide_enough_and_even(ranks: int, microbatches: int) -> bool:
-    """DualPipe's rule: p and m even, m >= 2p."""
-    return ranks % 2 == 0 and microbatches % 2 == 0 and microbatches >= 2 * ranks
-
-
 @each_rank
 def dualpipe(task: Task, rank: int) -> Order:
     """Microbatches from both ends of the pipeline, through two copies of the model.

@@ -5,8 +5,7 @@ from zbcompile.schedules.generators.order_writer import Writer
 from zbcompile.schedules.generators.task import Order, Orders, Task, each_rank
 
 
-@each_rank
-def gpipe(task: Task, rank: int) -> Order:
+def gpipe(task: Task) -> Orders:
     """All forwards, then all backwards (Huang et al., GPipe, arXiv 1811.06965, figure 2c).
 
     Bubble (p-1)(T_F+T_B+T_W), peak memory m activations. On 2 ranks, 3 microbatches::
@@ -14,7 +13,7 @@ def gpipe(task: Task, rank: int) -> Order:
         F0.0  F0.1  F0.2               BW0.0  BW0.1  BW0.2
               F1.0  F1.1  F1.2  BW1.0  BW1.1  BW1.2
     """
-    return _breadth_first(task, rank)
+    return looped_bfs(task)
 
 
 @each_rank
@@ -27,10 +26,6 @@ def looped_bfs(task: Task, rank: int) -> Order:
         F0.0  F0.1  F2.0  F2.1                       BW2.0  BW2.1  BW0.0  BW0.1
               F1.0  F1.1  F3.0  F3.1  BW3.0  BW3.1  BW1.0  BW1.1
     """
-    return _breadth_first(task, rank)
-
-
-def _breadth_first(task: Task, rank: int) -> Order:
     write = Writer(task.microbatches)
     stages = task.placement.stages_of(rank)
     for stage in stages:

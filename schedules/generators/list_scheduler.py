@@ -8,22 +8,14 @@ import heapq
 import math
 from collections.abc import Callable, Iterable
 from itertools import chain
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from zbcompile.schedules.execution.event_loop import run
 from zbcompile.schedules.generators.task import Orders, Task
 from zbcompile.schedules.ir.actions import Action, B, F, Step, W, flatten
 from zbcompile.schedules.ir.dependencies import users
-from zbcompile.schedules.ir.placement import Placement
 
-
-class Dependent(NamedTuple):
-    """An operation that waits for another one, and how long the message to its rank takes."""
-
-    op: str
-    stage: int
-    rank: int
-    delay: float
+Dependent = tuple[str, int, int, float]  # what waits for an operation, its stage and rank, and how long the way takes
 
 
 class Floor:
@@ -71,13 +63,13 @@ class Floor:
         needed = sum(map(self.added, (forward, *(action for action in owed if action != forward))))
         return self.memory[rank] + needed <= limit * (1 + 1e-9)  # sums of sizes count as equal up to rounding
 
-    def start(self, rank: int, action: Action) -> tuple[float, list[tuple[float, int]]]:
-        """Run `action` now; return its end, and the times at which it makes something ready on other ranks."""
-        op, stage, _ = action
+    def start(self, rank: int, step: Any) -> tuple[float, list[tuple[float, int]]]:
+        """Run `step` now; return its end, and the times at which it makes something ready on which ranks."""
+        op, stage, _ = step
         end = self.now + self._times[op][stage]
         self.started[op, stage] += 1
         self.memory[rank] += self._memory[op][stage]
-        return end, self._delivered(rank, action, end)
+        return end, self._delivered(rank, step, end)
 
     def _delivered(self, rank: int, action: Action, end: float) -> list[tuple[float, int]]:
         """Make ready what waits for `action`, which ends at `end`; return when that arrives on other ranks."""
@@ -94,7 +86,7 @@ class Floor:
         here, found = self.placement.rank(stage), []
         for other, at in users(op, stage, self.placement.stages):
             there = self.placement.rank(at)
-            found.append(Dependent(other, at, there, self.costs.hop(min(stage, at), here, there)))
+            found.append((other, at, there, self.costs.hop(min(stage, at), here, there)))
         return found
 
 
@@ -103,30 +95,21 @@ def oldest(actions: Iterable[Action]) -> Action | None:
     return min(actions, key=lambda action: (action.microbatch, -action.stage), default=None)
 
 
-class State(Protocol):
-    """What `dispatch` runs: a clock, and what happens when a rank starts a step."""
-
-    now: float
-    placement: Placement
-
-    def start(self, rank: int, step: Any) -> tuple[float, list[tuple[float, int]]]: ...
+AnyFloor = TypeVar("AnyFloor", bound=Floor)
 
 
-AnyState = TypeVar("AnyState", bound=State)
-
-
-def dispatch(state: AnyState, choose: Callable[[AnyState, int], Step | None]) -> Orders:
-    """Let every free rank start what `choose(state, rank)` returns; None waits until something else becomes ready."""
-    orders: list[list[Step]] = [[] for _ in range(state.placement.ranks)]
+def dispatch(floor: AnyFloor, choose: Callable[[AnyFloor, int], Step | None]) -> Orders:
+    """Let every free rank start what `choose(floor, rank)` returns; None waits until something else becomes ready."""
+    orders: list[list[Step]] = [[] for _ in range(floor.placement.ranks)]
     free_at: list[float] = [0] * len(orders)
     wakes = [(0.0, rank) for rank in range(len(orders))]
     while wakes:
-        state.now, rank = heapq.heappop(wakes)
-        step = choose(state, rank) if free_at[rank] <= state.now else None
+        floor.now, rank = heapq.heappop(wakes)
+        step = choose(floor, rank) if free_at[rank] <= floor.now else None
         if step is None:
             continue
         orders[rank].append(step)
-        free_at[rank], ready = state.start(rank, step)
+        free_at[rank], ready = floor.start(rank, step)
         heapq.heappush(wakes, (free_at[rank], rank))
         for time, there in ready:
             if time >= free_at[there]:  # otherwise it chooses again anyway once it is free

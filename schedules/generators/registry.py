@@ -33,8 +33,11 @@ EVEN_GROUPS = Rule(
     "any number below 2 x ranks, multiples of ranks, and what microbatches // ranks divides: groups of equal size",
     interleaved.even_groups,
 )
-WIDE = Rule("microbatches >= 2 x ranks", dualpipe.wide_enough)
-WIDE_AND_EVEN = Rule("even ranks and even microbatches >= 2 x ranks", dualpipe.wide_enough_and_even)
+WIDE = Rule("microbatches >= 2 x ranks", lambda ranks, microbatches: microbatches >= 2 * ranks)
+WIDE_AND_EVEN = Rule(
+    "even ranks and even microbatches >= 2 x ranks",
+    lambda ranks, microbatches: microbatches >= 2 * ranks and ranks % 2 == microbatches % 2 == 0,
+)
 
 
 @dataclass(frozen=True)
@@ -113,34 +116,20 @@ def _spelling(name: str) -> str:
     return "".join(c for c in str(name).lower() if c.isalnum()).removeprefix("schedule")
 
 
-def named(
-    name: str,
-    ranks: int,
-    microbatches: int,
-    costs: Costs | None = None,
-    memory_limit: float | None = None,
-    chunks: int | None = None,
-    **options: Any,
-) -> Schedule:
-    """As `zbcompile.schedules.build`, for the schedules that a rule generates."""
-    family = find(name)
-    placement = require_admitted(family, ranks, microbatches, chunks, options)
-    if family.generate is None:
-        raise ScheduleError(f"{family.name}: its order is searched, not generated; see zbcompile.schedules.build")
-    if costs is not None and costs.stages != placement.stages:
-        raise ScheduleError(f"{family.name}: costs of {costs.stages} stages for a schedule of {placement.stages}")
-    task = Task(placement, microbatches, costs, memory_limit)
-    schedule = Schedule(family.name, placement, microbatches, family.generate(task, **options))
+def generated(family: Family, task: Task, options: Mapping[str, Any]) -> Schedule:
+    """As `zbcompile.schedules.build`, for a family that a rule generates and that admits this task."""
+    assert family.generate is not None
+    schedule = Schedule(family.name, task.placement, task.microbatches, family.generate(task, **options))
     if options.get("group") is not None:
         require_finished(schedule, run(schedule, task.costs_or_equal))  # a short last group can end in a deadlock
     _require_within(schedule, task)
     return schedule
 
 
-def require_admitted(
-    family: Family, ranks: int, microbatches: int, chunks: int | None, options: Mapping[str, Any]
-) -> Placement:
-    """The placement of a family; raises `ScheduleError` for counts and options that it does not admit."""
+def admitted_task(
+    family: Family, ranks: int, microbatches: int, chunks: int | None, options: Mapping[str, Any], costs: Costs | None
+) -> Task:
+    """What a family is asked for; raises `ScheduleError` for counts, options and costs that it does not admit."""
     placement = _placement(family, ranks, chunks)
     _require_count("microbatches", microbatches)
     if options.get("group") is None and not family.rule.holds(ranks, microbatches):
@@ -151,7 +140,9 @@ def require_admitted(
         raise ScheduleError(f"{family.name}: unknown option {', '.join(unknown)}; {expected}")
     if options.get("group") is not None:
         _require_count("group", options["group"])
-    return placement
+    if costs is not None and costs.stages != placement.stages:
+        raise ScheduleError(f"{family.name}: costs of {costs.stages} stages for a schedule of {placement.stages}")
+    return Task(placement, microbatches, costs)
 
 
 def _require_within(schedule: Schedule, task: Task) -> None:

@@ -31,7 +31,7 @@ class VocabularyClock(Floor):
         self.started |= {(op, stage): 0 for op in (S, T) for stage in stages}
         self._times |= {op: self.costs.times(op) for op in (BW, S, T)}
         self._memory[BW] = self.costs.added(BW)
-        self._dependents |= {(BW, s): [each for each in self._dependents[B, s] if each.op == B] for s in stages}
+        self._dependents |= {(BW, s): [each for each in self._dependents[B, s] if each[0] == B] for s in stages}
         self._missing = {(op, m): len(ranks) for op in (S, T) for m in microbatches}
         self._latest = {(op, m): 0.0 for op in (S, T) for m in microbatches}
 
@@ -39,7 +39,6 @@ class VocabularyClock(Floor):
         return super().is_ready(_half(action))
 
     def start(self, rank: int, step: Step) -> tuple[float, list[tuple[float, int]]]:
-        """Run `step` now; return its end, and the times at which it makes something ready on which ranks."""
         actions = flatten((step,))
         if isinstance(step, Pair):
             time = self.costs.pair_time(step.first.stage, step.second.stage, step.second.op, step.first.op)
@@ -156,7 +155,7 @@ def _shifted(schedule: Schedule, barriers: int, extra: int) -> list[Orders]:
 def forwards_ahead(order: Sequence[Step], count: int) -> tuple[Step, ...]:
     """`order` with `count` forwards more in front of every backward; pairs keep their backward and take a later
     forward."""
-    forwards = iter([action for action in flatten(tuple(order)) if action.op == F])
+    forwards = iter([action for action in flatten(order) if action.op == F])
     moved: list[Step] = [forward for _, forward in zip(range(count), forwards, strict=False)]
     for step in order:
         if isinstance(step, Pair):

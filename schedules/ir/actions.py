@@ -7,7 +7,8 @@ vocabulary passes: CAST, STATS, SUM, LOOKUP and SPREAD. torch writes I for our B
 `zbcompile.schedules` reads and writes both. `zbcompile.schedules.ir.kinds` says everything else about them.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, cast
 
 from zbcompile.schedules.ir.kinds import with_role, with_scope
 
@@ -63,9 +64,12 @@ PAIRED = frozenset((one, other) for one, other in ((F, B), (F, BW), (F, W), (B, 
 Step = Action | Pair
 
 
-def flatten(order: tuple[Step, ...]) -> list[Action]:
+def has_pairs(order: Sequence[Step]) -> bool:
+    return Pair in set(map(type, order))
+
+
+def flatten(order: Sequence[Step]) -> list[Action]:
     """The actions of an order with every pair opened."""
-    out: list[Action] = []
-    for step in order:
-        out.extend(step) if isinstance(step, Pair) else out.append(step)
-    return out
+    if not has_pairs(order):
+        return cast(list[Action], list(order))
+    return [action for step in order for action in (step if isinstance(step, Pair) else (step,))]

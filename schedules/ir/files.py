@@ -26,6 +26,7 @@ from zbcompile.schedules.ir.schedule import (
     format_step,
     parse_schedule,
     parse_step,
+    parts,
 )
 
 TORCHS_OWN = re.compile(r"\d+(UNSHARD|RESHARD|(WAIT_)?REDUCE_GRAD|WAIT_SEND_[FB])\d*")  # written among the others
@@ -42,7 +43,7 @@ def to_csv(program: Schedule | Lowered, letters: Letters = "torch", waits: bool 
     1F0,1B0,1F1,1B1
     <BLANKLINE>
     """
-    schedule = program.schedule if isinstance(program, Lowered) else program
+    schedule, orders = parts(program)
     if letters == "torch" and schedule.placement.kind == "dual":
         raise ScheduleError(f"{schedule.name}: torch supports one copy of a stage; use dualpipe-v, or letters='papers'")
     if schedule.barriers != 1:
@@ -51,7 +52,7 @@ def to_csv(program: Schedule | Lowered, letters: Letters = "torch", waits: bool 
         raise ScheduleError(f"{schedule.name}: a CSV cannot hold lookups; write .json or .txt")
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    for order in program.programs if isinstance(program, Lowered) else program.orders:
+    for order in orders:
         writer.writerow(_with_waits(order) if waits else [format_step(step, letters) for step in order])
     return out.getvalue()
 
@@ -105,7 +106,7 @@ def infer_placement(orders: Sequence[Sequence[Step]]) -> Placement:
     >>> infer_placement([parse_order("F0.0 F3.0"), parse_order("F1.0 F2.0")])
     Placement(kind='v', ranks=2, chunks=2, owners=())
     """
-    found = [tuple(sorted({action.stage for action in flatten(tuple(order))})) for order in orders]
+    found = [tuple(sorted({action.stage for action in flatten(order)})) for order in orders]
     dual = Placement("dual", len(orders))
     if len(orders) > 1 and [dual.stages_of(rank) for rank in range(dual.ranks)] == found:
         return dual
@@ -126,7 +127,7 @@ class Document(NamedTuple):
 
 def to_json(program: Schedule | Lowered, costs: Costs | None = None) -> str:
     """A schedule or lowered program as JSON, one line per rank, with `costs` if given."""
-    schedule = program.schedule if isinstance(program, Lowered) else program
+    schedule, _ = parts(program)
     data: dict[str, Any] = {
         "format": "zbcompile schedule",
         "version": JSON_VERSION,

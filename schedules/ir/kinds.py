@@ -1,8 +1,8 @@
 """Every kind of action, in one table that text, checks, simulation, memory, lowering and pictures read.
 
-A new kind is one entry in `KINDS`; to draw it, `zbcompile.schedules.visualization.svg` needs its look, and to run it,
-`zbcompile.runtime.action_loop` a handler. Kinds that one stage runs once per step (those of the optimizer) are written
-with microbatch 0.
+A new kind is one entry in the table; to run it, `zbcompile.runtime.action_loop` needs a handler for it, and
+`zbcompile.schedules.visualization.svg` may give it a look of its own. Kinds that one stage runs once per step (those of
+the optimizer) are written with microbatch 0.
 """
 
 from collections.abc import Mapping

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from importlib import import_module
 from itertools import zip_longest
 from operator import itemgetter
 from typing import Literal
@@ -15,8 +16,15 @@ from typing import Literal
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.ir.actions import BW, COMMUNICATION, Action, Pair, S, Step, W, flatten
 from zbcompile.schedules.ir.kinds import KINDS
-from zbcompile.schedules.ir.notebook import Shown
 from zbcompile.schedules.ir.placement import Placement
+
+
+class Shown:
+    """In notebooks it is a picture of its steps; those of a schedule take the times of `Costs`' defaults."""
+
+    def _repr_html_(self) -> str:
+        drawing = import_module("zbcompile.schedules.visualization.figure")  # which imports this module
+        return str(drawing.figure([drawing.timeline_of(self)]))
 
 
 @dataclass(frozen=True)
@@ -106,6 +114,11 @@ class Lowered(Shown):
         return replace(self.schedule, programs=self.programs)
 
 
+def parts(program: Schedule | Lowered) -> tuple[Schedule, tuple[tuple[Step, ...], ...]]:
+    """The schedule, and what its ranks run."""
+    return (program.schedule, program.programs) if isinstance(program, Lowered) else (program, program.orders)
+
+
 Letters = Literal["papers", "torch"]
 
 TORCH_LETTERS = {op: kind.torch for op, kind in KINDS.items() if kind.torch}
@@ -187,8 +200,7 @@ def format_schedule(program: Schedule | Lowered, letters: Letters = "papers", wi
     rank 0  F0.0  F0.1  B0.0  W0.0  B0.1  W0.1
     rank 1  F1.0  B1.0  F1.1  B1.1  W1.0  W1.1
     """
-    schedule = program.schedule if isinstance(program, Lowered) else program
-    orders = program.programs if isinstance(program, Lowered) else program.orders
+    schedule, orders = parts(program)
     cells = [[format_step(step, letters) for step in order] for order in orders]
     labels = [f"rank {rank}".ljust(len(f"rank {len(orders) - 1}")) for rank in range(len(orders))]
     lines = [_header(schedule, isinstance(program, Lowered))]

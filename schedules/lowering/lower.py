@@ -22,8 +22,8 @@ from typing import Any, NamedTuple, cast
 
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.execution.deadlock import require_finished
-from zbcompile.schedules.execution.event_loop import Outcome, has_pairs, run, without_collector
-from zbcompile.schedules.ir.actions import COMPUTE, Action, Pair, Step, flatten
+from zbcompile.schedules.execution.event_loop import Outcome, run, without_collector
+from zbcompile.schedules.ir.actions import COMPUTE, Action, Pair, Step, flatten, has_pairs
 from zbcompile.schedules.ir.costs import Costs
 from zbcompile.schedules.ir.dependencies import RECEIVE_OF, SEND_OF, target
 from zbcompile.schedules.ir.kinds import KINDS

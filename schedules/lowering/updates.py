@@ -11,18 +11,7 @@ from itertools import takewhile
 from typing import overload
 
 from zbcompile.schedules.errors import ScheduleError
-from zbcompile.schedules.ir.actions import (
-    COMMUNICATION,
-    GATHER,
-    OPT,
-    REDUCE,
-    VALIDATE,
-    Action,
-    F,
-    Step,
-    W,
-    flatten,
-)
+from zbcompile.schedules.ir.actions import COMMUNICATION, GATHER, OPT, REDUCE, VALIDATE, Action, F, Step, W, flatten
 from zbcompile.schedules.ir.kinds import KINDS
 from zbcompile.schedules.ir.schedule import Lowered, Schedule
 

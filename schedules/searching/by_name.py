@@ -1,9 +1,10 @@
 """Schedules by their names, "auto" among them."""
 
+from dataclasses import replace
 from typing import Any
 
 from zbcompile.schedules.errors import ScheduleError
-from zbcompile.schedules.generators.registry import Family, find, named, require_admitted
+from zbcompile.schedules.generators.registry import Family, admitted_task, find, generated
 from zbcompile.schedules.ir.costs import Costs
 from zbcompile.schedules.ir.schedule import Schedule
 from zbcompile.schedules.searching.order_search import search
@@ -33,9 +34,10 @@ def build(
     F1.0 BW1.0 F1.1 BW1.1
     """
     family = find(name)
-    if family.generate is not None:
-        return named(name, ranks, microbatches, costs, memory_limit, chunks, **options)
-    return _searched(family, ranks, microbatches, costs, memory_limit, chunks, **options)
+    if family.generate is None:
+        return _searched(family, ranks, microbatches, costs, memory_limit, chunks, **options)
+    task = admitted_task(family, ranks, microbatches, chunks, options, costs)
+    return generated(family, replace(task, memory_limit=memory_limit), options)
 
 
 def _searched(
@@ -53,11 +55,8 @@ def _searched(
         raise ScheduleError(f'objective={objective!r}; expected "cost" or "makespan"')
     if chunks is None and costs is not None and ranks >= 1 and costs.stages % ranks == 0:
         chunks = costs.stages // ranks
-    placement = require_admitted(family, ranks, microbatches, chunks, unknown)
-    if costs is not None and costs.stages != placement.stages:
-        raise ScheduleError(f"{family.name}: costs of {costs.stages} stages for a schedule of {placement.stages}")
-    costs = costs or Costs.uniform(placement.stages)
-    kinds = {1: ("linear",), 2: ("looped:2", "v")}.get(placement.chunks, (f"looped:{placement.chunks}",))
+    task = admitted_task(family, ranks, microbatches, chunks, unknown, costs)
+    kinds = {1: ("linear",), 2: ("looped:2", "v")}.get(task.chunks, (f"looped:{task.chunks}",))
     barrier = objective == "makespan"
-    found = search(costs, ranks, microbatches, memory_limit, kinds, barrier, AUTO_SECONDS, moves)
+    found = search(task.costs_or_equal, ranks, microbatches, memory_limit, kinds, barrier, AUTO_SECONDS, moves)
     return found.schedule

@@ -17,8 +17,7 @@ from zbcompile.schedules.searching.lower_bound import lower_bound
 from zbcompile.schedules.searching.problem import Problem, Words
 from zbcompile.schedules.searching.question import problems_of
 from zbcompile.schedules.searching.starting_orders import RULES, Seed, dispatched, named_seeds, one_by_one
-from zbcompile.schedules.simulation.simulator import simulate
-from zbcompile.schedules.simulation.timeline import Timeline
+from zbcompile.schedules.simulation.timeline import Timeline, simulate
 
 SEEDS = 0.2  # share of the seconds for orders to start from
 

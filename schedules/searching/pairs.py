@@ -7,7 +7,7 @@ step nor any rank's memory suffers; the weight gradients of a stage keep their o
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
@@ -16,15 +16,13 @@ from zbcompile.schedules.ir.actions import BW, Action, B, F, Pair, Step, W, flat
 from zbcompile.schedules.ir.costs import Costs
 from zbcompile.schedules.ir.kinds import KINDS
 from zbcompile.schedules.ir.schedule import Schedule
-from zbcompile.schedules.simulation.simulator import simulate
-from zbcompile.schedules.simulation.timeline import Timeline
+from zbcompile.schedules.simulation.timeline import Timeline, simulate
 
 WORK = 100_000  # the most actions to simulate while looking for pairs
 EQUAL = 1 + 1e-9  # sums of floats differ in their last bits with the order of the additions
 
 Order = Sequence[Step]
 Partners = Mapping[Action, Action]  # the W beside each pass that has one
-Finder = Callable[[Order, Partners, str], Iterator[tuple[Action, Action]]]
 
 
 def with_pairs(schedule: Schedule, costs: Costs) -> Schedule:
@@ -41,10 +39,7 @@ def with_pairs(schedule: Schedule, costs: Costs) -> Schedule:
     schedule = replace(schedule, orders=tuple(tuple(map(_fused, order)) for order in schedule.orders))
     if not any((*costs.forward_exchange, *costs.backward_exchange)) or W not in schedule.ops:
         return schedule
-    ways: Sequence[Sequence[tuple[Finder, str]]] = (
-        ((_before, B), (_behind, B), (_before, F), (_behind, F)),
-        ((_behind, B), (_before, B), (_behind, F), (_before, F)),
-    )
+    ways = (((1, B), (-1, B), (1, F), (-1, F)), ((-1, B), (1, B), (-1, F), (1, F)))  # see `_nearest`
     found = [_improved(schedule, costs, way) for way in ways]
     return min(found, key=lambda each: (each.timeline.makespan, each.exposed)).schedule
 
@@ -126,14 +121,20 @@ def _exceeds(amount: float, limit: float) -> bool:
     return amount > limit * EQUAL
 
 
-def _improved(base: Schedule, costs: Costs, way: Sequence[tuple[Finder, str]]) -> _Search:
+def _improved(base: Schedule, costs: Costs, way: Sequence[tuple[int, str]]) -> _Search:
     before = simulate(base, costs)
     room = max(8, WORK // sum(map(len, base.orders)))
     search = _Search(base, costs, before, room, base, before, [{} for _ in base.orders])
-    for find, op in way:
+    for direction, op in way:
         if any(costs.exchange(op, stage) for stage in range(base.stages)):
             ranks = enumerate(zip(base.orders, search.partners, strict=True))
-            search.take([(rank, *move) for rank, (order, partners) in ranks for move in find(order, partners, op)])
+            search.take(
+                [
+                    (rank, *move)
+                    for rank, (order, partners) in ranks
+                    for move in _nearest(order[::direction], partners, op)
+                ]
+            )
     return search
 
 
@@ -146,17 +147,8 @@ def _own(action: Action) -> Pair:
     return Pair(action._replace(op=B), action._replace(op=W))
 
 
-def _before(order: Order, partners: Partners, op: str) -> Iterator[tuple[Action, Action]]:
-    """Each W beside the last pass in front of it that has no W yet."""
-    yield from _nearest(order, partners, op)
-
-
-def _behind(order: Order, partners: Partners, op: str) -> Iterator[tuple[Action, Action]]:
-    """Each W beside the first pass behind it that has no W yet."""
-    yield from _nearest(order[::-1], partners, op)
-
-
 def _nearest(order: Order, partners: Partners, op: str) -> Iterator[tuple[Action, Action]]:
+    """Each W beside the last `op` pass in front of it that has no W yet; in a reversed order, the first behind it."""
     taken, free = set(partners.values()), list[Action]()
     for step in order:
         if isinstance(step, Action) and step.op == op and step not in partners:
@@ -178,7 +170,7 @@ def _arranged(order: Order, partners: Partners) -> tuple[Step, ...]:
 def _is_in_order(before: Order, after: Order) -> bool:
     """Whether every W follows its B, and the Ws of each stage each other as before."""
     done: set[tuple[int, int]] = set()
-    for action in flatten(tuple(after)):
+    for action in flatten(after):
         if action.op == W and action[1:] not in done:
             return False
         done |= {action[1:]} if KINDS[action.op].event == B else set()
@@ -187,7 +179,7 @@ def _is_in_order(before: Order, after: Order) -> bool:
 
 def _weights(order: Order) -> dict[int, list[int]]:
     found: dict[int, list[int]] = {}
-    for action in flatten(tuple(order)):
+    for action in flatten(order):
         if W in KINDS[action.op].does:
             found.setdefault(action.stage, []).append(action.microbatch)
     return found

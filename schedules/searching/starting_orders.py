@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.generators.list_scheduler import Floor, dispatch, oldest
-from zbcompile.schedules.generators.registry import FAMILIES, Family, named
+from zbcompile.schedules.generators.registry import FAMILIES, Family, admitted_task, generated
 from zbcompile.schedules.generators.task import Task
 from zbcompile.schedules.generators.vocabulary_insertion import with_vocabulary
 from zbcompile.schedules.ir.actions import Action, B, F, S, Step, T, W
@@ -60,7 +60,8 @@ def _built(family: Family, problem: Problem) -> Schedule | None:
         return None
     limit = min(problem.limits) if problem.limits and family.name in ("zb-1p", "zb-2p") else None
     try:
-        schedule = named(family.name, placement.ranks, problem.microbatches, problem.costs, limit, placement.chunks)
+        task = admitted_task(family, placement.ranks, problem.microbatches, placement.chunks, {}, problem.costs)
+        schedule = generated(family, replace(task, memory_limit=limit), {})
         return _with_shards(schedule, problem) if schedule.placement == placement else None
     except ScheduleError:  # it does not admit these counts, or does not fit
         return None

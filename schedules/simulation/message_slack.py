@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from statistics import median
 from typing import NamedTuple
 
-from zbcompile.schedules.execution.event_loop import parts
 from zbcompile.schedules.ir.actions import COMMUNICATION, Action
+from zbcompile.schedules.ir.schedule import parts
 from zbcompile.schedules.simulation.idle_causes import Input
 from zbcompile.schedules.simulation.timeline import Timeline
 

@@ -1,20 +1,20 @@
-"""The result of a simulation: figures at once, spans, memory curves and idle intervals when asked for."""
+"""A step predicted: when everything runs, how long it takes, what every rank holds and why it waits."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-from zbcompile.schedules.execution.event_loop import Outcome, parts
-from zbcompile.schedules.execution.memory import deltas
-from zbcompile.schedules.execution.noise import Noise
+from zbcompile.schedules.execution.deadlock import require_finished
+from zbcompile.schedules.execution.event_loop import Outcome, run, without_collector
+from zbcompile.schedules.execution.memory import deltas, peak_memory
+from zbcompile.schedules.execution.noise import Draw, Noise, as_noise
 from zbcompile.schedules.ir.actions import COMMUNICATION, GATHER, VALIDATE, Step, flatten
 from zbcompile.schedules.ir.costs import Costs
 from zbcompile.schedules.ir.kinds import KINDS
-from zbcompile.schedules.ir.notebook import Shown
-from zbcompile.schedules.ir.schedule import Lowered, Schedule
+from zbcompile.schedules.ir.schedule import Lowered, Schedule, Shown, parts
 from zbcompile.schedules.simulation.idle_causes import CAUSES, Cause, Idle, Waits
 
 
@@ -151,3 +151,33 @@ def _first_start(order: Sequence[Step], begins: Sequence[float]) -> float:
     """When a rank begins, apart from waiting for the step before."""
     own = (begin for step, begin in zip(order, begins, strict=True) if step[0] not in (VALIDATE, GATHER))
     return next(own, 0)
+
+
+@without_collector
+def simulate(program: Schedule | Lowered, costs: Costs | None = None, noise: Noise | float | None = None) -> Timeline:
+    """Run a schedule, or a lowered program, under `costs` (default: every pass takes 1, hops are free).
+
+    With `noise` (a `Noise`, or the relative spread of every pass) the step is also run under drawn times: see
+    `drawn` and `quantile` of the result, whose other figures are those of the costs as they are.
+
+    Every rank runs its order; a step begins when its rank is free and what it needs has arrived. A result is available
+    on another rank `costs.hop` after its pass has ended; a hop occupies neither rank. In a schedule messages are
+    buffered without limit, in a lowered program a rank stands still at a SEND until its receive is posted. Raises
+    `ScheduleError` if the orders do not run to their end; the other rules are left to `check`.
+
+    >>> from zbcompile.schedules import build
+    >>> t = simulate(build("1f1b", ranks=4, microbatches=8))
+    >>> t.makespan, t.peak_memory
+    (33, (4, 3, 2, 1))
+    """
+    schedule, _ = parts(program)
+    costs = costs or Costs.uniform(schedule.stages)
+    outcome = run(program, costs)
+    require_finished(program, outcome)
+    timeline = Timeline(program, costs, outcome, peak_memory(schedule, costs))
+    noise = as_noise(noise)
+    if noise is None:
+        return timeline
+    draws = (Draw(noise, number) for number in range(noise.draws))
+    drawn = tuple(replace(timeline, run=run(program, costs, draw)) for draw in draws)
+    return replace(timeline, noise=noise, drawn=drawn)

@@ -1,17 +1,19 @@
-"""Timelines under each other on one time axis, as a piece of HTML for pages and notebooks: rank names and legends stay
-while a wide axis scrolls; it fits the window, and zooms on time alone. Without scripts (a notebook that is not trusted)
-it scrolls and shows."""
+"""Timelines under each other on one time axis, as HTML for pages and notebooks that loads nothing from anywhere.
+
+Rank names and legends stay while a wide axis scrolls; it fits the window, and zooms on time alone. Without scripts (a
+notebook that is not trusted) it scrolls and shows.
+"""
 
 from collections.abc import Iterator, Sequence
 from html import escape
 
 from zbcompile.schedules.ir.plain_numbers import plain
-from zbcompile.schedules.simulation.simulator import simulate
-from zbcompile.schedules.simulation.timeline import Timeline
+from zbcompile.schedules.simulation.timeline import Timeline, simulate
 from zbcompile.schedules.visualization.svg import (
     ALSO,
     COMPACT,
     DARK,
+    LARGEST,
     STYLE,
     Drawing,
     in_the_dark,
@@ -19,8 +21,6 @@ from zbcompile.schedules.visualization.svg import (
     patterns,
 )
 from zbcompile.schedules.visualization.text import summary
-
-LARGEST = 6000  # pixels of the longest time axis, before anybody zooms
 
 _STYLE = """
 .zb-figure { font: 14px sans-serif; color: #111; background: #fff; position: relative }
@@ -118,9 +118,21 @@ for (const figure of document.querySelectorAll(".zb-figure:not([data-ready])")) 
 """
 
 
+PAGE = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width">
+<title>{title}</title>
+<style>
+body {{ margin: 16px; background: #fff; color-scheme: light dark }}
+{dark}</style>
+{figure}
+</html>
+"""
+
+
 def figure(timelines: Sequence[Timeline], width: int | None = None) -> str:
-    """The piece of HTML; it loads nothing from anywhere. `width` in pixels is that of the longest time axis where no
-    script runs.
+    """The piece of HTML; `width` in pixels is that of the longest time axis where no script runs.
 
     >>> from zbcompile.schedules import build, simulate
     >>> figure([simulate(build(name, 2, 4)) for name in ("1f1b", "zb-h1")]).count('class="zb-row"')
@@ -178,3 +190,20 @@ def rank_table(timeline: Timeline) -> str:
     lines = ["<tr>" + "".join(f"<th>{head}</th>" for head in heads) + "</tr>"]
     lines += ["<tr>" + "".join(f"<td>{plain(value, 4)}</td>" for value in row) + "</tr>" for row in rows]
     return '<div class="zb-table"><table>\n' + "\n".join(lines) + "\n</table></div>"
+
+
+def to_html(timeline: Timeline, width: int | None = None) -> str:
+    """The page as text. `width` as for `figure`.
+
+    >>> from zbcompile.schedules import build, simulate
+    >>> to_html(simulate(build("gpipe", 1, 1))).startswith("<!doctype html>")
+    True
+    """
+    return compare_html([timeline], width)
+
+
+def compare_html(timelines: Sequence[Timeline], width: int | None = None) -> str:
+    """One page with the pictures of all, and a table for each."""
+    title = escape(" / ".join(t.schedule.name for t in timelines))
+    dark = in_the_dark(("body", "background: #1c1c1f"))
+    return PAGE.format(title=title, dark=dark, figure=figure(timelines, width))

@@ -11,7 +11,7 @@ from math import floor, log10
 from statistics import median
 from xml.sax.saxutils import escape
 
-from zbcompile.schedules.ir.actions import Action, flatten
+from zbcompile.schedules.ir.actions import COMPUTE, Action, flatten
 from zbcompile.schedules.ir.kinds import KINDS
 from zbcompile.schedules.ir.plain_numbers import plain
 from zbcompile.schedules.simulation.critical_path import critical_path
@@ -21,7 +21,7 @@ from zbcompile.schedules.visualization.text import format_amount, summary
 
 # Of every operation its colour, strokes in a tile of 6 x 6 (SVG path data), and the pen that draws them.
 PEN = 'stroke-width=".8"'
-LOOKS = {
+_LOOKS = {
     "F": ("#56b4e9", "", PEN),
     "B": ("#e69f00", "M-1,1 l2,-2 M0,6 l6,-6 M5,7 l2,-2", PEN),
     "W": ("#2bb58c", "M3,3 h.01", 'stroke-width="2" stroke-linecap="round"'),
@@ -33,6 +33,7 @@ LOOKS = {
     "REDUCE": ("#9e9e9e", "M0,2 h6 M0,4 h6", PEN),
     "OPT": ("#b39ddb", "M0,3 h6 M3,0 v6", PEN),
 }
+LOOKS = {op: _LOOKS.get(op, ("#bbbbbb", "M0,0 h6", PEN)) for op in KINDS if op in COMPUTE}
 IDLE_LOOKS = {  # strokes in a tile of 8 x 8: sparser and thinner than those of operations
     "warm-up": ("#999999", "M4,3 v2"),
     "cool-down": ("#999999", "M2,2 h4"),
@@ -41,6 +42,8 @@ IDLE_LOOKS = {  # strokes in a tile of 8 x 8: sparser and thinner than those of 
     "imbalance": ("#a8860a", "M4,0 v8"),
     "overhead": ("#999999", ""),
 }
+LARGEST = 6000  # pixels of the longest time axis, before anybody zooms
+GAP = 18  # pixels between two pictures
 COMPACT = 20_000  # number of steps beyond which boxes have no text
 STYLE = """
 .zb text { font: 11px sans-serif; fill: #111 }
@@ -86,6 +89,34 @@ def to_svg(timeline: Timeline, width: int | None = None, also: Sequence[str] = (
     return "\n".join(Drawing(timeline, width, also).lines())
 
 
+def compare_svg(timelines: Sequence[Timeline], width: int | None = None) -> str:
+    """One SVG with the picture of every timeline; `width` in pixels is that of the longest one's axis.
+
+    >>> from zbcompile.schedules import build, simulate
+    >>> compare_svg([simulate(build(name, 2, 4)) for name in ("1f1b", "zb-h1")]).count("<svg")
+    3
+    """
+    longest = max(t.finish for t in timelines)
+    natural = min(max(map(natural_scale, timelines)), LARGEST / (longest or 1))
+    scale = natural if width is None else max(1, width - Drawing.MARGINS) / (longest or 1)
+    pictures = [to_svg(t, round(Drawing.MARGINS + t.finish * scale)) for t in timelines]
+    sizes = [_size(picture) for picture in pictures]
+    whole = max(w for w, _ in sizes), sum(h + GAP for _, h in sizes)
+    lines = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{whole[0]:g}" height="{whole[1]:g}"']
+    lines[0] += f' viewBox="0 0 {whole[0]:g} {whole[1]:g}">'
+    y = 0.0
+    for picture, (_, height) in zip(pictures, sizes, strict=True):
+        lines.append(picture.replace("<svg ", f'<svg y="{y:g}" ', 1))
+        y += height + GAP
+    return "\n".join([*lines, "</svg>"])
+
+
+def _size(picture: str) -> tuple[float, float]:
+    """Width and height as the first line of an SVG of ours gives them."""
+    parts = picture.split('"', 8)
+    return float(parts[3]), float(parts[5])
+
+
 @dataclass(frozen=True)
 class Drawing:
     """The parts of a picture; `names` and `plot` are pictures of their own, one beside the other."""
@@ -119,7 +150,7 @@ class Drawing:
         if self.wanted_width is not None:
             return max(1, self.wanted_width - self.LEFT - self.RIGHT) / finish
         times = [span.end - span.start for span in self.timeline.spans if span.end > span.start]
-        return min(max(900, 28 * finish / median(times or [1])), 6000) / finish
+        return min(max(900, 28 * finish / median(times or [1])), LARGEST) / finish
 
     @property
     def width(self) -> float:

@@ -1,5 +1,7 @@
 """A timeline for terminals: steps at their times, idle time as dots."""
 
+from collections.abc import Sequence
+
 from zbcompile.schedules.ir.actions import Pair, Step
 from zbcompile.schedules.ir.plain_numbers import plain
 from zbcompile.schedules.simulation.timeline import Timeline
@@ -66,3 +68,11 @@ def _label(step: Step, room: int) -> str:
     short = f"{step.first.op}|{step.second.op}" if isinstance(step, Pair) else step.op
     text = next((text for text in (str(step), short) if len(text) <= room), short[:room])
     return text.ljust(room)
+
+
+def compare_text(timelines: Sequence[Timeline], width: int = 100) -> str:
+    """The timelines as text, all in the same number of characters per time."""
+    longest = max(t.finish for t in timelines) or 1
+    label = max(len(f"rank {t.schedule.ranks - 1}") for t in timelines) + 2
+    rows = (format_timeline(t, label + max(1, int((width - label) * t.finish / longest))) for t in timelines)
+    return "\n\n".join(rows)

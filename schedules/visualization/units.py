@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from zbcompile.schedules.simulation.timeline import Timeline
 
@@ -30,14 +31,12 @@ def _unit(largest: float, units: Sequence[tuple[float, str]]) -> tuple[float, st
 
 def _scaled(timeline: Timeline, time: float, size: float, time_unit: str, memory_unit: str) -> Timeline:
     costs, run = timeline.costs, timeline.run
+    units = dict.fromkeys(("activation", "residue", "vocab_state"), size)
+    units |= dict.fromkeys(("optimizer", "forward_exchange", "backward_exchange"), time)
+    values: dict[str, Any] = {name: tuple(v / unit for v in getattr(costs, name)) for name, unit in units.items()}
     scaled = replace(
         costs,
-        activation=tuple(amount / size for amount in costs.activation),
-        residue=tuple(amount / size for amount in costs.residue),
-        vocab_state=tuple(amount / size for amount in costs.vocab_state),
-        optimizer=tuple(seconds / time for seconds in costs.optimizer),
-        forward_exchange=tuple(seconds / time for seconds in costs.forward_exchange),
-        backward_exchange=tuple(seconds / time for seconds in costs.backward_exchange),
+        **values,
         comm=costs.comm / time,
         bandwidth=None if costs.bandwidth is None else costs.bandwidth * time,
         barrier=costs.barrier / time,

@@ -7,10 +7,9 @@ from typing import Any
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.simulation.timeline import Timeline
 from zbcompile.schedules.visualization.chrome_trace import to_chrome_trace
-from zbcompile.schedules.visualization.comparison import compare_svg, compare_text
-from zbcompile.schedules.visualization.html import compare_html, to_html
-from zbcompile.schedules.visualization.svg import to_svg
-from zbcompile.schedules.visualization.text import format_timeline
+from zbcompile.schedules.visualization.figure import compare_html, to_html
+from zbcompile.schedules.visualization.svg import compare_svg, to_svg
+from zbcompile.schedules.visualization.text import compare_text, format_timeline
 
 ENDINGS = (".txt", ".svg", ".html", ".json")
 

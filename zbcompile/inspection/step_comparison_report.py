@@ -9,7 +9,7 @@ from zbcompile.inspection.summary import SCHEMA
 from zbcompile.passes.stage.print_python import format_bytes
 from zbcompile.prediction.step_comparison import PASSES, PassDifference, StepComparison
 from zbcompile.schedules import Timeline, format_timeline
-from zbcompile.schedules.visualization.comparison import compare_text
+from zbcompile.schedules.visualization.text import compare_text
 
 LARGEST_RATIO = 4  # of two steps that are drawn on one axis
 PARTS = ("compute", "communication", "imbalance", "overhead")

@@ -9,8 +9,8 @@ from zbcompile import schedules
 from zbcompile.schedules.ir.kinds import KINDS
 
 TABLE = "ir/kinds.py"
-BEFORE = '        _message("RECV", "F"),\n'
-COMPRESSION = '        Kind("PACK", "compression", after=("B",), time=("vocab_s",), frees=("vocab_state",)),\n'
+BEFORE = '    _message("RECV", "F"),\n'
+COMPRESSION = '    Kind("PACK", "compression", after=("B",), time=("vocab_s",), frees=("vocab_state",)),\n'
 
 COMMON = """
 from dataclasses import replace

@@ -17,7 +17,7 @@ from zbcompile.inspection.graph_html import to_page
 from zbcompile.passes.compile_options import Choices
 from zbcompile.profiling.step_record import read_record
 from zbcompile.schedules import Costs, build, simulate, to_html
-from zbcompile.schedules.visualization.html import compare_html
+from zbcompile.schedules.visualization.figure import compare_html
 from zbcompile.schedules.visualization.units import in_units
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
