@@ -18,7 +18,7 @@ from zbcompile.passes.capture.export import Captured
 from zbcompile.passes.capture.export_errors import operation_failure
 from zbcompile.passes.capture.functional_writes import separate_changing_buffers
 from zbcompile.passes.errors import CaptureError
-from zbcompile.passes.graph.fx import is_random, like, output_values
+from zbcompile.passes.graph.fx import copied, drop_unused_inputs, is_random, like, output_values, with_graph
 from zbcompile.passes.graph.kernel_layouts import kernels_layouts
 from zbcompile.passes.graph.process_groups import name_groups
 from zbcompile.passes.graph.roles import Slot
@@ -29,7 +29,6 @@ from zbcompile.passes.torch_private import (
     AUTOCAST,
     RECOMPUTE,
     FakeTensorMode,
-    LazyGraphModule,
     take_annotations,
 )
 
@@ -55,12 +54,10 @@ class Canonical:
 
 def copy_graph(captured: Captured) -> Captured:
     """Copy the graph, so that the canonicalisations after this one can change it in place."""
-    graph = Graph()
-    output = graph.graph_copy(captured.module.graph, val_map={})
-    graph.output(output)
+    graph = copied(captured.module.graph)
     for node, slot in zip(graph.find_nodes(op="placeholder"), captured.inputs, strict=True):
         node.meta["slot"] = slot
-    return replace(captured, module=LazyGraphModule(captured.module, graph))
+    return replace(captured, module=with_graph(captured.module, graph))
 
 
 def on_graph(change: Callable[[Graph], None]) -> Callable[[Captured], Captured]:
@@ -111,9 +108,7 @@ def merge_tied_placeholders(graph: Graph) -> None:
         keeper = first.setdefault(node.meta["slot"], node)
         if keeper is not node:
             node.replace_all_uses_with(keeper)
-    for node in graph.find_nodes(op="placeholder"):
-        if not node.users:
-            graph.erase_node(node)
+    drop_unused_inputs(graph)
 
 
 def drop_checks(graph: Graph) -> None:
@@ -166,9 +161,7 @@ _NO_OPS: dict[Any, Callable[[Node], bool]] = {
 def drop_dead_code(graph: Graph) -> None:
     """Remove what no output needs; eager draws random numbers even for unused values, so those stay."""
     graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output") or is_random(node))
-    for node in graph.find_nodes(op="placeholder"):
-        if not node.users:
-            graph.erase_node(node)
+    drop_unused_inputs(graph)
 
 
 def _refuse_sparse_gradients(graph: Graph) -> None:

@@ -9,7 +9,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from zbcompile.passes.errors import CaptureError
-from zbcompile.passes.graph.fx import call_like
+from zbcompile.passes.graph.fx import call_like, nodes_behind
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.graph.source_location import source_line
 from zbcompile.passes.graph.storage import is_view
@@ -91,13 +91,8 @@ def _loses_gradients(copy: Node) -> bool:
 
 def _trained(value: Any) -> bool:
     """Whether a value may depend on parameters."""
-    seen, left = set(), [value]
-    while left:
-        node = left.pop()
-        if node not in seen and node.target is not DETACH:
-            seen.add(node)
-            left.extend(node.all_input_nodes)
-    return any(node.op == "placeholder" and node.meta["slot"].kind == "parameter" for node in seen)
+    behind = nodes_behind([value], lambda node: node.target is not DETACH)
+    return any(node.op == "placeholder" and node.meta["slot"].kind == "parameter" for node in behind)
 
 
 def keep_strides_of_writes(graph: Graph) -> None:

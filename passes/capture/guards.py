@@ -11,8 +11,9 @@ from torch.fx import Graph, GraphModule, Node
 
 from zbcompile.passes.capture.questions import Given, Questions
 from zbcompile.passes.errors import CaptureError
-from zbcompile.passes.graph.fx import call_text, node_numbers, output_values
+from zbcompile.passes.graph.fx import call_text, node_numbers, nodes_behind, output_values
 from zbcompile.passes.graph.roles import Slot
+from zbcompile.passes.graph.storage import content_of
 from zbcompile.passes.torch_private import LazyGraphModule, storage_key
 from zbcompile.passes.values.plain_tensors import PlainTensor
 
@@ -36,7 +37,7 @@ class Guards:
         """Equal for questions of the same kind, with the same constants, however they are answered."""
         numbers = node_numbers(self.module.graph)
         calls = [call_text(node, numbers) for node in self.module.graph.nodes]
-        held = [(name, t, hashlib.sha256(bytes_of(t)).hexdigest()) for name, t in self.constants.items()]
+        held = [(name, t, hashlib.sha256(content_of(t)).hexdigest()) for name, t in self.constants.items()]
         values = [f"{name} = {t.dtype} {list(t.shape)} {content}" for name, t, content in held]
         return "; ".join((*map(str, self.inputs), *values, *calls))
 
@@ -69,11 +70,6 @@ def read_answers(tensors: Iterable[torch.Tensor]) -> Answers:
     return tuple(tensor.tolist() for tensor in tensors)
 
 
-def bytes_of(tensor: torch.Tensor) -> bytes:
-    """The elements of a tensor in order, on whatever device."""
-    return bytes(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).tolist())
-
-
 def separate_guards(
     module: GraphModule,
     inputs: Sequence[Slot],
@@ -90,7 +86,8 @@ def separate_guards(
     kept, asked = results[: -len(answers)], results[-len(answers) :]
     slots = dict(zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True))
     graph, copies = Graph(), dict[Node, Node]()
-    for node in _behind(module.graph, asked):
+    needed = nodes_behind(asked)
+    for node in (node for node in module.graph.nodes if node in needed):
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[node] for node in asked))
     taken = tuple(slots[node] for node in copies if node.op == "placeholder")
@@ -103,14 +100,3 @@ def separate_guards(
     if len(held) == len(taken) and storages.isdisjoint(map(storage_key, held.values())):
         return None
     return Guards(LazyGraphModule(module, graph), taken, Given(questions.way, answers), lines, held)
-
-
-def _behind(graph: Graph, results: Iterable[Node]) -> list[Node]:
-    """The nodes that `results` depend on, and these, in order."""
-    needed, queue = set[Node](), list(results)
-    while queue:
-        node = queue.pop()
-        if node not in needed:
-            needed.add(node)
-            queue.extend(node.all_input_nodes)
-    return [node for node in graph.nodes if node in needed]

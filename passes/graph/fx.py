@@ -1,14 +1,14 @@
 """Questions about the nodes of an FX graph that every pass asks."""
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from zbcompile.passes.torch_private import OpOverload, arguments_of
+from zbcompile.passes.torch_private import LazyGraphModule, OpOverload, arguments_of
 
 
 def output_values(graph: Graph) -> list[Any]:
@@ -48,16 +48,39 @@ def _argument(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], na
     return missing
 
 
-def operations_behind(nodes: Iterable[Node]) -> set[Node]:
-    """The operations among `nodes` and all operations that they depend on."""
+def nodes_behind(nodes: Iterable[Node], wanted: Callable[[Node], bool] = lambda node: True) -> set[Node]:
+    """The `wanted` ones among `nodes`, and those that they depend on through wanted ones."""
     found: set[Node] = set()
     queue = list(nodes)
     while queue:
         node = queue.pop()
-        if node.op == "call_function" and node not in found:
+        if node not in found and wanted(node):
             found.add(node)
             queue.extend(node.all_input_nodes)
     return found
+
+
+def operations_behind(nodes: Iterable[Node]) -> set[Node]:
+    """The operations among `nodes` and all operations that they depend on."""
+    return nodes_behind(nodes, lambda node: node.op == "call_function")
+
+
+def copied(graph: Graph, copies: dict[Node, Node] | None = None) -> Graph:
+    """A copy of a graph; `copies` receives what became of each node."""
+    copy = Graph()
+    copy.output(copy.graph_copy(graph, {} if copies is None else copies))
+    return copy
+
+
+def drop_unused_inputs(graph: Graph) -> None:
+    for node in graph.find_nodes(op="placeholder"):
+        if not node.users:
+            graph.erase_node(node)
+
+
+def with_graph(module: GraphModule, graph: Graph) -> GraphModule:
+    """`module` with another graph: the same attributes, under the same name."""
+    return LazyGraphModule(module, graph, class_name=type(module).__name__)
 
 
 class NodeNumber(str):
@@ -103,3 +126,19 @@ def leaf_like(node: Node, trainable: frozenset[str]) -> Any:
         return value
     trained = slot.kind == "parameter" and slot.name in trainable
     return like(value).requires_grad_(trained or (slot.kind == "activation" and node.meta["differentiable"]))
+
+
+def count_uses(node: Node) -> int:
+    """How many reads of a value a gradient flows through."""
+    return sum(_flat(user).count(node) for user in node.users if is_use(user))
+
+
+def is_use(user: Node) -> bool:
+    """Whether a gradient flows back through an operation to what it reads."""
+    return user.op == "call_function" and bool(user.meta.get("differentiable"))
+
+
+def _flat(user: Node) -> list[Node]:
+    read: list[Node] = []
+    map_arg((user.args, user.kwargs), read.append)
+    return read

@@ -9,9 +9,10 @@ from typing import Any
 from torch.fx import Graph, GraphModule, Node
 
 from zbcompile.passes.errors import CaptureError
+from zbcompile.passes.graph.fx import copied, with_graph
 from zbcompile.passes.graph.source_location import source_line
 from zbcompile.passes.graph.storage import tensors_of
-from zbcompile.passes.torch_private import FUNCTIONAL_COLLECTIVES, LazyGraphModule, OpOverload, arguments_of
+from zbcompile.passes.torch_private import FUNCTIONAL_COLLECTIVES, OpOverload, arguments_of
 
 WAIT = "wait_tensor"
 GROUP = "group_name"  # the argument by which functional collectives, and custom operators, take their group
@@ -78,11 +79,10 @@ def with_groups(module: GraphModule, names: Mapping[str, str]) -> GraphModule:
     """The graph with this process's `names` of its groups; `module` itself if it has no groups."""
     if not any(map(_has_group, module.graph.nodes)):
         return module
-    graph = Graph()
-    graph.output(graph.graph_copy(module.graph, {}))
+    graph = copied(module.graph)
     for node in filter(_has_group, graph.nodes):
         _rename(node, names[str(group_of(node))])
-    return LazyGraphModule(module, graph, class_name=type(module).__name__)
+    return with_graph(module, graph)
 
 
 def exchanged_bytes(node: Node) -> int:

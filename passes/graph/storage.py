@@ -14,6 +14,11 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
     return [v for v in (value if isinstance(value, tuple | list) else (value,)) if isinstance(v, torch.Tensor)]
 
 
+def content_of(tensor: torch.Tensor) -> bytes:
+    """The elements of a tensor in order, on whatever device."""
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
 def storage_bytes(values: Iterable[torch.Tensor], without: Set[int] = frozenset()) -> int:
     """Bytes of the distinct storages behind `values`: aliases count once, storages in `without` not at all."""
     storages = {storage_key(v): v.untyped_storage().nbytes() for v in values}

@@ -7,11 +7,10 @@ from torch.fx import Node
 
 from zbcompile.passes.capture.canonical import Canonical
 from zbcompile.passes.graph.flops import count_flops
-from zbcompile.passes.graph.fx import is_getitem, is_random
+from zbcompile.passes.graph.fx import count_uses, is_getitem, is_random
 from zbcompile.passes.graph.process_groups import is_collective, is_under_way
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.graph.storage import is_view, storage_bytes, tensors_of
-from zbcompile.passes.graph.uses import count_uses
 from zbcompile.passes.partition.inside_calls import Inside, inside_calls
 
 

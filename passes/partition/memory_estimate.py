@@ -58,28 +58,21 @@ class DistinctBytes:
 
 
 class Footprint:
-    """The bytes of any span of the line, `(begin, end)` in nodes: what is resident, and what a microbatch keeps."""
+    """The bytes of any span of the line, `(begin, end)` in nodes.
+
+    `resident` are parameters with their gradients and optimizer state, and buffers; `gradients` those of parameters, as
+    they are summed; `kept` is what autograd keeps of one microbatch from its forward on.
+    """
 
     def __init__(self, canonical: Canonical, line: Line, optimizer_state: float) -> None:
         length = len(line.nodes)
         trainable = canonical.captured.trainable
-        self._held = DistinctBytes(
-            ((i, name, _resident(value, name in trainable, optimizer_state)) for i, name, value in _held(line)), length
-        )
-        self._kept = DistinctBytes(_kept(canonical, line), length)
-        self._summed = DistinctBytes(((i, n, _gradient(v)) for i, n, v in _held(line) if n in trainable), length)
-
-    def resident(self, begin: int, end: int) -> float:
-        """Parameters with their gradients and optimizer state, and buffers."""
-        return self._held.within(begin, end)
-
-    def gradients(self, begin: int, end: int) -> int:
-        """The gradients of parameters, as they are summed."""
-        return self._summed.within(begin, end)
-
-    def kept(self, begin: int, end: int) -> int:
-        """What autograd keeps of one microbatch from its forward on."""
-        return self._kept.within(begin, end)
+        held = list(_held(line))
+        resident = ((i, n, _resident(value, n in trainable, optimizer_state)) for i, n, value in held)
+        summed = ((i, n, _gradient(value)) for i, n, value in held if n in trainable)
+        self.resident = DistinctBytes(resident, length).within
+        self.gradients = DistinctBytes(summed, length).within
+        self.kept = DistinctBytes(_kept(canonical, line), length).within
 
 
 class Residency:

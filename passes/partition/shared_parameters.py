@@ -3,12 +3,9 @@
 from collections.abc import Set
 from dataclasses import replace
 
-from torch.fx import Graph, Node
-
 from zbcompile.passes.errors import CompileError
-from zbcompile.passes.graph.uses import count_uses
+from zbcompile.passes.graph.fx import copied, count_uses, with_graph
 from zbcompile.passes.partition.stage_graphs import Stage
-from zbcompile.passes.torch_private import LazyGraphModule
 
 SEPARATE_USES = "separate_uses"  # marks the placeholder of a parameter with one gradient per use
 
@@ -31,14 +28,11 @@ def _marked(stage: Stage, shared: Set[str]) -> Stage:
     }
     if not found:
         return stage
-    graph = Graph()
-    copies: dict[Node, Node] = {}
-    for node in stage.module.graph.nodes:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph = copied(stage.module.graph)
+    for node in graph.find_nodes(op="placeholder"):
         if node.name in found:
-            copies[node].meta[SEPARATE_USES] = True
-    name = type(stage.module).__name__
-    return replace(stage, module=LazyGraphModule(stage.module, graph, class_name=name))
+            node.meta[SEPARATE_USES] = True
+    return replace(stage, module=with_graph(stage.module, graph))
 
 
 def refuse_shared_mutation(stages: tuple[Stage, ...]) -> None:

@@ -15,12 +15,12 @@ from torch.fx import Graph, Node
 from zbcompile.passes.compile_options import Recompute
 from zbcompile.passes.errors import CompileError
 from zbcompile.passes.graph.flops import count_flops
+from zbcompile.passes.graph.fx import with_graph
 from zbcompile.passes.graph.storage import is_view
 from zbcompile.passes.recompute.budget import Saving, Values, fit, smallest
-from zbcompile.passes.recompute.candidates import Forward, has_hints, list_values
-from zbcompile.passes.recompute.rematerialize import remake
+from zbcompile.passes.recompute.candidates import Forward, has_hints, list_values, remake
 from zbcompile.passes.split.joint_graph import Joint, Recomputed
-from zbcompile.passes.torch_private import FakeTensorMode, LazyGraphModule
+from zbcompile.passes.torch_private import FakeTensorMode
 
 
 def recompute(joint: Joint, policy: Recompute = "hints") -> Joint:
@@ -94,10 +94,9 @@ class _Rewriter:
                 self.first[node] = self.graph.node_copy(node, read)
         outputs = tuple((slot, self._output(node, slot in joint.stage.outputs)) for slot, node in joint.outputs)
         self.graph.output([node for _, node in outputs])
-        module = LazyGraphModule(joint.module, self.graph, class_name=type(joint.module).__name__)
         inputs = tuple((slot, self.first[node]) for slot, node in joint.inputs)
         again = [node for node in self.late if node in self.forward.made]
-        return replace(joint, module=module, inputs=inputs, outputs=outputs), again
+        return replace(joint, module=with_graph(joint.module, self.graph), inputs=inputs, outputs=outputs), again
 
     def _output(self, node: Node, of_forward: bool) -> Node:
         if of_forward:

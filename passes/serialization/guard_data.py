@@ -5,10 +5,11 @@ from typing import Any
 
 import torch
 
-from zbcompile.passes.capture.guards import Guards, bytes_of
+from zbcompile.passes.capture.guards import Guards
 from zbcompile.passes.capture.questions import Given
 from zbcompile.passes.capture.tracing_flags import EAGERS_WAY
 from zbcompile.passes.graph.roles import Slot
+from zbcompile.passes.graph.storage import content_of
 from zbcompile.passes.serialization.arguments import argument_from_data, argument_to_data
 from zbcompile.passes.serialization.graph_modules import Reading, piece_from_data, piece_to_data
 from zbcompile.passes.split.subgraphs import Piece
@@ -45,7 +46,7 @@ def guards_from_data(data: Data | None, device: torch.device, operators: Collect
 
 
 def _tensor_to_data(tensor: torch.Tensor) -> list[Any]:
-    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), bytes_of(tensor).hex()]
+    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), content_of(tensor).hex()]
 
 
 def _tensor_from_data(data: list[Any], device: torch.device) -> torch.Tensor:

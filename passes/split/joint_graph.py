@@ -16,12 +16,11 @@ from torch.fx.traceback import preserve_node_meta
 
 from zbcompile.passes.capture.functional_writes import GRADIENT_LAYOUT
 from zbcompile.passes.errors import CaptureError
-from zbcompile.passes.graph.fx import leaf_like, like, output_values
+from zbcompile.passes.graph.fx import is_use, leaf_like, like, output_values
 from zbcompile.passes.graph.kernel_layouts import kernels_layouts
 from zbcompile.passes.graph.process_groups import rename_groups
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.graph.strides import boundary_like
-from zbcompile.passes.graph.uses import is_use
 from zbcompile.passes.partition.shared_parameters import SEPARATE_USES
 from zbcompile.passes.partition.stage_graphs import Stage
 from zbcompile.passes.split.backward_locations import MarkingInterpreter, described_backward
@@ -247,3 +246,12 @@ def tangents_of(stage: Stage, gradients: Mapping[str, torch.Tensor] | None) -> d
     results = zip(stage.outputs, output_values(stage.module.graph), strict=True)
     (loss,) = (node for slot, node in results if slot.kind == "loss")
     return {"loss": loss.meta["val"]}
+
+
+def reached_by_gradients(joint: Joint) -> set[Node]:
+    """The tangents, and every operation that depends on one."""
+    reached = {node for slot, node in joint.inputs if slot.kind == "tangent"}
+    for node in joint.module.graph.nodes:
+        if node.op == "call_function" and not reached.isdisjoint(node.all_input_nodes):
+            reached.add(node)
+    return reached

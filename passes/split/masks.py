@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from zbcompile.passes.graph.storage import is_view
-from zbcompile.passes.split.joint_graph import Joint
+from zbcompile.passes.split.joint_graph import Joint, reached_by_gradients
 from zbcompile.passes.split.weight_cut import is_cheap
 from zbcompile.passes.torch_private import TO_COPY
 
@@ -22,7 +22,7 @@ _UNINITIALISED = (aten.empty.memory_format, aten.empty_like.default, aten.new_em
 def keep_masks_as_booleans(joint: Joint) -> dict[Node, Node]:
     """Rewrite the graph of `joint`; returns what stands for each mask now."""
     graph = joint.module.graph
-    backward = _backward(joint)
+    backward = reached_by_gradients(joint)
     cast: dict[Node, Node] = {}
     for mask in graph.find_nodes(op="call_function", target=aten.bernoulli.p):
         memory = _memory(mask)
@@ -32,15 +32,6 @@ def keep_masks_as_booleans(joint: Joint) -> dict[Node, Node]:
             cast[mask] = _draw_as_booleans(graph, mask, memory)
             _remake(graph, mask, made - {mask} | {cast[mask]}, readers)
     return cast
-
-
-def _backward(joint: Joint) -> set[Node]:
-    """Everything that an incoming gradient reaches."""
-    reached = {node for slot, node in joint.inputs if slot.kind == "tangent"}
-    for node in joint.module.graph.nodes:
-        if node.op == "call_function" and not reached.isdisjoint(node.all_input_nodes):
-            reached.add(node)
-    return reached
 
 
 def _memory(mask: Node) -> list[Node]:

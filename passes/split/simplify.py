@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from zbcompile.passes.graph.fx import copied, with_graph
 from zbcompile.passes.graph.storage import is_view
 from zbcompile.passes.split.joint_graph import Joint
 from zbcompile.passes.split.masks import keep_masks_as_booleans
-from zbcompile.passes.torch_private import LazyGraphModule
 
 aten = torch.ops.aten
 
@@ -28,10 +28,8 @@ def simplify(joint: Joint) -> Joint:
 
 def copy_joint(joint: Joint) -> Joint:
     """A copy of the joint graph that a pass may change."""
-    graph = Graph()
     copies: dict[Node, Node] = {}
-    graph.output(graph.graph_copy(joint.module.graph, copies))
-    module = LazyGraphModule(joint.module, graph, class_name=type(joint.module).__name__)
+    module = with_graph(joint.module, copied(joint.module.graph, copies))
     return replace_nodes(replace(joint, module=module), copies)
 
 

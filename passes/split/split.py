@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from zbcompile.passes.graph.fx import is_getitem, is_random, operations_behind
+from zbcompile.passes.graph.fx import is_getitem, is_random, nodes_behind, operations_behind
 from zbcompile.passes.graph.process_groups import is_collective
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.graph.storage import storages_read
@@ -117,15 +117,9 @@ def apply(plain: Assignment, moved: WeightCut) -> Assignment:
 def _repeated(joint: Joint, own: Set[Node], again: Set[Node]) -> set[Node]:
     """The nodes that W repeats: those that `own` needs of the operations in `again` and the views of their results."""
     made = {key for node in again for key in keys_of(node) - storages_read(node).keys()}
-    found: set[Node] = set()
-    queue = [argument for node in own for argument in node.all_input_nodes]
-    queue += [node for slot, node in joint.outputs if slot.kind == "gradient"]
-    while queue:
-        node = queue.pop()
-        if node.op == "call_function" and node not in found and node not in own and keys_of(node) & made:
-            found.add(node)
-            queue.extend(node.all_input_nodes)
-    return found
+    read = [argument for node in own for argument in node.all_input_nodes]
+    read += [node for slot, node in joint.outputs if slot.kind == "gradient"]
+    return nodes_behind(read, lambda n: n.op == "call_function" and n not in own and not made.isdisjoint(keys_of(n)))
 
 
 def needed_nodes(joint: Joint, wanted: Callable[[Slot], bool]) -> set[Node]:

@@ -11,12 +11,12 @@ from dataclasses import replace
 import torch
 from torch.fx import Graph, Node
 
-from zbcompile.passes.graph.fx import like, output_values
+from zbcompile.passes.graph.fx import copied, like, output_values, with_graph
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.graph.storage import tensors_of
 from zbcompile.passes.split.subgraphs import Piece
 from zbcompile.passes.stage.fused_accumulation import Adder, Place
-from zbcompile.passes.torch_private import FakeTensorMode, LazyGraphModule, is_in_place, storage_key
+from zbcompile.passes.torch_private import FakeTensorMode, is_in_place, storage_key
 
 aten = torch.ops.aten
 
@@ -60,12 +60,8 @@ def own_gradients(piece: Piece) -> Piece:
 
 
 def _copy(piece: Piece) -> tuple[Graph, list[tuple[Slot, Node]]]:
-    graph = Graph()
-    values: dict[Node, Node] = {}
-    result = graph.graph_copy(piece.module.graph, values)
-    graph.output(result)
-    nodes = [values[n] for n in output_values(piece.module.graph)]
-    return graph, list(zip(piece.outputs, nodes, strict=True))
+    graph = copied(piece.module.graph)
+    return graph, list(zip(piece.outputs, output_values(graph), strict=True))
 
 
 def _rebuild(piece: Piece, graph: Graph, inputs: tuple[Slot, ...], outputs: list[tuple[Slot, Node]]) -> Piece:
@@ -73,7 +69,7 @@ def _rebuild(piece: Piece, graph: Graph, inputs: tuple[Slot, ...], outputs: list
     for node in reversed(list(graph.nodes)):
         if not node.users and (node.op == "get_attr" or (node.op == "call_function" and not is_in_place(node.target))):
             graph.erase_node(node)
-    module = LazyGraphModule(piece.module, graph, class_name=type(piece.module).__name__)
+    module = with_graph(piece.module, graph)
     return replace(piece, module=module, inputs=inputs, outputs=tuple(slot for slot, _ in outputs))
 
 

@@ -15,6 +15,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from zbcompile.passes.graph.fx import NodeNumber, call_text, like, node_numbers, output_values
+from zbcompile.passes.graph.storage import content_of
 from zbcompile.passes.torch_private import FakeTensorMode
 
 
@@ -93,5 +94,4 @@ def _held_text(value: Any) -> str:
     """A text of an attribute by its content: the same branch has another name in another stage."""
     if isinstance(value, GraphModule):
         return f"({text_of(value)})"
-    data = value.detach().contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes()
-    return f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(data).hexdigest()}"
+    return f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(content_of(value)).hexdigest()}"

@@ -14,12 +14,12 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from zbcompile.passes.graph.fx import is_random, output_values
+from zbcompile.passes.graph.fx import copied, is_random, output_values, with_graph
 from zbcompile.passes.graph.process_groups import group_of, is_under_way
 from zbcompile.passes.graph.roles import Slot
-from zbcompile.passes.graph.storage import tensors_of
+from zbcompile.passes.graph.storage import content_of, tensors_of
 from zbcompile.passes.split.subgraphs import Piece
-from zbcompile.passes.torch_private import FakeTensorMode, LazyGraphModule
+from zbcompile.passes.torch_private import FakeTensorMode
 
 LEAVE_EQUAL = ("all_reduce", "all_gather", "broadcast")  # collectives after which all ranks have the same
 UNKNOWN = -1  # a place, before a process has bound the graph
@@ -126,7 +126,7 @@ class Shares:
 
 
 def _text_of(tensor: torch.Tensor) -> str:
-    return _hashed(tensor.dtype, tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return _hashed(tensor.dtype, content_of(tensor))
 
 
 def _hashed(*values: object) -> str:
@@ -145,7 +145,7 @@ def with_draws_apart(forward: Piece, dimensions: Sequence[Sequence[str]]) -> Pie
         for state in reversed(begun):
             graph.call_function(END, (state, state.args[-1])).meta = {"val": None, "pass": "draws"}
     graph.output([copies[node] for node in output_values(forward.module.graph)])
-    return _with_graph(forward, graph)
+    return replace(forward, module=with_graph(forward.module, graph))
 
 
 def _begun(graph: Graph, dimension: str, device: torch.device) -> Node:
@@ -164,12 +164,7 @@ def with_places(piece: Piece, places: Mapping[str, int]) -> Piece:
     """The piece for a rank at these places, by dimension of the mesh."""
     if not is_apart(piece):
         return piece
-    graph = Graph()
-    graph.output(graph.graph_copy(piece.module.graph, {}))
+    graph = copied(piece.module.graph)
     for node in (node for node in graph.nodes if node.target is BEGIN):
         node.update_arg(1, places[str(node.args[0])])
-    return _with_graph(piece, graph)
-
-
-def _with_graph(piece: Piece, graph: Graph) -> Piece:
-    return replace(piece, module=LazyGraphModule(piece.module, graph, class_name=type(piece.module).__name__))
+    return replace(piece, module=with_graph(piece.module, graph))

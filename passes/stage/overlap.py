@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
 
-from zbcompile.passes.graph.fx import operations_behind, output_values
+from zbcompile.passes.graph.fx import operations_behind, output_values, with_graph
 from zbcompile.passes.graph.process_groups import is_collective, is_wait
 from zbcompile.passes.graph.storage import bytes_moved
 from zbcompile.passes.split.subgraphs import Piece
@@ -74,8 +74,7 @@ def hide_exchanges(piece: Piece) -> Piece:
     for node in [*(node for node in graph.nodes if node.op in ("placeholder", "get_attr")), *order]:
         copies[node] = made.node_copy(node, copies.__getitem__)
     made.output([copies[node] for node in output_values(graph)])
-    module = LazyGraphModule(piece.module, made, class_name=type(piece.module).__name__)
-    return replace(piece, module=module)
+    return replace(piece, module=with_graph(piece.module, made))
 
 
 def _fill_waits(urgent: Sequence[Node], others: Sequence[Node]) -> list[Node]:

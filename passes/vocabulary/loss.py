@@ -19,7 +19,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from zbcompile.passes.capture.canonical import Canonical
-from zbcompile.passes.graph.fx import argument_of
+from zbcompile.passes.graph.fx import argument_of, nodes_behind
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.graph.source_location import source_line
 from zbcompile.passes.vocabulary.logits import Exit, NotShardable
@@ -209,17 +209,8 @@ def _require_data_only(node: Node) -> None:
 
 def data_of(node: Node, known: Set[Node] = frozenset()) -> set[Slot]:
     """The slots of all that `node` is computed from, but for what is `known`."""
-    found: set[Slot] = set()
-    queue, seen = [node], {node}
-    while queue:
-        current = queue.pop()
-        if current.op == "placeholder":
-            found.add(current.meta["slot"])
-        for argument in current.all_input_nodes if current not in known else ():
-            if argument not in seen:
-                seen.add(argument)
-                queue.append(argument)
-    return found
+    behind = nodes_behind([node], lambda each: each not in known)
+    return {each.meta["slot"] for each in behind if each.op == "placeholder"}
 
 
 def evaluate(node: Node, values: Values, known: dict[Node, Any]) -> Any:

@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 from zbcompile.passes.capture.canonical import Canonical
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.graph.flops import count_flops
-from zbcompile.passes.graph.fx import like
+from zbcompile.passes.graph.fx import drop_unused_inputs, like, output_values
 from zbcompile.passes.graph.roles import Slot, TensorSpec
 from zbcompile.passes.split.subgraphs import Piece
 from zbcompile.passes.stage.accumulate import accumulate_in_place
@@ -303,20 +303,14 @@ class _Tracer:
 
 def _piece(title: str, name: str, module: GraphModule, slots: Sequence[Slot], outputs: Sequence[Slot]) -> Piece:
     """Name the placeholders, and drop those that nothing reads."""
-    used = []
     for node, slot in zip(module.graph.find_nodes(op="placeholder"), slots, strict=True):
         node.meta |= {"slot": slot, "pass": "vocabulary"}
-        if node.users:
-            used.append(slot)
     module.graph.eliminate_dead_code()
-    for node in module.graph.find_nodes(op="placeholder"):
-        if not node.users:
-            module.graph.erase_node(node)
+    drop_unused_inputs(module.graph)
     kept = tuple(node.meta["slot"] for node in module.graph.find_nodes(op="placeholder"))
     return Piece(name, LazyGraphModule(module, module.graph, class_name=title), kept, tuple(outputs))
 
 
 def _results(piece: Piece) -> list[tuple[Slot, Any]]:
-    (values,) = piece.module.graph.output_node().args
-    nodes: Any = values
-    return [(slot, node.meta["val"]) for slot, node in zip(piece.outputs, nodes, strict=True)]
+    results = zip(piece.outputs, output_values(piece.module.graph), strict=True)
+    return [(slot, node.meta["val"]) for slot, node in results]

@@ -9,9 +9,9 @@ import torch
 from torch.fx import Graph, Node
 
 from zbcompile.passes.capture.canonical import Canonical, drop_dead_code, infer_values
-from zbcompile.passes.graph.fx import like
+from zbcompile.passes.graph.fx import copied, like, with_graph
 from zbcompile.passes.graph.roles import Slot
-from zbcompile.passes.torch_private import FakeTensorMode, LazyGraphModule, make_fx, source_of
+from zbcompile.passes.torch_private import FakeTensorMode, make_fx, source_of
 from zbcompile.passes.vocabulary.embedding import VocabularyLookup
 from zbcompile.passes.vocabulary.output_layer import VocabularyHead
 
@@ -21,8 +21,8 @@ def cut_off(canonical: Canonical, head: VocabularyHead, lookup: VocabularyLookup
 
     With `lookup` it begins with another one, of that node's name: the rows that are looked up.
     """
-    graph, copies = Graph(), dict[Node, Node]()
-    graph.output(graph.graph_copy(canonical.graph, copies))
+    copies: dict[Node, Node] = {}
+    graph = copied(canonical.graph, copies)
     if lookup is not None:
         copies[lookup.node] = _receive(graph, lookup.node.name, copies[lookup.node])
     with graph.inserting_before(graph.output_node()):
@@ -37,7 +37,7 @@ def cut_off(canonical: Canonical, head: VocabularyHead, lookup: VocabularyLookup
         inputs=tuple(node.meta["slot"] for node in graph.find_nodes(op="placeholder")),
         outputs=tuple(slot for slot, _ in ends),
     )
-    module, mode = LazyGraphModule(canonical.module, graph), FakeTensorMode(allow_non_fake_inputs=True)
+    module, mode = with_graph(canonical.module, graph), FakeTensorMode(allow_non_fake_inputs=True)
     infer_values(module, captured, mode)
     return Canonical(captured, module, mode)
 
