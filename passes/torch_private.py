@@ -192,8 +192,7 @@ class _DirectCodeGen(_BoxedCodeGen):
 
 
 def boxed(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """A copy of `module` that takes one list, which it empties: each input can be freed at its last use. The module
-    itself is shared, printed and hashed."""
+    """A copy of `module`, which is shared, that takes one list and empties it: each input is freed at its last use."""
     graph = torch.fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     graph.set_codegen(_DirectCodeGen())

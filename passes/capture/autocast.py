@@ -31,8 +31,7 @@ def _number(module: GraphModule, around: int | None, numbers: Iterator[int]) -> 
 
 
 def autocast_key(node: Node) -> Hashable | None:
-    """A key shared by casts that eager's autocast makes only once; None for anything else, also the model's own
-    casts."""
+    """A key shared by casts that eager's autocast makes only once; None for anything else, also casts of the model."""
     region = node.meta.get("autocast")
     if region is None or str(node.target) != "aten._to_copy.default":
         return None

@@ -81,8 +81,7 @@ def with_named_groups(captured: Captured) -> Captured:
 
 
 def with_values(captured: Captured) -> Canonical:
-    """The canonical graph. Raises CaptureError for an operation whose result cannot be inferred beforehand, and for an
-    embedding with sparse gradients."""
+    """The canonical graph. Raises CaptureError for sparse gradients, and results that cannot be inferred beforehand."""
     captured.module.recompile()
     _refuse_sparse_gradients(captured.module.graph)
     mode = FakeTensorMode(allow_non_fake_inputs=True)

@@ -70,8 +70,7 @@ def _set_item(known: _Known, tensor: Tensor, index: Any, value: Any) -> Any:
 
 
 def _without_masks(known: _Known, tensor: Tensor, index: Any) -> tuple[Any, ...] | None:
-    """An index with the places of its true elements for every mask, to which eager turns it too; None if it has no
-    masks, or one that does not fit."""
+    """What eager makes of an index with masks, which has their places; None without masks, or if one does not fit."""
     indices = index if isinstance(index, tuple) else (index,)
     if not any(map(_is_mask, indices)) or not _fit(tensor, indices):
         return None

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.fx import GraphModule
 
@@ -37,6 +38,7 @@ from zbcompile.passes.values.open_numbers import computes_with_them
 from zbcompile.passes.values.plain_tensors import PlainTensor, plain_tensors
 
 Example = tuple[tuple[Any, ...], dict[str, Any], Any]  # (args, kwargs, target) of one microbatch
+Traced = TrainingStep | Inference
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,7 @@ def _judged(watch: Watch) -> Iterator[None]:
     raise_first(watch.problems)
 
 
-def _export(wrapper: "TrainingStep | Inference", watch: Watch, batch: Example) -> Captured:
+def _export(wrapper: Traced, watch: Watch, batch: Example) -> Captured:
     # Copies: torch.export silently merges inputs that are the same object.
     example = pytree.tree_map_only(torch.Tensor, copy_with_strides, batch)
     watch.questions.example = pytree.tree_leaves(example)
@@ -162,7 +164,7 @@ def _check_answers(guards: Guards | None, questions: Questions, example: Any) ->
         raise CaptureError(f"forward asks about values in a way that a graph cannot repeat: {wrong}.")
 
 
-def _exported(wrapper: "TrainingStep | Inference", watch: Watch, example: Any) -> torch.export.ExportedProgram:
+def _exported(wrapper: Traced, watch: Watch, example: Any) -> ExportedProgram:
     with eagers_kernels(), kernels_layouts(), _diagnosed(wrapper.model, watch):
         program = _exported_on_eagers_path(wrapper, watch, example)
         number_autocast_regions(program.graph_module, _device_of(example).type)
@@ -187,9 +189,7 @@ def _diagnosed(model: nn.Module, watch: Watch) -> Iterator[None]:
         raise CaptureError(export_failure(model, error, watch.shape_from_data)) from error
 
 
-def _exported_on_eagers_path(
-    wrapper: "TrainingStep | Inference", watch: Watch, example: Any
-) -> torch.export.ExportedProgram:
+def _exported_on_eagers_path(wrapper: Traced, watch: Watch, example: Any) -> ExportedProgram:
     """Export as in eager mode; in another way only if the model cannot be captured otherwise."""
     asked: dict[str, str] = {}
     given = watch.questions.given
@@ -221,7 +221,7 @@ def _exported_on_eagers_path(
     return program
 
 
-def _export_once(wrapper: "TrainingStep | Inference", watch: Watch, example: Any) -> torch.export.ExportedProgram:
+def _export_once(wrapper: Traced, watch: Watch, example: Any) -> ExportedProgram:
     regions = regions_of(wrapper.model, *example[:2])
     with watch.functions(wrapper, regions), numbered_checkpoints(), whole_regions(), _without_torchs_warnings():
         return torch.export.export(wrapper, example, strict=False)
@@ -261,9 +261,7 @@ def _keep_source_lines(module: GraphModule) -> None:
             child.forward = torch.fx.Interpreter(child).run  # type: ignore[method-assign]
 
 
-def _with_roles(
-    program: torch.export.ExportedProgram, model: nn.Module, example: Any, questions: Questions
-) -> Captured:
+def _with_roles(program: ExportedProgram, model: nn.Module, example: Any, questions: Questions) -> Captured:
     names = first_names(model)
     inputs, constants = _input_slots(program, names, example), _constants(program)
     plain = tuple(plain_tensors(model, constants))
@@ -283,7 +281,7 @@ def _with_roles(
     )
 
 
-def _constants(program: torch.export.ExportedProgram) -> dict[str, torch.Tensor]:
+def _constants(program: ExportedProgram) -> dict[str, torch.Tensor]:
     """Lifted tensors and the buffers of a loss module, which belong to no module of the model."""
     found = {}
     for spec in program.graph_signature.input_specs:
@@ -309,15 +307,14 @@ def first_names(model: nn.Module) -> dict[str, str]:
 
 
 def flatten_inputs(example: Any) -> tuple[tuple[str, ...], tuple[Any, ...], Any]:
-    """The path of every leaf of `(args, kwargs, target)` (args[0], kwargs['mask'], target), the leaves, and their tree
-    structure."""
+    """The paths of the leaves of `(args, kwargs, target)`, such as args[0], the leaves, and their tree structure."""
     pairs, structure = pytree.tree_flatten_with_path(example)
     top = ("args", "kwargs", "target")
     paths = tuple(top[path[0].idx] + pytree.keystr(path[1:]) for path, _ in pairs)  # type: ignore[attr-defined]
     return paths, tuple(leaf for _, leaf in pairs), structure
 
 
-def _input_slots(program: torch.export.ExportedProgram, names: Mapping[str, str], example: Any) -> tuple[Slot, ...]:
+def _input_slots(program: ExportedProgram, names: Mapping[str, str], example: Any) -> tuple[Slot, ...]:
     paths = iter(flatten_inputs(example)[0])
     return tuple(_input_slot(spec, names, paths) for spec in program.graph_signature.input_specs)
 
@@ -333,9 +330,7 @@ def _input_slot(spec: Any, names: Mapping[str, str], paths: Iterator[str]) -> Sl
     raise CaptureError(f"the graph has an input of kind {spec.kind.name} ({spec.target}), which no stage can own.")
 
 
-def _output_slots(
-    program: torch.export.ExportedProgram, names: Mapping[str, str]
-) -> tuple[tuple[Slot, ...], dict[str, Any]]:
+def _output_slots(program: ExportedProgram, names: Mapping[str, str]) -> tuple[tuple[Slot, ...], dict[str, Any]]:
     slots: list[Slot] = []
     constant_leaves: dict[str, Any] = {}
     for spec in program.graph_signature.output_specs:

@@ -58,9 +58,8 @@ def _detach_what_is_written(region: GraphModule) -> None:
         for source in node.all_input_nodes:
             if source not in written and isinstance(source.meta.get("val"), Tensor):
                 with region.graph.inserting_before(node):
-                    node.replace_input_with(
-                        source, call_like(region.graph, source, DETACH, (source,), source.meta["val"])
-                    )
+                    detached = call_like(region.graph, source, DETACH, (source,), source.meta["val"])
+                    node.replace_input_with(source, detached)
     region.recompile()
 
 
@@ -172,8 +171,7 @@ class _AsEager(Interpreter):
 
 
 def _needed(graph: Graph) -> set[Node]:
-    """What results and writes depend on, and where a vmap begins and ends. A number that is only asserted, or logged,
-    has no value yet."""
+    """What results and writes depend on, and the ends of a vmap. A number that is only logged has no value yet."""
     needed: set[Node] = set()
     for node in reversed(graph.nodes):
         writes = is_in_place(node.target) or isinstance(node.target, HigherOrderOperator)

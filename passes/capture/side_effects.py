@@ -53,8 +53,7 @@ class Watch:
 
     @contextlib.contextmanager
     def functions(self, model: nn.Module, regions: Regions) -> Iterator[None]:
-        """Around an export of `model`: make every call of an autograd.Function an operator, and of the modules in
-        `regions`."""
+        """Around an export of `model`: calls of autograd.Functions, and of modules in `regions`, become operators."""
         modules = modules_as_operators(regions, emit_into(self.calls))
         with calls_as_operators(self.calls, model, _is_torchs), modules, _inference_as_no_grad():
             yield

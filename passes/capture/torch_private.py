@@ -280,8 +280,7 @@ def release_caches() -> None:
 
 
 def release_shapes(graph: Graph) -> None:
-    """Empty what the ShapeEnv of a finished graph keeps: through it, it reaches itself by sizes that gc does not see,
-    and would never be freed (2.11-2.15)."""
+    """Empty what a finished graph's ShapeEnv keeps: it reaches itself by sizes that gc does not see (2.11-2.15)."""
     for node in graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, FakeTensor) and (shapes := value.fake_mode.shape_env) is not None:

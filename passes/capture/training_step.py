@@ -87,8 +87,7 @@ def detached(output: Any) -> Any:
 
 
 class Inference(nn.Module):
-    """The model alone, returning whatever it returns or what `read` makes of that, and beside it the tensors that
-    forward asked about."""
+    """The model alone, or what `read` makes of its output, and beside it the tensors that forward asked about."""
 
     def __init__(self, model: nn.Module, read: Read | None, watch: Watch) -> None:
         super().__init__()

@@ -36,8 +36,7 @@ def draws(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> boo
 
 
 def argument_of(node: Node, name: str, missing: Any) -> Any:
-    """The value of the named argument of an operator call, or its default; `missing` if the operator has no argument of
-    that name."""
+    """The value of an argument of an operator call, or its default; `missing` if the operator has none of that name."""
     return _argument(node.target, node.args, node.kwargs, name, missing)
 
 

@@ -29,8 +29,7 @@ def is_wait(node: Node) -> bool:
 
 
 def is_under_way(node: Node) -> bool:
-    """Whether a node's result comes from a collective that has been issued but not yet waited for. A custom operator
-    does its own waiting."""
+    """Whether nothing has waited yet for the collective that a node issues. A custom operator does its own waiting."""
     return _is_functional(node) and not is_wait(node)
 
 

@@ -103,10 +103,8 @@ class Hardware:
         """The profile called `name`, or the one in a .toml file. Raises CompileError."""
         if name.endswith(".toml"):
             return cls.read(Path(name))
-        if name not in hardware_names():
-            raise CompileError(
-                f"no profile is called {name!r}; expected {', '.join(hardware_names())}, or a FILE.toml."
-            )
+        if name not in (known := hardware_names()):
+            raise CompileError(f"no profile is called {name!r}; expected {', '.join(known)}, or a FILE.toml.")
         return _named(name)
 
     @classmethod
@@ -121,8 +119,7 @@ class Hardware:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Hardware":
-        """As `to_dict` gives it. Raises CompileError for a name that is unknown or missing, or a figure that cannot
-        be."""
+        """As `to_dict` gives it. Raises CompileError for an unknown or missing name, or a figure that cannot be."""
         unknown, missing = sorted(data.keys() - FIGURES), sorted({"name", "peak", "bandwidth"} - data.keys())
         if unknown or missing:
             what = [f"unknown {', '.join(map(str, unknown))}"] * bool(unknown)

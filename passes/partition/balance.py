@@ -210,8 +210,7 @@ class _Vee:
         return self._worth_keeping(found)
 
     def _ends(self, rank: int, left: tuple[int, int], b: int, first: int) -> range:
-        """The edges at which the right chunk of `rank`, which ends at `b`, may begin: the first one, and more if
-        needed."""
+        """Where the right chunk of `rank`, which ends at `b`, may begin: the first edge possible, more if needed."""
         load = self.at[left[1]] - self.at[left[0]]
         room = min(self.limit - load, self.chunk)
         begin = max(first, bisect_left(self.at, self.at[b] - room, hi=b))

@@ -102,8 +102,7 @@ def _inside_an_update(canonical: Canonical, nodes: list[Node]) -> set[int]:
 
 
 def _last_work(nodes: list[Node]) -> int:
-    """The last position that reads or makes more than single numbers: the scalar arithmetic of the loss behind it does
-    not deserve a stage."""
+    """The last position that handles more than single numbers: a loss's scalar arithmetic does not deserve a stage."""
     return max((i for i, node in enumerate(nodes) if _largest(node) > 1), default=0)
 
 
@@ -123,8 +122,7 @@ def _may_cut(node: Node, crossing: tuple[Node, ...]) -> bool:
 
 
 def held_behind(node: Node, on_line: frozenset[Node]) -> list[Node]:
-    """The placeholders of parameters and buffers that a node reads, directly or through values that its stage
-    recomputes for itself."""
+    """The parameters and buffers that a node reads, directly or through what its stage recomputes for itself."""
     found, queue, seen = [], [node], {node}
     while queue:
         for argument in queue.pop().all_input_nodes:

@@ -118,8 +118,7 @@ class _Search:
         return [0, *edges, len(self.line.nodes)]
 
     def thinnest(self, edges: list[int], limit: float) -> list[int]:
-        """The edges of the smallest boundary width that still admits cuts within `limit`; any larger width admits them
-        too."""
+        """The edges of the smallest boundary width that admits cuts within `limit`, as any larger width does."""
         widths = sorted({self.width[edge] for edge in edges})
 
         def admits(width: int) -> bool:
@@ -131,8 +130,7 @@ class _Search:
         return [edge for edge in edges if self.width[edge] <= width]
 
     def alike(self, edges: list[int], limit: float) -> list[int]:
-        """The best cuts at `edges`, or cuts at the same place of repeated layers if nearly as good and within
-        `limit`."""
+        """The best cuts at `edges`, or at the same place of repeated layers if nearly as good and within `limit`."""
         best = best_cuts(self.row, self.framed(edges))
         assert best is not None, "edges that admit cuts have best cuts"
         groups: dict[str, list[int]] = defaultdict(list)

@@ -72,8 +72,7 @@ _RETURNS = {"input_gradient": ("B", "BW"), "gradient": ("W", "BW"), "virtual_gra
 
 
 def share_views(assignment: Assignment) -> Assignment:
-    """If W reads several views of one storage, keep their base and let W take the views, so that one value per storage
-    waits."""
+    """If W reads several views of one storage, let their base wait, one value per storage, and W take the views."""
     arriving: dict[int, list[Node]] = {}
     for node in assignment.arriving("W"):
         for tensor in tensors_of(node.meta.get("val")):

@@ -51,7 +51,7 @@ def is_cheap(node: Node) -> bool:
 
 def cut_weight(plain: Assignment, recompute: bool) -> WeightCut:
     """The cheapest sides, given F's nodes, what B must compute and what is left for W."""
-    network = _WeightNetwork(plain.joint, plain.nodes["F"], plain.nodes["B"], plain.nodes["W"], recompute)
+    network = _WeightNetwork(plain, recompute)
     in_w = network.solve()
     return WeightCut(frozenset(network.movable - in_w), frozenset(network.repeatable & in_w))
 
@@ -63,9 +63,8 @@ class _WeightNetwork:
     its tail is in W and its head is not.
     """
 
-    def __init__(
-        self, joint: Joint, forward: Set[Node], backward: Set[Node], weight: Set[Node], recompute: bool
-    ) -> None:
+    def __init__(self, plain: Assignment, recompute: bool) -> None:
+        joint, forward, backward, weight = plain.joint, *(plain.nodes[name] for name in "FBW")
         self.storages: Storages = find_storages(joint)
         self.forward = forward
         self.waiting_anyway = _read_outside_w(joint, backward)

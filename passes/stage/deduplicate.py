@@ -188,9 +188,8 @@ def _renamed_piece(piece: Piece, to: Renaming) -> Piece:
     for node in piece.module.graph.nodes:
         copies[node] = _copied(graph, node, copies, to)
     module = LazyGraphModule(piece.module, graph, class_name=f"{piece.name}{to.stage}")
-    return replace(
-        piece, module=module, inputs=tuple(map(to.slot, piece.inputs)), outputs=tuple(map(to.slot, piece.outputs))
-    )
+    inputs, outputs = (tuple(map(to.slot, slots)) for slots in (piece.inputs, piece.outputs))
+    return replace(piece, module=module, inputs=inputs, outputs=outputs)
 
 
 def _copied(graph: Graph, node: Node, copies: Mapping[Node, Node], to: Renaming) -> Node:

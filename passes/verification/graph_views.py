@@ -69,9 +69,8 @@ def graphs_of(made: Any) -> Iterator[GraphView]:
         yield GraphView("joint", title, made.module, inputs, _outputs_of(made))
     elif isinstance(made, Merged):
         inputs = (*made.first.inputs, *(Slot("input", name) for name in ("take", "give")))
-        yield GraphView(
-            "pair", f"the pair of {made.first.name} and {made.second.name}", made.module, inputs, made.second.outputs
-        )
+        title = f"the pair of {made.first.name} and {made.second.name}"
+        yield GraphView("pair", title, made.module, inputs, made.second.outputs)
     elif isinstance(made, Piece):
         yield _piece(made, "its stage")
     else:

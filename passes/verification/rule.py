@@ -21,8 +21,7 @@ class Break(NamedTuple):
 
 @dataclass(frozen=True)
 class Rule:
-    """`find(made, before)` yields every place where what a pass has `made` of `before` breaks the rule; `says` states
-    the rule in one sentence."""
+    """`find(made, before)` yields every place that breaks the rule in what a pass has `made`; `says` states it."""
 
     name: str
     says: str

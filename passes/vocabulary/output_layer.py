@@ -134,8 +134,7 @@ def _require_one_function(exits: list[Exit], hidden: Node) -> None:
 
 
 def _require_single_use(weight: Node, linears: tuple[Node, ...], name: str) -> None:
-    """Every use of the parameter must be the output layer's, through casts and transposes, or a lookup of a tied
-    embedding."""
+    """Every use of the parameter, cast or transposed, must be the output layer's, or a lookup of a tied embedding."""
     lookups = (*linears, *(user for user in weight.users if user.target is aten.embedding.default))
     others = [user for user in _readers(weight) if user not in lookups]
     if others:

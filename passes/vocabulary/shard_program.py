@@ -17,7 +17,7 @@ from zbcompile.passes.graph.roles import Slot, TensorSpec
 from zbcompile.passes.split.subgraphs import Piece
 from zbcompile.passes.stage.accumulate import accumulate_in_place
 from zbcompile.passes.stage.stage_program import tensor_spec
-from zbcompile.passes.torch_private import FakeTensorMode, LazyGraphModule, fake_mode_of, make_fx
+from zbcompile.passes.torch_private import FakeTensorMode, LazyGraphModule, make_fx
 from zbcompile.passes.vocabulary.embedding import VocabularyLookup, look_up, spread
 from zbcompile.passes.vocabulary.further_terms import gradient_rows, terms_in
 from zbcompile.passes.vocabulary.output_layer import VocabularyHead
@@ -171,13 +171,8 @@ def _tokens(head: VocabularyHead, mode: FakeTensorMode) -> torch.Tensor:
 
 def _accumulating(piece: Piece, choices: Choices) -> Piece:
     """With each gradient added into its buffer, of which `accumulate_in_place` takes a fake tensor."""
-    buffers = {}
-    for slot, value in _results(piece):
-        if slot.kind == "gradient":
-            with fake_mode_of(value):
-                buffers[slot.name] = torch.empty(
-                    value.shape, dtype=choices.dtype_of_sum(value.dtype), device=value.device
-                )
+    gradients = {slot.name: value for slot, value in _results(piece) if slot.kind == "gradient"}
+    buffers = {name: g.new_empty(g.shape, dtype=choices.dtype_of_sum(g.dtype)) for name, g in gradients.items()}
     return accumulate_in_place(piece, buffers) if buffers else piece
 
 
@@ -254,11 +249,8 @@ class _Tracer:
         coefficients = found.coefficients
         if self.head.terms:
             coefficients = torch.cat([coefficients, found.terms.expand(5, -1)], 1)
-        return {
-            Slot("loss"): found.loss,
-            COEFFICIENTS: coefficients,
-            GRADIENT: self._with_terms(found.part, found.terms),
-        }
+        part = self._with_terms(found.part, found.terms)
+        return {Slot("loss"): found.loss, COEFFICIENTS: coefficients, GRADIENT: part}
 
     def _update(self, values: Mapping[Slot, Any]) -> dict[Slot, Any]:
         raw = [value for slot, value in values.items() if slot.name.startswith(RAW)]

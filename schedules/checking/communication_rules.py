@@ -151,8 +151,7 @@ def _check_sends(lowered: Lowered, channel: Channel, sent: Sequence[MessageNo], 
 def _check_receives(
     lowered: Lowered, channel: Channel, sent: Sequence[MessageNo], received: Sequence[MessageNo]
 ) -> None:
-    """Require receives in the order of the sends: a channel is one ordered stream, so a message that overtakes another
-    ends up in the wrong buffer."""
+    """Require receives in the order of the sends: a message that overtakes another ends up in the wrong buffer."""
     if sent == received:
         return
     source, destination = channel
@@ -169,8 +168,7 @@ def _check_receives(
 
 
 def _check_sends_follow(lowered: Lowered, rank: int, routes: Routes, outcome: Outcome) -> None:
-    """Require each send to follow the pass that makes its value. Passes took positive time, so the times of the run
-    show it."""
+    """Require each send to follow the pass that makes its value, by the run's times: passes took positive time."""
     events, happened, count = outcome.events, outcome.happened, lowered.schedule.microbatches
     for op, stage in routes:
         if op not in SENDS:

@@ -165,8 +165,7 @@ def _numbered(schedule: Schedule, order: Sequence[Step]) -> Iterable[tuple[int, 
 
 
 def _check_once(schedule: Schedule, rank: int, order: Sequence[Step]) -> None:
-    """Check actions that run once per stage: on every stage if on any, after all that they need, and before all that
-    needs them."""
+    """Check actions that run once per stage: on every stage if on any, after what they need, before what needs them."""
     for op in schedule.ops & ONCE:
         for stage in schedule.placement.stages_of(rank):
             places = [index for index, step in enumerate(order) if step == (op, stage, 0)]

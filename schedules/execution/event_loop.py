@@ -130,17 +130,12 @@ def run(program: Schedule | Lowered, costs: Costs, draw: Draw | None = None) -> 
     waiting: dict[int, list[int]] = {}
     ready = deque(reversed(range(schedule.ranks)))  # first come, first served: fewest changes from rank to rank
     times = {op: costs.times(op) for op in ops & COMPUTE}
-    make_rows = _RowsOf(
-        schedule, costs, times, events, lowered, ops, awaited(schedule, lowered) if schedule.shards else {}
-    )
+    awaits = awaited(schedule, lowered) if schedule.shards else {}
+    make_rows = _RowsOf(schedule, costs, times, events, lowered, ops, awaits)
     routines = []
     for rank, order in enumerate(orders):
         rows = make_rows.of_rank(rank)
-        triples: Iterable[Any] = (
-            _triples(order, rows, costs, schedule.shards, make_rows.awaits)
-            if schedule.shards or has_pairs(order)
-            else order
-        )
+        triples: Iterable[Any] = _triples(order, rows, make_rows) if awaits or has_pairs(order) else order
         if draw is not None:
             triples = _drawn(triples, rows, draw)
         routines.append(_rank(rank, triples, rows, begin[rank], end[rank], happened, waiting, ready))
@@ -190,17 +185,15 @@ def _rank(
 Awaits = Mapping[tuple[str, int], str]  # what of every shard an operation on a stage waits for
 
 
-def _triples(
-    order: Sequence[Step], rows: Rows, costs: Costs, shards: Sequence[int], awaits: Awaits
-) -> Iterator[Triple]:
+def _triples(order: Sequence[Step], rows: Rows, made: "_RowsOf") -> Iterator[Triple]:
     """An order with everything opened that waits for more than one event; adds what that needs to `rows`."""
     for step in order:
         for op, stage, microbatch in step if isinstance(step, Pair) else (step,):
-            if (op, stage) in awaits:
-                for shard in shards:
-                    yield ("after", awaits[op, stage]), shard, microbatch
+            if (op, stage) in made.awaits:
+                for shard in made.schedule.shards:
+                    yield ("after", made.awaits[op, stage]), shard, microbatch
         if isinstance(step, Pair):
-            yield from _pair_triples(step, rows, costs)
+            yield from _pair_triples(step, rows, made.costs)
         else:
             yield step
 
@@ -270,12 +263,9 @@ class _RowsOf(NamedTuple):
         """The event that a pass waits for, and how long that takes to arrive: a message from another rank."""
         kind = KINDS[op]
         if kind.scope == "stage":  # the rest `check` has seen before it on its rank
-            made = kind.takes in self.ops
-            return (
-                (self.events.first(kind.takes, stage), self.costs.delay(kind.takes, stage))
-                if made
-                else (0, self.costs.delay(op, stage) if kind.before else 0)
-            )
+            if kind.takes in self.ops:
+                return (self.events.first(kind.takes, stage), self.costs.delay(kind.takes, stage))
+            return (0, self.costs.delay(op, stage) if kind.before else 0)
         needed = needs(op, stage, self.events.stages)
         if not needed or (kind.made_at and self.lowered):
             return (0, 0)  # nothing, or a collective (`awaits`)

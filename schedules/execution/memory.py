@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import accumulate
+from operator import le
 
 from zbcompile.schedules.ir.actions import F, Step, W, flatten
 from zbcompile.schedules.ir.costs import Costs
@@ -45,7 +46,5 @@ def most_waiting(schedule: Schedule, rank: int) -> tuple[dict[int, int], ...]:
     for op, stage, _ in flatten(schedule.orders[rank]):
         held[stage] += (op == F) - (W in KINDS[op].does)
         moments.add(tuple(held.values()))
-    fullest = [
-        m for m in moments if not any(o != m and all(a <= b for a, b in zip(m, o, strict=True)) for o in moments)
-    ]
+    fullest = [m for m in moments if not any(o != m and all(map(le, m, o)) for o in moments)]
     return tuple(dict(zip(held, moment, strict=True)) for moment in sorted(fullest))

@@ -25,9 +25,8 @@ class Noise:
 
     def __post_init__(self) -> None:
         if min(self.spread, self.links) < 0 or not 0 < self.quantile <= 1 or self.draws < 1:
-            raise ScheduleError(
-                f"{self}; expected shares of at least 0, a quantile above 0 and up to 1, and at least one draw"
-            )
+            expected = "shares of at least 0, a quantile above 0 and up to 1, and at least one draw"
+            raise ScheduleError(f"{self}; expected {expected}")
 
 
 def as_noise(noise: "Noise | float | None") -> Noise | None:

@@ -186,10 +186,9 @@ def _horizon(ranks: int) -> int:
 
 
 def _inadmissible(family: Family, ranks: int, microbatches: int) -> str:
-    below = [
-        m for m in range(microbatches - 1, max(0, microbatches - _horizon(ranks)), -1) if family.rule.holds(ranks, m)
-    ]
-    above = [m for m in range(microbatches + 1, microbatches + _horizon(ranks)) if family.rule.holds(ranks, m)]
+    holds, far = family.rule.holds, _horizon(ranks)
+    below = [m for m in range(microbatches - 1, max(0, microbatches - far), -1) if holds(ranks, m)]
+    above = [m for m in range(microbatches + 1, microbatches + far) if holds(ranks, m)]
     nearest = [str(m) for m in below[:1] + above[:1]]
     hint = f"the nearest that work: {' and '.join(nearest)}" if nearest else f"no number works on {ranks} ranks"
     return f"{family.name}: {microbatches} microbatches on {ranks} ranks; it admits {family.rule.text}; {hint}"

@@ -153,8 +153,7 @@ def _shifted(schedule: Schedule, barriers: int, extra: int) -> list[Orders]:
 
 
 def forwards_ahead(order: Sequence[Step], count: int) -> tuple[Step, ...]:
-    """`order` with `count` forwards more in front of every backward; pairs keep their backward and take a later
-    forward."""
+    """`order` with `count` forwards more in front of every backward; pairs keep their backward and take a later one."""
     forwards = iter([action for action in flatten(order) if action.op == F])
     moved: list[Step] = [forward for _, forward in zip(range(count), forwards, strict=False)]
     for step in order:

@@ -90,8 +90,7 @@ def _dispatched(task: Task, handcrafted: Orders) -> list[Orders]:
 
 
 def _never_wait(prefer: Callable[[Action], Any]) -> Callable[[Floor, int], Action | None]:
-    """Choose the preferred F or B that fits into the memory of 1F1B (p microbatches on both chunks of a rank), else the
-    oldest W."""
+    """Choose the preferred F or B that fits into 1F1B's memory (p microbatches on both chunks), else the oldest W."""
 
     def choose(floor: Floor, rank: int) -> Action | None:
         limit = floor.placement.ranks * sum(floor.costs.activation[s] for s in floor.placement.stages_of(rank))

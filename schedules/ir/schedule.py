@@ -205,9 +205,8 @@ def format_schedule(program: Schedule | Lowered, letters: Letters = "papers", wi
     labels = [f"rank {rank}".ljust(len(f"rank {len(orders) - 1}")) for rank in range(len(orders))]
     lines = [_header(schedule, isinstance(program, Lowered))]
     for band in _bands(_columns(cells), len(labels[0]), width):
-        lines += [
-            ("  ".join((label, *row))).rstrip() for label, row in zip(labels, zip(*band, strict=True), strict=True)
-        ]
+        rows = zip(*band, strict=True)
+        lines += ["  ".join((label, *row)).rstrip() for label, row in zip(labels, rows, strict=True)]
         lines.append("")
     return "\n".join(lines[:-1])
 

@@ -54,8 +54,7 @@ class Annealer:
         self.best_words = [list(word) for word in self.order.words]
 
     def run(self, progress: Callable[[int], float], target: float, warmth: float = 1.0) -> int:
-        """Move until `progress(moves)` is 1 or the objective is `target`; returns how many moves that took. The best
-        order that was met is in `best_words`."""
+        """Move until `progress(moves)` is 1 or the objective `target`; returns how many moves. See `best_words`."""
         hot = warmth * (HOT if len(self.problem.time) <= MANY else MILD)
         moves, temperature = 0, hot * self.unit
         look = LOOK if len(self.problem.time) <= MANY else 1  # above that a move takes long

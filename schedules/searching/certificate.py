@@ -107,8 +107,7 @@ class _Model:
             self.model.add_hint(begin, int((clock.end[n] - self.problem.time[n]) * self.scale))
 
     def words(self, solver: Any) -> Words:
-        """The order of the begins; of passes that begin together, first those that take no time, each after what it
-        waits for."""
+        """The order of the begins; of equal ones, first passes without time, each after what it waits for."""
         words: Words = [[] for _ in range(self.problem.placement.ranks)]
         begin = [solver.value(each) for each in self.begin]
         for n in sorted(range(len(begin)), key=lambda n: (begin[n], self.time[n] > 0, self._turn(n))):
