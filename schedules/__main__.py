@@ -18,7 +18,7 @@ from zbcompile.schedules.ir.costs import Costs
 from zbcompile.schedules.ir.dependencies import count_messages
 from zbcompile.schedules.ir.files import load, save
 from zbcompile.schedules.ir.plain_numbers import plain
-from zbcompile.schedules.ir.schedule import Schedule, format_schedule, parts
+from zbcompile.schedules.ir.schedule import Lowered, Schedule, format_schedule, parts
 from zbcompile.schedules.lowering.lower import lower
 from zbcompile.schedules.searching import search_command
 from zbcompile.schedules.searching.by_name import build
@@ -74,8 +74,6 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("--lowered", action="store_true", help="include SEND and RECV")
     show.add_argument("--weight-order", action="store_true", help="the order in which weight gradients accumulate")
     show.add_argument("--time", action="store_true", help="draw to a time scale instead of step by step")
-    show.add_argument("--picture", action="append", default=[], metavar="FILE", help=f"write {', '.join(ENDINGS)}")
-    show.add_argument("--save", metavar="FILE", help="write the schedule itself: .csv, .json or .txt")
     show.set_defaults(command=_show)
     compare = commands.add_parser("compare", help="a table of several schedules on the same model")
     compare.add_argument("schedules", nargs="*", metavar="schedule", help="names or files (default: all names)")
@@ -90,9 +88,12 @@ def _parser() -> argparse.ArgumentParser:
     formula.set_defaults(command=_formula, memory_limit=None, barriers=None)
     searching = commands.add_parser("search", help="the shortest order for given costs, and its distance from the best")
     search_command.add_arguments(searching)
-    searching.add_argument("--picture", action="append", default=[], metavar="FILE", help=f"write {', '.join(ENDINGS)}")
-    searching.add_argument("--save", metavar="FILE", help="write the schedule: .csv, .json or .txt")
     searching.set_defaults(command=_search)
+    for command in (show, searching):
+        command.add_argument(
+            "--picture", action="append", default=[], metavar="FILE", help=f"write {', '.join(ENDINGS)}"
+        )
+        command.add_argument("--save", metavar="FILE", help="write the schedule itself: .csv, .json or .txt")
     for command in (show, compare):
         add = command.add_argument
         add("--ranks", type=_count, default=4, metavar="N", help="default 4")
@@ -185,10 +186,14 @@ def _show(options: argparse.Namespace) -> None:
     if options.weight_order:
         orders = [(stage, " ".join(map(str, schedule.weight_order(stage)))) for stage in range(schedule.stages)]
         print("\n" + tabulate(orders, headers=("stage", "weight gradients accumulate"), disable_numparse=True))
+    _write(timeline, lowered if options.lowered else schedule, options)
+
+
+def _write(timeline: Timeline, program: Schedule | Lowered, options: argparse.Namespace) -> None:
     for path in options.picture:
         print(f"wrote {write_picture(timeline, path)}")
     if options.save:
-        save(lowered if options.lowered else schedule, options.save)
+        save(program, options.save)
         print(f"wrote {options.save}")
 
 
@@ -197,11 +202,7 @@ def _search(options: argparse.Namespace) -> None:
     print(f"\n{_rank_table(found.simulation, check(lower(found.schedule)).receive_buffers or ())}")
     heads = ("ranks", "messages", "least slack", "median slack", "without slack")
     print(f"\n{tabulate(slack_rows(found.simulation), headers=heads, floatfmt='.5g')}")
-    for path in options.picture:
-        print(f"wrote {write_picture(found.simulation, path)}")
-    if options.save:
-        save(found.schedule, options.save)
-        print(f"wrote {options.save}")
+    _write(found.simulation, found.schedule, options)
 
 
 def _rank_table(timeline: Timeline, receive_buffers: Sequence[int]) -> str:

@@ -61,7 +61,7 @@ def copy_graph(captured: Captured) -> Captured:
 
 
 def on_graph(change: Callable[[Graph], None]) -> Callable[[Captured], Captured]:
-    """A canonicalisation that changes the graph in place, and may drop inputs."""
+    """What changes a graph in place, and may drop inputs, as a step from one captured graph to the next."""
 
     def run(captured: Captured) -> Captured:
         graph = captured.module.graph

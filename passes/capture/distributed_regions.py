@@ -9,6 +9,7 @@ from one module to the next, the smallest module around them is the operator: so
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -101,7 +102,7 @@ class _Trial(TorchFunctionMode):
         self.stack = [self.root]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _any_distributed((args, kwargs)):
+        if _distributed_in((args, kwargs)):
             self.stack[-1].touches = True
         return func(*args, **(kwargs or {}))
 
@@ -119,10 +120,6 @@ class _Trial(TorchFunctionMode):
 
 def _distributed_in(value: Any) -> list[Any]:
     return [leaf for leaf in pytree.tree_leaves(value) if hasattr(leaf, "device_mesh") and hasattr(leaf, "to_local")]
-
-
-def _any_distributed(value: Any) -> bool:
-    return bool(_distributed_in(value))
 
 
 def _is_parallelised(module: nn.Module) -> bool:
@@ -167,17 +164,17 @@ def _cover(entry: _Entry, last: Any) -> list[nn.Module] | None:
         found = [_cover(each, last) or _handed_on(each, entry.inner, last) for each in entry.inner]
         if all(each is not None for each in found):
             return [module for each in found for module in each or []]
-    leaves_plain = entry.result is last or not _any_distributed(entry.result)
+    leaves_plain = entry.result is last or not _distributed_in(entry.result)
     return [entry.module] if leaves_plain and not entry.given else None
 
 
 def _handed_on(entry: _Entry, siblings: list[_Entry], last: Any) -> list[nn.Module] | None:
     """A module whose DTensors come from modules called beside it, and go to exactly one of these."""
-    if not entry.given and not _any_distributed(entry.result):
+    if not entry.given and not _distributed_in(entry.result):
         return _cover(entry, last)
     known = all(any(each.result is given for each in siblings) for given in entry.given)
     readers = sum(any(given is entry.result for given in each.given) for each in siblings)
-    leaves_well = entry.result is last or not _any_distributed(entry.result) or readers == 1
+    leaves_well = entry.result is last or not _distributed_in(entry.result) or readers == 1
     return [entry.module] if known and leaves_well else None
 
 
@@ -191,7 +188,7 @@ def modules_as_operators(regions: Regions, emit: Emit) -> Iterator[None]:
     def call(original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         if id(module) not in regions or not is_traced():
             return original(module, *args, **kwargs)
-        return _Emission(module, regions[id(module)], emit).of(args, kwargs)
+        return _emitted(module, regions[id(module)], emit, args, kwargs)
 
     with instead_of_module_call(call) if regions else contextlib.nullcontext():
         yield
@@ -199,44 +196,43 @@ def modules_as_operators(regions: Regions, emit: Emit) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Pending:
-    """A DTensor that leaves a module: the call becomes one operator with what reads it."""
+    """A DTensor that leaves a module: the call becomes one operator with what reads it. `again` emits the call."""
 
-    emission: "_Emission"
-    args: Any
-    kwargs: Any
+    again: Callable[..., Any]
     call: RegionCall
     tensors: list[torch.Tensor]
 
     def finish(self, tail: Callable[..., Any], *rest: Any) -> Any:
         """`tail(the DTensor, *rest)`, which must be plain."""
-        return self.emission.of(self.args, self.kwargs, tail, rest)
+        return self.again(tail, rest)
 
 
-@dataclass(frozen=True)
-class _Emission:
-    """Makes the operator of a module's call; `parts` says what its parameters are parts of."""
-
-    module: nn.Module
-    parts: dict[str, Any]
-    emit: Emit
-
-    def of(self, args: Any, kwargs: Any, tail: Callable[..., Any] | None = None, rest: Any = ()) -> Any:
-        leaves, structure = pytree.tree_flatten((args, kwargs, rest))
-        held = dict(self.module.named_parameters())
-        before = [leaf for leaf in leaves if isinstance(leaf, Pending)]
-        own = [*(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), *held.values()]
-        tensors = [*own, *(tensor for each in before for tensor in each.tensors)]
-        others = tuple(_stands_for(leaf) for leaf in leaves)
-        parts = tuple(self.parts[name] for name in held)
-        autocast = autocast_on(tensors[0].device.type)
-        earlier = tuple((each.call, len(each.tensors)) for each in before)
-        call = RegionCall(self.module, others, structure, tuple(held), parts, autocast, earlier, tail)
-        result = _tried(call, tensors)
-        if not _any_distributed(result):
-            return self.emit(call, tensors, result)
-        if tail is not None:
-            raise CaptureError("the loss is a DTensor; let the loss function return loss.full_tensor().")
-        return Pending(self, args, kwargs, call, tensors)
+def _emitted(
+    module: nn.Module,
+    parts: dict[str, Any],
+    emit: Emit,
+    args: Any,
+    kwargs: Any,
+    tail: Callable[..., Any] | None = None,
+    rest: Any = (),
+) -> Any:
+    """The operator of a module's call; `parts` says what its parameters are parts of."""
+    leaves, structure = pytree.tree_flatten((args, kwargs, rest))
+    held = dict(module.named_parameters())
+    before = [leaf for leaf in leaves if isinstance(leaf, Pending)]
+    own = [*(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), *held.values()]
+    tensors = [*own, *(tensor for each in before for tensor in each.tensors)]
+    others = tuple(_stands_for(leaf) for leaf in leaves)
+    autocast = autocast_on(tensors[0].device.type)
+    earlier = tuple((each.call, len(each.tensors)) for each in before)
+    of_parts = tuple(parts[name] for name in held)
+    call = RegionCall(module, others, structure, tuple(held), of_parts, autocast, earlier, tail)
+    result = _tried(call, tensors)
+    if not _distributed_in(result):
+        return emit(call, tensors, result)
+    if tail is not None:
+        raise CaptureError("the loss is a DTensor; let the loss function return loss.full_tensor().")
+    return Pending(partial(_emitted, module, parts, emit, args, kwargs), call, tensors)
 
 
 def _stands_for(leaf: Any) -> Any:

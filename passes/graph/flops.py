@@ -25,10 +25,7 @@ from zbcompile.passes.torch_private import (
 
 def _attention_forward(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
     *batch, tokens, width = query
-    count = 1
-    for size in batch:
-        count *= size
-    return 2 * count * tokens * key[-2] * (width + value[-1])
+    return 2 * math.prod(batch) * tokens * key[-2] * (width + value[-1])
 
 
 def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:

@@ -38,12 +38,6 @@ class Cuts:
     boundary: tuple[int, ...]
     overweight: str = ""
 
-    @property
-    def imbalance(self) -> float:
-        """The heaviest rank over the mean rank."""
-        mean = sum(self.rank_loads) / len(self.rank_loads)
-        return max(self.rank_loads) / mean if mean else 1.0
-
     def stage_of(self, index: int) -> int:
         """The stage of the line's node at `index`."""
         return bisect_left(self.after, index)

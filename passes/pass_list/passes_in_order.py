@@ -4,14 +4,15 @@ A model is captured and made canonical, cut into stages, and every stage that di
 goes through STAGE_PASSES. The compiler runs these very objects.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 import torch
+from torch.fx import Graph
 
 from zbcompile.passes.capture import canonical
-from zbcompile.passes.capture.canonical import Canonical, on_graph as _on
+from zbcompile.passes.capture.canonical import Canonical
 from zbcompile.passes.capture.export import Captured, capture, capture_inference
 from zbcompile.passes.capture.functional_writes import (
     correct_strided_writes,
@@ -39,6 +40,7 @@ from zbcompile.passes.verification import (
     piece_rules as piece,
     stage_rules as stage,
 )
+from zbcompile.passes.verification.rule import Rule
 from zbcompile.passes.vocabulary.shard_program import make_vocabulary
 from zbcompile.passes.vocabulary.trunk import cut_off
 
@@ -63,6 +65,11 @@ _COPIED = (*_GRAPH, graph.roles_on_inputs)
 _CANONICAL = (*_PURE, model.differentiability_known)
 
 
+def _changing(name: str, does: str, change: Callable[[Graph], None], *holds: Rule) -> Pass:
+    """A canonicalisation that changes the graph in place, and may drop inputs."""
+    return Pass(name, does, canonical.on_graph(change), holds)
+
+
 def _in_turn(*passes: Pass) -> tuple[Pass, ...]:
     """Passes over one graph: the rules of each hold after all that follow it, too."""
     rules = accumulate((each.holds for each in passes), lambda held, new: tuple(dict.fromkeys((*held, *new))))
@@ -84,30 +91,25 @@ CAPTURE = Pass("capture", "traces one microbatch's training step", capture, _GRA
 CAPTURE_INFERENCE = Pass("capture", "traces the forward alone", capture_inference, _GRAPH)
 CANONICALISE = _in_turn(
     Pass("copy", "copies the graph, inputs named by role", canonical.copy_graph, _COPIED),
-    Pass("keep-marks", "records checkpoint and autocast regions", _on(canonical.keep_marks)),
-    Pass(
-        "merge-tied", "one input per tensor, tied or not", _on(canonical.merge_tied_placeholders), (graph.roles_unique,)
+    _changing("keep-marks", "records checkpoint and autocast regions", canonical.keep_marks),
+    _changing("merge-tied", "one input per tensor, tied or not", canonical.merge_tied_placeholders, graph.roles_unique),
+    _changing("drop-checks", "drops checks of shapes", canonical.drop_checks, model.no_runtime_checks),
+    _changing("merge-views", "merges views that a write repeats", merge_remade_views),
+    _changing(
+        "open-copies", "gives writes into slices a derivative", make_copies_differentiable, model.copies_differentiable
     ),
-    Pass("drop-checks", "drops checks of shapes", _on(canonical.drop_checks), (model.no_runtime_checks,)),
-    Pass("merge-views", "merges views that a write repeats", _on(merge_remade_views)),
-    Pass(
-        "open-copies",
-        "gives writes into slices a derivative",
-        _on(make_copies_differentiable),
-        (model.copies_differentiable,),
-    ),
-    Pass("strided-writes", "gives strided writes a gradient", _on(correct_strided_writes)),
-    Pass("keep-strides", "keeps the strides of what is written", _on(keep_strides_of_writes)),
-    Pass("mark-bases", "marks tensors that are written through views", _on(mark_written_bases)),
+    _changing("strided-writes", "gives strided writes a gradient", correct_strided_writes),
+    _changing("keep-strides", "keeps the strides of what is written", keep_strides_of_writes),
+    _changing("mark-bases", "marks tensors that are written through views", mark_written_bases),
     Pass(
         "separate-buffers",
         "copies views of buffers that change",
         canonical.with_separate_buffers,
         (model.changing_buffers_separate,),
     ),
-    Pass("order-draws", "draws a mask in the order of its memory", _on(draw_in_memory_order)),
-    Pass("drop-no-ops", "drops casts to the same dtype and the like", _on(canonical.drop_no_ops)),
-    Pass("drop-dead-code", "drops what no result needs", _on(canonical.drop_dead_code), (model.nothing_unused,)),
+    _changing("order-draws", "draws a mask in the order of its memory", draw_in_memory_order),
+    _changing("drop-no-ops", "drops casts to the same dtype and the like", canonical.drop_no_ops),
+    _changing("drop-dead-code", "drops what no result needs", canonical.drop_dead_code, model.nothing_unused),
     Pass("name-groups", "names groups by dimension of the mesh", canonical.with_named_groups, (model.groups_named,)),
     Pass("infer-values", "records values and where gradients flow", canonical.with_values, _CANONICAL),
 )
@@ -118,30 +120,23 @@ CUT = Pass(
 SEPARATE_USES = Pass(
     "separate-uses", "marks parameters on several stages (exact)", separate_uses, (*_PURE, model.boundaries_agree)
 )
-STAGE_PASSES = (
+STAGE_PASSES = (  # each gets what the one before it made, and the task
     Pass(
         "joint",
         "traces the backward after the forward",
-        lambda before, task: trace_joint(before, task.trainable, task.tangents, task.choices.exact, task.dimensions),
+        lambda stage, t: trace_joint(stage, t.trainable, t.tangents, t.choices.exact, t.dimensions),
         _JOINT,
     ),
-    Pass("simplify", "drops double transposes and equal views", lambda before, task: simplify(before), _REWRITTEN),
-    Pass(
-        "defer-sums", "sums over ranks once per step", lambda before, task: defer_sums(before, task.several), _REWRITTEN
-    ),
+    Pass("simplify", "drops double transposes and equal views", lambda joint, _: simplify(joint), _REWRITTEN),
+    Pass("defer-sums", "sums over ranks once per step", lambda joint, t: defer_sums(joint, t.several), _REWRITTEN),
     Pass(
         "recompute",
         "lets the backward recompute values",
-        lambda before, task: recompute(before, task.choices.recompute),
+        lambda joint, t: recompute(joint, t.choices.recompute),
         _REWRITTEN,
     ),
-    Pass("split", "makes F, B, W and BW", lambda before, task: split(before, task.choices.weight_recompute), _SPLIT),
-    Pass(
-        "accumulate",
-        "adds gradients into their buffers",
-        lambda before, task: finish_stage(before, task.choices),
-        _FINISHED,
-    ),
+    Pass("split", "makes F, B, W and BW", lambda joint, t: split(joint, t.choices.weight_recompute), _SPLIT),
+    Pass("accumulate", "adds gradients into their buffers", lambda made, t: finish_stage(made, t.choices), _FINISHED),
 )
 DEDUPLICATE = Pass("deduplicate", "reuses the graphs of an equal stage", renamed, _FINISHED)
 SHARD = Pass(

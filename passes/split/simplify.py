@@ -1,19 +1,26 @@
-"""Simplify a joint graph without changing a bit: pairs of transposes cancel, equal views are taken once, and masks are
-booleans."""
+"""Simplify a joint graph without changing a bit: pairs of transposes cancel, equal views are taken once, and what waits
+of a dropout for the backward is one byte per element.
 
-from collections.abc import Mapping
+Eager keeps a dropout's mask divided by 1 - p, in the precision of the input. Here it is drawn as booleans, of which the
+generator gives the same, and the backward casts and divides them again: the same operations, so the same bits.
+"""
+
+from collections.abc import Mapping, Set
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
 from zbcompile.passes.graph.fx import copied, with_graph
 from zbcompile.passes.graph.storage import is_view
-from zbcompile.passes.split.joint_graph import Joint
-from zbcompile.passes.split.masks import keep_masks_as_booleans
+from zbcompile.passes.split.joint_graph import Joint, reached_by_gradients
+from zbcompile.passes.split.weight_cut import is_cheap
+from zbcompile.passes.torch_private import TO_COPY
 
 aten = torch.ops.aten
+_UNINITIALISED = (aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default)
 
 
 def simplify(joint: Joint) -> Joint:
@@ -74,3 +81,74 @@ def _hashable(arguments: Any) -> Any:
     if isinstance(arguments, list | tuple):
         return tuple(map(_hashable, arguments))
     return arguments if isinstance(arguments, Node) else (type(arguments), repr(arguments))
+
+
+def keep_masks_as_booleans(joint: Joint) -> dict[Node, Node]:
+    """Rewrite the graph of `joint`; returns what stands for each mask now."""
+    graph = joint.module.graph
+    backward = reached_by_gradients(joint)
+    cast: dict[Node, Node] = {}
+    for mask in graph.find_nodes(op="call_function", target=aten.bernoulli.p):
+        memory = _memory(mask)
+        made = _made_of(mask, graph)
+        readers = [node for node in graph.nodes if node in backward and not made.isdisjoint(node.all_input_nodes)]
+        if readers and memory[-1].target in _UNINITIALISED and mask.meta["val"].dtype != torch.bool:
+            cast[mask] = _draw_as_booleans(graph, mask, memory)
+            _remake(graph, mask, made - {mask} | {cast[mask]}, readers)
+    return cast
+
+
+def _memory(mask: Node) -> list[Node]:
+    """What a mask is drawn into, as far as nothing else reads it: views, and what they are views of."""
+    chain = [mask]
+    while isinstance(source := chain[-1].args[0], Node) and len(source.users) == 1:
+        chain.append(source)
+        if not is_view(source):
+            break
+    return chain
+
+
+def _made_of(mask: Node, graph: Graph) -> set[Node]:
+    """`mask` and what cheap operations make of it and numbers alone."""
+    made = {mask}
+    for node in graph.nodes:
+        if (is_cheap(node) or is_view(node)) and node.all_input_nodes and made.issuperset(node.all_input_nodes):
+            made.add(node)
+    return made
+
+
+def _draw_as_booleans(graph: Graph, mask: Node, memory: list[Node]) -> Node:
+    """Turn `mask` and its memory into booleans; returns the cast that stands for it."""
+    value = mask.meta["val"]
+    with graph.inserting_after(mask):
+        cast = graph.call_function(TO_COPY, (mask,), {"dtype": value.dtype})
+    cast.meta = {**mask.meta, "pass": "simplify"}
+    mask.replace_all_uses_with(cast, delete_user_cb=lambda user: user is not cast)
+    for node in memory:
+        node.meta["val"] = node.meta["val"].to(torch.bool)
+    memory[-1].kwargs = {**memory[-1].kwargs, "dtype": torch.bool}
+    return cast
+
+
+def _copy(graph: Graph, node: Node, again: Mapping[Node, Node]) -> Node:
+    """A copy of `node`, with memory of its own in its noted value: both may be alive at once."""
+    copy = graph.node_copy(node, again.__getitem__)
+    args, kwargs = map_arg((copy.args, copy.kwargs), lambda read: read.meta["val"])
+    with torch.no_grad():
+        copy.meta["val"] = copy.target(*args, **kwargs)  # type: ignore[operator]
+    return copy
+
+
+def _remake(graph: Graph, mask: Node, made: Set[Node], readers: list[Node]) -> None:
+    """Let `readers` read copies of `made`, computed just before the first of them."""
+    again = {mask: mask}
+    ordered = [node for node in graph.nodes if node in made]
+    for node in ordered:
+        with graph.inserting_before(readers[0]):
+            again[node] = _copy(graph, node, again)
+    for reader in readers:
+        for node in ordered:
+            reader.replace_input_with(node, again[node])
+    for node in reversed(list(again.values())):
+        if not node.users:
+            graph.erase_node(node)

@@ -1,14 +1,13 @@
-"""The peak memory of a pass while it runs, from a walk over its graph that tracks which storages are alive."""
+"""The peak memory of a pass while it runs."""
 
-from collections.abc import Set
+from collections.abc import Iterable, Set
 
-import torch
 from torch.fx import Node
 
 from zbcompile.passes.graph.fx import output_values
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.graph.storage import tensors_of
-from zbcompile.passes.split.saved_bytes import LOSS, RESIDENT
+from zbcompile.passes.split.saved_bytes import LOSS, RESIDENT, keys_of
 from zbcompile.passes.split.subgraphs import LATER, Piece
 from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.passes.torch_private import is_in_place, storage_key
@@ -33,48 +32,33 @@ def transient_bytes(stage: StageProgram, name: str, buffered: bool = False) -> i
 
 
 def peak_bytes(piece: Piece, kept: Set[Slot] = frozenset()) -> int:
-    """The same of a graph alone; `kept` are inputs that a later pass reads."""
-    return _Walk(piece, kept).peak()
-
-
-class _Walk:
-    """One run of a graph that computes only sizes."""
-
-    def __init__(self, piece: Piece, kept: Set[Slot]) -> None:
-        self.nodes = list(piece.module.graph.nodes)
-        holders = dict(zip(piece.module.graph.find_nodes(op="placeholder"), piece.inputs, strict=True))
-        self.sizes = {key: size for node in self.nodes for key, size in _storages(node)}
-        fixed = [node for node, slot in holders.items() if slot.kind in ALIVE or slot == LOSS]
-        attributes = (node for node in self.nodes if node.op == "get_attr")
-        self.uncounted = {key for node in (*fixed, *attributes) for key, _ in _storages(node)}
-        staying = [node for node, slot in holders.items() if slot in kept]
-        self.staying = {key for node in (*staying, *output_values(piece.module.graph)) for key, _ in _storages(node)}
-        self.last_use = {key: i for i, node in enumerate(self.nodes) for key in _touched(node)}
-        self.arriving = {key for node in holders for key, _ in _storages(node)}
-
-    def peak(self) -> int:
-        alive = self._counted(self.arriving)
-        most = now = sum(self.sizes[key] for key in alive)
-        for index, node in enumerate(self.nodes):
-            makes = node.op == "call_function" and not is_in_place(node.target)
-            made = self._counted({key for key, _ in _storages(node)} if makes else set()) - alive
+    """The same of a graph alone; `kept` are inputs that a later pass reads. A walk over the graph that tracks which
+    storages are alive."""
+    nodes = list(piece.module.graph.nodes)
+    holders = dict(zip(piece.module.graph.find_nodes(op="placeholder"), piece.inputs, strict=True))
+    sizes = {storage_key(t): t.untyped_storage().nbytes() for n in nodes for t in tensors_of(n.meta.get("val"))}
+    fixed = [node for node, slot in holders.items() if slot.kind in ALIVE or slot == LOSS]
+    uncounted = _keys([*fixed, *(node for node in nodes if node.op == "get_attr")])
+    staying = _keys([*(node for node, slot in holders.items() if slot in kept), *output_values(piece.module.graph)])
+    last_use = {key: i for i, node in enumerate(nodes) for key in _touched(node)}
+    alive = _keys(holders) - uncounted
+    most = now = sum(map(sizes.__getitem__, alive))
+    for index, node in enumerate(nodes):
+        if node.op == "call_function" and not is_in_place(node.target):
+            made = keys_of(node) - uncounted - alive
             alive |= made
-            now += sum(self.sizes[key] for key in made)
+            now += sum(map(sizes.__getitem__, made))
             most = max(most, now)
-            dead = {key for key in _touched(node) & alive if self.last_use[key] == index} - self.staying
-            alive -= dead
-            now -= sum(self.sizes[key] for key in dead)
-        return most
-
-    def _counted(self, keys: Set[int]) -> set[int]:
-        return set(keys - self.uncounted)
+        dead = {key for key in _touched(node) & alive if last_use[key] == index} - staying
+        alive -= dead
+        now -= sum(map(sizes.__getitem__, dead))
+    return most
 
 
-def _storages(node: Node) -> list[tuple[int, int]]:
-    """The storages behind a node's value: key and bytes."""
-    found: list[torch.Tensor] = tensors_of(node.meta.get("val"))
-    return [(storage_key(t), t.untyped_storage().nbytes()) for t in found]
+def _keys(nodes: Iterable[Node]) -> set[int]:
+    """The storages behind the values of some nodes."""
+    return {key for node in nodes for key in keys_of(node)}
 
 
 def _touched(node: Node) -> set[int]:
-    return {key for each in (node, *node.all_input_nodes) for key, _ in _storages(each)}
+    return _keys((node, *node.all_input_nodes))

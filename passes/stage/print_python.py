@@ -42,7 +42,7 @@ def print_piece(piece: Piece, title: str) -> str:
     called = {_module_of(n.target) for n in graph.nodes if n.op == "call_function" and not is_getitem(n)}
     results = [_literal(value) for value in output_values(graph)]
     returned = ["    return [", *_commented(results, map(str, piece.outputs), 8), "    ]"]
-    body = "\n".join(_Writer(piece.module, piece.name in BACKWARD).body())
+    body = "\n".join(_body(piece.module, piece.name in BACKWARD))
     return "\n".join(
         [
             f'"""{title}\n\n{_summary(graph)}\n"""\n',
@@ -109,44 +109,39 @@ def format_bytes(count: float) -> str:
     return f"{count / 1024**power:.1f} {' KMGTP'[power]}iB"
 
 
-class _Writer:
-    def __init__(self, module: GraphModule, backward: bool) -> None:
-        self.module = module
-        self.backward = backward
+def _body(module: GraphModule, backward: bool) -> list[str]:
+    lines: list[str] = []
+    heading = ("", "")
+    for node in module.graph.nodes:
+        if node.op not in ("call_function", "placeholder", "output", "get_attr"):
+            raise CompileError(f"{node.name} is a {node.op}, which no pass makes; expected a graph of ATen calls.")
+        if node.op == "call_function":
+            now = _heading(node, backward)
+            lines += _heading_lines(*now) if now != heading else []
+            lines += _statement(node)
+            heading = now
+    return lines
 
-    def body(self) -> list[str]:
-        lines: list[str] = []
-        heading = ("", "")
-        for node in self.module.graph.nodes:
-            if node.op not in ("call_function", "placeholder", "output", "get_attr"):
-                raise CompileError(f"{node.name} is a {node.op}, which no pass makes; expected a graph of ATen calls.")
-            if node.op == "call_function":
-                now = self._heading(node)
-                lines += _heading_lines(*now) if now != heading else []
-                lines += self._statement(node)
-                heading = now
-        return lines
 
-    def _heading(self, node: Node) -> tuple[str, str]:
-        """The module that a node is from, and the line in it."""
-        origin = origin_of(node)
-        if origin is None:
-            return f"made by {node.meta.get('pass', 'zbcompile')}", ""
-        return f"backward of {origin.owner}" if self.backward else origin.owner, origin.text
+def _heading(node: Node, backward: bool) -> tuple[str, str]:
+    """The module that a node is from, and the line in it."""
+    origin = origin_of(node)
+    if origin is None:
+        return f"made by {node.meta.get('pass', 'zbcompile')}", ""
+    return f"backward of {origin.owner}" if backward else origin.owner, origin.text
 
-    def _statement(self, node: Node) -> list[str]:
-        comment = _comment(node)
-        if is_getitem(node):
-            call = f"{_literal(node.args[0])}[{_literal(node.args[1])}]"
-        else:
-            call = f"{_target(node)}({', '.join(_arguments(node))})"
-        whole = _with_comment(f"    {node.name} = {call}", comment)
-        if is_getitem(node) or (len(whole) == 1 and len(whole[0]) <= WIDTH):
-            return whole
-        opening = f"    {node.name} = {_target(node)}("
-        if len(opening) <= WIDTH:
-            return [opening, *_wrapped_arguments(node), f"    )  # {comment}"]
-        return [f"    {node.name} = (", f"        {_target(node)}(", *_wrapped_arguments(node), f"    ))  # {comment}"]
+
+def _statement(node: Node) -> list[str]:
+    comment = _comment(node)
+    if is_getitem(node):
+        return _with_comment(f"    {node.name} = {_literal(node.args[0])}[{_literal(node.args[1])}]", comment)
+    whole = _with_comment(f"    {node.name} = {_target(node)}({', '.join(_arguments(node))})", comment)
+    if len(whole) == 1 and len(whole[0]) <= WIDTH:
+        return whole
+    opening = f"    {node.name} = {_target(node)}("
+    if len(opening) <= WIDTH:
+        return [opening, *_wrapped_arguments(node), f"    )  # {comment}"]
+    return [f"    {node.name} = (", f"        {_target(node)}(", *_wrapped_arguments(node), f"    ))  # {comment}"]
 
 
 def _wrapped_arguments(node: Node) -> list[str]:
@@ -226,7 +221,7 @@ def _subgraph(name: str, module: GraphModule) -> list[str]:
     """A branch or a loop body, as a function."""
     holders = ", ".join(n.name for n in module.graph.find_nodes(op="placeholder"))
     (result,) = module.graph.output_node().args
-    body = _Writer(module, backward=False).body()
+    body = _body(module, backward=False)
     return [*_constants(module), f"\ndef {name}({holders}):", *body, f"    return {_literal(result)}\n"]
 
 

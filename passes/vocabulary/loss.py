@@ -234,8 +234,6 @@ def _leave(loss: RowLoss, leaving: Exit, given: Statistics, values: Values, read
     if leaving.logits.form == "entropies":
         assert given.mean is not None
         return (given.log_z - given.mean).reshape(node.meta["val"].shape)
-    if target is aten.cross_entropy_loss.default:
-        return _cross_entropy(loss, node, given, values, reading)
     if target is aten.logsumexp.default:
         if normalised:
             raise NotShardable("logsumexp of log probabilities is zero")

@@ -6,6 +6,7 @@ and ZB-H1. `group=` makes groups of that many microbatches, the last one of what
 """
 
 from collections.abc import Iterator
+from itertools import islice
 
 from zbcompile.schedules.generators.order_writer import Writer
 from zbcompile.schedules.generators.task import Order, Task, each_rank
@@ -33,7 +34,7 @@ def interleaved_one_f_one_b(task: Task, rank: int, group: int | None = None) -> 
     """
     write, forwards, backwards, _ = _start(task, rank, 2 * (task.ranks - 1 - rank), group)
     for stage in backwards:
-        for forward in _take(forwards, 1):
+        for forward in islice(forwards, 1):
             write.f(forward)
         write.bw(stage)
     return tuple(write.order)
@@ -50,7 +51,7 @@ def overlapped_interleaved(task: Task, rank: int, group: int | None = None) -> O
     """
     write, forwards, backwards, _ = _start(task, rank, 2 * (task.ranks - 1 - rank) + 1, group)
     for stage in backwards:
-        paired = list(_take(forwards, 1))
+        paired = list(islice(forwards, 1))
         if paired:
             write.pair(paired[0], stage)
         else:
@@ -71,7 +72,7 @@ def interleaved_zero_bubble(task: Task, rank: int, group: int | None = None) -> 
     """
     write, forwards, backwards, pending = _start(task, rank, task.ranks - 1 - rank, group)
     for done, stage in enumerate(backwards):
-        for forward in _take(forwards, 1):
+        for forward in islice(forwards, 1):
             write.f(forward)
         write.b(stage)
         if done >= rank:
@@ -93,7 +94,7 @@ def _start(
     group = min(group or usual, task.microbatches) if task.chunks > 1 else 1
     write = Writer(task.microbatches)
     forwards = _in_groups(stages, group, task.microbatches)
-    for stage in _take(forwards, (task.chunks - 1) * group + extra):
+    for stage in islice(forwards, (task.chunks - 1) * group + extra):
         write.f(stage)
     backwards, pending = (_in_groups(stages[::-1], group, task.microbatches) for _ in range(2))
     return write, forwards, backwards, pending
@@ -104,8 +105,3 @@ def _in_groups(stages: tuple[int, ...], group: int, microbatches: int) -> Iterat
     for done in range(0, microbatches, group):
         for stage in stages:
             yield from [stage] * min(group, microbatches - done)
-
-
-def _take(stages: Iterator[int], count: int) -> Iterator[int]:
-    for _, stage in zip(range(count), stages, strict=False):
-        yield stage

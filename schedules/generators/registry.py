@@ -12,7 +12,6 @@ from typing import Any
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.execution.deadlock import require_finished
 from zbcompile.schedules.execution.event_loop import run
-from zbcompile.schedules.execution.memory import peak_memory
 from zbcompile.schedules.generators import dualpipe, gpipe_1f1b, interleaved, v_half_v_min, zb_auto, zb_h, zb_v
 from zbcompile.schedules.generators.task import Generator, Task
 from zbcompile.schedules.ir.costs import Costs
@@ -148,7 +147,7 @@ def admitted_task(
 def _require_within(schedule: Schedule, task: Task) -> None:
     if task.memory_limit is None:
         return
-    peaks = peak_memory(schedule, task.costs_or_equal)
+    peaks = task.peaks(schedule.orders)
     rank = max(range(task.ranks), key=peaks.__getitem__)
     if peaks[rank] > task.memory_limit * (1 + 1e-9):  # sums of sizes count as equal up to rounding
         raise ScheduleError(

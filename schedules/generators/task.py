@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property, wraps
 from typing import Any
 
+from zbcompile.schedules.execution.memory import peak_memory
 from zbcompile.schedules.ir.actions import Step
 from zbcompile.schedules.ir.costs import Costs
 from zbcompile.schedules.ir.placement import Placement
@@ -42,6 +43,10 @@ class Task:
     def schedule(self, orders: Orders) -> Schedule:
         """These orders as a schedule without a name."""
         return Schedule("", self.placement, self.microbatches, orders)
+
+    def peaks(self, orders: Orders) -> tuple[float, ...]:
+        """What each rank holds at its peak."""
+        return peak_memory(self.schedule(orders), self.costs_or_equal)
 
 
 Generator = Callable[..., Orders]

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from zbcompile.schedules.execution.memory import peak_memory
 from zbcompile.schedules.generators.list_scheduler import Floor, begins, dispatch, spans
 from zbcompile.schedules.generators.task import Orders, Task
 from zbcompile.schedules.ir.actions import BW, Action, B, F, W, flatten
@@ -125,8 +124,10 @@ def _from_block(task: Task, block: Callable[[int, int], Block]) -> Orders:
     small = replace(task, microbatches=min(task.microbatches, 3 * task.ranks))
     squeezed = _squeezed(small, block)
     made = {size: _reordered(small, squeezed, size) for size in (0, task.ranks // 2, task.ranks // 2 + 1)}
-    limit = _peak(small, made[0])
-    best = min((size for size in made if _peak(small, made[size]) <= limit), key=lambda size: spans(small, made[size]))
+    limit = max(small.peaks(made[0]))
+    best = min(
+        (size for size in made if max(small.peaks(made[size])) <= limit), key=lambda size: spans(small, made[size])
+    )
     return made[best] if small == task else _reordered(task, _squeezed(task, block), best)
 
 
@@ -138,13 +139,9 @@ class _Squeezed(NamedTuple):
     peak: float
 
 
-def _peak(task: Task, orders: Orders) -> float:
-    return max(peak_memory(task.schedule(orders), task.costs_or_equal))
-
-
 def _squeezed(task: Task, block: Callable[[int, int], Block]) -> _Squeezed:
     orders = _repeated(task.placement, task.microbatches, block)
-    return _Squeezed(orders, begins(task, orders), _peak(task, orders))
+    return _Squeezed(orders, begins(task, orders), max(task.peaks(orders)))
 
 
 def _reordered(task: Task, squeezed: _Squeezed, cool_down: int) -> Orders:

@@ -7,6 +7,7 @@ wait for the slowest; T in idle time, at the latest after the next S.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.execution.event_loop import run
@@ -155,7 +156,7 @@ def _shifted(schedule: Schedule, barriers: int, extra: int) -> list[Orders]:
 def forwards_ahead(order: Sequence[Step], count: int) -> tuple[Step, ...]:
     """`order` with `count` forwards more in front of every backward; pairs keep their backward and take a later one."""
     forwards = iter([action for action in flatten(order) if action.op == F])
-    moved: list[Step] = [forward for _, forward in zip(range(count), forwards, strict=False)]
+    moved: list[Step] = list(islice(forwards, count))
     for step in order:
         if isinstance(step, Pair):
             forward = next(forwards, None)
@@ -163,7 +164,7 @@ def forwards_ahead(order: Sequence[Step], count: int) -> tuple[Step, ...]:
         elif step.op != F:
             moved.append(step)
         else:
-            moved += [forward for _, forward in zip(range(1), forwards, strict=False)]
+            moved += islice(forwards, 1)
     return tuple(moved)
 
 

@@ -3,14 +3,12 @@
 Fed with the times, hops and memory of every single stage, while the published runtime feeds it with medians.
 """
 
-from collections import deque
 from collections.abc import Sequence
 from itertools import product
 from operator import le
 from typing import NamedTuple
 
 from zbcompile.schedules.errors import ScheduleError
-from zbcompile.schedules.execution.memory import peak_memory
 from zbcompile.schedules.generators.list_scheduler import spans
 from zbcompile.schedules.generators.task import Orders, Task
 from zbcompile.schedules.generators.zb_h import zb_h1, zb_h2
@@ -51,12 +49,12 @@ def _automatic(task: Task, times_1f1b: int, objective: str) -> Orders:
     switches = (Switches(*flags) for flags in product((False, True), repeat=3))
     found = [Heuristic(task, limits, each).orders() for each in switches]
     most = [limit * (1 + ROUNDING) for limit in limits]
-    handcrafted = (each for each in (zb_h1(task), zb_h2(task)) if all(map(le, _peaks(task, each), most)))
+    handcrafted = (each for each in (zb_h1(task), zb_h2(task)) if all(map(le, task.peaks(each), most)))
 
     def preference(orders: Orders) -> tuple[float, float, float]:
         cost, makespan = spans(task, orders)
         spent = (cost, makespan) if objective == "cost" else (makespan, cost)
-        return *spent, max(_peaks(task, orders))
+        return *spent, max(task.peaks(orders))
 
     return min((*found, *handcrafted), key=preference)
 
@@ -70,10 +68,6 @@ def _limits(task: Task, times_1f1b: int) -> list[float]:
         where = f"stage {activation.index(largest)} alone needs {largest} for one microbatch"
         raise ScheduleError(f"memory_limit={task.memory_limit}: {where}; allow at least that")
     return [task.memory_limit] * task.ranks
-
-
-def _peaks(task: Task, orders: Orders) -> tuple[float, ...]:
-    return peak_memory(task.schedule(orders), task.costs_or_equal)
 
 
 class Switches(NamedTuple):
@@ -96,49 +90,40 @@ class _Rank:
     def __init__(self, costs: Costs, stage: int, limit: float) -> None:
         self.stage = stage
         self.limit = limit * (1 + ROUNDING)
-        self.forward, self.backward, self.weight = costs.forward[stage], costs.backward[stage], costs.weight[stage]
-        self.activation, self.residue = costs.activation[stage], costs.residue[stage]
+        self.time = {op: costs.time(op, stage) for op in (F, B, W)}
+        self.added = {op: costs.added(op)[stage] for op in (F, B, W)}
         self.clock: float = 0
         self.memory: float = 0
         self.bubble: float = 0
         self.order: list[Action] = []
-        self.forward_ends: list[float] = []
-        self.backward_ends: list[float] = []
-        self.pending: deque[int] = deque()
+        self.ends: dict[str, list[float]] = {F: [], B: [], W: []}
 
-    def run_forward(self, arrival: float) -> None:
-        self._run(F, len(self.forward_ends), arrival, self.forward)
-        self.forward_ends.append(self.clock)
-        self.memory += self.activation
+    @property
+    def pending(self) -> int:
+        """How many W are left to run."""
+        return len(self.ends[B]) - len(self.ends[W])
 
-    def run_backward(self, arrival: float) -> None:
-        self.pending.append(len(self.backward_ends))
-        self._run(B, len(self.backward_ends), arrival, self.backward)
-        self.backward_ends.append(self.clock)
-        self.memory += self.residue - self.activation
-
-    def run_weight(self) -> None:
-        self._run(W, self.pending.popleft(), self.clock, self.weight)
-        self.memory -= self.residue
-
-    def flush(self) -> None:
-        while self.pending:
-            self.run_weight()
-
-    def weights_before_forward(self) -> int:
-        """How many pending W must run to make room for one more forward."""
-        excess = self.memory + self.activation - self.limit
-        count = 0
-        while excess > count * self.residue and count < len(self.pending):
-            count += 1
-        return count
-
-    def _run(self, op: str, microbatch: int, arrival: float, time: float) -> None:
+    def run(self, op: str, arrival: float = 0) -> None:
+        """The next microbatch of `op`, whose input arrives then."""
         idle = max(0, arrival - self.clock)
         if self.order:
             self.bubble += idle
-        self.clock += idle + time
-        self.order.append(Action(op, self.stage, microbatch))
+        self.clock += idle + self.time[op]
+        self.order.append(Action(op, self.stage, len(self.ends[op])))
+        self.ends[op].append(self.clock)
+        self.memory += self.added[op]
+
+    def flush(self) -> None:
+        while self.pending:
+            self.run(W)
+
+    def weights_before_forward(self) -> int:
+        """How many pending W must run to make room for one more forward."""
+        excess = self.memory + self.added[F] - self.limit
+        count = 0
+        while excess > count * -self.added[W] and count < self.pending:
+            count += 1
+        return count
 
 
 class Heuristic:
@@ -188,15 +173,15 @@ class Heuristic:
             now = rank.clock
             while 1 + extra[index] < self.microbatches and self._worth_issuing(rank, extra[index], now, ready):
                 extra[index] += 1
-                now += rank.forward
-            ready = max(now, ready) + rank.backward + self._hop_up[index - 1]
+                now += rank.time[F]
+            ready = max(now, ready) + rank.time[B] + self._hop_up[index - 1]
         return extra
 
     def _worth_issuing(self, rank: _Rank, issued: int, now: float, ready: float) -> bool:
-        if rank.memory + (issued + 1) * rank.activation > rank.limit:
+        if rank.memory + (issued + 1) * rank.added[F] > rank.limit:
             return False
         if self.switches.spare_first_backward:
-            return now + rank.forward <= ready + self._tolerance
+            return now + rank.time[F] <= ready + self._tolerance
         return now < ready - self._tolerance
 
     def _backwards(self) -> None:
@@ -207,34 +192,34 @@ class Heuristic:
         rank = self.ranks[index]
         arrival: float = 0
         if index:
-            arrival = self.ranks[index - 1].forward_ends[len(rank.forward_ends)] + self._hop_down[index]
+            arrival = self.ranks[index - 1].ends[F][len(rank.ends[F])] + self._hop_down[index]
         for _ in range(rank.weights_before_forward()):
-            rank.run_weight()
+            rank.run(W)
         self._fill(rank, arrival)
-        rank.run_forward(arrival)
+        rank.run(F, arrival)
         self._worst_bubble = max(self._worst_bubble, rank.bubble)
 
     def _backward(self, index: int) -> None:
         rank = self.ranks[index]
-        microbatch = len(rank.backward_ends)
-        if index == 0 and len(rank.forward_ends) == self.microbatches:
+        microbatch = len(rank.ends[B])
+        if index == 0 and len(rank.ends[F]) == self.microbatches:
             rank.flush()  # nothing waits for rank 0 any more
         if index + 1 < len(self.ranks):
-            arrival = self.ranks[index + 1].backward_ends[microbatch] + self._hop_up[index]
+            arrival = self.ranks[index + 1].ends[B][microbatch] + self._hop_up[index]
         else:
-            arrival = rank.forward_ends[microbatch]
+            arrival = rank.ends[F][microbatch]
         self._fill(rank, arrival)
-        rank.run_backward(arrival)
+        rank.run(B, arrival)
         self._worst_bubble = max(self._worst_bubble, rank.bubble)
 
     def _fill(self, rank: _Rank, arrival: float) -> None:
         """Run the W that fit before `arrival`, and one that does not if idling would make the worst rank worse."""
-        while rank.pending and rank.clock + rank.weight <= arrival:
-            rank.run_weight()
+        while rank.pending and rank.clock + rank.time[W] <= arrival:
+            rank.run(W)
         wait = arrival - rank.clock
         costly = rank.bubble + wait > self._worst_bubble + self._tolerance
         if rank.pending and wait > self._tolerance and (costly or self.switches.fill_every_gap):
-            rank.run_weight()
+            rank.run(W)
 
     def _grants(self, microbatch: int) -> list[bool]:
         """The ranks that issue a forward before B of `microbatch`; a rank does so only if its successor does."""
@@ -243,11 +228,11 @@ class Heuristic:
         for index, rank in reversed(list(enumerate(self.ranks))):
             arrival = estimate + self._hop_up[index]
             allowed = index + 1 == len(self.ranks) or grants[index + 1]
-            left = len(rank.forward_ends) < self.microbatches
-            must = len(rank.forward_ends) <= microbatch
+            left = len(rank.ends[F]) < self.microbatches
+            must = len(rank.ends[F]) <= microbatch
             grants[index] = must or (allowed and left and not self._better_skipped(index, arrival))
-            now = rank.clock + (rank.forward if grants[index] else 0)
-            estimate = max(now, arrival) + rank.backward
+            now = rank.clock + (rank.time[F] if grants[index] else 0)
+            estimate = max(now, arrival) + rank.time[B]
         return grants
 
     def _better_skipped(self, index: int, arrival: float) -> bool:
@@ -255,8 +240,8 @@ class Heuristic:
         if not self.switches.prioritise_backward or index + 1 == len(self.ranks):
             return False
         rank, successor = self.ranks[index], self.ranks[index + 1]
-        if len(rank.forward_ends) < len(successor.forward_ends) + 2:
+        if len(rank.ends[F]) < len(successor.ends[F]) + 2:
             return False
-        end = rank.clock + rank.weights_before_forward() * rank.weight + rank.forward
+        end = rank.clock + rank.weights_before_forward() * rank.time[W] + rank.time[F]
         bubble = max(0, arrival - rank.clock)
         return arrival < end and rank.bubble + bubble <= self._worst_bubble + self._tolerance
