@@ -175,11 +175,7 @@ def _needed(graph: Graph) -> set[Node]:
     needed: set[Node] = set()
     for node in reversed(graph.nodes):
         writes = is_in_place(node.target) or isinstance(node.target, HigherOrderOperator)
-        if (
-            writes
-            or is_part_of_vmap(node.target)
-            or node.op in ("placeholder", "output")
-            or not needed.isdisjoint(node.users)
-        ):
+        ends = is_part_of_vmap(node.target) or node.op in ("placeholder", "output")
+        if writes or ends or not needed.isdisjoint(node.users):
             needed.add(node)
     return needed

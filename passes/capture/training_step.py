@@ -59,16 +59,11 @@ class TrainingStep(nn.Module):
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> tuple[Any, list[torch.Tensor]]:
         with self.watch.forward(self.model, (args, kwargs, target)):
             output = self.model(*args, **kwargs)
-            if isinstance(output, Pending):
-                if self.outputs:
-                    raise CaptureError("the model returns a DTensor, which return_outputs= cannot hold. Leave it out.")
-                found = (
-                    output.finish(loss_in)
-                    if self.loss is None
-                    else output.finish(partial(with_arguments, self.loss), target)
-                )
-            else:
-                found = loss_in(output) if self.loss is None else with_arguments(self.loss, output, target)
+            judge: Any = loss_in if self.loss is None else partial(with_arguments, self.loss)
+            given = () if self.loss is None else (target,)
+            if isinstance(output, Pending) and self.outputs:
+                raise CaptureError("the model returns a DTensor, which return_outputs= cannot hold. Leave it out.")
+            found = output.finish(judge, *given) if isinstance(output, Pending) else judge(output, *given)
             loss, *metrics = with_metrics(found)
             loss = check_loss(loss)
         kept = detached((output, *metrics) if metrics else output) if self.outputs else None

@@ -9,6 +9,7 @@ import torch
 from torch.fx import Graph, Node
 
 from zbcompile.passes.graph.fx import is_getitem, is_random
+from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.graph.storage import bytes_moved, is_view, storage_bytes, tensors_of
 from zbcompile.passes.hardware.hardware import hardware_for
 from zbcompile.passes.recompute.budget import Values
@@ -44,12 +45,8 @@ class Forward:
     @cached_property
     def arriving(self) -> frozenset[Node]:
         """Inputs that are gone after F unless they are kept: activations, and buffers that F changes."""
-        mutated = {slot.name for slot in self.joint.stage.outputs if slot.kind == "mutation"}
-        return frozenset(
-            node
-            for slot, node in self.joint.inputs
-            if slot.kind == "activation" or (slot.kind == "buffer" and slot.name in mutated)
-        )
+        mutated = {Slot("buffer", slot.name) for slot in self.joint.stage.outputs if slot.kind == "mutation"}
+        return frozenset(node for slot, node in self.joint.inputs if slot.kind == "activation" or slot in mutated)
 
     @cached_property
     def wanted(self) -> frozenset[Node]:

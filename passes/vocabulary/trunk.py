@@ -32,11 +32,8 @@ def cut_off(canonical: Canonical, head: VocabularyHead, lookup: VocabularyLookup
     ends.append((Slot("activation", leaving.name), leaving))
     graph.output_node().args = (tuple(node for _, node in ends),)
     drop_dead_code(graph)
-    captured = replace(
-        canonical.captured,
-        inputs=tuple(node.meta["slot"] for node in graph.find_nodes(op="placeholder")),
-        outputs=tuple(slot for slot, _ in ends),
-    )
+    inputs = tuple(node.meta["slot"] for node in graph.find_nodes(op="placeholder"))
+    captured = replace(canonical.captured, inputs=inputs, outputs=tuple(slot for slot, _ in ends))
     module, mode = with_graph(canonical.module, graph), FakeTensorMode(allow_non_fake_inputs=True)
     infer_values(module, captured, mode)
     return Canonical(captured, module, mode)

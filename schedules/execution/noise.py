@@ -39,20 +39,12 @@ class Draw:
 
     def __init__(self, noise: Noise, number: int) -> None:
         self.noise, self.number = noise, number
-        self._factors: dict[tuple[str, int], list[tuple[float, float]]] = {}
+        self._factors: dict[Action, tuple[float, float]] = {}
 
     def factors(self, action: Action) -> tuple[float, float]:
         """What the time of a pass, and the delay of the message that it waits for, are multiplied by."""
-        op, stage, microbatch = action
-        known = self._factors.setdefault((op, stage), [])
-        if len(known) <= microbatch:
-            known += self._more(op, stage, len(known), 2 * (microbatch + 1))
-        return known[microbatch]
-
-    def _more(self, op: str, stage: int, start: int, stop: int) -> list[tuple[float, float]]:
-        found = []
-        for m in range(start, stop):
-            generator = random.Random(f"{self.noise.seed} {self.number} {op}{stage}.{m}")
-            time = max(0.0, 1 + self.noise.spread * generator.gauss(0, 1))
-            found.append((time, 1 + self.noise.links * generator.expovariate(1)))
-        return found
+        if action not in self._factors:
+            generator = random.Random(f"{self.noise.seed} {self.number} {action}")
+            longer = max(0.0, 1 + self.noise.spread * generator.gauss(0, 1))
+            self._factors[action] = longer, 1 + self.noise.links * generator.expovariate(1)
+        return self._factors[action]

@@ -24,7 +24,7 @@ class Certificate:
     words: Words | None
 
 
-def certify(problem: Problem, start: Words | None = None, seconds: float = 60, workers: int = 1) -> Certificate:
+def certify(problem: Problem, start: Words | None = None, seconds: float = 60) -> Certificate:
     """Solve `problem` exactly as far as `seconds` allow; times are rounded down to 1/16384 of a mean pass.
 
     Raises `ScheduleError` without OR-Tools, and for costs with vocabulary passes or two model copies.
@@ -40,7 +40,7 @@ def certify(problem: Problem, start: Words | None = None, seconds: float = 60, w
         model.hint(start)
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = seconds
-    solver.parameters.num_workers = workers
+    solver.parameters.num_workers = 1
     status = solver.solve(model.model)
     found = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
     bound = solver.best_objective_bound / model.scale

@@ -141,13 +141,8 @@ class Clock:
         """Time these passes anew, in this order, and what follows from them. False, with an unfinished evaluation, as
         soon as the objective must be above `latest`; `undo` takes either back."""
         end, tail, time, wait, delay = self.end, self.tail, self.time, self.wait, self.delay
-        before, behind, after, passes, nothing = (
-            self.order.before,
-            self.order.behind,
-            self.problem.after,
-            self.passes,
-            self.order.nothing,
-        )
+        before, behind, nothing = self.order.before, self.order.behind, self.order.nothing
+        after, passes = self.problem.after, self.passes
         self.log = log = []
         most = PATIENCE * passes
         first, queued = iter(changed), set(changed)

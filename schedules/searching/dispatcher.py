@@ -128,11 +128,9 @@ class _Run:
         known: list[tuple[float, float, int, int]] = []
         first = ended = 0.0
         for place, n in enumerate(self.heads[rank]):
-            if (
-                n < 0
-                or missing[n]
-                or (memory and added[n] > 0 and not memory.admits(n, rank, self.heads[rank], priority))
-            ):
+            if n < 0 or missing[n]:
+                continue
+            if memory and added[n] > 0 and not memory.admits(n, rank, self.heads[rank], priority):
                 continue
             begin = arrival[n] if arrival[n] > now else now
             if not known or begin < first:

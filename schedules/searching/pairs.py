@@ -127,14 +127,8 @@ def _improved(base: Schedule, costs: Costs, way: Sequence[tuple[int, str]]) -> _
     search = _Search(base, costs, before, room, base, before, [{} for _ in base.orders])
     for direction, op in way:
         if any(costs.exchange(op, stage) for stage in range(base.stages)):
-            ranks = enumerate(zip(base.orders, search.partners, strict=True))
-            search.take(
-                [
-                    (rank, *move)
-                    for rank, (order, partners) in ranks
-                    for move in _nearest(order[::direction], partners, op)
-                ]
-            )
+            ways = (_nearest(o[::direction], own, op) for o, own in zip(base.orders, search.partners, strict=True))
+            search.take([(rank, *move) for rank, moves in enumerate(ways) for move in moves])
     return search
 
 

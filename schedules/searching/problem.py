@@ -135,11 +135,8 @@ class Problem:
             for m in range(self.microbatches):
                 n = self.number[Action(F, stage, m)]
                 head[n] = max(head[made] + self.time[made] + delay for made, delay in self.waits[n])
-        first = {
-            rank: min(head[n] for n, r in enumerate(self.rank) if r == rank and self.actions[n].op == F)
-            for rank in range(self.placement.ranks)
-        }
-        return [first[rank] for rank in range(self.placement.ranks)]
+        forwards = [(self.rank[n], head[n]) for n, action in enumerate(self.actions) if action.op == F]
+        return [min(at for r, at in forwards if r == rank) for rank in range(self.placement.ranks)]
 
     def words(self, schedule: Schedule) -> Words | None:
         """The orders of a schedule with pairs and BW opened; None if the memory does not hold them."""

@@ -162,10 +162,8 @@ def _ahead(problem: Problem, share: float) -> list[float]:
     placement, costs = problem.placement, problem.costs
     if share == math.inf:
         return [math.inf] * placement.stages
-    busy = [
-        sum(map(sum, ((costs.forward[s], costs.backward[s], costs.weight[s]) for s in placement.stages_of(r))))
-        for r in range(placement.ranks)
-    ]
+    work = [costs.forward[s] + costs.backward[s] + costs.weight[s] for s in range(placement.stages)]
+    busy = [sum(work[s] for s in placement.stages_of(rank)) for rank in range(placement.ranks)]
     ranks = [placement.rank(stage) for stage in range(placement.stages)]
     trip, ahead = 0.0, [0.0] * placement.stages
     for stage in reversed(range(placement.stages)):
