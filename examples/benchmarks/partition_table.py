@@ -69,7 +69,7 @@ def line_of(name: str, drawn: Drawn, seconds: dict[str, float], schedule: Schedu
         schedule.name,
         schedule.ranks,
         " ".join(cuts.names),
-        cuts.imbalance,
+        max(cuts.rank_loads) * len(cuts.rank_loads) / sum(cuts.rank_loads),
         max(measured) * len(measured) / sum(measured),
         row.heaviest(edges) / best[0],
         widths,

@@ -162,7 +162,7 @@ class FunctionCall:
         """What the Function returns for `tensors`: its arguments, then those it finds outside."""
         count = len(self.kinds)
         given = [tensor.clone() if i in self.overwrites else tensor for i, tensor in enumerate(tensors[:count])]
-        leaves = [*given, *map(_leaf_like, tensors[count:])]
+        leaves = [*given, *(t.detach().requires_grad_(t.requires_grad) for t in tensors[count:])]
         if self.deposits and any(tensor.requires_grad for tensor in given):
             given = _collecting(given, tensors, leaves, self.deposits)
         known = {id(tensor): leaf for tensor, leaf in zip(self.outside.now(), leaves[count:], strict=True)}
@@ -215,10 +215,6 @@ def _by_value(leaf: Any) -> Hashable:
 
 def kinds_of(tensors: Sequence[Tensor]) -> tuple[Hashable, ...]:
     return tuple((t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors)
-
-
-def _leaf_like(tensor: Tensor) -> Tensor:
-    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 class _Collect(torch.autograd.Function):

@@ -94,18 +94,6 @@ Answer = Any  # a bool or a number
 NOT_ANSWERED = object()
 
 
-def _is_true(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(()) != 0
-
-
-def _contains(tensor: torch.Tensor, element: Any) -> torch.Tensor:
-    return (tensor == element).any()
-
-
-def _equal(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    return (one == other).all()
-
-
 def _close(one: torch.Tensor, other: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     return torch.isclose(one, other, *args, **kwargs).all()
 
@@ -120,13 +108,13 @@ def _number(tensor: torch.Tensor) -> torch.Tensor:
 
 _Make = Callable[..., torch.Tensor]
 _T = torch.Tensor
-DECISIONS: Mapping[Any, _Make] = {  # what is asked of a tensor -> the tensor that has the answer
-    **dict.fromkeys((_T.__bool__, _T.is_nonzero, torch.is_nonzero), _is_true),
-    **dict.fromkeys((_T.equal, torch.equal), _equal),
-    **dict.fromkeys((_T.allclose, torch.allclose), _close),
-    _T.__contains__: _contains,
-}
 _EQUAL = (_T.equal, torch.equal)
+DECISIONS: Mapping[Any, _Make] = {  # what is asked of a tensor -> the tensor that has the answer
+    **dict.fromkeys((_T.__bool__, _T.is_nonzero, torch.is_nonzero), lambda tensor: tensor.reshape(()) != 0),
+    **dict.fromkeys(_EQUAL, lambda one, other: (one == other).all()),
+    **dict.fromkeys((_T.allclose, torch.allclose), _close),
+    _T.__contains__: lambda tensor, element: (tensor == element).any(),
+}
 NUMBERS: Mapping[Any, tuple[_Make, Callable[[Any], Any]]] = {  # a trace reads lists number by number
     _T.item: (_number, lambda value: value),
     _T.__int__: (_number, int),

@@ -8,9 +8,6 @@ turn.
 Fused and split backwards stand side by side; a W that runs alone is always the oldest pending one of its rank.
 """
 
-from collections import deque
-from dataclasses import dataclass, field
-
 from zbcompile.schedules.generators.order_writer import Writer
 from zbcompile.schedules.generators.task import Order, Task, each_rank
 
@@ -32,7 +29,7 @@ def dualpipe(task: Task, rank: int) -> Order:
     first_copy, second_copy = rank, mirrored
     near, far = (first_copy, second_copy) if rank < p // 2 else (second_copy, first_copy)
     write = Writer(half, first={second_copy: half})
-    return _phases(_Sides(write, near, far), half, turn=p // 2, depth=min(rank, mirrored))
+    return _phases(write, (near, far), half, turn=p // 2, depth=min(rank, mirrored))
 
 
 @each_rank
@@ -48,82 +45,52 @@ def dualpipe_v(task: Task, rank: int) -> Order:
         (F3.2|BW0.0)  BW3.2         (F3.3|BW0.1)         BW3.3  B0.2  W0.2  B0.3  W0.3
         (F2.2|BW1.0)  (F1.3|BW2.1)  (F2.3|BW1.1)  BW2.2  BW1.2  B2.3  B1.3  W2.3  W1.3
     """
-    write = Writer(task.microbatches)
-    sides = _Sides(write, rank, 2 * task.ranks - 1 - rank)
-    return _phases(sides, task.microbatches, turn=task.ranks, depth=rank)
+    sides = rank, 2 * task.ranks - 1 - rank
+    return _phases(Writer(task.microbatches), sides, task.microbatches, turn=task.ranks, depth=rank)
 
 
-@dataclass
-class _Sides:
-    """The pen with DualPipe's notation: side 0 is the near stage, side 1 the far one."""
-
-    write: Writer
-    near: int
-    far: int
-    pending: deque[int] = field(default_factory=deque)
-
-    def f(self, side: int) -> None:
-        self.write.f(self._stage(side))
-
-    def b(self, side: int) -> None:
-        self.write.b(self._stage(side))
-        self.pending.append(self._stage(side))
-
-    def bw(self, side: int) -> None:
-        self.write.bw(self._stage(side))
-
-    def w(self) -> None:
-        """The oldest pending W of the rank, whichever side it belongs to."""
-        self.write.w(self.pending.popleft())
-
-    def pair(self, forward_side: int, backward_side: int) -> None:
-        self.write.pair(self._stage(forward_side), self._stage(backward_side))
-
-    def _stage(self, side: int) -> int:
-        return self.far if side else self.near
-
-
-def _phases(sides: _Sides, microbatches: int, turn: int, depth: int) -> Order:
-    """`microbatches` per side; phase numbers are DeepSeek's."""
+def _phases(write: Writer, sides: tuple[int, int], microbatches: int, turn: int, depth: int) -> Order:
+    """`microbatches` through each of the `sides`, the near stage and the far one; phase numbers are DeepSeek's."""
+    near, far = sides
     outer = turn - depth - 1
     for _ in range(2 * outer):  # 1
-        sides.f(0)
+        write.f(near)
     for _ in range(depth + 1):  # 2
-        sides.f(0)
-        sides.f(1)
+        write.f(near)
+        write.f(far)
     for _ in range(outer):  # 3
-        sides.b(1)
-        sides.w()
-        sides.f(1)
-    _main(sides, microbatches - 2 * turn + depth + 1, at_turn=outer == 0)  # 4
+        write.b(far)
+        write.w()
+        write.f(far)
+    _main(write, near, far, microbatches - 2 * turn + depth + 1, at_turn=outer == 0)  # 4
     for _ in range(outer):  # 5
-        sides.bw(1)
-        sides.pair(1, 0)
-    _cool_down(sides, depth)  # 6
+        write.bw(far)
+        write.pair(far, near)
+    _cool_down(write, near, far, depth)  # 6
     for _ in range(outer):  # 7
-        sides.w()
-        sides.b(0)
-    while sides.pending:  # 8
-        sides.w()
-    return tuple(sides.write.order)
+        write.w()
+        write.b(near)
+    while write.pending:  # 8
+        write.w()
+    return tuple(write.order)
 
 
-def _main(sides: _Sides, count: int, at_turn: bool) -> None:
+def _main(write: Writer, near: int, far: int, count: int, at_turn: bool) -> None:
     """Phase 4. At the turn the first backward needs the very forward it would be paired with."""
     for index in range(count):
         if at_turn and index == 0:
-            sides.f(0)
-            sides.bw(1)
+            write.f(near)
+            write.bw(far)
         else:
-            sides.pair(0, 1)
-        sides.pair(1, 0)
+            write.pair(near, far)
+        write.pair(far, near)
 
 
-def _cool_down(sides: _Sides, depth: int) -> None:
+def _cool_down(write: Writer, near: int, far: int, depth: int) -> None:
     """Phase 6: 2(depth+1) backwards, fused in their first half and split in the second."""
     for index in range(2 * (depth + 1)):
-        side = 1 - index % 2
+        stage = near if index % 2 else far
         if index <= depth:
-            sides.bw(side)
+            write.bw(stage)
         else:
-            sides.b(side)
+            write.b(stage)

@@ -32,7 +32,7 @@ def interleaved_one_f_one_b(task: Task, rank: int, group: int | None = None) -> 
         F0.0  F0.1  F2.0  F2.1         BW2.0         BW2.1  BW0.0  BW0.1
               F1.0  F1.1  F3.0  BW3.0  F3.1   BW3.1  BW1.0  BW1.1
     """
-    write, forwards, backwards, _ = _start(task, rank, 2 * (task.ranks - 1 - rank), group)
+    write, forwards, backwards = _start(task, rank, 2 * (task.ranks - 1 - rank), group)
     for stage in backwards:
         for forward in islice(forwards, 1):
             write.f(forward)
@@ -49,7 +49,7 @@ def overlapped_interleaved(task: Task, rank: int, group: int | None = None) -> O
         F0.0  F0.1  F2.0  F2.1                BW2.0  BW2.1  BW0.0  BW0.1
               F1.0  F1.1  F3.0  (F3.1|BW3.0)  BW3.1  BW1.0  BW1.1
     """
-    write, forwards, backwards, _ = _start(task, rank, 2 * (task.ranks - 1 - rank) + 1, group)
+    write, forwards, backwards = _start(task, rank, 2 * (task.ranks - 1 - rank) + 1, group)
     for stage in backwards:
         paired = list(islice(forwards, 1))
         if paired:
@@ -70,25 +70,20 @@ def interleaved_zero_bubble(task: Task, rank: int, group: int | None = None) -> 
         F0.0  F0.1  F2.0  F2.1        B2.0  W2.0  B2.1  W2.1  B0.0  W0.0  B0.1  W0.1
               F1.0  F1.1  F3.0  B3.0  F3.1  B3.1  W3.0  B1.0  W3.1  B1.1  W1.0  W1.1
     """
-    write, forwards, backwards, pending = _start(task, rank, task.ranks - 1 - rank, group)
+    write, forwards, backwards = _start(task, rank, task.ranks - 1 - rank, group)
     for done, stage in enumerate(backwards):
         for forward in islice(forwards, 1):
             write.f(forward)
         write.b(stage)
         if done >= rank:
-            write.w(next(pending))
-    for stage in pending:
-        write.w(stage)
+            write.w()
+    while write.pending:
+        write.w()
     return tuple(write.order)
 
 
-def _start(
-    task: Task, rank: int, extra: int, group: int | None
-) -> tuple[Writer, Iterator[int], Iterator[int], Iterator[int]]:
-    """Write the warm-up; return the pen, the stages of the remaining forwards, of all backwards, and these once more.
-
-    The second list of backwards is for the weight gradients, which follow in the same order.
-    """
+def _start(task: Task, rank: int, extra: int, group: int | None) -> tuple[Writer, Iterator[int], Iterator[int]]:
+    """Write the warm-up; return the pen, the stages of the remaining forwards, and of all backwards."""
     stages = task.placement.stages_of(rank)
     usual = task.microbatches // rounds(task.ranks, task.microbatches)
     group = min(group or usual, task.microbatches) if task.chunks > 1 else 1
@@ -96,8 +91,7 @@ def _start(
     forwards = _in_groups(stages, group, task.microbatches)
     for stage in islice(forwards, (task.chunks - 1) * group + extra):
         write.f(stage)
-    backwards, pending = (_in_groups(stages[::-1], group, task.microbatches) for _ in range(2))
-    return write, forwards, backwards, pending
+    return write, forwards, _in_groups(stages[::-1], group, task.microbatches)
 
 
 def _in_groups(stages: tuple[int, ...], group: int, microbatches: int) -> Iterator[int]:

@@ -1,6 +1,6 @@
 """The pen of the generators: it knows which microbatch comes next, so that a generator reads like its paper."""
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Mapping
 
 from zbcompile.schedules.ir.actions import BW, Action, B, F, Pair, Step, W
@@ -24,7 +24,7 @@ class Writer:
         self._first = dict(first or {})
         self._forwards: dict[int, int] = defaultdict(int, self._first)  # by stage, the next microbatch
         self._backwards: dict[int, int] = defaultdict(int, self._first)
-        self._pending: dict[int, deque[int]] = defaultdict(deque)
+        self.pending: list[Action] = []  # weight gradients, oldest first
 
     def f(self, stage: int) -> None:
         """The next forward of `stage`."""
@@ -33,12 +33,13 @@ class Writer:
     def b(self, stage: int) -> None:
         """The next input gradient of `stage`; its weight gradient becomes pending."""
         microbatch = self._backward(stage)
-        self._pending[stage].append(microbatch)
+        self.pending.append(Action(W, stage, microbatch))
         self.order.append(Action(B, stage, microbatch))
 
-    def w(self, stage: int) -> None:
-        """The oldest pending weight gradient of `stage`."""
-        self.order.append(Action(W, stage, self._pending[stage].popleft()))
+    def w(self, stage: int | None = None) -> None:
+        """The oldest pending weight gradient, or the oldest of `stage`."""
+        at = next(i for i, action in enumerate(self.pending) if stage in (None, action.stage))
+        self.order.append(self.pending.pop(at))
 
     def bw(self, stage: int) -> None:
         """The next backward of `stage`, fused."""
@@ -52,7 +53,7 @@ class Writer:
     def flush(self, *stages: int) -> None:
         """All pending weight gradients, stage by stage."""
         for stage in stages:
-            while self._pending[stage]:
+            for _ in [action for action in self.pending if action.stage == stage]:
                 self.w(stage)
 
     def has_f(self, stage: int) -> bool:
