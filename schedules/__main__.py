@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from tabulate import tabulate
 
@@ -238,8 +239,7 @@ def _compare(options: argparse.Namespace) -> None:
     if column is not None:
         rows.sort(key=lambda row: row[column])
     heads = ("schedule", "makespan", "bubble", "cost", "cost bubble", "peak memory", "messages")
-    shares = [(*row[:2], f"{float(row[2]):.1%}", row[3], f"{float(row[4]):.1%}", *row[5:]) for row in rows]
-    print(_table(shares, heads, 6))
+    print(_table(rows, heads, 6))
     for reason in refused:
         print(f"left out: {reason}")
     if options.picture:
@@ -258,10 +258,9 @@ def _formula(options: argparse.Namespace) -> None:
     print(format_closed_form(form, timeline))
 
 
-def _figures(timeline: Timeline) -> tuple[str, float, float, float, float, float, int]:
-    t, schedule = timeline, timeline.schedule
-    peak = max(t.peak_memory)
-    return (schedule.name, t.makespan, t.bubble, t.cost, t.cost_bubble, peak, count_messages(schedule))
+def _figures(t: Timeline) -> tuple[Any, ...]:
+    bubble, of_cost = (f"{float(share):.1%}" for share in (t.bubble, t.cost_bubble))
+    return (t.schedule.name, t.makespan, bubble, t.cost, of_cost, max(t.peak_memory), count_messages(t.schedule))
 
 
 if __name__ == "__main__":

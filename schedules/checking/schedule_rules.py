@@ -47,7 +47,7 @@ class Report(NamedTuple):
     receive_buffers: tuple[int, ...] | None
 
 
-@without_collector
+@without_collector()
 def check(
     program: Schedule | Lowered,
     costs: Costs | None = None,

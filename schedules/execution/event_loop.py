@@ -9,9 +9,9 @@ Events are integers so that they index a flat list: one band of stages x microba
 
 import gc
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import wraps
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.execution.noise import Draw
@@ -279,24 +279,16 @@ class _RowsOf(NamedTuple):
         return (need, self.costs.hop(min(stage, at), there, rank))
 
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def without_collector(function: Callable[P, R]) -> Callable[P, R]:
-    """Pause the collector while `function` runs: for functions that make no reference cycles.
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """Pause the collector: for functions that make no reference cycles, which this also decorates.
 
     Halves the time of `lower` on 200,000 actions; the collector is left as it was found.
     """
-
-    @wraps(function)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        enabled = gc.isenabled()
-        gc.disable()
-        try:
-            return function(*args, **kwargs)
-        finally:
-            if enabled:
-                gc.enable()
-
-    return run
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

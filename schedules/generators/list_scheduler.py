@@ -83,11 +83,9 @@ class Floor:
 
     def _dependents_of(self, op: str, stage: int) -> list[Dependent]:
         """What waits for `op` on `stage`."""
-        here, found = self.placement.rank(stage), []
-        for other, at in users(op, stage, self.placement.stages):
-            there = self.placement.rank(at)
-            found.append((other, at, there, self.costs.hop(min(stage, at), here, there)))
-        return found
+        here = self.placement.rank(stage)
+        waiting = ((other, at, self.placement.rank(at)) for other, at in users(op, stage, self.placement.stages))
+        return [(other, at, rank, self.costs.hop(min(stage, at), here, rank)) for other, at, rank in waiting]
 
 
 def oldest(actions: Iterable[Action]) -> Action | None:

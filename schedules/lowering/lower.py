@@ -42,7 +42,7 @@ class Peer(NamedTuple):
 Peers = dict[str, dict[int, Peer]]  # by operation, then by stage
 
 
-@without_collector
+@without_collector()
 def lower(schedule: Schedule, costs: Costs | None = None) -> Lowered:
     """Place SEND, RECV and (with vocabulary passes) collective actions in every rank's order.
 

@@ -153,7 +153,7 @@ def _first_start(order: Sequence[Step], begins: Sequence[float]) -> float:
     return next(own, 0)
 
 
-@without_collector
+@without_collector()
 def simulate(program: Schedule | Lowered, costs: Costs | None = None, noise: Noise | float | None = None) -> Timeline:
     """Run a schedule, or a lowered program, under `costs` (default: every pass takes 1, hops are free).
 
