@@ -130,7 +130,7 @@ def admitted_task(
 ) -> Task:
     """What a family is asked for; raises `ScheduleError` for counts, options and costs that it does not admit."""
     placement = _placement(family, ranks, chunks)
-    _require_count("microbatches", microbatches)
+    require_count("microbatches", microbatches)
     if options.get("group") is None and not family.rule.holds(ranks, microbatches):
         raise ScheduleError(_inadmissible(family, ranks, microbatches))
     unknown = sorted(set(options) - set(family.options))
@@ -138,7 +138,7 @@ def admitted_task(
         expected = f"expected {', '.join(family.options)}" if family.options else "it has none"
         raise ScheduleError(f"{family.name}: unknown option {', '.join(unknown)}; {expected}")
     if options.get("group") is not None:
-        _require_count("group", options["group"])
+        require_count("group", options["group"])
     if costs is not None and costs.stages != placement.stages:
         raise ScheduleError(f"{family.name}: costs of {costs.stages} stages for a schedule of {placement.stages}")
     return Task(placement, microbatches, costs)
@@ -194,14 +194,14 @@ def _inadmissible(family: Family, ranks: int, microbatches: int) -> str:
 
 
 def _placement(family: Family, ranks: int, chunks: int | None) -> Placement:
-    _require_count("ranks", ranks)
+    require_count("ranks", ranks)
     chunks = family.chunks if chunks is None else chunks
-    _require_count("chunks", chunks)
+    require_count("chunks", chunks)
     if chunks != family.chunks and not family.free_chunks:
         raise ScheduleError(f"{family.name}: chunks={chunks}; a rank holds exactly {family.chunks} (leave it out)")
     return Placement(family.placement, ranks, chunks)
 
 
-def _require_count(what: str, value: int) -> None:
+def require_count(what: str, value: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ScheduleError(f"{what}={value!r}; expected a whole number of at least 1")

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.execution.memory import peak_memory
+from zbcompile.schedules.generators.registry import require_count
 from zbcompile.schedules.ir.costs import Costs
 from zbcompile.schedules.ir.placement import Placement
 from zbcompile.schedules.searching.problem import ROUNDING, Problem
@@ -22,9 +23,8 @@ def problems_of(
     barriers: int,
 ) -> list[Problem]:
     """One problem for each placement whose memory suffices at all; raises `ScheduleError` if there is none."""
-    for what, value in (("ranks", ranks), ("microbatches", microbatches)):
-        if not isinstance(value, int) or value < 1:
-            raise ScheduleError(f"{what}={value!r}; expected a whole number of at least 1")
+    require_count("ranks", ranks)
+    require_count("microbatches", microbatches)
     limits = _limits(memory_limit, ranks)
     every = [
         Problem(placement, microbatches, cut, limits, barrier, barriers)
