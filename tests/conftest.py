@@ -4,6 +4,7 @@ torch thread, and a checker between the compiler's passes."""
 import difflib
 import gc
 import importlib
+import logging
 import os
 import sys
 import tempfile
@@ -69,7 +70,9 @@ def _group_for_workers(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now stays to the end: a garbage collection need not walk through it again and again."""
+    """What is imported by now stays to the end: a garbage collection need not walk through it again and again. And torch
+    writes down graphs for whoever listens to its trace, which pytest does with every logger that does not propagate."""
+    logging.getLogger("torch.__trace").propagate = True
     gc.collect()
     gc.freeze()
 
