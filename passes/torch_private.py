@@ -4,12 +4,14 @@ Supporting a newer torch starts here: run the test suite, and repair what moved 
 """
 
 import contextlib
+import copy
 import itertools
 import re
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -39,10 +41,8 @@ from torch.utils._python_dispatch import (
 
 pytree = pytree
 # 2.11-2.13: a graph module that writes its code when it is first run or printed; most of ours never are. Its `forward`,
-# kept as a function, goes a long way round: `boxed` has a short one. `use_lazy_graph_modules`: those that torch makes
-# inside are such, too.
+# kept as a function, goes a long way round: `boxed` has a short one.
 LazyGraphModule = LazyGraphModule
-use_lazy_graph_modules = _use_lazy_graph_module
 aten = torch.ops.aten
 
 # 2.11-2.13: what is raised if something depends on a value that a trace does not have.
@@ -318,6 +318,28 @@ def numbered_checkpoints() -> Iterator[None]:
     names = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
     original = next(name for name in names if hasattr(torch.utils.checkpoint, name))
     with replaced(torch.utils.checkpoint, original, numbered), preserve_node_meta():  # annotations reach the nodes
+        yield
+
+
+def _stack() -> traceback.StackSummary:
+    """Where a trace is, from the first `forward` inwards; the lines of source are read when they are printed."""
+    frames = [(f.f_code.co_filename, line, f.f_code.co_name) for f, line in traceback.walk_stack(sys._getframe(1))]
+    inside = max((depth for depth, (_, _, name) in enumerate(frames, 1) if name == "forward"), default=0)
+    kept = [traceback.FrameSummary(*frame, lookup_line=False) for frame in reversed(frames[:inside])]
+    return traceback.StackSummary.from_list(kept)
+
+
+@contextlib.contextmanager
+def quick_traces() -> Iterator[None]:
+    """Inside, torch's traces do without what nobody reads, a tenth of the time of compiling: code of their graphs,
+    `tensor_meta` beside `val`, copies of what a node is from, frames outside of the model (2.11-2.13)."""
+    shared = SimpleNamespace(copy=copy.copy, deepcopy=lambda sources: sources)
+    with (
+        _use_lazy_graph_module(True),
+        replaced(proxy_tensor, "_extract_tensor_metadata", lambda _: None),
+        replaced(torch.fx.traceback, "copy", shared),
+        replaced(torch.fx.proxy, "CapturedTraceback", SimpleNamespace(extract=lambda: SimpleNamespace(summary=_stack))),
+    ):
         yield
 
 

@@ -70,8 +70,8 @@ def _group_for_workers(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now stays to the end: a garbage collection need not walk through it again and again. And torch
-    writes down graphs for whoever listens to its trace, which pytest does with every logger that does not propagate."""
+    """What is imported by now stays to the end: a garbage collection need not walk through it again and again. torch
+    writes graphs down for whoever listens to its trace, as pytest does with every logger that does not propagate."""
     logging.getLogger("torch.__trace").propagate = True
     gc.collect()
     gc.freeze()

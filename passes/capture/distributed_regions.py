@@ -26,11 +26,6 @@ from zbcompile.passes.torch_private import FakeTensorMode, forward_hook_function
 PART = "part_of"  # see `zbcompile.model.distributed_tensors`
 
 
-def has_parts(model: nn.Module) -> bool:
-    """Whether a model's parameters are parts of DTensors."""
-    return any(hasattr(tensor, PART) for tensor in model.parameters())
-
-
 @dataclass(eq=False)
 class RegionCall:
     """A call of `module`, but for its tensors. `before` are calls that hand it DTensors, each with the number of
@@ -134,7 +129,7 @@ Regions = dict[int, dict[str, Any]]  # id of a module -> its parameters by name,
 
 def regions_of(model: nn.Module, args: Any, kwargs: Any) -> Regions:
     """The modules whose calls are operators."""
-    if not has_parts(model):
+    if not any(hasattr(tensor, PART) for tensor in model.parameters()):  # parts of DTensors
         return {}
     trial = _Trial(model)
     with (

@@ -182,7 +182,8 @@ class _Calls(TorchFunctionMode):
         result = self._result(func, args, kwargs or {})
         if func is torch.Tensor.item and not isinstance(result, int | float):  # known only when a step runs
             self.watch.note_open()
-        if not self.watch.shape_from_data and _has_unknown_shape(result):
+        sizes = result.shape if isinstance(result, torch.Tensor) else ()
+        if not self.watch.shape_from_data and not all(isinstance(size, int) for size in sizes):
             self.watch.shape_from_data = calling_line()
         return result
 
@@ -214,11 +215,6 @@ def _is_torchs(function: type) -> bool:
     """Whether a Function is a part of torch that torch.export knows how to trace."""
     hooks = function.__qualname__ == "BackwardHookFunction"  # a hook is refused by name
     return hooks or function.__module__.startswith(("torch._", "torch.fx", FUNCTIONAL_COLLECTIVES_MODULE))
-
-
-def _has_unknown_shape(value: Any) -> bool:
-    """Whether a shape in `value` is not a number: in a capture that means it depends on the data."""
-    return isinstance(value, torch.Tensor) and not all(isinstance(size, int) for size in value.shape)
 
 
 def _carries_gradient(args: Any) -> bool:

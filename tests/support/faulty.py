@@ -53,7 +53,7 @@ ACTS = {
     "raise": _raise,
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "interrupt": lambda: signal.raise_signal(signal.SIGINT),
-    "sleep": lambda: time.sleep(6),
+    "sleep": lambda: time.sleep(4.5),
 }
 INJECT = Injector()
 
@@ -180,7 +180,6 @@ def _injected(run: Callable[[ShardRun, int], None], pass_: str) -> Callable[[Sha
 def never_comes(rank: int, timeout: float) -> Ended | None:
     """A rank makes no pipeline at all."""
     if dist.get_rank() == rank:
-        time.sleep(timeout + 4)
         return None
     return _uncompiled(make(timeout=timeout), rows())
 
@@ -218,7 +217,8 @@ def other_shape(rank: int) -> Ended | None:
     """A rank's second batch has another size."""
     pipe = trained()
     x = rows(4 if dist.get_rank() == rank else 8)
-    return attempt(pipe, lambda: pipe.step(x, target=x))
+    with patch("zbcompile.distributed.watchdog.STRAY", 1.0):
+        return attempt(pipe, lambda: pipe.step(x, target=x))
 
 
 def other_known_step(rank: int, usual: dict[str, object], other: dict[str, object], samples: int = 8) -> Ended | None:
@@ -235,9 +235,10 @@ def other_known_step(rank: int, usual: dict[str, object], other: dict[str, objec
 def other_call(rank: int) -> Ended | None:
     """A rank evaluates while the others train."""
     pipe = trained()
-    if dist.get_rank() == rank:
-        return attempt(pipe, lambda: pipe.eval(rows()))
-    return attempt(pipe, lambda: pipe.step(rows(), target=rows()))
+    with patch("zbcompile.distributed.watchdog.STRAY", 1.0):
+        if dist.get_rank() == rank:
+            return attempt(pipe, lambda: pipe.eval(rows()))
+        return attempt(pipe, lambda: pipe.step(rows(), target=rows()))
 
 
 def other_program(rank: int, what: str) -> Ended | None:
@@ -276,11 +277,11 @@ def peer_of_a_device(rank: int, timeout: float) -> Ended | None:
     """A rank does not come to a call that another one has given to its device, and goes on from."""
     pipe = trained(timeout=timeout)
     if dist.get_rank() == rank:
-        time.sleep(timeout + 4)
+        time.sleep(timeout + 3)
     else:
         with pipe._watch.region("step 1"):
             pipe._watch.progress = NeverThere()  # type: ignore[union-attr]
-        time.sleep(timeout + 2)
+        time.sleep(timeout + 1.5)
     return attempt(pipe, lambda: pipe.step(rows(), target=rows()))
 
 
