@@ -194,7 +194,7 @@ def wait_until(begun: Callable[[], bool], started: list[BaseProcess]) -> None:
     deadline = time.monotonic() + PATIENCE
     while not begun() and any(process.is_alive() for process in started):
         assert time.monotonic() < deadline, "the run went no further"
-        time.sleep(0.001)
+        time.sleep(0.005)
 
 
 def wait_for(started: list[BaseProcess]) -> None:

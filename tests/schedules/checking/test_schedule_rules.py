@@ -14,12 +14,6 @@ NAMES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "interleaved-zb"
 Orders = list[list[Any]]  # of steps; damage makes what no type admits
 
 
-@pytest.mark.slow
-def test_the_family_is_right_and_lowering_changes_nothing(small_schedules) -> None:
-    for schedule in small_schedules(range(1, 6), range(1, 12)):
-        assert check(schedule).peak_memory == check(lower(schedule)).peak_memory
-
-
 def actions(orders: Orders) -> list[tuple[int, int]]:
     """Where the actions that are no pairs stand."""
     return [(r, i) for r, order in enumerate(orders) for i, step in enumerate(order) if not isinstance(step, Pair)]

@@ -1,15 +1,12 @@
 """Two nodes: two torchrun agents on this machine, which find each other by torchrun's rendezvous."""
 
-import os
 import socket
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.support.warm_torchrun import warm_torchrun
+from tests.support.warm_torchrun import warm_agents
 
-ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = """
 import torch
 import zbcompile
@@ -38,14 +35,10 @@ def test_two_agents_train_and_fail_together(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     place = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}", "--rdzv-id", "two"]
-    command = warm_torchrun("import zbcompile.run", "--nnodes", "2", "--nproc-per-node", "1", *place, str(script))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    agents = [
-        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for _ in range(2)
-    ]
-    said = sorted((agent.communicate(timeout=200)[0] for agent in agents), key=lambda text: "FaultError" in text)
-    assert all(agent.returncode for agent in agents)
+    given = ("--nnodes", "2", "--nproc-per-node", "1", *place, str(script))
+    codes, texts = zip(*warm_agents(2, tmp_path, "import zbcompile.run", *given), strict=True)
+    said = sorted(texts, key=lambda text: "FaultError" in text)
+    assert all(codes)
     losses = {line for text in said for line in text.splitlines() if line.startswith("loss")}
     assert len(losses) == 1, "\n".join(said)
     message = "target has 3 rows, the batch 4 (args[0])"

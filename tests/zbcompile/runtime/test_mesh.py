@@ -97,7 +97,7 @@ def trained(
         ("tp functions", "zb-v", ("tp", "pp"), 2),
         ("tp sequence", "zb-v", ("tp", "pp"), 2),
         ("cp gather", "1f1b", ("cp", "pp"), 4),
-        ("cp ulysses", "dualpipe-v", ("pp", "cp"), 4),
+        ("cp ulysses", "dualpipe-v", ("cp", "pp"), 2),
         ("cp ring", "interleaved-zb", ("cp", "pp"), 2),
     ],
 )
