@@ -41,7 +41,8 @@ def draw_line(canonical: Canonical) -> Line:
     anywhere = replicable(canonical, flops)
     nodes = [n for n in canonical.graph.nodes if n.op == "call_function" and n not in anywhere]
     live = _live_after(nodes, [value for slot, value in canonical.outputs if slot.kind in ("loss", "activation")])
-    whole, end = _inside_an_update(canonical, nodes), _last_work(nodes)
+    whole = _inside_an_update(canonical, nodes)
+    end = max((i for i, node in enumerate(nodes) if _largest(node) > 1), default=0)  # behind it: the loss, one number
     allowed = [
         i < end and i not in whole and _may_cut(node, crossing)
         for i, (node, crossing) in enumerate(zip(nodes, live, strict=True))
@@ -99,11 +100,6 @@ def _inside_an_update(canonical: Canonical, nodes: list[Node]) -> set[int]:
             touching = [position[node] for node in (*readers, value) if node in position]
             found |= set(range(min(touching, default=0), max(touching, default=0)))
     return found
-
-
-def _last_work(nodes: list[Node]) -> int:
-    """The last position that handles more than single numbers: a loss's scalar arithmetic does not deserve a stage."""
-    return max((i for i, node in enumerate(nodes) if _largest(node) > 1), default=0)
 
 
 def _largest(node: Node) -> int:
