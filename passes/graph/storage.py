@@ -25,6 +25,16 @@ def storage_bytes(values: Iterable[torch.Tensor], without: Set[int] = frozenset(
     return sum(size for key, size in storages.items() if key not in without)
 
 
+def storages_behind(nodes: Iterable[Node]) -> set[int]:
+    """The storages behind the values of some nodes."""
+    return {storage_key(t) for node in nodes for t in tensors_of(node.meta.get("val"))}
+
+
+def bytes_behind(nodes: Iterable[Node], without: Set[int] = frozenset()) -> int:
+    """Bytes of the storages behind the values of some nodes, as `storage_bytes` counts them."""
+    return storage_bytes([t for node in nodes for t in tensors_of(node.meta["val"])], without)
+
+
 def storages_read(node: Node) -> dict[int, torch.Tensor]:
     """The storages that a node reads, each with one tensor that lies in it."""
     return {storage_key(t): t for argument in node.all_input_nodes for t in tensors_of(argument.meta.get("val"))}

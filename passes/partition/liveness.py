@@ -10,7 +10,7 @@ from zbcompile.passes.graph.flops import count_flops
 from zbcompile.passes.graph.fx import count_uses, is_getitem, is_random
 from zbcompile.passes.graph.process_groups import is_collective, is_under_way
 from zbcompile.passes.graph.roles import Slot
-from zbcompile.passes.graph.storage import is_view, storage_bytes, tensors_of
+from zbcompile.passes.graph.storage import bytes_behind, is_view, tensors_of
 from zbcompile.passes.partition.inside_calls import Inside, inside_calls
 
 
@@ -30,7 +30,7 @@ class Line:
     inside: Mapping[Node, Inside]
 
     def boundary_bytes(self, position: int) -> int:
-        return storage_bytes([t for node in self.live[position] for t in tensors_of(node.meta["val"])])
+        return bytes_behind(self.live[position])
 
 
 def draw_line(canonical: Canonical) -> Line:

@@ -10,12 +10,12 @@ from torch.fx import Graph, Node
 
 from zbcompile.passes.graph.fx import is_getitem, is_random
 from zbcompile.passes.graph.roles import Slot
-from zbcompile.passes.graph.storage import bytes_moved, is_view, storage_bytes, tensors_of
+from zbcompile.passes.graph.storage import bytes_behind, bytes_moved, is_view, storages_behind, tensors_of
 from zbcompile.passes.hardware.hardware import hardware_for
 from zbcompile.passes.recompute.budget import Values
 from zbcompile.passes.split.joint_graph import Joint, reached_by_gradients
 from zbcompile.passes.split.split import forward_nodes, needed_nodes
-from zbcompile.passes.torch_private import OpOverload, is_in_place, storage_key
+from zbcompile.passes.torch_private import OpOverload, is_in_place
 
 aten = torch.ops.aten
 _ATTOSECONDS = 10**18
@@ -63,9 +63,8 @@ class Forward:
     def kept_bytes(self) -> int:
         """Bytes that wait between F and B, by storage (`Crossing.kept` after the split)."""
         read = self.wanted.union(*(node.all_input_nodes for node in self.ahead))
-        waiting = [t for node in read & (self.made | self.arriving) for t in tensors_of(node.meta["val"])]
-        resident = [node for _, node in self.joint.inputs if node not in self.arriving]
-        return storage_bytes(waiting, {storage_key(t) for n in resident for t in tensors_of(n.meta["val"])})
+        resident = storages_behind(node for _, node in self.joint.inputs if node not in self.arriving)
+        return bytes_behind(read & (self.made | self.arriving), resident)
 
 
 def has_hints(forward: Forward) -> bool:
@@ -86,7 +85,7 @@ def list_values(forward: Forward, flops: Mapping[Node, int], policy: str) -> Val
     return Values(
         wanted=forward.wanted,
         inputs={n: tuple(known.intersection(() if n in forward.arriving else forward.reads(n))) for n in nodes},
-        bytes={n: storage_bytes(tensors_of(n.meta["val"])) for n in nodes if n not in forward.ahead and _can_keep(n)},
+        bytes={n: bytes_behind((n,)) for n in nodes if n not in forward.ahead and _can_keep(n)},
         time=dict.fromkeys(forward.ahead, 0) | _times(forward, [n for n in nodes if n in forward.made], flops, policy),
     )
 

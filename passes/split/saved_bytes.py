@@ -1,12 +1,12 @@
 """What waits between the passes of a stage, in bytes."""
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 from torch.fx import Node
 
 from zbcompile.passes.graph.roles import Slot
-from zbcompile.passes.graph.storage import storage_bytes, storages_read, tensors_of
+from zbcompile.passes.graph.storage import bytes_behind, storages_behind, storages_read, tensors_of
 from zbcompile.passes.split.joint_graph import Joint
 from zbcompile.passes.split.subgraphs import Assignment
 from zbcompile.passes.torch_private import storage_key
@@ -33,8 +33,7 @@ class Crossing:
 def resident_storages(joint: Joint) -> set[int]:
     """Storages that exist whatever the passes keep; not buffers that F changes, since F keeps a copy of what it saw."""
     changed = {slot.name for slot in joint.stage.outputs if slot.kind == "mutation"}
-    nodes = [node for slot, node in joint.inputs if is_resident(slot, changed)]
-    return {storage_key(t) for node in nodes for t in tensors_of(node.meta["val"])}
+    return storages_behind(node for slot, node in joint.inputs if is_resident(slot, changed))
 
 
 def is_resident(slot: Slot, changed: Set[str]) -> bool:
@@ -53,16 +52,12 @@ def crossing_of(assignment: Assignment) -> Crossing:
     made_later = [n for n in for_weight if n in tangents or (n not in assignment.nodes["F"] and n.op != "placeholder")]
     made_before = [n for n in for_weight if n not in made_later]
     before_backward = [n for n in for_backward if n not in tangents]
-
-    def size(nodes: Iterable[Node]) -> int:
-        return storage_bytes([t for n in nodes for t in tensors_of(n.meta["val"])], free)
-
     return Crossing(
-        forward_to_backward=size(before_backward),
-        forward_to_weight=size(made_before),
-        backward_to_weight=size(made_later),
-        kept=size({*before_backward, *made_before}),
-        residue=size(for_weight),
+        forward_to_backward=bytes_behind(before_backward, free),
+        forward_to_weight=bytes_behind(made_before, free),
+        backward_to_weight=bytes_behind(made_later, free),
+        kept=bytes_behind({*before_backward, *made_before}, free),
+        residue=bytes_behind(for_weight, free),
     )
 
 
@@ -82,7 +77,7 @@ class Storages:
 
 def keys_of(node: Node) -> set[int]:
     """The storages of a node's value."""
-    return {storage_key(t) for t in tensors_of(node.meta.get("val"))}
+    return storages_behind((node,))
 
 
 def find_storages(joint: Joint) -> Storages:

@@ -8,7 +8,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from zbcompile.passes.graph.roles import Slot
-from zbcompile.passes.graph.storage import tensors_of
+from zbcompile.passes.graph.storage import storages_behind, tensors_of
 from zbcompile.passes.split.joint_graph import Joint
 from zbcompile.passes.torch_private import LazyGraphModule, storage_key
 
@@ -57,14 +57,14 @@ class Assignment:
 
     def copied(self, node: Node) -> bool:
         """Whether F must save a copy: the buffer aliased here is overwritten by a later microbatch."""
-        return any(storage_key(t) in self.overwritten for t in tensors_of(node.meta.get("val")))
+        return not self.overwritten.isdisjoint(storages_behind((node,)))
 
     @cached_property
     def overwritten(self) -> frozenset[int]:
         """The storages of buffers that F changes."""
         names = {slot.name for slot in self.joint.stage.outputs if slot.kind == "mutation"}
-        holders = [node for slot, node in self.joint.inputs if slot.kind == "buffer" and slot.name in names]
-        return frozenset(storage_key(t) for node in holders for t in tensors_of(node.meta["val"]))
+        inputs = self.joint.inputs
+        return frozenset(storages_behind(n for slot, n in inputs if slot.kind == "buffer" and slot.name in names))
 
 
 # Which pieces return an output of the joint graph; F returns all others. No piece returns a virtual gradient.

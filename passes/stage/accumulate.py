@@ -19,7 +19,7 @@ from torch.fx import Graph, Node
 
 from zbcompile.passes.graph.fx import copied, like, output_values, with_graph
 from zbcompile.passes.graph.roles import Slot
-from zbcompile.passes.graph.storage import tensors_of
+from zbcompile.passes.graph.storage import storages_behind
 from zbcompile.passes.split.subgraphs import Piece
 from zbcompile.passes.torch_private import UNSAFE_VIEW, FakeTensorMode, is_in_place, storage_key
 
@@ -49,7 +49,7 @@ def own_gradients(piece: Piece) -> Piece:
     value.
     """
     graph, outputs = _copy(piece)
-    foreign = {storage_key(t) for n in graph.find_nodes(op="placeholder") for t in tensors_of(n.meta.get("val"))}
+    foreign = storages_behind(graph.find_nodes(op="placeholder"))
     kept: list[tuple[Slot, Node]] = []
     for slot, node in outputs:
         node = _without_transposes(node) if slot.kind == "gradient" else node

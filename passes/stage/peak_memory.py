@@ -1,12 +1,12 @@
 """The peak memory of a pass while it runs."""
 
-from collections.abc import Iterable, Set
+from collections.abc import Set
 
 from torch.fx import Node
 
 from zbcompile.passes.graph.fx import output_values
 from zbcompile.passes.graph.roles import Slot
-from zbcompile.passes.graph.storage import tensors_of
+from zbcompile.passes.graph.storage import storages_behind, tensors_of
 from zbcompile.passes.split.saved_bytes import LOSS, RESIDENT, keys_of
 from zbcompile.passes.split.subgraphs import LATER, Piece
 from zbcompile.passes.stage.stage_program import StageProgram
@@ -38,10 +38,12 @@ def peak_bytes(piece: Piece, kept: Set[Slot] = frozenset()) -> int:
     holders = dict(zip(piece.module.graph.find_nodes(op="placeholder"), piece.inputs, strict=True))
     sizes = {storage_key(t): t.untyped_storage().nbytes() for n in nodes for t in tensors_of(n.meta.get("val"))}
     fixed = [node for node, slot in holders.items() if slot.kind in ALIVE or slot == LOSS]
-    uncounted = _keys([*fixed, *(node for node in nodes if node.op == "get_attr")])
-    staying = _keys([*(node for node, slot in holders.items() if slot in kept), *output_values(piece.module.graph)])
+    uncounted = storages_behind([*fixed, *(node for node in nodes if node.op == "get_attr")])
+    staying = storages_behind(
+        [*(node for node, slot in holders.items() if slot in kept), *output_values(piece.module.graph)]
+    )
     last_use = {key: i for i, node in enumerate(nodes) for key in _touched(node)}
-    alive = _keys(holders) - uncounted
+    alive = storages_behind(holders) - uncounted
     most = now = sum(map(sizes.__getitem__, alive))
     for index, node in enumerate(nodes):
         if node.op == "call_function" and not is_in_place(node.target):
@@ -55,10 +57,5 @@ def peak_bytes(piece: Piece, kept: Set[Slot] = frozenset()) -> int:
     return most
 
 
-def _keys(nodes: Iterable[Node]) -> set[int]:
-    """The storages behind the values of some nodes."""
-    return {key for node in nodes for key in keys_of(node)}
-
-
 def _touched(node: Node) -> set[int]:
-    return _keys((node, *node.all_input_nodes))
+    return storages_behind((node, *node.all_input_nodes))

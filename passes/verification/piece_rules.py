@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from zbcompile.passes.graph.fx import is_random, operations_behind
 from zbcompile.passes.graph.roles import Slot
-from zbcompile.passes.graph.storage import is_view, storage_bytes, tensors_of
+from zbcompile.passes.graph.storage import bytes_behind, is_view, storages_behind, tensors_of
 from zbcompile.passes.split.saved_bytes import LOSS, Crossing, is_resident
 from zbcompile.passes.split.split import Split
 from zbcompile.passes.split.subgraphs import LATER
@@ -118,18 +118,15 @@ def crossing_counted(made: Pieces, before: Any) -> Iterator[Break]:
 def _count(pieces: Mapping[str, GraphView]) -> Crossing:
     """The same bytes from the inputs of B and W alone."""
     changed = {slot.name for slot in pieces["F"].outputs if slot.kind == "mutation"}
-    held = [(slot, node) for view in pieces.values() for slot, node in view.arriving if is_resident(slot, changed)]
-    free = {storage_key(t) for _, node in held for t in tensors_of(node.meta["val"])}
+    arriving = (pair for view in pieces.values() for pair in view.arriving)
+    free = storages_behind(node for slot, node in arriving if is_resident(slot, changed))
     from_backward = {slot for slot in pieces["B"].outputs if slot.kind == "saved"}
     for_backward = [node for slot, node in pieces["B"].arriving if slot.kind != "tangent"]
     for_weight = [(slot, node) for slot, node in pieces["W"].arriving if slot.kind != "accumulator"]
     late = [node for slot, node in for_weight if slot.kind == "tangent" or slot in from_backward]
     early = [node for slot, node in for_weight if slot.kind != "tangent" and slot not in from_backward]
-
-    def size(nodes: list[Node]) -> int:
-        return storage_bytes([t for node in nodes for t in tensors_of(node.meta["val"])], free)
-
-    return Crossing(size(for_backward), size(early), size(late), size(for_backward + early), size(late + early))
+    kinds = (for_backward, early, late, for_backward + early, late + early)
+    return Crossing(*(bytes_behind(nodes, free) for nodes in kinds))
 
 
 @rule("W and BW return, or add to its buffer, the gradient of every trained parameter, and of no other")
