@@ -91,24 +91,20 @@ def require_equal_results(
         for key, values in report.items():
             first, expected = found.setdefault(key, (rank, values))
             if not _near(values, expected):
-                explain = _gradient_differs if key[0] in trained else _buffer_differs
-                raise ranks.refusal(explain(ranks, key[0], first, rank))
+                raise ranks.refusal(_differs(ranks, key[0], first, rank, key[0] in trained))
     return any(values[1] == 0 for report in reports for values in report.values())
 
 
-def _buffer_differs(ranks: Ranks, name: str, first: int, second: int) -> str:
+def _differs(ranks: Ranks, name: str, first: int, second: int, trained: bool) -> str:
+    pair = f"{name} differs between ranks {first} and {second}{_apart(ranks, first, second)}"
+    if not trained:
+        meant = _if_meant(ranks, name, first, second, SHARD)
+        remedy = "Let all of them write the same: sum it over the ranks first."
+        return f"what forward writes into buffer {pair}. {remedy}{meant}"
+    meant = _if_meant(ranks, name, first, second, PARTIAL)
     return (
-        f"what forward writes into buffer {name} differs between ranks {first} and {second}"
-        f"{_apart(ranks, first, second)}. Let all of them write the same: sum it over the ranks first."
-        f"{_if_meant(ranks, name, first, second, SHARD)}"
-    )
-
-
-def _gradient_differs(ranks: Ranks, name: str, first: int, second: int) -> str:
-    return (
-        f"the gradient of {name} differs between ranks {first} and {second}{_apart(ranks, first, second)}, although "
-        "each should compute the whole of it."
-        f"{_if_meant(ranks, name, first, second, PARTIAL)} (each computes a part, to be summed once per step)."
+        f"the gradient of {pair}, although each should compute the whole of it.{meant} (each computes a part, to be "
+        "summed once per step)."
     )
 
 

@@ -41,6 +41,11 @@ def packed_buffer(spec: TensorSpec, device: torch.device) -> torch.Tensor:
     return torch.empty_strided(shape, strides, dtype=getattr(torch, spec.dtype), device=device)
 
 
+def empty(spec: TensorSpec, device: torch.device) -> torch.Tensor:
+    """A contiguous tensor of this specification."""
+    return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
+
+
 def laid_out(value: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     """`value`, packed or not, with the strides that the graph was traced for; a copy only if they differ."""
     if value.shape == spec.shape and (value.stride() == spec.stride or _same_strides(value, spec)):

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from zbcompile.distributed.packing import empty
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.model.losses import total_loss
@@ -59,9 +60,5 @@ def _exchange(made: Made, executable: Executable, outputs: Sequence[Output], ran
             source = program.rank_of(stage, i)
             if everywhere or source != last:
                 own = made.setdefault(name, {})
-                own[i] = (
-                    own[i].contiguous()
-                    if ranks.rank == source
-                    else torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=ranks.device)
-                )
+                own[i] = own[i].contiguous() if ranks.rank == source else empty(spec, ranks.device)
                 ranks.broadcast(own[i], source)

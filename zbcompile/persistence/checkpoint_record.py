@@ -195,7 +195,7 @@ def _header(chunks: Sequence[Chunk]) -> tuple[bytes, list[int]]:
     for chunk in chunks:
         begin = ends[-1] if ends else 0
         ends.append(begin + chunk.bytes.nbytes)
-        kind = _safetensors_dtype(chunk.values.dtype)
+        kind = safetensors_dtype(chunk.values.dtype)
         shape = list(chunk.values.shape) if kind else [chunk.bytes.nbytes]
         entries[chunk.key] = {"dtype": kind or "U8", "shape": shape, "data_offsets": [begin, ends[-1]]}
     text = json.dumps(entries).encode()
@@ -203,7 +203,7 @@ def _header(chunks: Sequence[Chunk]) -> tuple[bytes, list[int]]:
     return len(text).to_bytes(8, "little") + text, ends
 
 
-def _safetensors_dtype(dtype: torch.dtype) -> str | None:
+def safetensors_dtype(dtype: torch.dtype) -> str | None:
     """The format's name of a dtype; None if it has none, such as complex128, whose bytes are written."""
     try:
         content = save({"x": torch.empty(0, dtype=dtype)})

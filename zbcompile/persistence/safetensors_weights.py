@@ -18,6 +18,7 @@ from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.frontend.pipeline import Pipeline
 from zbcompile.model.distributed_tensors import is_distributed
+from zbcompile.persistence.checkpoint_record import safetensors_dtype
 from zbcompile.persistence.hub_layout import Described, Stored, as_stored, stored_tensors, write_config
 from zbcompile.persistence.local_tensors import Holding, holding_of, local_part, require_names
 from zbcompile.safe_files import DESCRIPTION, read_regular, regular_file, write_whole
@@ -236,21 +237,13 @@ def _sources(path: Path, given: Mapping[str, Stored], holding: Holding) -> dict[
 def _require_kinds(sources: Mapping[str, Stored], holding: Holding) -> None:
     """Refuse values that the model's dtype cannot hold: copying would drop imaginary parts and fractions."""
     for name, tensor in holding.tensors.items():
-        own = _kind(tensor.dtype)
+        own = "F" if tensor.dtype.is_floating_point else safetensors_dtype(tensor.dtype)
         for stored in sorted(sources[name].dtypes):
             if own != ("F" if stored.startswith(("F", "BF")) else stored):
                 raise PipelineError(
                     f"{name} is stored as {stored} and is {tensor.dtype} in the model; only floating-point numbers are "
                     "converted. Convert the file, or the model."
                 )
-
-
-def _kind(dtype: torch.dtype) -> str:
-    """As safetensors writes it; "F" for all floating-point numbers."""
-    if dtype.is_floating_point or dtype == torch.bool:
-        return "F" if dtype.is_floating_point else "BOOL"
-    letter = "C" if dtype.is_complex else "I" if dtype.is_signed else "U"
-    return f"{letter}{8 * dtype.itemsize}"
 
 
 def _chunk(tensor: torch.Tensor) -> tuple[slice, ...]:

@@ -11,6 +11,7 @@ from torch import nn
 
 from zbcompile.distributed.clocks import clock_of, offset_to_first
 from zbcompile.distributed.mesh import broadcast
+from zbcompile.distributed.packing import empty
 from zbcompile.distributed.ranks import GroupRanks, LocalRanks, Ranks
 from zbcompile.distributed.termination import forget
 from zbcompile.errors import PipelineError
@@ -239,7 +240,7 @@ def exchanged(
 
 def _empty(name: str, outputs: dict[int, Output], ranks: Ranks) -> torch.Tensor:
     specs = [output.made[name][1] for output in outputs.values()]
-    shape = specs[0].shape
-    if len(specs) > 1:
-        shape = (sum(spec.shape[0] for spec in specs), *shape[1:])
-    return torch.empty(shape, dtype=getattr(torch, specs[0].dtype), device=ranks.device)
+    if len(specs) == 1:
+        return empty(specs[0], ranks.device)
+    rows = sum(spec.shape[0] for spec in specs)
+    return empty(specs[0]._replace(shape=(rows, *specs[0].shape[1:])), ranks.device)

@@ -18,9 +18,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from zbcompile.distributed.packing import HIDDEN_MESSAGE, ROWS_MESSAGE, Buffer, Message
+from zbcompile.distributed.packing import HIDDEN_MESSAGE, ROWS_MESSAGE, Buffer, Message, empty
 from zbcompile.distributed.transport import Tensors, Transport
-from zbcompile.passes.graph.roles import TensorSpec
 from zbcompile.passes.vocabulary.shard_program import HIDDEN
 from zbcompile.runtime.vocabulary_shard_run import ShardRun
 from zbcompile.schedules.ir.actions import CAST, COLLECTIVES, LOOKUP, SPREAD, STATS, SUM
@@ -164,12 +163,9 @@ class GroupCollectives:
     def _is(self, rank: int) -> bool:
         return dist.get_rank(self.group) == rank
 
-    def _empty(self, spec: TensorSpec) -> torch.Tensor:
-        return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=self.device)
-
     def _cast(self, microbatch: int) -> None:
         if not self._is(self.roots.last):
-            self.shard.receive(microbatch, self._empty(self.shard.shard.program.hidden))
+            self.shard.receive(microbatch, empty(self.shard.shard.program.hidden, self.device))
         dist.broadcast(self.shard.states[microbatch][HIDDEN], group=self.group, group_src=self.roots.last)
 
     def _lookup(self, microbatch: int) -> None:
@@ -183,7 +179,7 @@ class GroupCollectives:
         lookup = self.shard.shard.program.lookup
         assert lookup is not None
         if not self._is(self.roots.first):
-            self.shard.spreads[microbatch] = self._empty(lookup.rows)
+            self.shard.spreads[microbatch] = empty(lookup.rows, self.device)
         dist.broadcast(self.shard.spreads[microbatch], group=self.group, group_src=self.roots.first)
 
     def _stats(self, microbatch: int) -> None:
