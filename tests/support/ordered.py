@@ -9,13 +9,13 @@ from typing import Any
 from torch import Tensor
 
 from zbcompile.distributed.packing import Buffer, Message
-from zbcompile.distributed.transport import Link, Mailboxes, Ordered, Tensors
+from zbcompile.distributed.transport import Link, Ordered, Tensors, Transport
 
 Channel = tuple[int, int]  # source rank, destination rank
 
 
 @dataclass
-class InOrder(Mailboxes):
+class InOrder(Transport):
     """All ranks in one process; the k-th send of a channel arrives where its k-th receive was posted. `rank_of` is the
     schedule's."""
 

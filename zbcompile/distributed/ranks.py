@@ -11,7 +11,6 @@ from zbcompile.distributed.faults import Position
 from zbcompile.distributed.mesh import Mesh, Replicas, new_group
 from zbcompile.distributed.transport import (
     Channels,
-    Mailboxes,
     Ordered,
     PointToPoint,
     ReceiveBuffers,
@@ -78,7 +77,7 @@ class Ranks:
 
     def transport(self, schedule: Schedule, microbatches: int, buffers: ReceiveBuffers, number: int) -> Transport:
         """The transport for the messages of one pass over `microbatches` microbatches, of program `number`."""
-        return Mailboxes()
+        return Transport()
 
     def collective_group(self) -> dist.ProcessGroup | None:
         """The process group of the vocabulary's collectives, made at the first call; None in one process."""
@@ -153,7 +152,7 @@ class GroupRanks(Ranks):
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.everyone)
 
     def transport(self, schedule: Schedule, microbatches: int, buffers: ReceiveBuffers, number: int) -> Transport:
-        return PointToPoint(self.channels(schedule, microbatches, number), buffers)
+        return PointToPoint(channels=self.channels(schedule, microbatches, number), buffers=buffers)
 
     def channels(self, schedule: Schedule, microbatches: int, number: int) -> Channels:
         """What carries messages between the ranks of a schedule; the first call opens the rank-local channels."""

@@ -130,26 +130,13 @@ def _greet(link: Any, end: int, device: torch.device) -> None:
 Tensors = list[torch.Tensor]
 
 
-class Transport(Protocol):
-    """Moves messages between stages.
+@dataclass
+class Transport:
+    """Moves messages between stages; as it is, in one process, where a message is in its box as soon as it is sent.
 
     `deliver` is for a stage on the same rank; `post` announces a receive into buffers; `ready` says whether `wait` may
     be called, which returns once the message has arrived; `complete` releases sends that are known to have arrived.
     """
-
-    def deliver(self, message: Message, tensors: Tensors) -> None: ...
-    def send(self, message: Message, tensors: Tensors, peer: int) -> None: ...
-    def post(self, message: Message, buffers: Sequence[Buffer], peer: int) -> None: ...
-    def ready(self, message: Message) -> bool: ...
-    def wait(self, message: Message) -> None: ...
-    def take(self, message: Message) -> Tensors: ...
-    def complete(self, messages: Sequence[Message]) -> None: ...
-    def finish(self) -> None: ...
-
-
-@dataclass
-class Mailboxes:
-    """All ranks in one process: a message arrives as soon as it is sent."""
 
     boxes: dict[Message, Tensors] = field(default_factory=dict)
 
@@ -199,8 +186,8 @@ class ReceiveBuffers:
         return found
 
 
-@dataclass
-class PointToPoint:
+@dataclass(kw_only=True)
+class PointToPoint(Transport):
     """Messages between processes.
 
     Nothing here blocks the host on CUDA: `wait` on an NCCL work makes the compute stream wait for an event of the
@@ -211,12 +198,8 @@ class PointToPoint:
 
     channels: Channels
     buffers: ReceiveBuffers
-    boxes: dict[Message, Tensors] = field(default_factory=dict)
     receives: dict[Message, list[dist.Work]] = field(default_factory=dict)
     sends: dict[Message, list[tuple[torch.Tensor, dist.Work]]] = field(default_factory=dict)
-
-    def deliver(self, message: Message, tensors: Tensors) -> None:
-        self.boxes[message] = tensors
 
     def send(self, message: Message, tensors: Tensors, peer: int) -> None:
         works = self.sends[message] = []
@@ -236,9 +219,6 @@ class PointToPoint:
     def wait(self, message: Message) -> None:
         for work in self.receives.pop(message, ()):
             work.wait()
-
-    def take(self, message: Message) -> Tensors:
-        return self.boxes.pop(message)
 
     def complete(self, messages: Sequence[Message]) -> None:
         for message in messages:

@@ -33,7 +33,7 @@ class RankRun:
 
     plan: RankPlan
     runs: Mapping[int, StageRun]
-    transport: Transport
+    transport: Transport | VocabularyTransport
     position: Position
     observe: Observer | None = None
     vocabulary: VocabularyTransport | None = None

@@ -15,7 +15,7 @@ import zbcompile
 from zbcompile.cli.target import load_example
 from zbcompile.compiler.compile_example import one_microbatch
 from zbcompile.distributed.faults import Position
-from zbcompile.distributed.transport import Mailboxes, ReceiveBuffers
+from zbcompile.distributed.transport import ReceiveBuffers, Transport
 from zbcompile.model.seeds import undisturbed
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.program.program import Program
@@ -66,7 +66,7 @@ class Auditor:
 
     program: Program
     births: Births
-    mail: Mailboxes
+    mail: Transport
     ranks: list[RankRun] = field(default_factory=list)
     waiting: dict[tuple[int, int], str] = field(default_factory=dict)
     depth: int = 0
@@ -168,7 +168,7 @@ def audit(example: zbcompile.Example, program: Program) -> Auditor:
     plans = tuple(plan_rank(program, rank, stages) for rank in range(RANKS))
     executable = Executable(program, stages, plans, ReceiveBuffers(device), None)
     inputs = [one_microbatch(example).tensors for _ in range(MICROBATCHES)]
-    mail, births = Mailboxes(), Births()
+    mail, births = Transport(), Births()
     auditor = Auditor(program, births, mail)
     with births, undisturbed(device), torch.no_grad():
         factor = torch.ones(()) / MICROBATCHES

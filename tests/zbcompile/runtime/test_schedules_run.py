@@ -91,7 +91,7 @@ def assert_declared(ours: Trained, case: Case) -> None:
 def test_in_one_process(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Messages are paired by their order on each channel alone, as NCCL pairs them."""
     schedule = build(case.schedule, case.ranks, case.microbatches)
-    monkeypatch.setattr("zbcompile.distributed.ranks.Mailboxes", partial(InOrder, rank_of=schedule.rank_of))
+    monkeypatch.setattr("zbcompile.distributed.ranks.Transport", partial(InOrder, rank_of=schedule.rank_of))
     assert_declared(quickly(case), case)
 
 
