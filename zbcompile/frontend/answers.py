@@ -202,11 +202,7 @@ class ByShape(Generic[Key, Value]):
         """The keys of the shapes, but that of what was not compiled here."""
         return [key for key in self._shapes.keys if key]
 
-    def first(self) -> Value:
-        """The value that was added first."""
-        return self.first_shape().first()
-
-    def first_shape(self) -> ByAnswers[Value]:
+    def first(self) -> ByAnswers[Value]:
         """The values of the shape that was added first."""
         return self._shapes.first()
 
@@ -265,7 +261,7 @@ def captured_alike(
 
 def save_with_answers(kept: ByShape[Any, Executable], ranks: Ranks, program: Program, directory: Path) -> None:
     """Write a program; beside the first one, those of its shape for the other answers that were met."""
-    found = kept.first_shape() if len(kept) else None
+    found = kept.first() if len(kept) else None
     if found is not None and found.first().program is program:
         others = [replace(each.program, guards=guards) for guards, each in found.others()]
         beside = {f"{ANSWERS}{number}": each for number, each in enumerate(others, 1)}

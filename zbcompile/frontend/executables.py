@@ -80,7 +80,7 @@ class Executables(BoundPrograms):
 
     def first(self) -> Executable:
         """The one that was made first."""
-        return self._kept.first()
+        return self._kept.first().first()
 
     def adopt(self, program: Program) -> Executable:
         """Run `program`, which was compiled elsewhere."""
