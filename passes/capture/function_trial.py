@@ -63,9 +63,7 @@ def autocast_on(device: str) -> Autocast:
 
 class _Trial:
     def __init__(self, call: FunctionCall, mode: FakeTensorMode, earlier: Mapping[int, Tensor]) -> None:
-        self.call = call
-        self.mode = mode
-        self.earlier = earlier
+        self.call, self.mode, self.earlier = call, mode, earlier
         self.outside: dict[int, Tensor] = {}
         self.written: dict[int, int] = {}  # how often, when it was made
 

@@ -144,8 +144,7 @@ class _Calls(TorchFunctionMode):
 
     def __init__(self, watch: Watch, parameters: set[int]) -> None:
         super().__init__()
-        self.watch = watch
-        self.parameters = parameters
+        self.watch, self.parameters = watch, parameters
         self.kernels = attention_kernels()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

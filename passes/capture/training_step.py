@@ -51,10 +51,7 @@ class TrainingStep(nn.Module):
 
     def __init__(self, model: nn.Module, loss: LossFunction | None, watch: Watch, outputs: bool = False) -> None:
         super().__init__()
-        self.model = model
-        self.loss = loss
-        self.watch = watch
-        self.outputs = outputs
+        self.model, self.loss, self.watch, self.outputs = model, loss, watch, outputs
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> tuple[Any, list[torch.Tensor]]:
         with self.watch.forward(self.model, (args, kwargs, target)):
@@ -86,9 +83,7 @@ class Inference(nn.Module):
 
     def __init__(self, model: nn.Module, read: Read | None, watch: Watch) -> None:
         super().__init__()
-        self.model = model
-        self.read = read
-        self.watch = watch
+        self.model, self.read, self.watch = model, read, watch
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> tuple[Any, list[torch.Tensor]]:
         with self.watch.forward(self.model, (args, kwargs, target)):

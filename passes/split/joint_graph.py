@@ -133,9 +133,7 @@ class _Run:
     """The function that is traced: the stage's forward, then `torch.autograd.grad` for whatever wants a gradient."""
 
     def __init__(self, stage: Stage, primals: int, tangents: tuple[str, ...]) -> None:
-        self.stage = stage
-        self.primals = primals
-        self.tangents = tangents
+        self.stage, self.primals, self.tangents = stage, primals, tangents
         self.gradients: list[Slot] = []
 
     def __call__(self, *flat: Any) -> list[Any]:

@@ -104,8 +104,7 @@ def extract(assignment: Assignment, name: str) -> Piece:
 
 class _Extractor:
     def __init__(self, assignment: Assignment, name: str) -> None:
-        self.assignment = assignment
-        self.name = name
+        self.assignment, self.name = assignment, name
         self.graph = Graph()
         self.copies: dict[Node, Node] = {}
         self.slot_of = {node: slot for slot, node in assignment.joint.inputs}
