@@ -12,6 +12,7 @@ from tabulate import tabulate
 
 from zbcompile.schedules.checking.schedule_rules import check
 from zbcompile.schedules.errors import ScheduleError
+from zbcompile.schedules.execution.noise import Noise
 from zbcompile.schedules.generators.interlaced import interlaced
 from zbcompile.schedules.generators.registry import AUTO, FAMILIES, find, names
 from zbcompile.schedules.generators.vocabulary_insertion import textbook_costs, with_vocabulary
@@ -21,8 +22,11 @@ from zbcompile.schedules.ir.files import load, save
 from zbcompile.schedules.ir.plain_numbers import plain
 from zbcompile.schedules.ir.schedule import Lowered, Schedule, format_schedule, parts
 from zbcompile.schedules.lowering.lower import lower
-from zbcompile.schedules.searching import search_command
 from zbcompile.schedules.searching.by_name import build
+from zbcompile.schedules.searching.certificate import certify
+from zbcompile.schedules.searching.order_search import Found, search
+from zbcompile.schedules.searching.problem import Problem
+from zbcompile.schedules.searching.question import problems_of
 from zbcompile.schedules.simulation.message_slack import slack_rows
 from zbcompile.schedules.simulation.timeline import Timeline, simulate
 from zbcompile.schedules.visualization.text import format_timeline, summary
@@ -30,6 +34,9 @@ from zbcompile.schedules.visualization.write import ENDINGS, write_comparison, w
 
 INTERLACED = "interlaced"  # no name of `build`: it needs vocabulary layers to interlace
 FILES = (".csv", ".json", ".txt")
+UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+CUT = 4  # stages per rank of a model to be searched for without a costs file
+ROUNDED = 1e-3  # share up to which the solver's whole numbers are no difference
 EXAMPLES = """examples:
   python -m zbcompile.schedules list
   python -m zbcompile.schedules show zb-v --ranks 4 --microbatches 8
@@ -88,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     formula.add_argument("--chunks", type=_count, metavar="N", help="stages per rank, for the interleaved schedules")
     formula.set_defaults(command=_formula, memory_limit=None, barriers=None)
     searching = commands.add_parser("search", help="the shortest order for given costs, and its distance from the best")
-    search_command.add_arguments(searching)
+    _add_search_arguments(searching)
     searching.set_defaults(command=_search)
     for command in (show, searching):
         command.add_argument(
@@ -113,6 +120,28 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add("--times", type=_times, default=(1, 1, 1), metavar="F,B,W", help="times of a rank's share of the model")
     add("--comm", type=float, default=0, metavar="X", help="time of a hop between ranks; default 0")
     add("--residue", type=float, metavar="X", help="memory kept from B to W, if F to B keeps 1; default 1")
+
+
+def _add_search_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--ranks", type=int, default=4, metavar="N", help="default 4")
+    add("--microbatches", type=int, default=8, metavar="N", help="default 8")
+    add("--memory", type=_sizes, metavar="X[,X...]", help="for activations, of every rank or one each; 40GiB works too")
+    add("--placements", type=lambda text: text.split(","), metavar="P,...", help="of linear, looped:N, v, dual")
+    add("--no-barrier", action="store_true", help="the longest own span of a rank counts, not the whole step")
+    add("--seconds", type=float, default=20, metavar="X", help="at most; default 20")
+    add("--moves", type=int, metavar="N", help="so many, for the same order every time")
+    add("--seed", type=int, default=0, metavar="N", help="of the moves; default 0")
+    add("--noise", type=float, metavar="X", help="judge by the ninth of ten steps whose passes spread by this share")
+    add("--late", type=float, default=0.0, metavar="X", help="with --noise: messages are late by this share on average")
+    add("--barriers", type=int, choices=(1, 2), default=1, help="of vocabulary passes, if the costs have them")
+    add("--certify", action="store_true", help="let OR-Tools confirm or improve it (small cases)")
+
+
+def _sizes(text: str) -> float | list[float]:
+    parts = [(part, next((unit for unit in UNITS if part.endswith(unit)), "")) for part in text.split(",")]
+    found = [float(part.removesuffix(unit)) * UNITS.get(unit, 1) for part, unit in parts]
+    return found if len(found) > 1 else found[0]
 
 
 def _count(text: str) -> int:
@@ -199,11 +228,45 @@ def _write(timeline: Timeline, program: Schedule | Lowered, options: argparse.Na
 
 
 def _search(options: argparse.Namespace) -> None:
-    found = search_command.searched(options, _model(options, options.ranks))
+    model = _model(options, options.ranks)
+    costs = model if options.costs else model.resized(CUT * options.ranks)
+    noise = None if options.noise is None else Noise(options.noise, options.late)
+    given = (costs, options.ranks, options.microbatches, options.memory, options.placements, not options.no_barrier)
+    found = search(*given, options.seconds, options.moves, options.seed, noise, options.barriers)
+    print(f"{found}\n\n{_placement_table(found)}")
+    if options.certify:
+        (problem,) = problems_of(*given[:4], (found.schedule.placement,), given[5], options.barriers)
+        found = _certified(found, problem, options.seconds)
     print(f"\n{_rank_table(found.simulation, check(lower(found.schedule)).receive_buffers or ())}")
     heads = ("ranks", "messages", "least slack", "median slack", "without slack")
     print(f"\n{tabulate(slack_rows(found.simulation), headers=heads, floatfmt='.5g')}")
     _write(found.simulation, found.schedule, options)
+
+
+def _placement_table(found: Found) -> str:
+    rows = []
+    for placement, (least, value) in found.placements.items():
+        names = {name: takes for (name, where), takes in found.names.items() if where == placement}
+        best = min(names, key=names.__getitem__, default="none fits")
+        rows.append((placement, least, value, best, names.get(best)))
+    return tabulate(rows, headers=("placement", "bound", "searched", "best name", "takes"), floatfmt=".6g")
+
+
+def _certified(found: Found, problem: Problem, seconds: float) -> Found:
+    """The order, or a shorter one of the solver; prints what the solver says about this placement."""
+    if found.simulation.noise is not None:
+        raise ScheduleError("a certificate knows the costs as they are; leave out --noise")
+    proof = certify(problem, problem.words(found.schedule), seconds)
+    better = None if proof.words is None else found.improved(problem, proof.words, "CP-SAT")
+    where = f"\nCP-SAT on placement {problem.placement}"
+    if better is not None and better.objective < found.objective * (1 - ROUNDED):
+        print(f"{where}: a shorter order, {better.objective:.6g}")
+        found = better
+    if found.objective <= proof.bound * (1 + ROUNDED):
+        print(f"{where}: confirmed, no order there is shorter than {proof.bound:.6g} (to {ROUNDED:.1%})")
+    else:
+        print(f"{where}: not decided in {seconds:g} s; no order there is shorter than {proof.bound:.6g}")
+    return found
 
 
 def _rank_table(timeline: Timeline, receive_buffers: Sequence[int]) -> str:
