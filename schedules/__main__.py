@@ -16,10 +16,9 @@ from zbcompile.schedules.execution.noise import Noise
 from zbcompile.schedules.generators.interlaced import interlaced
 from zbcompile.schedules.generators.registry import AUTO, FAMILIES, find, names
 from zbcompile.schedules.generators.vocabulary_insertion import textbook_costs, with_vocabulary
-from zbcompile.schedules.ir.costs import Costs
+from zbcompile.schedules.ir.costs import Costs, plain
 from zbcompile.schedules.ir.dependencies import count_messages
 from zbcompile.schedules.ir.files import load, save
-from zbcompile.schedules.ir.plain_numbers import plain
 from zbcompile.schedules.ir.schedule import Lowered, Schedule, format_schedule, parts
 from zbcompile.schedules.lowering.lower import lower
 from zbcompile.schedules.searching.by_name import build

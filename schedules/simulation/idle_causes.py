@@ -5,10 +5,9 @@ from typing import Literal, NamedTuple, get_args
 
 from zbcompile.schedules.execution.event_loop import Outcome
 from zbcompile.schedules.ir.actions import SENDS, Action, B, F, Step, flatten
-from zbcompile.schedules.ir.costs import Costs
+from zbcompile.schedules.ir.costs import Costs, plain
 from zbcompile.schedules.ir.dependencies import RECEIVE_OF, SEND_OF, awaited, needs, target
 from zbcompile.schedules.ir.kinds import KINDS
-from zbcompile.schedules.ir.plain_numbers import plain
 from zbcompile.schedules.ir.schedule import Lowered, Schedule, parts
 
 ROUNDING = 1e-9  # relative: sums of the same times differ in their last bits

@@ -7,7 +7,7 @@ notebook that is not trusted) it scrolls and shows.
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from zbcompile.schedules.ir.plain_numbers import plain
+from zbcompile.schedules.ir.costs import plain
 from zbcompile.schedules.simulation.timeline import Timeline, simulate
 from zbcompile.schedules.visualization.svg import (
     ALSO,

@@ -12,8 +12,8 @@ from statistics import median
 from xml.sax.saxutils import escape
 
 from zbcompile.schedules.ir.actions import COMPUTE, Action, flatten
+from zbcompile.schedules.ir.costs import plain
 from zbcompile.schedules.ir.kinds import KINDS
-from zbcompile.schedules.ir.plain_numbers import plain
 from zbcompile.schedules.simulation.critical_path import critical_path
 from zbcompile.schedules.simulation.message_slack import messages
 from zbcompile.schedules.simulation.timeline import Span, Timeline

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from zbcompile.schedules.ir.actions import Pair, Step
-from zbcompile.schedules.ir.plain_numbers import plain
+from zbcompile.schedules.ir.costs import plain
 from zbcompile.schedules.simulation.timeline import Timeline
 
 
