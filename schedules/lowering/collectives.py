@@ -14,7 +14,6 @@ ends, so that it has a forward's time to travel and at most two wait to be used.
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import zip_longest
-from typing import NamedTuple
 
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.execution.deadlock import culprit_error
@@ -24,15 +23,8 @@ from zbcompile.schedules.ir.dependencies import needs
 from zbcompile.schedules.ir.schedule import Lowered, Schedule
 
 LOOKUPS_AHEAD = 2
+Collective = tuple[float, int, str]  # when it can begin, its microbatch, its operation
 Posts = list[list[Action] | None]  # the posts before each step of one rank, and after the last
-
-
-class Collective(NamedTuple):
-    """`op` for `microbatch`, which can begin at `time`."""
-
-    time: float
-    microbatch: int
-    op: str
 
 
 def collectives_of(schedule: Schedule) -> tuple[str, ...]:
@@ -49,7 +41,7 @@ def global_order(schedule: Schedule, outcome: Outcome) -> list[Collective]:
     fed = {op: {need for s in shards for need in needs(op, s, schedule.stages)} for op in collectives_of(schedule)}
     made = {op: [events.first(*need) for need in found] for op, found in fed.items() if found}
     times = ((op, m, max(outcome.happened[e + m] for e in made[op])) for op in made for m in range(events.microbatches))
-    found = [Collective(time, m, op) for op, m, time in times]
+    found = [(time, m, op) for op, m, time in times]
     return sorted([*found, *(_lookups(schedule, outcome) if schedule.lookups else ())])
 
 
@@ -58,7 +50,7 @@ def _lookups(schedule: Schedule, outcome: Outcome) -> list[Collective]:
     first = [a.microbatch for a in flatten(schedule.orders[schedule.rank_of(0, 0)]) if a.op == F and a.stage == 0]
     ends = [outcome.happened[outcome.events.first(F, 0) + m] for m in first]
     times = [0.0] * LOOKUPS_AHEAD + ends
-    return [Collective(time, m, LOOKUP) for time, m in zip(times, first, strict=False)]
+    return [(time, m, LOOKUP) for time, m in zip(times, first, strict=False)]
 
 
 def post_collectives(schedule: Schedule, outcome: Outcome, posts: Sequence[Posts]) -> None:

@@ -3,9 +3,8 @@
 import math
 import random
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
-from zbcompile.schedules.execution.noise import Draw as NoiseDraw, Noise
+from zbcompile.schedules.execution.noise import Draw, Noise
 from zbcompile.schedules.searching.clock import Clock, Move, Order
 from zbcompile.schedules.searching.problem import Problem, Words
 
@@ -16,32 +15,27 @@ CRITICAL = 0.85  # share of moves that shift a pass of the critical path
 EVENNESS = 0.01  # how much the mean end of all ranks counts beside the objective: it leads across plateaus
 LOOK = 64  # moves between two looks at the clock on the wall
 
-
-class Draw(NamedTuple):
-    """Times of the passes and delays of their messages, as the costs say or as they may turn out."""
-
-    time: Sequence[float]
-    delay: Sequence[float]
+Times = tuple[Sequence[float], Sequence[float]]  # of the passes, and how long what each waits for is under way
 
 
-def draws_of(problem: Problem, noise: Noise | None) -> list[Draw]:
-    """Of the costs themselves without noise."""
+def draws_of(problem: Problem, noise: Noise | None) -> list[Times]:
+    """Those of each draw; without noise those of the costs themselves."""
     delays = [waits[0][1] if waits else 0.0 for waits in problem.waits]
     if noise is None:
-        return [Draw(problem.time, delays)]
-    found = []
+        return [(problem.time, delays)]
+    found: list[Times] = []
     for number in range(noise.draws):
-        factors = list(map(NoiseDraw(noise, number).factors, problem.actions))
+        factors = list(map(Draw(noise, number).factors, problem.actions))
         times = [time * longer for time, (longer, _) in zip(problem.time, factors, strict=True)]
         late = [delay * later for delay, (_, later) in zip(delays, factors, strict=False)]
-        found.append(Draw(times, late))
+        found.append((times, late))
     return found
 
 
 class Annealer:
     """One search from one order. `quantile` of the objective over the draws is what counts; of one draw, its own."""
 
-    def __init__(self, problem: Problem, words: Words, draws: Sequence[Draw], quantile: float, seed: int) -> None:
+    def __init__(self, problem: Problem, words: Words, draws: Sequence[Times], quantile: float, seed: int) -> None:
         self.problem, self.draws = problem, draws
         self.order = Order(problem, words)
         self.clocks = [Clock(self.order, *draw) for draw in draws]
