@@ -49,10 +49,8 @@ def kernel_bytes(kernel: Sequence[Node]) -> int:
         taken = {key: t.untyped_storage().nbytes() for key, t in storages_read(node).items()}
         read |= {key: size for key, size in taken.items() if key not in made}
         in_place = any(key in taken for key in own)
-        if in_place or any(user not in inside for user in _real_users(node)):
-            made |= own
-        else:
-            made |= dict.fromkeys(own, 0)
+        leaves = in_place or any(user not in inside for user in _real_users(node))
+        made |= own if leaves else dict.fromkeys(own, 0)
     return sum(read.values()) + sum(made.values())
 
 

@@ -43,12 +43,10 @@ def kernels_layouts() -> Iterator[None]:
 
     def dispatch(mode: FakeTensorMode, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made: Any = inferred(mode, func, types, args, kwargs)
-        if func in ELEMENTWISE:
+        if func in ELEMENTWISE or func in LIKE_SECOND:
             with mode:
-                return torch.empty_like(torch.add(args[0], args[1]), dtype=made.dtype)
-        if func in LIKE_SECOND:
-            with mode:
-                return torch.empty_like(args[1], dtype=made.dtype)
+                like = torch.add(args[0], args[1]) if func in ELEMENTWISE else args[1]
+                return torch.empty_like(like, dtype=made.dtype)
         return _contiguous(mode, made) if func in CONTIGUOUS else made
 
     with replaced(FakeTensorMode, "dispatch", dispatch):

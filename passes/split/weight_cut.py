@@ -86,10 +86,8 @@ class _WeightNetwork:
         return {node for node in self.network.source_side() if isinstance(node, Node)}
 
     def _add_operations(self) -> None:
-        for node in self.later - self.movable:
-            self.network.connect(IN_W, node)
-        for node in self.movable:
-            self.network.connect(IN_W, node, self.work[node])
+        for node in self.later:
+            self.network.connect(IN_W, node, self.work.get(node))
         for node in self.repeatable:
             self.network.connect(node, BEFORE, self.work[node])
 

@@ -133,14 +133,12 @@ class _Chooser:
         started, ready = floor.started, floor.ready_at
         for stage in self.stages[rank]:
             backward = Action(B, stage, started[B, stage])
-            at = ready.get(backward)
-            if at is not None:
+            if (at := ready.get(backward)) is not None:
                 heads.append((at, backward))
             count = started[F, stage]
             if count - backward.microbatch < self.ahead[stage] and floor.memory[rank] <= self.room[stage]:
                 forward = Action(F, stage, count)
-                at = ready.get(forward)
-                if at is not None:
+                if (at := ready.get(forward)) is not None:
                     heads.append((at, forward))
         return heads
 
