@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch.fx import Node
 
 from zbcompile.passes.capture.canonical import Canonical
-from zbcompile.passes.graph.fx import is_random
+from zbcompile.passes.graph.fx import is_random, nodes_behind
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.vocabulary.loss import Values, data_of, evaluate
 from zbcompile.passes.vocabulary.output_layer import VocabularyHead
@@ -68,11 +68,7 @@ def _is_data(words: object) -> bool:
     if not isinstance(words, Node):
         return False
     kinds = {slot.kind for slot in data_of(words)}
-    return "input" in kinds and "parameter" not in kinds and not _draws(words)
-
-
-def _draws(node: Node) -> bool:
-    return is_random(node) or any(_draws(argument) for argument in node.all_input_nodes)
+    return "input" in kinds and "parameter" not in kinds and not any(map(is_random, nodes_behind([words])))
 
 
 def _lookup(node: Node) -> VocabularyLookup:
