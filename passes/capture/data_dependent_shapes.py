@@ -70,7 +70,7 @@ def _set_item(known: _Known, tensor: Tensor, index: Any, value: Any) -> Any:
 
 
 def _without_masks(known: _Known, tensor: Tensor, index: Any) -> tuple[Any, ...] | None:
-    """What eager makes of an index with masks, which has their places; None without masks, or if one does not fit."""
+    """An index as eager makes it of one with masks, with their places; None without masks, or if one does not fit."""
     indices = index if isinstance(index, tuple) else (index,)
     if not any(map(_is_mask, indices)) or not _fit(tensor, indices):
         return None

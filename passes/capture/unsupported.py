@@ -72,7 +72,8 @@ def problems_of(model: nn.Module) -> Iterator[str]:
 
 
 def hook_problems(model: nn.Module) -> Iterator[str]:
-    """Hooks that a compiled stage would lose; cheap enough to check before every step. Captured are forward hooks."""
+    """Hooks that a compiled stage would lose; cheap enough to check before every step. Forward hooks of a module run in
+    its forward and are captured with it."""
     if global_hooks():
         yield (
             f"{', '.join(global_hooks())} for all modules are registered; a compiled stage never calls a module, so "

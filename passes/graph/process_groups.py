@@ -29,7 +29,7 @@ def is_wait(node: Node) -> bool:
 
 
 def is_under_way(node: Node) -> bool:
-    """Whether nothing has waited yet for the collective that a node issues. A custom operator does its own waiting."""
+    """Whether a node's result is a collective's that nothing has waited for yet. A custom operator waits by itself."""
     return _is_functional(node) and not is_wait(node)
 
 

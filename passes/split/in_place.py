@@ -62,7 +62,7 @@ def _is_fresh(written: Any, replaced: set[Node]) -> bool:
 
 
 def _ordinary(target: Any) -> Any:
-    """aten.pow_.Scalar -> aten.pow.Tensor_Scalar, which takes the same arguments; None if there is none."""
+    """The operation without the underscore, such as aten.pow.Tensor_Scalar for aten.pow_.Scalar; None if none."""
     packet = getattr(aten, str(target).split(".")[1].removesuffix("_"), None)
     overloads = [getattr(packet, name) for name in packet.overloads()] if packet else []
     return next((found for found in overloads if _types(found) == _types(target)), None)

@@ -121,7 +121,7 @@ def _no_functional_form(run: "_Run", found: str, error: Exception | None) -> str
 
 
 def _refuse_mode_dependent(module: GraphModule) -> None:
-    """Refuse oneDNN's LSTM: only in grad mode, without which compiled graphs run, it keeps what its backward needs."""
+    """Refuse oneDNN's LSTM: without grad mode, as compiled graphs run, it does not keep what its backward needs."""
     if any(str(node.target).startswith("aten.mkldnn_rnn_layer") for node in module.graph.nodes):
         raise CaptureError(
             "the model runs an LSTM through oneDNN, whose backward cannot be separated from its forward. Set "

@@ -101,7 +101,8 @@ def spread(shard: Shard, lookup: VocabularyLookup, gradient: Tensor, values: Val
 
 
 def _place(shard: Shard, words: Tensor) -> tuple[Tensor, Tensor]:
-    """Whether each word is among the shard's, and its row; words of others get different ones, not all the same."""
+    """Whether each word is among the shard's, and its row; words of other shards get different arbitrary rows, so that
+    they do not all contend for one."""
     own = words - shard.low
     inside = (own >= 0) & (own < shard.size)
     return inside, torch.where(inside, own, words.remainder(shard.size))

@@ -88,7 +88,7 @@ def _scan_tile(shard: Shard, raw: Tensor, own: Parameters, labels: Tensor, value
 def _others(
     shard: Shard, raw: Tensor, exponentials: Tensor, z: Tensor, own: Parameters, label: Label, words: slice
 ) -> Tensor:
-    """sum_{j != t} p_j D_j W_j [tokens, width]; the smallest is divided by z, unless fp16 could overflow before."""
+    """sum_{j != t} p_j D_j W_j [tokens, width], divided by z last, on the fewest numbers, unless fp16 overflows."""
     divisor = torch.where(z > 0, z, 1.0)[:, None]
     early = shard.head.dtype == torch.float16
     p = exponentials / divisor if early else exponentials

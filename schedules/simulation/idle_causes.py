@@ -82,7 +82,8 @@ class Waits:
         self.awaits = awaited(self.schedule, self.lowered) if self.shards else {}
 
     def of_rank(self, rank: int) -> Iterator[Idle]:
-        """Every interval in which `rank` stands still, from the first start to the last end of all ranks."""
+        """Every interval in which `rank` stands still, from the first start to the last end of all ranks. They add up
+        to that time less the rank's passes."""
         order, begin, end = self.orders[rank], self.run.begin[rank], self.run.end[rank]
         ops = [{action.op for action in flatten((step,))} for step in order]
         first_backward = next((i for i, kinds in enumerate(ops) if B in {KINDS[op].event for op in kinds}), len(order))
