@@ -269,7 +269,7 @@ def test_all_graphs_on_one_page(tmp_path: Path, tiny: Path, inspect: Callable[..
 @pytest.mark.slow
 def test_fake_tensors_show_the_same(inspect: Callable[..., str]) -> None:
     """For the same hardware: with fake tensors that is not taken to be the machine at hand."""
-    asked = (f"{TARGETS}:llama", "--quick", "--hardware", "cpu-core")
+    asked = (f"{TARGETS}:gpt", "--quick", "--hardware", "cpu-core")
     assert inspect(*asked, "--fake") == inspect(*asked)
 
 
