@@ -26,7 +26,7 @@ from zbcompile.model.example import Example
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.option import options_of
 from zbcompile.passes.stage.print_python import format_bytes
-from zbcompile.planning.factorisations import Captured, Row, factorisations, ranked
+from zbcompile.planning.factorisations import SLOW, Captured, Row, factorisations, ranked
 from zbcompile.safe_files import write_whole
 
 WIDTH, HEIGHT, MARGIN = 640, 360, 70
@@ -36,14 +36,19 @@ STYLE = (
 )
 
 
-def format_plan(rows: Sequence[Row], shown: int) -> str:
-    """The best rows, the fastest of each division of the ranks, and the fastest others up to `shown`; a star marks the
-    Pareto front of rate and memory."""
+def format_plan(rows: Sequence[Row], shown: int, every: bool = False) -> str:
+    """The best rows, the fastest of each division of the ranks, and the fastest others up to `shown`, none of them much
+    slower than the first; or `every` row. A star marks the Pareto front of rate and memory."""
     fastest = {(row.tensor, row.ranks): row for row in reversed(rows)}
-    kept = [r for i, r in enumerate(rows) if r.best or i < shown or fastest[r.tensor, r.ranks] is r]
+    meant = [row for row in rows if row.rate >= rows[0].rate / SLOW]
+    kept = [r for i, r in enumerate(meant) if r.best or i < shown or fastest[r.tensor, r.ranks] is r]
+    kept, left = (list(rows), 0) if every else (kept, len(rows) - len(meant))
     layout, figures = ("placement", "m", "recompute", "vocab"), ("step", _unit(rows), "bubble", "peak memory")
     headers = ["", *DIMENSIONS, *layout, *figures]
-    return table([_cells(row) for row in kept], headers, left=("", "placement", "recompute"))
+    shown_rows = table([_cells(row) for row in kept], headers, left=("", "placement", "recompute"))
+    more = "row that takes" if left == 1 else "rows that take"
+    note = f"\n\n{left} {more} more than {SLOW:g} times as long as the fastest left out; --all shows every row."
+    return shown_rows + note * bool(left)
 
 
 def _unit(rows: Sequence[Row]) -> str:
@@ -101,9 +106,10 @@ def to_picture(rows: Sequence[Row]) -> str:
 
 
 ASSUMED = (
-    "Predicted from operations on {hardware}, with {messages}; memory is parameters, gradients, optimizer state and "
-    "activations between passes, without what a running pass holds. Steps of many microbatches: the first ones, and "
-    "the rest at their pace."
+    "Predicted from operations on {hardware}, with {messages}; memory is parameters, gradients, optimizer state, "
+    "activations, also those of the pass that runs, and messages, without what kernels, the allocator and the sum of "
+    "gradients over replicas take for themselves. Steps of many microbatches: the first ones, and the rest at their "
+    "pace."
 )
 LINKED = "messages and sums of gradients over its links"
 FREE = "messages and the exchange between replicas free"
@@ -126,6 +132,7 @@ class PlanRequest(Plan):
 
     global_batch: int | None
     rows: int
+    every: bool
     svg: Path | None
     dimensions: tuple[str, ...]
 
@@ -144,7 +151,7 @@ def run(request: PlanRequest) -> None:
     rows, impossible = _searched(request, ranks)
     if not rows:
         raise PipelineError(f"no plan for {ranks} ranks: {'; '.join(impossible)}")
-    print("\n".join(wrap(_assumed(request))), format_plan(rows, request.rows), sep="\n\n", end="\n\n")
+    print("\n".join(wrap(_assumed(request))), format_plan(rows, request.rows, request.every), sep="\n\n", end="\n\n")
     print("\n".join(line for text in impossible for line in wrap(text)), end="\n\n" if impossible else "")
     print(f"the fastest, as a command:\n  {_command(request, rows[0])}")
     if request.svg is not None:
@@ -253,6 +260,7 @@ def _parser() -> argparse.ArgumentParser:
         help="which may have several ranks",
     )
     parser.add_argument("--rows", metavar="N", type=_positive, default=12, help="rows to print (default: %(default)s)")
+    parser.add_argument("--all", dest="every", action="store_true", help="print every row, however slow")
     parser.add_argument("--svg", metavar="FILE", type=Path, help="draw rate against memory")
     parser.add_argument("--debug", action="store_true", help="show tracebacks, and what torch prints")
     add_plan(parser, without=("schedule", "microbatches", "chunks", "loss_reduction"))

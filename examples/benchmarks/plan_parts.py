@@ -22,12 +22,14 @@ from zbcompile.compiler.compile_example import one_microbatch
 from zbcompile.compiler.compile_model import compile_drawn, draw_step
 from zbcompile.compiler.line_costs import LineCosts
 from zbcompile.model.distributed_tensors import Parts
-from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.compile_options import Choices, Recompute
 from zbcompile.passes.partition.node_costs import predicted_seconds
 from zbcompile.prediction.predict import predicted_costs
 from zbcompile.prediction.rank_memory import rank_memories
-from zbcompile.schedules import build, simulate
+from zbcompile.schedules import Costs, search
 from zbcompile.torch_private import group_without_peers
+
+RANKS = 2
 
 
 @contextmanager
@@ -43,31 +45,32 @@ def part_of(tensor: int) -> Iterator[tuple[Example, Mapping[str, str]]]:
         yield example, labels
 
 
-def compare(tensor: int, name: str) -> None:
+def compare(tensor: int, placement: str, recompute: Recompute) -> None:
     with part_of(tensor) as (example, labels):
-        step = example.model, one_microbatch(example)
+        step, choices = (example.model, one_microbatch(example)), Choices(recompute=recompute)
+        order = search(Costs.uniform(2 * RANKS if placement == "v" else RANKS), RANKS, 4, None, [placement], moves=0)
         drawn = draw_step(*step, example.loss, dimensions=labels)
-        program = compile_drawn(*step, drawn, build(name, 2, 4), Choices(), {})
+        program = compile_drawn(*step, drawn, order.schedule, choices, {})
         line = LineCosts(drawn.canonical, drawn.line, predicted_seconds(drawn.line))
-        edges = [after + 1 for after in program.cuts.after]
-        costs, graphs = line.costs(edges), predicted_costs(program)
+        edges, full = [after + 1 for after in program.cuts.after], recompute == "full"
+        costs, graphs = line.costs(edges, recompute=full), predicted_costs(program)
         tensors = dict(example.model.named_parameters()) | dict(example.model.named_buffers())
-        memory = rank_memories(program, graphs, tensors)
-    waiting, resident = simulate(program.schedule, costs).peak_memory, line.resident(edges, program.schedule.placement)
-    for rank, held in enumerate(memory):
-        times = (f"{costs.times(op)[rank] / graphs.times(op)[rank] - 1:+8.1%}" for op in ("F", "B", "W"))
-        peak = (waiting[rank] + resident[rank]) / held.peak - 1
-        kept = costs.activation[rank] / graphs.activation[rank] - 1
-        print(f"tp={tensor}  {name:6}  rank {rank}  {'  '.join(times)}  {kept:+8.1%}  {peak:+8.1%}")
+        memory, most = rank_memories(program, graphs, tensors), line.most_held(program.schedule, edges, recompute=full)
+    times = (sum(costs.times(op)) / sum(graphs.times(op)) - 1 for op in ("F", "B", "W"))
+    kept = (sum(a) / sum(b) - 1 for a, b in ((costs.activation, graphs.activation), (costs.residue, graphs.residue)))
+    peaks = (held / rank.peak - 1 for held, rank in zip(most, memory, strict=True))
+    name = f"tp={tensor}  {placement:6}  {recompute:4}"
+    print(name, *(f"{100 * each:+8.1f}%" for each in (*times, *kept, *peaks)))
 
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     torch.set_num_threads(1)
-    print("estimate / compiled graphs - 1:   F         B         W    kept by F      peak")
+    print("estimate / graphs - 1:   F         B         W   kept for B     for W  peaks of ranks")
     for tensor in (1, 2, 4):
-        for name in ("1f1b", "zb-h1"):
-            compare(tensor, name)
+        for placement in ("linear", "v"):
+            for recompute in ("none", "full"):
+                compare(tensor, placement, recompute)  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":

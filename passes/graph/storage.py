@@ -35,6 +35,28 @@ def bytes_behind(nodes: Iterable[Node], without: Set[int] = frozenset()) -> int:
     return storage_bytes([t for node in nodes for t in tensors_of(node.meta["val"])], without)
 
 
+def most_alive(nodes: Iterable[Node], arriving: Set[int], staying: Set[int], uncounted: Set[int]) -> int:
+    """The most bytes alive at once while `nodes` run in turn: of storages that are `arriving` before the first one or
+    made on the way, each until its last use, or to the end if `staying`; never those in `uncounted`."""
+    order = list(nodes)
+    touched = [storages_behind((node, *node.all_input_nodes)) for node in order]
+    values = (t for node in order for each in (node, *node.all_input_nodes) for t in tensors_of(each.meta.get("val")))
+    sizes = {storage_key(t): t.untyped_storage().nbytes() for t in values}
+    last_use = {key: i for i, keys in enumerate(touched) for key in keys}
+    alive = set(arriving - uncounted)
+    most = now = sum(sizes.get(key, 0) for key in alive)
+    for index, node in enumerate(order):
+        makes = node.op == "call_function" and not is_in_place(node.target)
+        made = (storages_behind([node]) if makes else set()) - uncounted - alive
+        alive |= made
+        now += sum(sizes[key] for key in made)
+        most = max(most, now)
+        dead = {key for key in touched[index] & alive if last_use[key] == index} - staying
+        alive -= dead
+        now -= sum(sizes[key] for key in dead)
+    return most
+
+
 def storages_read(node: Node) -> dict[int, torch.Tensor]:
     """The storages that a node reads, each with one tensor that lies in it."""
     return {storage_key(t): t for argument in node.all_input_nodes for t in tensors_of(argument.meta.get("val"))}

@@ -7,7 +7,7 @@ values before W.
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -19,6 +19,7 @@ from zbcompile.passes.graph.fx import leaf_like
 from zbcompile.passes.graph.storage import tensors_of
 from zbcompile.passes.partition.balance import Spans
 from zbcompile.passes.partition.liveness import Line, held_behind
+from zbcompile.passes.partition.running_bytes import Stored
 from zbcompile.passes.torch_private import storage_key
 
 
@@ -72,7 +73,9 @@ class Footprint:
         summed = ((i, n, _gradient(value)) for i, n, value in held if n in trainable)
         self.resident = DistinctBytes(resident, length).within
         self.gradients = DistinctBytes(summed, length).within
-        self.kept = DistinctBytes(_kept(canonical, line), length).within
+        self.stored = _stored(canonical, line)
+        self.kept = DistinctBytes(self.stored.kept, length).within
+        self.shared = list(_shared(line, trainable, optimizer_state))
 
 
 class Residency:
@@ -115,6 +118,17 @@ def _gradient(value: torch.Tensor) -> int:
     return gradient_bytes(value, torch.float32 if value.dtype in HALF else value.dtype)
 
 
+def _shared(line: Line, trainable: frozenset[str], optimizer_state: float) -> Iterator[tuple[list[int], int, int]]:
+    """What several operations use: where, its bytes, and those of the sum that each stage makes of its gradients."""
+    uses: dict[str, dict[int, torch.Tensor]] = defaultdict(dict)
+    for i, name, value in _held(line):
+        uses[name][i] = value
+    for name, at in uses.items():
+        value, trains = next(iter(at.values())), name in trainable
+        if len(at) > 1:
+            yield list(at), _resident(value, trains, optimizer_state), trains * _gradient(value)
+
+
 def _held(line: Line) -> Iterable[tuple[int, str, torch.Tensor]]:
     on_line = frozenset(line.nodes)
     for i, node in enumerate(line.nodes):
@@ -131,8 +145,7 @@ class _Keeping(Interpreter):
 
     def run_node(self, n: Node) -> Any:
         def note(tensor: torch.Tensor) -> torch.Tensor:
-            with torch.no_grad():  # of a DTensor this rank's part
-                self.kept[n].append(tensor.to_local() if hasattr(tensor, "to_local") else tensor)
+            self.kept[n].append(tensor)
             return tensor
 
         try:
@@ -146,18 +159,22 @@ class _Keeping(Interpreter):
         return value
 
 
-def _kept(canonical: Canonical, line: Line) -> list[tuple[int, Hashable, int]]:
-    """What autograd keeps between forward and backward, and where: `(position, storage, bytes)`."""
+def _storages(values: Iterable[torch.Tensor]) -> dict[int, int]:
+    """The storages behind tensors, of a DTensor that of this rank's part, with their bytes."""
+    with torch.no_grad():
+        parts = [value.to_local() if hasattr(value, "to_local") else value for value in values]
+    return {storage_key(part): part.untyped_storage().nbytes() for part in parts}
+
+
+def _stored(canonical: Canonical, line: Line) -> Stored:
+    """What a forward under autograd stores; parameters, buffers and the user's inputs are not kept by it."""
     runner = _Keeping(canonical)
     with canonical.mode, torch.enable_grad():
         holders = canonical.graph.find_nodes(op="placeholder")
         inputs = [leaf_like(node, canonical.captured.trainable) for node in holders]
         runner.run(*inputs)
-    whole = {storage_key(value) for value in inputs if isinstance(value, torch.Tensor)}
-    found: list[tuple[int, Hashable, int]] = []
-    for position, node in enumerate(line.nodes):
-        for tensor in runner.kept[node]:
-            key = storage_key(tensor)
-            if key not in whole:
-                found.append((position, key, tensor.untyped_storage().nbytes()))
-    return found
+    given = (value for node, value in zip(holders, inputs, strict=True) if node.meta["slot"].kind != "activation")
+    whole = {storage_key(value) for value in given if isinstance(value, torch.Tensor)}
+    kept = [(at, *each) for at, node in enumerate(line.nodes) for each in _storages(runner.kept[node]).items()]
+    behind = {node: _storages(tensors_of(value)) for node, value in runner.env.items()}
+    return Stored(behind, [each for each in kept if each[1] not in whole])

@@ -16,9 +16,10 @@ from zbcompile.passes.compile_options import Recompute
 from zbcompile.passes.errors import CompileError
 from zbcompile.passes.graph.flops import count_flops
 from zbcompile.passes.graph.fx import with_graph
+from zbcompile.passes.graph.rematerialize import remake
 from zbcompile.passes.graph.storage import is_view
 from zbcompile.passes.recompute.budget import Saving, Values, fit, smallest
-from zbcompile.passes.recompute.candidates import Forward, has_hints, list_values, remake
+from zbcompile.passes.recompute.candidates import Forward, has_hints, list_values
 from zbcompile.passes.split.joint_graph import Joint, Recomputed
 from zbcompile.passes.torch_private import FakeTensorMode
 

@@ -2,15 +2,12 @@
 
 from collections.abc import Set
 
-from torch.fx import Node
-
 from zbcompile.passes.graph.fx import output_values
 from zbcompile.passes.graph.roles import Slot
-from zbcompile.passes.graph.storage import storages_behind, tensors_of
-from zbcompile.passes.split.saved_bytes import LOSS, RESIDENT, keys_of
+from zbcompile.passes.graph.storage import most_alive, storages_behind
+from zbcompile.passes.split.saved_bytes import LOSS, RESIDENT, is_resident
 from zbcompile.passes.split.subgraphs import LATER, Piece
 from zbcompile.passes.stage.stage_program import StageProgram
-from zbcompile.passes.torch_private import is_in_place, storage_key
 
 ARRIVING = ("activation", "tangent")  # from other stages
 ALIVE = (*RESIDENT, "accumulator")  # before and after, whatever runs
@@ -28,34 +25,24 @@ def transient_bytes(stage: StageProgram, name: str, buffered: bool = False) -> i
     kept = {slot for later in LATER[name] if later in stage.pieces for slot in stage.pieces[later].inputs}
     if buffered:
         kept |= {slot for slot in piece.inputs if slot.kind in ARRIVING}
-    return peak_bytes(piece, kept)
+    return peak_bytes(piece, kept, _resident(stage))
 
 
-def peak_bytes(piece: Piece, kept: Set[Slot] = frozenset()) -> int:
-    """The same of a graph alone; `kept` are inputs that a later pass reads. A walk over the graph that tracks which
-    storages are alive."""
-    nodes = list(piece.module.graph.nodes)
-    holders = dict(zip(piece.module.graph.find_nodes(op="placeholder"), piece.inputs, strict=True))
-    sizes = {storage_key(t): t.untyped_storage().nbytes() for n in nodes for t in tensors_of(n.meta.get("val"))}
+def peak_bytes(piece: Piece, kept: Set[Slot] = frozenset(), resident: Set[int] = frozenset()) -> int:
+    """The same of a graph alone; `kept` are inputs that a later pass reads, `resident` storages that do not count."""
+    graph = piece.module.graph
+    holders = dict(zip(graph.find_nodes(op="placeholder"), piece.inputs, strict=True))
     fixed = [node for node, slot in holders.items() if slot.kind in ALIVE or slot == LOSS]
-    uncounted = storages_behind([*fixed, *(node for node in nodes if node.op == "get_attr")])
-    staying = storages_behind(
-        [*(node for node, slot in holders.items() if slot in kept), *output_values(piece.module.graph)]
-    )
-    last_use = {key: i for i, node in enumerate(nodes) for key in _touched(node)}
-    alive = storages_behind(holders) - uncounted
-    most = now = sum(map(sizes.__getitem__, alive))
-    for index, node in enumerate(nodes):
-        if node.op == "call_function" and not is_in_place(node.target):
-            made = keys_of(node) - uncounted - alive
-            alive |= made
-            now += sum(map(sizes.__getitem__, made))
-            most = max(most, now)
-        dead = {key for key in _touched(node) & alive if last_use[key] == index} - staying
-        alive -= dead
-        now -= sum(map(sizes.__getitem__, dead))
-    return most
+    uncounted = resident | storages_behind([*fixed, *graph.find_nodes(op="get_attr")])
+    staying = [*(node for node, slot in holders.items() if slot in kept), *output_values(graph)]
+    return most_alive(graph.nodes, storages_behind(holders), storages_behind(staying), uncounted)
 
 
-def _touched(node: Node) -> set[int]:
-    return storages_behind((node, *node.all_input_nodes))
+def _resident(stage: StageProgram) -> set[int]:
+    """What a pass saves may be a view of a parameter, which is no input of the pass that reads it."""
+    pieces = stage.pieces.values()
+    changed = {slot.name for piece in pieces for slot in piece.outputs if slot.kind == "mutation"}
+    holders = [
+        (n, s) for p in pieces for n, s in zip(p.module.graph.find_nodes(op="placeholder"), p.inputs, strict=True)
+    ]
+    return storages_behind(node for node, slot in holders if is_resident(slot, changed))

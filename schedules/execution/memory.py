@@ -1,21 +1,57 @@
 """How much a rank holds, from what each kind adds and frees: F adds `activation`, B leaves `residue`, W frees it."""
 
-from collections.abc import Sequence
-from itertools import accumulate
-from operator import le
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from operator import add, le
 
-from zbcompile.schedules.ir.actions import F, Step, W, flatten
+from zbcompile.schedules.ir.actions import BW, B, F, Step, W, flatten
 from zbcompile.schedules.ir.costs import Costs
 from zbcompile.schedules.ir.kinds import KINDS
+from zbcompile.schedules.ir.placement import Placement
 from zbcompile.schedules.ir.schedule import Schedule
 
+Running = Mapping[str, Sequence[float]]
 
-def peak_memory(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
+
+def peak_memory(schedule: Schedule, costs: Costs, running: Running | None = None) -> tuple[float, ...]:
     """The most that each rank holds at any time, in the unit of `costs.activation`.
 
-    What F adds is held from its start, what B or W frees is held until its end; a pair holds both.
+    What F adds is held from its start, what B or W frees is held until its end; a pair holds both. `running`: by F and
+    B, for each stage, the most that is alive of a microbatch while such a pass runs.
     """
-    return tuple(max(accumulate(deltas(order, costs)), default=0) for order in schedule.orders)
+    if running is None:
+        return tuple(max(accumulate(deltas(order, costs)), default=0) for order in schedule.orders)
+    extra = beside(costs, running)
+    return tuple(max(_while_running(order, costs, extra), default=0) for order in schedule.orders)
+
+
+def _while_running(order: Sequence[Step], costs: Costs, extra: Running) -> Iterator[float]:
+    levels = pairwise(accumulate(deltas(order, costs), initial=0))
+    for held, (op, stage, _) in zip(levels, flatten(tuple(order)), strict=True):
+        yield max(held) + (extra[op][stage] if op in extra else 0)
+
+
+def beside(costs: Costs, running: Running) -> dict[str, tuple[float, ...]]:
+    """What F, B and BW of each stage hold, while they run, beside what counts before or after them."""
+    kept, most = costs.activation, tuple(map(max, costs.activation, costs.residue))
+    counted = {F: (F, kept), B: (B, most), BW: (B, kept)}
+    return {op: tuple(max(0, a - b) for a, b in zip(running[of], c, strict=True)) for op, (of, c) in counted.items()}
+
+
+def most_beside(placement: Placement, costs: Costs, running: Running) -> tuple[float, ...]:
+    """The most of that on each rank, where backwards are split."""
+    found = beside(costs, running)
+    stages = map(placement.stages_of, range(placement.ranks))
+    return tuple(max(found[op][stage] for op in (F, B) for stage in each) for each in stages)
+
+
+def with_messages(costs: Costs, placement: Placement) -> Costs:
+    """A microbatch holds what its stage has sent to another rank until B, too: while a pipeline fills, no rank knows
+    sooner that it has arrived."""
+    apart = [placement.rank(s) != placement.rank(s + 1) for s in range(costs.stages - 1)]
+    sent = (size * leaves for size, leaves in zip(costs.message, [*apart, False], strict=True))
+    return replace(costs, activation=tuple(map(add, costs.activation, sent)))
 
 
 def deltas(order: Sequence[Step], costs: Costs) -> list[float]:

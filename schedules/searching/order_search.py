@@ -121,8 +121,8 @@ class Found:
     * `origin`: the order that it was made from; `moves`: how many were tried, in so many `seconds`;
     * `names`: what every named schedule that fits takes, by name and placement;
     * `placements`: the bound of each placement, and the best order found on it;
-    * `named`: what every named schedule that fits is on the same placement, the shortest first (none of a search that
-      was read from a file).
+    * `named`: what every named schedule that fits is on the same placement, the shortest first (of a search that
+      was read from a file only those that come close to it).
     """
 
     schedule: Schedule

@@ -21,7 +21,7 @@ from zbcompile.passes.partition.memory_estimate import Footprint, Residency
 from zbcompile.passes.partition.named_cuts import edges_named
 from zbcompile.passes.partition.node_costs import loads_of
 from zbcompile.passes.partition.search import Cuts, Limits, choose_edges, describe_cuts, rank_spans
-from zbcompile.schedules import Placement, Schedule, peak_memory, simulate
+from zbcompile.schedules import Placement, Schedule, simulate
 from zbcompile.schedules.execution.memory import most_waiting
 from zbcompile.schedules.ir.actions import flatten
 
@@ -216,12 +216,9 @@ def score_of(
     """What the model cut at `edges` lacks in memory on its fullest rank, and the time of its step with so many `more`
     microbatches, for each of which the busiest rank takes as long as it works on one."""
     found = costs.costs(edges, recompute=recompute)
-    beyond = 0.0
-    if memory is not None:
-        held = zip(peak_memory(schedule, found), costs.resident(edges, schedule.placement), strict=True)
-        beyond = max(0.0, max(waiting + resident for waiting, resident in held) - memory)
+    most = 0.0 if memory is None else max(costs.most_held(schedule, edges, recompute=recompute)) - memory
     timeline = simulate(schedule, found)
-    return beyond, float(timeline.makespan + more * timeline.work / schedule.microbatches)
+    return max(0.0, most), float(timeline.makespan + more * timeline.work / schedule.microbatches)
 
 
 class _Descent:

@@ -1,6 +1,8 @@
 """What a captured step costs, however it is cut: estimated from its operations, before anything is compiled."""
 
-from collections.abc import Hashable, Iterator, Sequence
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -13,9 +15,12 @@ from zbcompile.passes.graph.storage import storage_bytes, tensors_of
 from zbcompile.passes.hardware.hardware import Connection, Hardware, hardware_for
 from zbcompile.passes.partition.inside_calls import Inside
 from zbcompile.passes.partition.liveness import Line, held_behind
-from zbcompile.passes.partition.memory_estimate import DistinctBytes, Footprint
+from zbcompile.passes.partition.memory_estimate import Footprint
 from zbcompile.passes.partition.node_costs import call_seconds, device_of
-from zbcompile.schedules import Costs, Placement
+from zbcompile.passes.partition.running_bytes import Running, RunningBytes
+from zbcompile.schedules import Costs, Placement, Schedule, peak_memory
+from zbcompile.schedules.execution.memory import most_beside, with_messages
+from zbcompile.schedules.ir.actions import B, F
 
 
 class Shares(NamedTuple):
@@ -41,11 +46,11 @@ WHOLE = Shard()  # of an output layer that is not sharded
 
 
 class Span(NamedTuple):
-    """A stage: seconds of its three passes, bytes kept between F and B and left until W, bytes held all the time."""
+    """A stage: seconds of its three passes, bytes of a microbatch without recomputation and with, bytes held all the
+    time."""
 
     seconds: tuple[float, ...]
-    kept: int
-    residue: int
+    running: tuple[Running, Running]
     resident: float
 
 
@@ -74,7 +79,7 @@ class LineCosts:
     def with_shard(self, shard: Shard) -> "LineCosts":
         """The same stages, whose costs are known already, beside another shard of the output layer."""
         found = replace(self, shard=shard)
-        found.__dict__.update({name: getattr(self, name) for name in ("_spans", "_widths", "footprint")})
+        found.__dict__.update({name: getattr(self, name) for name in ("_spans", "_widths", "footprint", "_running")})
         return found
 
     def costs(self, edges: Sequence[int], rows: float = 1, recompute: bool = False) -> Costs:
@@ -88,16 +93,15 @@ class LineCosts:
             for op in range(3)
         )
         crossing = [self._crossing(edge) for edge in edges]
-        kept, residue = [each.kept for each in found], [each.residue for each in found]
+        running = [each.running[recompute] for each in found]
         if recompute:
             backward = tuple(map(sum, zip(forward, backward, strict=True)))
-            kept = [min(least, k) for least, k in zip([0, *crossing], kept, strict=True)]
         return Costs(
             forward,
             backward,
             weight,
-            activation=tuple(rows * size for size in kept),
-            residue=tuple(rows * size for size in residue),
+            activation=tuple(rows * each.kept for each in running),
+            residue=tuple(rows * each.residue for each in running),
             vocab_s=(rows * self.shard.scan,) * len(spans),
             vocab_t=(rows * self.shard.update,) * len(spans),
             vocab_state=(rows * self.shard.state,) * len(spans),
@@ -128,6 +132,11 @@ class LineCosts:
         for stage, size in enumerate(held):
             for copy in copies:
                 found[placement.rank(stage, copy)] += size
+        for positions, size, gradient in self.footprint.shared:
+            stages = {bisect_right(edges, at) for at in positions}
+            owners = Counter(placement.rank(stage, copy) for stage in stages for copy in copies if len(stages) > 1)
+            for rank, count in owners.items():  # held once, and a sum of gradients for each stage
+                found[rank] += count * gradient - (count - 1) * size
         return tuple(found)
 
     def gradients(self, edges: Sequence[int], placement: Placement) -> tuple[float, ...]:
@@ -136,6 +145,37 @@ class LineCosts:
         for stage, span in enumerate(pairwise([0, *edges, len(self.line.nodes)])):
             found[placement.rank(stage)] += self.footprint.gradients(*span)
         return tuple(found)
+
+    def running(self, edges: Sequence[int], rows: float = 1, recompute: bool = False) -> dict[str, tuple[float, ...]]:
+        """The most bytes of a microbatch that are alive while F and B of each stage run."""
+        found = [self._span(span).running[recompute] for span in pairwise([0, *edges, len(self.line.nodes)])]
+        return {F: tuple(rows * each.forward for each in found), B: tuple(rows * each.backward for each in found)}
+
+    def always_held(self, placement: Placement, edges: Sequence[int], rows: float = 1) -> tuple[float, ...]:
+        """`resident`, and buffers for one message over each cut between two ranks."""
+        found = list(self.resident(edges, placement))
+        for stage, edge in enumerate(edges):
+            for copy in (0, 1) if placement.kind == "dual" else (0,):
+                ranks = {placement.rank(stage, copy), placement.rank(stage + 1, copy)}
+                for rank in ranks if len(ranks) > 1 else ():
+                    found[rank] += rows * self._crossing(edge)
+        return tuple(found)
+
+    def held_by_any_order(
+        self, placement: Placement, edges: Sequence[int], rows: float = 1, recompute: bool = False
+    ) -> tuple[float, ...]:
+        """The same with the pass that runs, as if it always were the one that needs most."""
+        costs = with_messages(self.costs(edges, rows, recompute), placement)
+        beside = most_beside(placement, costs, self.running(edges, rows, recompute))
+        return tuple(map(sum, zip(self.always_held(placement, edges, rows), beside, strict=True)))
+
+    def most_held(
+        self, schedule: Schedule, edges: Sequence[int], rows: float = 1, recompute: bool = False
+    ) -> tuple[float, ...]:
+        """The most bytes that each rank holds at any moment of a step."""
+        costs, placement = self.costs(edges, rows, recompute), schedule.placement
+        waiting = peak_memory(schedule, with_messages(costs, placement), self.running(edges, rows, recompute))
+        return tuple(map(sum, zip(waiting, self.always_held(placement, edges, rows), strict=True)))
 
     def held_before(self, recompute: bool) -> list[float]:
         """Bytes that a rank with the first k nodes holds with one microbatch, by k; recomputed values not counted."""
@@ -147,14 +187,17 @@ class LineCosts:
         if span not in self._spans:
             begin, end = span
             seconds = tuple(max(0.0, totals[end] - totals[begin]) for totals in self._totals)
-            kept = self.footprint.kept(begin, end)
-            residue = min(self._for_weights.within(begin, end), kept)
-            self._spans[span] = Span(seconds, kept, residue, self.footprint.resident(begin, end))
+            kept, crossing = self.footprint.kept(begin, end), (self._crossing(begin), self._crossing(end))
+            running = self._running.of(*span, kept, crossing), self._running.of(*span, kept, crossing, recompute=True)
+            self._spans[span] = Span(seconds, running, self.footprint.resident(begin, end))
         return self._spans[span]
 
     def _crossing(self, edge: int) -> int:
         if edge not in self._widths:
-            self._widths[edge] = self.line.boundary_bytes(edge - 1)
+            holders = self.canonical.graph.find_nodes(op="placeholder") if edge == 0 else []
+            arriving = [node.meta["val"] for node in holders if node.meta["slot"].kind == "activation"]
+            inner = 0 < edge < len(self.line.nodes)
+            self._widths[edge] = self.line.boundary_bytes(edge - 1) if inner else storage_bytes(arriving)
         return self._widths[edge]
 
     @cached_property
@@ -195,17 +238,20 @@ class LineCosts:
         ]
 
     @cached_property
-    def _for_weights(self) -> DistinctBytes:
-        """What weight gradients are made of: the inputs of products with parameters, and the gradients behind them."""
-        on_line = frozenset(self.line.nodes)
-        uses: list[tuple[int, Hashable, int]] = []
-        for position, (node, shares) in enumerate(zip(self.line.nodes, self._shares, strict=True)):
-            if shares.weight and node in self.line.inside:
-                uses += _left_inside(self.line.inside[node], node, position, on_line)
-            elif shares.weight:
-                read = [(position, a, _bytes(a)) for a in node.all_input_nodes if a in on_line]
-                uses += [*read, (position, ("gradient", node), _bytes(node))]
-        return DistinctBytes(uses, len(self.line.nodes))
+    def _running(self) -> RunningBytes:
+        return RunningBytes(
+            self.line, self.footprint.stored, list(map(self._for_weight, self.line.nodes, self._shares))
+        )
+
+    def _for_weight(self, node: Node, shares: Shares) -> tuple[frozenset[int], int]:
+        """What the weight gradients of an operation are made of: storages that it reads, and bytes of gradients."""
+        if not shares.weight:
+            return frozenset(), 0
+        read, left = node.all_input_nodes, _bytes(node)
+        if node in self.line.inside:
+            parts = self.line.inside[node].left
+            read, left = [read[at] for at, _ in parts if at is not None], sum(size for at, size in parts if at is None)
+        return frozenset(key for each in read for key in self.footprint.stored.behind[each]), left
 
 
 def shares_of(node: Node, on_line: frozenset[Node], contracts: bool) -> Shares:
@@ -224,16 +270,6 @@ def shares_inside(call: Inside, hardware: Hardware) -> Shares:
     """Of an operator that stands for a call, as its operations divide."""
     seconds = call_seconds(call, hardware)
     return Shares(*(each / sum(seconds) for each in seconds)) if sum(seconds) else FORWARD_ONLY
-
-
-def _left_inside(
-    call: Inside, node: Node, position: int, on_line: frozenset[Node]
-) -> Iterator[tuple[int, Hashable, int]]:
-    for number, (at, size) in enumerate(call.left):
-        if at is None:
-            yield position, ("inside", node, number), size
-        elif node.all_input_nodes[at] in on_line:
-            yield position, node.all_input_nodes[at], size
 
 
 def _scaled(seconds: float, rows: float, operations: float) -> float:

@@ -3,7 +3,7 @@ steps on trial."""
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import attrgetter
@@ -20,7 +20,7 @@ from zbcompile.frontend.trial_steps import Trial
 from zbcompile.model.batch import Microbatch
 from zbcompile.passes.errors import CompileError
 from zbcompile.passes.hardware.hardware import Connection
-from zbcompile.planning.planner import Decision, decide, order_by_graphs, pass_seconds, reordered
+from zbcompile.planning.planner import CLOSE, Decision, decide, order_by_graphs, pass_seconds, reordered
 from zbcompile.program.chosen_plan import ChosenPlan
 from zbcompile.program.program import Program
 from zbcompile.schedules import Schedule, ScheduleError
@@ -52,15 +52,6 @@ class LayoutSearch:
     def run(self, microbatch: Callable[[int], Microbatch], provisional: Schedule, counts: Sequence[int]) -> Finalist:
         """The layout for a batch whose part `microbatch` gives for any of `counts`, and for the number that
         `provisional` has."""
-        finalists = self._finalists(microbatch, provisional, counts)
-        if self._tries:
-            return self._on_trial(finalists)
-        return replace(finalists[0], program=self._compiled(finalists[0], 1)[0])
-
-    def _finalists(
-        self, microbatch: Callable[[int], Microbatch], provisional: Schedule, counts: Sequence[int]
-    ) -> list[Finalist]:
-        """The fastest by prediction; if steps can be tried here, also those that come close to it."""
         drawn = {provisional.microbatches: self.draw(microbatch(provisional.microbatches))}
 
         def line(count: int) -> Drawn:
@@ -71,15 +62,27 @@ class LayoutSearch:
         best = found[0].schedule
         if not _are_alike(line(best.microbatches), line(provisional.microbatches)):  # other rows, other operations
             found = self._decided(line(best.microbatches), best, ())
-        if not self._tries:
-            found = found[:1]
-        found = [d for d in found if d is found[0] or max(d.peak) <= self._room]
-        lines = [(d, line(d.schedule.microbatches)) for d in found]
-        alike = [(d, one) for d, one in lines if _are_alike(one, lines[0][1])]
-        return [
-            Finalist(d, microbatch(d.schedule.microbatches), whole_of(one) if d.choices.vocab == "off" else one)
-            for d, one in alike
-        ]
+        failed: ScheduleError | None = None
+        for some in self._in_turn(found):
+            lines = [(d, line(d.schedule.microbatches)) for d in some]
+            alike = [(d, one) for d, one in lines if _are_alike(one, line(best.microbatches))]
+            finalists = [Finalist(d, microbatch(d.schedule.microbatches), _of(d, one)) for d, one in alike]
+            try:
+                if finalists:
+                    return self._on_trial(finalists) if self._tries else self._by_prediction(finalists[0])
+            except ScheduleError as error:  # the graphs hold more than was estimated: on to what is slower
+                failed = failed or error
+        assert failed is not None, "the first layout is like itself"
+        raise failed
+
+    def _in_turn(self, found: Sequence[Decision]) -> list[list[Decision]]:
+        """The fastest by prediction, if steps can be tried here with those that come close to it; then each other."""
+        fits = [d for d in found if not self._tries or d is found[0] or max(d.peak) <= self._room]
+        close = [d for d in fits if self._tries and d.seconds <= CLOSE * found[0].seconds] or fits[:1]
+        return [close, *([d] for d in fits if d not in close)]
+
+    def _by_prediction(self, finalist: Finalist) -> Finalist:
+        return replace(finalist, program=self._compiled(finalist, 1)[0])
 
     def _decided(self, drawn: Drawn, schedule: Schedule, counts: Sequence[int]) -> list[Decision]:
         """The first rank decides for all."""
@@ -136,7 +139,8 @@ class LayoutSearch:
             if tried and not clock.allows_another():
                 self._say(f"search_seconds leaves no time to try {len(finalists) - number} more of the best layouts")
                 break
-            with suppress(CompileError, ScheduleError) if tried else nullcontext():  # it takes more than was estimated
+            last = number == len(finalists) - 1 and not tried
+            with suppress(*(CompileError,) * bool(tried), *(ScheduleError,) * (not last)):  # more than was estimated
                 orders = self._compiled(finalist, len(finalists))
                 trial = Trial(orders[0], finalist.microbatch, self.model, self.options, self.ranks)
                 tried += self._tried(trial, orders[:1])
@@ -196,6 +200,10 @@ def _fastest(tried: Sequence[Tried], among: Sequence[Program]) -> Program:
     times = tuple((each.program.plan.way, each.seconds) for each in ranked if each.program.plan)
     plan = best.program.plan
     return replace(best.program, plan=plan and replace(plan, tried=times))
+
+
+def _of(decision: Decision, drawn: Drawn) -> Drawn:
+    return whole_of(drawn) if decision.choices.vocab == "off" else drawn
 
 
 def _are_alike(one: Drawn, other: Drawn) -> bool:

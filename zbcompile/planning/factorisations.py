@@ -12,7 +12,7 @@ from zbcompile.planning.layouts import find_layouts
 from zbcompile.planning.planner import Priced
 from zbcompile.schedules import ScheduleError
 
-SLOW = 4.0  # times longer than the fastest: what takes little memory because almost nothing runs side by side
+SLOW = 3.0  # times longer than the fastest: what holds little because almost nothing runs side by side
 
 
 @dataclass(frozen=True)

@@ -21,13 +21,14 @@ PLACEMENTS = ("linear", "looped:2", "v", "looped:4")
 @dataclass(frozen=True)
 class Layout:
     """One way to lay a step out: the cuts, the order that was found for them (of a question that is `brief`, for the
-    first microbatches alone), what the ranks hold all the time, and the seconds of the step."""
+    first microbatches alone), what the ranks hold all the time and at most, and the seconds of the step."""
 
     placement: str
     microbatches: int
     choices: Choices
     edges: tuple[int, ...]
     resident: tuple[float, ...]
+    peak: tuple[float, ...]
     found: Found
     seconds: float
 
@@ -40,12 +41,6 @@ class Layout:
     @property
     def schedule(self) -> Schedule:
         return self.found.schedule
-
-    @property
-    def peak(self) -> tuple[float, ...]:
-        """The most bytes that each rank holds."""
-        waiting = self.found.simulation.peak_memory
-        return tuple(w + r for w, r in zip(waiting, self.resident, strict=True))
 
     def __str__(self) -> str:
         sharded = f", vocab={self.choices.vocab}" if self.choices.vocab != "off" else ""

@@ -14,6 +14,7 @@ from zbcompile.planning.cuts_with_orders import cuts_with_orders
 from zbcompile.planning.layout_question import Layout, Question
 from zbcompile.planning.search_cache import cached_search
 from zbcompile.schedules import Costs, Placement, ScheduleError, Timeline, bound, simulate
+from zbcompile.schedules.execution.memory import with_messages
 
 GLANCE = 100  # moves for a first look at a layout; names and rules of preference say most of it
 MANY = 100  # stages x microbatches, from which on a move takes so long that there are fewer,
@@ -132,7 +133,6 @@ def lay_out(
 ) -> Layout:
     """The layout with these cuts, its order found within so many seconds, or at a glance. Raises PartitionError or
     ScheduleError if it does not fit."""
-    resident = question.costs(choices).resident(edges, Placement.parse(placement, question.ranks))
     costs, ranks, count, name, limits = _task(question, placement, edges, microbatches, choices)
     size = costs.stages * microbatches
     moves = None if seconds else 0 if size > HUGE else GLANCE // (1 + size // MANY)
@@ -142,7 +142,10 @@ def lay_out(
     whole = (
         found.objective + (microbatches - count) * _pace(found.simulation) if count < microbatches else found.objective
     )
-    return Layout(placement, microbatches, choices, tuple(edges), resident, found, float(whole))
+    line, how = question.costs(choices), _how(question, microbatches, choices)
+    peak = line.most_held(found.schedule, edges, *how)
+    resident = line.always_held(found.schedule.placement, edges, how[0])
+    return Layout(placement, microbatches, choices, tuple(edges), resident, peak, found, float(whole))
 
 
 def _pace(timeline: Timeline) -> float:
@@ -156,9 +159,11 @@ def _task(
     question: Question, placement: str, edges: Sequence[int], microbatches: int, choices: Choices
 ) -> tuple[Costs, int, int, str, list[float] | None]:
     """What `search` and `bound` are asked: of many microbatches, if that is to be brief, two for each rank."""
-    resident = question.costs(choices).resident(edges, Placement.parse(placement, question.ranks))
-    limits = None if choices.memory is None else list(_room(choices.memory, resident, placement))
-    costs, count = _costs(question, edges, microbatches, choices), microbatches
+    line, how = question.costs(choices), _how(question, microbatches, choices)
+    parsed, limits = Placement.parse(placement, question.ranks), None
+    if choices.memory is not None:
+        limits = list(_room(choices.memory, line.held_by_any_order(parsed, edges, *how), placement))
+    costs, count = with_messages(line.costs(edges, *how), parsed), microbatches
     if question.brief and costs.stages * count > HUGE:
         count = min(count, 2 * question.ranks)
     return costs, question.ranks, count, placement, limits
@@ -169,9 +174,9 @@ def barriers_of(choices: Choices) -> int:
     return choices.vocab if isinstance(choices.vocab, int) else 1
 
 
-def _costs(question: Question, edges: Sequence[int], microbatches: int, choices: Choices) -> Costs:
-    rows = question.microbatches / microbatches
-    return question.costs(choices).costs(edges, rows, choices.recompute == "full")
+def _how(question: Question, microbatches: int, choices: Choices) -> tuple[float, bool]:
+    """The rows of a microbatch, of those as they come, and whether everything is recomputed."""
+    return question.microbatches / microbatches, choices.recompute == "full"
 
 
 def _room(memory: float, resident: Sequence[float], placement: str) -> Iterator[float]:
@@ -179,8 +184,8 @@ def _room(memory: float, resident: Sequence[float], placement: str) -> Iterator[
     for rank, held in enumerate(resident):
         if held >= memory:
             raise PartitionError(
-                f"placement {placement}: parameters, gradients and optimizer state of rank {rank} take {held:,.0f} "
-                f"bytes, {held - memory:,.0f} more than memory={memory:.15g}"
+                f"placement {placement}: parameters, gradients, optimizer state, messages and the pass that runs take "
+                f"{held:,.0f} bytes on rank {rank}, {held - memory:,.0f} more than memory={memory:.15g}"
             )
         yield memory - held
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import add
 
 from torch.fx import Node
 
@@ -18,19 +19,20 @@ from zbcompile.passes.partition.node_costs import loads_of, predicted_seconds
 from zbcompile.passes.vocabulary.shard_program import even_bounds
 from zbcompile.planning.layout_question import Layout, Question
 from zbcompile.planning.layouts import find_layouts
-from zbcompile.planning.search_cache import cached_search
+from zbcompile.planning.search_cache import NEAR, cached_search
 from zbcompile.prediction.measure_passes import measure_pieces, measured_costs
 from zbcompile.prediction.predict import hardware_of, predicted_costs, with_memory
+from zbcompile.prediction.rank_memory import running_bytes
 from zbcompile.program.chosen_plan import ChosenPlan
 from zbcompile.program.program import Program
 from zbcompile.schedules import Found, Schedule
 from zbcompile.schedules.checking.schedule_rules import OWN_WEIGHT_ORDER
+from zbcompile.schedules.execution.memory import most_beside, with_messages
 
 SHARE = 0.5  # of the time for the search, spent on layouts; the rest finds the order under the costs of the graphs
-LAYOUTS = 6  # that can be tried on the ranks
-CLOSE = 1.25  # how much longer than the best one their steps may be, by prediction
+LAYOUTS = 6  # that can be tried on the ranks, or compiled in turn until one fits
+CLOSE = 1.25  # how much longer than the best one the steps of those are that are tried, by prediction
 NAMES = 4  # named schedules that can be tried on the ranks
-NEAR = 1.05  # how much longer their steps may be than that of the order that was found, by prediction
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ def decide(
     announce: Callable[[str], None] = lambda text: None,
 ) -> list[Decision]:
     """Lay out the captured step, which has a microbatch of `provisional`, within `budget` seconds of search: the
-    fastest layout, and behind it those that come close: on other placements, with other numbers of microbatches, or
+    fastest layout, and behind it others: on other placements, with other numbers of microbatches or recomputation, or
     where only one of two shards the output layer.
 
     `counts` are the numbers of microbatches that may be chosen, `chunks` the stages per rank if they are given,
@@ -70,9 +72,13 @@ def decide(
     costs = Priced(drawn, choices, measured, link).costs(provisional.ranks)
     question = Question(costs, provisional.ranks, provisional.microbatches, choices, tuple(counts), chunks)
     layouts = find_layouts(question, SHARE * budget, announce)
-    kinds = {(each.placement, each.microbatches, each.choices.vocab == "off"): each for each in reversed(layouts)}
-    close = [each for each in kinds.values() if each.seconds <= CLOSE * layouts[0].seconds]
-    return [_decision(each, layouts) for each in sorted(close, key=layouts.index)[:LAYOUTS]]
+    kinds = {_kind(each): each for each in reversed(layouts)}
+    return [_decision(each, layouts) for each in sorted(kinds.values(), key=layouts.index)[:LAYOUTS]]
+
+
+def _kind(layout: Layout) -> tuple[str, int, bool, object]:
+    choices = layout.choices
+    return layout.placement, layout.microbatches, choices.vocab == "off", choices.recompute
 
 
 def _decision(layout: Layout, layouts: Sequence[Layout]) -> Decision:
@@ -179,7 +185,10 @@ def order_by_graphs(
         if link is not None:
             costs, basis = replace(costs, comm=link.latency, bandwidth=link.bandwidth), "passes and messages measured"
     schedule, memory = program.schedule, decision.choices.memory
-    room = None if memory is None else [max(0.0, memory - held) for held in decision.resident]
+    costs, room = with_messages(costs, schedule.placement), None
+    if memory is not None:
+        held = map(add, decision.resident, most_beside(schedule.placement, costs, running_bytes(program)))
+        room = [max(0.0, memory - each) for each in held]
     barriers = program.vocabulary.barriers if program.vocabulary else 1
     task = costs, schedule.ranks, schedule.microbatches, room, str(schedule.placement), barriers
     found = cached_search(*task, (1 - SHARE) * budget, keep=not measured)

@@ -13,11 +13,12 @@ from zbcompile import schedules
 from zbcompile.backends.compile_cache import cache_folder
 from zbcompile.errors import PipelineError
 from zbcompile.safe_files import write_whole
-from zbcompile.schedules import Costs, Found, check, search, simulate
+from zbcompile.schedules import Costs, Found, Timeline, check, search, simulate
 from zbcompile.schedules.ir.files import from_json, to_json
 from zbcompile.schedules.searching.problem import ROUNDING
 
 WORTH = 1.0  # seconds of search; what takes less is searched again
+NEAR = 1.05  # how much longer than the best a named order may take that is kept beside it
 
 
 def cached_search(
@@ -53,21 +54,29 @@ def cached_search(
 def _written(found: Found) -> bytes:
     figures = [found.bound, found.objective, found.origin, found.moves, found.seconds]
     tables = [[*name, value] for name, value in found.names.items()], list(found.placements.items())
-    text = json.dumps([figures, *tables, to_json(found.schedule)], default=float)
-    return gzip.compress(text.encode())
+    near = [(seconds, to_json(order)) for seconds, order in found.named if seconds <= NEAR * found.objective]
+    return gzip.compress(json.dumps([figures, *tables, to_json(found.schedule), near], default=float).encode())
 
 
 def _read(file: Path, costs: Costs, limits: Sequence[float] | None) -> Found:
     """Checked and simulated anew, so a file that was changed is no answer."""
-    (bound, objective, origin, moves, seconds), names, placements, text = json.loads(gzip.decompress(file.read_bytes()))
-    simulation = simulate(from_json(text).program, costs)
-    check(simulation.schedule)
-    fits = limits is None or all(a <= b * ROUNDING for a, b in zip(simulation.peak_memory, limits, strict=True))
-    if float(simulation.makespan) != objective or not fits:
+    figures, names, placements, text, near = json.loads(gzip.decompress(file.read_bytes()))
+    bound, objective, origin, moves, seconds = figures
+    simulation = _simulated(text, costs, limits)
+    if float(simulation.makespan) != objective:
         raise PipelineError(f"{file}: not what was found for these costs")
     named = {(name, on): value for name, on, value in names}
     on = {name: tuple(pair) for name, pair in placements}
-    return Found(simulation.schedule, simulation, bound, objective, origin, moves, seconds, named, on)
+    orders = tuple((takes, _simulated(order, costs, limits).schedule) for takes, order in near)
+    return Found(simulation.schedule, simulation, bound, objective, origin, moves, seconds, named, on, orders)
+
+
+def _simulated(text: str, costs: Costs, limits: Sequence[float] | None) -> Timeline:
+    simulation = simulate(from_json(text).program, costs)
+    check(simulation.schedule)
+    if limits is not None and any(a > b * ROUNDING for a, b in zip(simulation.peak_memory, limits, strict=True)):
+        raise PipelineError("an order that was kept holds more than the limits")
+    return simulation
 
 
 @cache

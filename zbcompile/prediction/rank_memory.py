@@ -84,10 +84,19 @@ def rank_memories(
     program: Program, costs: Costs, model: Mapping[str, torch.Tensor], sharding: Sharding = ALONE
 ) -> tuple[Memory, ...]:
     """What every rank holds; `model` has the parameters and buffers by name, `costs` the bytes of the program."""
+    moments = partial(_moments, program, costs, running_bytes(program), model)
+    return tuple(_memory(rank, program, list(moments(rank)), model, sharding) for rank in range(program.schedule.ranks))
+
+
+def running_bytes(program: Program) -> dict[str, tuple[int, ...]]:
+    """By pass, for each stage: what is alive of a microbatch while it runs."""
     distinct = {(stage.original, op): stage for stage in program.stages for op in stage.pieces}
     inside = {key: transient_bytes(stage, key[1], buffered=True) for key, stage in distinct.items()}
-    moments = partial(_moments, program, costs, inside, model)
-    return tuple(_memory(rank, program, list(moments(rank)), model, sharding) for rank in range(program.schedule.ranks))
+    for (original, op), stage in distinct.items():  # what only W reads waits beside
+        aside = stage.crossing.kept - stage.crossing.forward_to_backward
+        inside[original, op] += aside if op == "B" else 0
+    ops = {op for _, op in inside}
+    return {op: tuple(inside.get((stage.original, op), 0) for stage in program.stages) for op in ops}
 
 
 def complete_peak(
@@ -152,7 +161,7 @@ def _sums(program: Program, model: Mapping[str, torch.Tensor], stage: int) -> in
 def _moments(
     program: Program,
     costs: Costs,
-    inside: Mapping[tuple[int, str], int],
+    running: Mapping[str, Sequence[int]],
     model: Mapping[str, torch.Tensor],
     rank: int,
 ) -> Iterator[Held]:
@@ -167,11 +176,8 @@ def _moments(
         if action.op not in COMPUTE:
             continue
         (change,) = deltas((action,), costs)
-        stage = program.stages[action.stage]
         if action.op in own:
-            # What only W reads waits beside.
-            aside = stage.crossing.kept - stage.crossing.forward_to_backward if action.op == "B" else 0
-            needed = inside[stage.original, action.op] + aside
+            needed = running[action.op][action.stage]
             if action.op in ("W", "BW") and action.stage not in sums:
                 sums[action.stage] = _sums(program, model, action.stage)
             yield Held(waiting - own[action.op][action.stage] + needed, messages.bytes, sum(sums.values()))

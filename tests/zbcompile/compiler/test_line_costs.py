@@ -1,6 +1,8 @@
 """What is estimated from the operations alone, beside the graphs that are compiled for the same cuts."""
 
 import pytest
+import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zbcompile
@@ -11,10 +13,11 @@ from zbcompile.compiler.compile_model import compile_drawn, draw_step
 from zbcompile.compiler.cut_planning import cuts_for_makespan, score_of
 from zbcompile.compiler.line_costs import LineCosts
 from zbcompile.model.distributed_tensors import Parts
-from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.compile_options import Choices, Recompute
 from zbcompile.passes.partition.node_costs import predicted_seconds
 from zbcompile.prediction.predict import predicted_costs
-from zbcompile.schedules import build
+from zbcompile.prediction.rank_memory import rank_memories
+from zbcompile.schedules import Costs, build, search
 from zbcompile.torch_private import group_without_peers
 
 CLOSE = 0.15  # of the bytes that wait; dropout's masks are smaller in the graphs than autograd's
@@ -39,6 +42,41 @@ def test_bytes(compiled: Inspected) -> None:
     assert estimate.message == graphs.message
     assert estimate.activation == pytest.approx(graphs.activation, rel=CLOSE)
     assert estimate.residue == pytest.approx(graphs.residue, rel=CLOSE)
+
+
+def test_what_waits_for_w_in_a_chain_of_products() -> None:
+    """The gradients of all products beside their inputs: more than waited for B."""
+    model, x = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(6))), torch.ones(4, 8)
+    example = zbcompile.Example(model, (x,), loss=nn.MSELoss(), target=x)
+    compiled = compile_example(example, build("zb-h1", 2, 4), Choices())
+    costs, edges = line_costs(compiled)
+    estimate, graphs = costs.costs(edges), predicted_costs(compiled.program)
+    assert (estimate.activation, estimate.residue) == (graphs.activation, graphs.residue)
+    assert all(left > kept for kept, left in zip(estimate.activation, estimate.residue, strict=True))
+
+
+def test_what_a_rank_holds_at_most(compiled: Inspected) -> None:
+    costs, edges = line_costs(compiled)
+    assert_close(costs, edges, compiled, rel=0.1)  # masks again
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("placement", ["linear", "v"])
+def test_what_a_rank_holds_at_most_where_backwards_are_split(placement: str, recompute: Recompute) -> None:
+    model, x = nn.Sequential(*(m for _ in range(8) for m in (nn.Linear(32, 32), nn.GELU()))), torch.ones(64, 32)
+    example = zbcompile.Example(model, (x,), loss=nn.MSELoss(), target=x)
+    order = search(Costs.uniform(4 if placement == "v" else 2), 2, 4, placements=[placement], moves=0).schedule
+    compiled = compile_example(example, order, Choices(recompute=recompute))
+    assert_close(*line_costs(compiled), compiled, rel=0.05)
+
+
+def assert_close(costs: LineCosts, edges: list[int], compiled: Inspected, rel: float) -> None:
+    """To what the graphs say of the fullest rank."""
+    program, model = compiled.program, compiled.example.model
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    most = costs.most_held(program.schedule, edges, recompute=program.choices.recompute == "full")
+    memory = rank_memories(program, predicted_costs(program), tensors)
+    assert max(most) == pytest.approx(max(rank.peak for rank in memory), rel=rel)
 
 
 def test_loads_divide_into_passes(compiled: Inspected) -> None:

@@ -155,19 +155,19 @@ def test_all_ranks_try_the_same_and_agree(pool: Pool) -> None:
     assert "on trial a step took" in str(plan)
 
 
-def without_an_order_for_some(fails: int) -> str:
-    """On the first rank, which searches, no order fits the finalist of this number."""
+def without_an_order_for(fails: int, model: nn.Module, **options: Any) -> str:
+    """On the first rank, which searches, no order fits the first finalists."""
     search, asked = layout_search.order_by_graphs, []
 
-    def fail_once(*task: Any) -> Any:
+    def fail(*task: Any) -> Any:
         asked.append(task)
-        if len(asked) == fails:
+        if len(asked) <= fails:
             raise ScheduleError("no order fits")
         return search(*task)
 
-    pipe = zbcompile.pipeline(Noting(), schedule="auto", loss=nn.functional.mse_loss, search_seconds=30)
+    pipe = zbcompile.pipeline(model, schedule="auto", loss=nn.functional.mse_loss, **options)
     batch = torch.randn(16, 16)
-    with mock.patch.object(layout_search, "order_by_graphs", fail_once):
+    with mock.patch.object(layout_search, "order_by_graphs", fail):
         try:
             pipe.compile(batch, target=batch)
         except ScheduleError as error:
@@ -175,12 +175,24 @@ def without_an_order_for_some(fails: int) -> str:
     return str(pipe.program.plan)
 
 
+def on_each_rank_without_an_order_for(fails: int) -> str:
+    return without_an_order_for(fails, Noting(), search_seconds=30)
+
+
 @pytest.mark.slow
 def test_a_finalist_without_an_order_is_left_out_on_every_rank(pool: Pool) -> None:
-    for fails, says in ((1, "no order fits"), (2, "on trial a step took")):
-        found = pool.run(without_an_order_for_some, fails, ranks=2)
+    for fails, says in ((100, "no order fits"), (1, "on trial a step took")):
+        found = pool.run(on_each_rank_without_an_order_for, fails, ranks=2)
         assert found[0] == found[1]
         assert says in found[0]
+
+
+def test_the_next_layout_if_no_order_fits_the_graphs() -> None:
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    options: dict[str, Any] = {"ranks": 2, "microbatches": 4, "search_seconds": 0.5}
+    best, next_best = (without_an_order_for(fails, model, **options) for fails in (0, 1))
+    assert best.split(";")[0] != next_best.split(";")[0]
+    assert without_an_order_for(100, model, **options) == "no order fits"
 
 
 def test_a_limit_of_memory_is_kept_by_recomputing() -> None:
