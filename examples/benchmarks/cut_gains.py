@@ -10,9 +10,9 @@ microbatches a rank. The model is captured (of fake tensors), and within each li
   found in `--seconds`;
 * moved: what `schedule="auto"` finds in as many seconds, cuts and order together.
 
-`--memory` is what a rank has for activations: 1 is what a microbatch keeps on all ranks together, which is what 1F1B
-needs if they keep equally much; 0 is no limit. "whole": cuts
-between layers only; "inside": wherever the captured step can be cut. "gain" is the share of the step that moved cuts
+`--memory` is what a rank has for activations, beside those of the pass that runs: 1 is what a microbatch keeps on all
+ranks together, which is what 1F1B needs if they keep equally much; 0 is no limit. "whole": cuts between layers only;
+"inside": wherever the captured step can be cut. "gain" is the share of the step that moved cuts
 save; "at least": what they save of the bound for equal cuts, so of any order for these, found or not.
 """
 
@@ -66,7 +66,7 @@ def limit(question: Question, share: float) -> int | None:
     costs, placement = question.costs(CHOICES), Placement("linear", question.ranks, 1)
     edges = question.cuts("linear", CHOICES)
     kept = costs.costs(edges).activation
-    return round(max(costs.resident(edges, placement)) + share * sum(kept)) if share else None
+    return round(max(costs.held_by_any_order(placement, edges)) + share * sum(kept)) if share else None
 
 
 def with_equal_cuts(question: Question, seconds: float) -> Layout:

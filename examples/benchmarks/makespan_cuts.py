@@ -43,7 +43,11 @@ import promise  # type: ignore[import-not-found]
 import zbcompile
 from zbcompile import Hardware
 from zbcompile.passes.hardware.hardware import Connection
+from zbcompile.prediction.predict import predicted_costs
+from zbcompile.prediction.rank_memory import running_bytes
+from zbcompile.program.program import Program
 from zbcompile.schedules import Costs, simulate
+from zbcompile.schedules.execution.memory import most_beside, with_messages
 
 promise.BACKWARD = promise.WEIGHT = promise.FORWARD
 LAYERS, HEAD, ROWS = 6, 4, 64  # layers a rank, layers that the head takes as long as, rows of a microbatch
@@ -121,7 +125,7 @@ def both(case: Case, schedule: str, asked: argparse.Namespace) -> tuple[Cut, Cut
     memory: dict[str, Any] = {}
     plain = cut(case, asked, schedule="zb-h1")
     if case.memory is not None:
-        memory["memory"] = int(case.memory * kept(plain.pipe))
+        memory["memory"] = int(case.memory * kept(plain.pipe) + beside(plain.pipe.program))
     if schedule == "auto":
         given = cut(case, asked, schedule="auto", balance=plain.pipe.program.cuts.names, **memory)
         return given, cut(case, asked, schedule="auto", chunks=1, **memory)
@@ -132,6 +136,13 @@ def both(case: Case, schedule: str, asked: argparse.Namespace) -> tuple[Cut, Cut
 def kept(pipe: zbcompile.Pipeline) -> int:
     """Bytes that a microbatch keeps on all ranks together; a model that sleeps has hardly any parameters."""
     return sum(stage.crossing.kept for stage in pipe.program.stages)
+
+
+def beside(program: Program) -> float:
+    """Bytes of the pass that runs and of buffers for messages, on the rank that needs most."""
+    costs, placement = predicted_costs(program), program.schedule.placement
+    passes = most_beside(placement, with_messages(costs, placement), running_bytes(program))
+    return max(passes) + 2 * max(costs.message)
 
 
 def main() -> None:
