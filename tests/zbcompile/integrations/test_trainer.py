@@ -68,10 +68,11 @@ def arguments(folder: Path | str, **options: Any) -> TrainingArguments:
 def trained(
     folder: Path | str, pipeline: Mapping[str, Any] | None, resume: str | None = None, **options: Any
 ) -> Trainer:
-    """A trainer that has trained, as a pipeline if there are options for one."""
+    """A trainer that has trained, as a pipeline if there are options for one. It evaluates batches of 8: of 20 samples
+    (`evaluated`) the last one has another size."""
     given: dict[str, Any] = {
         "train_dataset": samples(96),
-        "eval_dataset": samples(options.pop("evaluated", 20), seed=3),
+        "eval_dataset": samples(options.pop("evaluated", 16), seed=3),
     }
     given |= {name: options.pop(name) for name in ("compute_loss_func", "callbacks") if name in options}
     if stage := options.pop("zero", 0):
@@ -118,11 +119,11 @@ def found_on_both(found: list[Found]) -> Found:
 @pytest.mark.slow
 def test_thirty_steps_in_two_processes(tmp_path: Path, pool: Pool) -> None:
     """The losses of the plain Trainer in one process; what is resumed at step 10 has the bits of what is not."""
-    plain = trained(tmp_path / "plain", None, max_steps=30)
+    plain = trained(tmp_path / "plain", None, max_steps=30, evaluated=20)
     saving = {"save_strategy": "steps", "save_steps": 10, "save_total_limit": 3}
     resuming = {"resume": str(tmp_path / "checkpoint-10")}
     (whole, evaluated), (resumed, _) = (
-        found_on_both(pool.run(on_a_rank, str(tmp_path), {"max_steps": 30, **each}, timeout=240))
+        found_on_both(pool.run(on_a_rank, str(tmp_path), {"max_steps": 30, "evaluated": 20, **each}, timeout=240))
         for each in (saving, resuming)
     )
     for key in ("loss", "grad_norm"):
@@ -138,7 +139,7 @@ def test_thirty_steps_in_two_processes(tmp_path: Path, pool: Pool) -> None:
 def test_two_replicas(tmp_path: Path, pool: Pool) -> None:
     """Of two ranks each; a replica takes the samples that DistributedDataParallel would give it: together they train on
     batches of twice the size. The same with an optimizer whose state is sharded over replicas."""
-    options = {"data_seed": 7, "evaluated": 16, "gradient_accumulation_steps": 2, "max_steps": 3}
+    options = {"data_seed": 7, "gradient_accumulation_steps": 2, "max_steps": 3}
     twice = {"per_device_train_batch_size": 16, "per_device_eval_batch_size": 16}
     plain = trained(tmp_path / "plain", None, **options, **twice)
     wanted = plain.evaluate()["eval_loss"]
@@ -165,9 +166,9 @@ def test_adapters_in_two_processes(tmp_path: Path, pool: Pool) -> None:
     assert {"adapter_model.safetensors", "adapter_config.json"} <= names
     assert not {"model.safetensors", "model.safetensors.index.json", "pipeline"} & names
     read = peft.PeftModel.from_pretrained(gpt2(), tmp_path / "checkpoint-4")
-    again = PipelineTrainer(adapted(gpt2()), arguments(tmp_path), eval_dataset=samples(20, seed=3), pipeline=TWO)
+    again = PipelineTrainer(adapted(gpt2()), arguments(tmp_path), eval_dataset=samples(16, seed=3), pipeline=TWO)
     again._load_from_checkpoint(str(tmp_path / "checkpoint-4"))
-    plain = Trainer(read, arguments(tmp_path), eval_dataset=samples(20, seed=3))
+    plain = Trainer(read, arguments(tmp_path), eval_dataset=samples(16, seed=3))
     assert abs(again.evaluate()["eval_loss"] - plain.evaluate()["eval_loss"]) <= 2e-6
     own = again.pipe.state_dict(full=True, frozen=False)
     assert own.keys() == {name for name, each in again.model.named_parameters() if each.requires_grad}
@@ -204,7 +205,7 @@ def test_accumulation_and_clipping(tmp_path: Path) -> None:
 
     options = {"gradient_accumulation_steps": 3, "max_grad_norm": 0.5, "weight_decay": 0.1, "warmup_steps": 2}
     options |= {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
-    options |= {"load_best_model_at_end": True, "eval_on_start": True}
+    options |= {"load_best_model_at_end": True, "eval_on_start": True, "evaluated": 20}
     runs = [(kind, Noted()) for kind in (None, TWO)]
     plain, piped = (trained(tmp_path / str(bool(kind)), kind, callbacks=[noted], **options) for kind, noted in runs)
     for key in ("loss", "grad_norm", "eval_loss"):
