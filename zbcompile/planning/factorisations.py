@@ -89,7 +89,8 @@ def factorisations(
         try:
             found += _rows(step, priced.costs(size), choices, replicas, size, batch, seconds / len(sizes), announce)
         except (PartitionError, ScheduleError) as error:
-            impossible.append(f"{beside}pp={size}: {str(error).splitlines()[0]}")
+            first, *more = str(error).split("; ")[0].splitlines()  # of several reasons one, with what is missing
+            impossible.append(f"{beside}pp={size}: {first}{''.join(f': {each.strip()}' for each in more[:1])}")
     return found, impossible
 
 
