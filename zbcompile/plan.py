@@ -46,8 +46,10 @@ def format_plan(rows: Sequence[Row], shown: int, every: bool = False) -> str:
     layout, figures = ("placement", "m", "recompute", "vocab"), ("step", _unit(rows), "bubble", "peak memory")
     headers = ["", *DIMENSIONS, *layout, *figures]
     shown_rows = table([_cells(row) for row in kept], headers, left=("", "placement", "recompute"))
-    more = "row that takes" if left == 1 else "rows that take"
-    note = f"\n\n{left} {more} more than {SLOW:g} times as long as the fastest left out; --all shows every row."
+    takes, are = ("row takes", "is") if left == 1 else ("rows take", "are")
+    note = (
+        f"\n\n{left} {takes} more than {SLOW:g} times as long as the fastest and {are} left out; --all shows every row."
+    )
     return shown_rows + note * bool(left)
 
 

@@ -12,7 +12,7 @@ from zbcompile import Example, Hardware
 from zbcompile.compiler.compile_example import one_microbatch
 from zbcompile.compiler.compile_model import draw_step
 from zbcompile.passes.compile_options import Choices
-from zbcompile.plan import main
+from zbcompile.plan import format_plan, main
 from zbcompile.planning.factorisations import Captured, Row, factorisations, on_mesh, ranked
 
 TARGET, TARGETS = "examples/targets.py:gpt", "tests.support.mesh_targets"
@@ -128,11 +128,22 @@ def test_links_of_ranks_that_share_every_matrix() -> None:
         assert (found.exchange, found.within) == (exchange, message)
 
 
-def test_what_is_slow_for_nothing_is_no_best_row() -> None:
-    def row(seconds: float, peak: float) -> Row:
-        layout = SimpleNamespace(seconds=seconds, peak=(peak,))
-        return Row(1, 1, layout, 1)  # type: ignore[arg-type]
+def row(seconds: float, peak: float, ranks: int = 1) -> Row:
+    choices = SimpleNamespace(recompute="none", vocab="off")
+    shown = {"placement": "linear", "microbatches": 4, "choices": choices, "bubble": 0.0}
+    return Row(1, ranks, SimpleNamespace(seconds=seconds, peak=(peak,), **shown), 1)  # type: ignore[arg-type]
 
+
+def test_rows_that_nobody_means_are_left_out() -> None:
+    """Though one is the fastest of its division."""
+    rows = ranked([row(1, 5), row(2, 3, 2), row(3.5, 1, 4), row(9, 1, 8)])
+    few, every = format_plan(rows, 12), format_plan(rows, 12, every=True)
+    assert few.endswith("2 rows take more than 3 times as long as the fastest and are left out; --all shows every row.")
+    assert [text.count(" linear ") for text in (few, every)] == [2, 4]
+    assert "left out" not in every
+
+
+def test_what_is_slow_for_nothing_is_no_best_row() -> None:
     rows = [row(3, 3), row(2, 4), row(2, 3), row(1, 5), row(9, 1)]
     assert [(r.seconds, r.peak, r.best) for r in ranked(rows)] == [
         (1, 5, True),
