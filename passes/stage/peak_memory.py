@@ -13,19 +13,20 @@ ARRIVING = ("activation", "tangent")  # from other stages
 ALIVE = (*RESIDENT, "accumulator")  # before and after, whatever runs
 
 
-def transient_bytes(stage: StageProgram, name: str, buffered: bool = False) -> int:
+def transient_bytes(stage: StageProgram, name: str, buffered: bool = False, views: bool = False) -> int:
     """The most bytes of one microbatch that are alive at once while the pass `name` of `stage` runs.
 
     Counted are what waited for the pass or arrives for it, what it makes on its way and what it returns; not
     parameters, buffers, gradient buffers and the user's inputs, nor what a kernel allocates for itself. A value is
     freed after its last use; an input only if no later pass reads it, and, where messages are `buffered`, what arrived
-    not before the pass ends.
+    not before the pass ends. Saved views of a parameter count only with `views`: graphs that were read from files share
+    no storages, so that nobody knows what these are.
     """
     piece = stage.pieces[name]
     kept = {slot for later in LATER[name] if later in stage.pieces for slot in stage.pieces[later].inputs}
     if buffered:
         kept |= {slot for slot in piece.inputs if slot.kind in ARRIVING}
-    return peak_bytes(piece, kept, _resident(stage))
+    return peak_bytes(piece, kept, frozenset() if views else _resident(stage))
 
 
 def peak_bytes(piece: Piece, kept: Set[Slot] = frozenset(), resident: Set[int] = frozenset()) -> int:

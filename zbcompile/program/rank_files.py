@@ -40,7 +40,7 @@ def rank_bytes(program: Program, rank: int) -> int:
     constants = sum(tensor.nbytes for tensor in program.model.constants.values())
     specs = [spec for stage in stages for each in (stage.receives, stage.gradients_in) for spec in each.values()]
     messages = program.schedule.microbatches * sum(spec.bytes for spec in specs)
-    passes = [transient_bytes(stage, name) for stage in stages for name in stage.pieces]
+    passes = [transient_bytes(stage, name, views=True) for stage in stages for name in stage.pieces]
     if program.vocabulary is not None:
         passes += [peak_bytes(piece) for piece in program.vocabulary.pieces[rank].values()]
     return resident + constants + messages + max(passes, default=0)
