@@ -22,12 +22,14 @@ from zbcompile.passes.torch_private import FakeTensorMode, make_fx, single_threa
 class Inside:
     """The operations of a call that belong to F, B and W, and the FLOPs of each operation. `left` is what W reads of
     the others: which input of the call (None: none of them), and the bytes. `running` are the bytes that F and B need
-    beside inputs, results, their gradients and what is saved, `fixed` those that full recomputation keeps."""
+    beside inputs, results, their gradients and what is saved. Full recomputation runs `repeated` again and keeps so
+    many bytes (`fixed`)."""
 
     passes: tuple[frozenset[Node], ...]
     flops: Mapping[Node, int]
     left: tuple[tuple[int | None, int], ...]
     running: tuple[int, int]
+    repeated: frozenset[Node]
     fixed: int
 
     @property
@@ -58,7 +60,8 @@ def _inside(call: Node) -> Inside:
     passes, inputs = (forward, backward, weight), holders[: len(arguments)]
     weights = storages_behind(holder for holder, each in zip(inputs, arguments, strict=True) if _is_weight(each))
     left = tuple(_left(weight, inputs))
-    return Inside(passes, flops, left, _running(module.graph, passes, weights), _fixed(module.graph, forward))
+    running, recomputed = _running(module.graph, passes, weights), _recomputed(module.graph, forward)
+    return Inside(passes, flops, left, running, *recomputed)
 
 
 def _running(graph: Graph, passes: Sequence[frozenset[Node]], weights: set[int]) -> tuple[int, int]:
@@ -82,18 +85,20 @@ def _read(nodes: Iterable[Node]) -> set[int]:
     return storages_behind(each for node in nodes for each in node.all_input_nodes)
 
 
-def _fixed(graph: Graph, forward: frozenset[Node]) -> int:
-    """What is read behind the forward, or to recompute that, and cannot be made again."""
+def _recomputed(graph: Graph, forward: frozenset[Node]) -> tuple[frozenset[Node], int]:
+    """What is made again to be read behind the forward, and the bytes of what is read there or on the way to it and
+    cannot be made again."""
     queue = list({each for node in graph.nodes if node not in forward for each in node.all_input_nodes} & forward)
-    seen, once = set(queue), list[torch.Tensor]()
+    seen, again, once = set(queue), set[Node](), list[torch.Tensor]()
     while queue:
         node = queue.pop()
         if can_remake(node) or is_under_way(node):
+            again.add(node)
             queue += forward.intersection(node.all_input_nodes) - seen
             seen.update(node.all_input_nodes)
         else:
             once += tensors_of(node.meta["val"])
-    return storage_bytes(once)
+    return frozenset(again), storage_bytes(once)
 
 
 def _left(weight: frozenset[Node], inputs: Sequence[Node]) -> Iterator[tuple[int | None, int]]:

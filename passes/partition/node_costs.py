@@ -8,6 +8,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from zbcompile.passes.graph.process_groups import exchanged_bytes, is_collective, is_wait
+from zbcompile.passes.graph.rematerialize import can_remake
 from zbcompile.passes.graph.roofline import node_seconds
 from zbcompile.passes.graph.storage import tensors_of
 from zbcompile.passes.hardware.hardware import Hardware, hardware_for
@@ -48,6 +49,19 @@ def call_seconds(inside: Inside, hardware: Hardware) -> tuple[float, float, floa
     )
     exchanges = [sum(_exchange_seconds(node, hardware) for node in nodes) for nodes in inside.passes]
     return forward + exchanges[0], backward + exchanges[1], weight
+
+
+def unrepeated_seconds(node: Node, line: Line, hardware: Hardware) -> float:
+    """Of the forward of a node, what full recomputation leaves out: collectives, whose results are kept, and what only
+    leads to them."""
+    inside = line.inside.get(node)
+    if inside is None:
+        return 0.0 if can_remake(node) else _seconds(node, line.flops, hardware)
+    return sum(_seconds(each, inside.flops, hardware) for each in inside.passes[0] - inside.repeated)
+
+
+def _seconds(node: Node, flops: Mapping[Node, int], hardware: Hardware) -> float:
+    return node_seconds(node, flops.get(node, 0), hardware) + _exchange_seconds(node, hardware)
 
 
 def _exchange_seconds(node: Node, hardware: Hardware) -> float:

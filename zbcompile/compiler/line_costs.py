@@ -16,7 +16,7 @@ from zbcompile.passes.hardware.hardware import Connection, Hardware, hardware_fo
 from zbcompile.passes.partition.inside_calls import Inside
 from zbcompile.passes.partition.liveness import Line, held_behind
 from zbcompile.passes.partition.memory_estimate import Footprint
-from zbcompile.passes.partition.node_costs import call_seconds, device_of
+from zbcompile.passes.partition.node_costs import call_seconds, device_of, unrepeated_seconds
 from zbcompile.passes.partition.running_bytes import Running, RunningBytes
 from zbcompile.schedules import Costs, Placement, Schedule, peak_memory
 from zbcompile.schedules.execution.memory import most_beside, with_messages
@@ -95,7 +95,9 @@ class LineCosts:
         crossing = [self._crossing(edge) for edge in edges]
         running = [each.running[recompute] for each in found]
         if recompute:
-            backward = tuple(map(sum, zip(forward, backward, strict=True)))
+            kept = (rows * (self._unrepeated[b] - self._unrepeated[a]) for a, b in spans)
+            again = (max(0.0, one - other) for one, other in zip(forward, kept, strict=True))
+            backward = tuple(map(sum, zip(again, backward, strict=True)))
         return Costs(
             forward,
             backward,
@@ -218,6 +220,12 @@ class LineCosts:
         """For each pass, what the first k nodes take."""
         parts = [[load * part for part in shares] for load, shares in zip(self.loads, self._shares, strict=True)]
         return tuple([0.0, *accumulate(column)] for column in zip(*parts, strict=True))
+
+    @cached_property
+    def _unrepeated(self) -> list[float]:
+        """Seconds of the forward of the first k nodes that full recomputation leaves out."""
+        hardware = self.hardware or hardware_for(device_of(self.line))
+        return [0.0, *accumulate(unrepeated_seconds(node, self.line, hardware) for node in self.line.nodes)]
 
     @cached_property
     def _started(self) -> list[float]:

@@ -85,7 +85,8 @@ def test_loads_divide_into_passes(compiled: Inspected) -> None:
     whole = sum(map(sum, (estimate.forward, estimate.backward, estimate.weight)))
     assert whole == pytest.approx(sum(costs.loads))
     again = costs.costs(edges, recompute=True)
-    assert sum(again.backward) == pytest.approx(sum(estimate.backward) + sum(estimate.forward))
+    twice = sum(estimate.backward) + sum(estimate.forward)
+    assert sum(again.backward) == pytest.approx(twice, rel=0.02)  # random numbers are not drawn again
     assert all(a <= b for a, b in zip(again.activation, estimate.activation, strict=True))
     half = costs.costs(edges, rows=0.5)
     assert all(b / 2 <= a <= b for a, b in zip(half.forward, estimate.forward, strict=True))
@@ -101,7 +102,8 @@ def test_cuts_for_the_step_are_no_worse_and_hold_the_limit(compiled: Inspected) 
 
 
 def test_a_part_of_a_model_on_a_mesh() -> None:
-    """Half of the products, the exchanges, and the bytes of one of two ranks, as in the graphs compiled for it."""
+    """Half of the products, the exchanges, and the bytes of one of two ranks, as in the graphs compiled for it; if
+    everything is recomputed, no exchange is repeated, nor a product that only leads to one."""
     whole, schedule = layers(), build("zb-h1", 2, 4)
     drawn = draw_step(whole.model, one_microbatch(whole), whole.loss)
     with group_without_peers(2):
@@ -111,13 +113,14 @@ def test_a_part_of_a_model_on_a_mesh() -> None:
         step = part.model, one_microbatch(part)
         shared = draw_step(*step, part.loss, dimensions=labels)
         program = compile_drawn(*step, shared, schedule, Choices(), {})
+        again = compile_drawn(*step, shared, schedule, Choices(recompute="full"), {})
         costs = LineCosts(shared.canonical, shared.line, predicted_seconds(shared.line))
         estimate = costs.costs([after + 1 for after in program.cuts.after])
+        repeated = costs.costs([after + 1 for after in again.cuts.after], recompute=True)
     assert sum(shared.line.flops.values()) == sum(drawn.line.flops.values()) / 2
     graphs = predicted_costs(program)
     assert estimate.activation == pytest.approx(graphs.activation, rel=CLOSE)
-    for name in ("forward", "backward"):
-        assert getattr(estimate, name) == pytest.approx(getattr(graphs, name), abs=1e-6), (
-            name
-        )  # but elementwise operations
+    assert estimate.forward == pytest.approx(graphs.forward, abs=1e-6)  # but elementwise operations
+    assert estimate.backward == pytest.approx(graphs.backward, abs=1e-6)
+    assert repeated.backward == pytest.approx(predicted_costs(again).backward, abs=2e-6)
     assert sum(estimate.forward) > 2e-4  # of two exchanges
