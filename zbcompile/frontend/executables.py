@@ -135,7 +135,8 @@ class Executables(BoundPrograms):
         forward asks; compiled if there is none. Raises PipelineError and CaptureError if the model is no longer the one
         that was compiled."""
         require_same_attributes(self._plain)
-        known = step.alike and self._state(step.each[0]) == self._last_state
+        first = self._last_state is None  # a lazy parameter has no state yet
+        known = step.alike and not first and self._state(step.each[0]) == self._last_state
         if self._ranks.replicas.count > 1:
             self._require_equal_steps(step, known)
         if not step.alike:
