@@ -12,6 +12,8 @@ from tests.support.fault_cells import free_port
 from tests.support.warm_torchrun import install
 from zbcompile.schedules import names
 
+pytestmark = pytest.mark.several_processes
+
 ROOT = Path(__file__).parent.parent
 PAGES = (ROOT / "docs" / "index.md", *sorted((ROOT / "docs" / "tutorials").glob("*.md")))
 BLOCK = re.compile(r"^```(python|bash)(?: \{(.*?)\})?\n(.*?)^```$", re.MULTILINE | re.DOTALL)

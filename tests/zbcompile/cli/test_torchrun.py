@@ -12,6 +12,8 @@ from torch import Tensor
 from gpt import GPT, next_byte_loss
 from tests.support.oracle import Batch, eager_step
 
+pytestmark = pytest.mark.several_processes
+
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = """
 import torch

@@ -7,6 +7,8 @@ import pytest
 
 from tests.support.warm_torchrun import warm_agents
 
+pytestmark = pytest.mark.several_processes
+
 SCRIPT = """
 import torch
 import zbcompile

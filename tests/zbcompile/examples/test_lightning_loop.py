@@ -15,6 +15,8 @@ pytest.importorskip("lightning")
 from lightning_loop import CLIP, LEARNING_RATE, MICROBATCHES, loader, model, train
 from tests.support.warm_torchrun import warm_torchrun
 
+pytestmark = pytest.mark.several_processes
+
 SCRIPT = Path(__file__).parents[3] / "examples" / "lightning_loop.py"
 
 
