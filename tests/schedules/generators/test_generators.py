@@ -38,6 +38,9 @@ PROMISED_PEAK: dict[str, Callable[[int, int], int]] = {
 }
 
 
+SIZES = (*range(1, 13), 14, 16, 18, 20, 24)
+
+
 def _group(ranks: int, microbatches: int) -> int:
     return microbatches // max(1, microbatches // ranks)
 
@@ -45,12 +48,12 @@ def _group(ranks: int, microbatches: int) -> int:
 @pytest.mark.mostly_slow(every=8)
 @pytest.mark.parametrize("name", names())
 def test_every_size_is_right_and_keeps_its_promise(name: str, random_costs) -> None:
-    """Ranks 1..8, microbatches 1..24: memory stays within the promise, and `check` passes, for a third under random
-    costs too. A search takes long, and gets a quarter of the sizes."""
+    """Ranks 1..8, microbatches up to 24, not all of the larger numbers: memory stays within the promise, and `check`
+    passes, for a third under random costs too. A search takes long, and gets a quarter of the sizes."""
     generator = random.Random(name)
     built = 0
     for ranks in range(1, 9):
-        for microbatches in range(1 + ranks % 4, 25, 4) if name == "auto" else range(1, 25):
+        for microbatches in range(1 + ranks % 4, 25, 4) if name == "auto" else SIZES:
             schedule = _build_or_none(name, ranks, microbatches)
             if schedule is None:
                 continue
