@@ -38,6 +38,7 @@ from benchmarks.stages import Stage, compile_stages
 from devices import add_device, own_device, seconds_of
 
 Step = Callable[[], None]
+DTYPES = "float32", "bfloat16", "float16"
 OURS, FUSED, TORCH = "F + B + W", "F + BW", "torch's split"
 INDUCTOR, COMPILED, GRAPHS = "inductor F + B + W", "torch.compile, unsplit", "F + B + W, CUDA graphs"
 
@@ -155,7 +156,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4, help="sequences of a microbatch (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=21, help="paired rounds (default: %(default)s)")
     parser.add_argument("--inductor", action="store_true", help="also compiled by inductor (minutes, the first time)")
-    parser.add_argument("--dtype", default="float32", help="of the model (default: %(default)s)")
+    parser.add_argument("--dtype", default="float32", choices=DTYPES, help="of the model (default: %(default)s)")
     add_device(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)

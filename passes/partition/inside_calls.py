@@ -86,8 +86,8 @@ def _read(nodes: Iterable[Node]) -> set[int]:
 
 
 def _recomputed(graph: Graph, forward: frozenset[Node]) -> tuple[frozenset[Node], int]:
-    """What is made again to be read behind the forward, and the bytes of what is read there or on the way to it and
-    cannot be made again."""
+    """What is recomputed because something behind the forward reads it, and the bytes of what is read there, or on the
+    way to it, and cannot be recomputed."""
     queue = list({each for node in graph.nodes if node not in forward for each in node.all_input_nodes} & forward)
     seen, again, once = set(queue), set[Node](), list[torch.Tensor]()
     while queue:
