@@ -13,6 +13,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from _pytest import runner
+
+from zbcompile.passes.pass_list.stack_chunk import in_one_chunk
 
 GOLDEN = Path(__file__).parent / "golden"
 CAPTURES = "ZBCOMPILE_TEST_CAPTURES"  # see `tests/support/stored_captures.py`
@@ -69,6 +72,12 @@ def _group_for_workers(items: list[pytest.Item]) -> None:
     slow = Counter(group for item, group in groups.items() if item.get_closest_marker("slow"))
     wide = {groups[item] for item in items if item.get_closest_marker("several_processes")}
     items.sort(key=lambda item: (groups[item] != "ranks", groups[item] not in wide, -slow[groups[item]]))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> object:
+    """As pytest's own, at a depth where calls are cheap."""
+    return in_one_chunk(runner.pytest_runtest_protocol, item, nextitem)
 
 
 def pytest_collection_finish() -> None:
