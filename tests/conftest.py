@@ -1,6 +1,7 @@
 """What all tests share: golden files (output that a person would look at, compared as text), one
 torch thread, and a checker between the compiler's passes."""
 
+import atexit
 import difflib
 import gc
 import importlib
@@ -22,6 +23,7 @@ CAPTURES = "ZBCOMPILE_TEST_CAPTURES"  # see `tests/support/stored_captures.py`
 
 # Graphs, and what imports make, are many small objects, most of which live on: collections are made rarer.
 gc.set_threshold(50_000, 20, 20)
+atexit.register(gc.freeze)  # nor are they searched for cycles at the end
 os.environ["ZBCOMPILE_CHECK"] = "1"  # between every two passes, in this process and in all that tests start
 
 

@@ -1,7 +1,6 @@
 """`python -m zbcompile.checkpoints`: look after folders of checkpoints."""
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -9,7 +8,7 @@ from pathlib import Path
 import torch
 from tabulate import tabulate
 
-from zbcompile.cli.command_line import exit_status
+from zbcompile.cli.command_line import end_with, exit_status
 from zbcompile.errors import PipelineError
 from zbcompile.persistence.background_save import Save
 from zbcompile.persistence.checkpoint_directory import begin, candidates, prune
@@ -156,4 +155,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_with(main)

@@ -1,12 +1,11 @@
 """`python -m zbcompile.inspect TARGET`: what zbcompile would compile a model to, without running it."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from zbcompile.cli.command_line import exit_status, split_options
+from zbcompile.cli.command_line import end_with, exit_status, split_options
 from zbcompile.cli.compile_arguments import add_plan
 from zbcompile.env import VARIABLES
 from zbcompile.inspection.commands import run
@@ -109,4 +108,4 @@ def _add_output(group: Any) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_with(main)

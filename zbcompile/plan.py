@@ -2,7 +2,6 @@
 for machines."""
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from xml.sax.saxutils import escape
 import torch
 
 from zbcompile.amounts import format_share, format_time
-from zbcompile.cli.command_line import exit_status, flag_of, split_options
+from zbcompile.cli.command_line import end_with, exit_status, flag_of, split_options
 from zbcompile.cli.compile_arguments import Plan, add_plan, announcer, example_of, quiet, with_options
 from zbcompile.cli.mesh_parts import DIMENSIONS, Labels, part_of, why_whole
 from zbcompile.compiler.compile_example import one_microbatch
@@ -270,4 +269,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_with(main)

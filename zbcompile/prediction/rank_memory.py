@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from typing import NamedTuple
 
@@ -81,10 +81,15 @@ class _Receiver(NamedTuple):
 
 
 def rank_memories(
-    program: Program, costs: Costs, model: Mapping[str, torch.Tensor], sharding: Sharding = ALONE
+    program: Program,
+    costs: Costs,
+    model: Mapping[str, torch.Tensor],
+    sharding: Sharding = ALONE,
+    running: Mapping[str, Sequence[int]] | None = None,
 ) -> tuple[Memory, ...]:
-    """What every rank holds; `model` has the parameters and buffers by name, `costs` the bytes of the program."""
-    moments = partial(_moments, program, costs, running_bytes(program), model)
+    """What every rank holds; `model` has the parameters and buffers by name, `costs` the bytes of the program, and
+    `running` those of its passes, if they are known already (`running_bytes`)."""
+    moments = partial(_moments, program, costs, running or running_bytes(program), model)
     return tuple(_memory(rank, program, list(moments(rank)), model, sharding) for rank in range(program.schedule.ranks))
 
 
@@ -103,11 +108,12 @@ def complete_peak(
     program: Program, model: Mapping[str, torch.Tensor], sharding: Sharding = ALONE
 ) -> Callable[[Timeline], float]:
     """What the fullest rank of `program` holds altogether under the schedule of a timeline."""
+    running = cache(partial(running_bytes, program))
 
     def peak(timeline: Timeline) -> float:
         same = timeline.schedule == program.schedule
         other = program if same else replace(program, lowered=lower(timeline.schedule))
-        return max(memory.peak for memory in rank_memories(other, timeline.costs, model, sharding))
+        return max(memory.peak for memory in rank_memories(other, timeline.costs, model, sharding, running()))
 
     return peak
 
@@ -199,6 +205,7 @@ class _Messages:
         self.pool = _bytes({b for each in self.buffers.values() for b in each if b.number >= 0})
         self.sent: dict[Message, int] = {}
         self.kept: dict[int, int] = {}  # by stage
+        self.readers: dict[tuple[int, str], list[frozenset[str]]] = {}  # by stage and event
         self.posted: dict[object, int] = {}  # received without a buffer that stays, or from this rank itself
         self.reading: list[tuple[int, frozenset[str], tuple[int, int]]] = []  # in buffers, and an activation
 
@@ -244,8 +251,11 @@ class _Messages:
     def _arrived(self, action: Action, event: str) -> Iterator[tuple[Buffer, frozenset[str]]]:
         """The buffers of what a pass waited for, each with the passes that read it."""
         found = self._buffers(Action(RECEIVE_OF.get(event, ""), *action[1:]))
-        readers = [a.readers for a in arrivals_of(self.program.stages[action.stage]).get(event, ())]
-        yield from ((b, r) for b, r in zip(found, readers, strict=False) if b.number >= 0)  # generator state is last
+        if (action.stage, event) not in self.readers:
+            arrivals = arrivals_of(self.program.stages[action.stage])
+            self.readers[action.stage, event] = [each.readers for each in arrivals.get(event, ())]
+        both = zip(found, self.readers[action.stage, event], strict=False)  # generator state is last
+        yield from ((buffer, readers) for buffer, readers in both if buffer.number >= 0)
 
     def _kept(self, action: Action) -> int:
         """The bytes of a message that the backward reads again: they count as an activation already. It has arrived
