@@ -4,15 +4,14 @@ Supporting a newer torch starts here: run the test suite, and repair what moved 
 """
 
 import contextlib
-import copy
 import itertools
 import re
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.utils.checkpoint
@@ -27,7 +26,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode as FakeTensorMode,  # 2.11-2.13: shapes without memory
 )
 from torch.fx import Node
-from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule, _use_lazy_graph_module
+from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 from torch.fx.experimental import proxy_tensor  # 2.11-2.13: which node a tensor is in a graph being traced
 from torch.fx.experimental.proxy_tensor import make_fx as make_fx  # 2.11-2.13: documented as functorch.make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
@@ -191,12 +190,18 @@ class _DirectCodeGen(_BoxedCodeGen):
         return code
 
 
+_BOXED: WeakKeyDictionary[torch.fx.GraphModule, torch.fx.GraphModule] = WeakKeyDictionary()
+
+
 def boxed(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """A copy of `module`, which is shared, that takes one list and empties it: each input is freed at its last use."""
-    graph = torch.fx.Graph()
-    graph.output(graph.graph_copy(module.graph, {}))
-    graph.set_codegen(_DirectCodeGen())
-    return torch.fx.GraphModule(module, graph, class_name=type(module).__name__)
+    """A copy of `module` that takes one list and empties it: each input is freed at its last use. One is made of each
+    module: neither may be changed."""
+    if module not in _BOXED:
+        graph = torch.fx.Graph()
+        graph.output(graph.graph_copy(module.graph, {}))
+        graph.set_codegen(_DirectCodeGen())
+        _BOXED[module] = torch.fx.GraphModule(module, graph, class_name=type(module).__name__)
+    return _BOXED[module]
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
@@ -318,28 +323,6 @@ def numbered_checkpoints() -> Iterator[None]:
     names = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
     original = next(name for name in names if hasattr(torch.utils.checkpoint, name))
     with replaced(torch.utils.checkpoint, original, numbered), preserve_node_meta():  # annotations reach the nodes
-        yield
-
-
-def _stack() -> traceback.StackSummary:
-    """Where a trace is, from the first `forward` inwards; the lines of source are read when they are printed."""
-    frames = [(f.f_code.co_filename, line, f.f_code.co_name) for f, line in traceback.walk_stack(sys._getframe(1))]
-    inside = max((depth for depth, (_, _, name) in enumerate(frames, 1) if name == "forward"), default=0)
-    kept = [traceback.FrameSummary(*frame, lookup_line=False) for frame in reversed(frames[:inside])]
-    return traceback.StackSummary.from_list(kept)
-
-
-@contextlib.contextmanager
-def quick_traces() -> Iterator[None]:
-    """Inside, torch's traces do without what nobody reads, a tenth of the time of compiling: code of their graphs,
-    `tensor_meta` beside `val`, copies of what a node is from, frames outside of the model (2.11-2.13)."""
-    shared = SimpleNamespace(copy=copy.copy, deepcopy=lambda sources: sources)
-    with (
-        _use_lazy_graph_module(True),
-        replaced(proxy_tensor, "_extract_tensor_metadata", lambda _: None),
-        replaced(torch.fx.traceback, "copy", shared),
-        replaced(torch.fx.proxy, "CapturedTraceback", SimpleNamespace(extract=lambda: SimpleNamespace(summary=_stack))),
-    ):
         yield
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zbcompile.passes.pass_list.stack_chunk import in_one_chunk
-from zbcompile.passes.torch_private import quick_traces
+from zbcompile.passes.pass_list.torch_private import quick_traces
 from zbcompile.passes.verification.rule import Rule, verify
 
 
