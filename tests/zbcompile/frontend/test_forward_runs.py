@@ -132,6 +132,7 @@ def test_alternating_compiles_and_keeps_nothing(pipe: zbcompile.Pipeline, capsys
         pipe.eval(x, mode="train")
         if i in (3, 11):
             gc.collect()
+            gc.collect()  # what the first drops from weak tables
             counts.append((sum(isinstance(each, Tensor) for each in gc.get_objects()), len(pipe.compilations)))
     assert counts[0] == counts[1]
     assert "compiling again" not in capsys.readouterr().out
