@@ -125,6 +125,7 @@ def grads(pipe: zbcompile.Pipeline) -> list[tuple[str, Tensor | None]]:
 
 @pytest.mark.slow
 def test_alternating_compiles_and_keeps_nothing(pipe: zbcompile.Pipeline, capsys: pytest.CaptureFixture[str]) -> None:
+    gc.freeze()  # millions of objects of other tests, which would be searched each time
     x, counts = batch_of(8), []
     for i in range(12):
         pipe.step(x, target=x)
