@@ -1,7 +1,6 @@
 """What all tests share: golden files (output that a person would look at, compared as text), one
 torch thread, and a checker between the compiler's passes."""
 
-import atexit
 import difflib
 import gc
 import importlib
@@ -23,7 +22,6 @@ CAPTURES = "ZBCOMPILE_TEST_CAPTURES"  # see `tests/support/stored_captures.py`
 
 # Graphs, and what imports make, are many small objects, most of which live on: collections are made rarer.
 gc.set_threshold(50_000, 20, 20)
-atexit.register(gc.freeze)  # nor are they searched for cycles at the end
 os.environ["ZBCOMPILE_CHECK"] = "1"  # between every two passes, in this process and in all that tests start
 
 
@@ -87,6 +85,12 @@ def pytest_collection_finish() -> None:
     writes graphs down for whoever listens to its trace, as pytest does with every logger that does not propagate."""
     logging.getLogger("torch.__trace").propagate = True
     gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish() -> None:
+    """pytest searches for garbage twice: millions of objects by now."""
     gc.freeze()
 
 

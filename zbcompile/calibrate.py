@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 
-from zbcompile.cli.command_line import end_with, exit_status_of_rank, ranks_for
+from zbcompile.cli.command_line import exit_status_of_rank, ranks_for
 from zbcompile.cli.compile_arguments import announcer
 from zbcompile.distributed.agreement import together
 from zbcompile.distributed.link_speed import Pair, measure_pairs
@@ -107,4 +108,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    end_with(main)
+    sys.exit(main())

@@ -1,6 +1,7 @@
 """`python -m zbcompile.checkpoints`: look after folders of checkpoints."""
 
 import argparse
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import torch
 from tabulate import tabulate
 
-from zbcompile.cli.command_line import end_with, exit_status
+from zbcompile.cli.command_line import exit_status
 from zbcompile.errors import PipelineError
 from zbcompile.persistence.background_save import Save
 from zbcompile.persistence.checkpoint_directory import begin, candidates, prune
@@ -155,4 +156,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    end_with(main)
+    sys.exit(main())

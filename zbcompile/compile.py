@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zbcompile.backends.backend import compile_passes, make_backend
-from zbcompile.cli.command_line import add_flags, end_with, exit_status, split_options
+from zbcompile.cli.command_line import add_flags, exit_status, run_and_exit, split_options
 from zbcompile.cli.compile_arguments import Plan, add_plan, announcer, compiled, example_of, quiet, schedule_of
 from zbcompile.compiler.compile_example import compile_example_forward
 from zbcompile.compiler.inference import Frame
@@ -124,4 +124,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    end_with(main)
+    run_and_exit(main)

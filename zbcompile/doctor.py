@@ -5,6 +5,7 @@ import os
 import platform
 import shutil
 import socket
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from statistics import median
 
 import torch
 
-from zbcompile.cli.command_line import end_with, exit_status_of_rank, ranks_for
+from zbcompile.cli.command_line import exit_status_of_rank, ranks_for
 from zbcompile.distributed.agreement import from_first, gathered, together
 from zbcompile.distributed.link_speed import Pair, measure_pairs
 from zbcompile.distributed.process_group import VARIABLE, interface_towards, interfaces
@@ -180,4 +181,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    end_with(main)
+    sys.exit(main())

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from zbcompile.cli.command_line import end_with, exit_status, split_options
+from zbcompile.cli.command_line import exit_status, run_and_exit, split_options
 from zbcompile.cli.compile_arguments import add_plan
 from zbcompile.env import VARIABLES
 from zbcompile.inspection.commands import run
@@ -108,4 +108,4 @@ def _add_output(group: Any) -> None:
 
 
 if __name__ == "__main__":
-    end_with(main)
+    run_and_exit(main)

@@ -11,7 +11,7 @@ from xml.sax.saxutils import escape
 import torch
 
 from zbcompile.amounts import format_share, format_time
-from zbcompile.cli.command_line import end_with, exit_status, flag_of, split_options
+from zbcompile.cli.command_line import exit_status, flag_of, run_and_exit, split_options
 from zbcompile.cli.compile_arguments import Plan, add_plan, announcer, example_of, quiet, with_options
 from zbcompile.cli.mesh_parts import DIMENSIONS, Labels, part_of, why_whole
 from zbcompile.compiler.compile_example import one_microbatch
@@ -269,4 +269,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    end_with(main)
+    run_and_exit(main)

@@ -3,11 +3,12 @@
 import argparse
 import ast
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from zbcompile.cli.command_line import add_flags, end_with, exit_status_of_rank
+from zbcompile.cli.command_line import add_flags, exit_status_of_rank
 from zbcompile.cli.compile_arguments import FLAGS
 from zbcompile.cli.train_job import train
 from zbcompile.cli.train_optimizer import DECAYS, NAMED
@@ -185,4 +186,4 @@ def _add_process(group: Any) -> None:
 
 
 if __name__ == "__main__":
-    end_with(main)
+    sys.exit(main())

@@ -1,5 +1,6 @@
 """PipelineTrainer beside transformers.Trainer: the same data, the same losses."""
 
+import gc
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,6 +29,12 @@ from zbcompile.persistence.checkpoint_record import read_record
 
 Found = tuple[list[dict[str, Any]], float]  # what was logged, and the loss of an evaluation
 TWO = {"ranks": 2, "schedule": "zb-v", "microbatches": 4}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _little_to_search() -> None:
+    """accelerate searches for garbage after every training: not among what other tests left."""
+    gc.freeze()
 
 
 def samples(count: int, seed: int = 0) -> list[dict[str, torch.Tensor]]:
