@@ -194,8 +194,8 @@ _BOXED: WeakKeyDictionary[torch.fx.GraphModule, torch.fx.GraphModule] = WeakKeyD
 
 
 def boxed(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """A copy of `module` that takes one list and empties it: each input is freed at its last use. One is made of each
-    module: neither may be changed."""
+    """A copy of `module` that takes one list and empties it: each input is freed at its last use. It is made once per
+    module and shared, so neither may be modified afterwards."""
     if module not in _BOXED:
         graph = torch.fx.Graph()
         graph.output(graph.graph_copy(module.graph, {}))

@@ -76,7 +76,7 @@ def _group_for_workers(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> object:
-    """As pytest's own, at a depth where calls are cheap."""
+    """As pytest's own, in a chunk of the stack that has room for what it calls."""
     return in_one_chunk(runner.pytest_runtest_protocol, item, nextitem)
 
 
@@ -90,7 +90,8 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish() -> None:
-    """pytest searches for garbage twice: millions of objects by now."""
+    """At the end pytest collects garbage to report finalizers that fail: seconds, with millions of objects, and nothing
+    here needs it."""
     gc.freeze()
 
 

@@ -19,9 +19,9 @@ from zbcompile.passes.torch_private import replaced
 
 @contextlib.contextmanager
 def quick_traces() -> Iterator[None]:
-    """Inside, torch's traces do without what nobody reads, a tenth of the time of compiling: code of their graphs,
-    `tensor_meta` beside `val`, copies of what a node is from, frames outside of the model, where a fake mode was made
-    (2.11-2.13)."""
+    """Inside, torch's traces do without what nobody reads: code of their graphs; `tensor_meta` beside `val`; copies of
+    what a node is from; stack frames outside of the model; the stack of the place where a fake mode was made; patches
+    that do nothing (2.11-2.13)."""
     shared = SimpleNamespace(copy=copy.copy, deepcopy=lambda sources: sources)
     with (
         _use_lazy_graph_module(True),
@@ -46,8 +46,9 @@ _torchs_trace, _torchs_patcher = proxy_tensor.dispatch_trace, _symbolic_trace._n
 
 
 def _trace(root: Any, tracer: Any, concrete_args: Any = None) -> torch.fx.GraphModule:
-    """A trace replaces two methods of nn.Module, for which Python walks through all its subclasses: thousands, once
-    many graphs are alive. This tracer, unlike those derived from it, makes nothing of them."""
+    """For every trace torch replaces `nn.Module.__call__` and `__getattr__`. Each assignment makes Python update all
+    subclasses of nn.Module, which are thousands once many graphs are alive. A plain PythonKeyTracer passes both through
+    unchanged; tracers derived from it do not (2.11-2.13)."""
     plain = type(tracer) is proxy_tensor.PythonKeyTracer
     with replaced(_symbolic_trace, "_new_patcher", _patcher_of_functions if plain else _torchs_patcher):
         return _torchs_trace(root, tracer, concrete_args)
@@ -55,9 +56,11 @@ def _trace(root: Any, tracer: Any, concrete_args: Any = None) -> torch.fx.GraphM
 
 @contextlib.contextmanager
 def _patcher_of_functions() -> Iterator[Any]:
-    with _torchs_patcher() as patcher:
+    """Traces inside of this one get torch's own; where one outside has replaced the methods, they must be covered."""
+    untouched = torch.nn.Module.__call__ is _symbolic_trace._orig_module_call
+    with replaced(_symbolic_trace, "_new_patcher", _torchs_patcher), _torchs_patcher() as patcher:
         patch = patcher.patch_method
         patcher.patch_method = lambda owner, *given, **how: (  # type: ignore[method-assign]
-            None if owner is torch.nn.Module else patch(owner, *given, **how)
+            None if untouched and owner is torch.nn.Module else patch(owner, *given, **how)
         )
         yield patcher

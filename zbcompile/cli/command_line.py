@@ -26,8 +26,8 @@ _EXPECTED = (PipelineError, CompileError, ScheduleError, OSError)
 
 
 def run_and_exit(main: Callable[[], int]) -> NoReturn:
-    """Run a command and end the process. Graphs are many small objects that live on: Python searches them for cycles
-    again and again, a sixth of `inspect`'s time, unless that is made rarer."""
+    """Run a command and end the process. Compiling makes many small objects that live on; with the default thresholds
+    the garbage collector walks them again and again, a sixth of `inspect`'s time."""
     gc.set_threshold(50_000, 20, 20)
     sys.exit(main())
 

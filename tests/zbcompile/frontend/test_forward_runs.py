@@ -125,6 +125,7 @@ def grads(pipe: zbcompile.Pipeline) -> list[tuple[str, Tensor | None]]:
 
 @pytest.mark.slow
 def test_alternating_compiles_and_keeps_nothing(pipe: zbcompile.Pipeline, capsys: pytest.CaptureFixture[str]) -> None:
+    gc.collect()
     gc.freeze()  # millions of objects of other tests, which would be searched each time
     x, counts = batch_of(8), []
     for i in range(12):
@@ -133,7 +134,7 @@ def test_alternating_compiles_and_keeps_nothing(pipe: zbcompile.Pipeline, capsys
         pipe.eval(x, mode="train")
         if i in (3, 11):
             gc.collect()
-            gc.collect()  # what the first drops from weak tables
+            gc.collect()  # values whose weak keys the first one freed
             counts.append((sum(isinstance(each, Tensor) for each in gc.get_objects()), len(pipe.compilations)))
     assert counts[0] == counts[1]
     assert "compiling again" not in capsys.readouterr().out

@@ -41,7 +41,6 @@ def made() -> Sequences:
 def test_a_bounded_number_of_programs(capsys: pytest.CaptureFixture[str]) -> None:
     """The least recently used one is evicted, but never the first, and comes back when it is asked for; nothing else
     of it stays in memory. Gradients are eager's throughout."""
-    gc.freeze()  # millions of objects of other tests, which would be searched below
     model, eager = made(), made()
     pipe = zbcompile.pipeline(
         model, schedule="zb-h1", ranks=2, microbatches=2, loss=F.mse_loss, exact=True, max_shapes=2

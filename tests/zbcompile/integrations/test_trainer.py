@@ -33,7 +33,8 @@ TWO = {"ranks": 2, "schedule": "zb-v", "microbatches": 4}
 
 @pytest.fixture(scope="module", autouse=True)
 def _little_to_search() -> None:
-    """accelerate searches for garbage after every training: not among what other tests left."""
+    """accelerate collects garbage before every training: that need not walk through what other tests left."""
+    gc.collect()
     gc.freeze()
 
 

@@ -99,7 +99,7 @@ def settled_census(tensors: int) -> dict[str, int]:
 
 def census() -> dict[str, int]:
     gc.collect()
-    gc.collect()  # what the first drops from weak tables
+    gc.collect()  # values whose weak keys the first one freed
     return {
         "tensors": sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects()),
         "python threads": threading.active_count(),
