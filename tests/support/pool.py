@@ -138,7 +138,8 @@ class Pool:
         """The result of `function(*args)` on every rank; TaskFailed, with all tracebacks, if one of them raised."""
         outcomes = self.outcomes(function, *args, ranks=ranks, timeout=timeout)
         if any(outcome.error for outcome in outcomes):
-            raise TaskFailed("\n".join(f"rank {rank}: {o.trace or 'fine'}" for rank, o in enumerate(outcomes)))
+            short = [f"rank {rank}: {o.error}: {o.text}" for rank, o in enumerate(outcomes) if o.error]  # logs cut ends
+            raise TaskFailed("\n".join([*short, *(f"rank {r}: {o.trace or 'fine'}" for r, o in enumerate(outcomes))]))
         return [outcome.value for outcome in outcomes]
 
     def outcomes(self, function: Callable[..., Any], *args: Any, ranks: int = 2, timeout: float = 120) -> list[Outcome]:

@@ -15,10 +15,12 @@ from zbcompile.compiler.compile_model import Drawn, targets_of, whole_of
 from zbcompile.distributed.agreement import agreed_seconds, from_first, gathered, together
 from zbcompile.distributed.link_speed import measure_link
 from zbcompile.distributed.ranks import Ranks
+from zbcompile.errors import FaultError, PipelineError
+from zbcompile.frontend.choose_schedule import fit_to_count
 from zbcompile.frontend.options import Options
 from zbcompile.frontend.trial_steps import Trial
 from zbcompile.model.batch import Microbatch
-from zbcompile.passes.errors import CompileError
+from zbcompile.passes.errors import CaptureError, CompileError
 from zbcompile.passes.hardware.hardware import Connection
 from zbcompile.planning.planner import CLOSE, Decision, decide, order_by_graphs, pass_seconds, reordered
 from zbcompile.program.chosen_plan import ChosenPlan
@@ -51,29 +53,50 @@ class LayoutSearch:
 
     def run(self, microbatch: Callable[[int], Microbatch], provisional: Schedule, counts: Sequence[int]) -> Finalist:
         """The layout for a batch whose part `microbatch` gives for any of `counts`, and for the number that
-        `provisional` has."""
-        drawn = {provisional.microbatches: self.draw(microbatch(provisional.microbatches))}
-
-        def line(count: int) -> Drawn:
-            drawn[count] = drawn.get(count) or self.draw(microbatch(count))
-            return drawn[count]
-
-        found = self._decided(line(provisional.microbatches), provisional, counts)
-        best = found[0].schedule
-        if not _are_alike(line(best.microbatches), line(provisional.microbatches)):  # other rows, other operations
-            found = self._decided(line(best.microbatches), best, ())
+        `provisional` has. Raises CaptureError if the step cannot be captured."""
+        steps = CapturedSteps(self.draw, microbatch, self.ranks)
+        line, found = self._laid_out(steps, provisional, counts)
         failed: ScheduleError | None = None
         for some in self._in_turn(found):
-            lines = [(d, line(d.schedule.microbatches)) for d in some]
-            alike = [(d, one) for d, one in lines if _are_alike(one, line(best.microbatches))]
+            lines = [(d, steps.find(d.schedule.microbatches)) for d in some]
+            alike = [(d, one) for d, one in lines if one is not None and _are_alike(one, line)]
             finalists = [Finalist(d, microbatch(d.schedule.microbatches), _of(d, one)) for d, one in alike]
             try:
                 if finalists:
-                    return self._on_trial(finalists) if self._tries else self._by_prediction(finalists[0])
+                    chosen = self._on_trial(finalists) if self._tries else self._by_prediction(finalists[0])
+                    break
             except ScheduleError as error:  # the graphs hold more than was estimated: on to what is slower
                 failed = failed or error
-        assert failed is not None, "the first layout is like itself"
-        raise failed
+        else:
+            assert failed is not None, "the first layout is like itself"
+            raise failed
+        for count, refusal in steps.refused.items():
+            self._say(f"auto leaves out {count} microbatches: {str(refusal).removesuffix('.')}")
+        return chosen
+
+    def _laid_out(
+        self, steps: "CapturedSteps", provisional: Schedule, counts: Sequence[int]
+    ) -> tuple[Drawn, list[Decision]]:
+        """The layouts, the fastest first, and the step that it is for."""
+        provisional, counts = self._begun(steps, provisional, counts)
+        begun = steps.get(provisional.microbatches)
+        found = self._decided(begun, provisional, counts)
+        while (line := steps.find(found[0].schedule.microbatches)) is None:
+            counts = [count for count in counts if count < found[0].schedule.microbatches]
+            found = self._decided(begun, provisional, counts)
+        if not _are_alike(line, begun):  # other rows, other operations
+            found = self._decided(line, found[0].schedule, ())
+        return line, found
+
+    def _begun(
+        self, steps: "CapturedSteps", provisional: Schedule, counts: Sequence[int]
+    ) -> tuple[Schedule, Sequence[int]]:
+        """A number of microbatches that can be captured, to begin with, and those that can be beside it: the usual
+        number, or, if its microbatches have too few rows for the model, the smallest."""
+        usual, least = provisional.microbatches, min(counts, default=provisional.microbatches)
+        if least >= usual or steps.find(usual) or not steps.find(least):
+            return provisional, counts
+        return fit_to_count(provisional, self.options, least), [count for count in counts if count < usual]
 
     def _in_turn(self, found: Sequence[Decision]) -> list[list[Decision]]:
         """The fastest by prediction, if steps can be tried here with those that come close to it; then each other."""
@@ -164,6 +187,38 @@ class LayoutSearch:
     def _say(self, text: str) -> None:
         if self.ranks.is_first:
             print(f"zbcompile: {text}.")
+
+
+@dataclass(frozen=True, eq=False)
+class CapturedSteps:
+    """The step as `draw` captures it for a `microbatch` of a batch that is split into so many. Small ones may be
+    refused: a batch norm needs two rows. Then that number is left out, on all ranks."""
+
+    draw: Callable[[Microbatch], Drawn]
+    microbatch: Callable[[int], Microbatch]
+    ranks: Ranks
+    drawn: dict[int, Drawn] = field(default_factory=dict)
+    refused: dict[int, Exception] = field(default_factory=dict)
+
+    def find(self, count: int) -> Drawn | None:
+        """None if no rank can capture it. Raises what `draw` raises if some can, or for any other reason."""
+        if count not in self.drawn and count not in self.refused:
+            try:
+                self.drawn[count] = self.draw(self.microbatch(count))
+            except FaultError:
+                raise
+            except (CaptureError, PipelineError) as error:  # of some ranks alone, the others raise a PipelineError
+                if not all(gathered(self.ranks, isinstance(error, CaptureError))):
+                    raise
+                self.refused[count] = error
+        return self.drawn.get(count)
+
+    def get(self, count: int) -> Drawn:
+        """As `find`; raises CaptureError instead of None."""
+        found = self.find(count)
+        if found is None:
+            raise self.ranks.watch.known_to_all(self.refused[count])
+        return found
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,7 +18,8 @@ from zbcompile.compiler.cut_planning import places_of
 from zbcompile.compiler.measure_nodes import measure_line
 from zbcompile.frontend import layout_search
 from zbcompile.passes.compile_options import Choices
-from zbcompile.passes.errors import PartitionError
+from zbcompile.passes.errors import CaptureError, PartitionError
+from zbcompile.passes.hardware.hardware import Connection
 from zbcompile.planning.planner import Decision, Priced, decide
 from zbcompile.program.chosen_plan import ChosenPlan
 from zbcompile.schedules import ScheduleError, build
@@ -103,6 +104,58 @@ def test_the_cuts_belong_to_the_number_of_microbatches_that_was_chosen() -> None
     assert count < 8  # eight would be slower, and were captured first
     assert torch.equal(loss, eager_step(eager, nn.functional.mse_loss, Batch((x,), {}, x), count, 0))
     assert sum(len(stage.trained) for stage in pipe.program.stages) == 12
+
+
+class NeedsRows(nn.Module):
+    """As a batch norm does, it refuses a microbatch of few rows; it takes long enough for small ones to be best."""
+
+    def __init__(self, least: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
+        self.least = least
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] < self.least:
+            raise ValueError("too few rows")
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x
+
+
+FREE = Connection(0.0, 1e15)
+SLOW = zbcompile.Hardware("slow", {"float32": 1e5}, 1e12, node_ranks=2, within=FREE, between=FREE)
+
+
+def with_few_rows(least: int, rows: int) -> int:
+    """The number of microbatches that is chosen; the bits are eager's."""
+    torch.manual_seed(0)
+    eager, model, x = NeedsRows(least), NeedsRows(least), torch.randn(rows, 16)
+    model.load_state_dict(eager.state_dict())
+    options: dict[str, Any] = {"schedule": "auto", "ranks": 2, "search_seconds": 0.5, "exact": True}
+    pipe = zbcompile.pipeline(model, loss=nn.functional.mse_loss, chunks=1, hardware=SLOW, **options)
+    loss, count = pipe.step(x, target=x), pipe.program.schedule.microbatches
+    assert torch.equal(loss, eager_step(eager, nn.functional.mse_loss, Batch((x,), {}, x), count, 0))
+    return count
+
+
+def test_microbatches_with_too_few_rows_for_the_model(capsys: pytest.CaptureFixture[str]) -> None:
+    refused = "auto leaves out {} microbatches: torch.export cannot capture NeedsRows"
+    assert with_few_rows(1, rows=16) == 16
+    assert "leaves out" not in capsys.readouterr().out
+    assert with_few_rows(2, rows=16) == 8
+    assert refused.format(16) in capsys.readouterr().out
+    assert with_few_rows(2, rows=8) == 4  # the usual number is 8
+    assert refused.format(8) in capsys.readouterr().out
+    assert with_few_rows(8, rows=16) == 2
+    assert capsys.readouterr().out.count("leaves out") == 2  # 8, with which the search begins, and 4
+    with pytest.raises(CaptureError, match=r"cannot capture NeedsRows.*too few rows"):
+        with_few_rows(16, rows=16)
+    assert "leaves out" not in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_all_ranks_leave_out_the_same(pool: Pool) -> None:
+    assert pool.run(with_few_rows, 2, 8) == [4, 4]
 
 
 class Noting(nn.Module):
