@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from _pytest import runner
+from hypothesis import HealthCheck, settings
 
 from zbcompile.passes.pass_list.stack_chunk import in_one_chunk
 
@@ -23,6 +24,11 @@ CAPTURES = "ZBCOMPILE_TEST_CAPTURES"  # see `tests/support/stored_captures.py`
 # Graphs, and what imports make, are many small objects, most of which live on: collections are made rarer.
 gc.set_threshold(50_000, 20, 20)
 os.environ["ZBCOMPILE_CHECK"] = "1"  # between every two passes, in this process and in all that tests start
+
+# Generated cases are the same in every run, however slow it is; `pytest --hypothesis-profile=new` looks for new ones.
+for name, same in (("same", True), ("new", False)):
+    settings.register_profile(name, derandomize=same, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("same")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.fault_cells import free_port
+from tests.support.ports import free_port
 from tests.support.warm_torchrun import install
 from zbcompile.schedules import names
 

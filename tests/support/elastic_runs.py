@@ -10,7 +10,6 @@ import argparse
 import itertools
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,7 @@ import torch
 from torch import nn
 
 import zbcompile
+from tests.support.ports import free_port
 
 HERE = "tests.support.elastic_runs"
 STEPS, KILLS = 20, (7, 13)
@@ -77,9 +77,7 @@ def command(folder: Path, name: str, nodes: str, per_node: int, port: int, first
 
 def run(folder: Path, name: str, what: str, nodes: int, per_node: int) -> bytes:
     """The weights of a job that `what` disturbs."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = int(probe.getsockname()[1])
+    port = free_port()
     kills = folder / f"{name}-kills"
     kills.mkdir()
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -10,7 +10,6 @@ import itertools
 import os
 import re
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -25,6 +24,7 @@ import torch.distributed as dist
 import zbcompile
 from tests.support.faulty import ACTS, INJECT, Order, make, rows
 from tests.support.namespaces import Machines
+from tests.support.ports import free_port
 
 PATIENCE = 180.0  # seconds for a job to get going
 LIMIT = 5.0  # seconds beyond the timeout
@@ -161,7 +161,7 @@ class Cell:
             wait_for((self.folder / "port").exists)
             port = (self.folder / "port").read_text()
         else:
-            port = free_port()
+            port = str(free_port())
         host = "127.0.0.1" if self.machines is None else self.machines.address(0)
         for rank in range(self.ranks):
             if self._fork(str(rank), self.node(rank)):
@@ -319,9 +319,3 @@ def wait_for(holds: Callable[[], bool]) -> None:
         if time.monotonic() > end:
             raise TimeoutError("the job did not get going")
         time.sleep(0.02)
-
-
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return str(probe.getsockname()[1])

@@ -5,6 +5,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -53,7 +54,7 @@ ACTS = {
     "raise": _raise,
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "interrupt": lambda: signal.raise_signal(signal.SIGINT),
-    "sleep": lambda: time.sleep(4.5),
+    "sleep": lambda: time.sleep(6),
 }
 INJECT = Injector()
 
@@ -276,13 +277,21 @@ class NeverThere:
 def peer_of_a_device(rank: int, timeout: float) -> Ended | None:
     """A rank does not come to a call that another one has given to its device, and goes on from."""
     pipe = trained(timeout=timeout)
+    watch: Any = pipe._watch
     if dist.get_rank() == rank:
-        time.sleep(timeout + 3)
+        region = watch.position.region + 1
+        _wait_until(lambda: watch.board.posted(region) is not None)
     else:
-        with pipe._watch.region("step 1"):
-            pipe._watch.progress = NeverThere()  # type: ignore[union-attr]
-        time.sleep(timeout + 1.5)
+        with watch.region("step 1"):
+            watch.progress = NeverThere()
+        _wait_until(lambda: watch.fault is not None)
     return attempt(pipe, lambda: pipe.step(rows(), target=rows()))
+
+
+def _wait_until(there: Callable[[], bool], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not there() and time.monotonic() < end:
+        time.sleep(0.05)
 
 
 @dataclass(frozen=True)
@@ -294,7 +303,7 @@ class Scenario:
     run: Callable[..., Ended | None]
     args: tuple[object, ...]
     says: str
-    within: float = 10.0
+    within: float = 25.0  # less than the 60 that a rank may wait
     silent: bool = False  # the rank itself says nothing: it is dead, or not there
     ranks: int = 2
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from tests.support.ports import free_port
 from tests.support.training import Case, Trained, join, problem_of, reference
-from tests.zbcompile.distributed.test_nodes import free_port
 from zbcompile.compiler.compile_example import one_microbatch
 from zbcompile.compiler.compile_model import compile_drawn, draw_step
 from zbcompile.model.example import Example

@@ -12,7 +12,6 @@ import multiprocessing
 import os
 import random
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -21,6 +20,8 @@ from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+
+from tests.support.ports import free_port
 
 RANKS, STEPS, EVERY = 2, 30, 5
 PATIENCE = 120.0  # seconds for anything that must happen
@@ -109,8 +110,8 @@ def reached(site: Site) -> str:
 
 def compile_program(site: Site, kill: Kill | None) -> None:
     """Compile in a process of its own, as the command does."""
-    began = time.monotonic()
     with processes(site, "compile_", [{}]) as started:
+        began = time.monotonic()  # the first process waits for the server that forks it
         if kill is not None:
             time.sleep(kill.late * site.lengths["compile"])
             kill_all(started)
@@ -152,10 +153,7 @@ def writes(site: Site, since: float) -> bool:
 
 def environments() -> list[dict[str, str]]:
     """What torchrun gives each rank."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(RANKS)}
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(RANKS)}
     return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(RANKS)]
 
 

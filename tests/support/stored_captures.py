@@ -46,7 +46,9 @@ def read_or_make(
             return found if fits(found) else make()[0]
         made, shared = make()
         if shared and (content := (to_bytes or capture_to_bytes)(made)) is not None:
-            path.write_bytes(content)
+            whole = path.with_suffix(".new")  # a process may be killed here: half a file must not have the name
+            whole.write_bytes(content)
+            whole.rename(path)
     return made
 
 

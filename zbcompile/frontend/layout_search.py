@@ -15,7 +15,6 @@ from zbcompile.compiler.compile_model import Drawn, targets_of, whole_of
 from zbcompile.distributed.agreement import agreed_seconds, from_first, gathered, together
 from zbcompile.distributed.link_speed import measure_link
 from zbcompile.distributed.ranks import Ranks
-from zbcompile.errors import FaultError, PipelineError
 from zbcompile.frontend.choose_schedule import fit_to_count
 from zbcompile.frontend.options import Options
 from zbcompile.frontend.trial_steps import Trial
@@ -70,14 +69,16 @@ class LayoutSearch:
         else:
             assert failed is not None, "the first layout is like itself"
             raise failed
-        for count, refusal in steps.refused.items():
-            self._say(f"auto leaves out {count} microbatches: {str(refusal).removesuffix('.')}")
+        if steps.refused:
+            least = min(steps.refused)
+            why = str(steps.refused[least]).removesuffix(".")
+            self._say(f"auto does not split this batch into {least} microbatches, or more: {why}")
         return chosen
 
     def _laid_out(
         self, steps: "CapturedSteps", provisional: Schedule, counts: Sequence[int]
     ) -> tuple[Drawn, list[Decision]]:
-        """The layouts, the fastest first, and the step that it is for."""
+        """The captured step that the fastest layout is for, and the layouts, the fastest first."""
         provisional, counts = self._begun(steps, provisional, counts)
         begun = steps.get(provisional.microbatches)
         found = self._decided(begun, provisional, counts)
@@ -91,8 +92,8 @@ class LayoutSearch:
     def _begun(
         self, steps: "CapturedSteps", provisional: Schedule, counts: Sequence[int]
     ) -> tuple[Schedule, Sequence[int]]:
-        """A number of microbatches that can be captured, to begin with, and those that can be beside it: the usual
-        number, or, if its microbatches have too few rows for the model, the smallest."""
+        """The number of microbatches to begin with, and those that may be chosen beside it: the usual number or, if the
+        model refuses its microbatches, the smallest."""
         usual, least = provisional.microbatches, min(counts, default=provisional.microbatches)
         if least >= usual or steps.find(usual) or not steps.find(least):
             return provisional, counts
@@ -191,8 +192,8 @@ class LayoutSearch:
 
 @dataclass(frozen=True, eq=False)
 class CapturedSteps:
-    """The step as `draw` captures it for a `microbatch` of a batch that is split into so many. Small ones may be
-    refused: a batch norm needs two rows. Then that number is left out, on all ranks."""
+    """The step as `draw` captures it for a `microbatch` of a batch that is split into so many. The model may refuse
+    small ones: a batch norm needs two rows. Then no rank takes that number."""
 
     draw: Callable[[Microbatch], Drawn]
     microbatch: Callable[[int], Microbatch]
@@ -201,14 +202,15 @@ class CapturedSteps:
     refused: dict[int, Exception] = field(default_factory=dict)
 
     def find(self, count: int) -> Drawn | None:
-        """None if no rank can capture it. Raises what `draw` raises if some can, or for any other reason."""
+        """None if every rank raises CaptureError. Raises what `draw` raises if only some do, or if it fails in another
+        way."""
         if count not in self.drawn and count not in self.refused:
             try:
                 self.drawn[count] = self.draw(self.microbatch(count))
-            except FaultError:
-                raise
-            except (CaptureError, PipelineError) as error:  # of some ranks alone, the others raise a PipelineError
-                if not all(gathered(self.ranks, isinstance(error, CaptureError))):
+            except Exception as error:  # what is known to all is raised on all, but need not be a CaptureError on all
+                if error is not self.ranks.watch.known or not all(
+                    gathered(self.ranks, isinstance(error, CaptureError))
+                ):
                     raise
                 self.refused[count] = error
         return self.drawn.get(count)

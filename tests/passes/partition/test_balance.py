@@ -34,7 +34,7 @@ def heaviest(loads: Sequence[float], cuts: Sequence[int], placement: Placement, 
 
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
 @given(loads=LOADS, data=st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_no_cuts_are_better(placement: Placement, loads: list[int], data: st.DataObject) -> None:
     inner = [i for i in range(1, len(loads)) if data.draw(st.integers(0, 9)) > 1]
     edges = [0, *inner, len(loads)]

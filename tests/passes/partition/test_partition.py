@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor, nn
 
 import zbcompile
@@ -206,7 +206,6 @@ def test_the_predicted_residents_are_those_of_the_compiled_stages(drawn: dict[st
         assert residency.bytes(rank, spans) == 4 * parameters + (2 - rank) * stage.crossing.kept
 
 
-@settings(deadline=None)
 @given(
     uses=st.lists(st.tuples(st.integers(0, 7), st.sampled_from("abc")), max_size=12),
     begin=st.integers(0, 8),

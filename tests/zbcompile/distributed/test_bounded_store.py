@@ -41,7 +41,7 @@ def freeze(pid: int) -> None:
 
 
 def client(port: int) -> dist.TCPStore:
-    patience = timedelta(seconds=1)  # with which it connects
+    patience = timedelta(seconds=3)  # with which it connects
     return dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=patience)
 
 

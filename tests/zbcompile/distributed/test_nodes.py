@@ -1,10 +1,10 @@
 """Two nodes: two torchrun agents on this machine, which find each other by torchrun's rendezvous."""
 
-import socket
 from pathlib import Path
 
 import pytest
 
+from tests.support.ports import free_port
 from tests.support.warm_torchrun import warm_agents
 
 pytestmark = pytest.mark.several_processes
@@ -24,12 +24,6 @@ print("loss", losses[0])
 rank = torch.distributed.get_rank()
 pipe.step(x, target=x[: 4 - rank])  # rank 1 passes a target of 3 rows
 """
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from torch import nn
 
 import zbcompile
@@ -91,7 +91,6 @@ def test_flags(name: str) -> None:
     assert flag_of(name) in parser.format_help()
 
 
-@settings(deadline=None)
 @given(
     st.fractions(min_value=1, max_value=10**6),
     st.sampled_from(["B", "kB", "KB", "MB", "GB", "TB", "KiB", "MiB", "GiB", "TiB"]),
@@ -103,7 +102,6 @@ def test_bytes_as_text(number: Fraction, unit: str, space: str) -> None:
     assert read_bytes(f"{text}{space}{unit}") == int(Fraction(text) * (1024 if "i" in unit else 1000) ** power)
 
 
-@settings(deadline=None)
 @given(st.one_of(st.integers(1, 1 << 60), st.floats(1, 1e18)))
 def test_bytes_as_a_number(number: float) -> None:
     assert read_bytes(number) == int(number)

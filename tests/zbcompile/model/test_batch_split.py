@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor, nn
 
 import zbcompile
@@ -75,7 +75,6 @@ def rule(leaves: dict[str, Any], split: dict[str, Any]) -> dict[str, int | None]
     return cuts if lengths and all(lengths) else None
 
 
-@settings(deadline=None)
 @given(st.data(), st.booleans())
 def test_cuts_follow_the_rule(data: Any, agreeing: bool) -> None:
     """Any tree of inputs, any `split=`: refused as the rule says, or cut so that its microbatches make it up."""

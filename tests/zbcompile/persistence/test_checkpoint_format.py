@@ -43,7 +43,7 @@ def typed(value: Any) -> Any:
 
 
 @given(values)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_values_come_back_as_they_were(value: Any) -> None:
     data = json.loads(json.dumps(to_data(value, "extra", {}), allow_nan=False))
     assert typed(from_data(data, {})) == typed(value)
@@ -73,7 +73,7 @@ def test_a_list_that_contains_itself_is_refused(tmp_path: Path) -> None:
 
 
 @given(st.data())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_parts_are_safetensors(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     kinds = (torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.uint8, torch.complex64, torch.float8_e5m2)
     chunks = [

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -62,8 +61,8 @@ def holder(tmp_path: Path) -> Iterator[Holder]:
     found.process.wait()
 
 
-def lock_of(folder: Path) -> FolderLock:
-    return FolderLock(folder, beat=0.1, patience=1.0)
+def lock_of(folder: Path, patience: float = 60.0) -> FolderLock:
+    return FolderLock(folder, beat=0.1, patience=patience)
 
 
 def test_a_live_holder_is_named(holder: Holder, tmp_path: Path) -> None:
@@ -85,16 +84,15 @@ def test_a_second_run_cannot_save_but_load(holder: Holder, tmp_path: Path) -> No
 
 def test_an_ended_one_is_replaced_at_once(holder: Holder, tmp_path: Path) -> None:
     holder.process.kill()  # and not waited for: a zombie counts as ended
-    lock, began = lock_of(tmp_path), time.monotonic()
+    lock = lock_of(tmp_path)
     assert lock.attempt(30)
-    assert time.monotonic() - began < 1
     lock.close()
     assert not list(tmp_path.iterdir())
 
 
 def test_a_silent_one_is_replaced_and_notices(holder: Holder, tmp_path: Path) -> None:
     holder.process.send_signal(signal.SIGSTOP)
-    lock = lock_of(tmp_path)
+    lock = lock_of(tmp_path, patience=1.0)
     assert not lock.attempt(0)
     assert lock.attempt(30)
     holder.process.send_signal(signal.SIGCONT)
@@ -116,7 +114,7 @@ def test_one_of_the_same_elastic_job_is_replaced_at_once(tmp_path: Path, monkeyp
 
 def test_a_lock_that_cannot_be_read_is_waited_for(tmp_path: Path) -> None:
     (tmp_path / NAME).write_bytes(b"\x00\xff")
-    lock = lock_of(tmp_path)
+    lock = lock_of(tmp_path, patience=1.0)
     assert not lock.attempt(0)
     assert lock.attempt(30)
     holder = read_holder(tmp_path / NAME)

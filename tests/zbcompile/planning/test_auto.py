@@ -139,18 +139,18 @@ def with_few_rows(least: int, rows: int) -> int:
 
 
 def test_microbatches_with_too_few_rows_for_the_model(capsys: pytest.CaptureFixture[str]) -> None:
-    refused = "auto leaves out {} microbatches: torch.export cannot capture NeedsRows"
+    refused = "auto does not split this batch into {} microbatches, or more: torch.export cannot capture NeedsRows"
     assert with_few_rows(1, rows=16) == 16
-    assert "leaves out" not in capsys.readouterr().out
+    assert "does not split" not in capsys.readouterr().out
     assert with_few_rows(2, rows=16) == 8
     assert refused.format(16) in capsys.readouterr().out
     assert with_few_rows(2, rows=8) == 4  # the usual number is 8
     assert refused.format(8) in capsys.readouterr().out
     assert with_few_rows(8, rows=16) == 2
-    assert capsys.readouterr().out.count("leaves out") == 2  # 8, with which the search begins, and 4
+    assert refused.format(4) in capsys.readouterr().out  # it began with 8
     with pytest.raises(CaptureError, match=r"cannot capture NeedsRows.*too few rows"):
         with_few_rows(16, rows=16)
-    assert "leaves out" not in capsys.readouterr().out
+    assert "does not split" not in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -183,7 +183,8 @@ def tried_on_each_rank() -> tuple[ChosenPlan, list[str]]:
     pipe = zbcompile.pipeline(model, schedule="auto", loss=nn.functional.mse_loss, exact=True, search_seconds=30)
     batch = torch.randn(16, 16, generator=torch.Generator().manual_seed(1))
     before, state = torch.get_rng_state(), {name: value.clone() for name, value in model.state_dict().items()}
-    pipe.compile(batch, target=batch)
+    with mock.patch.object(layout_search, "CLOSE", 10):  # whatever the messages take, there is more than one to try
+        pipe.compile(batch, target=batch)
     assert torch.equal(torch.get_rng_state(), before)
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())

@@ -53,7 +53,7 @@ def test_even_layers_stay() -> None:
     assert Layers([1] * 9).moved((3, 6)) == (3, 6)
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 @given(st.lists(st.integers(1, 4), min_size=4, max_size=7), st.sampled_from([None, 4.0, 6.0]))
 def test_never_longer(times: list[int], limit: float | None) -> None:
     layers = Layers(times, limit)

@@ -25,7 +25,7 @@ def _tensors() -> list[torch.Tensor]:
 
 
 def counted_and_predicted(schedule: str, microbatches: int) -> tuple[int, int]:
-    """Bytes of gradients, activations and messages on this rank: the most that lived, and what was predicted. Of three
+    """Bytes of gradients, activations and messages on this rank: the most that lived, and what was predicted. Of all
     steps the least counts: on a busy machine a message that leaves late is one more tensor that lives."""
     torch.manual_seed(0)
     example = load_example(f"{TARGETS}:gpt")
@@ -35,7 +35,7 @@ def counted_and_predicted(schedule: str, microbatches: int) -> tuple[int, int]:
     pipe.step(tokens, target=target)
     gc.collect()
     lived = []
-    for _ in range(3):
+    for _ in range(8):
         with Alive(_tensors(), before) as alive:
             pipe.step(tokens, target=target)
         lived.append(alive.most)
