@@ -55,6 +55,8 @@ class Alone:
                 if isinstance(error, PipelineError) or not isinstance(self.position.action, Action):
                     raise
                 raise own_fault(self.position, error).error() from error
+            finally:
+                self.known = None  # its traceback holds what the call held
             self.position.leave()
 
     def apart(self, what: str) -> contextlib.AbstractContextManager[None]:
@@ -118,6 +120,7 @@ class Watch:
                 raise told from error
             finally:
                 self.inside = before
+                self.known = self.known if before else None  # its traceback holds what the call held
             self.position.leave()
             self.progress.mark()
 
