@@ -138,7 +138,8 @@ class Pool:
         """The result of `function(*args)` on every rank; TaskFailed, with all tracebacks, if one of them raised."""
         outcomes = self.outcomes(function, *args, ranks=ranks, timeout=timeout)
         if any(outcome.error for outcome in outcomes):
-            short = [f"rank {rank}: {o.error}: {o.text}" for rank, o in enumerate(outcomes) if o.error]  # logs cut ends
+            # The messages first: a log that is cut short keeps them.
+            short = [f"rank {rank}: {o.error}: {o.text}" for rank, o in enumerate(outcomes) if o.error]
             raise TaskFailed("\n".join([*short, *(f"rank {r}: {o.trace or 'fine'}" for r, o in enumerate(outcomes))]))
         return [outcome.value for outcome in outcomes]
 
