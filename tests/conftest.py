@@ -25,10 +25,9 @@ CAPTURES = "ZBCOMPILE_TEST_CAPTURES"  # see `tests/support/stored_captures.py`
 gc.set_threshold(50_000, 20, 20)
 os.environ["ZBCOMPILE_CHECK"] = "1"  # between every two passes, in this process and in all that tests start
 
-# Generated cases are the same in every run, however slow it is; `pytest --hypothesis-profile=new` looks for new ones.
-for name, same in (("same", True), ("new", False)):
-    settings.register_profile(name, derandomize=same, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("same")
+# A generated case may take as long as it does: a busy machine is no failure.
+settings.register_profile("zbcompile", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("zbcompile")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -4,7 +4,8 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -157,6 +158,13 @@ def failing_step(order: Order, timeout: float = 60, schedule: str = "1f1b") -> E
     return attempt(pipe, lambda: pipe.step(rows(), target=rows()))
 
 
+def failing_beside_a_stall(order: Order) -> Ended | None:
+    """As `failing_step`; a rank that looks for the reason pauses 2.6 seconds between looks, as on a busy machine."""
+    pause = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: time.sleep(2.6))
+    with patch("zbcompile.distributed.watchdog.time", pause):
+        return failing_step(order)
+
+
 def failing_shard(order: Order) -> Ended | None:
     """`order` is carried out in S or T of the second step, on a rank's shard of the output layer."""
     targets = torch.arange(8)
@@ -303,7 +311,7 @@ class Scenario:
     run: Callable[..., Ended | None]
     args: tuple[object, ...]
     says: str
-    within: float = 25.0  # less than the 60 that a rank may wait
+    within: float = 10.0
     silent: bool = False  # the rank itself says nothing: it is dead, or not there
     ranks: int = 2
 
@@ -348,6 +356,7 @@ SCENARIOS = (
         "Ctrl-C in F", 0, failing_step, (Order("interrupt", 0, "F", 3),), "^$|rank 0 failed at F0.*KeyboardInterrupt"
     ),
     _dies(failing_step, 1, "B", 3),
+    replace(_dies(failing_beside_a_stall, 1, "B", 3), name="SIGKILL in B on a busy machine"),
     Scenario(
         "endless F, timeout=2",
         0,

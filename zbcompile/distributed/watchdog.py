@@ -120,7 +120,8 @@ class Watch:
                 raise told from error
             finally:
                 self.inside = before
-                self.known = self.known if before else None  # its traceback holds what the call held
+                if not before:
+                    self.known = None  # its traceback holds what the call held
             self.position.leave()
             self.progress.mark()
 

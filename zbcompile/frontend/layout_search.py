@@ -79,8 +79,7 @@ class LayoutSearch:
         self, steps: "CapturedSteps", provisional: Schedule, counts: Sequence[int]
     ) -> tuple[Drawn, list[Decision]]:
         """The captured step that the fastest layout is for, and the layouts, the fastest first."""
-        provisional, counts = self._begun(steps, provisional, counts)
-        begun = steps.get(provisional.microbatches)
+        provisional, begun, counts = self._begun(steps, provisional, counts)
         found = self._decided(begun, provisional, counts)
         while (line := steps.find(found[0].schedule.microbatches)) is None:
             counts = [count for count in counts if count < found[0].schedule.microbatches]
@@ -91,13 +90,17 @@ class LayoutSearch:
 
     def _begun(
         self, steps: "CapturedSteps", provisional: Schedule, counts: Sequence[int]
-    ) -> tuple[Schedule, Sequence[int]]:
-        """The number of microbatches to begin with, and those that may be chosen beside it: the usual number or, if the
-        model refuses its microbatches, the smallest."""
-        usual, least = provisional.microbatches, min(counts, default=provisional.microbatches)
-        if least >= usual or steps.find(usual) or not steps.find(least):
-            return provisional, counts
-        return fit_to_count(provisional, self.options, least), [count for count in counts if count < usual]
+    ) -> tuple[Schedule, Drawn, Sequence[int]]:
+        """The number of microbatches to begin with (the usual one or, if the model refuses its microbatches, the
+        smallest), its captured step, and the numbers that may be chosen beside it."""
+        usual = provisional.microbatches
+        if (drawn := steps.find(usual)) is not None:
+            return provisional, drawn, counts
+        fewer = [count for count in counts if count < usual]
+        least = min(fewer, default=usual)
+        if (drawn := steps.find(least)) is None:
+            raise self.ranks.watch.known_to_all(steps.refused[usual])
+        return fit_to_count(provisional, self.options, least), drawn, fewer
 
     def _in_turn(self, found: Sequence[Decision]) -> list[list[Decision]]:
         """The fastest by prediction, if steps can be tried here with those that come close to it; then each other."""
@@ -214,13 +217,6 @@ class CapturedSteps:
                     raise
                 self.refused[count] = error
         return self.drawn.get(count)
-
-    def get(self, count: int) -> Drawn:
-        """As `find`; raises CaptureError instead of None."""
-        found = self.find(count)
-        if found is None:
-            raise self.ranks.watch.known_to_all(self.refused[count])
-        return found
 
 
 @dataclass(frozen=True, eq=False)

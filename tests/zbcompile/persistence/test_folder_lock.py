@@ -85,7 +85,7 @@ def test_a_second_run_cannot_save_but_load(holder: Holder, tmp_path: Path) -> No
 def test_an_ended_one_is_replaced_at_once(holder: Holder, tmp_path: Path) -> None:
     holder.process.kill()  # and not waited for: a zombie counts as ended
     lock = lock_of(tmp_path)
-    assert lock.attempt(30)
+    assert lock.attempt(1)
     lock.close()
     assert not list(tmp_path.iterdir())
 
