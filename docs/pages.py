@@ -1,13 +1,18 @@
-"""Pages of the site that are made from the code: one for every schedule, and the reference of all public names."""
+"""Pages of the site that are made from the code: one for every schedule, and the reference of all public names. What
+Markdown leaves as text becomes code: examples of docstrings, and blocks with a mark for the tests."""
 
 import contextlib
 import inspect
 import io
+import re
 from collections.abc import Iterator
 from typing import Any
 
+from markdown import Extension, Markdown
+from markdown.preprocessors import Preprocessor
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from pygments.formatters import HtmlFormatter
 
 import zbcompile
 from zbcompile import schedules
@@ -39,20 +44,56 @@ WHEN = {
 }
 
 
+MARKED = re.compile(r"^(```\w+) \{.*\}$", re.MULTILINE)
+EXAMPLE = re.compile(r"^( *)>>> .*(?:\n(?! *$).*)*", re.MULTILINE)
+SKIPPED = re.compile(r" *# doctest: \+\w+")
+STYLES = {"": "default", '[data-bs-theme="dark"] ': "github-dark"}
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages that are made, and the pictures in them."""
-    for path, text in (*schedule_pages(), ("reference.md", reference())):
+    """Add the pages that are made, the pictures in them, and the colours of code."""
+    for path, text in (*schedule_pages(), ("reference.md", reference()), ("code.css", colours())):
         files.append(File.generated(config, path, content=text))
     return files
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """List the schedules under their own page."""
+    """List the schedules under their own page, and let docstrings show examples."""
+    config.markdown_extensions.append(DoctestExtension())  # type: ignore[arg-type]
     pages = [{name: f"schedules/{name}.md"} for name in schedules.names()]
     for entry in config.nav or []:
         if "Schedules" in entry:
             entry["Schedules"] += pages
     return config
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """The page with plain fences: those with a mark, such as `{run}`, are read by the tests."""
+    return MARKED.sub(r"\1", markdown)
+
+
+class DoctestExtension(Extension):
+    """Shows the examples of docstrings as code; Markdown takes `>>>` for a quote in a quote in a quote."""
+
+    def extendMarkdown(self, md: Markdown) -> None:
+        md.preprocessors.register(DoctestFences(md), "doctests", 30)  # before fences are read
+
+
+class DoctestFences(Preprocessor):
+    """Puts fences around examples, up to the next empty line."""
+
+    def run(self, lines: list[str]) -> list[str]:
+        return EXAMPLE.sub(_fenced, "\n".join(lines)).split("\n")
+
+
+def _fenced(found: re.Match[str]) -> str:
+    return f"\n```pycon\n{inspect.cleandoc(SKIPPED.sub('', found.group()))}\n```\n"
+
+
+def colours() -> str:
+    """A style sheet for code, in light and dark."""
+    parts = (HtmlFormatter(style=style).get_style_defs(f"{where}.codehilite") for where, style in STYLES.items())
+    return "\n".join(parts)
 
 
 def schedule_pages() -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""`python -m zbcompile.schedules`: list schedules, show one, compare several, search one. No torch, no GPU."""
+"""`python -m zbcompile.schedules`: list schedules, show, check, compare, search. No torch, no GPU."""
 
 import argparse
 import os
@@ -41,6 +41,7 @@ EXAMPLES = """examples:
   python -m zbcompile.schedules show zb-v --ranks 4 --microbatches 8
   python -m zbcompile.schedules show zb-h1 --ranks 4 --microbatches 8 --times 10,12,8 --comm 1 --picture step.html
   python -m zbcompile.schedules show edited.csv --lowered
+  python -m zbcompile.schedules check edited.csv other.json --memory-limit 4
   python -m zbcompile.schedules compare 1f1b zb-h1 zb-v --ranks 8 --microbatches 24 --costs costs.json
   python -m zbcompile.schedules compare 1f1b zb-h1 zb-v --picture compared.svg
   python -m zbcompile.schedules compare 1f1b interlaced --barriers 1
@@ -69,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "python -m zbcompile.schedules",
-        description="Pipeline schedules: list them, show one, compare several, draw pictures.",
+        description="Pipeline schedules: list them, show one, check files, compare several, draw pictures.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -82,6 +83,10 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("--weight-order", action="store_true", help="the order in which weight gradients accumulate")
     show.add_argument("--time", action="store_true", help="draw to a time scale instead of step by step")
     show.set_defaults(command=_show)
+    checking = commands.add_parser("check", help="prove that orders in files are complete, legal and free of deadlock")
+    checking.add_argument("files", nargs="+", type=Path, metavar="FILE", help="a schedule, or one with its messages")
+    checking.add_argument("--memory-limit", type=float, metavar="X", help="for activations, in their unit in the costs")
+    checking.set_defaults(command=_check)
     compare = commands.add_parser("compare", help="a table of several schedules on the same model")
     compare.add_argument("schedules", nargs="*", metavar="schedule", help="names or files (default: all names)")
     compare.add_argument("--picture", metavar="FILE", help="draw all on one time axis: .txt, .svg or .html")
@@ -108,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
         add("--memory-limit", type=float, metavar="X", help="for zb-1p and zb-2p, in units of activation")
         add("--chunks", type=_count, metavar="N", help="stages per rank, for the interleaved schedules")
         add("--barriers", type=int, choices=(1, 2), help="insert vocabulary passes S and T with this many barriers")
-    for command in (show, compare, formula, searching):
+    for command in (show, checking, compare, formula, searching):
         _add_model_arguments(command)
     return parser
 
@@ -216,6 +221,22 @@ def _show(options: argparse.Namespace) -> None:
         orders = [(stage, " ".join(map(str, schedule.weight_order(stage)))) for stage in range(schedule.stages)]
         print("\n" + tabulate(orders, headers=("stage", "weight gradients accumulate"), disable_numparse=True))
     _write(timeline, lowered if options.lowered else schedule, options)
+
+
+def _check(options: argparse.Namespace) -> None:
+    for file in options.files:
+        try:
+            program = load(file)
+            schedule, _ = parts(program)
+            costs = _model(options, schedule.ranks).resized(schedule.stages)
+            check(schedule, costs, options.memory_limit)  # says what is wrong with an order more exactly than `lower`
+            report = check(program if isinstance(program, Lowered) else lower(schedule), costs, options.memory_limit)
+        except ScheduleError as error:
+            raise ScheduleError(f"{file}: {error}") from None
+        memory, buffers = (max(each) for each in (report.peak_memory, report.receive_buffers or (0,)))
+        size = f"{schedule.ranks} ranks, {schedule.microbatches} microbatches, {schedule.placement} placement"
+        needs = f"peak memory {plain(memory, 5)}, at most {buffers} receives at once"
+        print(f"{file}: complete, legal and free of deadlock: {size}, {needs}")
 
 
 def _write(timeline: Timeline, program: Schedule | Lowered, options: argparse.Namespace) -> None:

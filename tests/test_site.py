@@ -1,9 +1,10 @@
-"""The site builds without a warning, and its tutorials run."""
+"""The site builds without a warning, shows no Markdown that was left as text, and its tutorials run."""
 
 import os
 import re
 import subprocess
 import sys
+from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,43 @@ def test_pages_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert ran
 
 
+AS_TEXT = re.compile(
+    r"```.*|>>> .*|\{(?:file=.*|run)\}|^\s*(?:[*-]|\d+\.) \S.*|\|---.*|.*\]\([^)]*\)|.*::$"
+    r"|# doctest:.*|`[^`]+`|\*\*\w.*",
+    re.MULTILINE,
+)
+
+
+class PageText(HTMLParser):
+    """What a page shows beside its code, as `prose`, and the names of its elements, as `tags`."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.prose, self.tags, self._within = "", set[str](), 0
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._within += tag in ("pre", "code", "script", "style")
+        self.tags.add(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        self._within -= tag in ("pre", "code", "script", "style")
+
+    def handle_data(self, data: str) -> None:
+        self.prose += "" if self._within else data
+
+
+def assert_pages_are_rendered(site: Path) -> None:
+    """No page shows Markdown as text or a quote (an example that was taken for one), and code has colours."""
+    for path in sorted(site.rglob("*.html")):
+        page = PageText(path.read_text(encoding="utf-8"))
+        assert not AS_TEXT.findall(page.prose), path.name
+        assert "blockquote" not in page.tags, path.name
+    assert '<span class="kn">import</span>' in (site / "index.html").read_text(encoding="utf-8")
+    assert ".codehilite .kn { color" in (site / "code.css").read_text(encoding="utf-8")
+    assert 'href="code.css"' in (site / "index.html").read_text(encoding="utf-8")
+
+
 @pytest.mark.slow
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     pytest.importorskip("mkdocstrings_handlers.python", reason="the site needs pip install -e '.[site]'")
@@ -52,4 +90,5 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     for name in names():
         page = (tmp_path / "schedules" / f"{name}.html").read_text(encoding="utf-8")
         assert all(part in page for part in (f'src="{name}.svg"', 'id="closed-form"', "When to use it"))
+    assert_pages_are_rendered(tmp_path)
     assert not re.search(r'<(?:script|link|img)[^>]*(?:src|href)="https?:', pages), "a page fetches from elsewhere"

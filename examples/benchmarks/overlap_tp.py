@@ -205,7 +205,8 @@ def main(options: argparse.Namespace) -> None:
 
 
 def cases(options: argparse.Namespace) -> Iterable[tuple[str, float]]:
-    return product(options.schedules.split(","), map(float, options.exchanges.split(",")))
+    names = [name for name in options.schedules.split(",") if not (options.simulate and name == "torch")]
+    return product(names, map(float, options.exchanges.split(",")))
 
 
 def show(table: list[list[Any]]) -> None:
@@ -217,7 +218,9 @@ def show(table: list[list[Any]]) -> None:
 if __name__ == "__main__":
     parser = arguments(__doc__, "zb-h1,zb-v,dualpipe-v,1f1b-overlap,torch")
     parser.add_argument("--exchanges", default="0.5,2", help="times a sublayer's W (default: %(default)s)")
-    parser.add_argument("--simulate", type=int, metavar="RANKS", help="no processes: what the lowering foresees")
+    parser.add_argument(
+        "--simulate", type=int, metavar="RANKS", help="no processes: what the lowering foresees for ours"
+    )
     given = parser.parse_args()
     if given.simulate:
         show([simulated(name, given.simulate, given.microbatches, share) for name, share in cases(given)])

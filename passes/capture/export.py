@@ -27,7 +27,7 @@ from zbcompile.passes.capture.questions import Given, Questions
 from zbcompile.passes.capture.side_effects import Watch
 from zbcompile.passes.capture.torch_private import eagers_kernels, quick_decompositions, release_shapes, whole_regions
 from zbcompile.passes.capture.tracing_flags import EAGER, ways_to_trace
-from zbcompile.passes.capture.training_step import Inference, LossFunction, Read, TrainingStep
+from zbcompile.passes.capture.training_step import Inference, Kept, LossFunction, Read, TrainingStep
 from zbcompile.passes.capture.unsupported import problems_of, raise_first, training_problems
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.graph.kernel_layouts import kernels_layouts
@@ -77,10 +77,10 @@ def capture(
     target: Any = None,
     loss: LossFunction | None = None,
     given: Given | None = None,
-    outputs: bool = False,
+    keep: Kept = "",
 ) -> Captured:
     """Capture the training step of `model` for ONE microbatch, in the mode (train or eval) its modules are in; with
-    `outputs` also what the model returns. Where forward asks about the values of its inputs, the answers are the
+    `keep` also what is kept beside the loss. Where forward asks about the values of its inputs, the answers are the
     microbatch's own, or those `given`.
 
     Raises CaptureError for what cannot be captured or would lose gradients.
@@ -88,19 +88,19 @@ def capture(
     raise_first(training_problems(model, loss))
     watch = Watch(questions=Questions(given=given))
     with _judged(watch):
-        captured = trace_training(model, (args, kwargs, target), loss, watch, outputs)
+        captured = trace_training(model, (args, kwargs, target), loss, watch, keep)
     for text in watch.warnings:
         warnings.warn(f"zbcompile: {text}", stacklevel=2)
     return captured
 
 
 def trace_training(
-    model: nn.Module, batch: Example, loss: LossFunction | None, watch: Watch, outputs: bool = False
+    model: nn.Module, batch: Example, loss: LossFunction | None, watch: Watch, keep: Kept = ""
 ) -> Captured:
     """As `capture`, but the caller judges what `watch` has seen. Raises CaptureError if no graph could be made."""
-    captured = _export(TrainingStep(model, loss, watch, outputs), watch, batch)
+    captured = _export(TrainingStep(model, loss, watch, keep), watch, batch)
     as_loss = {Slot("output", "0"): Slot("loss")}
-    structure = captured.structure.child(1) if outputs else None
+    structure = captured.structure.child(1) if keep else None
     return replace(captured, outputs=tuple(as_loss.get(s, s) for s in captured.outputs), structure=structure)
 
 

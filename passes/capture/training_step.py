@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.torch_private import pytree
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
+Kept = Literal["", "outputs", "metrics"]  # of a step beside its loss
 Read = Callable[[Any, Any], Any]  # what to compute of the model's output and the target, in place of a loss
 
 
@@ -45,26 +46,37 @@ def register_dataclasses(value: Any) -> None:
 
 
 class TrainingStep(nn.Module):
-    """The model followed by its loss, and with `outputs` what the model returns, without gradients: together with
-    metrics if the loss function returns `(loss, metrics)`. Everything else is dropped. Beside the result stand the
-    tensors that forward asked about."""
+    """The model followed by its loss, and without gradients what `keep` names: the outputs, together with metrics if
+    the loss function returns `(loss, metrics)`, or the metrics alone. Everything else is dropped. Beside the result
+    stand the tensors that forward asked about."""
 
-    def __init__(self, model: nn.Module, loss: LossFunction | None, watch: Watch, outputs: bool = False) -> None:
+    def __init__(self, model: nn.Module, loss: LossFunction | None, watch: Watch, keep: Kept = "") -> None:
         super().__init__()
-        self.model, self.loss, self.watch, self.outputs = model, loss, watch, outputs
+        self.model, self.loss, self.watch, self.keep = model, loss, watch, keep
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> tuple[Any, list[torch.Tensor]]:
         with self.watch.forward(self.model, (args, kwargs, target)):
             output = self.model(*args, **kwargs)
             judge: Any = loss_in if self.loss is None else partial(with_arguments, self.loss)
             given = () if self.loss is None else (target,)
-            if isinstance(output, Pending) and self.outputs:
+            if isinstance(output, Pending) and self.keep == "outputs":
                 raise CaptureError("the model returns a DTensor, which return_outputs= cannot hold. Leave it out.")
             found = output.finish(judge, *given) if isinstance(output, Pending) else judge(output, *given)
             loss, *metrics = with_metrics(found)
             loss = check_loss(loss)
-        kept = detached((output, *metrics) if metrics else output) if self.outputs else None
-        return (loss, kept) if self.outputs else loss, self.watch.questions.tensors
+        if not self.keep:
+            return loss, self.watch.questions.tensors
+        kept = self._metrics(metrics) if self.keep == "metrics" else (output, *metrics) if metrics else output
+        return (loss, detached(kept)), self.watch.questions.tensors
+
+    def _metrics(self, found: list[Any]) -> Any:
+        if found:
+            return found[0]
+        raise CaptureError(
+            "return_metrics=True, but "
+            + ("there is no loss=" if self.loss is None else "the loss function returned a loss alone")
+            + ". Pass loss=fn(output, target) that returns (loss, metrics), or leave out return_metrics."
+        )
 
 
 def with_metrics(found: Any) -> tuple[Any, ...]:

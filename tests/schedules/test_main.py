@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from zbcompile.schedules import Costs, build, names
+from zbcompile.schedules import Costs, build, lower, names
 from zbcompile.schedules.__main__ import main
 from zbcompile.schedules.ir.files import save
 
@@ -134,6 +134,22 @@ def test_show_says_what_is_wrong_with_an_order_and_how_weights_accumulate(
     assert "deadlock" not in error
     assert main(["show", "zb-h1-lazy", "--weight-order"]) == 0
     assert "3        3 4 5 6 0 1 2 7\n" in capsys.readouterr().out
+
+
+def test_check_proves_files_and_names_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    right, messages, wrong = (tmp_path / name for name in ("right.csv", "messages.json", "wrong.csv"))
+    schedule = build("zb-h1", ranks=2, microbatches=3)
+    save(schedule, right)
+    save(lower(schedule), messages)
+    assert main(["check", str(right), str(messages)]) == 0
+    text = "complete, legal and free of deadlock: 2 ranks, 3 microbatches, linear placement, peak memory 2, at most 2"
+    assert capsys.readouterr().out.count(text) == 2
+    wrong.write_text(right.read_text().replace("0I0,0W0", "0W0,0I0"))
+    for arguments, why in (([right, "--memory-limit", "1"], "memory"), ([right, wrong], "W0.0")):
+        assert main(["check", *map(str, arguments)]) == 1
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: {arguments[-1] if arguments[-1] == wrong else right}: ")
+        assert why in error
 
 
 def test_help_has_examples() -> None:

@@ -25,7 +25,7 @@ from zbcompile.passes.capture.export import Captured
 from zbcompile.passes.capture.function_calls import FunctionCall
 from zbcompile.passes.capture.questions import Given
 from zbcompile.passes.capture.torch_private import release_caches
-from zbcompile.passes.capture.training_step import LossFunction
+from zbcompile.passes.capture.training_step import Kept, LossFunction
 from zbcompile.passes.capture.unsupported import raise_first
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import CaptureError, CompileError
@@ -76,7 +76,7 @@ def draw_step(
     observe: Observer | None = None,
     dimensions: Mapping[str, str] | None = None,
     given: Given | None = None,
-    outputs: bool = False,
+    keep: Kept = "",
 ) -> Drawn:
     """Capture the training step of `model` for one microbatch's shapes. `vocab="auto"` decides for `schedule`; without
     one it shards what can be sharded, and a search decides (`whole_of`).
@@ -85,7 +85,7 @@ def draw_step(
     """
     manager = make_manager(observe)
     args, kwargs, target = microbatch.example
-    captured = on_mesh(manager.run(CAPTURE, model, args, kwargs, target, loss, given, outputs), dimensions or {})
+    captured = on_mesh(manager.run(CAPTURE, model, args, kwargs, target, loss, given, keep), dimensions or {})
     with without_autocast(microbatch):
         canonical = canonicalise(captured, manager)
         raise_first([*mixed_dtypes(canonical), *loss_problems(canonical)])

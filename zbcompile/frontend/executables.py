@@ -36,7 +36,7 @@ from zbcompile.frontend.choose_schedule import (
 from zbcompile.frontend.layout_search import Finalist, LayoutSearch
 from zbcompile.frontend.options import Options, is_searched
 from zbcompile.frontend.program_keys import ProgramKey, key_of, torch_modes, what_is_new
-from zbcompile.frontend.step_outputs import WHERE
+from zbcompile.frontend.step_outputs import KINDS, kept_for, keyword
 from zbcompile.model.batch import (
     Batch,
     Microbatch,
@@ -69,7 +69,7 @@ class Executables(BoundPrograms):
         self._plain: list[PlainTensor] = []
         self._last: ByAnswers[Executable]
         self._last_state: tuple[Any, ...] | None = None
-        self.outputs: bool | str = False  # whether the present step returns what the model does, and to whom
+        self.outputs: bool | str = False  # what the present step returns beside its loss, of KINDS
         self._admitted: set[int] = set()  # numbers of microbatches
         self._rows: int | None = None  # samples of a usual microbatch
         self._decided: Choices | None = None  # by a search
@@ -157,13 +157,13 @@ class Executables(BoundPrograms):
         shapes, count = step.shapes(), len(step.each)
         new = not known and not all(self._key(each) in self._kept for each in step.distinct)
         asks = any(each.program.guards is not None for each in self)
-        number = count * len(WHERE) + WHERE.index(self.outputs)
+        number = count * len(KINDS) + KINDS.index(self.outputs)
         if equal_everywhere(self._ranks, number, shapes, new or asks):
             return
         found = gathered(self._ranks, (count, shapes, self.outputs))
         for rank, other in zip(self._ranks.members, found, strict=True):
             if other != found[0]:
-                first, here = (f"{n} microbatches of {of[0]}, return_outputs={to}" for n, of, to in (found[0], other))
+                first, here = (f"{n} microbatches of {of[0]}, {keyword(to)}" for n, of, to in (found[0], other))
                 raise self._ranks.refusal(
                     f"rank {self._ranks.members[0]} passes {first}, rank {rank} {here}. Replicas take as many "
                     "microbatches in every step, and compile together: pass batches of one size, and equal keywords."
@@ -235,7 +235,7 @@ class Executables(BoundPrograms):
     def _state(self, microbatch: Microbatch) -> tuple[Any, ...]:
         """Cache key: if unchanged since the last step, reuse the last executable."""
         hooks = bool(global_hooks())
-        modes = bool(self.outputs), torch_modes(self._ranks.device)
+        modes = kept_for(self.outputs), torch_modes(self._ranks.device)
         return microbatch.signature, modes, hooks, fingerprint(self._model)
 
     def _look_up(self, microbatch: Microbatch) -> ByAnswers[Executable]:
@@ -279,7 +279,7 @@ class Executables(BoundPrograms):
             print(f"zbcompile: evicted the least recently used program; max_shapes={self._options.max_shapes}.")
 
     def _key(self, microbatch: Microbatch) -> ProgramKey:
-        return key_of(self._model, microbatch, self._ranks.device, bool(self.outputs))
+        return key_of(self._model, microbatch, self._ranks.device, kept_for(self.outputs))
 
     def _compile(self, microbatch: Microbatch, drawn: Drawn, reason: str) -> Executable:
         if self.program is not None and self._ranks.is_first:
@@ -287,7 +287,7 @@ class Executables(BoundPrograms):
             number = f"program {len(self.compilations) + 1}; max_shapes={self._options.max_shapes} are kept"
             print(f"zbcompile: compiling again for {reason} ({number}).")
         program = self._make_program(microbatch, drawn)
-        asked = {"return_outputs": self.outputs, **vars(self._options.step)}
+        asked = {"what a step returns": keyword(self.outputs), **vars(self._options.step)}
         require_equal_programs(self._ranks, {**asked, **program.manifest}, of_a_place=OF_A_PLACE)
         if self.program is None:
             self.hold(program)
@@ -308,7 +308,7 @@ class Executables(BoundPrograms):
             step = self._model, microbatch, self._options.loss, self._choices(), schedule
             device = partial(hint_at_device, microbatch, self._ranks.device)
             with hinting(device, partial(hint_at_target, self._model, microbatch, self._options.loss)):
-                return draw_step(*step, dimensions=self._ranks.mesh.labels, given=given, outputs=bool(self.outputs))
+                return draw_step(*step, dimensions=self._ranks.mesh.labels, given=given, keep=kept_for(self.outputs))
 
         return captured_alike(self._ranks, "capturing", draw, lambda drawn: drawn.captured.guards, leads)
 
@@ -349,7 +349,7 @@ class Executables(BoundPrograms):
         """Later programs reuse the first one's sharding decision, because row ownership is already fixed."""
         choices = self._decided or self._options.choices
         if self._decided is None and self.outputs and self._options.vocab is None:
-            return replace(choices, vocab="off")  # outputs are wanted whole
+            return replace(choices, vocab="off")  # what is returned is made of whole outputs
         if self.program is None or (choices.vocab != "auto" and self.program.output is None):
             return choices
         if self.program.vocabulary is None:

@@ -16,6 +16,7 @@ from zbcompile.frontend.executables import Executables
 from zbcompile.frontend.optimizers import Optimizers
 from zbcompile.frontend.options import Options
 from zbcompile.frontend.state_dict import load_state, owned_parameters, share_state, stream_state
+from zbcompile.frontend.step_outputs import keyword, kind_of
 from zbcompile.model.batch import Given, Microbatches, flatten_batch, refuse_input_gradients, split_batches
 from zbcompile.model.distributed_tensors import Part, Parts, is_distributed
 from zbcompile.passes.capture.training_step import LossFunction
@@ -186,12 +187,14 @@ class HeldModel:
         target: Any = None,
         microbatches: Given | None = None,
         return_outputs: bool | str = False,
+        return_metrics: bool = False,
         **kwargs: Any,
     ) -> Self:
         """Compile for the shapes of this batch (as `step` takes it) without running it."""
         with self._watch.region("compiling"), torch.inference_mode(False):
             self._parts.take_gradients()
-            self._program_for(self._split(args, kwargs, target, microbatches, return_outputs))
+            kind = kind_of(return_outputs, return_metrics)
+            self._program_for(self._split(args, kwargs, target, microbatches, kind))
         return self
 
     def microbatches_of(self, *args: Any, target: Any = None, **kwargs: Any) -> int:
@@ -314,11 +317,12 @@ class HeldModel:
         return self._compiled.split(batch, self.is_first)
 
     def _require_step(self, outputs: bool | str) -> None:
-        """Raise PipelineError if this pipeline has no step, or none with outputs."""
+        """Raise PipelineError if this pipeline has no step, or none that returns more than its loss."""
         sharded = self.options.vocab in (1, 2) or self._compiled.shards is not None
         if outputs and sharded:
             raise PipelineError(
-                'return_outputs= needs whole outputs, and the output layer is sharded: pass False, or vocab="off".'
+                f"{keyword(outputs)} needs whole outputs, and the output layer is sharded: leave it out, or pass "
+                'vocab="off".'
             )
 
     def _refuse_target(self, target: Any) -> None:

@@ -17,7 +17,7 @@ from zbcompile.distributed.link_speed import measure_link
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.frontend.choose_schedule import fit_to_count
 from zbcompile.frontend.options import Options
-from zbcompile.frontend.trial_steps import Trial
+from zbcompile.frontend.trial_steps import StepTimes, Trial
 from zbcompile.model.batch import Microbatch
 from zbcompile.passes.errors import CaptureError, CompileError
 from zbcompile.passes.hardware.hardware import Connection
@@ -183,9 +183,9 @@ class LayoutSearch:
         """Steps in several orders of the same graphs."""
         ways = [order.plan.way for order in orders if order.plan]
         with self.ranks.watch.position.turn_to(f"steps on trial: {'; '.join(ways)}"):
-            found = trial.seconds(orders)
-        for way, seconds in zip(ways, found, strict=True):
-            self._say(f"on trial a step takes {seconds:.4g} s: {way}")
+            found = trial.times(orders)
+        for way, times in zip(ways, found, strict=True):
+            self._say(f"on trial a step takes {times}: {way}")
         return [Tried(*each) for each in zip(found, orders, strict=True)]
 
     def _say(self, text: str) -> None:
@@ -221,13 +221,13 @@ class CapturedSteps:
 
 @dataclass(frozen=True, eq=False)
 class Tried:
-    """A program and the seconds that its steps took."""
+    """A program and how long its steps took."""
 
-    seconds: float
+    times: StepTimes
     program: Program
 
 
-SECONDS = attrgetter("seconds")
+SECONDS = attrgetter("times.median")
 
 
 @dataclass
@@ -250,7 +250,7 @@ def _fastest(tried: Sequence[Tried], among: Sequence[Program]) -> Program:
     """The program of `among` whose steps took least; its plan says what all others took."""
     best = min((each for each in tried if any(each.program is one for one in among)), key=SECONDS)
     ranked = [best, *sorted((each for each in tried if each is not best), key=SECONDS)]
-    times = tuple((each.program.plan.way, each.seconds) for each in ranked if each.program.plan)
+    times = tuple((each.program.plan.way, *each.times) for each in ranked if each.program.plan)
     plan = best.program.plan
     return replace(best.program, plan=plan and replace(plan, tried=times))
 

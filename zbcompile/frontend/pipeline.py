@@ -12,7 +12,7 @@ from zbcompile.distributed.mesh import BATCHES
 from zbcompile.errors import PipelineError
 from zbcompile.frontend.forward_calls import ForwardCalls
 from zbcompile.frontend.same_batch import warn_of_other_batches
-from zbcompile.frontend.step_outputs import joined_outputs, require_where
+from zbcompile.frontend.step_outputs import joined_outputs, keyword, kind_of
 from zbcompile.model.batch import Given, Microbatches
 from zbcompile.model.losses import Losses
 from zbcompile.optimizer.gradient_norm import total_norm
@@ -38,9 +38,11 @@ class Pipeline(ForwardCalls):
         target: Any = None,
         microbatches: Given | None = None,
         return_outputs: bool | str = False,
+        return_metrics: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Forward and backward of one batch: gradients accumulate into `.grad`, the loss is returned on every rank.
+        """Forward and backward of one batch: gradients accumulate into `.grad`, the loss is returned on every rank. It
+        is detached: the backward has run, and there is no `loss.backward()` to call.
 
         Every rank passes the same whole batch, along "dp" and "ep" of a mesh a batch of its own. A batch that the usual
         number of microbatches does not divide runs in as many equal ones as have no more samples than usual, if the
@@ -50,32 +52,34 @@ class Pipeline(ForwardCalls):
         `return_outputs=True` returns `(loss, outputs)`: what the model returned, without gradients, on every rank
         ("last": only on that of the last stage, None on others), or `(outputs, metrics)` if the loss function returns
         `(loss, metrics)`. Leaves with a row per sample are joined to those of the batch, floating scalars combined as
-        the loss is; others are lists with an entry per microbatch. Raises PipelineError for a batch that cannot be
+        the loss is; others are lists with an entry per microbatch. `return_metrics=True` returns `(loss, metrics)`,
+        joined in the same way, without the memory that outputs take. Raises PipelineError for a batch that cannot be
         split.
 
         >>> loss, logits = pipe.step(inputs, target=targets, return_outputs=True)        # doctest: +SKIP
         >>> pipe.step(microbatches=[((part,), {}, goal) for part, goal in packed])       # doctest: +SKIP
         """
-        found, outputs = self._run_step(args, kwargs, target, microbatches, return_outputs)
+        kind = kind_of(return_outputs, return_metrics)
+        found, outputs = self._run_step(args, kwargs, target, microbatches, kind)
         loss = found.total(self.options.loss_reduction)
-        return (loss, outputs) if return_outputs else loss
+        return (loss, outputs) if kind else loss
 
     def step_losses(
         self,
         *args: Any,
         target: Any = None,
         microbatches: Given | None = None,
-        return_outputs: Any = False,
+        return_outputs: bool | str = False,
         **kwargs: Any,
     ) -> tuple[list[torch.Tensor], Any]:
         """As `step`, but returns the loss of every microbatch, undivided; and the outputs, None if not asked for."""
-        found, outputs = self._run_step(args, kwargs, target, microbatches, return_outputs)
+        kind = kind_of(return_outputs, False)
+        found, outputs = self._run_step(args, kwargs, target, microbatches, kind)
         return found.read(), outputs
 
     def _run_step(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, given: Given | None, outputs: bool | str
     ) -> tuple[Losses, Any]:
-        require_where(outputs)
         with self._watch.region(f"step {self.step_index}"):
             if torch.is_inference_mode_enabled():
                 raise PipelineError("step is inside torch.inference_mode(), which has no gradients. Call it outside.")
@@ -95,12 +99,12 @@ class Pipeline(ForwardCalls):
         unlike = [f" in {count} microbatches"] if count != self._compiled.schedule.microbatches else []
         if self._ranks.replicas.count == 1 and not (of_first and step.alike):  # replicas may have different shapes
             unlike += [f" of program {executable.number + 1} for {'; '.join(step.shapes())}"]
-        unlike += [f" with return_outputs={outputs!r}"] if outputs else []
+        unlike += [f" with {keyword(outputs)}"] if outputs else []
         if not unlike:
             return nullcontext()
         return self._watch.position.turn_to(f"step {self.step_index}{''.join(unlike)}")
 
-    def _run(self, step: Microbatches, return_outputs: bool | str) -> tuple[Losses, Any]:
+    def _run(self, step: Microbatches, outputs: bool | str) -> tuple[Losses, Any]:
         executable = self._program_for(step)
         self._compiled.share.require_filled()
         self._compiled.require_equal_shares()
@@ -108,7 +112,7 @@ class Pipeline(ForwardCalls):
             self._compared = True
             warn_of_other_batches(self._ranks, step)
         tensors = self._step_input(step)
-        with self._named(step, executable, return_outputs):
+        with self._named(step, executable, outputs):
             try:  # without autocast: its casts are in the graphs, and it would add casts that the model does not make
                 with (
                     torch.autocast(self.device.type, enabled=False),
@@ -118,10 +122,10 @@ class Pipeline(ForwardCalls):
                     losses, made = self._engine.step(executable, tensors, self._compiled.parameters)
             finally:
                 self._parts.give_gradients()
-            if not return_outputs:
+            if not outputs:
                 return losses, None
             with self._watch.position.waiting("the exchange of outputs"):
-                reduction, everywhere = self.options.loss_reduction, return_outputs is True
+                reduction, everywhere = self.options.loss_reduction, outputs != "last"
                 return losses, joined_outputs(made, executable, step.rows, reduction, self._ranks, everywhere)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

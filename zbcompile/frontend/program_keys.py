@@ -8,25 +8,26 @@ from torch import nn
 
 from zbcompile.model.batch import Microbatch
 from zbcompile.passes.capture.attention_kernels import attention_kernels
+from zbcompile.passes.capture.training_step import Kept
 from zbcompile.passes.torch_private import forward_hooks
 
 
 class ProgramKey(NamedTuple):
     """Of a captured step: the form of its inputs, training mode and forward hooks of each module, which parameters
-    train, the modes of torch, and whether outputs are returned."""
+    train, the modes of torch, and what is kept to be returned beside the loss."""
 
     signature: tuple[Any, ...]
     modules: tuple[tuple[bool, tuple[int, ...]], ...]
     trains: tuple[bool, ...]
     modes: tuple[Any, ...]
-    outputs: bool
+    kept: Kept
 
 
-def key_of(model: nn.Module, microbatch: Microbatch, device: torch.device, outputs: bool) -> ProgramKey:
+def key_of(model: nn.Module, microbatch: Microbatch, device: torch.device, kept: Kept) -> ProgramKey:
     """The key of a step of `model` at present."""
     modules = tuple((module.training, forward_hooks(module)) for module in model.modules())
     trains = tuple(parameter.requires_grad for parameter in model.parameters())
-    return ProgramKey(microbatch.signature, modules, trains, torch_modes(device), outputs)
+    return ProgramKey(microbatch.signature, modules, trains, torch_modes(device), kept)
 
 
 def torch_modes(device: torch.device) -> tuple[Any, ...]:
@@ -48,8 +49,8 @@ def what_is_new(model: nn.Module, microbatch: Microbatch, key: ProgramKey, known
         if on != was_on or (on and dtype != was_dtype):
             found.append(f"autocast to {str(dtype).removeprefix('torch.')}" if on else "no autocast")
         found += ["other attention kernels"] * (kernels != was_kernels)
-    if key.outputs != near.outputs:
-        found.append(f"return_outputs={key.outputs}")
+    if key.kept != near.kept:
+        found.append(f"return_{key.kept}=True" if key.kept else f"no {near.kept}")
     return " and ".join(found) or f"microbatches of {microbatch.summary()}"
 
 

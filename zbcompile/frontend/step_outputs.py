@@ -1,7 +1,7 @@
 """What a step returns beside its loss: the model's outputs, joined over the microbatches."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -9,24 +9,45 @@ from zbcompile.distributed.packing import empty
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.model.losses import total_loss
+from zbcompile.passes.capture.training_step import Kept
 from zbcompile.program.output import Output
 from zbcompile.runtime.engine import Executable, Made
 
 WHERE = (False, True, "last")
+METRICS: Final = "metrics"  # what the loss function returns beside the loss, without what the model returns
+KINDS = (*WHERE, METRICS)
 
 
-def require_where(asked: Any) -> None:
-    """Raise PipelineError unless `asked` is a value of return_outputs=."""
-    if not isinstance(asked, bool | str) or asked not in WHERE:
-        raise PipelineError(f"return_outputs={asked!r}; expected one of {WHERE}.")
+def kind_of(return_outputs: Any, return_metrics: Any) -> bool | str:
+    """Which of KINDS a step returns beside its loss. Raises PipelineError for other values, and for both at once."""
+    if not isinstance(return_outputs, bool | str) or return_outputs not in WHERE:
+        raise PipelineError(f"return_outputs={return_outputs!r}; expected one of {WHERE}.")
+    if not isinstance(return_metrics, bool):
+        raise PipelineError(f"return_metrics={return_metrics!r}; expected True or False.")
+    if return_outputs and return_metrics:
+        raise PipelineError(
+            f"return_metrics=True and return_outputs={return_outputs!r}: the outputs already come with the metrics, as "
+            "(outputs, metrics). Pass one of the two."
+        )
+    return METRICS if return_metrics else return_outputs
+
+
+def kept_for(kind: bool | str) -> Kept:
+    """What a captured step keeps of its forward for one of KINDS."""
+    return METRICS if kind == METRICS else "outputs" if kind else ""
+
+
+def keyword(kind: bool | str) -> str:
+    """The keyword with which a step is asked for what it returns, as text."""
+    return "return_metrics=True" if kind == METRICS else f"return_outputs={kind!r}"
 
 
 def joined_outputs(
     made: Made, executable: Executable, rows: int | None, reduction: str, ranks: Ranks, everywhere: bool
 ) -> Any:
-    """The outputs of a step, on every rank or only on that of the last stage (None on others): leaves with a row for
-    each of the `rows` samples of a microbatch are concatenated, floating scalars combined as losses are, others are
-    lists over the microbatches."""
+    """What a step returns beside its loss, on every rank or only on that of the last stage (None on others): leaves
+    with a row for each of the `rows` samples of a microbatch are concatenated, floating scalars combined as losses are,
+    others are lists over the microbatches."""
     count = executable.program.schedule.microbatches
     returned = executable.returned or (executable.program.returned,) * count
     outputs = [each for each in returned if each is not None]

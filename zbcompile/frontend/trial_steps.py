@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -30,6 +31,17 @@ ROUNDS = (3, 15)  # at least, at most
 ENOUGH = 2.0  # stop early after this many seconds for each program once ROUNDS[0] is reached
 
 
+class StepTimes(NamedTuple):
+    """Seconds of the steps of one program: their median, the shortest and the longest."""
+
+    median: float
+    shortest: float
+    longest: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.4g} s ({self.shortest:.4g} to {self.longest:.4g} s)"
+
+
 class Trial:
     """A program bound to tensors like the model's, and equal microbatches for it. The model itself is only read: a
     trial shares its parameters, copies its buffers, and fills with random numbers what is on the meta device."""
@@ -46,15 +58,16 @@ class Trial:
             self._executable = self._bound.prepare_step(program)
         self._engine = make_engine(ranks)
 
-    def seconds(self, programs: Sequence[Program]) -> list[float]:
-        """Of each program, which has the same graphs in an order of its own, the median of some steps; they take turns.
-        The times are the same on all ranks: a step ends when the slowest rank has ended it."""
+    def times(self, programs: Sequence[Program]) -> list[StepTimes]:
+        """Times some steps of each program, which has the same graphs in an order of its own; they take turns. Every rank
+        gets the same times: a step ends when the slowest rank has ended it."""
         runs = [in_another_order(self._executable, program, self._ranks) for program in programs]
         found: list[list[float]] = [[] for _ in runs]
         while not _enough(found):
             for run, times in zip(runs, found, strict=True):
                 times.append(self._step(run))
-        return [median(times[WARM_UP:]) for times in found]
+        timed = (times[WARM_UP:] for times in found)
+        return [StepTimes(median(times), min(times), max(times)) for times in timed]
 
     def _step(self, run: Executable) -> float:
         ranks = self._ranks

@@ -18,6 +18,7 @@ from zbcompile.frontend.answers import refuse_answers
 from zbcompile.frontend.evaluation import Asked, Forwards, Parts, require_words
 from zbcompile.frontend.options import Options
 from zbcompile.frontend.pipeline import Pipeline
+from zbcompile.frontend.step_outputs import keyword
 from zbcompile.model.batch import Batch, Microbatches
 from zbcompile.model.materialize import Init
 from zbcompile.model.model_info import has_values, module_of
@@ -226,7 +227,7 @@ class LoadedPipeline(Pipeline):
     def _require_step(self, outputs: bool | str) -> None:
         if outputs:
             raise PipelineError(
-                "a saved program keeps no outputs of a step. Pass return_outputs=False, or pipeline the model itself."
+                f"a saved program returns its loss alone. Leave out {keyword(outputs)}, or pipeline the model itself."
             )
         if self.program.output is not None:
             raise PipelineError(

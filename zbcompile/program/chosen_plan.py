@@ -15,7 +15,8 @@ class ChosenPlan:
     * `best_name`: the named schedule that comes nearest on this layout, with its seconds, or None if none fits;
     * `others`: the other layouts with their steps (at nominal speeds, as `nominal`, that of the chosen one), the
       runner-up first;
-    * `tried`: what was tried on the ranks, as `way`, with the measured seconds of a step, this plan first.
+    * `tried`: what was tried on the ranks, as `way`, with the measured seconds of a step (median, shortest, longest),
+      this plan first. Passes are timed alone, so a step on trial takes longer than predicted; the trial decides.
     """
 
     layout: str
@@ -26,7 +27,7 @@ class ChosenPlan:
     best_name: tuple[str, float] | None
     nominal: float
     others: tuple[tuple[str, float], ...]
-    tried: tuple[tuple[str, float], ...] = ()
+    tried: tuple[tuple[str, float, float, float], ...] = ()
 
     @property
     def way(self) -> str:
@@ -41,23 +42,29 @@ class ChosenPlan:
 
     def __str__(self) -> str:
         """
-        >>> print(ChosenPlan("placement v", "zb-v", 1.0, 0.96, "measured passes", ("zb-v", 1.05), 0.9, ()))
-        auto: placement v; step 1 s by measured passes, 4.2 % above the bound, from zb-v
-        the best name, zb-v: 5.0 % longer
+        >>> tried = (("placement v, from zb-v", 1.5, 1.4, 1.8), ("placement v, zb-v", 1.6, 1.4, 1.7))
+        >>> print(ChosenPlan("placement v", "zb-v", 1.0, 0.96, "measured passes", ("zb-v", 1.05), 0.9, (), tried))
+        auto: placement v; from zb-v
+        predicted by measured passes: step 1 s, 4.2 % above the bound; the best name, zb-v: 5.0 % longer
+        tried on the ranks, which decided: step 1.5 s (1.4 to 1.8 s)
+          tried, 6.7 % longer (1.4 to 1.7 s): placement v, zb-v
         """
         above = self.seconds / self.bound - 1 if self.bound else 0.0
         left = f"{100 * above:.1f} % above the bound" if above > 1e-9 else "proven optimal"
-        lines = [f"auto: {self.layout}; step {self.seconds:.4g} s by {self.basis}, {left}, from {self.origin}"]
+        predicted = f"predicted by {self.basis}: step {self.seconds:.4g} s, {left}"
         if self.best_name is not None:
             name, seconds = self.best_name
-            lines.append(f"the best name, {name}: {_longer(seconds, self.seconds)}")
+            predicted += f"; the best name, {name}: {_longer(seconds, self.seconds)}"
+        lines = [f"auto: {self.layout}; from {self.origin}", predicted]
         if self.tried:
-            (_, own), *rest = self.tried
-            lines.append(f"on trial a step took {own:.4g} s")
-            lines += [f"  {_longer(seconds, own)}: {text}" for text, seconds in rest]
+            (_, own, shortest, longest), *rest = self.tried
+            lines.append(f"tried on the ranks, which decided: step {own:.4g} s ({shortest:.4g} to {longest:.4g} s)")
+            lines += [
+                f"  tried, {_longer(each, own)} ({low:.4g} to {high:.4g} s): {text}" for text, each, low, high in rest
+            ]
         if self.others:
             text, seconds = self.others[0]
-            lines.append(f"the runner-up, {text}: {_longer(seconds, self.nominal)} at nominal speeds")
+            lines.append(f"predicted at nominal speeds, the runner-up: {_longer(seconds, self.nominal)}: {text}")
         return "\n".join(lines)
 
 

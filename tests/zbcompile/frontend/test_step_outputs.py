@@ -52,6 +52,87 @@ def test_metrics_are_weighed_as_the_loss() -> None:
     torch.testing.assert_close(found[1], 4 * found[0])
 
 
+class Own(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        early = self.first(x)
+        late = self.second(torch.relu(early))
+        return {"loss": late.square().mean(), "early": early, "late": late, "steps": None}
+
+
+def metrics_of(model: nn.Module, parts: list[torch.Tensor], targets: list[torch.Tensor]) -> dict[str, Any]:
+    """What `return_metrics` must return, from the unsplit model."""
+    own = [with_accuracy(model(part).detach(), target)[1] for part, target in zip(parts, targets, strict=True)]
+    return {
+        "accuracy": sum(each["accuracy"] / len(own) for each in own),
+        "right": [each["right"] for each in own],
+        "of rows": torch.cat([each["of rows"] for each in own]),
+        "name": "bytes",
+    }
+
+
+def assert_equal_metrics(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    assert found["name"] == expected["name"]
+    for name in ("accuracy", "right", "of rows"):
+        pairs = (
+            zip(list(found[name]), list(expected[name]), strict=True)
+            if name == "right"
+            else [(found[name], expected[name])]
+        )
+        assert all(torch.equal(one, other) for one, other in pairs), name
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v", "dualpipe"])
+def test_metrics_without_outputs(schedule: str) -> None:
+    pipe, model = made(schedule, loss=with_accuracy), PROBLEM.model()
+    loss, metrics = pipe.step(*EIGHT.args, target=EIGHT.target, return_metrics=True)
+    assert EIGHT.target is not None
+    expected = metrics_of(model, list(EIGHT.args[0].split(2)), list(EIGHT.target.split(2)))
+    assert torch.equal(loss, eager_step(model, PROBLEM.loss, EIGHT, 4, 0))
+    assert_equal_metrics(metrics, expected)
+    assert not metrics["accuracy"].requires_grad
+    gradients = dict(model.named_parameters())
+    assert all(torch.equal(p.grad, gradients[name].grad) for name, p in pipe.named_parameters())  # type: ignore[arg-type]
+    returned = pipe.program.returned
+    assert returned is not None
+    assert sorted(spec.shape for _, spec in returned.made.values()) == [(), (), (2,)]  # no logits among them
+
+
+def test_metrics_that_cannot_be_returned() -> None:
+    both = {"target": EIGHT.target, "return_metrics": True}
+    with pytest.raises(zbcompile.PipelineError, match=r"already come with the metrics, as \(outputs, metrics\)"):
+        made(loss=with_accuracy).step(*EIGHT.args, return_outputs=True, **both)
+    with pytest.raises(zbcompile.PipelineError, match="return_metrics='all'; expected True or False"):
+        made(loss=with_accuracy).step(*EIGHT.args, target=EIGHT.target, return_metrics="all")  # type: ignore[arg-type]
+    with pytest.raises(
+        zbcompile.CaptureError, match="return_metrics=True, but the loss function returned a loss alone"
+    ):
+        made().step(*EIGHT.args, **both)
+    with pytest.raises(zbcompile.CaptureError, match="return_metrics=True, but there is no loss="):
+        zbcompile.pipeline(Own(), schedule="1f1b", ranks=2, microbatches=4).step(torch.randn(8, 4), return_metrics=True)
+
+
+def metrics_on_each_rank(schedule: str) -> tuple[torch.Tensor, dict[str, Any]]:
+    pipe = made(schedule, ranks=None, loss=with_accuracy)
+    found: tuple[torch.Tensor, dict[str, Any]] = pipe.step(*EIGHT.args, target=EIGHT.target, return_metrics=True)
+    return found
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "dualpipe-v"])
+def test_every_rank_gets_the_metrics(schedule: str, pool: Pool) -> None:
+    model = PROBLEM.model()
+    assert EIGHT.target is not None
+    expected = metrics_of(model, list(EIGHT.args[0].split(2)), list(EIGHT.target.split(2)))
+    loss = eager_step(model, PROBLEM.loss, EIGHT, 4, 0)
+    for found, metrics in pool.run(metrics_on_each_rank, schedule, ranks=2):
+        assert torch.equal(found, loss)
+        assert_equal_metrics(metrics, expected)
+
+
 def test_a_step_without_them_is_another_program() -> None:
     pipe = made(loss=with_accuracy)
     loss = pipe.step(*EIGHT.args, target=EIGHT.target)
@@ -74,16 +155,6 @@ def test_microbatches_of_several_shapes_give_lists() -> None:
 
 
 def test_outputs_of_earlier_stages_beside_a_loss_of_the_models_own() -> None:
-    class Own(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x: torch.Tensor) -> dict[str, Any]:
-            early = self.first(x)
-            late = self.second(torch.relu(early))
-            return {"loss": late.square().mean(), "early": early, "late": late, "steps": None}
-
     torch.manual_seed(0)
     model, x = Own(), torch.randn(8, 4)
     expected = model(x)
@@ -124,7 +195,7 @@ def asked_on_each_rank(asked: tuple[bool | str, bool | str]) -> str:
 
 def test_ranks_ask_alike(pool: Pool) -> None:
     for found in pool.run(asked_on_each_rank, ("last", True), ranks=2):
-        assert "return_outputs is last on rank 0 and True on rank 1" in found
+        assert "what a step returns is return_outputs='last' on rank 0 and return_outputs=True on rank 1" in found
 
 
 def later_on_each_replica(asked: tuple[bool | str, bool | str]) -> str:

@@ -207,7 +207,8 @@ def test_all_ranks_try_the_same_and_agree(pool: Pool) -> None:
     assert len(plan.tried) > 1
     assert plan.tried[0][0] == plan.way
     assert list(plan.tried[1:]) == sorted(plan.tried[1:], key=lambda each: each[1])
-    assert "on trial a step took" in str(plan)
+    assert "tried on the ranks, which decided: step " in str(plan)
+    assert all(shortest <= middle <= longest for _, middle, shortest, longest in plan.tried)
 
 
 def without_an_order_for(fails: int, model: nn.Module, **options: Any) -> str:
@@ -236,7 +237,7 @@ def on_each_rank_without_an_order_for(fails: int) -> str:
 
 @pytest.mark.slow
 def test_a_finalist_without_an_order_is_left_out_on_every_rank(pool: Pool) -> None:
-    for fails, says in ((100, "no order fits"), (1, "on trial a step took")):
+    for fails, says in ((100, "no order fits"), (1, "tried on the ranks, which decided")):
         found = pool.run(on_each_rank_without_an_order_for, fails, ranks=2)
         assert found[0] == found[1]
         assert says in found[0]
