@@ -73,6 +73,10 @@ def assert_pages_are_rendered(site: Path) -> None:
         page = PageText(path.read_text(encoding="utf-8"))
         assert not AS_TEXT.findall(page.prose), path.name
         assert "blockquote" not in page.tags, path.name
+    ids = set(re.findall(r'<a id="([^"]+)">', (site / "glossary.html").read_text(encoding="utf-8")))
+    linked = re.findall(r'class="word"[^>]* href="glossary.html#([^"]+)"', (site / "training.html").read_text("utf-8"))
+    assert {"microbatch", "replica"} <= set(linked) <= ids
+    assert len(linked) == len(set(linked))
     assert '<span class="kn">import</span>' in (site / "index.html").read_text(encoding="utf-8")
     assert ".codehilite .kn { color" in (site / "code.css").read_text(encoding="utf-8")
     assert 'href="code.css"' in (site / "index.html").read_text(encoding="utf-8")

@@ -59,8 +59,8 @@ class Trial:
         self._engine = make_engine(ranks)
 
     def times(self, programs: Sequence[Program]) -> list[StepTimes]:
-        """Times some steps of each program, which has the same graphs in an order of its own; they take turns. Every rank
-        gets the same times: a step ends when the slowest rank has ended it."""
+        """Times some steps of each program, which has the same graphs in an order of its own; they take turns. Every
+        rank gets the same times: a step ends when the slowest rank has ended it."""
         runs = [in_another_order(self._executable, program, self._ranks) for program in programs]
         found: list[list[float]] = [[] for _ in runs]
         while not _enough(found):
