@@ -116,6 +116,41 @@ def _again(node: Node) -> bool:
     return node.op == "call_function" and "recomputed" in node.meta
 
 
+class Region(nn.Module):
+    """A batch norm and a dropout, which eager recomputes if `options` are given."""
+
+    def __init__(self, options: dict[str, bool] | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.last = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)
+        self.options = options
+
+    def forward(self, x: Tensor) -> Tensor:
+        def region(y: Tensor) -> Tensor:
+            return F.dropout(torch.tanh(self.norm(self.first(y))))
+
+        found = region(x) if self.options is None else checkpoint(region, x, use_reentrant=False, **self.options)
+        return self.last(found)
+
+
+def test_a_checkpoint_changes_neither_statistics_nor_masks() -> None:
+    """Eager updates the statistics of a region twice, and may draw another mask when it recomputes."""
+    x, y = torch.randn(4, 8), torch.randn(4, 8)
+    eager = [Region(options) for options in (None, {"preserve_rng_state": True}, {"preserve_rng_state": False})]
+    for model in eager:
+        torch.manual_seed(zbcompile.microbatch_seed(0, 0))
+        F.mse_loss(model(x), y).backward()
+    plain, kept, drawn = (dict(model.named_parameters()) for model in eager)
+    assert torch.equal(plain["first.weight"].grad, kept["first.weight"].grad)  # type: ignore[arg-type]
+    assert not torch.equal(plain["first.weight"].grad, drawn["first.weight"].grad)  # type: ignore[arg-type]
+    assert [int(model.norm.num_batches_tracked) for model in eager] == [1, 2, 2]  # type: ignore[arg-type]
+    ours = Region({"preserve_rng_state": False})
+    pipe = zbcompile.pipeline(ours, schedule="zb-h1", ranks=1, microbatches=1, loss=F.mse_loss, exact=True)
+    pipe.step(x, target=y)
+    assert all(torch.equal(p.grad, plain[name].grad) for name, p in pipe.named_parameters())  # type: ignore[arg-type]
+    assert all(torch.equal(value, eager[0].state_dict()[name]) for name, value in ours.state_dict().items())
+
+
 @pytest.mark.parametrize("policy", ["all", -1, True, 1.5])
 def test_a_wrong_policy_is_refused(policy: Any) -> None:
     expected = r'recompute=.*expected "none".*for each microbatch and stage bytes: a number'
