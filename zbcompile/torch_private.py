@@ -76,6 +76,12 @@ def group_called(name: str) -> dist.ProcessGroup:
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type, no-any-return]
 
 
+def groups_of_process() -> dict[str, tuple[int, ...]]:
+    """The ranks of each process group that this process is in, by name (2.11-2.15: no public function lists them)."""
+    groups = [group for group in dist.distributed_c10d._world.pg_map if isinstance(group, dist.ProcessGroup)]
+    return {str(group.group_name): tuple(dist.get_process_group_ranks(group)) for group in groups}
+
+
 def group_between(stage: Any, source: int, destination: int) -> dist.ProcessGroup | None:
     """The group in which a PipelineStage sends from one stage to another: 2.15 on may have one for each direction
     (torch.distributed.config.pipeline_per_edge_p2p)."""

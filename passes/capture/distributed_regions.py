@@ -19,7 +19,6 @@ from torch.overrides import TorchFunctionMode
 from zbcompile.passes.capture.function_calls import A_TENSOR, Autocast, Operations
 from zbcompile.passes.capture.function_trial import autocast_on
 from zbcompile.passes.capture.torch_private import instead_of_module_call, is_traced, nowhere_traced
-from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.graph.fx import like
 from zbcompile.passes.torch_private import FakeTensorMode, forward_hook_functions, own_parameters, pytree
 
@@ -56,7 +55,7 @@ class RegionCall:
         state = {name: tensor if part is None else part.wrap(tensor) for name, part, tensor in pairs}
         with torch.autocast(*self.autocast):
             result = torch.func.functional_call(self.module, state, args, kwargs)
-            return result if self.tail is None else self.tail(result, *rest)
+            return result if self.tail is None else pytree.tree_map(_whole, self.tail(result, *rest))
 
     def _earlier(self, tensors: list[torch.Tensor]) -> Iterator[Any]:
         """The DTensors that calls before this one hand on."""
@@ -111,6 +110,10 @@ class _Trial(TorchFunctionMode):
             self.stack.pop()
         entry.result = result
         return result
+
+
+def _whole(value: Any) -> Any:
+    return value.full_tensor() if _distributed_in(value) else value
 
 
 def _distributed_in(value: Any) -> list[Any]:
@@ -198,7 +201,7 @@ class Pending:
     tensors: list[torch.Tensor]
 
     def finish(self, tail: Callable[..., Any], *rest: Any) -> Any:
-        """`tail(the DTensor, *rest)`, which must be plain."""
+        """`tail(the DTensor, *rest)`, as plain tensors."""
         return self.again(tail, rest)
 
 
@@ -225,8 +228,6 @@ def _emitted(
     result = _tried(call, tensors)
     if not _distributed_in(result):
         return emit(call, tensors, result)
-    if tail is not None:
-        raise CaptureError("the loss is a DTensor; let the loss function return loss.full_tensor().")
     return Pending(partial(_emitted, module, parts, emit, args, kwargs), call, tensors)
 
 

@@ -40,6 +40,8 @@ def as_if_on(model: nn.Module, device: torch.device) -> Iterator[Callable[[torch
 
 
 def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """An unfilled tensor or parameter on `device`, otherwise like `tensor`."""
+    """An unfilled tensor or parameter on `device`, otherwise like `tensor`, with the attributes that it was given."""
     new = like(tensor, device=device)
-    return nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
+    made = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
+    vars(made).update(vars(tensor))
+    return made

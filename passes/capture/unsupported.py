@@ -17,6 +17,8 @@ REPLICAS = 'Replicas are the dimension "dp" of mesh=, and pipe.optimizer(zero=1)
 WRAPPERS = {  # by the name of the class, so that nothing is imported for it: what to do instead
     "DataParallel": f"Pass model.module. {REPLICAS}",
     "DistributedDataParallel": f"Pass model.module. {REPLICAS}",
+    "DDP": f"Pass the module as it was before replicate(). {REPLICAS}",
+    "ReplicateModule": f"Pass the module as it was before replicate(). {REPLICAS}",
     "FullyShardedDataParallel": f"Pass the module as it was before. {REPLICAS}",
     "FSDPModule": f"Pass the module as it was before fully_shard. {REPLICAS}",
     "ScriptModule": "Pass the module that was scripted: there is no Python code to trace in this one.",
@@ -50,6 +52,12 @@ def wrapper_problems(model: nn.Module) -> Iterator[str]:
 def problems_of(model: nn.Module) -> Iterator[str]:
     """What a captured graph of `model` would silently drop."""
     yield from wrapper_problems(model)
+    if str(nn.functional.scaled_dot_product_attention.__module__).startswith("torch.distributed."):
+        yield (
+            "inside torch's context_parallel(), attention takes DTensors and the batch is cut in place. Compile and "
+            'step outside of it, with "cp" in mesh= and the exchange of keys and values written in the model '
+            "(functional collectives)."
+        )
     for name, module in model.named_modules():
         if any(nn.parameter.is_lazy(tensor) for tensor in module.parameters(recurse=False)):
             yield (

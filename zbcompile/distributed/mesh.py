@@ -1,6 +1,6 @@
 """The mesh around a pipeline: the dimensions along which ranks share a step, their process groups, and the replicas."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import product
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from zbcompile.distributed.packing import as_contiguous
 from zbcompile.errors import PipelineError
-from zbcompile.torch_private import is_bound, root_of
+from zbcompile.torch_private import groups_of_process, is_bound, root_of
 
 DIMENSIONS = {
     "pp": "the pipeline's ranks",
@@ -23,6 +23,7 @@ DIMENSIONS = {
 BATCHES = ("dp", "ep")  # ranks along these pass batches of their own
 PLACE = ("tp", "cp", "ep")  # ranks along these may run graphs of other sizes
 PARTS = ("dp", "ep", "cp")  # ranks along these have losses of their own, which the step averages
+MeshNames = Mapping[str, str | Sequence[str]]  # by dimension: the name, or the names, that it has in a DeviceMesh
 
 
 @dataclass
@@ -87,8 +88,11 @@ class Mesh:
 
     @property
     def labels(self) -> dict[str, str]:
-        """The dimension of each process group of the mesh, by the group's name in this process."""
-        return {group.group_name: key[0] for key, group in self.groups.items() if len(key) == 1}
+        """The dimension of each process group of this process, by the group's name: of the mesh's own groups, and of
+        all others of the same ranks, such as those of a second DeviceMesh."""
+        along = {tuple(self.ranks((name,))): name for name in reversed(self.names) if self.size(name) > 1}
+        found = {name: along[members] for name, members in groups_of_process().items() if members in along}
+        return found | {group.group_name: key[0] for key, group in self.groups.items() if len(key) == 1}
 
     def _make(self, members: list[int], what: str) -> dist.ProcessGroup:
         if sorted(members) == list(range(dist.get_world_size())):
@@ -109,8 +113,20 @@ def new_group(members: list[int], timeout: float) -> dist.ProcessGroup:
     return dist.new_group(members, patience, use_local_synchronization=True)
 
 
-def mesh_of(given: Any, timeout: float) -> Mesh:
-    """The `given` mesh, None for one of the pipeline's ranks alone. Raises PipelineError if it is not a pipeline's."""
+def read_mesh_names(given: Any) -> dict[str, str | tuple[str, ...]]:
+    """`given` as it is kept. Raises ValueError for another dimension, and for what is no name."""
+    found = {ours: each if isinstance(each, str) else tuple(each) for ours, each in dict(given).items()}
+    for ours, each in found.items():
+        if ours not in DIMENSIONS or not each or not all(isinstance(name, str) for name in each):
+            raise ValueError
+    return found
+
+
+def mesh_of(given: Any, timeout: float, names: MeshNames | None = None) -> Mesh:
+    """The `given` mesh, None for one of the pipeline's ranks alone; `names`: see `mesh_names=` of `zbcompile.pipeline`.
+
+    Raises PipelineError if it is not a pipeline's.
+    """
     if not dist.is_initialized():
         raise PipelineError(
             "mesh= was given, but this process has no process group. Start the script with torchrun and call "
@@ -119,20 +135,56 @@ def mesh_of(given: Any, timeout: float) -> Mesh:
     if given is None:
         world = dist.get_world_size()
         return Mesh(("pp",), torch.arange(world), (dist.get_rank(),), {("pp",): dist.group.WORLD}, timeout=timeout)  # type: ignore[dict-item]
-    names = _require_fit(given)
-    mesh = Mesh(names, given.mesh, tuple(given.get_coordinate()), timeout=timeout)
-    mesh.groups |= {(name,): given[name].get_group() for name in names}
+    theirs = _dimensions(given, names or {})
+    _require_all_ranks(given)
+    layout = _regrouped(given, theirs)
+    if not all(bool((layout.diff(dim=i) > 0).all()) for i in range(len(theirs))):
+        raise PipelineError(f"mesh= has the ranks {layout.tolist()}; expected rising numbers along every dimension.")
+    place = tuple((layout == dist.get_rank()).nonzero()[0].tolist())
+    mesh = Mesh(tuple(theirs), layout, place, timeout=timeout)
+    mesh.groups |= {(name,): given[parts[0]].get_group() for name, parts in theirs.items() if len(parts) == 1}
+    for name, parts in theirs.items():
+        if len(parts) > 1:
+            mesh.group(name)  # now, as every rank makes it
     return mesh
 
 
-def _require_fit(given: Any) -> tuple[str, ...]:
-    names = tuple(given.mesh_dim_names or ())
-    if not names:
+def _dimensions(given: Any, names: MeshNames) -> dict[str, tuple[str, ...]]:
+    """The dimensions of a DeviceMesh that make up each of the pipeline's, in the order of the DeviceMesh's first ones;
+    those of one rank are left out if the pipeline does not know them."""
+    sizes = dict(zip(given.mesh_dim_names or (), given.mesh.shape, strict=False))
+    if not sizes:
         raise PipelineError(f"mesh= has dimensions without names; expected some of {_known()}. Pass mesh_dim_names=.")
-    sizes = dict(zip(names, given.mesh.shape, strict=True))
-    for name in names:
-        if name not in DIMENSIONS:
-            raise PipelineError(f'mesh= has a dimension "{name}" of size {sizes[name]}; expected some of {_known()}.')
+    found = {ours: (each,) if isinstance(each, str) else tuple(each) for ours, each in names.items()}
+    said = [name for parts in found.values() for name in parts]
+    for name in said:
+        if name not in sizes or said.count(name) > 1:
+            raise PipelineError(
+                f'mesh_names={dict(names)} has "{name}"{" twice" if name in sizes else ""}; expected names of '
+                f"dimensions of mesh=, each at most once: {', '.join(sizes)}."
+            )
+    found |= {name: (name,) for name in sizes if name in DIMENSIONS and name not in (*said, *found)}
+    left = [name for name in sizes if name not in {part for parts in found.values() for part in parts}]
+    for name in left:
+        if sizes[name] > 1:
+            raise PipelineError(
+                f'mesh= has a dimension "{name}" of size {sizes[name]}; expected some of {_known()}. Say which of '
+                f'these it is: mesh_names={{"dp": "{name}"}}.'
+            )
+    order = list(sizes)
+    return dict(sorted(found.items(), key=lambda item: order.index(item[1][0])))
+
+
+def _regrouped(given: Any, theirs: Mapping[str, tuple[str, ...]]) -> torch.Tensor:
+    """The ranks of a DeviceMesh with an axis for each of the pipeline's dimensions."""
+    order, sizes = list(given.mesh_dim_names), given.mesh.shape
+    axes = [order.index(name) for parts in theirs.values() for name in parts]
+    single = [axis for axis in range(len(order)) if axis not in axes]
+    lengths = [torch.Size(sizes[order.index(name)] for name in parts).numel() for parts in theirs.values()]
+    return given.mesh.permute(*axes, *single).reshape(lengths)
+
+
+def _require_all_ranks(given: Any) -> None:
     root, world = root_of(given), dist.get_world_size()
     if root.size() != world:
         shape = " x ".join(
@@ -141,21 +193,18 @@ def _require_fit(given: Any) -> tuple[str, ...]:
         raise PipelineError(
             f"mesh= has {root.size()} ranks ({shape}), but there are {world} processes. Make a mesh of all of them."
         )
+    names = given.mesh_dim_names
     left_out = [f'"{name}"' for name in root.mesh_dim_names or () if name not in names and root[name].size() > 1]
-    if left_out:
+    if left_out and given.size() != world:  # a dimension that torch has flattened contains those that it was made of
         raise PipelineError(
             f"mesh= is only the part {tuple(names)} of a mesh that also has {', '.join(left_out)}: ranks along these "
             "would train on, and nothing would ever be averaged over them. Pass the whole mesh."
         )
-    if not all(bool((given.mesh.diff(dim=i) > 0).all()) for i in range(len(names))):
-        raise PipelineError(
-            f"mesh= has the ranks {given.mesh.tolist()}; expected rising numbers along every dimension."
-        )
     if given.get_coordinate() is None:
+        sizes = dict(zip(names, given.mesh.shape, strict=True))
         raise PipelineError(
             f"mesh= ({sizes}) does not contain this process, rank {dist.get_rank()}. Pass the part that does."
         )
-    return names
 
 
 def _known() -> str:

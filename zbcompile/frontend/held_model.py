@@ -333,5 +333,6 @@ class HeldModel:
 
     def _program_for(self, step: Microbatches) -> Executable:
         found = self._compiled.get(step)
+        self._parts.renew()
         self._optimizers.bind()
         return found

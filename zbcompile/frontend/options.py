@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from torch.distributed.device_mesh import DeviceMesh
 
 from zbcompile.backends.backend import backend_name, check_backend
+from zbcompile.distributed.mesh import MeshNames, read_mesh_names
 from zbcompile.errors import PipelineError
 from zbcompile.model.materialize import Init
 from zbcompile.passes.capture.training_step import LossFunction
@@ -33,6 +34,10 @@ SCHEDULE = accept(
     lambda given: isinstance(given, str | Schedule | Lowered), "a name, a schedule file or a Schedule", metavar="NAME"
 )
 MESH = accept(lambda given: isinstance(given, DeviceMesh), "a DeviceMesh")
+MESH_NAMES = Kind(
+    read_mesh_names,
+    'a mapping of "pp", "dp", "tp", "cp" or "ep" to the name of a dimension of mesh=, or to several names',
+)
 EXAMPLE = Kind(_read_example, "(args, kwargs) of one batch")
 
 
@@ -58,6 +63,8 @@ class Options(Choices, StepOptions):
             "tp" (tensor parallelism), "cp" (context parallelism) and "ep" (experts), docs/composition.md. Ranks along
             "dp" and "ep" pass batches of their own, along "pp", "tp" and "cp" the same one. Loss and gradients are
             those of the concatenated batch (the mean or the sum over all of it and over "cp", by `loss_reduction`).
+        mesh_names: The names that dimensions of the pipeline have in `mesh`, where they are called otherwise or are
+            made of several: {"dp": ("dp_replicate", "dp_shard"), "pp": "stages"}. Dimensions of one rank need no name.
         timeout: Seconds that a rank waits for another one before all ranks end with an error that names it. In a step,
             a compilation or at the start; a rank that fails or dies ends the other ranks within 5 seconds.
         max_shapes: How many programs are kept. Every new shape of batch compiles one, with a notice; beyond this many
@@ -78,6 +85,7 @@ class Options(Choices, StepOptions):
     chunks: int | None = option(None, whole(" of stages per rank").or_none())
     example: tuple[tuple[Any, ...], dict[str, Any]] | None = option(None, EXAMPLE.or_none())
     mesh: DeviceMesh | None = option(None, MESH.or_none())
+    mesh_names: MeshNames | None = option(None, MESH_NAMES.or_none())
     timeout: float = option(300.0, number("a positive number of seconds", lambda given: given > 0, "SECONDS"))
     search_seconds: float = option(20.0, number("a positive number of seconds", lambda given: given > 0, "SECONDS"))
     max_shapes: int = option(8, whole(" of programs to keep"))

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zbcompile.backends.types import GraphCompiler
+from zbcompile.distributed.mesh import MeshNames
 from zbcompile.distributed.process_group import device_of, find_ranks, is_alone
 from zbcompile.errors import PipelineError
 from zbcompile.frontend.options import OPTIONS, Memory, Options, Vocab, document, options_from
@@ -47,6 +48,7 @@ class Keywords(TypedDict, total=False):
     chunks: int | None
     example: tuple[tuple[Any, ...], dict[str, Any]] | None
     mesh: DeviceMesh | None
+    mesh_names: MeshNames | None
     placements: Placements | None
     seed: int
     timeout: float
@@ -108,7 +110,7 @@ def build_pipeline(options: Options, module: Any) -> Pipeline:
     ranks = options.ranks
     if ranks is None and isinstance(options.schedule, Schedule) and is_alone(options.mesh):
         ranks = options.schedule.ranks
-    found = find_ranks(lambda: device_of(module), ranks, options.mesh, options.timeout)
+    found = find_ranks(lambda: device_of(module), ranks, options.mesh, options.timeout, options.mesh_names)
     pipe = Pipeline(module, options, make_engine(found))
     if options.example is not None:
         args, kwargs = options.example

@@ -1,7 +1,9 @@
 """DTensors in a model: the pipeline trains this rank's parts, as plain tensors; users see DTensors."""
 
+import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -16,9 +18,11 @@ PART = "part_of"  # the attribute of a plain tensor that is a part of a DTensor
 
 @dataclass(frozen=True)
 class Part:
-    """What a plain tensor is a part of: `whole` as the model had it."""
+    """What a plain tensor is a part of: `whole` as the model had it; `dimensions` are those of the pipeline's mesh over
+    which it is distributed, None for one of a single rank."""
 
     whole: Any
+    dimensions: tuple[str | None, ...]
 
     def wrap(self, local: torch.Tensor) -> Any:
         """The DTensor of which `local` is this rank's part; gradients pass."""
@@ -40,15 +44,10 @@ class Part:
             given = distribute_tensor(given.detach(), self.whole.device_mesh, self.whole.placements, src_data_rank=None)
         return given.redistribute(self.whole.device_mesh, self.whole.placements).to_local()
 
-    def placement(self, name: str) -> dict[str, str]:
-        """What the parameter is along each dimension of its mesh."""
-        words = {"Shard": SHARD, "_StridedShard": SHARD, "Replicate": REPLICATE}
-        found = {}
-        for dimension, each in zip(self.whole.device_mesh.mesh_dim_names, self.whole.placements, strict=True):
-            if type(each).__name__ not in words:
-                raise PipelineError(f'{name} is {each} along "{dimension}"; expected Shard or Replicate.')
-            found[dimension] = words[type(each).__name__]
-        return found
+    def placement(self) -> dict[str, str]:
+        """What the tensor is along each dimension of the pipeline's mesh."""
+        kinds = (SHARD if "Shard" in type(each).__name__ else REPLICATE for each in self.whole.placements)
+        return {dimension: kind for dimension, kind in zip(self.dimensions, kinds, strict=True) if dimension}
 
 
 class Parts:
@@ -59,12 +58,29 @@ class Parts:
         full = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
         for table, name, tensor in tensor_tables(model):
             if is_distributed(tensor):
-                _require_usable(labels, full[id(tensor)], tensor)
-                made.setdefault(id(tensor), _part(tensor))
+                dimensions = _dimensions(labels, full[id(tensor)], tensor)
+                made.setdefault(id(tensor), _part(tensor, dimensions))
                 table[name] = made[id(tensor)]
-        named = [*model.named_parameters(), *model.named_buffers()]
+        self._model = model
+        self._read()
+        if self.parts:
+            _warn_of_untied(model)
+
+    def _read(self) -> None:
+        named = [*self._model.named_parameters(), *self._model.named_buffers()]
         self.locals = {name: tensor for name, tensor in named if hasattr(tensor, PART)}
         self.parts: dict[str, Part] = {name: getattr(tensor, PART) for name, tensor in self.locals.items()}
+
+    def renew(self) -> None:
+        """Let users see this process's share of a model that was built on the meta device, once it has memory."""
+        if any(part.whole.is_meta for part in self.parts.values()):
+            self._read()
+            for name, tensor in self.locals.items():
+                if self.parts[name].whole.is_meta and not tensor.is_meta:
+                    whole = self.parts[name].wrap(tensor.detach())
+                    kept = nn.Parameter(whole, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else whole
+                    setattr(tensor, PART, replace(self.parts[name], whole=kept))
+            self._read()
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -74,7 +90,7 @@ class Parts:
     @property
     def placements(self) -> dict[str, dict[str, str]]:
         """As `placements=` of `zbcompile.pipeline` would say it."""
-        return {name: part.placement(name) for name, part in self.parts.items()}
+        return {name: part.placement() for name, part in self.parts.items()}
 
     def take_gradients(self) -> None:
         """Let the plain parameters have what the user has done to the DTensors: gradients, freezing."""
@@ -105,6 +121,29 @@ class Parts:
         return {key: value if firsts[key] is None else firsts[key].cut(key, value) for key, value in state.items()}  # type: ignore[union-attr]
 
 
+def _warn_of_untied(model: nn.Module) -> None:
+    """Warn of an embedding and a layer with equal weights: parallelize_module makes two parameters of a tied one."""
+    layers = {name: module for name, module in model.named_modules() if getattr(module, "weight", None) is not None}
+    embeddings = [name for name, module in layers.items() if isinstance(module, nn.Embedding)]
+    for name, other in product(embeddings, layers.keys() - set(embeddings)):
+        if _is_copy(layers[name].weight, layers[other].weight):  # type: ignore[arg-type]
+            warnings.warn(
+                f"{name}.weight and {other}.weight have equal values but are two parameters. If they were tied, "
+                "parallelize_module has untied them: assign one to the other again before zbcompile.pipeline.",
+                stacklevel=2,
+            )
+
+
+def _is_copy(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors, at least one of them a part of a DTensor, have equal values, and not all the same one."""
+    part = getattr(one, PART, None) or getattr(other, PART, None)
+    if one is other or part is None or one.is_meta or other.is_meta:
+        return False
+    whole = [each.shape == part.whole.shape and not hasattr(each, PART) for each in (one, other)]
+    a, b = (part.cut("", each) if cut else each for each, cut in zip((one, other), whole, strict=True))
+    return a.shape == b.shape and torch.equal(a, b) and not bool((a == a.flatten()[:1]).all())
+
+
 def is_distributed(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "device_mesh") and hasattr(tensor, "to_local")
 
@@ -118,23 +157,30 @@ def local_of(tensor: Any) -> torch.Tensor:
     return local  # type: ignore[no-any-return]
 
 
-def _part(tensor: Any) -> torch.Tensor:
+def _part(tensor: Any, dimensions: tuple[str | None, ...]) -> torch.Tensor:
     local = tensor.to_local().detach()
     made = nn.Parameter(local, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else local
-    setattr(made, PART, Part(tensor))
+    setattr(made, PART, Part(tensor, dimensions))
     return made
 
 
-def _require_usable(labels: Mapping[str, str], name: str, tensor: Any) -> None:
-    """Refuse a DTensor without memory, and one on ranks that are no dimension of the pipeline's mesh."""
-    if tensor.is_meta:
-        raise PipelineError(f"{name} is a DTensor on the meta device; give the model memory before.")
+def _dimensions(labels: Mapping[str, str], name: str, tensor: Any) -> tuple[str | None, ...]:
+    """The dimensions of the pipeline's mesh over which a DTensor is distributed. Raises PipelineError for others."""
     mesh = tensor.device_mesh
-    for dimension in mesh.mesh_dim_names or ("",):
-        group = mesh.get_group(dimension) if dimension else mesh.get_group()
-        if labels.get(group.group_name) != dimension:
+    names = mesh.mesh_dim_names or ("",) * mesh.ndim
+    found = tuple(labels.get(mesh.get_group(at).group_name) for at in range(mesh.ndim))
+    for at, (theirs, ours) in enumerate(zip(names, found, strict=True)):
+        if ours is None and mesh.size(at) > 1:
             raise PipelineError(
-                f'{name} is a DTensor on the dimension "{dimension}" of another mesh than mesh=, which has '
-                f"{sorted(labels.values()) or 'none'}. Make one mesh of all ranks, parallelise the model over a part "
-                'of it (mesh["tp"]), and pass the whole to zbcompile.pipeline.'
+                f'{name} is a DTensor on the dimension "{theirs}" of another mesh than mesh=, which has '
+                f"{sorted(set(labels.values())) or 'none'}. Make one mesh of all ranks, parallelise the model over a "
+                'part of it (mesh["tp"]), and pass the whole to zbcompile.pipeline.'
             )
+        if ours in ("dp", "pp") and mesh.size(at) > 1:
+            raise PipelineError(
+                f'{name} is a DTensor along "{ours}", over which the pipeline itself distributes stages and batches. '
+                'Parallelise the model over the other dimensions alone: parallelize_module(model, mesh["tp"], plan).'
+            )
+        if tensor.placements[at].is_partial():
+            raise PipelineError(f'{name} is {tensor.placements[at]} along "{theirs}"; expected Shard or Replicate.')
+    return tuple(ours if mesh.size(at) > 1 else None for at, ours in enumerate(found))

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from zbcompile.errors import PipelineError
+from zbcompile.model.distributed_tensors import PART
 from zbcompile.model.seeds import undisturbed
 from zbcompile.passes.capture.meta_device import is_on_meta, on_device
 from zbcompile.passes.torch_private import tensor_tables
@@ -58,10 +59,16 @@ class Share:
             )
 
     def _fill(self, name: str, tensor: torch.Tensor) -> None:
+        """Fill a tensor, or a part of a DTensor with what `init` gives for the whole, which is the same on any mesh."""
+        part = getattr(tensor, PART, None)
         if self.init is None:
             self.unfilled.add(name)
-            return
-        fill(self.init, self.seed, name, tensor)
+        elif part is None:
+            fill(self.init, self.seed, name, tensor)
+        else:
+            whole = torch.empty(part.whole.shape, dtype=tensor.dtype, device=tensor.device)
+            fill(self.init, self.seed, name, whole)
+            tensor.detach().copy_(part.cut(name, whole))
 
     def _require_known_values(self) -> None:
         """Raise PipelineError for tensors that no state dict holds if there is no `init` to fill them."""

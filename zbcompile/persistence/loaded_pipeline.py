@@ -10,7 +10,7 @@ import torch
 
 from zbcompile.backends.types import GraphCompiler
 from zbcompile.distributed.agreement import require_equal_programs, together
-from zbcompile.distributed.mesh import Mesh
+from zbcompile.distributed.mesh import Mesh, MeshNames
 from zbcompile.distributed.process_group import find_ranks, is_alone, own_device
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
@@ -41,6 +41,7 @@ def load(
     *,
     ranks: int | None = None,
     mesh: Any = None,
+    mesh_names: MeshNames | None = None,
     checkpoint: str | Path | None = None,
     operators: Sequence[str] = (),
     init: Init | None = None,
@@ -61,7 +62,7 @@ def load(
         checkpoint: a checkpoint of `zbcompile.save_checkpoint`, or a folder of them, whose newest one is taken: the
             model's tensors, and the step. An optimizer is made afterwards; see `zbcompile.load_checkpoint`.
         ranks: without torchrun, all ranks of the program run in this process; another number is refused.
-        mesh, init, timeout, debug_nan: as for `zbcompile.pipeline`.
+        mesh, mesh_names, init, timeout, debug_nan: as for `zbcompile.pipeline`.
         seed: enters `zbcompile.microbatch_seed`; default: the one that it was compiled with.
         operators: operators of other libraries that the program may call, such as "mylibrary::scale". Import the module
             that defines them first.
@@ -83,13 +84,20 @@ def load(
         raise PipelineError("load received state_dict= and checkpoint=; both give the model its values. Pass one.")
     saved = {"seed": seed, "backend": backend, "cuda_graphs": cuda_graphs}
     asked: dict[str, Any] = {name: value for name, value in saved.items() if value is not None}
-    asked |= {"ranks": ranks, "mesh": mesh, "init": init, "timeout": timeout, "debug_nan": debug_nan}
+    asked |= {
+        "ranks": ranks,
+        "mesh": mesh,
+        "mesh_names": mesh_names,
+        "init": init,
+        "timeout": timeout,
+        "debug_nan": debug_nan,
+    }
     Options(**asked)  # a wrong value is refused before anything is read
     folder = Path(directory)
     found = _manifest_of(folder)
     if ranks is None and is_alone(mesh):
         ranks = found.require()["ranks"]
-    here = find_ranks(lambda: found.device, ranks, mesh, timeout)
+    here = find_ranks(lambda: found.device, ranks, mesh, timeout, mesh_names)
     with here.watch.region(f"loading {folder}"):
         program = together(
             here, f"loading {folder}", lambda: _read_all(folder, found, here, operators, init, max_bytes)

@@ -1,21 +1,26 @@
 """Models with DTensors, parallelised by torch's own plans, train in a pipeline unchanged."""
 
 import contextlib
+import warnings
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
-from torch.distributed.tensor.parallel import RowwiseParallel, loss_parallel, parallelize_module
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_module
+from torch.distributed.tensor.experimental import context_parallel
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 
 import zbcompile
 from tests.support.dtensor_models import LENGTH, VOCABULARY, Llama, loss_of, parallelised
 from tests.support.exchanged import needless
 from tests.support.meshes import mesh_of
 from tests.support.pool import Pool
+from zbcompile.model.materialize import fill
 from zbcompile.schedules import Pair
 
 MICROBATCHES, ROWS = 4, 2
@@ -40,6 +45,11 @@ def whole(gradient: Any) -> Tensor:
     return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
+def distributed_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """As under `loss_parallel`, whose result is a DTensor; eager's backward begins at it."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
 def trained(kind: str, schedule: str, exact: bool) -> dict[str, Any]:
     """What differs from one process, from eager DTensor in bits, and where collectives are."""
     mesh = mesh_of(pp=dist.get_world_size() // 2, tp=2)
@@ -50,13 +60,14 @@ def trained(kind: str, schedule: str, exact: bool) -> dict[str, Any]:
     eager, model = parallelised(mesh["tp"], kind, layers), parallelised(mesh["tp"], kind, layers)
     with around:
         accumulated(eager)
-        options: dict[str, Any] = {"microbatches": MICROBATCHES, "loss": loss_of, "debug_nan": kind == "plain"}
+        loss = distributed_loss if kind == "loss" else loss_of
+        options: dict[str, Any] = {"microbatches": MICROBATCHES, "loss": loss, "debug_nan": kind == "plain"}
         pipe = zbcompile.pipeline(model, mesh=mesh, schedule=schedule, exact=exact, **options)
         x, y = batch()
         pipe.step(x, target=y)
         for parameter in pipe.parameters():
             parameter.grad = None
-        loss = pipe.step(x, target=y)
+        total = pipe.step(x, target=y)
     theirs, ones = dict(eager.named_parameters()), dict(one.named_parameters())
     far, unequal = 0.0, []
     for name, parameter in pipe.named_parameters():
@@ -68,12 +79,12 @@ def trained(kind: str, schedule: str, exact: bool) -> dict[str, Any]:
     norm = pipe.clip_grad_norm_(1e9)
     state = pipe.state_dict(full=True)
     pipe.load_state_dict(one.state_dict())
-    total = nn.utils.get_total_norm([p.grad for p in one.parameters() if p.grad is not None])
+    whole_norm = nn.utils.get_total_norm([p.grad for p in one.parameters() if p.grad is not None])
     found = {
-        "loss": float((loss - expected).abs() / expected),
+        "loss": float((total - expected).abs() / expected),
         "far": far,
         "unequal": unequal,
-        "norm": float((norm - total).abs() / total),
+        "norm": float((norm - whole_norm).abs() / whole_norm),
         "state": all(torch.equal(whole(state[name]), value) for name, value in one.state_dict().items()),
         "needless": needless(pipe.program),
         "pairs": sum(
@@ -138,9 +149,72 @@ def test_gradients_are_those_of_one_process(kind: str, schedule: str, exact: boo
             assert "of stage 1 receives a NaN in parameter" in says
 
 
+def filled(name: str, tensor: Tensor) -> None:
+    nn.init.normal_(tensor, 1.0, 0.1) if tensor.dim() == 1 else nn.init.normal_(tensor, 0.0, 0.1)
+
+
+def from_the_meta_device(on_meta: bool) -> dict[str, Tensor]:
+    """The whole tensors of a model with DTensors, and their gradients, if it is built over a second mesh of the same
+    ranks, with memory or without."""
+    mesh, (x, y) = mesh_of(pp=1, tp=2), batch()
+    second = init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))
+    with torch.device("meta" if on_meta else "cpu"):
+        model = parallelised(second["b"], "plain", layers=1)
+    options: dict[str, Any] = {"schedule": "1f1b", "microbatches": MICROBATCHES, "loss": loss_of}
+    pipe = zbcompile.pipeline(model, mesh=mesh, init=filled if on_meta else None, **options).compile(x, target=y)
+    if not on_meta:
+        one = Llama(layers=1)
+        for name, parameter in one.named_parameters():
+            fill(filled, 0, name, parameter)
+        pipe.load_state_dict(one.state_dict())
+    pipe.step(x, target=y)
+    gradients = {f"{name}.grad": whole(parameter.grad).clone() for name, parameter in pipe.named_parameters()}
+    torch.optim.SGD(pipe.parameters(), lr=0.1).step()
+    return gradients | {name: whole(tensor).clone() for name, tensor in pipe.state_dict(full=True).items()}
+
+
+def test_dtensors_of_a_second_mesh_and_on_the_meta_device(pool: Pool) -> None:
+    """`init` fills whole tensors, so that their values do not depend on the mesh."""
+    found, expected = (pool.run(from_the_meta_device, on_meta, ranks=2)[0] for on_meta in (True, False))
+    assert len(found) == 2 * len(list(Llama(layers=1).parameters()))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def untied() -> list[str]:
+    mesh = mesh_of(pp=1, tp=2)
+    model = Llama(layers=1, odd=True)
+    plan = {"head": ColwiseParallel(output_layouts=Replicate())}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        zbcompile.pipeline(
+            parallelize_module(model, mesh["tp"], plan), mesh=mesh, schedule="1f1b", loss=loss_of
+        ).close()
+    return [str(each.message) for each in caught]
+
+
+def test_a_head_that_was_untied_is_warned_of(pool: Pool) -> None:
+    for seen in pool.run(untied, ranks=2):
+        assert any("embedding.weight and head.weight have equal values but are two parameters" in each for each in seen)
+
+
 def on_another_mesh() -> None:
-    mesh, other = mesh_of(pp=2, tp=2), init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    mesh, other = mesh_of(pp=2, tp=2), DeviceMesh("cpu", [[0, 3], [1, 2]], mesh_dim_names=("pp", "tp"))
     zbcompile.pipeline(parallelised(other["tp"], "plain", layers=1), mesh=mesh, schedule="1f1b", loss=loss_of)
+
+
+def along_replicas() -> None:
+    model = distribute_module(Llama(layers=1), mesh := mesh_of(dp=2, tp=1))
+    zbcompile.pipeline(model, mesh=mesh, schedule="1f1b", loss=loss_of)
+
+
+def replicated() -> None:
+    zbcompile.pipeline(replicate(nn.Linear(2, 2)), mesh=mesh_of(dp=2), schedule="1f1b", loss=F.mse_loss)
+
+
+def in_context_parallel() -> None:
+    mesh, (x, y) = mesh_of(pp=1, cp=2), batch()
+    with context_parallel(mesh["cp"], buffers=[x, y], buffer_seq_dims=[1, 1]):
+        zbcompile.pipeline(Llama(layers=1), mesh=mesh, schedule="1f1b", loss=loss_of).step(x, target=y)
 
 
 def parts_as_output() -> None:
@@ -163,6 +237,9 @@ def test_bad_input_is_one_error_on_every_rank(pool: Pool) -> None:
         (on_another_mesh, 4, 'embedding.weight is a DTensor on the dimension "tp" of another mesh than mesh='),
         (parts_as_output, 2, 'rank 0 along "tp" and '),
         (head_sharded_twice, 4, "vocab=1: "),
+        (along_replicas, 2, 'is a DTensor along "dp", over which the pipeline itself'),
+        (replicated, 2, "Pass the module as it was before replicate()"),
+        (in_context_parallel, 2, "inside torch's context_parallel()"),
     ]
     for function, ranks, says in cases:
         for outcome in pool.outcomes(function, ranks=ranks):
