@@ -27,7 +27,7 @@ ORDER = {
         *("partition", "split", "recompute", "stage", "vocabulary", "verification", "pass_list", "serialization"),
     ),
     "zbcompile": (
-        *("version", "__init__", "errors", "amounts", "env", "json_text", "safe_files", "torch_private"),
+        *("version", "__init__", "errors", "amounts", "env", "tracebacks", "json_text", "safe_files", "torch_private"),
         *("profiling", "model", "distributed", "program", "backends", "compiler", "runtime", "optimizer"),
         *("prediction", "planning", "torch_pipelining", "frontend", "persistence", "integrations", "cli"),
         "inspection",

@@ -65,4 +65,8 @@ TORCH_LOGS = Switch(
     "ZBCOMPILE_TORCH_LOGS",
     "show what torch logs while it traces a model, as --debug does: whole graphs and tracebacks if that fails",
 )
-VARIABLES = (CACHE, CHECK, DEBUG_NAN, ORDERED, PAIR_STREAMS, TORCH_LOGS)
+TRACEBACK = Switch(
+    "ZBCOMPILE_TRACEBACK",
+    "show in errors all frames of torch and of this package, and on every rank what the first one prints",
+)
+VARIABLES = (CACHE, CHECK, DEBUG_NAN, ORDERED, PAIR_STREAMS, TORCH_LOGS, TRACEBACK)

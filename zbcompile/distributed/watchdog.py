@@ -28,6 +28,7 @@ from zbcompile.distributed.transport import UNUSED_TAG, Link
 from zbcompile.distributed.turns import Turns
 from zbcompile.errors import PipelineError
 from zbcompile.schedules.ir.actions import Action
+from zbcompile.tracebacks import UserTraceback, print_in_one_line
 
 INTERVAL = 0.5  # seconds between two signs of life
 SILENCE = 4 * INTERVAL  # a process that shows none for this long, while a connection is lost, is gone
@@ -45,8 +46,11 @@ class Alone:
     known: Exception | None = None
     turns: Turns = field(default_factory=lambda: Turns(wait=True))
 
+    def region(self, doing: str) -> contextlib.AbstractContextManager[None]:
+        return UserTraceback(self._region(doing))
+
     @contextlib.contextmanager
-    def region(self, doing: str) -> Iterator[None]:
+    def _region(self, doing: str) -> Iterator[None]:
         with self.turns.take(doing):
             self.position.enter(doing)
             try:
@@ -62,7 +66,7 @@ class Alone:
     def apart(self, what: str) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def known_to_all(self, error: Exception) -> Exception:
+    def known_to_all(self, error: Exception, alike: bool = True) -> Exception:
         self.known = error
         return error
 
@@ -104,9 +108,12 @@ class Watch:
         self._thread = threading.Thread(target=self._watch, name="zbcompile-watch", daemon=True)
         self._thread.start()
 
-    @contextlib.contextmanager
-    def region(self, doing: str) -> Iterator[None]:
+    def region(self, doing: str) -> contextlib.AbstractContextManager[None]:
         """Wrap a call that all ranks make: whatever ends it on one rank ends it on all."""
+        return UserTraceback(self._region(doing))
+
+    @contextlib.contextmanager
+    def _region(self, doing: str) -> Iterator[None]:
         self._require_open()
         with self.turns.take(doing):
             self.position.enter(doing)
@@ -137,9 +144,12 @@ class Watch:
         except BaseException as error:
             raise self._explain(error) from error
 
-    def known_to_all(self, error: Exception) -> Exception:
-        """`error` is about to be raised, and every other rank raises one for the same reason."""
+    def known_to_all(self, error: Exception, alike: bool = True) -> Exception:
+        """`error` is about to be raised, and every other rank raises one for the same reason; `alike` if the first rank
+        raises the same one."""
         self.known = error
+        if alike and self.board.rank != self.board.members[0]:
+            print_in_one_line(error, self.board.rank)
         return error
 
     def close(self) -> None:
