@@ -76,6 +76,21 @@ def with_separate_buffers(captured: Captured) -> Captured:
     return captured
 
 
+def with_early_writes(captured: Captured) -> Captured:
+    """Detach a buffer's new value where it is computed: an assignment (`self.n = self.n + 1`) is traced as a write at
+    the end of forward, and no cut may come between the reads of a buffer and its write."""
+    outputs = output_values(captured.module.graph)
+    for value in (value for slot, value in zip(captured.outputs, outputs, strict=True) if slot.kind == "mutation"):
+        chain = []
+        while value.target is aten.detach.default and len(value.users) == 1:
+            chain.append(value)
+            value = value.args[0]
+        for each in reversed(chain):
+            value.append(each)
+            value = each
+    return captured
+
+
 def with_named_groups(captured: Captured) -> Captured:
     return replace(captured, groups=name_groups(captured.module, captured.dimensions))
 

@@ -223,8 +223,23 @@ def _exported_on_eagers_path(wrapper: Traced, watch: Watch, example: Any) -> Exp
 
 def _export_once(wrapper: Traced, watch: Watch, example: Any) -> ExportedProgram:
     regions = regions_of(wrapper.model, *example[:2])
-    with watch.functions(wrapper, regions), numbered_checkpoints(), whole_regions(), _without_torchs_warnings():
+    with contextlib.ExitStack() as around:
+        around.enter_context(watch.functions(wrapper, regions))
+        for each in (numbered_checkpoints, whole_regions, _without_torchs_warnings, _unchecked_distributions):
+            around.enter_context(each())
         return torch.export.export(wrapper, example, strict=False)
+
+
+@contextlib.contextmanager
+def _unchecked_distributions() -> Iterator[None]:
+    """Turn off the checks of torch.distributions, as python -O does: they decide by values, and change none."""
+    kind = torch.distributions.Distribution
+    before = kind._validate_args
+    kind.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        kind.set_default_validate_args(before)
 
 
 def _device_of(example: Any) -> torch.device:
@@ -263,7 +278,7 @@ def _keep_source_lines(module: GraphModule) -> None:
 
 def _with_roles(program: ExportedProgram, model: nn.Module, example: Any, questions: Questions) -> Captured:
     names = first_names(model)
-    inputs, constants = _input_slots(program, names, example), _constants(program)
+    inputs, constants = _input_slots(program, names, example), _constants(program, names)
     plain = tuple(plain_tensors(model, constants))
     guards = separate_guards(program.graph_module, inputs, questions, constants, plain)
     outputs, constant_leaves = _output_slots(program, names)
@@ -281,11 +296,11 @@ def _with_roles(program: ExportedProgram, model: nn.Module, example: Any, questi
     )
 
 
-def _constants(program: ExportedProgram) -> dict[str, torch.Tensor]:
-    """Lifted tensors and the buffers of a loss module, which belong to no module of the model."""
+def _constants(program: ExportedProgram, names: Mapping[str, str]) -> dict[str, torch.Tensor]:
+    """Lifted tensors and the buffers of a loss module that belongs to no module of the model."""
     found = {}
     for spec in program.graph_signature.input_specs:
-        if spec.target and (spec.kind is InputKind.CONSTANT_TENSOR or _of_loss(spec)):
+        if spec.target and (spec.kind is InputKind.CONSTANT_TENSOR or _of_loss(spec, names)):
             value = program.constants.get(spec.target, program.state_dict.get(spec.target))
             if not isinstance(value, torch.Tensor):
                 raise CaptureError(
@@ -295,8 +310,8 @@ def _constants(program: ExportedProgram) -> dict[str, torch.Tensor]:
     return found
 
 
-def _of_loss(spec: Any) -> bool:
-    return spec.kind is InputKind.BUFFER and not spec.target.startswith("model.")
+def _of_loss(spec: Any, names: Mapping[str, str]) -> bool:
+    return spec.kind is InputKind.BUFFER and spec.target.removeprefix("model.") not in names
 
 
 def first_names(model: nn.Module) -> dict[str, str]:
@@ -322,7 +337,7 @@ def _input_slots(program: ExportedProgram, names: Mapping[str, str], example: An
 def _input_slot(spec: Any, names: Mapping[str, str], paths: Iterator[str]) -> Slot:
     if spec.kind is InputKind.USER_INPUT:
         return Slot("input", next(paths))
-    if spec.kind is InputKind.CONSTANT_TENSOR or _of_loss(spec):
+    if spec.kind is InputKind.CONSTANT_TENSOR or _of_loss(spec, names):
         return Slot("constant", spec.target)
     if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
         kind: Kind = "parameter" if spec.kind is InputKind.PARAMETER else "buffer"
@@ -336,7 +351,13 @@ def _output_slots(program: ExportedProgram, names: Mapping[str, str]) -> tuple[t
     for spec in program.graph_signature.output_specs:
         leaf = str(sum(slot.kind == "output" for slot in slots))
         if spec.kind is OutputKind.BUFFER_MUTATION:
-            slots.append(Slot("mutation", names[(spec.target or "").removeprefix("model.")]))
+            name = (spec.target or "").removeprefix("model.")
+            if name not in names:
+                raise CaptureError(
+                    f"the loss module changes its buffer {name.removeprefix('loss.')}, which belongs to no stage. Give "
+                    "it to the model (model.loss = loss), whose last stage then has it."
+                )
+            slots.append(Slot("mutation", names[name]))
         elif spec.kind is OutputKind.USER_OUTPUT:
             slots.append(Slot("output", leaf))
             if isinstance(spec.arg, ConstantArgument):

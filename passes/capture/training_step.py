@@ -32,6 +32,20 @@ def with_arguments(loss: Callable[..., Any], output: Any, target: Any) -> Any:
     return loss(output, target)
 
 
+def join_loss(model: nn.Module, loss: Any) -> None:
+    """Make a loss module with parameters the submodule `loss` of the model, whose last stage then has them: they train,
+    and are saved, as `loss.NAME`. Raises CaptureError if the model has another attribute of that name."""
+    if not isinstance(loss, nn.Module) or next(loss.parameters(), None) is None or loss in model.modules():
+        return
+    if hasattr(model, "loss"):
+        raise CaptureError(
+            f"the loss module {type(loss).__name__} has parameters, for which it becomes the submodule loss of the "
+            f"model, but {type(model).__name__} has another attribute of that name. Rename it, or return the loss from "
+            "forward."
+        )
+    model.add_module("loss", loss)
+
+
 def register_dataclasses(value: Any) -> None:
     """Register the dataclasses in `value` with torch's pytrees, which flatten outputs."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -109,15 +123,17 @@ class Inference(nn.Module):
 
 
 def loss_in(output: Any) -> torch.Tensor:
-    """The loss in a model's output: the output itself, or its `loss` entry or attribute."""
+    """The loss in a model's output: the output itself, its `loss` entry or attribute, or the first entry of a tuple."""
     if isinstance(output, torch.Tensor):
         return output
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if loss is None and isinstance(output, tuple | list) and output:
+        loss = output[0]
     if isinstance(loss, torch.Tensor):
         return loss
     raise CaptureError(
-        f"the model returned {type(output).__name__} without a loss; expected a scalar tensor, or a mapping or "
-        "object with .loss. Return the loss from forward, or pass loss=fn(output, target)."
+        f"the model returned {type(output).__name__} without a loss; expected a scalar tensor, a mapping or object "
+        "with .loss, or a tuple that begins with it. Return the loss from forward, or pass loss=fn(output, target)."
     )
 
 

@@ -66,6 +66,7 @@ def problems_of(model: nn.Module) -> Iterator[str]:
             )
     yield from hook_problems(model)
     for name, module in model.named_modules():
+        yield from (f"{_where(name, module)} {says}" for says in _replaced_weights(module))
         if is_compiled(module):
             yield (
                 f"{_where(name, module)} was already wrapped by torch.compile; zbcompile traces the plain module. Pass "
@@ -77,6 +78,24 @@ def problems_of(model: nn.Module) -> Iterator[str]:
                 "sparse=False."
             )
     yield from _shared_storage(model)
+
+
+def _replaced_weights(module: nn.Module) -> Iterator[str]:
+    """Hooks of torch that replace a weight before every forward, by a plain tensor that no stage could own."""
+    for hook in module._forward_pre_hooks.values():
+        kind = type(hook)
+        if kind.__module__ in ("torch.nn.utils.weight_norm", "torch.nn.utils.spectral_norm"):
+            name = kind.__module__.rpartition(".")[2]
+            yield (
+                f"has torch.nn.utils.{name}, whose hook replaces {hook.name} before every forward. Use "  # type: ignore[attr-defined]
+                f"torch.nn.utils.parametrizations.{name}, which computes the same."
+            )
+        elif any(base.__name__ == "BasePruningMethod" for base in kind.__mro__):
+            yield (
+                f"is pruned: a hook replaces {hook._tensor_name} before every forward. Call "  # type: ignore[attr-defined]
+                "torch.nn.utils.prune.remove to keep the pruned values, or torch.nn.utils.parametrize."
+                "register_parametrization with a module that multiplies by the mask, to train under it."
+            )
 
 
 def hook_problems(model: nn.Module) -> Iterator[str]:
@@ -103,12 +122,7 @@ def hook_problems(model: nn.Module) -> Iterator[str]:
 
 
 def _trained_loss(loss: Any) -> Iterator[str]:
-    """A loss that has parameters: torch.export silently turns them into constants."""
-    if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
-        yield (
-            f"the loss module {type(loss).__name__} has its own parameters; they would belong to no stage. Move "
-            "it into the model and return the loss from forward."
-        )
+    """A loss function that reads a tensor that requires a gradient: torch.export silently makes a constant of it."""
     if not inspect.isfunction(loss):
         return
     seen = inspect.getclosurevars(loss)

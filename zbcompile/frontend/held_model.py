@@ -19,7 +19,7 @@ from zbcompile.frontend.state_dict import load_state, owned_parameters, share_st
 from zbcompile.frontend.step_outputs import keyword, kind_of
 from zbcompile.model.batch import Given, Microbatches, flatten_batch, refuse_input_gradients, split_batches
 from zbcompile.model.distributed_tensors import Part, Parts, is_distributed
-from zbcompile.passes.capture.training_step import LossFunction
+from zbcompile.passes.capture.training_step import LossFunction, join_loss
 from zbcompile.passes.capture.unsupported import raise_first, wrapper_problems
 from zbcompile.profiling.step_record import StepRecord
 from zbcompile.program.program import Program
@@ -67,6 +67,7 @@ class HeldModel:
         self._compared = False  # whether the batches of all ranks were
         with self._watch.region("making the pipeline"):
             raise_first(wrapper_problems(model))
+            join_loss(model, options.loss)
             schedule = choose_schedule(options, self._ranks.count)
             self._parts = Parts(model, self._ranks.mesh.labels)
             options = options.with_placements(self._parts.placements)

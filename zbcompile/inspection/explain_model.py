@@ -26,7 +26,13 @@ from zbcompile.passes.capture.differentiability import (
 )
 from zbcompile.passes.capture.export import Captured, trace_training
 from zbcompile.passes.capture.side_effects import Watch
-from zbcompile.passes.capture.training_step import LossFunction, check_loss, loss_in, register_dataclasses
+from zbcompile.passes.capture.training_step import (
+    LossFunction,
+    check_loss,
+    join_loss,
+    loss_in,
+    register_dataclasses,
+)
 from zbcompile.passes.capture.unsupported import training_problems
 from zbcompile.passes.errors import CaptureError, CompileError
 from zbcompile.passes.partition.liveness import Line, draw_line
@@ -138,9 +144,16 @@ class _Examination:
         self.places: tuple[Place, ...] = ()
         self.found_loss = "unknown: the model could not be captured"
 
+    def _join_loss(self) -> None:
+        try:
+            join_loss(self.model, self.loss)
+        except CaptureError as error:
+            self.problems.append(str(error))
+
     def explanation(self) -> Explanation:
-        self.problems += training_problems(self.model, self.loss)
         with silenced(), modules_restored(self.model):
+            self._join_loss()
+            self.problems += training_problems(self.model, self.loss)
             captured = self._capture()
             if captured is not None:
                 self._examine(captured)

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from zbcompile.errors import PipelineError
+from zbcompile.passes.capture.training_step import join_loss
 
 
 @dataclass(frozen=True)
@@ -40,3 +41,4 @@ class Example:
             raise PipelineError(
                 "an example has target= but no loss=; pass loss=fn(output, target), or leave target out."
             )
+        join_loss(self.model, self.loss)

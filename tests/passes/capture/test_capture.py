@@ -427,8 +427,35 @@ class Tied(Layers):
         return super().forward(x) @ self.layers[2].weight
 
 
+class Distributed(Layers):
+    """Log-probabilities of a distribution, whose checks of its arguments decide by values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        scale = F.softplus(self.layers[0](x)) + 0.1
+        chosen = torch.distributions.Categorical(logits=x).entropy().unsqueeze(-1)
+        return torch.distributions.Normal(x, scale).log_prob(torch.zeros_like(x)) + chosen
+
+
+class Rebound(Layers):
+    """Buffers that are assigned anew; one of them is read on the first stage alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        x = x * (1 + self.calls)
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return super().forward(x)
+
+
 MODELS = (
     (Normed, "zb-h1"),
+    (Distributed, "zb-h1"),
+    (Rebound, "zb-v"),
     (Buffers, "1f1b"),
     (Random, "zb-v"),
     (Leaking, "zb-v"),

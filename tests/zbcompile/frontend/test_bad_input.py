@@ -153,12 +153,28 @@ def loss_not_callable() -> None:
     train(MLP(), loss="mse")
 
 
-def loss_with_parameters() -> None:
+def loss_with_parameters_of_a_model_with_a_loss() -> None:
     class Weighted(nn.Linear):
         def forward(self, output: Tensor, target: Tensor) -> Tensor:  # type: ignore[override]
             return F.mse_loss(super().forward(output), target)
 
-    train(MLP(), loss=Weighted(WIDTH, WIDTH))
+    model = MLP()
+    model.loss = F.mse_loss  # type: ignore[assignment]
+    train(model, loss=Weighted(WIDTH, WIDTH))
+
+
+def loss_that_writes_its_buffer() -> None:
+    class Averaged(nn.MSELoss):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(()))
+
+        def forward(self, output: Tensor, target: Tensor) -> Tensor:
+            loss = super().forward(output, target)
+            self.mean.mul_(0.9).add_(0.1 * loss.detach())
+            return loss
+
+    train(MLP(), loss=Averaged())
 
 
 def no_loss_anywhere() -> None:
@@ -263,7 +279,10 @@ BAD = (
     Refused(loss_not_a_tensor, CAPTURE, r"loss is a float; expected a scalar tensor"),
     Refused(loss_of_integers, CAPTURE, r"dtype torch.int64; expected a floating-point scalar"),
     Refused(loss_not_callable, PIPELINE, r"loss='mse'; expected a function"),
-    Refused(loss_with_parameters, CAPTURE, r"Weighted has its own parameters"),
+    Refused(
+        loss_with_parameters_of_a_model_with_a_loss, CAPTURE, r"Weighted has parameters.*MLP has another attribute"
+    ),
+    Refused(loss_that_writes_its_buffer, CAPTURE, r"loss module changes its buffer mean.*model\.loss = loss"),
     Refused(no_loss_anywhere, CAPTURE, r"returned dict without a loss.*pass loss=fn"),
     Refused(output_is_no_loss, CAPTURE, r"loss has shape \(2, 32\).*pass loss=fn"),
     Refused(not_a_module, PIPELINE, r"nn.Module.*received list"),

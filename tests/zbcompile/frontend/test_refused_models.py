@@ -7,9 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed._composable.replicate import DDP
+from torch.distributed._composable.replicate_with_fsdp import ReplicateModule
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import prune
 
 import zbcompile
 from tests.support.oracle import MLP, WIDTH
@@ -322,7 +325,30 @@ def little_to_keep() -> None:
     train(MLP(2), recompute=1)
 
 
+def old_weight_norm() -> None:
+    model = MLP()
+    nn.utils.weight_norm(model.layers[0])  # type: ignore[arg-type]
+    train(model)
+
+
+def old_spectral_norm() -> None:
+    model = MLP()
+    nn.utils.spectral_norm(model.layers[0])  # type: ignore[arg-type]
+    train(model)
+
+
+def pruned() -> None:
+    model = MLP()
+    prune.l1_unstructured(model.layers[0], "weight", amount=0.3)
+    train(model)
+
+
 REFUSED = (
+    Refused(
+        old_weight_norm, CAPTURE, r"layers\.0 \(Linear\) has .*Use torch\.nn\.utils\.parametrizations\.weight_norm"
+    ),
+    Refused(old_spectral_norm, CAPTURE, r"replaces weight.*Use torch\.nn\.utils\.parametrizations\.spectral_norm"),
+    Refused(pruned, CAPTURE, r"layers\.0 \(Linear\) is pruned: a hook replaces weight.*prune\.remove"),
     Refused(loss_that_trains, CAPTURE, r"reads scale, which requires a gradient"),
     Refused(data_dependent_control_flow, CAPTURE, r"torch.export cannot capture Branching.*control flow"),
     Refused(compiled_model, CAPTURE, r"already wrapped by torch.compile"),
@@ -403,6 +429,9 @@ def test_hooks(kind: str, pool: Pool) -> None:
 
 
 def test_wrappers_are_known_by_the_names_of_torchs_classes() -> None:
-    classes = nn.DataParallel, DistributedDataParallel, FullyShardedDataParallel, FSDPModule, torch.jit.ScriptModule
+    classes = (
+        *(nn.DataParallel, DistributedDataParallel, FullyShardedDataParallel, FSDPModule, torch.jit.ScriptModule),
+        *(DDP, ReplicateModule),
+    )
     assert {cls.__name__ for cls in classes} == WRAPPERS.keys()
     assert all(cls.__module__.startswith("torch.") for cls in classes)

@@ -1,0 +1,83 @@
+"""A loss module with parameters trains as a part of the last stage; a model that returns `loss, outputs`."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import zbcompile
+from tests.support.oracle import MLP, WIDTH
+from tests.support.pool import Pool
+
+ROWS = torch.linspace(-1, 1, 8 * WIDTH).view(8, WIDTH)
+
+
+class Temperature(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.3))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output * self.scale, target) + self.scale.square() / 10
+
+
+def seeded() -> nn.Module:
+    torch.manual_seed(0)
+    return MLP()
+
+
+def trained(ranks: int | None, schedule: str = "zb-h1") -> dict[str, Tensor]:
+    """This process's parameters after two steps."""
+    pipe = zbcompile.pipeline(seeded(), schedule=schedule, microbatches=4, loss=Temperature(), ranks=ranks, exact=True)
+    optimizer = pipe.optimizer(torch.optim.AdamW, lr=0.1)
+    for _ in range(2):
+        pipe.step(ROWS, target=ROWS)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert pipe.eval(ROWS).shape == ROWS.shape
+    found = {name: parameter.detach().clone() for name, parameter in pipe.named_parameters()}
+    pipe.close()
+    return found
+
+
+def expected() -> dict[str, Tensor]:
+    model, loss = seeded(), Temperature()
+    optimizer = torch.optim.AdamW([*model.parameters(), *loss.parameters()], lr=0.1)
+    for _ in range(2):
+        for part in ROWS.chunk(4):
+            (loss(model(part), part) / 4).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {**dict(model.named_parameters()), "loss.scale": loss.scale}
+
+
+def test_parameters_of_the_loss_train_with_the_bits_of_eager() -> None:
+    found, eager = trained(ranks=2), expected()
+    assert found.keys() == eager.keys()
+    assert all(torch.equal(found[name], eager[name]) for name in eager)
+
+
+def test_the_last_rank_has_the_parameters_of_the_loss(pool: Pool) -> None:
+    first, last = pool.run(trained, None, ranks=2)
+    eager = expected()
+    assert "loss.scale" not in first
+    assert all(torch.equal({**first, **last}[name], eager[name]) for name in eager)
+
+
+def test_a_model_that_returns_its_loss_and_logits() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = seeded()
+
+        def forward(self, x: Tensor) -> Any:
+            output = self.inner(x)
+            return F.mse_loss(output, x), output
+
+    pipe = zbcompile.pipeline(Both(), schedule="1f1b", microbatches=4, ranks=2, exact=True)
+    loss, (_, output) = pipe.step(ROWS, return_outputs=True)
+    model = seeded()
+    parts = [model(part) for part in ROWS.chunk(4)]
+    assert torch.equal(output, torch.cat(parts))
+    assert torch.equal(loss, sum(F.mse_loss(y, x) / 4 for x, y in zip(ROWS.chunk(4), parts, strict=True)))
