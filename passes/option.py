@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from zbcompile.passes.torch_names import NAMED
+
 Options = TypeVar("Options")
 SIZES = 'bytes: a number, or a text such as "80GiB" or "24 GB" (B, kB, MB, GB, TB, KiB, MiB, GiB, TiB)'
 _UNITS = {"": 1, "B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -51,7 +53,14 @@ def options_of(*classes: type) -> dict[str, Field[Any]]:
 def read_options(kind: type[Options], given: Mapping[str, Any]) -> Options:
     """An instance of dataclass `kind` from the given options. Raises as `Kind.read`, and KeyError for other names."""
     options = options_of(kind)
-    return kind(**{name: options[name].metadata["kind"].read(value) for name, value in given.items()})
+    return kind(**{name: _read(name, options[name].metadata["kind"], value) for name, value in given.items()})
+
+
+def _read(name: str, kind: Kind, given: Any) -> Any:
+    try:
+        return kind.read(given)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name}={given!r}; expected {kind.expected}") from None
 
 
 def paragraphs_of(kind: type) -> dict[str, str]:
@@ -129,7 +138,7 @@ def _positive_bytes(given: Any) -> int:
 
 
 def _read_dtype(given: Any) -> torch.dtype:
-    found = getattr(torch, given, None) if isinstance(given, str) else given
+    found = NAMED["dtype"].get(given) if isinstance(given, str) else given
     if not (isinstance(found, torch.dtype) and found.is_floating_point):
         raise ValueError
     return found

@@ -8,7 +8,6 @@ import itertools
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from operator import attrgetter
 from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,6 +17,7 @@ import torch.utils.checkpoint
 from torch._ops import (
     HigherOrderOperator as HigherOrderOperator,  # 2.11-2.13: the class of torch.ops.higher_order.*
     OpOverload as OpOverload,  # 2.11-2.13: the class of torch.ops.aten.*.*
+    OpOverloadPacket,  # 2.11-2.13: the class of torch.ops.aten.*
 )
 from torch._subclasses import functional_tensor  # 2.11-2.13: what AOTAutograd functionalises with
 from torch._subclasses.fake_tensor import (
@@ -166,6 +166,17 @@ def arguments_of(operation: OpOverload) -> list[Any]:
     return list(operation._schema.arguments)
 
 
+def known_operator(library: str, function: str, overload: str) -> OpOverload | None:
+    """The operator that the dispatcher knows under this name; None for anything else that `torch.ops` answers to: its
+    attributes and methods, torch script's own operators, overloads of another kind (2.11-2.13)."""
+    packet = getattr(getattr(torch.ops, library), function, None)
+    if type(packet) is not OpOverloadPacket or overload not in packet.overloads():
+        return None
+    found = getattr(packet, overload)
+    known = type(found) is OpOverload and torch._C._dispatch_has_kernel(found.name())
+    return found if known and str(found) == f"{library}.{function}.{overload}" else None
+
+
 def returns_tensors(operation: OpOverload) -> bool:
     """Whether an operator returns a tensor, or several (`OpOverload._schema`: 2.11-2.13)."""
     return any("Tensor" in str(each.type) for each in operation._schema.returns)
@@ -177,12 +188,14 @@ class _DirectCodeGen(_BoxedCodeGen):
 
     def _gen_python_code(self, *args: Any, **options: Any) -> Any:
         code = super()._gen_python_code(*args, **options)
+        nodes, _, namespace = args
+        called = {str(node.target): node.target for node in nodes if type(node.target) is OpOverload}
 
         def direct(call: re.Match[str]) -> str:
-            operator = attrgetter(call[1])(torch.ops)
-            if type(operator) is not OpOverload:
+            operator = called.get(call[1])
+            if operator is None:
                 return call[0]
-            name = call[1].replace(".", "_")
+            name = namespace.create_name(call[1].replace(".", "_"), operator)  # not that of a value
             code.globals[name] = operator._op
             return f"{name}("
 

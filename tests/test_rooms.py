@@ -22,8 +22,8 @@ ORDER = {
         *("simulation", "searching", "visualization", "__init__", "__main__"),
     ),
     "passes": (
-        *("__init__", "errors", "option", "hardware", "layout_strings", "compile_options", "torch_private", "graph"),
-        *("values", "capture"),
+        *("__init__", "errors", "torch_names", "option", "hardware", "layout_strings", "compile_options"),
+        *("torch_private", "graph", "values", "capture"),
         *("partition", "split", "recompute", "stage", "vocabulary", "verification", "pass_list", "serialization"),
     ),
     "zbcompile": (

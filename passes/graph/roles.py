@@ -3,7 +3,7 @@
 import math
 from typing import Literal, NamedTuple
 
-import torch
+from zbcompile.passes.torch_names import dtype_named
 
 Kind = Literal[
     "parameter",  # name: the model's FQN (the first one if parameters are tied)
@@ -53,4 +53,4 @@ class TensorSpec(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        return math.prod(self.shape) * int(getattr(torch, self.dtype).itemsize)
+        return math.prod(self.shape) * int(dtype_named(self.dtype).itemsize)

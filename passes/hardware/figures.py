@@ -8,7 +8,7 @@ from numbers import Real
 from reprlib import repr as short
 from typing import Any
 
-import torch
+from zbcompile.passes.torch_names import NAMED
 
 KINDS = ("product", "convolution", "convolution_backward")  # of measured products
 
@@ -94,7 +94,7 @@ COUNT = Figure(_count, "a whole number above 0")
 TILES = Figure(_tiles, "pairs of whole numbers above 0, the largest tile first")
 CONNECTION = Figure(_connection, "latency (seconds, 0 or more) and bandwidth (bytes per second, above 0)")
 PEAKS = Figure(
-    _table(lambda name: isinstance(getattr(torch, name, None), torch.dtype), 1),
+    _table(NAMED["dtype"].__contains__, 1),
     'a table from dtypes, such as "bfloat16", to FLOP per second',
     POSITIVE,
 )

@@ -59,8 +59,8 @@ class StageTask:
 
 _GRAPH = (graph.operations_in_order, graph.calls_only, graph.roles_complete, graph.roles_allowed)
 _NAMED = (*_GRAPH, graph.roles_on_inputs, graph.roles_unique)
-_WHOLE = (*_NAMED, graph.values_present, graph.parts_fit, graph.collectives_waited)
-_PURE = (*_WHOLE, graph.nothing_in_place)
+WHOLE = (*_NAMED, graph.values_present, graph.parts_fit, graph.collectives_waited)
+_PURE = (*WHOLE, graph.nothing_in_place)
 _COPIED = (*_GRAPH, graph.roles_on_inputs)
 _CANONICAL = (*_PURE, model.differentiability_known)
 
@@ -81,7 +81,7 @@ _REWRITTEN = (*_JOINT, stage.draws_unchanged)
 _WAITING = (piece.draws_in_forward, piece.saved_arrives, piece.crossing_counted)
 _SPLIT = (*_PURE, piece.each_operation_once, piece.repeats_cheap, piece.fused_is_both, piece.draws_all, *_WAITING)
 _FINISHED = (
-    *(*_WHOLE, *_WAITING, piece.only_buffers_written, piece.gradients_complete, piece.gradients_own),
+    *(*WHOLE, *_WAITING, piece.only_buffers_written, piece.gradients_complete, piece.gradients_own),
     piece.messages_described,
 )
 
@@ -144,7 +144,7 @@ SHARD = Pass(
     "shard",
     "makes S and T of every vocabulary shard",
     make_vocabulary,
-    (*_WHOLE, piece.only_buffers_written, piece.words_covered),
+    (*WHOLE, piece.only_buffers_written, piece.words_covered),
 )
 OVERLAP = Pass(
     "overlap",

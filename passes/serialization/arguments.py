@@ -6,14 +6,16 @@ tag: `{"node": "linear_1"}`, `{"dtype": "float32"}`, `{"tuple": [...]}`.
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch.fx import Node
 
 from zbcompile.passes.errors import CompileError
+from zbcompile.passes.torch_names import NAMED, name_in_torch, named
 
-_NAMED = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
+DEVICES = ("cpu", "cuda")
 
 
 def argument_to_data(value: Any) -> Any:
@@ -42,45 +44,62 @@ def _tagged(value: Any) -> dict[str, Any]:
         return {"complex": [argument_to_data(value.real), argument_to_data(value.imag)]}
     if isinstance(value, torch.device):
         return {"device": value.type}
-    for tag, kind in _NAMED.items():
-        if isinstance(value, kind):
-            return {tag: str(value).removeprefix("torch.")}
+    if (found := name_in_torch(value)) is not None:
+        return dict([found])
     raise CompileError(f"an argument of type {type(value).__name__} ({value!r}) cannot be saved.")
 
 
 def argument_from_data(data: Any, nodes: Mapping[str, Node], device: torch.device) -> Any:
     """The argument that `argument_to_data` wrote. `nodes` are the graph's nodes so far; `device` is this process's.
 
-    Raises CompileError for a tag that does not exist.
+    Raises CompileError for a tag, or a node, that does not exist.
     """
     if isinstance(data, list):
         return [argument_from_data(each, nodes, device) for each in data]
     if not isinstance(data, dict):
         return data
-    ((tag, inner),) = data.items()
-    readers: dict[str, Callable[[], Any]] = {
-        "node": lambda: nodes[inner],
-        "float": lambda: float(inner),
-        "tuple": lambda: tuple(argument_from_data(each, nodes, device) for each in inner),
-        "slice": lambda: slice(*(argument_from_data(each, nodes, device) for each in inner)),
-        "complex": lambda: complex(*(argument_from_data(each, nodes, device) for each in inner)),
-        "device": lambda: device_from_data(inner, device),
+    readers: dict[str, Callable[[Any], Any]] = {
+        "node": lambda inner: _node_named(inner, nodes),
+        "float": _float_from_data,
+        "tuple": lambda inner: tuple(_each(inner, nodes, device)),
+        "slice": lambda inner: slice(*_each(inner, nodes, device)),
+        "complex": lambda inner: complex(*map(_finite, _each(inner, nodes, device))),
+        "device": lambda inner: device_from_data(inner, device),
+        **{tag: partial(named, tag) for tag in NAMED},
     }
-    if tag in _NAMED:
-        return named(tag, inner)
-    if tag not in readers:
-        raise CompileError(f"an argument with the tag {tag!r}; expected one of {', '.join((*readers, *_NAMED))}.")
-    return readers[tag]()
+    tag, inner = next(iter(data.items()), ("", None))
+    if len(data) != 1 or tag not in readers:
+        raise CompileError(f"an argument with the tags {list(data)}; expected one of {', '.join(readers)}.")
+    return readers[tag](inner)
 
 
-def named(tag: str, name: str) -> Any:
-    """A dtype, layout or memory format of torch by its name."""
-    found = getattr(torch, name, None)
-    if not isinstance(found, _NAMED[tag]):
-        raise CompileError(f"torch has no {tag} {name!r}.")
-    return found
+def _each(inner: Any, nodes: Mapping[str, Node], device: torch.device) -> list[Any]:
+    if not isinstance(inner, list):
+        raise CompileError(f"an argument holds {inner!r}; expected a list.")
+    return [argument_from_data(each, nodes, device) for each in inner]
 
 
-def device_from_data(name: str, device: torch.device) -> torch.device:
+def _node_named(name: Any, nodes: Mapping[str, Node]) -> Node:
+    if not isinstance(name, str) or name not in nodes:
+        raise CompileError(f"an argument is the result of {name!r}; no operation before it is called so.")
+    return nodes[name]
+
+
+def _float_from_data(text: Any) -> float:
+    if text not in ("inf", "-inf", "nan"):
+        raise CompileError(f"{text!r} is no float that needs a tag; expected inf, -inf or nan.")
+    return float(text)
+
+
+def _finite(part: Any) -> float:
+    """A part of a complex number. Generated code cannot hold others: it would read their text as names."""
+    if not isinstance(part, int | float) or not math.isfinite(part):
+        raise CompileError(f"{part!r} is no part of a complex number; expected a finite one.")
+    return part
+
+
+def device_from_data(name: Any, device: torch.device) -> torch.device:
     """The device for a written name: a program stores only device types, and `device` is this process's device."""
+    if name not in (device.type, *DEVICES):
+        raise CompileError(f"{name!r} is no kind of device; expected {' or '.join(DEVICES)}.")
     return device if device.type == name else torch.device(name)

@@ -1,111 +1,32 @@
 """A piece - one executable graph with the meaning of its inputs and outputs - as data, and back.
 
-Nothing in the data is executed: operations are named, and a name that is not on the allow-list is refused. Names end up
-in generated source, so they must be identifiers. Tensors that a graph refers to are kept apart, by name.
+Nothing in the data is executed: operations are named, and a name that is not in a closed table is refused. Names end up
+in generated source, so they must be names that mean nothing else there. Tensors that a graph refers to are kept apart,
+by name.
 """
 
-import operator
+import builtins
+import keyword
 import os
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from functools import cache
+from typing import Any, cast, get_args
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from zbcompile.passes.errors import CompileError
-from zbcompile.passes.graph.roles import Slot
+from zbcompile.passes.graph.fx import output_values
+from zbcompile.passes.graph.process_groups import is_collective
+from zbcompile.passes.graph.roles import Kind, Slot
 from zbcompile.passes.graph.source_location import Origin, origin_of
 from zbcompile.passes.serialization.arguments import argument_from_data, argument_to_data
+from zbcompile.passes.serialization.operators import is_foreign, name_of_operator, operator_named
 from zbcompile.passes.serialization.values import ValueReader, ValueWriter, require_true_values
 from zbcompile.passes.split.subgraphs import Piece
-from zbcompile.passes.torch_private import (
-    FUNCTIONAL_COLLECTIVES,
-    HigherOrderOperator,
-    LazyGraphModule,
-    OpOverload,
-    arguments_of,
-    returns_tensors,
-)
-
-OWN_LIBRARIES = ("aten", "prims", "zbcompile", *FUNCTIONAL_COLLECTIVES)
-HIGHER_ORDER = ("cond",)
-GETITEM = "getitem"
-CHECKS = ("_assert_async", "_assert_scalar", "_assert_tensor_metadata")  # return nothing, and change nothing
-SILENT = (*CHECKS, "end_apart")  # return nothing
-_NAME = re.compile(r"[A-Za-z_]\w*\.[A-Za-z_]\w*\.[A-Za-z_]\w*")  # library.operator.overload
-
-
-def name_of_operator(target: Any) -> str:
-    """The name under which a graph's target is written, such as `aten.linear.default`.
-
-    Raises CompileError for a function that no reader could find by name.
-    """
-    if target is operator.getitem:
-        return GETITEM
-    if isinstance(target, OpOverload):
-        return str(target)
-    if isinstance(target, HigherOrderOperator) and target.name() in HIGHER_ORDER:
-        return f"higher_order.{target.name()}"
-    raise CompileError(
-        f"{target} cannot be saved: a program holds aten, prims and library operators, getitem and "
-        f"{', '.join(HIGHER_ORDER)}. Wrap it with torch.library.custom_op."
-    )
-
-
-def is_foreign(name: str) -> bool:
-    """Whether an operator belongs to a library other than torch's own, so that a reader must name it."""
-    return name != GETITEM and name.partition(".")[0] not in (*OWN_LIBRARIES, "higher_order")
-
-
-def operator_named(name: str, foreign: Collection[str] = ()) -> Callable[..., Any]:
-    """The operator that `name_of_operator` wrote. `foreign` are the names of other libraries' operators that may be
-    called, without the overload: `mylibrary::scale`.
-
-    Raises CompileError for everything else, whether it exists or not.
-
-    >>> operator_named("aten.relu.default")
-    <OpOverload(op='aten.relu', overload='default')>
-    """
-    if name == GETITEM:
-        return operator.getitem
-    if name in {f"higher_order.{allowed}" for allowed in HIGHER_ORDER}:
-        return getattr(torch.ops.higher_order, name.partition(".")[2])  # type: ignore[no-any-return]
-    if not _NAME.fullmatch(name):
-        raise CompileError(f"{name!r} is not the name of an operator; expected library.operator.overload.")
-    library, function, overload = name.split(".")
-    if library not in OWN_LIBRARIES and f"{library}::{function}" not in foreign:
-        raise CompileError(
-            f"the program calls {library}::{function}, which is not an operator of torch. If you trust it, import the "
-            f'module that defines it and pass operators=["{library}::{function}"].'
-        )
-    found = _found(library, function, overload)
-    if library in OWN_LIBRARIES and function not in SILENT:
-        _require_pure(name, found)
-    return found  # type: ignore[no-any-return]
-
-
-def _found(library: str, function: str, overload: str) -> Any:
-    try:
-        return getattr(getattr(getattr(torch.ops, library), function), overload)
-    except AttributeError:
-        raise CompileError(
-            f"the program calls {library}::{function} ({overload}), which is not defined here. Import the module that "
-            "defines it before loading."
-        ) from None
-
-
-def _require_pure(name: str, found: Any) -> None:
-    """Refuse operators of aten that map files, or have effects besides the tensors that they return or write."""
-    if (
-        not isinstance(found, OpOverload)
-        or any(argument.name == "filename" for argument in arguments_of(found))
-        or not returns_tensors(found)
-        or torch.Tag.inplace_view in found.tags
-    ):
-        raise CompileError(f"{name} is not an operator that a program may call.")
-
+from zbcompile.passes.torch_private import LazyGraphModule, OpOverload, arguments_of
 
 Data = dict[str, Any]
 NODES = ("placeholder", "get_attr", "call_function", "output")
@@ -131,12 +52,27 @@ def piece_to_data(piece: Piece) -> Data:
 
 
 def piece_from_data(name: str, data: Data, reading: Reading, prefix: str, class_name: str) -> Piece:
-    """The piece that `piece_to_data` wrote; its tensors are those of `reading` whose names begin with `prefix`."""
-    inputs, outputs = (tuple(Slot(*slot) for slot in data[key]) for key in ("inputs", "outputs"))
+    """The piece that `piece_to_data` wrote; its tensors are those of `reading` whose names begin with `prefix`.
+
+    Raises CompileError for a graph that no release writes; KeyError, TypeError or ValueError for data of another form.
+    """
+    inputs, outputs = (tuple(map(_slot_from_data, data[key])) for key in ("inputs", "outputs"))
     module = _graph_from_data(data, reading, prefix, class_name)
-    for slot, node in zip(inputs, module.graph.find_nodes(op="placeholder"), strict=True):
+    takes, gives = module.graph.find_nodes(op="placeholder"), output_values(module.graph)
+    if (len(takes), len(gives)) != (len(inputs), len(outputs)):
+        raise CompileError(
+            f"{name} takes {len(takes)} and returns {len(gives)} values, but names {len(inputs)} and {len(outputs)}."
+        )
+    for slot, node in zip(inputs, takes, strict=True):
         node.meta["slot"] = slot
     return Piece(name, module, inputs, outputs)
+
+
+def _slot_from_data(data: Any) -> Slot:
+    slot = Slot(*data)
+    if slot.kind not in get_args(Kind) or not isinstance(slot.name, str):
+        raise CompileError(f"{data!r} is no input or output of a graph; expected a kind and a name.")
+    return slot
 
 
 def tensors_in(module: torch.nn.Module, prefix: str) -> dict[str, torch.Tensor]:
@@ -190,35 +126,90 @@ def _graph_from_data(data: Data, reading: Reading, prefix: str, class_name: str)
     graph, values = Graph(), ValueReader(data["storages"], reading.device)
     nodes: dict[str, Node] = {}
     held: dict[str, Any] = {}
+    _require_order([each["op"] for each in data["nodes"]])
     for each in data["nodes"]:
-        nodes[each["name"]] = _node_from_data(each, graph, nodes, reading)
-        _remember(nodes[each["name"]], each, values)
-        if each["op"] == "get_attr":
-            held[each["target"]] = _attribute(data, each["target"], reading, prefix)
+        node = _node_from_data(each, graph, nodes, reading)
+        nodes[node.name] = node
+        _remember(node, each, values)
+        if node.op == "get_attr":
+            held[str(node.target)] = _attribute(data, str(node.target), reading, prefix)
     module = LazyGraphModule(held, graph, class_name=class_name)
     require_true_values(module, values.mode)
     return module
 
 
+def _require_order(kinds: list[Any]) -> None:
+    """A graph ends with its only output; its inputs come first."""
+    for kind in kinds:
+        if kind not in NODES:
+            raise CompileError(f"a node of kind {kind!r}; expected one of {', '.join(NODES)}.")
+    inputs = kinds.count("placeholder")
+    if kinds[:inputs].count("placeholder") != inputs or kinds.count("output") != 1 or kinds[-1] != "output":
+        raise CompileError("a graph whose inputs do not stand first, or that does not end with its only output.")
+
+
 def _attribute(data: Data, name: str, reading: Reading, prefix: str) -> Any:
     if name in data["graphs"]:
-        return _graph_from_data(data["graphs"][name], reading, f"{prefix}{name}.", "Inner")
+        inner = _graph_from_data(data["graphs"][name], reading, f"{prefix}{name}.", "Inner")
+        if any(map(is_collective, inner.graph.nodes)):
+            raise CompileError(f"{name} is a branch, and communicates: not all ranks need take it.")
+        return inner
+    if prefix + name not in reading.tensors:
+        raise CompileError(f"a graph refers to {prefix + name!r}, and no tensor or graph is called so.")
     return reading.tensors[prefix + name]
 
 
 def _node_from_data(data: Data, graph: Graph, nodes: Mapping[str, Node], reading: Reading) -> Node:
-    op, kwargs = data["op"], data.get("kwargs", {})
-    target = data.get("target", "output")
-    for name in (data["name"], *kwargs, *([] if op == "call_function" else [target])):
-        if not str(name).isidentifier():
-            raise CompileError(f"{name!r} in a graph is not a name.")
-    if op not in NODES:
-        raise CompileError(f"{data['name']}: a node of kind {op!r}; expected one of {', '.join(NODES)}.")
+    op, target = data["op"], data.get("target", "output")
     if op == "call_function":
         target = operator_named(target, reading.foreign)
+        named = {name: argument_from_data(each, nodes, reading.device) for name, each in data.get("kwargs", {}).items()}
+        _require_keywords(target, named)
+    else:
+        named = {}
+        require_name(target, *(dir(_empty_module()) if op == "get_attr" else ()))
+    if op in ("placeholder", "get_attr") and not data.keys().isdisjoint(("args", "kwargs")):
+        raise CompileError(f"{target!r} is an input or an attribute, and has arguments.")
     args = tuple(argument_from_data(each, nodes, reading.device) for each in data.get("args", ()))
-    named = {name: argument_from_data(each, nodes, reading.device) for name, each in kwargs.items()}
-    return graph.create_node(op, target, args, named, name=data["name"])
+    if op == "output" and not _is_flat(args):
+        raise CompileError("a graph returns something else than a list of values.")
+    require_name(data["name"])
+    node = graph.create_node(op, target, args, named, name=data["name"])
+    if node.name != data["name"]:
+        raise CompileError(f"two operations of a graph are called {data['name']!r}, or it is a name of generated code.")
+    return node
+
+
+_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)  # Python takes letters that look alike for one name
+_GLOBAL = ("self", "args_list", "torch", "device", "operator", "slice", "inf", "nan", "NoneType", "pytree", "fx_pytree")
+_TAKEN = frozenset((*keyword.kwlist, *_GLOBAL, *(name for name in dir(builtins) if name.startswith("__"))))
+
+
+def require_name(name: Any, *taken: str) -> None:
+    """Raise CompileError for a name that may not stand in generated code: it is none, or means something there."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or name in _TAKEN or name in taken:
+        raise CompileError(f"{name!r} in a graph is not a name that a program may use.")
+
+
+@cache
+def _empty_module() -> GraphModule:
+    """A module whose attributes a graph's own must not replace."""
+    return GraphModule(torch.nn.Module(), Graph())
+
+
+def _require_keywords(target: Any, named: Collection[str]) -> None:
+    declared = [argument.name for argument in arguments_of(target)] if isinstance(target, OpOverload) else ()
+    for name in named:
+        if name not in declared or keyword.iskeyword(name):
+            raise CompileError(f"{target} is called with {name!r} in a graph, which is not a name of its arguments.")
+
+
+def _is_flat(args: tuple[Any, ...]) -> bool:
+    """Whether these are the arguments of an output: one list of nodes and constants."""
+    plain = (Node, bool, int, float, type(None))
+    return len(args) == 1 and all(
+        isinstance(e, plain) for e in (args[0] if isinstance(args[0], tuple | list) else args)
+    )
 
 
 def _remember(node: Node, data: Data, values: ValueReader) -> None:
@@ -226,6 +217,14 @@ def _remember(node: Node, data: Data, values: ValueReader) -> None:
     if "value" in data:
         node.meta["val"] = values.read(data["value"])
     if "pass" in data:
-        node.meta["pass"] = data["pass"]
+        node.meta["pass"] = on_a_line(data["pass"])
     if "origin" in data:
-        node.meta["origin"] = Origin(*data["origin"])
+        module, file, line, code = data["origin"]
+        node.meta["origin"] = Origin(on_a_line(module), on_a_line(file), int(line), on_a_line(code))
+
+
+def on_a_line(text: Any) -> str:
+    """A text that is printed, and stands in comments of generated code: without line breaks and control characters."""
+    if not isinstance(text, str):
+        raise CompileError(f"{text!r} stands where a text is expected.")
+    return "".join(each if each.isprintable() else " " for each in text)

@@ -13,6 +13,7 @@ from zbcompile.passes.graph.storage import content_of
 from zbcompile.passes.serialization.arguments import argument_from_data, argument_to_data
 from zbcompile.passes.serialization.graph_modules import Reading, piece_from_data, piece_to_data
 from zbcompile.passes.split.subgraphs import Piece
+from zbcompile.passes.torch_names import dtype_named
 
 Data = dict[str, Any]
 
@@ -52,4 +53,4 @@ def _tensor_to_data(tensor: torch.Tensor) -> list[Any]:
 def _tensor_from_data(data: list[Any], device: torch.device) -> torch.Tensor:
     dtype, shape, content = data
     flat = torch.tensor(list(bytes.fromhex(content)), dtype=torch.uint8)
-    return flat.view(getattr(torch, dtype)).reshape(shape).to(device)
+    return flat.view(dtype_named(dtype)).reshape(shape).to(device)

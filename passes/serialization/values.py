@@ -12,8 +12,10 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from zbcompile.passes.errors import CompileError
+from zbcompile.passes.graph.fx import is_getitem
 from zbcompile.passes.graph.storage import tensors_of
-from zbcompile.passes.serialization.arguments import device_from_data, named
+from zbcompile.passes.serialization.arguments import device_from_data
+from zbcompile.passes.torch_names import dtype_named
 from zbcompile.passes.torch_private import FakeTensorMode, HigherOrderOperator, fake_of, storage_key
 
 
@@ -58,7 +60,7 @@ class ValueReader:
         if isinstance(data, dict):
             return tuple(self.read(each) for each in data["values"])
         name, kind, shape, stride, number, offset = data
-        dtype = named("dtype", name)
+        dtype = dtype_named(name)
         value = torch.as_strided(self._storage(number, dtype).view(dtype), shape, stride, offset)
         return fake_of(value, self.mode, device_from_data(kind, self.device))
 
@@ -82,6 +84,8 @@ def require_true_values(module: GraphModule, mode: FakeTensorMode) -> None:
                 _require_same(node, value, written)
             elif node.op == "call_function":
                 found[node] = _made(node, found)
+                if not _is_plain(found[node]):
+                    raise CompileError(f"{node.name} ({node.target}) makes something else than dense tensors.")
                 _require_same(node, found[node], written)
             else:
                 found[node] = written
@@ -93,10 +97,25 @@ def _made(node: Node, found: dict[Node, Any]) -> Any:
         return node.meta.get("val")
     args, kwargs = map_arg((node.args, node.kwargs), found.__getitem__)
     try:
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+        return _item(*args) if is_getitem(node) else node.target(*args, **kwargs)  # type: ignore[operator]
     except Exception as error:
         first = str(error).partition("\n")[0]
         raise CompileError(f"{node.name} ({node.target}) cannot run on what is written: {first}") from None
+
+
+def _item(values: Any, index: Any) -> Any:
+    """One of the results of an operation: all that getitem may do."""
+    if not isinstance(values, tuple | list) or type(index) is not int:
+        raise TypeError(f"it takes {index!r} out of {type(values).__name__}, not one of several results")
+    return values[index]
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether an operation may make this: tensors and numbers, by themselves or as several results."""
+    if isinstance(value, tuple | list):
+        return all(map(_is_plain, value))
+    dense = isinstance(value, torch.Tensor) and value.layout is torch.strided
+    return dense or value is None or isinstance(value, bool | int | float)
 
 
 def _require_same(node: Node, value: Any, written: Any) -> None:

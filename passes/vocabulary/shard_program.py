@@ -17,6 +17,7 @@ from zbcompile.passes.graph.roles import Slot, TensorSpec
 from zbcompile.passes.split.subgraphs import Piece
 from zbcompile.passes.stage.accumulate import accumulate_in_place
 from zbcompile.passes.stage.stage_program import tensor_spec
+from zbcompile.passes.torch_names import dtype_named
 from zbcompile.passes.torch_private import FakeTensorMode, LazyGraphModule, make_fx
 from zbcompile.passes.vocabulary.embedding import VocabularyLookup, look_up, spread
 from zbcompile.passes.vocabulary.further_terms import gradient_rows, terms_in
@@ -94,7 +95,7 @@ class VocabularyProgram:
         """What a shard holds of a microbatch between S and T."""
         low, high = self.bounds[rank]
         tokens, width = self.hidden.shape
-        item = getattr(torch, self.hidden.dtype).itemsize
+        item = dtype_named(self.hidden.dtype).itemsize
         return tokens * (width + (high - low) * self.tiling.keep) * item + 5 * tokens * 4
 
 

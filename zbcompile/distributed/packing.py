@@ -7,6 +7,7 @@ import torch
 
 from zbcompile.passes.graph.roles import TensorSpec
 from zbcompile.passes.graph.strides import is_dense, packed_layout
+from zbcompile.passes.torch_names import dtype_named
 
 HIDDEN_MESSAGE = "HIDDEN"  # the last stage's output, on its way to the vocabulary shards
 ROWS_MESSAGE = "ROWS"  # the gradient of what these have looked up for the first stage
@@ -38,12 +39,12 @@ def packed(tensor: torch.Tensor) -> torch.Tensor:
 def packed_buffer(spec: TensorSpec, device: torch.device) -> torch.Tensor:
     """Memory that a packed tensor of this specification can be received into."""
     shape, strides = packed_layout(spec.shape, spec.stride)
-    return torch.empty_strided(shape, strides, dtype=getattr(torch, spec.dtype), device=device)
+    return torch.empty_strided(shape, strides, dtype=dtype_named(spec.dtype), device=device)
 
 
 def empty(spec: TensorSpec, device: torch.device) -> torch.Tensor:
     """A contiguous tensor of this specification."""
-    return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
+    return torch.empty(spec.shape, dtype=dtype_named(spec.dtype), device=device)
 
 
 def laid_out(value: torch.Tensor, spec: TensorSpec) -> torch.Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from zbcompile.passes.capture.export import first_names
+from zbcompile.passes.torch_names import dtype_named
 from zbcompile.passes.torch_private import FakeTensor
 
 
@@ -93,7 +94,7 @@ def module_of(facts: ModelFacts) -> nn.Module:
 
 def on_meta(member: Member) -> torch.Tensor:
     """A parameter or buffer without memory."""
-    dtype = getattr(torch, member.dtype)
+    dtype = dtype_named(member.dtype)
     tensor = torch.empty_strided(member.shape, member.stride, dtype=dtype, device="meta")
     return nn.Parameter(tensor, requires_grad=member.trainable) if member.kind == "parameter" else tensor
 

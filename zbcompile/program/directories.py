@@ -5,7 +5,8 @@ compared with its hash, and nothing in it is executed."""
 import hashlib
 import json
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,17 @@ from zbcompile.distributed.ranks import LocalRanks, Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.model.model_info import has_values, on_meta
 from zbcompile.passes.errors import CompileError
-from zbcompile.program.manifest import AGAIN, SavedProgram, manifest_from_text, manifest_to_text, program_from_manifest
+from zbcompile.passes.serialization.graph_modules import Reading
+from zbcompile.program.consistency import require_consistent, require_whole
+from zbcompile.program.manifest import (
+    AGAIN,
+    SavedProgram,
+    in_short,
+    manifest_from_text,
+    manifest_to_text,
+    problem_of,
+    program_from_manifest,
+)
 from zbcompile.program.output import FORWARDS
 from zbcompile.program.program import ANSWERS, Program
 from zbcompile.program.rank_files import (
@@ -32,10 +43,11 @@ from zbcompile.program.rank_files import (
     graph_files,
     memory_of,
     operators_of,
-    part_from_files,
+    part_from_data,
+    pieces_from_data,
     rank_bytes,
     rank_file,
-    require_consistent,
+    tensors_from_file,
 )
 from zbcompile.safe_files import read_regular, sync, write_whole
 from zbcompile.schedules import Lowered, check, from_json
@@ -161,34 +173,42 @@ def read_program(
 ) -> SavedProgram:
     """The program with the graphs of the ranks `own`, its tensors on `device`. Raises as `load` does."""
     reader = _Reader(folder, manifest["files"], memory_of(device) if max_bytes is None else max_bytes)
-    try:
-        return _assemble(manifest, reader, own, device, operators)
-    except (PipelineError, CompileError):
-        raise
-    except Exception as error:  # of data that anyone may have written
-        problem = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise PipelineError(f"{folder} holds data that no release writes ({problem}). {AGAIN}.") from error
-
-
-def _assemble(
-    data: dict[str, Any], reader: "_Reader", own: Sequence[int], device: torch.device, operators: Collection[str]
-) -> SavedProgram:
-    lowered = from_json(reader.bytes(SCHEDULE).decode()).program
-    if not isinstance(lowered, Lowered):
-        raise ValueError(f"{SCHEDULE} has no communication")
-    if (lowered.schedule.ranks, lowered.schedule.stages) != (data["ranks"], len(data["stages"])):
-        raise ValueError(f"{SCHEDULE} is of another number of ranks or stages")
-    check(lowered, weight_order="any")
-    program = program_from_manifest(data, lowered, device, operators)
+    with reader.understanding(SCHEDULE):
+        lowered = _lowered(reader.bytes(SCHEDULE).decode(), manifest)
+    with reader.understanding(MANIFEST):
+        program = program_from_manifest(manifest, lowered, device, operators)
+        require_whole(program)
     for rank in own:
-        files = graph_files(program, rank)
-        graphs = {stem: reader.json(rank_file(rank, f"{stem}.json")) for stem in files}
-        content = reader.bytes(rank_file(rank, TENSORS))
-        part = part_from_files(reader.json(rank_file(rank, RANK)), graphs, files, content, device, operators)
-        program = _with_part(program, rank, part)
-        require_consistent(program, rank)
-        reader.require_allowed(rank, rank_bytes(program, rank), part.bytes)
+        with reader.understanding(rank_file(rank, RANK)):
+            part = _read_part(program, rank, reader, device, operators)
+            program = _with_part(program, rank, part)
+            require_consistent(program, rank)
+            reader.require_allowed(rank, rank_bytes(program, rank), part.bytes)
     return program
+
+
+def _lowered(text: str, manifest: Mapping[str, Any]) -> Lowered:
+    """The schedule of a program. Raises ValueError for one that its manifest does not describe."""
+    lowered = from_json(text).program
+    if not isinstance(lowered, Lowered):
+        raise ValueError("no communication")
+    if (lowered.schedule.ranks, lowered.schedule.stages) != (manifest["ranks"], len(manifest["stages"])):
+        raise ValueError("another number of ranks or stages than the manifest")
+    check(lowered, weight_order="any")
+    return lowered
+
+
+def _read_part(
+    program: SavedProgram, rank: int, reader: "_Reader", device: torch.device, operators: Collection[str]
+) -> RankPart:
+    index = reader.json(rank_file(rank, RANK))
+    with reader.understanding(rank_file(rank, TENSORS)):
+        tensors = tensors_from_file(index, reader.bytes(rank_file(rank, TENSORS)), device)
+    reading, pieces = Reading(device, tensors, operators), {}
+    for stem, number in graph_files(program, rank).items():
+        with reader.understanding(rank_file(rank, f"{stem}.json")):
+            pieces[stem] = pieces_from_data(stem, number, reader.json(rank_file(rank, f"{stem}.json")), reading)
+    return part_from_data(index, pieces, tensors)
 
 
 def _with_part(program: SavedProgram, rank: int, part: RankPart) -> SavedProgram:
@@ -231,6 +251,19 @@ class _Reader:
 
     def json(self, name: str) -> Any:
         return json.loads(self.bytes(name))
+
+    @contextmanager
+    def understanding(self, name: str) -> Iterator[None]:
+        """Inside, a file is read that anyone may have written: every error is one line that names it."""
+        path = self.folder / name
+        try:
+            yield
+        except (PipelineError, CompileError) as error:
+            kind = CompileError if isinstance(error, CompileError) else PipelineError
+            text = in_short(error)
+            raise kind(text if str(self.folder) in text else f"{path}: {text}") from error
+        except Exception as error:
+            raise PipelineError(f"{path} holds data that no release writes ({problem_of(error)}). {AGAIN}.") from error
 
     def require_allowed(self, rank: int, counted: int, stated: int) -> None:
         """Require that a rank's part allocates no more than it says, and than is allowed."""

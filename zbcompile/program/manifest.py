@@ -4,12 +4,13 @@ graphs), with the hash of every other file. docs/programs.md lists its fields.""
 import hashlib
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 
+from zbcompile.distributed.mesh import DIMENSIONS
 from zbcompile.errors import PipelineError
 from zbcompile.json_text import to_text
 from zbcompile.model.model_info import Member, ModelFacts
@@ -17,6 +18,8 @@ from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.hardware.hardware import Hardware
 from zbcompile.passes.option import read_options
 from zbcompile.passes.partition.search import Cuts
+from zbcompile.passes.serialization.arguments import DEVICES
+from zbcompile.passes.serialization.graph_modules import on_a_line
 from zbcompile.passes.serialization.guard_data import guards_from_data, guards_to_data
 from zbcompile.passes.split.joint_graph import Recomputed
 from zbcompile.passes.split.saved_bytes import Crossing
@@ -30,6 +33,7 @@ from zbcompile.program.step_options import StepOptions
 from zbcompile.schedules.ir.schedule import Lowered
 
 FORMAT, VERSION = "zbcompile program", 4
+LONGEST = 600  # characters of a message
 AGAIN = "Compile and save the program again"
 
 
@@ -96,18 +100,29 @@ def manifest_from_text(text: str, where: str) -> dict[str, Any]:
             raise PipelineError(f"{where} says that it is {data['format']!r}; expected {FORMAT!r}.")
         if data["version"] != VERSION:
             raise PipelineError(
-                f"{where} has format version {data['version']}; this release reads version {VERSION}. {AGAIN} with "
+                f"{where} has format version {data['version']!r}; this release reads version {VERSION}. {AGAIN} with "
                 "this release."
             )
-        _require_torch(data["torch"], where)
+        _require_torch(on_a_line(data["torch"]), where)
         if data["digest"] != digest_of({key: value for key, value in data.items() if key != "digest"}):
             raise PipelineError(f"{where} was changed after it was written: its digest does not match. {AGAIN}.")
         _require_counts(data)
     except PipelineError:
         raise
     except Exception as error:  # of JSON that anyone may have written
-        raise PipelineError(f"{where} is damaged or incomplete ({error!r}). {AGAIN}.") from None
+        raise PipelineError(f"{where} is damaged or incomplete ({problem_of(error)}). {AGAIN}.") from None
     return data  # type: ignore[no-any-return]
+
+
+def problem_of(error: Exception) -> str:
+    """What is wrong with data that led to this error, on a line."""
+    return f"it has no {in_short(error)}" if isinstance(error, KeyError) else in_short(error) or type(error).__name__
+
+
+def in_short(error: Exception) -> str:
+    """The first line of an error, which may quote data of any length, without control characters."""
+    text = on_a_line(str(error).partition("\n")[0])
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]} ..."
 
 
 def _require_counts(data: Mapping[str, Any]) -> None:
@@ -115,6 +130,12 @@ def _require_counts(data: Mapping[str, Any]) -> None:
     ranks, stages, files = data["ranks"], len(data["stages"]), data["files"]
     if type(ranks) is not int or not 1 <= ranks <= len(files) or not ranks <= 2 * stages:
         raise ValueError(f"{ranks!r} ranks, but {len(files)} files and {stages} stages")
+    if data["device"] not in DEVICES:
+        raise ValueError(f"{data['device']!r} is no kind of device")
+    if any(type(size) is not int or size < 1 or name not in DIMENSIONS for name, size in data["dimensions"].items()):
+        raise ValueError(f"{data['dimensions']!r} are no dimensions of a mesh")
+    if not isinstance(data["operators"], list) or not all(isinstance(name, str) for name in data["operators"]):
+        raise ValueError(f"{data['operators']!r} are no names of operators")
     for size, sha256 in files.values():
         if type(size) is not int or size < 0 or not isinstance(sha256, str):
             raise ValueError(f"{size!r} is no size of a file, or {sha256!r} no hash")
@@ -158,7 +179,7 @@ def program_from_manifest(
         stages=tuple(outline_from_data(each, str(device)) for each in data["stages"]),
         lowered=lowered,
         homes={name: tuple(stages) for name, stages in data["homes"].items()},
-        choices=read_options(Choices, data["choices"]),
+        choices=_choices_from_data(data["choices"]),
         loss_dtype=data["loss_dtype"],
         inputs={path: (tuple(shape), dtype) for path, (shape, dtype) in data["inputs"].items()},
         vocabulary=vocabulary_from_data(data["vocabulary"], str(device)),
@@ -166,7 +187,7 @@ def program_from_manifest(
         guards=guards_from_data(data["guards"], device, operators),
         call=tuple(data["call"]),
         groups=dict.fromkeys(data["dimensions"], ""),  # named by the process that loads it
-        step=StepOptions(**data["step"]),
+        step=_step_from_data(data["step"]),
         output=output_from_data(data["output"], str(device)),
         plan=ChosenPlan.from_data(data["plan"]) if data.get("plan") else None,
         written=data,
@@ -178,6 +199,18 @@ def _options_to_data(options: Choices | StepOptions) -> dict[str, Any]:
     plain = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(options).items()}
     plain |= {name: value.to_dict() for name, value in plain.items() if isinstance(value, Hardware)}
     return {n: str(v).removeprefix("torch.") if isinstance(v, torch.dtype) else v for n, v in plain.items()}
+
+
+def _choices_from_data(data: Mapping[str, Any]) -> Choices:
+    if not isinstance(data.get("hardware"), dict | None):  # a name may be that of a file
+        raise ValueError(f"{data['hardware']!r} stands for a machine's figures")
+    return read_options(Choices, data)
+
+
+def _step_from_data(data: Mapping[str, Any]) -> StepOptions:
+    """The options of a step, of which a custom backend is a name that nothing reads."""
+    options = read_options(StepOptions, {name: value for name, value in data.items() if name != "backend"})
+    return replace(options, backend=on_a_line(data["backend"]))
 
 
 BOUNDARIES = ("receives", "sends", "gradients_in", "gradients_out")

@@ -7,26 +7,22 @@ from typing import Any
 
 import torch
 from safetensors.torch import load, save
-from torch.fx import Node
 
-from zbcompile.errors import PipelineError
 from zbcompile.json_text import to_text
 from zbcompile.model.model_info import Member, has_values
-from zbcompile.passes.graph.fx import output_values
-from zbcompile.passes.graph.roles import Slot, TensorSpec
+from zbcompile.passes.graph.roles import TensorSpec
 from zbcompile.passes.serialization.graph_modules import (
     Reading,
     foreign_operators,
     piece_from_data,
     piece_to_data,
+    require_name,
     tensors_in,
 )
 from zbcompile.passes.serialization.guard_data import guards_piece
 from zbcompile.passes.split.subgraphs import Piece
 from zbcompile.passes.stage.peak_memory import peak_bytes, transient_bytes
 from zbcompile.program.program import Program
-
-Form = tuple[tuple[int, ...], str]
 
 
 def rank_bytes(program: Program, rank: int) -> int:
@@ -51,34 +47,6 @@ def memory_of(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def require_consistent(program: Program, rank: int) -> None:
-    """Require that the graphs of a rank take what the model and each other give them.
-
-    Raises PipelineError for an input of another shape or dtype.
-    """
-    members = {Slot("parameter", m.name): (m.shape, m.dtype) for m in program.model.members if m.kind == "parameter"}
-    members |= {Slot("buffer", m.name): (m.shape, m.dtype) for m in program.model.members if m.kind == "buffer"}
-    for number in program.stages_of(rank):
-        stage = program.stages[number]
-        given = dict(members)
-        given |= {Slot("activation", name): (spec.shape, spec.dtype) for name, spec in stage.receives.items()}
-        given |= {Slot("tangent", name): (spec.shape, spec.dtype) for name, spec in stage.gradients_in.items()}
-        for piece in stage.pieces.values():
-            results = output_values(piece.module.graph)
-            given |= {slot: _form(node) for slot, node in zip(piece.outputs, results, strict=True)}
-        for piece in stage.pieces.values():
-            for slot, node in zip(piece.inputs, piece.module.graph.find_nodes(op="placeholder"), strict=True):
-                if given.get(slot, _form(node)) != _form(node):
-                    raise PipelineError(
-                        f"stage {number}, {piece.name}: {slot} is {given[slot]}, and the graph takes {_form(node)}."
-                    )
-
-
-def _form(node: Node) -> Form:
-    value = node.meta["val"]
-    return tuple(value.shape), str(value.dtype).removeprefix("torch.")
 
 
 MANIFEST, SCHEDULE = "manifest.json", "schedule.json"
@@ -173,25 +141,22 @@ class RankPart:
         return {name.removeprefix(f"{kind} "): t for name, t in self.tensors.items() if name.startswith(f"{kind} ")}
 
 
-def part_from_files(
-    index: dict[str, Any],
-    graphs: Mapping[str, dict[str, Any]],
-    numbers: Mapping[str, int],
-    content: bytes,
-    device: torch.device,
-    foreign: Collection[str],
-) -> RankPart:
-    """The part that `files_of` wrote, from its parsed files; `numbers` are those of `graph_files`."""
-    tensors = {name: _laid_out(tensor.to(device), index["strides"][name]) for name, tensor in load(content).items()}
-    reading = Reading(device, tensors, foreign)
-    pieces = {
-        stem: {
-            name: piece_from_data(name, piece, reading, _prefix(stem, name), f"{name}{numbers[stem]}")
-            for name, piece in data["pieces"].items()
-            if name.isidentifier()
-        }
-        for stem, data in graphs.items()
+def tensors_from_file(index: dict[str, Any], content: bytes, device: torch.device) -> dict[str, torch.Tensor]:
+    """The tensors of a rank, by the names that `files_of` gave them, from its file and its parsed index."""
+    return {name: _laid_out(tensor.to(device), index["strides"][name]) for name, tensor in load(content).items()}
+
+
+def pieces_from_data(stem: str, number: int, data: dict[str, Any], reading: Reading) -> Pieces:
+    """The graphs that `files_of` wrote to the file of this stem; `number` is that of `graph_files`."""
+    return {
+        name: piece_from_data(name, piece, reading, _prefix(stem, name), f"{name}{number}")
+        for name, piece in data["pieces"].items()
+        if require_name(name) is None
     }
+
+
+def part_from_data(index: dict[str, Any], pieces: dict[str, Pieces], tensors: dict[str, torch.Tensor]) -> RankPart:
+    """The part that `files_of` wrote, from its parsed index, its graphs and its tensors."""
     return RankPart(pieces, tensors, tuple(index["unfilled"]), int(index["bytes"]))
 
 

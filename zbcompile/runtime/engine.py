@@ -15,6 +15,7 @@ from zbcompile.errors import PipelineError
 from zbcompile.model.losses import Losses
 from zbcompile.model.seeds import microbatch_seed
 from zbcompile.passes.stage.stage_program import StageProgram
+from zbcompile.passes.torch_names import dtype_named
 from zbcompile.program.output import Output
 from zbcompile.program.program import Program
 from zbcompile.runtime.action_loop import RankRun
@@ -136,7 +137,7 @@ class StepRuns:
     def _loss_factor(self) -> torch.Tensor:
         """The gradient of the step's loss by a microbatch's: 1/m enters the backward here, as in eager's (loss / m)."""
         program, given = self.executable.program, self.given
-        one = torch.ones((), dtype=getattr(torch, program.loss_dtype), device=self.executable.buffers.device)
+        one = torch.ones((), dtype=dtype_named(program.loss_dtype), device=self.executable.buffers.device)
         count = program.schedule.microbatches * self.ranks.replicas.count
         scaled = given.scale(one).to(one.dtype) if given.scale else one  # a GradScaler answers in float32
         return scaled / count if given.reduction == "mean" else scaled

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from zbcompile.distributed.ranks import GroupRanks
 from zbcompile.distributed.termination import outlives_its_step
+from zbcompile.passes.torch_names import dtype_named
 from zbcompile.program.program import Program
 from zbcompile.runtime.gradient_buffers import Gradients, add_uses
 
@@ -113,7 +114,7 @@ def share_losses(
     """
     count, mesh = program.schedule.microbatches, ranks.mesh
     shape = (ranks.replicas.count * count + 1, mesh.size("tp"))
-    shared = torch.zeros(shape, dtype=getattr(torch, program.loss_dtype), device=ranks.device)
+    shared = torch.zeros(shape, dtype=dtype_named(program.loss_dtype), device=ranks.device)
     for microbatch, loss in own.items():
         shared[ranks.replicas.rank * count + microbatch, mesh.index("tp")].copy_(loss)
     shared[-1] += news

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from zbcompile.distributed.packing import HIDDEN_MESSAGE, ROWS_MESSAGE, Buffer, Message, empty
 from zbcompile.distributed.transport import Tensors, Transport
+from zbcompile.passes.torch_names import dtype_named
 from zbcompile.passes.vocabulary.shard_program import HIDDEN
 from zbcompile.runtime.vocabulary_shard_run import ShardRun
 from zbcompile.schedules.ir.actions import CAST, COLLECTIVES, LOOKUP, SPREAD, STATS, SUM
@@ -265,7 +266,7 @@ class VocabularyTransport:
         if message.kind == LOOKUP:
             return [self.shard.looked_up.pop(message.microbatch)]
         gradient = self.collectives.gradient(message.microbatch)
-        return [gradient.to(getattr(torch, self.shard.shard.program.hidden.dtype))]
+        return [gradient.to(dtype_named(self.shard.shard.program.hidden.dtype))]
 
     def complete(self, messages: Sequence[Message]) -> None:
         self.messages.complete(messages)

@@ -20,6 +20,7 @@ from zbcompile.model.batch import whole_batch
 from zbcompile.model.model_info import submodule
 from zbcompile.model.seeds import microbatch_seed, undisturbed
 from zbcompile.passes.graph.roles import Slot, TensorSpec
+from zbcompile.passes.torch_names import dtype_named
 from zbcompile.program.program import Program
 from zbcompile.runtime.gradient_buffers import Gradients
 from zbcompile.runtime.rank_plan import generator_spec
@@ -111,7 +112,7 @@ class CompiledPipelineStage(PipelineStage):
     def _begin(self) -> StageRun:
         self._trains = self.has_backward
         context, count = self._context, int(self.chunks or self._context.program.schedule.microbatches)
-        one = torch.ones((), dtype=getattr(torch, context.program.loss_dtype), device=self.device)
+        one = torch.ones((), dtype=dtype_named(context.program.loss_dtype), device=self.device)
         factor = one / count if context.reduction == "mean" else one
         seeds = [microbatch_seed(self._steps, i, context.seed) for i in range(count)]
         gradients = Gradients(context.parameters, frozenset(), context.program.choices)

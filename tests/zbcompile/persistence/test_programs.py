@@ -7,7 +7,7 @@ import os
 import random
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing.synchronize import Event
 from pathlib import Path
@@ -259,7 +259,7 @@ DAMAGES: dict[str, Damage] = {
     ),
     "code as a keyword": (
         lambda d: rewrite(d, STAGE, lambda data: first_call(data).update(kwargs={"a=exit(),b": 1})),
-        "in a graph is not a name",
+        "is not a name of its arguments",
     ),
     "a graph without nodes": (
         lambda d: rewrite(d, STAGE, lambda data: data["pieces"]["F"].pop("nodes")),
@@ -275,6 +275,56 @@ def test_what_was_not_saved_like_this_is_refused(damage: str, saved: Callable[[C
     break_(tmp_path / "program")
     with pytest.raises((zbcompile.PipelineError, zbcompile.CompileError), match=message):
         zbcompile.load(tmp_path / "program")
+
+
+@pytest.fixture
+def library() -> Iterator[None]:
+    """An operator of another library, `zbtests::doubled`."""
+    with torch.library._scoped_library("zbtests", "DEF") as made:
+        made.define("doubled(Tensor x) -> Tensor")
+        made.impl("doubled", lambda x: 2 * x, "CompositeExplicitAutograd")
+        yield
+
+
+def reach_exec(directory: Path, packet: str, code: str) -> None:
+    """Let the first graph of the last stage begin with seven operations that call `exec` through the methods of an
+    operator's packet: its constructor makes a packet of anything, and what it does not have it asks of that."""
+    whole = packet.replace(".", "::", 1)
+    calls: list[tuple[str, list[Any]]] = [
+        (f"{packet}.__getattribute__", ["__init__"]),
+        (f"{packet}.__init__", [whole, "x", {"node": "step0"}, []]),
+        (f"{packet}.__getattr__", ["__globals__"]),
+        ("getitem", [{"node": "step2"}, "__builtins__"]),
+        ("getitem", [{"node": "step3"}, "exec"]),
+        (f"{packet}.__init__", [whole, "x", {"node": "step4"}, []]),
+        (f"{packet}.__call__", [code]),
+    ]
+    nodes = [
+        {"op": "call_function", "name": f"step{number}", "target": target, "args": args}
+        for number, (target, args) in enumerate(calls)
+    ]
+
+    def insert(data: dict[str, Any]) -> None:
+        at = data["pieces"]["F"]["nodes"].index(first_call(data))
+        data["pieces"]["F"]["nodes"][at:at] = nodes
+
+    rewrite(directory, STAGE, insert)
+
+
+@pytest.mark.parametrize("packet", ["aten._assert_async", "zbcompile.end_apart", "zbtests.doubled"])
+def test_the_methods_of_an_operator_reach_no_code(
+    packet: str, saved: Callable[[Case], Path], tmp_path: Path, library: None
+) -> None:
+    """Neither while a program is loaded, although its operators are trusted, nor while it is inspected."""
+    directory, mark = tmp_path / "program", tmp_path / "mark"
+    shutil.copytree(saved(SMALL), directory)
+    reach_exec(directory, packet, f"open({str(mark)!r}, 'w')")
+    trusted = "zbtests::doubled"
+    rewrite(directory, "manifest.json", lambda data: data.update(operators=[trusted]))
+    with pytest.raises(zbcompile.CompileError, match="operator that a program may call"):
+        zbcompile.load(directory, operators=[trusted])
+    assert zbcompile.inspect.main([str(directory)]) == 2
+    assert not mark.exists()
 
 
 def load_parts(directory: str) -> None:

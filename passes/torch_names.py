@@ -1,0 +1,40 @@
+"""What a text may name of torch: dtypes, layouts and memory formats, from one closed table each."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from zbcompile.passes.errors import CompileError
+
+_KINDS = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
+NAMED: Mapping[str, Mapping[str, Any]] = {
+    tag: {name: each for name, each in vars(torch).items() if isinstance(each, kind)} for tag, kind in _KINDS.items()
+}
+
+
+def named(tag: str, name: Any) -> Any:
+    """A dtype, layout or memory format of torch; `tag` is a key of NAMED. Raises CompileError for any other name.
+
+    >>> named("layout", "strided")
+    torch.strided
+    """
+    found = NAMED[tag].get(name) if isinstance(name, str) else None
+    if found is None:
+        raise CompileError(f"torch has no {tag} {name!r}.")
+    return found
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """A dtype of torch. Raises CompileError for any other name.
+
+    >>> dtype_named("bfloat16")
+    torch.bfloat16
+    """
+    return named("dtype", name)  # type: ignore[no-any-return]
+
+
+def name_in_torch(value: Any) -> tuple[str, str] | None:
+    """The tag and the name under which `named` finds a dtype, layout or memory format; None for anything else."""
+    tag = next((tag for tag, kind in _KINDS.items() if isinstance(value, kind)), None)
+    return None if tag is None else (tag, str(value).removeprefix("torch."))

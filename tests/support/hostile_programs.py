@@ -1,0 +1,421 @@
+"""Programs whose files were edited by someone who knows the format, with every hash computed again.
+
+    python -m tests.support.hostile_programs --programs 500 --seed 0
+
+from the repository's root. Each is loaded, run and inspected, in a process of its own. It is refused with one line of
+ours, or trains to the same numbers, or was edited into another program, which trains to other ones ("another program").
+It is raw if another exception comes out, executed if a payload has left its mark, and it hangs after a minute.
+"""
+
+import argparse
+import contextlib
+import copy
+import hashlib
+import io
+import json
+import multiprocessing
+import random
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import zbcompile
+import zbcompile.inspect
+from tests.support.damage import OURS
+from zbcompile.program.manifest import digest_of
+
+PATIENCE = 60  # seconds for one program
+MARK = "executed"  # the file that a payload leaves, in the directory that it came from
+Json = Any
+Use = Callable[[Path], str]
+
+
+class Asking(nn.Module):
+    """Asks about its inputs, has a constant, a buffer that no state dict holds, a branch, and several results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("table", torch.arange(4.0), persistent=False)
+        self.scale = torch.full((4,), 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        values, _ = (self.first(x) + self.table).sort(-1)
+        if bool((x > 0).all()):
+            values = values * self.scale
+        values = torch.cond(x.sum() > 2, torch.sin, torch.cos, (values,))
+        return self.last(torch.tanh(values))
+
+
+def model_of(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return Asking() if name == "asking" else nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+
+
+def save_programs(folder: Path) -> dict[str, Path]:
+    """A program of every kind, by the name of its model."""
+    for name, schedule in (("plain", "zb-h1"), ("asking", "1f1b")):
+        options: dict[str, Any] = {"schedule": schedule, "ranks": 2, "microbatches": 4, "loss": nn.functional.mse_loss}
+        pipe = zbcompile.pipeline(model_of(name), **options)
+        pipe.compile(torch.ones(4, 4), target=torch.ones(4, 4)).program.save(folder / name)
+    return {path.name: path for path in sorted(folder.iterdir())}
+
+
+def numbers_of(directory: Path, name: str) -> str:
+    """The loss and the gradients of a step of a program."""
+    pipe = zbcompile.load(directory, model_of(name).state_dict())
+    try:
+        loss = pipe.step(torch.ones(4, 4), target=torch.ones(4, 4))
+        gradients = [(name, p.grad.tolist()) for name, p in pipe.named_parameters() if p.grad is not None]
+        return repr((float(loss), gradients))
+    finally:
+        pipe.close()
+
+
+def inspect(directory: Path) -> bool:
+    """Let inspect print a program, and all of its graphs. Raises PipelineError with what it says on standard error."""
+    for arguments in ([], ["--json"], ["--graph", "0.F"], ["--graphs", str(directory / "graphs"), "--format", "html"]):
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            status = zbcompile.inspect.main([str(directory), *arguments])
+        if "unexpected" in err.getvalue():
+            raise RuntimeError(err.getvalue().strip())
+        if status:
+            raise zbcompile.PipelineError(err.getvalue().strip())
+    return True
+
+
+def outcome_of(use: Callable[[], bool]) -> tuple[str, str]:
+    """What came of a use, which says whether its numbers are the right ones; and in which words."""
+    try:
+        return ("same numbers" if use() else "another program"), ""
+    except OURS as error:
+        several = len(str(error).splitlines()) != 1 or len(str(error)) > 2000
+        return ("refused in several lines" if several else "refused"), str(error)
+    except BaseException as error:
+        return f"raw {type(error).__name__}", repr(error)[:300]
+
+
+def outcomes(directory: Path, name: str, expected: str) -> dict[str, tuple[str, str]]:
+    """What comes of running and of inspecting a program."""
+    return {
+        "run": outcome_of(lambda: numbers_of(directory, name) == expected),
+        "inspect": outcome_of(lambda: inspect(directory)),
+    }
+
+
+def apart(function: Callable[..., Any], *args: Any) -> Any:
+    """What a function returns in a process of its own; None if it did not end in time, or ended the process."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+
+    def answer(to: Connection) -> None:
+        torch.set_num_threads(1)
+        to.send(function(*args))
+
+    process = context.Process(target=answer, args=(theirs,))
+    process.start()
+    theirs.close()
+    try:
+        return ours.recv() if ours.poll(PATIENCE) else None
+    except EOFError:
+        return None
+    finally:
+        process.kill()
+        process.join()
+
+
+# --- edits -----------------------------------------------------------------------------------------------------------
+
+PACKETS = ("aten._assert_async", "aten._assert_scalar", "aten._assert_tensor_metadata", "zbcompile.end_apart")
+PATHS: list[Json] = ["__import__('os').system('touch executed')", "x=exec('1')", "self", "torch", "__import__", "class"]
+PATHS += [
+    "__class__",
+    "forward",
+    "_parameters",
+    "\uff45\uff58\uff45\uff43",
+    "a b",
+    "",
+    "0",
+    "\ud800",
+    "input",
+    "a\nb",
+    "aten_relu_default",
+]
+NUMBERS: list[Json] = [-1, 0, 1, 2**31, 2**63, 10**30, -(2**63), 1.5, True, None]
+TEXTS: list[Json] = ["nan", "float32", "int64", "qint8", "Tensor", "save", "load", "strided", "sparse_coo", "tp", "pp"]
+ODD: list[Json] = [[], {}, [[]], {"node": "x"}, {"float": "1_0"}, {"complex": [{"float": "inf"}, 1]}, {"dtype": "save"}]
+ODD += [{"device": "meta"}, {"layout": "load"}, {"tuple": 3}, {"slice": [1, 2, 3, 4]}, {"node": []}, {"a": 1, "b": 2}]
+VALUES = [*PATHS, *NUMBERS, *TEXTS, *ODD]
+
+
+def places(data: Json, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Where something stands in a JSON value."""
+    inner = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    return [each for key, value in inner for each in ((*path, key), *places(value, (*path, key)))]
+
+
+def at(data: Json, path: tuple[Any, ...]) -> Json:
+    for key in path:
+        data = data[key]
+    return data
+
+
+def put_anything(data: Json, chance: random.Random) -> str:
+    """Replace, remove, repeat or exchange anything."""
+    part = chance.choice(list(data))  # the larger ones have most of the places
+    path = (part, *chance.choice([(), *places(data[part])]))
+    holder, key = at(data, path[:-1]), path[-1]
+    kind = chance.choice(("replace", "replace", "replace", "remove", "repeat", "exchange"))
+    if kind == "remove":
+        del holder[key]
+    elif kind == "repeat" and isinstance(holder, list):
+        holder.insert(key, copy.deepcopy(holder[key]))
+    elif kind == "exchange":
+        holder[key] = copy.deepcopy(at(data, chance.choice(places(data))))
+    else:
+        holder[key] = chance.choice(VALUES)
+    return f"{kind} {'.'.join(map(str, path))}"
+
+
+def graphs_in(data: Json) -> list[Json]:
+    """The written graphs in a file, those inside others too."""
+    inner = list(data.values()) if isinstance(data, dict) else data if isinstance(data, list) else []
+    own = [data] if isinstance(data, dict) and "nodes" in data else []
+    return own + [graph for each in inner if isinstance(each, dict | list) for graph in graphs_in(each)]
+
+
+def any_node(data: Json, chance: random.Random, *kinds: str) -> tuple[Json, Json]:
+    """A graph of a file and a node of it, of these kinds."""
+    pairs = [(graph, node) for graph in graphs_in(data) for node in graph["nodes"] if node["op"] in kinds]
+    return chance.choice(pairs)
+
+
+CALL, NAMED = ("call_function",), ("placeholder", "get_attr", "call_function", "output")
+
+
+def hostile_name(chance: random.Random) -> str:
+    """The name of an operation, most of which are none."""
+    packet = chance.choice((*PACKETS, "aten.relu", "getitem", "higher_order", "higher_order.cond", "torch", "aten"))
+    names = [*dir(torch.ops.aten._assert_async), "default", "msg", "__globals__", "__builtins__", "op", "system"]
+    everything = sorted(torch._C._dispatch_get_all_op_names())
+    known = chance.choice(everything).replace("::", ".")
+    return chance.choice((f"{packet}.{chance.choice(names)}", known if known.count(".") == 2 else f"{known}.default"))
+
+
+def put_operator(data: Json, chance: random.Random) -> str:
+    _, node = any_node(data, chance, *CALL)
+    node["target"] = hostile_name(chance)
+    return f"operator {node['target']}"
+
+
+def put_another(data: Json, chance: random.Random) -> str:
+    """An operator in the place of another that may be called alike."""
+    _, node = any_node(data, chance, *CALL)
+    alike = ("sin.default", "cos.default", "add_.Tensor", "add.Tensor", "mul.Tensor", "mm.default", "copy_.default")
+    alike += (
+        "set_.source_Tensor",
+        "resize_as_.default",
+        "to_sparse.default",
+        "unbind.int",
+        "item.default",
+        "t_.default",
+    )
+    alike += ("sort.default", "_to_copy.default", "empty_like.default", "requires_grad_.default", "nonzero.default")
+    node["target"] = f"aten.{chance.choice(alike)}"
+    if chance.random() < 0.5 and isinstance(node.get("value"), list) and node["args"]:
+        node["args"] = node["args"][:1]
+    return f"{node['target']} for {node['name']}"
+
+
+def put_slot(data: Json, chance: random.Random) -> str:
+    """Another meaning of a graph's inputs and outputs, or another order of them."""
+    graph = chance.choice([each for each in graphs_in(data) if each.get("inputs")])
+    slots = graph[chance.choice(("inputs", "outputs"))]
+    kinds = (
+        "parameter",
+        "buffer",
+        "saved",
+        "tangent",
+        "gradient",
+        "accumulator",
+        "loss",
+        "output",
+        "mutation",
+        "input",
+    )
+    slot = chance.choice(slots)
+    before = list(slot)
+    if chance.random() < 0.5:
+        slot[0] = chance.choice(kinds)
+    else:
+        slot[1:] = chance.choice([*slots, ["", "0.weight"], ["", "weight"], ["", ""]])[1:]
+    return f"{before} becomes {slot}"
+
+
+def put_name(data: Json, chance: random.Random) -> str:
+    _, node = any_node(data, chance, *NAMED)
+    key = chance.choice(("name", "target", "pass"))
+    node[key] = chance.choice(PATHS)
+    return f"{key} {node[key]!r}"
+
+
+def put_keyword(data: Json, chance: random.Random) -> str:
+    _, node = any_node(data, chance, *NAMED)
+    name = chance.choice([*PATHS, "self", "dtype", "out"])
+    node.setdefault("kwargs", {})[name] = chance.choice(VALUES)
+    return f"keyword {name!r}"
+
+
+def put_argument(data: Json, chance: random.Random) -> str:
+    _, node = any_node(data, chance, "call_function", "output")
+    node["args"] = node["args"] or [0]
+    node["args"][chance.randrange(len(node["args"]))] = value = chance.choice(VALUES)
+    return f"argument {value!r} of {node['name']}"
+
+
+def put_value(data: Json, chance: random.Random) -> str:
+    _, node = any_node(data, chance, *CALL, "placeholder")
+    value = node.setdefault("value", ["float32", "cpu", [4], [1], 0, 0])
+    if isinstance(value, dict):
+        value = value["values"][0]
+    part = chance.randrange(6)
+    numbers = [chance.choice([-1, 0, 1, 4, 10**6, 10**13, 2**63])] * chance.randrange(3)
+    value[part] = chance.choice((chance.choice(VALUES), numbers)) if part in (2, 3) else chance.choice(VALUES)
+    return f"value {part} of {node['name']}: {value[part]!r}"
+
+
+def put_attribute(data: Json, chance: random.Random) -> str:
+    graph, node = any_node(data, chance, *CALL)
+    name = chance.choice([*PATHS, *graph["graphs"], "weight"])
+    if chance.random() < 0.5:
+        graph["graphs"][name] = copy.deepcopy({key: each for key, each in graph.items() if key != "graphs"})
+        graph["graphs"][name]["graphs"] = {}
+    graph["nodes"].insert(graph["nodes"].index(node), {"op": "get_attr", "name": "taken", "target": name})
+    return f"attribute {name!r}"
+
+
+def put_group(data: Json, chance: random.Random) -> str:
+    graph, node = any_node(data, chance, *CALL)
+    name, source = chance.choice(["tp", "pp", "dp", "0", "group0", *PATHS]), {"node": node["name"]}
+    target = chance.choice(("all_reduce", "isend", "all_gather_into_tensor", "broadcast", "wait_tensor"))
+    sum_of = {"all_reduce": ["sum", name], "wait_tensor": []}.get(target, [1, name])
+    call = {"op": "call_function", "name": "exchanged", "target": f"_c10d_functional.{target}.default"}
+    call |= {"args": [source, *sum_of], "value": copy.deepcopy(node.get("value"))}
+    graph["nodes"].insert(graph["nodes"].index(node) + 1, call)
+    return f"{target} of group {name!r}"
+
+
+def put_payload(data: Json, chance: random.Random) -> str:
+    """Operations that reach `exec`, in all the ways that were ever open."""
+    graph, node = any_node(data, chance, *CALL)
+    packet = chance.choice(PACKETS)
+    ways = ("__getattribute__", "__getattr__"), ("__init__", "__call__", "__class__")
+    calls: list[tuple[str, list[Json]]] = [
+        (f"{packet}.{chance.choice(ways[0])}", [chance.choice(("__init__", "_op", "__class__"))]),
+        (f"{packet}.__init__", [packet.replace(".", "::"), "x", {"node": "step0"}, []]),
+        (f"{packet}.{chance.choice(ways[0])}", ["__globals__"]),
+        ("getitem", [{"node": "step2"}, "__builtins__"]),
+        ("getitem", [{"node": "step3"}, "exec"]),
+        (f"{packet}.{chance.choice(ways[1])}", [packet.replace(".", "::"), "x", {"node": "step4"}, []]),
+        (f"{packet}.__call__", [f"open({MARK!r}, 'w')"]),
+    ]
+    skipped = chance.randrange(8)
+    nodes = [
+        {"op": "call_function", "name": f"step{i}", "target": target, "args": args}
+        for i, (target, args) in enumerate(calls)
+        if i != skipped
+    ]
+    where = graph["nodes"].index(node)
+    graph["nodes"][where:where] = nodes
+    return f"payload through {packet} without step {skipped}"
+
+
+GRAPH_EDITS = (put_operator, put_another, put_slot, put_name, put_keyword, put_argument, put_value, put_attribute)
+GRAPH_EDITS += (put_group, put_payload)
+Edit = Callable[[Json, random.Random], str]
+
+
+def rehash(directory: Path) -> None:
+    """Let the hashes in the manifest be those of the files."""
+    manifest = json.loads((directory / "manifest.json").read_text())
+    if isinstance(manifest, dict) and isinstance(manifest.get("files"), dict):
+        for name in manifest["files"]:
+            if (path := directory / name).is_file():
+                content = path.read_bytes()
+                manifest["files"][name] = [len(content), hashlib.sha256(content).hexdigest()]
+    write_manifest(directory, manifest)
+
+
+def write_manifest(directory: Path, manifest: Json) -> None:
+    manifest.pop("digest", None)
+    (directory / "manifest.json").write_text(json.dumps({**manifest, "digest": digest_of(manifest)}))
+
+
+def edit(directory: Path, chance: random.Random) -> str:
+    """Edit one file of a program, once or several times; says how."""
+    files = sorted(directory.rglob("*.json"))
+    for _ in range(100):
+        path = chance.choices(files, [path.stat().st_size ** 0.5 for path in files])[0]
+        data = json.loads(path.read_text())
+        edits: tuple[Edit, ...] = (put_anything,)
+        if any(any(node["op"] == "call_function" for node in graph["nodes"]) for graph in graphs_in(data)):
+            edits = (*GRAPH_EDITS, put_anything, put_anything)
+        says = chance.choice(edits)(data, chance)
+        path.write_text(json.dumps(data))
+        rehash(directory)
+        return f"{path.relative_to(directory)}: {says}"
+    raise AssertionError("no file was edited")
+
+
+def attack(saved: Path, work: Path, expected: str, seed: int, use: Callable[..., Any] = apart) -> list[tuple[str, str]]:
+    """Edit a copy of a program and use it; gives the outcomes, each with its words."""
+    directory = work / f"program {seed}"
+    shutil.copytree(saved, directory)
+    says = edit(directory, random.Random(seed))
+    found = use(used_in, directory, saved.name, expected) or {"both": ("hang or end of the process", "")}
+    shutil.rmtree(directory)
+    return [
+        (f"{outcome} ({kind})", f"seed {seed}, {saved.name}, {says}: {text}") for kind, (outcome, text) in found.items()
+    ]
+
+
+def used_in(directory: Path, name: str, expected: str) -> dict[str, tuple[str, str]]:
+    """The outcomes for a program, in its directory, where payloads leave their mark."""
+    with contextlib.chdir(directory):
+        found = outcomes(directory, name, expected)
+        return {"both": ("executed", "")} if Path(MARK).exists() else found
+
+
+def is_bad(outcome: str) -> bool:
+    return not outcome.startswith(("refused (", "same numbers", "another program"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--programs", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--show", action="store_true", help="print what was said of every program")
+    options = parser.parse_args()
+    counts = Counter[str]()
+    with tempfile.TemporaryDirectory() as folder:
+        programs = save_programs(Path(folder, "programs"))
+        expected = {name: numbers_of(path, name) for name, path in programs.items()}
+        for number in range(options.programs):
+            name = sorted(programs)[number % len(programs)]
+            for outcome, text in attack(programs[name], Path(folder), expected[name], options.seed + number):
+                counts[outcome] += 1
+                if is_bad(outcome) or options.show:
+                    print(f"{outcome}: {text}", flush=True)
+    print(dict(counts))
+
+
+if __name__ == "__main__":
+    main()
