@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zbcompile
 import zbcompile.inspect
-from tests.support import vocabulary_training
+from tests.support import hostile_programs, vocabulary_training
 from tests.support.pool import Pool
 from tests.support.training import (
     Case,
@@ -325,6 +325,16 @@ def test_the_methods_of_an_operator_reach_no_code(
         zbcompile.load(directory, operators=[trusted])
     assert zbcompile.inspect.main([str(directory)]) == 2
     assert not mark.exists()
+
+
+def test_hostile_programs_are_refused_or_train_the_same(tmp_path: Path) -> None:
+    """A sample of `tests/support/hostile_programs.py`: nothing is executed, no exception is raw."""
+    programs = hostile_programs.save_programs(tmp_path / "programs")
+    expected = {name: hostile_programs.numbers_of(path, name) for name, path in programs.items()}
+    for seed in range(12):
+        name = sorted(programs)[seed % 2]
+        for outcome, text in hostile_programs.attack(programs[name], tmp_path, expected[name], 3000 + seed):
+            assert not hostile_programs.is_bad(outcome), f"{outcome}: {text}"
 
 
 def load_parts(directory: str) -> None:
