@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from zbcompile.passes.errors import CompileError
-from zbcompile.passes.graph.fx import is_getitem
+from zbcompile.passes.graph.fx import is_getitem, output_values
 from zbcompile.passes.graph.storage import tensors_of
 from zbcompile.passes.serialization.arguments import device_from_data
 from zbcompile.passes.torch_names import dtype_named
@@ -92,15 +92,52 @@ def require_true_values(module: GraphModule, mode: FakeTensorMode) -> None:
 
 
 def _made(node: Node, found: dict[Node, Any]) -> Any:
-    """What an operation makes. The branches of a higher-order one were compared when they were read."""
-    if isinstance(node.target, HigherOrderOperator):
-        return node.meta.get("val")
+    """What an operation makes."""
     args, kwargs = map_arg((node.args, node.kwargs), found.__getitem__)
     try:
+        if isinstance(node.target, HigherOrderOperator):
+            _require_branches(node, *args)
+            return node.meta.get("val")
+        _require_listed(node, args, kwargs)
         return _item(*args) if is_getitem(node) else node.target(*args, **kwargs)  # type: ignore[operator]
     except Exception as error:
         first = str(error).partition("\n")[0]
         raise CompileError(f"{node.name} ({node.target}) cannot run on what is written: {first}") from None
+
+
+def _require_branches(node: Node, question: Any, one: Any, other: Any, operands: Any) -> None:
+    """Require of a `cond` that both branches, which have run by themselves, take the operands and make its results."""
+    if not isinstance(question, torch.Tensor | bool) or not isinstance(operands, tuple | list):
+        raise TypeError("it asks or gives something else than tensors")
+    results = list(map(_form, tensors_of(node.meta.get("val"))))
+    for branch in (one, other):
+        if not isinstance(branch, GraphModule):
+            raise TypeError("a branch is no graph")
+        takes = [each.meta["val"] for each in branch.graph.find_nodes(op="placeholder")]
+        makes = [each.meta["val"] for each in output_values(branch.graph) if isinstance(each, Node)]
+        if [list(map(_form, takes)), list(map(_form, makes))] != [list(map(_form, operands)), results]:
+            raise TypeError("a branch takes or makes other tensors")
+
+
+LISTED = 1024  # so many parts of a tensor need not be listed
+_SPLITS = ("split", "unsafe_split", "split_copy")
+_CHUNKS = ("chunk", "unsafe_chunk", "tensor_split", "hsplit", "vsplit", "dsplit")
+
+
+def _require_listed(node: Node, args: Any, kwargs: Any) -> None:
+    """Refuse to cut a tensor into more parts than are listed, before they are made."""
+    tensor, given, dim = args[0] if args else None, [*args[1:], *kwargs.values()], kwargs.get("dim", 0)
+    name = str(node.target).partition(".")[2].partition(".")[0]
+    if not isinstance(tensor, torch.Tensor) or not all(isinstance(each, int) for each in given):
+        return
+    if name in _CHUNKS:
+        parts = given[0]
+    elif name in _SPLITS:
+        parts = tensor.shape[given[1] if len(given) > 1 else dim] // max(given[0], 1)
+    else:
+        parts = tensor.shape[given[0] if given else dim] if name in ("unbind", "unbind_copy") else 0
+    if parts > max(len(tensors_of(node.meta.get("val"))), LISTED):
+        raise ValueError(f"it makes {parts} tensors, more than are listed")
 
 
 def _item(values: Any, index: Any) -> Any:

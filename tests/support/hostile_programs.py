@@ -368,7 +368,10 @@ def edit(directory: Path, chance: random.Random) -> str:
         edits: tuple[Edit, ...] = (put_anything,)
         if any(any(node["op"] == "call_function" for node in graph["nodes"]) for graph in graphs_in(data)):
             edits = (*GRAPH_EDITS, put_anything, put_anything)
-        says = chance.choice(edits)(data, chance)
+        try:
+            says = chance.choice(edits)(data, chance)
+        except IndexError:  # this file has nothing of the kind
+            continue
         path.write_text(json.dumps(data))
         rehash(directory)
         return f"{path.relative_to(directory)}: {says}"

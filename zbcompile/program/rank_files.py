@@ -148,10 +148,11 @@ def tensors_from_file(index: dict[str, Any], content: bytes, device: torch.devic
 
 def pieces_from_data(stem: str, number: int, data: dict[str, Any], reading: Reading) -> Pieces:
     """The graphs that `files_of` wrote to the file of this stem; `number` is that of `graph_files`."""
+    for name in data["pieces"]:
+        require_name(name)
     return {
         name: piece_from_data(name, piece, reading, _prefix(stem, name), f"{name}{number}")
         for name, piece in data["pieces"].items()
-        if require_name(name) is None
     }
 
 

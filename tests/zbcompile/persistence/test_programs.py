@@ -190,6 +190,18 @@ def allocate(directory: Path, stated: int | None) -> None:
         rewrite(directory, "rank-0001/rank.json", lambda data: data.update(bytes=stated))
 
 
+def cut_into_pieces(data: dict[str, Any]) -> None:
+    """Let a graph take all elements of a tensor apart."""
+    size = 10**10
+    made = {"op": "call_function", "name": "large", "target": "aten.empty.memory_format", "args": [[size]]}
+    apart = {"op": "call_function", "name": "apart", "target": "aten.unbind.int", "args": [{"node": "large"}]}
+    graph = data["pieces"]["F"]
+    graph["storages"].append(4 * size)
+    at = graph["nodes"].index(first_call(data))
+    value = ["float32", "cpu", [size], [1], len(graph["storages"]) - 1, 0]
+    graph["nodes"][at:at] = [{**made, "value": value}, {**apart, "value": {"values": [None]}}]
+
+
 def repeat_forward(data: dict[str, Any]) -> None:
     for rows in (data["orders"], data["programs"]):
         rows[0].insert(1, rows[0][0])
@@ -225,6 +237,10 @@ DAMAGES: dict[str, Damage] = {
     "more memory than is written": (
         lambda d: call(d, "aten.empty.memory_format", [10**13]),
         "is not of the dtype and shape that are written for it",
+    ),
+    "a tensor in more parts than are listed": (
+        lambda d: rewrite(d, STAGE, cut_into_pieces),
+        "it makes 10000000000 tensors, more than are listed",
     ),
     "more memory than is stated": (lambda d: allocate(d, stated=None), r"allocates \d{14} bytes, and says"),
     "more memory than there is": (lambda d: allocate(d, stated=10**15), "more than max_bytes="),
