@@ -1,7 +1,12 @@
-"""JSON that a person can read and compare: the outer levels one entry a line, what is inside them on that line."""
+"""JSON that a person can read and compare: the outer levels one entry a line, what is inside them on that line; and
+dataclasses from it, with every field of its type."""
 
 import json
-from typing import Any
+from collections.abc import Mapping
+from types import UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
 
 
 def to_text(value: Any, depth: int) -> str:
@@ -28,3 +33,31 @@ def _broken(value: Any, depth: int) -> str:
         opening, closing = "[]"
         items = [_broken(each, depth - 1) for each in value]
     return f"{opening}\n" + ",\n".join(items) + f"\n{closing}"
+
+
+def from_plain(kind: type[T], data: Mapping[str, Any]) -> T:
+    """A dataclass of numbers, texts and tuples of these, from what `asdict` made of it, through JSON.
+
+    Raises TypeError for a name that it lacks, and for a value that is not of the type of its field.
+    """
+    made = kind(**{name: _as_tuples(value) for name, value in data.items()})
+    for name, hint in get_type_hints(kind).items():
+        if not _fits(getattr(made, name), hint):
+            raise TypeError(f"{name} of {kind.__name__} is {getattr(made, name)!r}")
+    return made
+
+
+def _as_tuples(value: Any) -> Any:
+    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin is UnionType:
+        return any(_fits(value, each) for each in inner)
+    if origin is not tuple:
+        return type(value) in ((int, float) if hint is float else (hint,))
+    if not isinstance(value, tuple):
+        return False
+    wanted = inner[:1] * len(value) if inner[-1] is Ellipsis else inner
+    return len(value) == len(wanted) and all(map(_fits, value, wanted))

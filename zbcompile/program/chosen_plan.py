@@ -1,8 +1,6 @@
 """What `schedule="auto"` chose, and why: saved with the program."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -33,12 +31,6 @@ class ChosenPlan:
     def way(self) -> str:
         """The layout and the order."""
         return f"{self.layout}, from {self.origin}"
-
-    @classmethod
-    def from_data(cls, data: Mapping[str, Any]) -> "ChosenPlan":
-        """From what `dataclasses.asdict` made, through JSON."""
-        best, lists = data["best_name"], {name: tuple(map(tuple, data.get(name, ()))) for name in ("others", "tried")}
-        return cls(**{**data, "best_name": None if best is None else tuple(best), **lists})
 
     def __str__(self) -> str:
         """

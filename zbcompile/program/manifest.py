@@ -3,7 +3,7 @@ graphs), with the hash of every other file. docs/programs.md lists its fields.""
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 
 from zbcompile.distributed.mesh import DIMENSIONS
 from zbcompile.errors import PipelineError
-from zbcompile.json_text import to_text
+from zbcompile.json_text import from_plain, to_text
 from zbcompile.model.model_info import Member, ModelFacts
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.hardware.hardware import Hardware
@@ -27,7 +27,7 @@ from zbcompile.passes.split.split import Improvement
 from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.passes.vocabulary.shard_program import InputLayer, Tiling, VocabularyProgram
 from zbcompile.program.chosen_plan import ChosenPlan
-from zbcompile.program.output import output_from_data, output_to_data, spec_from_data, spec_to_data
+from zbcompile.program.output import output_from_data, output_to_data, sizes_from_data, spec_from_data, spec_to_data
 from zbcompile.program.program import Program
 from zbcompile.program.step_options import StepOptions
 from zbcompile.schedules.ir.schedule import Lowered
@@ -169,27 +169,24 @@ def program_from_manifest(
 ) -> SavedProgram:
     """The program, still without the graphs of its stages; it may call `operators` of other libraries. Raises KeyError,
     TypeError or ValueError for data of another form."""
-    members = tuple(Member(n, k, tuple(shape), tuple(stride), *rest) for n, k, shape, stride, *rest in data["model"])
-    cuts: dict[str, Any] = {
-        name: tuple(each) if isinstance(each, list) else each for name, each in data["cuts"].items()
-    }
+    members = tuple(_member_from_data(*each) for each in data["model"])
     return SavedProgram(
-        model=ModelFacts(data["name"], members, {}, {}),
-        cuts=Cuts(**cuts),
+        model=ModelFacts(on_a_line(data["name"]), members, {}, {}),
+        cuts=from_plain(Cuts, data["cuts"]),
         stages=tuple(outline_from_data(each, str(device)) for each in data["stages"]),
         lowered=lowered,
         homes={name: tuple(stages) for name, stages in data["homes"].items()},
         choices=_choices_from_data(data["choices"]),
         loss_dtype=data["loss_dtype"],
-        inputs={path: (tuple(shape), dtype) for path, (shape, dtype) in data["inputs"].items()},
+        inputs={path: (sizes_from_data(shape), on_a_line(dtype)) for path, (shape, dtype) in data["inputs"].items()},
         vocabulary=vocabulary_from_data(data["vocabulary"], str(device)),
         canonical_targets=(),
         guards=guards_from_data(data["guards"], device, operators),
-        call=tuple(data["call"]),
+        call=_texts(data["call"]),
         groups=dict.fromkeys(data["dimensions"], ""),  # named by the process that loads it
         step=_step_from_data(data["step"]),
         output=output_from_data(data["output"], str(device)),
-        plan=ChosenPlan.from_data(data["plan"]) if data.get("plan") else None,
+        plan=from_plain(ChosenPlan, data["plan"]) if data.get("plan") else None,
         written=data,
     )
 
@@ -199,6 +196,14 @@ def _options_to_data(options: Choices | StepOptions) -> dict[str, Any]:
     plain = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(options).items()}
     plain |= {name: value.to_dict() for name, value in plain.items() if isinstance(value, Hardware)}
     return {n: str(v).removeprefix("torch.") if isinstance(v, torch.dtype) else v for n, v in plain.items()}
+
+
+def _member_from_data(name: str, kind: str, shape: Any, stride: Any, *rest: Any) -> Member:
+    found = Member(name, kind, sizes_from_data(shape), sizes_from_data(stride), *rest)
+    texts = [found.name, found.dtype, found.first]
+    if kind not in ("parameter", "buffer") or not all(isinstance(each, str) for each in texts):
+        raise TypeError(f"{texts} is no parameter or buffer")
+    return found
 
 
 def _choices_from_data(data: Mapping[str, Any]) -> Choices:
@@ -236,17 +241,30 @@ def outline_to_data(stage: StageProgram) -> dict[str, Any]:
 def outline_from_data(data: dict[str, Any], device: str) -> StageProgram:
     """The stage without its graphs; its boundary tensors are on `device`."""
     fields: dict[str, Any] = {name: data[name] for name in PLAIN}
-    fields |= {name: tuple(data[name]) for name in NAMES}
+    fields |= {name: _texts(data[name]) for name in NAMES}
     fields |= {key: {name: spec_from_data(spec, device) for name, spec in data[key].items()} for key in BOUNDARIES}
     return StageProgram(
         **fields,
         pieces={},
-        crossing=Crossing(**data["crossing"]),
-        improvements=tuple(Improvement(**each) for each in data["improvements"]),
-        flops=data["flops"],
+        crossing=from_plain(Crossing, data["crossing"]),
+        improvements=tuple(from_plain(Improvement, each) for each in data["improvements"]),
+        flops=_counts(data["flops"]),
         deferred=data["deferred"],
-        recomputed=Recomputed(**data["recomputed"]) if data["recomputed"] else None,
+        recomputed=from_plain(Recomputed, data["recomputed"]) if data["recomputed"] else None,
     )
+
+
+def _texts(data: Iterable[Any]) -> tuple[str, ...]:
+    found = tuple(data)
+    if not isinstance(data, list) or not all(isinstance(each, str) for each in found):
+        raise TypeError(f"{data!r} are no names")
+    return found
+
+
+def _counts(data: Mapping[str, Any]) -> dict[str, int]:
+    if not all(type(each) is int for each in data.values()):
+        raise TypeError(f"{data!r} is no count of FLOPs by pass")
+    return dict(data)
 
 
 def vocabulary_to_data(found: VocabularyProgram | None) -> dict[str, Any] | None:
@@ -272,4 +290,6 @@ def vocabulary_from_data(data: dict[str, Any] | None, device: str) -> Vocabulary
         weight, activation, rows = data["lookup"]
         fields["lookup"] = InputLayer(weight, activation, spec_from_data(rows, device))
     bounds = tuple((low, high) for low, high in data["bounds"])
-    return VocabularyProgram(**fields, bounds=bounds, flops=tuple(data["flops"]), pieces=({},) * len(bounds))
+    return VocabularyProgram(
+        **fields, bounds=bounds, flops=tuple(map(_counts, data["flops"])), pieces=({},) * len(bounds)
+    )

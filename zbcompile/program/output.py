@@ -9,6 +9,7 @@ import torch
 from zbcompile.errors import PipelineError
 from zbcompile.passes.capture.training_step import Read
 from zbcompile.passes.graph.roles import TensorSpec
+from zbcompile.passes.torch_names import dtype_named
 from zbcompile.passes.vocabulary.log_probs import log_probs, log_probs_and_entropies
 from zbcompile.torch_private import pytree
 
@@ -105,4 +106,13 @@ def spec_to_data(spec: TensorSpec) -> list[Any]:
 
 def spec_from_data(data: list[Any], device: str) -> TensorSpec:
     shape, stride, dtype, needs_gradient = data
-    return TensorSpec(tuple(shape), tuple(stride), dtype, device, needs_gradient)
+    sizes = sizes_from_data(shape), sizes_from_data(stride)
+    dtype_named(dtype)  # a name that torch has
+    return TensorSpec(*sizes, dtype, device, bool(needs_gradient))
+
+
+def sizes_from_data(data: Any) -> tuple[int, ...]:
+    """Sizes or strides. Raises TypeError for anything but a list of whole numbers from 0 on."""
+    if not isinstance(data, list) or not all(type(size) is int and size >= 0 for size in data):
+        raise TypeError(f"{data!r} are no sizes of a tensor")
+    return tuple(data)
