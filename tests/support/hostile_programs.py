@@ -85,7 +85,7 @@ def inspect(directory: Path) -> bool:
         out, err = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             status = zbcompile.inspect.main([str(directory), *arguments])
-        if "unexpected" in err.getvalue():
+        if err.getvalue().startswith("zbcompile.inspect: unexpected"):
             raise RuntimeError(err.getvalue().strip())
         if status:
             raise zbcompile.PipelineError(err.getvalue().strip())
