@@ -30,6 +30,7 @@ from zbcompile.schedules.simulation.message_slack import slack_rows
 from zbcompile.schedules.simulation.timeline import Timeline, simulate
 from zbcompile.schedules.visualization.text import format_timeline, summary
 from zbcompile.schedules.visualization.write import ENDINGS, write_comparison, write_picture
+from zbcompile.untrusted_text import read_json
 
 INTERLACED = "interlaced"  # no name of `build`: it needs vocabulary layers to interlace
 FILES = (".csv", ".json", ".txt")
@@ -191,7 +192,7 @@ def _with_shards(costs: Costs) -> Costs:
 def _model(options: argparse.Namespace, ranks: int) -> Costs:
     """The costs that all schedules run under: those of the file, or equal stages for every rank."""
     if options.costs is not None:
-        return Costs.from_json(options.costs.read_text(encoding="utf-8"))
+        return Costs.from_dict(read_json(options.costs, ScheduleError))
     forward, backward, weight = options.times
     return Costs.uniform(ranks, forward, backward, weight, comm=options.comm, residue=options.residue)
 

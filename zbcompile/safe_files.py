@@ -3,13 +3,13 @@
 import contextlib
 import hashlib
 import os
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
 from zbcompile.errors import PipelineError
+from zbcompile.untrusted_text import opened_regular
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -55,11 +55,8 @@ def regular_file(path: Path, size: int | None = None, most: int = DESCRIPTION) -
     Raises PipelineError for a pipe, a device or a directory, before opening it, for another size, and if reading fails.
     """
     try:
-        _require_regular(path, path.stat())
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # a pipe put there meanwhile cannot block
-            found = os.fstat(file.fileno())
-            _require_regular(path, found)
-            _require_size(path, found.st_size, size, most)
+        with opened_regular(path, PipelineError) as file:
+            _require_size(path, os.fstat(file.fileno()).st_size, size, most)
             yield file
     except OSError as error:
         raise PipelineError(f"{path} cannot be read ({error.strerror}). Copy all of the directory again.") from None
@@ -78,11 +75,6 @@ def sha256_of(path: Path, size: int) -> str:
         while block := file.read(_BLOCK):
             found.update(block)
     return found.hexdigest()
-
-
-def _require_regular(path: Path, found: os.stat_result) -> None:
-    if not stat.S_ISREG(found.st_mode):
-        raise PipelineError(f"{path} is not a regular file; expected the file that was saved. Copy it again.")
 
 
 def _require_size(path: Path, found: int, size: int | None, most: int) -> None:

@@ -4,12 +4,13 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from numbers import Real
 from reprlib import repr as short
 from typing import Any
 
 from zbcompile.passes.torch_names import NAMED
 
+SMALLEST, LARGEST = 1e-15, 1e24  # of a positive figure: beyond these, times overflow or have no digits left
+BETWEEN = f"from {SMALLEST:g} to {LARGEST:g}"
 KINDS = ("product", "convolution", "convolution_backward")  # of measured products
 
 
@@ -40,11 +41,11 @@ def _wrong(where: str, value: Any, figure: Figure) -> Iterator[str]:
 
 
 def _number(value: Any) -> bool:
-    return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
+    return not isinstance(value, bool) and isinstance(value, int | float) and abs(value) <= LARGEST
 
 
 def _positive(value: Any) -> bool:
-    return _number(value) and value > 0
+    return _number(value) and bool(value >= SMALLEST)
 
 
 def _count(value: Any) -> bool:
@@ -87,12 +88,12 @@ def _table(holds: Callable[[str], bool] = lambda name: True, least: int = 0) -> 
 
 TEXT = Figure(lambda value: isinstance(value, str), "a string")
 SWITCH = Figure(lambda value: isinstance(value, bool), "true or false")
-POSITIVE = Figure(_positive, "a number above 0")
-AMOUNT = Figure(lambda value: _number(value) and value >= 0, "a number, 0 or more")
+POSITIVE = Figure(_positive, f"a number above 0, {BETWEEN}")
+AMOUNT = Figure(lambda value: _number(value) and value >= 0, f"a number, 0 or more, up to {LARGEST:g}")
 SHARE = Figure(lambda value: _positive(value) and value <= 1, "a share above 0, of at most 1")
 COUNT = Figure(_count, "a whole number above 0")
 TILES = Figure(_tiles, "pairs of whole numbers above 0, the largest tile first")
-CONNECTION = Figure(_connection, "latency (seconds, 0 or more) and bandwidth (bytes per second, above 0)")
+CONNECTION = Figure(_connection, f"latency (seconds, 0 or more) and bandwidth (bytes per second, above 0), {BETWEEN}")
 PEAKS = Figure(
     _table(NAMED["dtype"].__contains__, 1),
     'a table from dtypes, such as "bfloat16", to FLOP per second',

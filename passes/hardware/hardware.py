@@ -1,8 +1,10 @@
 """What a machine can do, as figures of a file: arithmetic, memory, kernels, links. Each figure has its source."""
 
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
 from os import PathLike
@@ -12,6 +14,10 @@ from typing import Any, NamedTuple
 from zbcompile.passes.errors import CompileError
 from zbcompile.passes.hardware import figures
 from zbcompile.passes.hardware.figures import wrong_figure
+from zbcompile.untrusted_text import read_text
+
+LARGEST = 1 << 18  # bytes of a file of figures
+DOTS = 50  # in a dotted name, for whose parts tomllib takes quadratic time
 
 
 class Connection(NamedTuple):
@@ -104,25 +110,34 @@ class Hardware:
         if name.endswith(".toml"):
             return cls.read(Path(name))
         if name not in (known := hardware_names()):
-            raise CompileError(f"no profile is called {name!r}; expected {', '.join(known)}, or a FILE.toml.")
+            near = [each for each in known if name.lower() in each] or get_close_matches(name.lower(), known)
+            hint = f"did you mean {' or '.join(near)}? " if near else ""
+            raise CompileError(f"no profile is called {name!r}; {hint}expected {', '.join(known)}, or a FILE.toml.")
         return _named(name)
 
     @classmethod
     def read(cls, file: Path) -> "Hardware":
         """The figures in a file. Raises CompileError for a file that does not hold them."""
         try:
-            return cls.from_dict(tomllib.loads(file.read_text(encoding="utf-8")))
+            text = read_text(file, CompileError, LARGEST)
         except OSError as error:
             raise CompileError(f"{file}: {error.strerror or error}.") from error
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError, CompileError) as error:
-            raise CompileError(f"{file}: {error}") from None
+        names = re.split(r"[\n,=\[\]{}]", re.sub(r"[ \t]", "", text))
+        if max(name.count(".") for name in names) > DOTS:
+            raise CompileError(f"{file}: a name has more than {DOTS} dots.")
+        try:
+            return cls.from_dict(tomllib.loads(text))
+        except RecursionError:
+            raise CompileError(f"{file}: its tables or arrays are nested too deeply.") from None
+        except (ValueError, CompileError) as error:  # tomllib's own, and that of integers with thousands of digits
+            raise CompileError(f"{file}: {error!s:.400}") from None
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Hardware":
         """As `to_dict` gives it. Raises CompileError for an unknown or missing name, or a figure that cannot be."""
         unknown, missing = sorted(data.keys() - FIGURES), sorted({"name", "peak", "bandwidth"} - data.keys())
         if unknown or missing:
-            what = [f"unknown {', '.join(map(str, unknown))}"] * bool(unknown)
+            what = [f"unknown {', '.join(map(str, unknown)):.200}"] * bool(unknown)
             what += [f"missing {', '.join(missing)}"] * bool(missing)
             raise CompileError(f"{'; '.join(what)}. Expected some of {', '.join(FIGURES)}.")
         return cls(**data)

@@ -15,7 +15,7 @@ from zbcompile.schedules.execution.event_loop import run
 from zbcompile.schedules.generators import dualpipe, gpipe_1f1b, interleaved, v_half_v_min, zb_auto, zb_h, zb_v
 from zbcompile.schedules.generators.task import Generator, Task
 from zbcompile.schedules.ir.costs import Costs
-from zbcompile.schedules.ir.placement import Placement
+from zbcompile.schedules.ir.placement import Placement, require_count
 from zbcompile.schedules.ir.schedule import Schedule
 
 
@@ -200,8 +200,3 @@ def _placement(family: Family, ranks: int, chunks: int | None) -> Placement:
     if chunks != family.chunks and not family.free_chunks:
         raise ScheduleError(f"{family.name}: chunks={chunks}; a rank holds exactly {family.chunks} (leave it out)")
     return Placement(family.placement, ranks, chunks)
-
-
-def require_count(what: str, value: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ScheduleError(f"{what}={value!r}; expected a whole number of at least 1")

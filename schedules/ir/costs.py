@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.ir.actions import BW, COMPUTE, B, F, W
 from zbcompile.schedules.ir.kinds import KINDS
+from zbcompile.untrusted_text import parse_json
 
 
 class Link(NamedTuple):
@@ -108,14 +109,24 @@ class Costs:
             _require_amount(name, 0 if getattr(self, name) is None else getattr(self, name))
         if self.overlap > 1:
             raise ScheduleError(f"costs: `overlap` is {self.overlap}; expected a share from 0 to 1")
+        self._require_kinds()
         for link in self.links:
             _require_amount(f"latency of link {link.source}->{link.destination}", link.latency)
         for bandwidth in (self.bandwidth, *(link.bandwidth for link in self.links)):
-            if bandwidth is not None and not bandwidth > 0:
+            if bandwidth is not None and not (_is_amount(bandwidth) and bandwidth > 0):
                 expected = "a positive number, or none to ignore sizes"
-                raise ScheduleError(f"costs: a bandwidth is {bandwidth}; expected {expected}")
+                raise ScheduleError(f"costs: a bandwidth is {bandwidth!r:.80}; expected {expected}")
         for pair in self.pairs:
             _require_amount(f"time of pair (F{pair.forward_stage}|BW{pair.backward_stage})", pair.time)
+
+    def _require_kinds(self) -> None:
+        """Ranks and stages are whole numbers, units strings."""
+        places = [each for named in (*self.links, *self.pairs) for each in named[:2]]
+        units = self.time_unit, self.memory_unit
+        wrong = [each for each in places if type(each) is not int] + [each for each in units if type(each) is not str]
+        if wrong:
+            what = "a whole number for a rank or a stage, and a string for a unit"
+            raise ScheduleError(f"costs: received {wrong[0]!r:.80}; expected {what}")
 
     @classmethod
     def uniform(
@@ -252,11 +263,7 @@ class Costs:
         >>> Costs.from_json('{"forward": [1, 2], "backward": [1, 2], "weight": [1, 1], "comm": 0.1}').stages
         2
         """
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ScheduleError(f"costs: invalid JSON: {error}") from error
-        return cls.from_dict(data)
+        return cls.from_dict(parse_json(text, ScheduleError, "costs: "))
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Costs":
@@ -267,12 +274,16 @@ class Costs:
         unknown = sorted(set(data) - set(known))
         missing = sorted({"forward", "backward", "weight"} - set(data))
         if unknown or missing:
-            what = [f"unknown {', '.join(unknown)}"] * bool(unknown) + [f"missing {', '.join(missing)}"] * bool(missing)
+            what = [f"unknown {', '.join(unknown):.200}"] * bool(unknown)
+            what += [f"missing {', '.join(missing)}"] * bool(missing)
             raise ScheduleError(f"costs: {'; '.join(what)}; expected {', '.join(known)}")
         for name in (*PER_STAGE, "links", "pairs"):
             if not isinstance(data.get(name, []), Sequence):
-                raise ScheduleError(f"costs: `{name}` is {data[name]!r}; expected a list")
-        return cls(**data)
+                raise ScheduleError(f"costs: `{name}` is {data[name]!r:.80}; expected a list")
+        try:
+            return cls(**data)
+        except TypeError as error:
+            raise ScheduleError(f"costs: {error}") from None
 
 
 PER_STAGE = tuple(field.name for field in fields(Costs) if field.type == tuple[float, ...])
@@ -281,13 +292,13 @@ PER_STAGE = tuple(field.name for field in fields(Costs) if field.type == tuple[f
 def _is_amount(value: float) -> bool:
     try:
         return value >= 0 and math.isfinite(value)
-    except TypeError:
+    except (TypeError, OverflowError):
         return False
 
 
 def _require_amount(where: str, value: float) -> None:
     if not _is_amount(value):
-        raise ScheduleError(f"costs: {where} is {value!r}; expected a finite number that is not negative")
+        raise ScheduleError(f"costs: {where} is {value!r:.80}; expected a finite number that is not negative")
 
 
 def _of_shards(values: tuple[float, ...], stages: int) -> tuple[float, ...]:

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,10 +28,15 @@ from zbcompile.schedules.ir.schedule import (
     parse_schedule,
     parse_step,
     parts,
+    require_counts,
 )
+from zbcompile.untrusted_text import VALUES, parse_json, read_text
 
 TORCHS_OWN = re.compile(r"\d+(UNSHARD|RESHARD|(WAIT_)?REDUCE_GRAD|WAIT_SEND_[FB])\d*")  # written among the others
 JSON_VERSION = 1
+PASSES = [(barriers, lookups) for barriers in (1, 2) for lookups in (False, True)]
+RANKS = 1 << 16  # no CSV has more rows
+SHOWN = 16  # ranks, and stages of each, in a message
 
 
 def to_csv(program: Schedule | Lowered, letters: Letters = "torch", waits: bool = False) -> str:
@@ -76,14 +82,21 @@ def from_csv(text: str, name: str = "csv", placement: Placement | None = None) -
     Empty cells (torch's bubbles) and torch's UNSHARD, RESHARD, REDUCE_GRAD and waits are not part of a schedule and are
     left out. The placement is read off the rows unless it is given.
     """
-    rows = [row for row in csv.reader(io.StringIO(text)) if row]
+    try:
+        rows = list(islice(filter(None, csv.reader(io.StringIO(text))), RANKS + 1))
+    except csv.Error as error:
+        raise ScheduleError(f"invalid CSV: {error}") from None
+    if len(rows) > RANKS:
+        raise ScheduleError(f"this CSV has more than {RANKS} rows; expected one row of actions per rank")
     programs = tuple(tuple(_cells(rank, row)) for rank, row in enumerate(rows))
     actions = [action for program in programs for action in flatten(program)]
     if not actions:
         raise ScheduleError("this CSV holds no actions; expected one row of actions per rank")
     microbatches = 1 + max(action.microbatch for action in actions)
     orders = compute_only(programs)
-    schedule = Schedule(name, placement or infer_placement(orders), microbatches, orders)
+    found = placement or infer_placement(orders)
+    require_counts(found, microbatches, orders)
+    schedule = Schedule(name, found, microbatches, orders)
     return Lowered(schedule, programs) if any(action.op in COMMUNICATION for action in actions) else schedule
 
 
@@ -113,9 +126,14 @@ def infer_placement(orders: Sequence[Sequence[Step]]) -> Placement:
     owners = {stage: rank for rank, owned in enumerate(found) for stage in owned}
     if all(found) and sorted(owners) == sorted(stage for owned in found for stage in owned) == [*range(len(owners))]:
         return Placement.of_owners([owners[stage] for stage in range(len(owners))])
-    listing = "; ".join(f"rank {rank}: {', '.join(map(str, owned)) or 'none'}" for rank, owned in enumerate(found))
+    listing = "; ".join(f"rank {rank}: {_listed(owned)}" for rank, owned in enumerate(found[:SHOWN]))
+    listing += "; ..." * (len(found) > SHOWN)
     expected = "each of the stages 0 to n-1 on one rank, at least one on every rank (or two copies of the model, dual)"
     raise ScheduleError(f"stages by rank ({listing}) match no placement; expected {expected}")
+
+
+def _listed(stages: Sequence[int]) -> str:
+    return ", ".join(map(str, stages[:SHOWN])) + ", ..." * (len(stages) > SHOWN) or "none"
 
 
 class Document(NamedTuple):
@@ -154,28 +172,24 @@ def _rows(orders: Sequence[Sequence[Step]]) -> str:
 
 def from_json(text: str) -> Document:
     """Read what `to_json` writes; raises `ScheduleError` for anything else."""
+    return from_dict(parse_json(text, ScheduleError, values=2 * VALUES))
+
+
+def from_dict(data: Any) -> Document:
+    """As `from_json`, from the value of the text."""
     try:
-        data = json.loads(text)
         if data["version"] != JSON_VERSION:
-            raise ScheduleError(f"JSON version {data['version']}; this release reads version {JSON_VERSION}")
+            raise ScheduleError(f"JSON version {data['version']!r:.80}; this release reads version {JSON_VERSION}")
         orders = _orders(data["orders"])
         placement, passes = Placement(**data["placement"]), (data.get("barriers", 1), data.get("lookups", False))
-        _require_counts(placement, data["microbatches"], orders)
+        require_counts(placement, data["microbatches"], orders)
+        if type(data["name"]) is not str or passes not in PASSES:
+            raise ScheduleError(f"a schedule called {data['name']!r:.80} with barriers and lookups of {passes!r:.80}")
         schedule = Schedule(data["name"], placement, data["microbatches"], orders, *passes)
         program = Lowered(schedule, _orders(data["programs"])) if "programs" in data else schedule
         return Document(program, Costs.from_dict(data["costs"]) if "costs" in data else None)
-    except json.JSONDecodeError as error:
-        raise ScheduleError(f"invalid JSON: {error}") from None
-    except (KeyError, TypeError) as error:
-        raise ScheduleError(f"JSON that describes no schedule: {error!r}; write it with `to_json`") from None
-
-
-def _require_counts(placement: Placement, microbatches: int, orders: Sequence[Sequence[Step]]) -> None:
-    """Counts are bounded by the actions that are there, before anything is made for each of them."""
-    actions = len(orders) + sum(map(len, orders)) * 2
-    if placement.ranks != len(orders) or max(placement.stages, microbatches) > actions:
-        counts = f"{placement.ranks} ranks with {placement.chunks} chunks and {microbatches} microbatches"
-        raise ScheduleError(f"{counts}, but orders of {len(orders)} ranks with at most {actions} actions")
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ScheduleError(f"JSON that describes no schedule: {error!r:.200}; write it with `to_json`") from None
 
 
 def _orders(rows: Sequence[Sequence[str]]) -> tuple[tuple[Step, ...], ...]:
@@ -194,10 +208,12 @@ def save(program: Schedule | Lowered, path: str | Path, costs: Costs | None = No
 
 def load(path: str | Path) -> Schedule | Lowered:
     """Read a file by its ending: .csv (named after the file), .json, .txt."""
-    ending, text = _ending(path), Path(path).read_text(encoding="utf-8")
-    if ending == ".csv":
-        return from_csv(text, name=Path(path).stem)
-    return from_json(text).program if ending == ".json" else parse_schedule(text)
+    ending, text = _ending(path), read_text(path, ScheduleError)
+    if ending == ".json":
+        return from_dict(parse_json(text, ScheduleError)).program
+    if len(text.split("," if ending == ".csv" else None, VALUES)) > VALUES:
+        raise ScheduleError(f"{path} has more than {VALUES:,} actions")
+    return from_csv(text, name=Path(path).stem) if ending == ".csv" else parse_schedule(text)
 
 
 def _ending(path: str | Path) -> str:

@@ -6,10 +6,19 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from zbcompile.schedules.errors import ScheduleError
 
 ANY = range(1, sys.maxsize)
+
+
+def require_count(what: str, value: Any) -> None:
+    """Raise `ScheduleError` unless `value` is a whole number of at least 1."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ScheduleError(f"{what}={value!r:.80}; expected a whole number of at least 1")
+
+
 KINDS = {"linear": (1,), "looped": ANY, "v": ANY[1:], "dual": (1,), "map": ANY}
 
 
@@ -31,19 +40,22 @@ class Placement:
     owners: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ScheduleError(f"placement {self.kind!r}; expected one of {', '.join(KINDS)}")
+        if not isinstance(self.kind, str) or self.kind not in KINDS:
+            raise ScheduleError(f"placement {self.kind!r:.80}; expected one of {', '.join(KINDS)}")
         object.__setattr__(self, "owners", tuple(self.owners))
-        if min(self.ranks, self.chunks) < 1 or self.chunks not in KINDS[self.kind]:
+        require_count("ranks", self.ranks)
+        require_count("chunks", self.chunks)
+        if self.chunks not in KINDS[self.kind]:
             counts = f"{self.ranks} ranks with {self.chunks} chunks each"
             raise ScheduleError(
                 f"placement {self.kind!r} of {counts}: linear and dual hold 1 chunk a rank, v 2 or more"
             )
         most = max(Counter(self.owners).values(), default=0)
-        if self.kind == "map" and ({*self.owners} != {*range(self.ranks)} or most != self.chunks):
+        few = self.ranks <= len(self.owners)  # else a set of all ranks may fill the memory
+        if self.kind == "map" and not (few and {*self.owners} == {*range(self.ranks)} and most == self.chunks):
             raise ScheduleError(
-                f"placement of {len(self.owners)} stages on ranks {list(self.owners)}, at most {self.chunks} on each: "
-                f"expected ranks 0 to {self.ranks - 1}, each with a stage"
+                f"placement of {len(self.owners)} stages on ranks {list(self.owners)!r:.80}, at most {self.chunks} on "
+                f"each: expected ranks 0 to {self.ranks - 1}, each with a stage"
             )
 
     @classmethod
@@ -70,14 +82,14 @@ class Placement:
         8
         """
         kind, _, chunks = text.partition(":")
-        if kind == "map" and re.fullmatch(r"\d+(,\d+)*", chunks):
+        if kind == "map" and re.fullmatch(r"\d{1,9}(,\d{1,9})*", chunks):
             owners = tuple(map(int, chunks.split(",")))
             return cls(kind, ranks, max(Counter(owners).values()), owners)
-        if kind not in ("linear", "looped", "v", "dual") or (chunks and not chunks.isdecimal()):
+        if kind not in ("linear", "looped", "v", "dual") or (chunks and not re.fullmatch(r"\d{1,9}", chunks)):
             chunks = "?"
         if chunks == "?" or (kind != "v" and (kind == "looped") != bool(chunks)):
             kinds = "linear, looped:N (N stages on each rank), v, v:N, dual or map:R,R,... (the rank of each stage)"
-            raise ScheduleError(f"placement {text!r}; expected {kinds}")
+            raise ScheduleError(f"placement {text!r:.80}; expected {kinds}")
         return cls(kind, ranks, int(chunks or (2 if kind == "v" else 1)))
 
     def __str__(self) -> str:

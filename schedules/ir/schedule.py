@@ -16,7 +16,7 @@ from typing import Literal
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.ir.actions import BW, COMMUNICATION, Action, Pair, S, Step, W, flatten
 from zbcompile.schedules.ir.kinds import KINDS
-from zbcompile.schedules.ir.placement import Placement
+from zbcompile.schedules.ir.placement import Placement, require_count
 
 
 class Shown:
@@ -123,13 +123,13 @@ Letters = Literal["papers", "torch"]
 
 TORCH_LETTERS = {op: kind.torch for op, kind in KINDS.items() if kind.torch}
 _FROM_TORCH = {theirs: ours for ours, theirs in TORCH_LETTERS.items()}
-_PAPERS = re.compile(r"([A-Z]+(?:_[FB])?)(\d+)\.(\d+)")
-_TORCH = re.compile(r"(\d+)([A-Z]+(?:_[FB])?)(\d+)")
+_PAPERS = re.compile(r"([A-Z]+(?:_[FB])?)(\d{1,9})\.(\d{1,9})")
+_TORCH = re.compile(r"(\d{1,9})([A-Z]+(?:_[FB])?)(\d{1,9})")
 _PAPERS_PAIR = re.compile(r"\(([^|()]+)\|([^|()]+)\)")
 _TORCH_PAIR = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
 _HEADER = re.compile(
-    r"(\S+): (\d+) ranks, (\d+) microbatches, (\w+(?::[\d,]+)?) placement, (\d+) chunks?(?:, (\d+) barriers)?"
-    r"(, lookups)?(, lowered)?"
+    r"(\S+): (\d{1,9}) ranks, (\d{1,9}) microbatches, (\w+(?::[\d,]+)?) placement, (\d{1,9}) chunks?"
+    r"(?:, ([12]) barriers)?(, lookups)?(, lowered)?"
 )
 
 
@@ -156,7 +156,7 @@ def parse_step(text: str) -> Step:
     >>> parse_step("0I3"), parse_step("(B1.3|W1.2)").second
     (Action(op='B', stage=0, microbatch=3), Action(op='W', stage=1, microbatch=2))
     """
-    pair = _PAPERS_PAIR.fullmatch(text) or _TORCH_PAIR.fullmatch(text)
+    pair = text.startswith("(") and (_PAPERS_PAIR.fullmatch(text) or _TORCH_PAIR.fullmatch(text))
     if pair:
         return Pair(_parse_action(pair[1].strip()), _parse_action(pair[2].strip()))
     return _parse_action(text)
@@ -171,7 +171,7 @@ def _parse_action(text: str) -> Action:
     else:
         op, stage, microbatch = "", "0", "0"
     if op not in KINDS:
-        raise ScheduleError(f"{text!r} is not an action such as F0.3, BW0.3, SEND_F0.3 or torch's 0F3, 0I3, 0B3")
+        raise ScheduleError(f"{text!r:.80} is not an action such as F0.3, BW0.3, SEND_F0.3 or torch's 0F3, 0I3, 0B3")
     return Action(op, int(stage), int(microbatch))
 
 
@@ -250,20 +250,35 @@ def parse_schedule(text: str) -> Schedule | Lowered:
     match = _HEADER.fullmatch(header.strip())
     if not match:
         expected = "NAME: P ranks, M microbatches, KIND placement, V chunks"
-        raise ScheduleError(f"first line {header!r}; expected {expected!r}")
+        raise ScheduleError(f"first line {header!r:.80}; expected {expected!r}")
     name, ranks, microbatches, kind, chunks, barriers, lookups, lowered = match.groups()
-    orders: list[list[Step]] = [[] for _ in range(int(ranks))]
-    for line in lines:
-        word, rank, *steps = line.split()
-        if word != "rank" or not rank.isdigit() or int(rank) >= len(orders):
-            raise ScheduleError(f"line {line!r}; expected 'rank R' with R from 0 to {len(orders) - 1} and its steps")
-        orders[int(rank)] += map(parse_step, steps)
-    programs = tuple(map(tuple, orders))
     known = kind.startswith("map:")
+    programs = _rows(lines, int(ranks))
     placement = Placement.parse(kind, int(ranks)) if known else Placement(kind, int(ranks), int(chunks))
-    passes = int(barriers or 1), lookups is not None
-    schedule = Schedule(name, placement, int(microbatches), compute_only(programs), *passes)
+    orders, passes = compute_only(programs), (int(barriers or 1), lookups is not None)
+    require_counts(placement, int(microbatches), orders)
+    schedule = Schedule(name, placement, int(microbatches), orders, *passes)
     return Lowered(schedule, programs) if lowered else schedule
+
+
+def _rows(lines: Sequence[str], ranks: int) -> tuple[tuple[Step, ...], ...]:
+    """What the lines of a grid say of every rank; fewer rows than ranks if there are fewer lines."""
+    orders: dict[int, list[Step]] = {}
+    for line in lines:
+        word, rank, *steps = (*line.split(), "")
+        if word != "rank" or not re.fullmatch(r"[0-9]{1,9}", rank) or int(rank) >= ranks:
+            raise ScheduleError(f"line {line!r:.80}; expected 'rank R' with R from 0 to {ranks - 1} and its steps")
+        orders.setdefault(int(rank), []).extend(map(parse_step, filter(None, steps)))
+    return tuple(tuple(orders.get(rank, ())) for rank in range(min(ranks, len(lines))))
+
+
+def require_counts(placement: Placement, microbatches: int, orders: Sequence[Sequence[Step]]) -> None:
+    """Counts are bounded by the actions that are there, before anything is made for each of them."""
+    require_count("microbatches", microbatches)
+    actions = len(orders) + sum(map(len, orders)) * 2
+    if placement.ranks != len(orders) or max(placement.stages, microbatches) > actions:
+        counts = f"{placement.ranks} ranks with {placement.chunks} chunks and {microbatches} microbatches"
+        raise ScheduleError(f"{counts}, but orders of {len(orders)} ranks with at most {actions} actions")
 
 
 def compute_only(programs: Iterable[Iterable[Step]]) -> tuple[tuple[Step, ...], ...]:

@@ -4,9 +4,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.execution.memory import peak_memory
-from zbcompile.schedules.generators.registry import require_count
 from zbcompile.schedules.ir.costs import Costs
-from zbcompile.schedules.ir.placement import Placement
+from zbcompile.schedules.ir.placement import Placement, require_count
 from zbcompile.schedules.searching.problem import ROUNDING, Problem
 from zbcompile.schedules.searching.starting_orders import one_by_one
 

@@ -6,7 +6,7 @@ holds a lock of the operating system, which ends with the process, so a killed o
 entry; its remains are removed by the next process that makes this entry.
 
 What is in an entry is executed. So its files are compared with checksums, which stand beside it, before it is loaded;
-and the folder must be this user's, with nobody else allowed to write there.
+and the folder must be this user's or root's, with nobody else allowed to write there.
 """
 
 import contextlib
@@ -75,7 +75,7 @@ class CompileCache:
 
     def _require_own(self) -> None:
         found = self.folder.stat()
-        if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        if found.st_uid not in (os.getuid(), 0) or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise PipelineError(
                 f"{self.folder}, the folder for compiled graphs, belongs to user {found.st_uid} and has mode "
                 f"{stat.filemode(found.st_mode)}: others could put code there. Set {CACHE.name} to a folder of "

@@ -15,6 +15,7 @@ from zbcompile.persistence.checkpoint_directory import INDEX, final_name, publis
 from zbcompile.persistence.checkpoint_record import Chunk, record_to_text, write_part
 from zbcompile.persistence.folder_lock import FolderLock
 from zbcompile.safe_files import cannot_write, write_whole
+from zbcompile.untrusted_text import MORE_VALUES, parse_json
 
 _PAUSE = 0.05  # seconds between two looks for the parts of other processes
 
@@ -52,6 +53,7 @@ class Save:
         parts = [self._file("json", number) for number in range(self.count)]
         try:
             text = record_to_text(self.fields, [json.loads(part.read_text()) for part in parts])
+            parse_json(text, PipelineError, f"{self.partial}: its record cannot be read again: ", MORE_VALUES)
             for part in parts:
                 part.unlink()
             write_whole(self.partial / INDEX, text.encode())

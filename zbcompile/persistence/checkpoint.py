@@ -86,9 +86,12 @@ def save_checkpoint(
     if not wait and not isinstance(source, Pipeline):
         raise PipelineError("wait=False needs a pipeline, whose close() waits for the end. Save a plain model at once.")
     count = step if step is not None else source.step_index if isinstance(source, Pipeline) else 0
+    if type(count) is not int or count < 0:
+        raise PipelineError(f"step={count!r}; expected how many steps have been trained, a whole number from 0 on.")
     kept: Any = nullcontext(source.attached(FolderWriter)) if isinstance(source, Pipeline) else closing(FolderWriter())
     with kept as writer, ranks.watch.region(what):
         together(ranks, what, writer.finish)
+        _require_same_call(ranks, step=count, wait=wait, frozen=frozen)
         _hold(writer, folder, ranks)
         holding, left_out = _without_frozen(holding, frozen)
         index = {**_index(holding, optimizer, count), "left_out": left_out}
@@ -193,12 +196,21 @@ def _problem(path: Path, ranks: Ranks, trust: bool) -> str | None:
 def _hold(writer: FolderWriter, folder: Path, ranks: Ranks) -> None:
     """Take the lock of the folder, unless it is held. All ranks wait for it in rounds shorter than any timeout."""
     if writer.folder == folder.absolute():
-        together(ranks, f"writing to {folder}", lambda: writer.lock.require_held() if writer.lock else None)
+        together(ranks, f"writing to {folder}", lambda: writer.lock.keep() if writer.lock else None)
         return
     lock = FolderLock(folder.absolute()) if ranks.is_first else None
     while not gathered(ranks, together(ranks, f"taking {folder}", lambda: lock is None or lock.attempt(ROUND)))[0]:
         pass
     writer.take(folder.absolute(), lock)
+
+
+def _require_same_call(ranks: Ranks, **own: Any) -> None:
+    """Raise PipelineError, on every rank, if ranks were given different arguments."""
+    every = gathered(ranks, own)
+    for name, number in ((name, number) for name in own for number in range(len(every))):
+        if every[number][name] != every[0][name]:
+            text = f"{name}={every[0][name]} on the first rank and {name}={every[number][name]} on rank {number}"
+            raise ranks.refusal(f"save_checkpoint received {text}; expected the same on every rank.")
 
 
 def _without_frozen(holding: Holding, frozen: bool) -> tuple[Holding, list[str]]:
@@ -283,14 +295,15 @@ def _index(holding: Holding, optimizer: Optimizer | None, step: int) -> Values:
 def _load(saved: SavedState, holding: Holding, optimizer: Optimizer | None, random: bool) -> Checkpoint:
     _require_same_names(saved, holding)
     _require_same_optimizer(saved, optimizer)
-    with torch.no_grad():
-        saved.read({name: each for name, each in holding.tensors.items() if name not in saved.left_out}, "model")
-    if optimizer is not None:
-        load_optimizer(optimizer, holding, saved.keys("optimizer"), lambda wanted: saved.read(wanted, "optimizer"))
-    generators = saved.process_value("random")
-    if random and generators is not None:
-        restore_random_state(generators, holding.ranks.device)
-    return Checkpoint(saved.step, saved.process_value("extra"), saved.path, generators)
+    with saved.blamed():
+        generators, extra = saved.process_value("random"), saved.process_value("extra")
+        with torch.no_grad():
+            saved.read({name: each for name, each in holding.tensors.items() if name not in saved.left_out}, "model")
+        if optimizer is not None:
+            load_optimizer(optimizer, holding, saved.keys("optimizer"), lambda wanted: saved.read(wanted, "optimizer"))
+        if random and generators is not None:
+            restore_random_state(generators, holding.ranks.device)
+    return Checkpoint(saved.step, extra, saved.path, generators)
 
 
 def _require_same_names(saved: SavedState, holding: Holding) -> None:

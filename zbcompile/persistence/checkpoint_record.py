@@ -9,8 +9,10 @@ import hashlib
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,9 +24,11 @@ from zbcompile.json_text import to_text
 from zbcompile.passes.serialization.arguments import named
 from zbcompile.persistence.checkpoint_directory import INDEX, PICKLED
 from zbcompile.program.manifest import digest_of
-from zbcompile.safe_files import read_regular, sha256_of
+from zbcompile.safe_files import sha256_of
+from zbcompile.untrusted_text import LONG_TEXT, MORE_VALUES, parse_json, read_text
 
 FORMAT, VERSION = "zbcompile checkpoint", 2
+CUT = 6  # dimensions along which a tensor can be cut: the corners of each chunk are 2 to that power
 Fields = dict[str, Any]
 
 
@@ -75,8 +79,8 @@ def read_record(path: Path) -> Record:
             f"python -m zbcompile.checkpoints convert {path} NEW --trust."
         )
     try:
-        text = read_regular(path / INDEX).decode()
-        data = json.loads(text)
+        text = read_text(path / INDEX, PipelineError, LONG_TEXT)
+        data = parse_json(text, PipelineError, f"{path / INDEX}: ", MORE_VALUES)
         _require((data["format"], data["version"]) == (FORMAT, VERSION), f"its format is not {FORMAT!r}, {VERSION}")
         _require(data["digest"] == digest_of({k: v for k, v in data.items() if k != "digest"}), "its digest differs")
         _require(to_text(data, 2) == text, "its text is not what was written")
@@ -101,6 +105,7 @@ def require_whole(record: Record, share: int = 0, shares: int = 1) -> None:
 
 
 def _checked(path: Path, data: Fields) -> Record:
+    _require_fields(data)
     files = {name: (_size(size), str(sha256)) for name, (size, sha256) in data["files"].items()}
     for name in files:
         _require(Path(name).name == name and not name.startswith("."), f"{name!r} is not one of its files")
@@ -115,10 +120,32 @@ def _tensor(name: str, entry: Fields, files: Mapping[str, tuple[int, str]]) -> S
         placed = zip(chunk.offset, chunk.shape, shape, strict=True)
         _require(all(_size(o) + _size(s) <= of for o, s, of in placed), f"{name} has a chunk outside of it")
         _require(_size(chunk.begin) + bytes_of(chunk, dtype) <= files[chunk.file][0], f"{name} is outside of its file")
-    covered = sum(math.prod(chunk.shape) for chunk in chunks)
-    distinct = len({chunk.offset for chunk in chunks}) == len(chunks)
-    _require(distinct and covered == math.prod(shape), f"the chunks of {name} do not cover it")
+    _require(_cover(chunks, shape), f"the chunks of {name} do not cover it, each element once")
     return StoredTensor(dtype, shape, chunks)
+
+
+def _require_fields(data: Fields) -> None:
+    _size(data["step"])
+    _require(isinstance(data["optimizer"], str | None), "its optimizer is no name")
+    _require(all(type(data[name]) is dict for name in ("values", "process", "files", "tensors")), "a table is missing")
+    left_out = data.get("left_out", [])
+    _require(type(left_out) is list and all(type(each) is str for each in left_out), "`left_out` is no list of names")
+
+
+def _cover(chunks: Sequence[StoredChunk], shape: Sequence[int]) -> bool:
+    """Whether every element is in exactly one chunk: then, and only then, the corners of the chunks cancel out but for
+    those of the whole, counted with signs that alternate (the derivative along all dimensions of the sum of the chunks'
+    indicator functions)."""
+    pairs = [(tuple(zip(chunk.offset, chunk.shape, strict=True)), 1) for chunk in chunks]
+    whole = tuple((0, size) for size in shape)
+    cut = [place for place, span in enumerate(whole) if any(box[place] != span for box, _ in pairs)]
+    _require(len(cut) <= CUT, f"its chunks are cut along more than {CUT} dimensions")
+    corners: Counter[tuple[int, ...]] = Counter()
+    for box, weight in (*pairs, (whole, -1)):
+        ends = [((begin, 1), (begin + size, -1)) for begin, size in (box[place] for place in cut)]
+        for corner in product(*ends):
+            corners[tuple(at for at, _ in corner)] += weight * math.prod(sign for _, sign in corner)
+    return not any(corners.values()) or not math.prod(shape)
 
 
 def bytes_of(chunk: StoredChunk, dtype: torch.dtype) -> int:
@@ -128,7 +155,7 @@ def bytes_of(chunk: StoredChunk, dtype: torch.dtype) -> int:
 
 def _size(value: Any) -> int:
     if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is not a size")
+        raise ValueError(f"{value!r:.80} is not a size")
     return value
 
 

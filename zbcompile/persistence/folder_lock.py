@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import socket
+import sys
 import threading
 import time
 import uuid
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from zbcompile.errors import PipelineError
+from zbcompile.untrusted_text import opened_regular, read_json
 
 NAME = ".writer"
 BEAT = 2.0  # seconds between two signs of life
@@ -60,14 +62,15 @@ class FolderLock:
         except FileExistsError:
             if self.folder.is_dir():
                 return False  # another run was faster
-            raise PipelineError(f"no checkpoint can be written to {self.folder}: it is a file.") from None
+            what = f"a link to {self.folder.readlink()}, which does not exist" if self.folder.is_symlink() else "a file"
+            raise PipelineError(f"no checkpoint can be written to {self.folder}: it is {what}.") from None
         except OSError as error:
             raise PipelineError(f"no checkpoint can be written to {self.folder}: {error.strerror}.") from None
         return True
 
     def _outwaited(self, holder: Holder) -> bool:
         """Whether the holder has given no sign of life for too long. Raises PipelineError once it has given one."""
-        with self.path.open("rb") as file:  # opening asks a file server anew
+        with opened_regular(self.path, PipelineError) as file:  # opening asks a file server anew
             found = os.fstat(file.fileno())
         sign, now = (found.st_ino, found.st_mtime_ns), time.monotonic()
         if self._seen is None:
@@ -96,6 +99,18 @@ class FolderLock:
         threading.Thread(target=_renew, args=(handle, stopped, self._beat), name="checkpoint lock", daemon=True).start()
         self._ended = weakref.finalize(self, _release, stopped, self.path, self._own["token"])
 
+    def keep(self) -> None:
+        """Take the lock again, with a notice, if the folder was removed or emptied: nobody else can hold it then.
+
+        Raises PipelineError if another run has taken the folder over.
+        """
+        gone = not self.path.exists() and not (self.folder.is_dir() and any(self.folder.iterdir()))
+        if gone:
+            self.close()
+            if self.attempt(0):
+                print(f"zbcompile: {self.folder} was removed; it is made anew.", file=sys.stderr, flush=True)
+        self.require_held()
+
     def require_held(self) -> None:
         """Raise PipelineError if another run has taken the folder over."""
         holder = read_holder(self.path)
@@ -115,7 +130,7 @@ class FolderLock:
 def read_holder(path: Path) -> Holder | None:
     """What a lock file says; None if there is none, nothing if it cannot be read."""
     try:
-        found = json.loads(path.read_text())
+        found = read_json(path, ValueError)
     except FileNotFoundError:
         return None
     except (OSError, ValueError):

@@ -21,7 +21,8 @@ from zbcompile.model.distributed_tensors import is_distributed
 from zbcompile.persistence.checkpoint_record import safetensors_dtype
 from zbcompile.persistence.hub_layout import Described, Stored, as_stored, stored_tensors, write_config
 from zbcompile.persistence.local_tensors import Holding, holding_of, local_part, require_names
-from zbcompile.safe_files import DESCRIPTION, read_regular, regular_file, write_whole
+from zbcompile.safe_files import regular_file, write_whole
+from zbcompile.untrusted_text import LONG_TEXT, MORE_VALUES, parse_json, read_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -154,7 +155,7 @@ def _load(path: Path, holding: Holding, model: nn.Module) -> None:
             sources = _sources(path, stored, holding)
             _require_kinds(sources, holding)
         except (OSError, SafetensorError) as error:
-            raise PipelineError(f"{path} cannot be read: {error}. Copy it again.") from None
+            raise PipelineError(f"{path} cannot be read: {error!s:.300}. Copy it again.") from None
         with torch.no_grad():
             for name, tensor in holding.tensors.items():
                 local_part(tensor).copy_(sources[name].read(_chunk(tensor)))
@@ -175,7 +176,7 @@ def _files_of(path: Path) -> dict[str, Path]:
         path = _in_folder(path)
     try:
         return _listed(path) if path.suffix == ".json" else dict.fromkeys(_names_in(path), path)
-    except (PipelineError, ValueError) as error:
+    except (PipelineError, OSError, ValueError) as error:
         why = f"{error}".removesuffix(".")
         raise PipelineError(f"{path} is neither a safetensors file nor an index of such files: {why}.") from None
 
@@ -193,13 +194,13 @@ def _in_folder(folder: Path) -> Path:
 
 def _listed(index: Path) -> dict[str, Path]:
     """The files in an index by the tensors that they hold; all are beside it. Raises ValueError for another index."""
-    data = json.loads(read_regular(index))
+    data = read_json(index, ValueError, LONG_TEXT, MORE_VALUES)
     found = data.get("weight_map") if isinstance(data, dict) else None
     if not isinstance(found, dict):
         raise ValueError('expected {"weight_map": {name of a tensor: name of a file}}')
     for name, file in found.items():
-        if not isinstance(file, str) or Path(file).name != file:
-            raise ValueError(f"{name} is in {file!r}; expected the name of a file in the same folder")
+        if not isinstance(file, str) or Path(file).name != file or len(file) > 255:
+            raise ValueError(f"{name:.200} is in {file!r:.200}; expected the name of a file in the same folder")
     return {name: index.parent / file for name, file in found.items()}
 
 
@@ -208,9 +209,9 @@ def _names_in(path: Path) -> Iterator[str]:
     with regular_file(path, most=sys.maxsize) as file:
         start = file.read(8)
         length = int.from_bytes(start, "little")
-        if len(start) < 8 or length > DESCRIPTION:
+        if len(start) < 8 or length > LONG_TEXT:
             raise ValueError(f"a header of {length} bytes" if len(start) == 8 else f"it has {len(start)} bytes")
-        header = json.loads(file.read(length))
+        header = parse_json(file.read(length).decode(), ValueError, "its header: ", MORE_VALUES)
         if not isinstance(header, dict):
             raise ValueError("its header is no table")
         yield from (name for name in header if name != "__metadata__")

@@ -3,7 +3,6 @@
 torch.distributed.checkpoint is imported on use, because importing it takes a second.
 """
 
-import json
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zbcompile.errors import PipelineError
+from zbcompile.passes.errors import CompileError
 from zbcompile.persistence.checkpoint_directory import INDEX
 from zbcompile.persistence.checkpoint_record import Record, is_pickled, read_record
 from zbcompile.persistence.plain_values import from_data
+from zbcompile.untrusted_text import read_json
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint import CheckpointException, StorageReader
@@ -75,6 +76,17 @@ class SavedState:
         tensors = self.read({key: torch.empty(size, dtype=dtype) for key, (dtype, size) in found.items()}, "process")
         return from_data(self.process[name], tensors)
 
+    @contextmanager
+    def blamed(self) -> Iterator[None]:
+        """Raise PipelineError, with the checkpoint's name, for what fails inside: its values may be anyone's."""
+        try:
+            yield
+        except (PipelineError, CompileError):
+            raise
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error!s:.200}".partition("\n")[0]
+            raise PipelineError(f"{self.path} cannot be loaded ({problem}). Load another checkpoint.") from error
+
 
 def open_state(path: Path, trust: bool = False) -> SavedState:
     """Open a checkpoint. Raises PipelineError if it is damaged, or contains pickles and is not trusted."""
@@ -95,7 +107,7 @@ def _open_pickled(path: Path) -> SavedState:
 
     try:
         found = FileSystemReader(path).read_metadata().state_dict_metadata
-        index = json.loads((path / INDEX).read_text()) if (path / INDEX).exists() else {}
+        index = read_json(path / INDEX, PipelineError) if (path / INDEX).exists() else {}
         process = torch.load(path / PROCESS, weights_only=True) if (path / PROCESS).exists() else {}
     except Exception as error:  # of a pickle
         raise PipelineError(f"{path} is damaged ({type(error).__name__}: {error}). Load another checkpoint.") from None

@@ -13,13 +13,14 @@ from zbcompile.passes.hardware.hardware import Hardware, hardware_for
 from zbcompile.passes.split.subgraphs import Piece
 from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.prediction.measure_passes import measure_passes
-from zbcompile.profiling.step_record import is_record, read_record
+from zbcompile.profiling.step_record import is_record, record_from
 from zbcompile.program.program import Program
 from zbcompile.schedules import Costs, simulate
 from zbcompile.schedules.ir.actions import SEND_B, SEND_F, flatten
 from zbcompile.schedules.ir.costs import Link
 from zbcompile.schedules.visualization.figure import figure
 from zbcompile.schedules.visualization.units import in_units
+from zbcompile.untrusted_text import VALUES, read_json
 
 NAMED_COSTS = ("flops", "uniform", "measured")
 
@@ -153,13 +154,12 @@ def require_costs(source: str) -> None:
 
 def _from_file(path: str, program: Program) -> Basis:
     require_costs(path)
-    text = Path(path).read_text(encoding="utf-8")
-    stages = len(program.stages)
-    if is_record(text):
-        record = read_record(path)
+    data, stages = read_json(path, PipelineError, values=2 * VALUES), len(program.stages)
+    if is_record(data):
+        record = record_from(data, path)
         costs = split_fused(record.costs.resized(stages), program)
         return Basis(with_memory(costs, program), "s", f"mean times of the step recorded in {path}")
-    return Basis(with_memory(Costs.from_json(text).resized(stages), program), "s", f"times from {path}")
+    return Basis(with_memory(Costs.from_dict(data).resized(stages), program), "s", f"times from {path}")
 
 
 def split_fused(costs: Costs, program: Program) -> Costs:

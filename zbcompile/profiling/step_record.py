@@ -16,9 +16,7 @@ from zbcompile.schedules import (
     Costs,
     Lowered,
     Schedule,
-    ScheduleError,
     Timeline,
-    from_json,
     parse_step,
     peak_memory,
     simulate,
@@ -26,8 +24,10 @@ from zbcompile.schedules import (
 )
 from zbcompile.schedules.execution.event_loop import Events, Outcome
 from zbcompile.schedules.ir.actions import COMPUTE, Step, flatten
+from zbcompile.schedules.ir.files import from_dict
 from zbcompile.schedules.visualization.figure import figure
 from zbcompile.schedules.visualization.units import in_units
+from zbcompile.untrusted_text import VALUES, read_json
 
 
 class Span(NamedTuple):
@@ -95,6 +95,7 @@ def _time_of(step: Step, rank: int, by_name: Mapping[str, Span]) -> tuple[float,
 
 
 FORMAT, VERSION = "zbcompile step", 1
+LATEST = 1e12  # seconds; a larger time is damage, and sums of them have lost their digits
 
 
 @dataclass(frozen=True)
@@ -176,40 +177,66 @@ def record_to_text(record: StepRecord) -> str:
     return to_text(data, 2)
 
 
-def is_record(text: str) -> bool:
-    """Whether a file's text is meant to be a record."""
-    try:
-        data = json.loads(text)
-    except ValueError:
-        return False
+def is_record(data: Any) -> bool:
+    """Whether the value in a JSON file is meant to be a record."""
     return isinstance(data, dict) and data.get("format") == FORMAT
 
 
 def read_record(path: str | Path) -> StepRecord:
     """Read what `StepRecord.save` wrote. Raises PipelineError for anything else, OSError if there is no file."""
-    text = Path(path).read_text(encoding="utf-8")
-    if not is_record(text):
+    return record_from(read_json(path, PipelineError, values=2 * VALUES), path)
+
+
+def record_from(data: Any, path: str | Path) -> StepRecord:
+    """The record whose value in the JSON file `path` is `data`. Raises PipelineError."""
+    if not is_record(data):
         raise PipelineError(f"{path} is not a step record; write one with pipe.record = True; pipe.last_step.save.")
-    data = json.loads(text)
     if data.get("version") != VERSION:
-        raise PipelineError(f"{path} has format version {data.get('version')}; this release reads version {VERSION}.")
+        version = f"{data.get('version')!r:.80}"
+        raise PipelineError(f"{path} has format version {version}; this release reads version {VERSION}.")
     try:
         record = _record(data)
         _ = record.timeline  # every pass of the schedule is there
-    except (LookupError, TypeError, ValueError, PipelineError, ScheduleError) as error:
-        raise PipelineError(f"{path} is damaged or incomplete ({error}). Record the step again.") from None
+    except Exception as error:  # of a file that anyone may have written
+        problem = f"{error!s:.200}".partition("\n")[0]
+        raise PipelineError(f"{path} is damaged or incomplete ({problem}). Record the step again.") from None
     return record
 
 
 def _record(data: dict[str, Any]) -> StepRecord:
-    program = from_json(json.dumps(data["schedule"])).program
+    program = from_dict(data["schedule"]).program
+    counts = {name: dict(enumerate(data[name])) for name in ("bytes_sent", "held_bytes")}
+    spans = {rank: [_span(*span) for span in spans] for rank, spans in enumerate(data["spans"])}
+    held = [each for each in counts["held_bytes"].values() if each]
+    if not len(held) == len(counts["bytes_sent"]) == len(spans):
+        raise ValueError("held_bytes, bytes_sent and spans are of different ranks")
+    for count in (*counts["bytes_sent"].values(), *(count for each in held for count in each)):
+        _require(type(count) is int, count, "a number of bytes")
+    _require(type(data["in_process"]) is bool, data["in_process"], "true or false")
+    _require(type(data["program"]) is dict, data["program"], "a manifest")
     return StepRecord(
-        spans={rank: [Span(*span) for span in spans] for rank, spans in enumerate(data["spans"])},
-        held_bytes=dict(enumerate(data["held_bytes"])),
-        bytes_sent=dict(enumerate(data["bytes_sent"])),
-        step_time=data["step_time"],
-        started=data["started"],
+        spans=spans,
+        held_bytes=counts["held_bytes"],
+        bytes_sent=counts["bytes_sent"],
+        step_time=_seconds(data["step_time"]),
+        started=_seconds(data["started"]),
         in_process=data["in_process"],
         schedule=program.schedule if isinstance(program, Lowered) else program,
         program=data["program"],
     )
+
+
+def _span(action: Any, start: Any, end: Any) -> Span:
+    _require(type(action) is str, action, "an action")
+    _require(_seconds(start) <= _seconds(end), start, f"a start before {end}")
+    return Span(action, start, end)
+
+
+def _seconds(value: Any) -> float:
+    _require(type(value) in (int, float) and abs(value) <= LATEST, value, "seconds")
+    return float(value)
+
+
+def _require(true: bool, value: Any, expected: str) -> None:
+    if not true:
+        raise ValueError(f"{value!r:.80} is not {expected}")

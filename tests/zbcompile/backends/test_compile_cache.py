@@ -141,9 +141,26 @@ def test_a_folder_that_others_may_write_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "getuid", lambda: tmp_path.stat().st_uid + 1)
+    if tmp_path.stat().st_uid == 0:
+        os.chown(tmp_path, 4711, 4711)
+    else:
+        monkeypatch.setattr(os, "getuid", lambda: tmp_path.stat().st_uid + 1)
     with pytest.raises(PipelineError, match="belongs to user"):
         CompileCache(tmp_path).obtain({"a": make}, names)
+
+
+def test_a_folder_of_root_that_only_root_may_write_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if tmp_path.stat().st_uid != 0:
+        pytest.skip("needs a folder of root")
+    cache = CompileCache(tmp_path)
+    cache.obtain({"a": make}, names)
+    tmp_path.chmod(0o755)
+    monkeypatch.setattr(os, "getuid", lambda: 4711)
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert cache.obtain({"a": make}, names) == {"a": (["whole"], "loaded")}
+    tmp_path.chmod(0o775)
+    with pytest.raises(PipelineError, match="others could put code there"):
+        cache.obtain({"a": make}, names)
 
 
 def test_a_read_only_folder_is_used_if_nothing_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
