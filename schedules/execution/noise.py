@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.ir.actions import Action
+from zbcompile.schedules.ir.placement import is_amount
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,8 @@ class Noise:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if min(self.spread, self.links) < 0 or not 0 < self.quantile <= 1 or self.draws < 1:
+        shares = is_amount(self.spread) and is_amount(self.links) and is_amount(self.quantile)
+        if not shares or not 0 < self.quantile <= 1 or type(self.draws) is not int or self.draws < 1:
             expected = "shares of at least 0, a quantile above 0 and up to 1, and at least one draw"
             raise ScheduleError(f"{self}; expected {expected}")
 

@@ -4,6 +4,7 @@
 """
 
 import difflib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -15,7 +16,7 @@ from zbcompile.schedules.execution.event_loop import run
 from zbcompile.schedules.generators import dualpipe, gpipe_1f1b, interleaved, v_half_v_min, zb_auto, zb_h, zb_v
 from zbcompile.schedules.generators.task import Generator, Task
 from zbcompile.schedules.ir.costs import Costs
-from zbcompile.schedules.ir.placement import Placement, require_count
+from zbcompile.schedules.ir.placement import Placement, is_amount, require_count
 from zbcompile.schedules.ir.schedule import Schedule
 
 
@@ -142,6 +143,13 @@ def admitted_task(
     if costs is not None and costs.stages != placement.stages:
         raise ScheduleError(f"{family.name}: costs of {costs.stages} stages for a schedule of {placement.stages}")
     return Task(placement, microbatches, costs)
+
+
+def require_limit(limit: Any) -> None:
+    """Raise `ScheduleError` unless `limit` can be a limit of memory; infinity is none."""
+    if limit is not None and limit != math.inf and not is_amount(limit):
+        expected = "a number that is not negative, in the unit of the costs' activation"
+        raise ScheduleError(f"memory_limit={limit!r:.80}; expected {expected}")
 
 
 def _require_within(schedule: Schedule, task: Task) -> None:

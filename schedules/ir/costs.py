@@ -1,7 +1,6 @@
 """What each pass of each stage costs in time and memory."""
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from decimal import Decimal
@@ -10,6 +9,7 @@ from typing import Any, NamedTuple
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.ir.actions import BW, COMPUTE, B, F, W
 from zbcompile.schedules.ir.kinds import KINDS
+from zbcompile.schedules.ir.placement import is_amount
 from zbcompile.untrusted_text import parse_json
 
 
@@ -103,7 +103,7 @@ class Costs:
                 counts = f"`{name}` has {len(values)} entries, `forward` has {stages}"
                 raise ScheduleError(f"costs: {counts}; give one per stage")
             for stage, value in enumerate(values):
-                if not _is_amount(value):
+                if not is_amount(value):
                     _require_amount(f"{name}[{stage}]", value)
         for name in ("comm", "overlap", "barrier", "cast", "stats"):
             _require_amount(name, 0 if getattr(self, name) is None else getattr(self, name))
@@ -113,7 +113,7 @@ class Costs:
         for link in self.links:
             _require_amount(f"latency of link {link.source}->{link.destination}", link.latency)
         for bandwidth in (self.bandwidth, *(link.bandwidth for link in self.links)):
-            if bandwidth is not None and not (_is_amount(bandwidth) and bandwidth > 0):
+            if bandwidth is not None and not (is_amount(bandwidth) and bandwidth > 0):
                 expected = "a positive number, or none to ignore sizes"
                 raise ScheduleError(f"costs: a bandwidth is {bandwidth!r:.80}; expected {expected}")
         for pair in self.pairs:
@@ -289,15 +289,8 @@ class Costs:
 PER_STAGE = tuple(field.name for field in fields(Costs) if field.type == tuple[float, ...])
 
 
-def _is_amount(value: float) -> bool:
-    try:
-        return value >= 0 and math.isfinite(value)
-    except (TypeError, OverflowError):
-        return False
-
-
 def _require_amount(where: str, value: float) -> None:
-    if not _is_amount(value):
+    if not is_amount(value):
         raise ScheduleError(f"costs: {where} is {value!r:.80}; expected a finite number that is not negative")
 
 

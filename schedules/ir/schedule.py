@@ -116,7 +116,13 @@ class Lowered(Shown):
 
 def parts(program: Schedule | Lowered) -> tuple[Schedule, tuple[tuple[Step, ...], ...]]:
     """The schedule, and what its ranks run."""
-    return (program.schedule, program.programs) if isinstance(program, Lowered) else (program, program.orders)
+    if isinstance(program, Lowered):
+        return program.schedule, program.programs
+    if not isinstance(program, Schedule):
+        raise ScheduleError(
+            f"received {program!r:.80}; expected a Schedule or a Lowered, such as `build` and `lower` make"
+        )
+    return program, program.orders
 
 
 Letters = Literal["papers", "torch"]

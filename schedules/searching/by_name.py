@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from zbcompile.schedules.errors import ScheduleError
-from zbcompile.schedules.generators.registry import Family, admitted_task, find, generated
+from zbcompile.schedules.generators.registry import Family, admitted_task, find, generated, require_limit
 from zbcompile.schedules.ir.costs import Costs
 from zbcompile.schedules.ir.schedule import Schedule
 from zbcompile.schedules.searching.order_search import search
@@ -34,6 +34,7 @@ def build(
     F1.0 BW1.0 F1.1 BW1.1
     """
     family = find(name)
+    require_limit(memory_limit)
     if family.generate is None:
         return _searched(family, ranks, microbatches, costs, memory_limit, chunks, **options)
     task = admitted_task(family, ranks, microbatches, chunks, options, costs)

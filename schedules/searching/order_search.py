@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.execution.noise import Noise, as_noise
 from zbcompile.schedules.ir.costs import Costs
-from zbcompile.schedules.ir.placement import Placement
+from zbcompile.schedules.ir.placement import Placement, is_amount
 from zbcompile.schedules.ir.schedule import Schedule
 from zbcompile.schedules.searching.annealing import HUGE, MANY, Annealer, draws_of
 from zbcompile.schedules.searching.justification import Justifier
@@ -157,7 +158,8 @@ class Found:
         lines = [f"auto: {self.objective:.6g} on placement {self.schedule.placement}, {left}; {how}"]
         if self.names:
             (name, placement), value = min(self.names.items(), key=lambda item: item[1])
-            lines.append(f"the best name, {name} on {placement}: {value:.6g}, {value / self.objective - 1:.1%} longer")
+            longer = f", {value / self.objective - 1:.1%} longer" if self.objective else ""
+            lines.append(f"the best name, {name} on {placement}: {value:.6g}{longer}")
         else:
             lines.append("no named schedule fits")
         return "\n".join(lines)
@@ -193,6 +195,10 @@ def search(
     >>> found.objective, found.bound, found.proven
     (13, 13, True)
     """
+    if not is_amount(seconds):
+        raise ScheduleError(f"seconds={seconds!r:.80}; expected a finite number that is not negative")
+    if moves is not None and not (isinstance(moves, int) and is_amount(moves)):
+        raise ScheduleError(f"moves={moves!r:.80}; expected a whole number from 0 on, or None")
     problems = problems_of(costs, ranks, microbatches, memory_limit, placements, barrier, barriers)
     hunt = _Hunt(problems, Budget(seconds, moves), seed, as_noise(noise))
     try:

@@ -1,9 +1,11 @@
 """What a search is asked, made precise: one problem for every placement that the costs and the ranks allow."""
 
 from collections.abc import Callable, Iterator, Sequence
+from numbers import Real
 
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.execution.memory import peak_memory
+from zbcompile.schedules.generators.registry import require_limit
 from zbcompile.schedules.ir.costs import Costs
 from zbcompile.schedules.ir.placement import Placement, require_count
 from zbcompile.schedules.searching.problem import ROUNDING, Problem
@@ -38,7 +40,9 @@ def problems_of(
 def _limits(limit: float | Sequence[float] | None, ranks: int) -> tuple[float, ...] | None:
     if limit is None:
         return None
-    limits = (limit,) * ranks if isinstance(limit, (int, float)) else tuple(limit)
+    limits = (limit,) * ranks if isinstance(limit, Real | str) else tuple(limit)
+    for each in limits:
+        require_limit(each)
     if len(limits) != ranks:
         raise ScheduleError(f"memory_limit has {len(limits)} entries for {ranks} ranks; give one number or one a rank")
     return limits
@@ -48,6 +52,8 @@ def _cuts(
     costs: Costs | Callable[[int], Costs], ranks: int, placements: Sequence[str | Placement] | None
 ) -> Iterator[tuple[Placement, Costs]]:
     """The placements, each with the costs of its stages."""
+    if isinstance(placements, str):
+        raise ScheduleError(f"placements={placements!r:.80}; expected a list, such as [{placements!r:.80}]")
     asked = placements if placements is not None else _possible(costs, ranks)
     if not asked:
         raise ScheduleError("placements is empty; name some, such as linear and v, or leave it out")

@@ -23,6 +23,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ def readers(folder: Path) -> list[Reader]:
         Reader("schedule.json", folder / "s.json", to_json(lower(schedule), Costs.uniform(4)), load, changed_json),
         Reader("costs", folder / "c.json", Costs.uniform(2).to_json(), read_costs, changed_json),
         Reader("record", folder / "r.json", record, read_record, changed_json),
-        Reader("hardware", folder / "h.toml", profile.read_text(), lambda p: zbcompile.Hardware.read(p), changed_words),
+        Reader("hardware", folder / "h.toml", profile.read_text(), zbcompile.Hardware.read, changed_words),
         Reader("index", folder / "i.json", index, lambda p: zbcompile.load_weights(p, copy_of(model)), changed_json),
         Reader(
             "weights",
@@ -203,9 +204,8 @@ def changed_json(text: str, chance: random.Random) -> str:
 def changed_words(text: str, chance: random.Random) -> str:
     """One to three numbers or words replaced, or lines removed or repeated."""
     for _ in range(chance.choice((1, 1, 2, 3))):
-        pattern, others = chance.choice(
-            ((r"\d+(?:\.\d+)?(?:e-?\d+)?", NUMBERS), (r"[\w.:|()]+", WORDS), (r".+\n", ("", "\n")))
-        )
+        numbers, words, lines = r"\d+(?:\.\d+)?(?:e-?\d+)?", r"[\w.:|()]+", r".+\n"
+        pattern, others = chance.choice(((numbers, NUMBERS), (words, WORDS), (lines, ("", "\n"))))
         if found := list(re.finditer(pattern, text)):
             match = chance.choice(found)
             text = text[: match.start()] + chance.choice((*others, match[0] * 2)) + text[match.end() :]
@@ -214,10 +214,6 @@ def changed_words(text: str, chance: random.Random) -> str:
 
 def as_bytes(content: str | bytes) -> bytes:
     return content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass")
-
-
-def fifo(path: Path) -> None:
-    os.mkfifo(path)
 
 
 EXTREMES: dict[str, Callable[[Path, str], object]] = {
@@ -261,11 +257,11 @@ def put(reader: Reader, write: Callable[[Path, str], object]) -> None:
 def cases(reader: Reader, number: int, seed: int, heavy: bool) -> Iterator[tuple[str, Callable[[Path, str], object]]]:
     yield from {**EXTREMES, **(HEAVY if heavy else {})}.items()
     for each in range(number):
-        chance = random.Random(f"{seed} {reader.name} {each}")
-        yield (
-            f"change {each}",
-            lambda path, text, chance=chance: path.write_bytes(as_bytes(reader.change(text, chance))),
-        )
+        yield f"change {each}", partial(write_changed, reader, random.Random(f"{seed} {reader.name} {each}"))
+
+
+def write_changed(reader: Reader, chance: random.Random, path: Path, text: str) -> None:
+    path.write_bytes(as_bytes(reader.change(text, chance)))
 
 
 def outcome_of(reader: Reader) -> str:

@@ -1,6 +1,7 @@
 """One writer per folder: who is refused, and when a holder counts as lost."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -121,3 +122,29 @@ def test_a_lock_that_cannot_be_read_is_waited_for(tmp_path: Path) -> None:
     assert holder is not None
     assert holder["pid"] == os.getpid()
     lock.close()
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["removed", "removed and made again"])
+def test_a_folder_that_was_removed_is_made_anew(
+    again: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "checkpoints"
+    lock = lock_of(folder)
+    assert lock.attempt(0)
+    shutil.rmtree(folder)
+    if again:
+        folder.mkdir()
+    lock.keep()
+    assert capsys.readouterr().err == f"zbcompile: {folder} was removed; it is made anew.\n"
+    lock.require_held()
+    (folder / "other").touch()
+    (folder / NAME).unlink()
+    with pytest.raises(PipelineError, match=r"the lock of .* was removed"):
+        lock.keep()
+    lock.close()
+
+
+def test_a_link_to_nothing_is_called_that(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("nowhere")
+    with pytest.raises(PipelineError, match="it is a link to nowhere, which does not exist"):
+        lock_of(tmp_path / "link").attempt(0)
