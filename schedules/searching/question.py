@@ -1,7 +1,7 @@
 """What a search is asked, made precise: one problem for every placement that the costs and the ranks allow."""
 
-from collections.abc import Callable, Iterator, Sequence
-from numbers import Real
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.execution.memory import peak_memory
@@ -40,7 +40,8 @@ def problems_of(
 def _limits(limit: float | Sequence[float] | None, ranks: int) -> tuple[float, ...] | None:
     if limit is None:
         return None
-    limits = (limit,) * ranks if isinstance(limit, Real | str) else tuple(limit)
+    several = isinstance(limit, Iterable) and not isinstance(limit, str)
+    limits: tuple[Any, ...] = tuple(limit) if several else (limit,) * ranks  # type: ignore[arg-type]
     for each in limits:
         require_limit(each)
     if len(limits) != ranks:

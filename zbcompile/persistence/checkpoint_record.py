@@ -120,7 +120,7 @@ def _tensor(name: str, entry: Fields, files: Mapping[str, tuple[int, str]]) -> S
         placed = zip(chunk.offset, chunk.shape, shape, strict=True)
         _require(all(_size(o) + _size(s) <= of for o, s, of in placed), f"{name} has a chunk outside of it")
         _require(_size(chunk.begin) + bytes_of(chunk, dtype) <= files[chunk.file][0], f"{name} is outside of its file")
-    _require(_cover(chunks, shape), f"the chunks of {name} do not cover it, each element once")
+    _require(covers(chunks, shape), f"the chunks of {name} do not cover it, each element once")
     return StoredTensor(dtype, shape, chunks)
 
 
@@ -132,7 +132,7 @@ def _require_fields(data: Fields) -> None:
     _require(type(left_out) is list and all(type(each) is str for each in left_out), "`left_out` is no list of names")
 
 
-def _cover(chunks: Sequence[StoredChunk], shape: Sequence[int]) -> bool:
+def covers(chunks: Sequence[StoredChunk], shape: Sequence[int]) -> bool:
     """Whether every element is in exactly one chunk: then, and only then, the corners of the chunks cancel out but for
     those of the whole, counted with signs that alternate (the derivative along all dimensions of the sum of the chunks'
     indicator functions)."""

@@ -1,5 +1,6 @@
 """Profiles of hardware: what cannot be is refused when one is made, whole files are read back."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -93,3 +94,21 @@ def test_every_field_is_checked_and_comes_back_from_a_file(tmp_path: Path) -> No
         Hardware.find(name).to_dict() == Hardware.from_dict(Hardware.find(name).to_dict()).to_dict()
         for name in hardware_names()
     )
+
+
+def test_a_name_that_is_part_of_one_suggests_it() -> None:
+    with pytest.raises(CompileError, match="did you mean h100-sxm"):
+        Hardware.find("H100")
+
+
+@pytest.mark.parametrize("bandwidth", [1e-320, 1e300])
+def test_a_figure_with_which_times_overflow_is_refused(bandwidth: float) -> None:
+    with pytest.raises(CompileError, match="expected a number above 0, from 1e-15 to 1e"):
+        Hardware("m", {"float32": 1e12}, bandwidth)
+
+
+@pytest.mark.timeout(10)
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "m.toml")
+    with pytest.raises(CompileError, match="is not a regular file, but a pipe"):
+        Hardware.read(tmp_path / "m.toml")

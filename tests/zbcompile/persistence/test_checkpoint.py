@@ -1,6 +1,7 @@
 """Checkpoints: saved at any number of ranks, loaded at any other, with the bits of a training that never stopped."""
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -173,6 +174,41 @@ def test_a_directory_that_is_not_shared_is_refused(
     outcomes = pool.outcomes(save_in, str(small_program("zb-h1", 2)), str(tmp_path), str(tmp_path / "elsewhere"))
     assert [outcome.error for outcome in outcomes] == ["PipelineError"] * 2
     assert all("need a directory that all ranks share" in outcome.text for outcome in outcomes)
+
+
+def save_at(program: str, folder: str, steps: list[int]) -> None:
+    pipe, optimizer = begin(program)
+    try:
+        zbcompile.save_checkpoint(folder, pipe, optimizer, step=steps[torch.distributed.get_rank()])
+    finally:
+        pipe.close()
+
+
+def test_ranks_that_count_other_steps_are_refused(
+    small_program: Callable[[str, int], Path], pool: Pool, tmp_path: Path
+) -> None:
+    outcomes = pool.outcomes(save_at, str(small_program("zb-h1", 2)), str(tmp_path), [3, 4])
+    assert [outcome.error for outcome in outcomes] == ["PipelineError"] * 2
+    assert all("received step=3 on the first rank and step=4 on rank 1" in outcome.text for outcome in outcomes)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_save_goes_on_after_its_folder_was_removed(
+    tmp_path: Path, small_program: Callable[[str, int], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = PROBLEM.model()
+    pipe = zbcompile.load(small_program("zb-h1", 2), state_dict=model.state_dict())
+    zbcompile.save_checkpoint(tmp_path / "all", pipe, step=1)
+    shutil.rmtree(tmp_path / "all")
+    assert zbcompile.save_checkpoint(tmp_path / "all", pipe, step=2).is_dir()
+    assert "was removed; it is made anew" in capsys.readouterr().err
+    pipe.close()
+
+
+def test_a_step_that_is_no_count_is_not_saved(tmp_path: Path) -> None:
+    for step in (-1, True, "7", 1.0):
+        with pytest.raises(zbcompile.PipelineError, match="expected how many steps have been trained"):
+            zbcompile.save_checkpoint(tmp_path, nn.Linear(1, 1), step=step)  # type: ignore[arg-type]
 
 
 def load_in(program: str, folder: str) -> None:
