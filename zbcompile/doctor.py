@@ -16,8 +16,8 @@ import torch
 
 from zbcompile.cli.command_line import exit_status_of_rank, ranks_for
 from zbcompile.distributed.agreement import from_first, gathered, together
+from zbcompile.distributed.interfaces import VARIABLE, interface_towards, interfaces
 from zbcompile.distributed.link_speed import Pair, measure_pairs
-from zbcompile.distributed.process_group import VARIABLE, interface_towards, interfaces
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.env import VARIABLES
 from zbcompile.errors import PipelineError

@@ -69,4 +69,5 @@ TRACEBACK = Switch(
     "ZBCOMPILE_TRACEBACK",
     "show in errors all frames of torch and of this package, and on every rank what the first one prints",
 )
+OF_MESSAGES = (ORDERED, PAIR_STREAMS)  # these change what ranks send, or when: all ranks set them alike
 VARIABLES = (CACHE, CHECK, DEBUG_NAN, ORDERED, PAIR_STREAMS, TORCH_LOGS, TRACEBACK)

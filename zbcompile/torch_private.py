@@ -89,10 +89,11 @@ def group_between(stage: Any, source: int, destination: int) -> dist.ProcessGrou
     return stage.group if find is None else find(source, destination)  # type: ignore[no-any-return]
 
 
-def set_group_timeout(timeout: timedelta) -> None:
-    """How long operations of the default process group may take (2.11-2.13: only a group that is made has a public
-    timeout, which is also that of each of gloo's attempts to connect)."""
-    dist.distributed_c10d._set_pg_timeout(timeout)
+def gloo_timeout(group: dist.ProcessGroup) -> timedelta | None:
+    """How long a receive over gloo waits: as long as the group was given when it was made, also if its timeout was
+    changed since. None if the group does not say (2.11-2.13: no public name; TORCH_DISTRIBUTED_DEBUG wraps groups)."""
+    options = getattr(group._get_backend(torch.device("cpu")), "options", None)
+    return getattr(options, "_timeout", None)
 
 
 @contextlib.contextmanager
@@ -163,10 +164,10 @@ def unscale_and_find_infinities(
     torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse_scale)
 
 
-def gloo_link(store: dist.Store, rank: int, timeout: timedelta) -> Any:
-    """A gloo group of two that torch.distributed does not know of. The class is public, its constructor not documented
+def gloo_link(store: dist.Store, rank: int, timeout: timedelta, size: int = 2) -> Any:
+    """A gloo group that torch.distributed does not know of. The class is public, its constructor not documented
     (2.11-2.13; torch.distributed._dist2 makes groups so)."""
-    return dist.ProcessGroupGloo(store, rank, 2, timeout)
+    return dist.ProcessGroupGloo(store, rank, size, timeout)
 
 
 def nccl_link(store: dist.Store, rank: int, timeout: timedelta) -> Any:

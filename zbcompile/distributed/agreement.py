@@ -55,7 +55,10 @@ def from_first(ranks: Ranks, what: str, make: Callable[[], Result]) -> Result:
 
 
 COMPILED = "compiled different programs"
-BUILD = "Every rank must build the same model, use the same versions and pass the same batch shapes and options."
+BUILD = (
+    "Every rank must build the same model, use the same versions and switches, and pass the same batch shapes and "
+    "options."
+)
 
 
 def require_equal_programs(
@@ -65,10 +68,10 @@ def require_equal_programs(
     remedy: str = BUILD,
     of_a_place: Sequence[str] = (),
 ) -> None:
-    """Raise on every rank when the manifests differ, naming what differs and where: the ranks did `what`. The entries
-    `of_a_place` must be equal along the pipeline and replicas only."""
+    """Raise on every rank when the manifests, or the terms of the ranks, differ, naming what differs and where: the
+    ranks did `what`. The entries `of_a_place` must be equal along the pipeline and replicas only."""
     with ranks.watch.position.waiting("the comparison of programs"):
-        manifests = ranks.gather(dict(manifest))
+        manifests = ranks.gather({**ranks.terms, **manifest})
     first: dict[object, int] = {}  # the first rank at every place
     for index, (rank, other) in enumerate(zip(ranks.members, manifests, strict=True)):
         here = first.setdefault(ranks.mesh.index_of(ranks.mesh.place_of(rank), PLACE), index)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from zbcompile.distributed.packing import as_contiguous
 from zbcompile.errors import PipelineError
-from zbcompile.torch_private import groups_of_process, is_bound, root_of
+from zbcompile.torch_private import gloo_timeout, groups_of_process, is_bound, root_of
 
 DIMENSIONS = {
     "pp": "the pipeline's ranks",
@@ -22,6 +22,7 @@ DIMENSIONS = {
 }
 BATCHES = ("dp", "ep")  # ranks along these pass batches of their own
 PLACE = ("tp", "cp", "ep")  # ranks along these may run graphs of other sizes
+LONGER = 2.0  # seconds for which gloo waits on when the watch should have ended the wait
 PARTS = ("dp", "ep", "cp")  # ranks along these have losses of their own, which the step averages
 MeshNames = Mapping[str, str | Sequence[str]]  # by dimension: the name, or the names, that it has in a DeviceMesh
 
@@ -29,7 +30,8 @@ MeshNames = Mapping[str, str | Sequence[str]]  # by dimension: the name, or the 
 @dataclass
 class Mesh:
     """`layout` holds the ranks of all processes, with an axis for each of `names`, and this one at `place`. `groups`
-    are those made so far; `made` lists the ones that torch's mesh did not bring along, which wait `timeout` seconds."""
+    are those in use so far, all of which wait `timeout` seconds; `made` lists the ones that torch's mesh did not bring
+    along."""
 
     names: tuple[str, ...] = ()
     layout: torch.Tensor = field(default_factory=lambda: torch.tensor(0))
@@ -94,10 +96,16 @@ class Mesh:
         found = {name: along[members] for name, members in groups_of_process().items() if members in along}
         return found | {group.group_name: key[0] for key, group in self.groups.items() if len(key) == 1}
 
+    def bring(self, given: Mapping[str, dist.ProcessGroup]) -> None:
+        """Use the process groups of single dimensions, but not those whose ranks wait less than `timeout`."""
+        patient = {name: each for name, each in given.items() if each.size() == 1 or is_patient(each, self.timeout)}
+        self.groups |= {(name,): group for name, group in patient.items()}
+
     def _make(self, members: list[int], what: str) -> dist.ProcessGroup:
-        if sorted(members) == list(range(dist.get_world_size())):
-            return dist.group.WORLD  # type: ignore[return-value]
-        if is_bound(dist.group.WORLD):
+        world: Any = dist.group.WORLD
+        if sorted(members) == list(range(dist.get_world_size())) and is_patient(world, self.timeout):
+            return world  # type: ignore[no-any-return]
+        if is_bound(world):
             raise PipelineError(
                 f"the pipeline needs a group of some ranks ({what}), and the process group is bound to a device, so "
                 "that only all ranks together can make one. Call init_process_group without device_id=."
@@ -108,9 +116,20 @@ class Mesh:
 
 
 def new_group(members: list[int], timeout: float) -> dist.ProcessGroup:
-    """A group of some ranks, which only these make. torch's own watchdog over NCCL comes after this package's."""
-    patience = timedelta(seconds=timeout if dist.get_backend() == "gloo" else 2 * timeout)
-    return dist.new_group(members, patience, use_local_synchronization=True)
+    """A group of some ranks, which only these make."""
+    return dist.new_group(members, patience(dist.get_backend(), timeout), use_local_synchronization=True)
+
+
+def patience(backend: str, timeout: float) -> timedelta:
+    """How long torch waits in a group before it gives up: longer than this package's watch, which says why. With NCCL
+    torch then ends the process."""
+    return timedelta(seconds=2 * timeout if backend == "nccl" else timeout + LONGER)
+
+
+def is_patient(group: dist.ProcessGroup, timeout: float) -> bool:
+    """Whether what is received in a group waits for `timeout` seconds, if the group is gloo's."""
+    own = gloo_timeout(group) if "gloo" in dist.get_backend_config(group) else None
+    return own is None or own.total_seconds() >= timeout
 
 
 def read_mesh_names(given: Any) -> dict[str, str | tuple[str, ...]]:
@@ -134,7 +153,9 @@ def mesh_of(given: Any, timeout: float, names: MeshNames | None = None) -> Mesh:
         )
     if given is None:
         world = dist.get_world_size()
-        return Mesh(("pp",), torch.arange(world), (dist.get_rank(),), {("pp",): dist.group.WORLD}, timeout=timeout)  # type: ignore[dict-item]
+        mesh = Mesh(("pp",), torch.arange(world), (dist.get_rank(),), timeout=timeout)
+        mesh.bring({"pp": dist.group.WORLD})  # type: ignore[dict-item]
+        return mesh
     theirs = _dimensions(given, names or {})
     _require_all_ranks(given)
     layout = _regrouped(given, theirs)
@@ -142,7 +163,7 @@ def mesh_of(given: Any, timeout: float, names: MeshNames | None = None) -> Mesh:
         raise PipelineError(f"mesh= has the ranks {layout.tolist()}; expected rising numbers along every dimension.")
     place = tuple((layout == dist.get_rank()).nonzero()[0].tolist())
     mesh = Mesh(tuple(theirs), layout, place, timeout=timeout)
-    mesh.groups |= {(name,): given[parts[0]].get_group() for name, parts in theirs.items() if len(parts) == 1}
+    mesh.bring({name: given[parts[0]].get_group() for name, parts in theirs.items() if len(parts) == 1})
     for name, parts in theirs.items():
         if len(parts) > 1:
             mesh.group(name)  # now, as every rank makes it

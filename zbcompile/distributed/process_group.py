@@ -1,29 +1,16 @@
-"""Where the ranks come from: a mesh, a process group, torchrun's environment, or this process alone; and the network
-interface that leads to the other machines: gloo asks the host's name, which often leads nowhere.
+"""Where the ranks come from: a mesh, a process group, torchrun's environment, or this process alone."""
 
-Under torchrun the agent keeps one store for all restarts, with the keys of ranks that have ended, and the nodes of a
-job do not count restarts alike. So the ranks that are there now find each other by new names (`fresh_store`).
-"""
-
-import contextlib
-import fcntl
-import hashlib
-import ipaddress
 import os
-import socket
-import struct
-import time
-import uuid
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from zbcompile.distributed.arrival import Arrival
 from zbcompile.distributed.clocks import progress_of
-from zbcompile.distributed.fault_store import ANSWER, Board, cut_after
+from zbcompile.distributed.fault_store import Board
 from zbcompile.distributed.faults import Position
 from zbcompile.distributed.gpus import require_own_gpus, take_gpu, warn_of_few_queues
 from zbcompile.distributed.mesh import PARTS, Mesh, MeshNames, Replicas, mesh_of
@@ -32,9 +19,7 @@ from zbcompile.distributed.watchdog import Watch
 from zbcompile.env import ORDERED
 from zbcompile.errors import PipelineError
 from zbcompile.passes.capture.meta_device import is_on_meta
-from zbcompile.torch_private import set_group_timeout
 
-GLOO_TRIES = 5  # to connect; each may take the whole timeout of the group
 FindDevice = Callable[[], torch.device]
 
 
@@ -87,35 +72,14 @@ def start_group(find_device: FindDevice, timeout: float) -> None:
     backend of the model's device. torch's own watchdog, which ends the process, comes after this package's."""
     if "RANK" not in os.environ:
         raise PipelineError("there are no other processes. Start the command with torchrun.")
+    if missing := [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
+        raise PipelineError(
+            f"RANK is set, {' and '.join(missing)} not. Start the processes with torchrun, or set them as it does."
+        )
     if torch.cuda.is_available():
         take_gpu()
-    cuda = find_device().type == "cuda"
-    began = time.monotonic()
-    try:
-        _start("nccl" if cuda else "gloo", timeout, 2 * timeout if cuda else timeout)
-    except RuntimeError as error:
-        raise PipelineError(
-            f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} found no process group after "
-            f"{time.monotonic() - began:.0f} s (timeout={timeout:g}): "
-            f"{error}. Start all processes, with the same MASTER_ADDR and MASTER_PORT, on machines that reach each "
-            f"other by {os.environ.get(VARIABLE, 'the address of their host name')} (set {VARIABLE} to the interface; "
-            "python -m zbcompile.doctor shows them), or give them more timeout=."
-        ) from error
-
-
-def _start(backend: str, seconds: float, patience: float) -> None:
-    """Make the group of all processes within `seconds`; torch waits `patience` in its collectives."""
-    let_gloo_find(os.environ["MASTER_ADDR"])
-    end = time.monotonic() + seconds
-    with cut_after(seconds + ANSWER, int(os.environ["MASTER_PORT"])):
-        store, rank, ranks = next(dist.rendezvous("env://", timeout=timedelta(seconds=seconds)))
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            store = fresh_store(store, rank, ranks, end - time.monotonic())
-        left = timedelta(seconds=max(1.0, end - time.monotonic()))
-        store.set_timeout(left)
-        connecting = left / GLOO_TRIES if backend == "gloo" else timedelta(seconds=patience)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=connecting)
-    set_group_timeout(timedelta(seconds=patience))
+    backend = "nccl" if find_device().type == "cuda" else "gloo"
+    Arrival(os.environ, timeout).join(backend)
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
@@ -138,86 +102,21 @@ def _group_ranks(find_device: FindDevice, mesh: Mesh, ranks: int | None, timeout
             f"ranks={ranks}, but the process group has {size} pipeline ranks. Leave ranks= out, or start {ranks} "
             "processes."
         )
-    everyone = mesh.group(*mesh.names) or mesh.only_me()
-    device, own = find_device(), dist.get_rank()
-    backend = backend_of(everyone, device)
-    board = Board(everyone, dist.get_process_group_ranks(everyone), own, timeout)
-    if device.type == "cuda":
-        require_own_gpus(board, device, timeout)
-        warn_of_few_queues(os.environ)
-    pipeline = mesh.group("pp") or mesh.only_me()
-    replicas = Replicas(mesh.group(*PARTS), mesh.index(*PARTS), mesh.size(*PARTS))
-    groups = {group for group in (pipeline, everyone, replicas.group) if group is not None}
-    watch = Watch(Position(own), board, tuple(groups), timeout, backend, progress_of(device))
-    ordered = backend == "nccl" or ORDERED.read()
-    return GroupRanks(pipeline, everyone, mesh, device, backend, watch, replicas, ordered)
-
-
-PAUSE = 0.05  # seconds between two looks at the store
-ROUND = timedelta(seconds=1)  # for all to have seen the same list
-
-
-def fresh_store(store: dist.Store, rank: int, ranks: int, timeout: float) -> dist.Store:
-    """The part of `store` that the ranks of this start share with no earlier one. Raises RuntimeError if one is
-    missing after `timeout` seconds.
-
-    Every rank announces a name that nobody had before. Rank 0 lists those that it sees; a list counts once every rank
-    has found its name in it, which those of an earlier start cannot.
-    """
-    own, end = uuid.uuid4().hex, time.monotonic() + timeout
-    store.set(_member(rank), own)
-    while time.monotonic() < end:
-        if rank == 0 and store.check([_member(other) for other in range(ranks)]):
-            store.set("zbcompile/starting", ",".join(store.get(_member(other)).decode() for other in range(ranks)))
-        names = store.get("zbcompile/starting").decode() if store.check(["zbcompile/starting"]) else ""
-        if own in names:
-            start = f"zbcompile/start-{hashlib.sha256(names.encode()).hexdigest()}"
-            store.set(f"{start}/{rank}", "here")
-            if _all_came(store, [f"{start}/{other}" for other in range(ranks)]):
-                return dist.PrefixStore(start, store)
-        time.sleep(PAUSE)
-    raise RuntimeError(f"not all of the {ranks} ranks arrived within {timeout:g} s")
-
-
-def _member(rank: int) -> str:
-    return f"zbcompile/member/{rank}"
-
-
-def _all_came(store: dist.Store, keys: list[str]) -> bool:
+    world: Any = dist.group.WORLD
+    device, own, ordered = find_device(), dist.get_rank(), ORDERED.read()
+    backend = backend_of(world, device)
+    board = Board(world, dist.get_process_group_ranks(world), own, timeout)
+    watch = Watch(Position(own), board, (world,), timeout, backend, progress_of(device))
     try:
-        store.wait(keys, ROUND)
-    except RuntimeError:
-        return False
-    return True
-
-
-VARIABLE = "GLOO_SOCKET_IFNAME"
-_ADDRESS_OF = 0x8915  # Linux: SIOCGIFADDR
-
-
-def interfaces() -> dict[str, str]:
-    """The IPv4 address of every interface that has one, by its name; empty on systems other than Linux."""
-    found = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):
-                answer = fcntl.ioctl(asked, _ADDRESS_OF, struct.pack("256s", name.encode()[:15]))
-                found[name] = socket.inet_ntoa(answer[20:24])
-    return found
-
-
-def interface_towards(host: str) -> str | None:
-    """The interface through which `host` is reached; None on a loopback, where gloo needs to be told nothing."""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        asked.connect((host, 9))  # sends nothing
-        address = asked.getsockname()[0]
-        if not ipaddress.ip_address(address).is_loopback:
-            return next((name for name, own in interfaces().items() if own == address), None)
-    return None
-
-
-def let_gloo_find(host: str) -> None:
-    """Let gloo connect through the interface that leads to `host`, unless the environment names one, now and later."""
-    name = None if VARIABLE in os.environ else interface_towards(host)
-    if name is not None:
-        os.environ[VARIABLE] = name
+        with watch.region("the start"), watch.position.waiting("the making of groups"):
+            if device.type == "cuda":
+                require_own_gpus(board, device, timeout)
+                warn_of_few_queues(os.environ)
+            everyone = mesh.group(*mesh.names) or mesh.only_me()
+            pipeline = mesh.group("pp") or mesh.only_me()
+            replicas = Replicas(mesh.group(*PARTS), mesh.index(*PARTS), mesh.size(*PARTS))
+    except BaseException:
+        watch.close()
+        raise
+    watch.groups = tuple({group for group in (pipeline, everyone, replicas.group) if group is not None})
+    return GroupRanks(pipeline, everyone, mesh, device, backend, watch, replicas, ordered or backend == "nccl")

@@ -1,6 +1,6 @@
 """Ranks: which ranks of a pipeline this process plays, and what it tells the other processes outside of a step."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ from zbcompile.distributed.transport import (
     open_channels,
 )
 from zbcompile.distributed.watchdog import Alone, Watch
+from zbcompile.env import OF_MESSAGES
 from zbcompile.errors import PipelineError
 from zbcompile.schedules.checking.communication_rules import channels_of
 from zbcompile.schedules.ir.schedule import Schedule
@@ -35,7 +36,8 @@ class Ranks:
     other ranks share the step. `watch` guards what ranks do together, and names in its errors the processes by
     `members`, among which this one has the place `number`. `leads` says whether this process is the first of those that
     hold the same stages: the one that writes for them; `is_first` whether it has the first rank of all: the one that
-    speaks and writes for all. Every process must make each of the calls below, in one common order.
+    speaks and writes for all. `terms` are settings that must be equal in all processes, or their messages do not meet.
+    Every process must make each of the calls below, in one common order.
     """
 
     local: tuple[int, ...]
@@ -51,6 +53,7 @@ class Ranks:
     number: int
     leads: bool
     is_first: bool
+    terms: Mapping[str, object]
 
     def refusal(self, text: str) -> PipelineError:
         """An error that every process raises now, for the same reason."""
@@ -107,6 +110,7 @@ class LocalRanks(Ranks):
     number: int = 0
     leads: bool = True
     is_first: bool = True
+    terms: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.local = tuple(range(self.count))
@@ -135,6 +139,7 @@ class GroupRanks(Ranks):
         self.number = self.members.index(self.watch.board.rank)
         self.leads = self.mesh.index(*self.mesh.beside("pp")) == 0
         self.is_first = self.rank == 0 and self.leads
+        self.terms = {"timeout": self.watch.timeout, **{each.name: each.read() for each in OF_MESSAGES}}
 
     def gather(self, value: Value) -> list[Value]:
         return _gather(value, self.everyone)

@@ -9,6 +9,7 @@ ends with SIGABRT after a training run in which nothing failed.
 
 import atexit
 import contextlib
+import functools
 import os
 import signal
 import sys
@@ -46,9 +47,21 @@ class Termination:
     def __init__(self) -> None:
         self.pipelines: weakref.WeakSet[Watched] = weakref.WeakSet()
         self._asked: float | None = None
+        self._open()
+        os.register_at_fork(after_in_child=self._leave_to_parent)
+
+    def _open(self) -> None:
         self._read, self._write = os.pipe()
         os.set_blocking(self._read, False)
         os.set_blocking(self._write, False)
+
+    def _leave_to_parent(self) -> None:
+        """In a new process: the pipe and the pipelines are the parent's."""
+        self.release()
+        self.pipelines.clear()
+        os.close(self._read)
+        os.close(self._write)
+        self._open()
 
     def since(self) -> float | None:
         """Seconds since this process was asked to end; None if it was not."""
@@ -72,9 +85,9 @@ class Termination:
         if before != -1:
             signal.set_wakeup_fd(before)
             return False
+        self.since()  # empties the pipe of what was asked of earlier pipelines
+        self._asked = None
         signal.signal(signal.SIGTERM, self)
-        ours = weakref.ref(self)
-        os.register_at_fork(after_in_child=lambda: _release(ours()))
         return True
 
     def release(self) -> None:
@@ -84,9 +97,10 @@ class Termination:
             signal.set_wakeup_fd(-1)
 
 
-def _release(handler: Termination | None) -> None:
-    if handler is not None:
-        handler.release()
+@functools.cache
+def _handler() -> Termination:
+    """The one of this process: its pipe and its hook at a fork stay for ever."""
+    return Termination()
 
 
 def watch_termination(pipeline: Watched) -> Termination | None:
@@ -95,9 +109,8 @@ def watch_termination(pipeline: Watched) -> Termination | None:
     found = signal.getsignal(signal.SIGTERM)
     if threading.current_thread() is not threading.main_thread():
         return None
-    if isinstance(found, Termination):
-        handler = found
-    elif found is not signal.SIG_DFL or not (handler := Termination()).install():
+    handler = _handler()
+    if found is not handler and (found is not signal.SIG_DFL or not handler.install()):
         return None
     handler.pipelines.add(pipeline)
     return handler

@@ -14,12 +14,12 @@ group has its own stream, so that a channel waits neither for another one nor fo
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from zbcompile.distributed.mesh import patience
 from zbcompile.distributed.packing import Buffer, Message, as_contiguous, packed, packed_buffer
 from zbcompile.errors import PipelineError
 from zbcompile.torch_private import gloo_link, nccl_link
@@ -106,7 +106,7 @@ def open_channels(
         if rank in (source, destination):
             end = SOURCE if rank == source else DESTINATION
             place = dist.PrefixStore(f"{source}>{destination}", store)
-            link = LINKS[backend](place, end, timedelta(seconds=timeout))
+            link = LINKS[backend](place, end, patience(backend, timeout))
             _greet(link, end, device)
             if end == SOURCE:
                 outward[destination] = link

@@ -287,7 +287,8 @@ class Executables(BoundPrograms):
             number = f"program {len(self.compilations) + 1}; max_shapes={self._options.max_shapes} are kept"
             print(f"zbcompile: compiling again for {reason} ({number}).")
         program = self._make_program(microbatch, drawn)
-        asked = {"what a step returns": keyword(self.outputs), **vars(self._options.step)}
+        asked = {"what a step returns": keyword(self.outputs), "max_shapes": self._options.max_shapes}
+        asked |= {"debug_nan": self.debug_nan, **vars(self._options.step)}
         require_equal_programs(self._ranks, {**asked, **program.manifest}, of_a_place=OF_A_PLACE)
         if self.program is None:
             self.hold(program)

@@ -2,18 +2,20 @@
 
 import multiprocessing
 import os
+import re
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from zbcompile.distributed.arrival import Arrival
 from zbcompile.distributed.fault_store import BoundedStore, SilentStoreError, cut_after
-from zbcompile.distributed.process_group import fresh_store
 
 
 def serve(pipe: Connection) -> None:
@@ -85,10 +87,37 @@ def test_a_start_does_not_meet_an_earlier_one() -> None:
     """In the same store, after ranks that ended at any moment: also with fewer or more ranks."""
     store = dist.HashStore()
     for ranks in (2, 2, 3, 1):
-        store.set("zbcompile/member/0", "a rank that ended before the others came")
+        store.append("zbcompile/members", "0:one-that-ended-before-the-others-came,")
         with ThreadPoolExecutor(ranks) as executor:
-            found = list(executor.map(lambda rank, count=ranks: fresh_store(store, rank, count, 30.0), range(ranks)))
+            found = list(executor.map(lambda rank, count=ranks: arrival(rank, count, 30.0).meet(store), range(ranks)))
         values = [each.add("arrived", 1) for each in found]
         assert sorted(values) == list(range(1, ranks + 1))
-    with pytest.raises(RuntimeError, match="not all of the 2 ranks arrived"):
-        fresh_store(dist.HashStore(), 0, 2, 0.2)
+
+
+def test_who_is_missing_is_named_to_the_others_and_to_the_one_who_is_late() -> None:
+    store = dist.HashStore()
+    with ThreadPoolExecutor(2) as executor:
+        found = list(executor.map(lambda rank: reason_of(arrival(rank, 3, 0.5), store), (0, 2)))
+    late = reason_of(arrival(1, 3, 0.2), store)
+    assert all(re.fullmatch(r"(rank [02] has given up: )?rank 1 did not arrive", each) for each in found)
+    assert re.fullmatch(r"rank [02] has given up: rank 1 did not arrive", late)
+
+
+def test_who_comes_no_more_after_an_earlier_start_is_named() -> None:
+    store = dist.HashStore()
+    store.append("zbcompile/members", "0:before,1:before,2:before,")
+    with ThreadPoolExecutor(2) as executor:
+        found = list(executor.map(lambda rank: reason_of(arrival(rank, 3, 1.0), store), (0, 1)))
+    assert "rank 2 did not arrive" in found
+    assert all("rank 2 did not arrive" in each for each in found)
+
+
+def arrival(rank: int, ranks: int, timeout: float) -> Arrival:
+    place = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    return Arrival(place, timeout)
+
+
+def reason_of(one: Arrival, store: Any) -> str:
+    with pytest.raises(RuntimeError) as raised:
+        one.meet(store)
+    return str(raised.value)
