@@ -1,0 +1,170 @@
+"""A rank comes late to a call: by less than `timeout=`, and all go on; by more, and all say which rank it was.
+
+    python -m tests.support.latecomers [--timeout 4] [--only TEXT] [--part 1/2]
+
+from the repository's root with PYTHONPATH=.:examples runs every case, a line for each.
+"""
+
+import argparse
+import itertools
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import zbcompile
+from tests.support.faulty import WIDTH, WORDS, Faulty, make, rows
+from tests.support.pool import Pool, open_pool
+
+KINDS = ("start", "compile", "receive", "collective", "save", "load", "eval", "clip", "state_dict")
+GROUPS = ("ours", "the script's", "the script's, which waits 1 s")
+LAUNCHERS = ("torchrun", "none")
+PARTS = (0.8, 1.2)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Rank `late` comes to a call of a `kind` later than the others, by a `part` of the timeout."""
+
+    kind: str
+    part: float
+    group: str = "ours"
+    launcher: str = "none"
+    late: int = 1
+    timeout: float = 4.0
+
+    def __str__(self) -> str:
+        return f"{self.kind}, rank {self.late} late by {self.part} of timeout=; group: {self.group}; {self.launcher}"
+
+    def judge(self, said: list[str]) -> str:
+        """What is not good about what the ranks said."""
+        if self.part < 1:
+            return "; ".join(each for each in said if each)
+        other, own = said[1 - self.late], said[self.late]
+        named = rf"rank {self.late} (failed at|did not arrive)"
+        if not re.search(named, other):
+            return f"rank {1 - self.late} said {other!r}"
+        here = rf"{named}|rank {1 - self.late}, which keeps the store"  # its keeper has ended
+        return "" if re.search(here, own) else f"rank {self.late} said {own!r}"
+
+
+def come_late(case: Case, rank: int, port: int, folder: str) -> str:
+    """What one of two ranks raised; empty if all went well. There is no process group yet, and none is left."""
+    place = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_RANK": rank}
+    place["TORCHELASTIC_USE_AGENT_STORE"] = case.launcher == "torchrun"
+    try:
+        with patch.dict(os.environ, {name: str(value) for name, value in place.items()}):
+            _call_late(case, rank, Path(folder))
+    except zbcompile.PipelineError as error:
+        time.sleep(0.5 * case.timeout)  # rank 0 may keep the store
+        return str(error)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return ""
+
+
+def _call_late(case: Case, rank: int, folder: Path) -> None:
+    if case.group != "ours":
+        patience = timedelta(seconds=1) if "waits" in case.group else None
+        dist.init_process_group("gloo", timeout=patience)
+    delay = case.part * case.timeout if rank == case.late else 0.0
+    if case.kind == "start":
+        time.sleep(delay)
+    pipe, step = _pipeline(case)
+    try:
+        step()
+        if case.kind != "start":
+            call = _call(case.kind, pipe, folder, step)
+            call()  # what comes with the first one is over
+            time.sleep(delay)
+            call()
+    finally:
+        pipe.close()
+
+
+def _pipeline(case: Case) -> tuple[zbcompile.Pipeline, Callable[[], object]]:
+    """A pipeline, and its step."""
+    if case.kind != "collective":
+        pipe = make(timeout=case.timeout)
+        return pipe, lambda: pipe.step(rows(), target=rows())
+    model = Faulty(nn.Linear(WIDTH, WORDS, bias=False))
+    pipe = make("zb-h1", case.timeout, model, loss=F.cross_entropy, vocab=1)
+    return pipe, lambda: pipe.step(rows(), target=torch.arange(8))
+
+
+def _call(kind: str, pipe: zbcompile.Pipeline, folder: Path, step: Callable[[], object]) -> Callable[[], object]:
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.01)
+    if kind == "load":
+        zbcompile.save_checkpoint(folder, pipe, optimizer)
+    samples = itertools.count(8, 4)
+
+    def compile_() -> None:
+        x = rows(next(samples))
+        pipe.compile(x, target=x)
+
+    calls: dict[str, Callable[[], object]] = {
+        "compile": compile_,
+        "receive": step,
+        "collective": step,
+        "save": lambda: zbcompile.save_checkpoint(folder, pipe, optimizer, keep=1),
+        "load": lambda: zbcompile.load_checkpoint(folder, pipe, optimizer),
+        "eval": lambda: pipe.eval(rows()),
+        "clip": lambda: pipe.clip_grad_norm_(1.0),
+        "state_dict": lambda: pipe.state_dict(full=True),
+    }
+    return calls[kind]
+
+
+def as_rank(case: Case, port: int, folder: str) -> str:
+    """`come_late` in a worker of the pool, whose group it gives up."""
+    rank = dist.get_rank()
+    dist.barrier()  # the other one has joined, too
+    dist.destroy_process_group()
+    return come_late(case, rank, port, folder)
+
+
+def run(case: Case, pool: Pool, folder: str, port: int) -> str:
+    """What is not good about a case. `port` is free; under torchrun this process keeps the store."""
+    store = None
+    if case.launcher == "torchrun":
+        store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    outcomes = pool.outcomes(as_rank, case, port, folder)
+    pool.group = None
+    del store
+    return case.judge([each.trace or each.value for each in outcomes])
+
+
+def main() -> int:
+    from tests.support.ports import free_port
+
+    parser = argparse.ArgumentParser(description="Let a rank come late to every kind of call.")
+    parser.add_argument("--timeout", type=float, default=4.0)
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--part", default="1/1", help="I/N: every Nth case, from the Ith one")
+    options = parser.parse_args()
+    cases = [Case(*each, options.timeout) for each in itertools.product(KINDS, PARTS, GROUPS, LAUNCHERS, (0, 1))]
+    first, parts = map(int, options.part.split("/"))
+    bad = 0
+    with open_pool() as pool:
+        for case in [each for each in cases if options.only in str(each)][first - 1 :: parts]:
+            with tempfile.TemporaryDirectory() as folder:
+                found = run(case, pool, folder, free_port())
+            bad += bool(found)
+            print(f"{case} | {found or 'good'}", flush=True)
+    return bad
+
+
+if __name__ == "__main__":
+    sys.exit(main())
