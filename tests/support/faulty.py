@@ -251,14 +251,16 @@ def other_call(rank: int) -> Ended | None:
 
 
 def other_program(rank: int, what: str) -> Ended | None:
-    """A rank compiles something else, or with another torch."""
-    options, version, x = {}, torch.__version__, rows()
+    """A rank compiles something else, or with another torch or switch."""
+    options, version, x, switches = {}, torch.__version__, rows(), {}
     if dist.get_rank() == rank:
         options = OTHER.get(what, dict)()
         x = x.double() if what == "dtype" else x
         torch.__version__ = "2.12.1" if what == "torch" else version  # type: ignore[assignment]
+        switches = {what: "1"} if what.isupper() else {}
     try:
-        return _uncompiled(make(**options), x)  # type: ignore[arg-type]
+        with patch.dict(os.environ, switches):
+            return _uncompiled(make(**options), x)  # type: ignore[arg-type]
     finally:
         torch.__version__ = version
 
@@ -268,6 +270,7 @@ OTHER: dict[str, Callable[[], dict[str, object]]] = {
     "schedule": lambda: {"schedule": "gpipe"},
     "model": lambda: {"model": Faulty(torch.sin)},
     "dtype": lambda: {"model": Faulty().double()},
+    "timeout": lambda: {"timeout": 90.0},
 }
 
 
@@ -439,5 +442,20 @@ SCENARIOS = (
         "rank 1 failed at the end of step 0: it went no further; rank 0 waited 2 s for it at the end of step 1",
     ),
     Scenario("another schedule", 1, other_program, (1, "schedule"), DIFFERENT + "schedule is 1f1b on rank 0 and gpipe"),
+    Scenario("another timeout=", 1, other_program, (1, "timeout"), DIFFERENT + "timeout is 60 on rank 0 and 90"),
+    Scenario(
+        "another ZBCOMPILE_ORDERED",
+        1,
+        other_program,
+        (1, "ZBCOMPILE_ORDERED"),
+        DIFFERENT + "ZBCOMPILE_ORDERED is False on rank 0 and True on rank 1",
+    ),
+    Scenario(
+        "another ZBCOMPILE_DEBUG_NAN",
+        1,
+        other_program,
+        (1, "ZBCOMPILE_DEBUG_NAN"),
+        DIFFERENT + "debug_nan is False on rank 0 and True on rank 1",
+    ),
     Scenario("another torch", 1, other_program, (1, "torch"), DIFFERENT + "torch is .* on rank 0 and 2.12.1 on rank 1"),
 )
