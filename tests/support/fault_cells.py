@@ -283,7 +283,7 @@ class Cell:
             far = [other for other in range(self.ranks) if self.node(other) != self.node(rank)]
             return "the launcher at" in said or any(f"rank {other} failed" in said for other in far)
         if what == "never arrives":
-            return "found no process group" in said or "did not arrive" in said
+            return bool(re.search(rf"rank {victim} did not arrive|rank {victim}, which keeps the store", said))
         return rank == victim or f"rank {victim} failed" in said
 
     @property

@@ -59,6 +59,8 @@ class Case:
         if not re.search(named, other):
             return f"rank {1 - self.late} said {other!r}"
         here = rf"{named}|rank {1 - self.late}, which keeps the store"  # it has ended
+        if self.late == 0 and self.kind == "start" and self.launcher == "none":
+            here += "|rank 1 did not arrive"  # nor any news of it: rank 0 keeps the store
         return "" if re.search(here, own) else f"rank {self.late} said {own!r}"
 
 

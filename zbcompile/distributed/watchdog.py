@@ -120,6 +120,8 @@ class Watch:
             before, self.inside = self.inside, True
             try:
                 yield
+                if self.fault is not None:  # this rank has given up, but what it waited in could not be cut
+                    raise self.fault.error()
             except BaseException as error:
                 told = self._explain(error)
                 if told is error:

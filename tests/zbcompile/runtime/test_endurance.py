@@ -6,6 +6,7 @@ import threading
 import time
 import tracemalloc
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -115,3 +116,40 @@ def test_200_steps_leave_nothing_behind(pool: Pool) -> None:
     for found in pool.run(grown, Case("mlp", "zb-v", 2, 4), 200):
         assert found.pop("bytes") < 20_000, found  # tracemalloc's own books, and caches that fill once
         assert not any(found.values()), found
+
+
+def left_behind(close: bool) -> dict[str, int]:
+    """What there is more of after 100 pipelines, some of which ran, were made and closed, or dropped."""
+    _come_and_go(5, close)
+    before = _held()
+    _come_and_go(100, close)
+    return {name: now - before[name] for name, now in _held().items()}
+
+
+def _come_and_go(times: int, close: bool) -> None:
+    for number in range(times):
+        pipe = pipeline_of(Case("mlp", "1f1b", 2, 2))
+        if number == 0:
+            batch = PROBLEMS["mlp"].batches(1, 4)[0]
+            pipe.step(*batch.args, target=batch.target)
+        if close:
+            pipe.close()
+        del pipe
+    gc.collect()
+    for thread in threading.enumerate():
+        if thread.name.startswith("zbcompile"):
+            thread.join(5)
+
+
+def _held() -> dict[str, int]:
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    threads = len(os.listdir("/proc/self/task"))
+    return {"descriptors": len(os.listdir("/proc/self/fd")), "threads": threads, "megabytes": resident >> 20}
+
+
+@pytest.mark.parametrize("close", [True, False])
+def test_pipelines_leave_nothing_behind(close: bool, pool: Pool) -> None:
+    for found in pool.run(left_behind, close):
+        assert found["descriptors"] <= 0
+        assert found["threads"] <= 0
+        assert found["megabytes"] <= 4
