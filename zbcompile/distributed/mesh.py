@@ -164,9 +164,6 @@ def mesh_of(given: Any, timeout: float, names: MeshNames | None = None) -> Mesh:
     place = tuple((layout == dist.get_rank()).nonzero()[0].tolist())
     mesh = Mesh(tuple(theirs), layout, place, timeout=timeout)
     mesh.bring({name: given[parts[0]].get_group() for name, parts in theirs.items() if len(parts) == 1})
-    for name, parts in theirs.items():
-        if len(parts) > 1:
-            mesh.group(name)  # now, as every rank makes it
     return mesh
 
 

@@ -113,6 +113,8 @@ def _group_ranks(find_device: FindDevice, mesh: Mesh, ranks: int | None, timeout
                 require_own_gpus(board, device, timeout)
                 warn_of_few_queues(os.environ)
             everyone = mesh.group(*mesh.names) or mesh.only_me()
+            for name in mesh.names:
+                mesh.group(name)  # now, as every rank makes it
             pipeline = mesh.group("pp") or mesh.only_me()
             replicas = Replicas(mesh.group(*PARTS), mesh.index(*PARTS), mesh.size(*PARTS))
     except BaseException:
