@@ -133,7 +133,8 @@ class Forwards:
         made: dict[int, Executable] = {}
         for number, each in {id(each): each for each in programs}.items():
             program = draw_apart(self._ranks, replace(each, step=self._options.step))
-            require_equal_programs(self._ranks, program.manifest, of_a_place=OF_A_PLACE)
+            asked = {"debug_nan": self.executables.debug_nan, **program.manifest}
+            require_equal_programs(self._ranks, asked, of_a_place=OF_A_PLACE)
             if self.executables.program is None:
                 self.executables.hold(program)
                 require_matches(program.step.placements or {}, program.homes)

@@ -13,6 +13,7 @@ from zbcompile.distributed.agreement import require_equal_programs, together
 from zbcompile.distributed.mesh import Mesh, MeshNames
 from zbcompile.distributed.process_group import find_ranks, is_alone, own_device
 from zbcompile.distributed.ranks import Ranks
+from zbcompile.env import DEBUG_NAN
 from zbcompile.errors import PipelineError
 from zbcompile.frontend.answers import refuse_answers
 from zbcompile.frontend.evaluation import Asked, Forwards, Parts, require_words
@@ -103,6 +104,7 @@ def load(
             here, f"loading {folder}", lambda: _read_all(folder, found, here, operators, init, max_bytes)
         )
         same = {"torch": torch.__version__, "threads": torch.get_num_threads(), "digest": program.digests}
+        same["debug_nan"] = debug_nan or DEBUG_NAN.read()
         require_equal_programs(here, same, "loaded different programs", SAME)
     pipe = LoadedPipeline(program, _options(program, asked), make_engine(here))
     with here.watch.region(f"filling {folder}"):
