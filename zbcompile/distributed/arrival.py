@@ -102,7 +102,7 @@ class Arrival:
         while True:
             looks = time.monotonic() - looked >= NEWS or self.left <= 0
             members = _members(store) if self.rank == 0 or looks else {}
-            if self.rank == 0 and len(members) >= self.ranks:
+            if self.rank == 0 and members.keys() >= set(range(self.ranks)):  # more came to an earlier start
                 store.set(STARTING, ",".join(members[rank] for rank in range(self.ranks)))
             names = _read(store, STARTING)
             here: set[int] = set()
