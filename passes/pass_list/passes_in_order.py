@@ -107,7 +107,7 @@ CANONICALISE = _in_turn(
         canonical.with_separate_buffers,
         (model.changing_buffers_separate,),
     ),
-    Pass("write-early", "detaches a buffer's new value where it is computed", canonical.with_early_writes, ()),
+    Pass("write-early", "detaches new values of buffers early", canonical.with_early_writes, ()),
     _changing("order-draws", "draws a mask in the order of its memory", draw_in_memory_order),
     _changing("drop-no-ops", "drops casts to the same dtype and the like", canonical.drop_no_ops),
     _changing("drop-dead-code", "drops what no result needs", canonical.drop_dead_code, model.nothing_unused),

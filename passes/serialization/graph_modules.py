@@ -216,6 +216,8 @@ def _remember(node: Node, data: Data, values: ValueReader) -> None:
     """Restore the entries of a node's meta that passes and reports read."""
     if "value" in data:
         node.meta["val"] = values.read(data["value"])
+    elif isinstance(node.target, OpOverload) and not node.target._schema.returns:
+        node.meta["val"] = None  # it is there, as after compiling
     if "pass" in data:
         node.meta["pass"] = on_a_line(data["pass"])
     if "origin" in data:

@@ -27,7 +27,7 @@ from zbcompile.schedules.ir.actions import COMPUTE, Step, flatten
 from zbcompile.schedules.ir.files import from_dict
 from zbcompile.schedules.visualization.figure import figure
 from zbcompile.schedules.visualization.units import in_units
-from zbcompile.untrusted_text import VALUES, read_json
+from zbcompile.untrusted_text import VALUES, parse_json, read_text
 
 
 class Span(NamedTuple):
@@ -184,7 +184,8 @@ def is_record(data: Any) -> bool:
 
 def read_record(path: str | Path) -> StepRecord:
     """Read what `StepRecord.save` wrote. Raises PipelineError for anything else, OSError if there is no file."""
-    return record_from(read_json(path, PipelineError, values=2 * VALUES), path)
+    text = read_text(path, PipelineError)
+    return record_from(parse_json(text, PipelineError, f"{path} is not a step record: ", values=2 * VALUES), path)
 
 
 def record_from(data: Any, path: str | Path) -> StepRecord:

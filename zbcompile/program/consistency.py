@@ -117,8 +117,11 @@ def _leaving(program: Program, stage: StageProgram, given: Forms) -> Forms:
     found = {Slot("activation", name): (spec.shape, spec.dtype) for name, spec in stage.sends.items()}
     found |= {Slot("input_gradient", name): (spec.shape, spec.dtype) for name, spec in stage.gradients_out.items()}
     found |= {Slot("mutation", slot.name): form for slot, form in given.items() if slot.kind == "buffer"}
-    made = program.output.made if program.output else {}
-    found |= {Slot("output", name): (spec.shape, spec.dtype) for name, (at, spec) in made.items() if at == stage.stage}
+    if program.output is None:  # a step whose outputs were asked for computes them, but a saved one returns none
+        found |= {slot: _form(node) for slot, node in _results(stage.pieces["F"]) if slot.kind == "output"}
+    else:
+        made = program.output.made.items()
+        found |= {Slot("output", name): (spec.shape, spec.dtype) for name, (at, spec) in made if at == stage.stage}
     found |= {slot: form for slot, form in given.items() if slot.kind == "saved"}
     return {**found, Slot("loss"): ((), program.loss_dtype)}
 
