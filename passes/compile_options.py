@@ -20,6 +20,8 @@ BALANCES = ("flops", "measured", "parameters", "makespan")
 Barriers = Literal["off", "auto", 1, 2]
 VocabLogits = Literal["auto", "keep", "remake"]
 
+HALF = (torch.bfloat16, torch.float16)  # dtypes of parameters that have float32 masters
+
 
 def _read_recompute(given: Any) -> Any:
     if isinstance(given, float):  # of bytes that a stage keeps, unlike those of a device, nobody has fractions
@@ -155,5 +157,4 @@ class Choices:
         """In which dtype the gradients of a parameter of dtype `parameter` are summed over the microbatches."""
         if self.accumulate_dtype is not None:
             return torch.promote_types(parameter, self.accumulate_dtype)
-        half = parameter in (torch.bfloat16, torch.float16)
-        return torch.float32 if half and not self.exact else parameter
+        return torch.float32 if parameter in HALF and not self.exact else parameter

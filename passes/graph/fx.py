@@ -119,12 +119,20 @@ def like(value: torch.Tensor, *, dtype: torch.dtype | None = None, device: torch
 
 
 def leaf_like(node: Node, trainable: frozenset[str]) -> Any:
-    """Like the value of a placeholder, and a leaf for autograd."""
+    """Like the value of a placeholder, and a leaf for autograd; see `any_gradient` for parameters."""
     slot, value = node.meta["slot"], node.meta["val"]
     if not isinstance(value, torch.Tensor):
         return value
-    trained = slot.kind == "parameter" and slot.name in trainable
-    return like(value).requires_grad_(trained or (slot.kind == "activation" and node.meta["differentiable"]))
+    if slot.kind == "parameter" and slot.name in trainable:
+        return any_gradient(like(value))
+    return like(value).requires_grad_(slot.kind == "activation" and node.meta["differentiable"])
+
+
+def any_gradient(leaf: torch.Tensor) -> torch.Tensor:
+    """`leaf` as one whose gradients keep the dtype in which operations make them. The dtype of `.grad` may be decided
+    after the trace: an optimizer with float32 masters wants these gradients unrounded."""
+    leaf.requires_grad_().grad_dtype = None
+    return leaf
 
 
 def count_uses(node: Node) -> int:

@@ -15,6 +15,7 @@ import torch
 from torch.fx import Interpreter, Node
 
 from zbcompile.passes.capture.canonical import Canonical
+from zbcompile.passes.compile_options import HALF
 from zbcompile.passes.graph.fx import leaf_like
 from zbcompile.passes.graph.storage import tensors_of
 from zbcompile.passes.partition.balance import Spans
@@ -90,9 +91,6 @@ class Residency:
         kept = {stage: self._footprint.kept(a, b) for stage, a, b in spans}
         waiting = max(sum(counts.get(stage, 0) * kept[stage] for stage in kept) for counts in self._waiting[rank])
         return sum(self._footprint.resident(a, b) for _, a, b in spans) + waiting
-
-
-HALF = (torch.bfloat16, torch.float16)
 
 
 def gradient_bytes(value: torch.Tensor, dtype: torch.dtype) -> int:

@@ -3,6 +3,7 @@
 from collections.abc import Set
 from dataclasses import replace
 
+from zbcompile.passes.compile_options import HALF
 from zbcompile.passes.errors import CompileError
 from zbcompile.passes.graph.fx import copied, count_uses, with_graph
 from zbcompile.passes.partition.stage_graphs import Stage
@@ -14,18 +15,17 @@ def separate_uses(stages: tuple[Stage, ...], trainable: frozenset[str]) -> tuple
     """Mark parameters whose uses on one stage must not be summed before those of later stages; return the stages.
 
     Eager adds the uses one at a time, the last use of the model first: (g3 + g2) + g1. A stage that holds the first two
-    and handed over g2 + g1 would make g3 + (g2 + g1), which has other bits. So it gives one gradient per use.
+    and handed over g2 + g1 would make g3 + (g2 + g1), which has other bits. So it gives one gradient per use. So does
+    every stage for a parameter in half precision: eager casts each use to the dtype of `.grad` before it adds them.
     """
     last = {name: stage.index for stage in stages for name in stage.named("parameter")}
-    return tuple(_marked(stage, {n for n in trainable if stage.index < last.get(n, -1)}) for stage in stages)
+    return tuple(_marked(stage, trainable, {n for n in trainable if stage.index < last.get(n, -1)}) for stage in stages)
 
 
-def _marked(stage: Stage, shared: Set[str]) -> Stage:
-    found = {
-        node.name
-        for node in stage.module.graph.find_nodes(op="placeholder")
-        if node.meta["slot"].kind == "parameter" and node.meta["slot"].name in shared and count_uses(node) > 1
-    }
+def _marked(stage: Stage, trainable: Set[str], shared: Set[str]) -> Stage:
+    parameters = [n for n in stage.module.graph.find_nodes(op="placeholder") if n.meta["slot"].kind == "parameter"]
+    half = {n.meta["slot"].name for n in parameters if n.meta["val"].dtype in HALF} & trainable
+    found = {node.name for node in parameters if node.meta["slot"].name in shared | half and count_uses(node) > 1}
     if not found:
         return stage
     graph = copied(stage.module.graph)

@@ -16,7 +16,7 @@ from torch.fx.traceback import preserve_node_meta
 
 from zbcompile.passes.capture.functional_writes import GRADIENT_LAYOUT
 from zbcompile.passes.errors import CaptureError
-from zbcompile.passes.graph.fx import is_use, leaf_like, like, output_values
+from zbcompile.passes.graph.fx import any_gradient, is_use, leaf_like, like, output_values
 from zbcompile.passes.graph.kernel_layouts import kernels_layouts
 from zbcompile.passes.graph.process_groups import rename_groups
 from zbcompile.passes.graph.roles import Slot
@@ -180,7 +180,7 @@ class _UseInterpreter(MarkingInterpreter):
         def load(node: Node) -> Any:
             value = self.env[node]
             if SEPARATE_USES in node.meta:
-                value = value.detach().requires_grad_()
+                value = any_gradient(value.detach())
                 found.setdefault(node.meta["slot"], []).append(value)
             return value
 

@@ -41,7 +41,7 @@ def joint_listed(made: Joint, before: Any) -> Iterator[Break]:
             yield Break(f"is listed as {slot} but not returned", node, _title(made))
 
 
-@rule("a gradient has the shape of what it is the gradient of")
+@rule("a gradient has the shape of what it is the gradient of, and that of an activation its dtype")
 def gradients_fit(made: Joint, before: Any) -> Iterator[Break]:
     wanted = {("gradient", slot.name): node for slot, node in made.inputs if slot.kind == "parameter"}
     wanted |= {("input_gradient", slot.name): node for slot, node in made.inputs if slot.kind == "activation"}
@@ -51,8 +51,10 @@ def gradients_fit(made: Joint, before: Any) -> Iterator[Break]:
         of = wanted.get((slot.kind, slot.name))
         if of is None:
             yield Break(f"is the {slot}, which this stage does not read", node, _title(made))
-        elif form_of(node.meta["val"]) != form_of(of.meta["val"]):
-            forms = form_of(node.meta["val"]), form_of(of.meta["val"])
+            continue
+        forms = form_of(node.meta["val"]), form_of(of.meta["val"])
+        same = node.meta["val"].shape == of.meta["val"].shape
+        if not same or (slot.kind == "input_gradient" and forms[0] != forms[1]):
             yield Break(f"has the form {forms[0]}, but {slot.name} has {forms[1]}", node, _title(made))
 
 

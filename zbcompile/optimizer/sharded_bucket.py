@@ -16,7 +16,8 @@ from torch import nn
 from zbcompile.distributed.packing import as_contiguous
 from zbcompile.distributed.termination import forget, outlives_its_step
 from zbcompile.errors import PipelineError
-from zbcompile.optimizer.whole_parameters import HALF, refresh
+from zbcompile.optimizer.whole_parameters import refresh
+from zbcompile.passes.compile_options import HALF
 from zbcompile.runtime.data_parallel import Observe
 from zbcompile.runtime.gradient_buffers import Gradients, grad_dtype
 from zbcompile.torch_private import all_gather, reduce_scatter, writes_into

@@ -12,7 +12,8 @@ from zbcompile.distributed.mesh import Mesh
 from zbcompile.errors import PipelineError
 from zbcompile.model.placements import PARTIAL, REPLICATE, along
 from zbcompile.optimizer.sharded_bucket import Bucket, Piece, by_elements, by_matrices
-from zbcompile.optimizer.whole_parameters import HALF, TrainedParameters, sum_in_single_precision
+from zbcompile.optimizer.whole_parameters import TrainedParameters, sum_in_single_precision
+from zbcompile.passes.compile_options import HALF
 from zbcompile.passes.graph.strides import is_dense
 from zbcompile.program.program import Program
 from zbcompile.runtime.data_parallel import LATE, Observe

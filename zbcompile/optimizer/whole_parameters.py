@@ -15,6 +15,7 @@ from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.model.distributed_tensors import is_distributed
 from zbcompile.model.placements import SHARD, along
+from zbcompile.passes.compile_options import HALF
 from zbcompile.program.program import Program
 from zbcompile.runtime.data_parallel import LATE, Sum
 
@@ -63,9 +64,6 @@ class TrainedParameters:
                 f"{name} is sharded over {where}, so that {kind}, which does not update element by element, would see "
                 "a part of it only. Leave it out (params=) and train it with AdamW, say."
             )
-
-
-HALF = (torch.bfloat16, torch.float16)
 
 
 class WholeParameters:

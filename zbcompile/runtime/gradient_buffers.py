@@ -55,12 +55,14 @@ class Gradients:
     def _zeros(self, like: nn.Parameter) -> torch.Tensor:
         return torch.zeros_like(like, dtype=self.choices.dtype_of_sum(like.dtype), requires_grad=False)
 
-    def add(self, name: str, stage: int, microbatch: int, gradient: torch.Tensor) -> None:
-        """Add one microbatch's gradient as eager's AccumulateGrad does: the first becomes `.grad`, later ones add."""
+    def add(self, name: str, stage: int, microbatch: int, uses: Sequence[torch.Tensor]) -> None:
+        """Add one microbatch's gradients, one per use, as eager does: each is cast to the dtype of `.grad`, then they
+        are summed; the first sum becomes `.grad`, later ones add."""
+        cast = [use.to(grad_dtype(self.parameters[name])) for use in uses]
         if name in self.shared:
-            self.partial.setdefault((name, stage), {}).setdefault(microbatch, []).append(gradient)
+            self.partial.setdefault((name, stage), {})[microbatch] = cast
         else:
-            self._accumulate(name, gradient)
+            self._accumulate(name, reduce(torch.add, cast))
 
     def _accumulate(self, name: str, gradient: torch.Tensor) -> None:
         parameter = self.parameters[name]
@@ -78,8 +80,8 @@ class Gradients:
 
     def dtype_of_shared(self, name: str) -> torch.dtype:
         """The dtype of what `waiting` returns."""
-        dtype = self.parameters[name].dtype
-        return dtype if self.choices.exact else self.choices.dtype_of_sum(dtype)
+        parameter = self.parameters[name]
+        return grad_dtype(parameter) if self.choices.exact else self.choices.dtype_of_sum(parameter.dtype)
 
     def fold(self, name: str, sums: Sequence[torch.Tensor]) -> None:
         """Accumulate what the stages of a shared parameter sum up to, one tensor per microbatch or one in all."""

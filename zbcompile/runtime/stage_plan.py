@@ -28,8 +28,9 @@ class Call:
     """One piece as a call: which registers it takes, which of them it frees, and where its results go.
 
     `run` takes a list, which it empties. `saves` are (result, register), `sends` (result, spec) in the order in which
-    boundary tensors travel, `gradients` (result, parameter), `mutations` (result, buffer), `outputs`
-    (result, leaf of the model's output); `loss` is a result or None.
+    boundary tensors travel, `gradients` (parameter, results: one per use, see
+    `zbcompile.passes.partition.shared_parameters`), `mutations` (result, buffer), `outputs` (result, leaf of the
+    model's output); `loss` is a result or None.
     """
 
     run: Run
@@ -38,7 +39,7 @@ class Call:
     accumulators: tuple[tuple[int, str], ...]
     saves: tuple[tuple[int, int], ...]
     sends: tuple[tuple[int, TensorSpec], ...]
-    gradients: tuple[tuple[int, str], ...]
+    gradients: tuple[tuple[str, tuple[int, ...]], ...]
     mutations: tuple[tuple[int, str], ...]
     outputs: tuple[tuple[int, str], ...]
     loss: int | None
@@ -137,6 +138,9 @@ def _call(program: StageProgram, name: str, run: Run, registers: Mapping[Slot, i
     places = {slot: place for place, slot in enumerate(piece.outputs)}
     sent = {"F": ("activation", program.sends), "B": ("input_gradient", program.gradients_out)}
     kind, specs = sent.get("B" if name == "BW" else name, ("", {}))
+    by_name: dict[str, list[int]] = {}
+    for at, parameter in _named(piece, "gradient"):
+        by_name.setdefault(parameter, []).append(at)
     return Call(
         run=run,
         takes=tuple(registers[slot] for slot in piece.inputs),
@@ -144,7 +148,7 @@ def _call(program: StageProgram, name: str, run: Run, registers: Mapping[Slot, i
         accumulators=tuple((registers[slot], slot.name) for slot in piece.inputs if slot.kind == "accumulator"),
         saves=tuple((at, registers[slot]) for slot, at in places.items() if slot.kind == "saved" and slot in kept),
         sends=tuple((places[Slot(kind, name)], spec) for name, spec in specs.items()),  # type: ignore[arg-type]
-        gradients=_named(piece, "gradient"),
+        gradients=tuple((name, tuple(places)) for name, places in by_name.items()),
         mutations=_named(piece, "mutation"),
         outputs=_named(piece, "output"),
         loss=next((place for slot, place in places.items() if slot.kind == "loss"), None),
@@ -152,8 +156,7 @@ def _call(program: StageProgram, name: str, run: Run, registers: Mapping[Slot, i
 
 
 def _named(piece: Piece, kind: str) -> tuple[tuple[int, str], ...]:
-    """The results of one kind; a parameter may have several gradients, one per use (see
-    `zbcompile.passes.partition.shared_parameters`)."""
+    """The results of one kind."""
     return tuple((place, slot.name) for place, slot in enumerate(piece.outputs) if slot.kind == kind)
 
 

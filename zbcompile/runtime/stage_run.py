@@ -107,8 +107,8 @@ class StageRun:
             frame = self.frames[microbatch]
             for at, place in call.saves:
                 frame[place] = results[at]
-        for at, parameter in call.gradients:
-            self.gradients.add(parameter, self.stage.index, microbatch, results[at])
+        for parameter, places in call.gradients:
+            self.gradients.add(parameter, self.stage.index, microbatch, [results[at] for at in places])
         return [laid_out(results[at], spec) for at, spec in call.sends]
 
     def _position_generator(self, microbatch: int, arrived: Tensors) -> None:

@@ -17,7 +17,7 @@ import zbcompile
 from tests.support.oracle import PROBLEMS, eager_step
 from tests.support.training import ROWS, Case, assert_same_tensors, pipeline_of
 
-MICROBATCHES, STEPS = 4, 3
+MICROBATCHES, STEPS, DIM = 4, 3, 8
 CLIP = 0.05  # below the norm of every step
 DECAYED: list[dict[str, Any]] = [{"params": lambda name, p: p.ndim < 2, "weight_decay": 0.0, "lr": 3e-3}]
 
@@ -131,6 +131,44 @@ def test_half_precision_has_masters_in_single_precision(dtype: torch.dtype) -> N
             pipe.load_state_dict(changed)
             for master, parameter in zip(theirs.optimizer.param_groups[0]["params"], model.parameters(), strict=True):
                 master.detach().copy_(parameter)
+
+
+class Normalised(nn.Module):
+    """Blocks of nn.RMSNorm, which multiplies a weight in half precision by float32, and a linear layer; `tie` ties
+    these to their neighbour's, to a distant block's ("far": on another stage), or not at all ("")."""
+
+    def __init__(self, tie: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norms = nn.ModuleList(nn.RMSNorm(DIM) for _ in range(4))
+        self.linears = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(4))
+        if tie:
+            other = 1 if tie == "near" else 3
+            self.norms[other].weight, self.linears[other].weight = self.norms[0].weight, self.linears[0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm, linear in zip(self.norms, self.linears, strict=True):
+            x = x + linear(norm(x))
+        return x
+
+
+@pytest.mark.parametrize("masters", [True, False])
+@pytest.mark.parametrize("tie", ["", "near", "far"])
+def test_gradients_of_half_precision_are_rounded_where_eager_rounds_them(tie: str, masters: bool) -> None:
+    """With masters not at all; without them each use of a parameter before the uses are added."""
+    model, ours = (Normalised(tie).bfloat16() for _ in range(2))
+    inputs, targets = torch.randn(2, MICROBATCHES * ROWS, DIM).bfloat16()
+    pipe = zbcompile.pipeline(
+        ours, schedule="1f1b", ranks=2, microbatches=MICROBATCHES, loss=nn.functional.mse_loss, exact=True
+    )
+    if masters:
+        Masters.of(model)
+        pipe.optimizer(AdamW)
+    pipe.step(inputs, target=targets)
+    for x, y in zip(inputs.chunk(MICROBATCHES), targets.chunk(MICROBATCHES), strict=True):
+        (nn.functional.mse_loss(model(x), y) / MICROBATCHES).backward()
+    found, expected = ({n: p.grad for n, p in m.named_parameters()} for m in (pipe, model))
+    assert_same_tensors(found, expected, "gradients:")  # type: ignore[arg-type]
 
 
 def in_half(batch: Any) -> Any:
