@@ -15,6 +15,7 @@ from zbcompile.frontend.choose_schedule import choose_schedule
 from zbcompile.frontend.executables import Executables
 from zbcompile.frontend.optimizers import Optimizers
 from zbcompile.frontend.options import Options
+from zbcompile.frontend.same_batch import BatchComparison
 from zbcompile.frontend.state_dict import load_state, owned_parameters, share_state, stream_state
 from zbcompile.frontend.step_outputs import keyword, kind_of
 from zbcompile.model.batch import Given, Microbatches, flatten_batch, refuse_input_gradients, split_batches
@@ -64,7 +65,7 @@ class HeldModel:
         self._attached: dict[type, Closing] = {}
         self._records: list[StepRecord] | None = None
         self._watchers: list[Watcher] = []
-        self._compared = False  # whether the batches of all ranks were
+        self._comparison = BatchComparison(self._ranks, options.compare_batches)
         with self._watch.region("making the pipeline"):
             raise_first(wrapper_problems(model))
             join_loss(model, options.loss)

@@ -11,7 +11,6 @@ from zbcompile.distributed.agreement import gathered
 from zbcompile.distributed.mesh import BATCHES
 from zbcompile.errors import PipelineError
 from zbcompile.frontend.forward_calls import ForwardCalls
-from zbcompile.frontend.same_batch import warn_of_other_batches
 from zbcompile.frontend.step_outputs import joined_outputs, keyword, kind_of
 from zbcompile.model.batch import Given, Microbatches
 from zbcompile.model.losses import Losses
@@ -108,9 +107,7 @@ class Pipeline(ForwardCalls):
         executable = self._program_for(step)
         self._compiled.share.require_filled()
         self._compiled.require_equal_shares()
-        if not self._compared:
-            self._compared = True
-            warn_of_other_batches(self._ranks, step)
+        self._comparison.begin_step(step)
         tensors = self._step_input(step)
         with self._named(step, executable, outputs):
             try:  # without autocast: its casts are in the graphs, and it would add casts that the model does not make

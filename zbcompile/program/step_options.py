@@ -64,6 +64,8 @@ class StepOptions:
             function `backend(graph_module, example_inputs)` that returns what is called in place of the graph.
         cuda_graphs: Record every pass as a CUDA graph and replay it (docs/backends.md). Takes memory for the copies of
             what goes in and out, and gradients that stay in place: `optimizer.zero_grad(set_to_none=False)`.
+        compare_batches: After how many steps the ranks of a pipeline compare their batches again, as they do in the
+            first step: a checksum of each tensor. A difference warns, once for each input. 0: in the first step only.
     """
 
     loss_reduction: str = option("mean", one_of("mean", "sum"))
@@ -72,3 +74,4 @@ class StepOptions:
     placements: Placements | None = option(None, PLACEMENTS.or_none())
     backend: str | Callable[..., Any] = option("fx", BACKEND)
     cuda_graphs: bool = option(False, SWITCH)
+    compare_batches: int = option(100, whole(" of steps", least=0))
