@@ -12,6 +12,7 @@ from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.optimizer.parameter_updates import ParameterUpdates
 from zbcompile.optimizer.sharded_parameters import ShardedParameters
+from zbcompile.optimizer.trial_update import require_rule
 from zbcompile.optimizer.wanted import ELEMENTS, Wanted, divide_into_groups, read_groups, require_divisible, rule_of
 from zbcompile.optimizer.whole_parameters import TrainedParameters, WholeParameters
 
@@ -33,6 +34,7 @@ class PipelineOptimizer(ParameterUpdates):
         self.numbers = {}
         self._rule = require_divisible(wanted.kind, wanted.zero, ranks.mesh) if wanted.zero else rule_of(wanted.kind)
         self._predicates, options = read_groups(wanted.groups)
+        require_rule(wanted, self._rule, options, ranks.device)
         inner = wanted.make([{**each, "params": []} for each in options])
         super().__init__(inner.param_groups, inner.defaults)
         self._adopt(inner)
@@ -79,7 +81,8 @@ class PipelineOptimizer(ParameterUpdates):
         parts = plain or wanted.updates_early
         update: WholeParameters | ShardedParameters = WholeParameters(trained, self.numbers, parts)
         if wanted.zero:
-            update = ShardedParameters(trained, self.numbers, not plain, keep=wanted.zero == 1)
+            assert self._rule is not None
+            update = ShardedParameters(trained, self.numbers, self._rule, keep=wanted.zero == 1)
         tensors = update.groups(self.numbers, len(self.param_groups))
         groups = zip(self.param_groups, tensors, strict=True)
         self._adopt(wanted.make([{**group, "params": members} for group, members in groups]))

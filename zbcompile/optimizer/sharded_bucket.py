@@ -1,6 +1,6 @@
 """The parameters of one stage, dtype and group that replicas update in parts: their gradients are reduced to this
 replica's part, which the optimizer updates, and all parts are gathered again. A bucket is divided as one row of
-elements cut into equal parts, or by whole matrices, so that each replica has about as much to compute.
+elements, or of blocks, cut into equal parts, or by whole matrices, so that each replica has about as much to compute.
 
 The parameters stay where they are; what travels is copied.
 """
@@ -16,6 +16,7 @@ from torch import nn
 from zbcompile.distributed.packing import as_contiguous
 from zbcompile.distributed.termination import forget, outlives_its_step
 from zbcompile.errors import PipelineError
+from zbcompile.optimizer.wanted import ELEMENTS, MATRICES, Rule
 from zbcompile.optimizer.whole_parameters import refresh
 from zbcompile.passes.compile_options import HALF
 from zbcompile.runtime.data_parallel import Observe
@@ -45,14 +46,16 @@ class Division:
         return (piece for share in self.shares for piece in share)
 
 
-def by_elements(shapes: Mapping[str, Sequence[int]], loads: list[int]) -> Division:
-    """One parameter after the other, cut into as many equal parts as there are `loads`, wherever these end.
+def by_blocks(shapes: Mapping[str, Sequence[int]], replicas: int, block: int) -> Division:
+    """One parameter after the other, each beginning with a block, cut into equal parts between blocks.
 
-    >>> by_elements({"a": (2, 3), "b": (1,)}, [0, 0]).shares[1]
+    >>> by_blocks({"a": (2, 3), "b": (1,)}, 2, block=1).shares[1]
     (Piece(name='a', begin=4, end=6, at=4), Piece(name='b', begin=0, end=1, at=6))
+    >>> by_blocks({"a": (5,), "b": (1,)}, 2, block=2).shares[1]
+    (Piece(name='a', begin=4, end=5, at=4), Piece(name='b', begin=0, end=1, at=6))
     """
-    chunk = -(-sum(map(prod, shapes.values())) // len(loads))
-    shares: list[list[Piece]] = [[] for _ in loads]
+    chunk = -(-sum(-(-prod(shape) // block) for shape in shapes.values()) // replicas) * block
+    shares: list[list[Piece]] = [[] for _ in range(replicas)]
     at = 0
     for name, shape in shapes.items():
         begin, size = 0, prod(shape)
@@ -61,6 +64,7 @@ def by_elements(shapes: Mapping[str, Sequence[int]], loads: list[int]) -> Divisi
             end = min(size, begin + (replica + 1) * chunk - at)
             shares[replica].append(Piece(name, begin, end, at))
             at, begin = at + end - begin, end
+        at = -(-at // block) * block
     return Division(tuple(map(tuple, shares)), chunk)
 
 
@@ -108,15 +112,15 @@ class Moving:
 
 @dataclass
 class Bucket:
-    """`shard` is this replica's part of the bucket, number `index`, without padding; `tensors` are what the
-    optimizer updates: the `shard` itself, or the matrices in it. `keep` says whether the memory of whole gradients
-    stays allocated from step to step."""
+    """`shard` is this replica's part of the bucket, number `index`, without padding at its end; `tensors` are what the
+    optimizer updates: by `rule` the `shard` itself, or the pieces or matrices in it. `keep` says whether the memory of
+    whole gradients stays allocated from step to step."""
 
     parameters: Mapping[str, nn.Parameter]
     division: Division
     group: dist.ProcessGroup | None
     index: int
-    whole_matrices: bool
+    rule: Rule
     keep: bool
     shard: torch.Tensor = field(init=False)
     tensors: list[nn.Parameter] = field(init=False)
@@ -128,7 +132,7 @@ class Bucket:
     def __post_init__(self) -> None:
         first = next(iter(self.parameters.values()))
         dtype = torch.float32 if first.dtype in HALF else first.dtype
-        size = sum(piece.end - piece.begin for piece in self.own)
+        size = max((piece.at + piece.end - piece.begin - self.begin for piece in self.own), default=0)
         self.shard = torch.zeros(size, dtype=dtype, device=first.device)
         self.tensors = [nn.Parameter(view) for view in self._views(self.shard)]
         self.refresh()
@@ -145,9 +149,11 @@ class Bucket:
 
     def _views(self, part: torch.Tensor) -> list[torch.Tensor]:
         """The tensors in a part of the bucket that the optimizer updates on their own."""
-        if not self.whole_matrices:
+        if self.rule == ELEMENTS:
             return [part]
-        return [_laid_out(part, self.parameters[each.name], each.at - self.begin) for each in self.own]
+        if self.rule == MATRICES:
+            return [_laid_out(part, self.parameters[each.name], each.at - self.begin) for each in self.own]
+        return [part[each.at - self.begin :][: each.end - each.begin] for each in self.own]
 
     def refresh(self) -> None:
         """Let the shard begin with the values of the parameters, where these are not what it rounds to."""
@@ -216,7 +222,7 @@ class Bucket:
         """The part of each gradient that this replica has."""
         spans = {piece.name: (piece.at - self.begin, piece.end - piece.begin) for piece in self.own}
         grads = [tensor.grad for tensor in self.tensors]
-        if self.whole_matrices:
+        if self.rule != ELEMENTS:
             return {each.name: grad for each, grad in zip(self.own, grads, strict=True) if grad is not None}
         return {name: grads[0][at : at + size] for name, (at, size) in spans.items() if grads[0] is not None}
 

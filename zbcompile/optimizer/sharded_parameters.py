@@ -11,7 +11,8 @@ from torch import nn
 from zbcompile.distributed.mesh import Mesh
 from zbcompile.errors import PipelineError
 from zbcompile.model.placements import PARTIAL, REPLICATE, along
-from zbcompile.optimizer.sharded_bucket import Bucket, Piece, by_elements, by_matrices
+from zbcompile.optimizer.sharded_bucket import Bucket, Piece, by_blocks, by_matrices
+from zbcompile.optimizer.wanted import ELEMENTS, MATRICES, Rule
 from zbcompile.optimizer.whole_parameters import TrainedParameters, sum_in_single_precision
 from zbcompile.passes.compile_options import HALF
 from zbcompile.passes.graph.strides import is_dense
@@ -52,20 +53,16 @@ class Part:
 class ShardedParameters:
     """What an optimizer updates of the parameters that `numbers` gives a group: a part of each bucket, as `tensors`.
 
-    `whole_matrices` says by what rule they are divided, `keep` whether the memory of whole gradients is kept.
+    `rule` says how they are divided, `keep` whether the memory of whole gradients is kept.
     """
 
-    def __init__(
-        self, trained: TrainedParameters, numbers: Mapping[str, int], whole_matrices: bool, keep: bool
-    ) -> None:
+    def __init__(self, trained: TrainedParameters, numbers: Mapping[str, int], rule: Rule, keep: bool) -> None:
         self.trained = trained
         self.everywhere = frozenset(trained.program.trained & numbers.keys())
         self.chosen = frozenset(numbers)
         self.summed = self.used = False  # whether the parts have gradients, and an update has used them
         self.loads: dict[tuple[str, ...], list[int]] = {}
-        self.buckets = {
-            kind: self._bucket(kind, names, whole_matrices, keep) for kind, names in self._kinds(numbers).items()
-        }
+        self.buckets = {kind: self._bucket(kind, names, rule, keep) for kind, names in self._kinds(numbers).items()}
 
     @property
     def names(self) -> Collection[str]:
@@ -84,19 +81,19 @@ class ShardedParameters:
             found[Kind(stage, numbers[name], parameter.dtype, summed, equal, alone)].append(name)
         return {kind: found[kind] for kind in sorted(found, key=lambda kind: (kind.stage, kind.alone, str(kind)))}
 
-    def _bucket(self, kind: Kind, names: Sequence[str], whole_matrices: bool, keep: bool) -> Bucket:
+    def _bucket(self, kind: Kind, names: Sequence[str], rule: Rule, keep: bool) -> Bucket:
         parameters = {name: self.trained.own[name] for name in names}
         for name, parameter in parameters.items():
             _require_dense(name, parameter)
             if kind.dtype in HALF:
                 sum_in_single_precision(parameter, self.trained.shown[name])
         mesh = self.trained.ranks.mesh
-        divide = by_matrices if whole_matrices else by_elements
         loads = self.loads.setdefault(kind.summed, [0] * mesh.size(*kind.summed))
-        division = divide({name: p.shape for name, p in parameters.items()}, loads)
+        shapes = {name: p.shape for name, p in parameters.items()}
+        division = by_blocks(shapes, len(loads), rule.block) if rule.block else by_matrices(shapes, loads)
         group = mesh.group(*kind.summed)
         index = dist.get_rank(group) if group is not None else 0
-        return Bucket(parameters, division, group, index, whole_matrices, keep)
+        return Bucket(parameters, division, group, index, rule, keep)
 
     def groups(self, numbers: Mapping[str, int], count: int) -> list[list[nn.Parameter]]:
         """The tensors of each group."""
@@ -106,11 +103,11 @@ class ShardedParameters:
         """The tensors that the optimizer updates, in the order of its groups, and what each of them has."""
         for kind, bucket in sorted(self.buckets.items(), key=lambda each: each[0].number):
             parts = tuple(self._part(kind, bucket, piece) for piece in bucket.own)
-            if not bucket.whole_matrices:
+            if bucket.rule == ELEMENTS:
                 yield bucket.tensors[0], parts
                 continue
             for tensor, part in zip(bucket.tensors, parts, strict=True):
-                yield tensor, (replace(part, at=None),)
+                yield tensor, (replace(part, at=None if bucket.rule == MATRICES else 0),)
 
     def _part(self, kind: Kind, bucket: Bucket, piece: Piece) -> Part:
         own, shown = self.trained.own[piece.name], self.trained.shown[piece.name]

@@ -1,5 +1,6 @@
 """What is asked of `pipe.optimizer`: a kind of optimizer, which may be divided among replicas if it updates element by
-element, or matrix by matrix; its groups, where the first whose predicate takes a parameter has it; and options."""
+element, block by block or matrix by matrix; its groups, where the first whose predicate takes a parameter has it; and
+options."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,30 +13,58 @@ from zbcompile.distributed.mesh import Mesh
 from zbcompile.errors import PipelineError
 from zbcompile.passes.option import is_real
 
-ELEMENTS, MATRICES = "element by element", "matrix by matrix"
+
+@dataclass(frozen=True)
+class Rule:
+    """How an optimizer updates: each `block` of elements of a parameter by itself; 0: each parameter as a whole."""
+
+    block: int
+
+    def __str__(self) -> str:
+        usual = {0: "matrix by matrix", 1: "element by element"}
+        return usual.get(self.block, f"in blocks of {self.block} elements")
+
+
+ELEMENTS, MATRICES = Rule(1), Rule(0)
 KNOWN = {
     **dict.fromkeys(("AdamW", "Adam", "SGD", "RMSprop", "Adagrad"), ELEMENTS),
     "Muon": MATRICES,  # torch 2.9 has it
 }
 
 
-def rule_of(kind: type[Optimizer]) -> str | None:
-    """How an optimizer updates: as its class declares (`elementwise = True`, `matrixwise = True`), or as is known of
-    torch's own; None if nothing is known."""
-    for attribute, rule in (("elementwise", ELEMENTS), ("matrixwise", MATRICES)):
-        if getattr(kind, attribute, False):
-            return rule
-    return next((rule for name, rule in KNOWN.items() if getattr(torch.optim, name, None) is kind), None)
+DECLARE = "elementwise = True, matrixwise = True or, for blocks of 64 elements, blockwise = 64"
 
 
-def require_divisible(kind: type[Optimizer], zero: int, mesh: Mesh) -> str:
+def is_known(kind: type[Optimizer]) -> bool:
+    """Whether it is one of torch's own whose rule is known."""
+    return any(getattr(torch.optim, name, None) is kind for name in KNOWN)
+
+
+def rule_of(kind: type[Optimizer]) -> Rule | None:
+    """How an optimizer updates: as its class declares (`elementwise = True`, `matrixwise = True`, `blockwise = 64`), or
+    as is known of torch's own; None if nothing is known. Raises PipelineError for a declaration that is none of these.
+    """
+    if is_known(kind):
+        return KNOWN[kind.__name__]
+    said = {name: getattr(kind, name, False) for name in ("elementwise", "matrixwise", "blockwise")}
+    said = {name: value for name, value in said.items() if value is not False}
+    block = said.get("blockwise", 1)
+    if len(said) > 1 or not (isinstance(block, int) and block > 0 and said.get("blockwise") is not True):
+        found = ", ".join(f"{name} = {value!r}" for name, value in said.items())
+        raise PipelineError(f"{kind.__name__} says {found}; expected one of {DECLARE}.")
+    if not said:
+        return None
+    return MATRICES if "matrixwise" in said else Rule(block)
+
+
+def require_divisible(kind: type[Optimizer], zero: int, mesh: Mesh) -> Rule:
     """The rule by which the optimizer is divided. Raises PipelineError if it has none, or if there is no replica."""
     rule = rule_of(kind)
     if rule is None:
         raise PipelineError(
             f"zero={zero} divides the optimizer among replicas, and {kind.__name__} is not known to update element by "
-            f"element ({', '.join(name for name, each in KNOWN.items() if each == ELEMENTS)}) or matrix by matrix "
-            "(Muon). If it does, say so in its class: elementwise = True, or matrixwise = True; otherwise pass zero=0."
+            f"element ({', '.join(name for name, each in KNOWN.items() if each == ELEMENTS)}), matrix by matrix "
+            f"(Muon) or in blocks. If it does, say so in its class: {DECLARE}; otherwise pass zero=0."
         )
     if "dp" not in mesh.names:
         raise PipelineError(
@@ -147,6 +176,6 @@ def _require_known(wanted: Wanted) -> None:
         )
     if wanted.updates_early and rule_of(wanted.kind) is None:
         raise PipelineError(
-            f"early=True updates stage by stage, and {wanted.kind.__name__} is not known to update element by element "
-            "or matrix by matrix. If it does, say so in its class: elementwise = True, or matrixwise = True."
+            f"early=True updates stage by stage, and {wanted.kind.__name__} is not known to update element by element, "
+            f"matrix by matrix or in blocks. If it does, say so in its class: {DECLARE}."
         )

@@ -93,6 +93,12 @@ def sharded_values(optimizer: PipelineOptimizer, update: ShardedParameters, hold
             for part in (part for part in parts if part.writes):
                 if isinstance(value, torch.Tensor) and value.shape == tensor.shape:
                     values[f"state.{_stored(part, holding)}.{key}"] = _pieces(part, value, holding)
+                elif isinstance(value, torch.Tensor) and value.dim():
+                    raise PipelineError(
+                        f"the optimizer keeps {key} of shape {list(value.shape)} for a part of {part.name} with shape "
+                        f"{list(tensor.shape)}, and a checkpoint cannot put such parts together. Save "
+                        "optimizer.state_dict() of each rank for the same ranks, or pass zero=0."
+                    )
                 elif part.begin == 0:
                     values[f"state.{_stored(part, holding)}.{key}"] = value
     return values
