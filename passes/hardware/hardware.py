@@ -56,6 +56,8 @@ class Hardware:
         random: Random numbers per second; None if they cost nothing beyond their bytes.
         node_ranks: How many ranks a node has; `within` connects them, `between` those of two nodes. `exchange` is what
             a collective inside of the graphs gets: None as `within`, and without that what gloo gets on one machine.
+        paired: Whether every two ranks of a node have a link of their own, `within`, instead of a switch: a collective
+            of n ranks then gets n - 1 of them.
         products: Measured ones of a "product", a "convolution" and a "convolution_backward" (as the products that they
             are).
         operations: Measured kernels: by the operator's name, (bytes moved, seconds) by rising bytes, of attention by
@@ -87,6 +89,7 @@ class Hardware:
     within: Connection | None = None
     between: Connection | None = None
     exchange: Connection | None = None
+    paired: bool = False
     products: Mapping[str, Sequence[Product]] = field(default_factory=dict)
     operations: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -158,9 +161,19 @@ class Hardware:
         apart = self.node_ranks is not None and one // self.node_ranks != other // self.node_ranks
         return self.between or self.within if apart else self.within
 
+    def collective(self, ranks: int, apart: int = 1) -> Connection | None:
+        """What a collective gets of so many `ranks`, each so many ranks `apart` from the next: the slowest link on the
+        way, with the latency of a collective; None if messages are free."""
+        link = self.connection(0, (ranks - 1) * apart)
+        if link is None or (link == self.within and self.exchange):
+            return link and self.exchange
+        links = ranks - 1 if self.paired and link == self.within else 1
+        return Connection((self.exchange or link).latency, max(1, links) * link.bandwidth)
+
     def exchange_seconds(self, size: float, kind: str) -> float:
-        """What a collective of so many bytes takes inside of a graph; an "all_reduce" passes them on twice."""
-        channel = self.exchange or self.within or hardware_for("cpu").exchange
+        """What a collective of so many bytes takes inside of a graph, of a whole node's ranks unless `exchange` says
+        otherwise; an "all_reduce" passes them on twice."""
+        channel = self.exchange or self.collective(self.node_ranks or 1) or hardware_for("cpu").exchange
         times = 2 if kind == "all_reduce" else 1
         return channel.latency + times * size / channel.bandwidth if channel else 0.0
 
@@ -175,6 +188,7 @@ FIGURES = {
     "bandwidth": figures.POSITIVE,
     "memory": figures.POSITIVE.or_none(),
     "overlaps": figures.SWITCH,
+    "paired": figures.SWITCH,
     "units": figures.COUNT.or_none(),
     "tiles": figures.TILES,
     "random": figures.POSITIVE.or_none(),

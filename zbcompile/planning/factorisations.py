@@ -1,12 +1,13 @@
 """Every way to divide ranks among replicas, pipelines and parts of matrices, with the layouts of each pipeline."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from zbcompile.compiler.compile_model import Drawn
 from zbcompile.compiler.line_costs import LineCosts
 from zbcompile.passes.compile_options import Barriers, Choices
 from zbcompile.passes.errors import PartitionError
+from zbcompile.passes.hardware.hardware import Connection
 from zbcompile.planning.layout_question import Layout, Question
 from zbcompile.planning.layouts import find_layouts
 from zbcompile.planning.planner import Priced
@@ -81,13 +82,18 @@ def factorisations(
     sizes = [size for size in range(least, most + 1) if places % size == 0]
     found: list[Row] = []
     impossible: list[str] = []
-    choices = on_mesh(choices, step.tensor)
+    hardware, choices = choices.hardware, on_mesh(choices, step.tensor)
     priced = Priced(step.drawn, choices, step.measured)
     for size in sizes:
         replicas, beside = places // size, f"tp={step.tensor}, " if step.tensor > 1 else ""
+        ring = hardware.collective(replicas, size * step.tensor) if hardware else None
         announce(f"dp={replicas}, {beside}pp={size}")
         try:
-            found += _rows(step, priced.costs(size), choices, replicas, size, batch, seconds / len(sizes), announce)
+            question = _question(step, priced.costs(size), choices, replicas, size, batch)
+            for layout in find_layouts(question, seconds / len(sizes), announce):
+                exchange = _exchange(layout, question.lines[layout.choices.vocab], replicas, ring)
+                rows = question.microbatches * step.rows * replicas
+                found.append(Row(replicas, size, layout, rows, step.tokens, step.tensor, exchange))
         except (PartitionError, ScheduleError) as error:
             first, *more = str(error).split("; ")[0].splitlines()  # of several reasons one, with what is missing
             impossible.append(f"{beside}pp={size}: {first}{''.join(f': {each.strip()}' for each in more[:1])}")
@@ -100,41 +106,35 @@ def on_mesh(choices: Choices, tensor: int) -> Choices:
     hardware = choices.hardware
     if hardware is None or tensor == 1:
         return choices
-    among = hardware.connection(0, tensor - 1)
-    exchange = hardware.exchange or among if among == hardware.within else among
-    return replace(choices, hardware=replace(hardware, within=hardware.connection(0, tensor), exchange=exchange))
+    within, exchange = hardware.connection(0, tensor), hardware.collective(tensor) or hardware.exchange
+    return replace(choices, hardware=replace(hardware, within=within, exchange=exchange))
 
 
-def _rows(
+def _question(
     step: Captured,
     costs: Mapping[Barriers, LineCosts],
     choices: Choices,
     replicas: int,
     ranks: int,
     batch: int | None,
-    seconds: float,
-    announce: Callable[[str], None],
-) -> Iterator[Row]:
+) -> Question:
+    """What is asked of a pipeline of `ranks`, each replica with its share of the batch."""
     own = 4 * ranks * step.rows if batch is None else batch // replicas
     if batch is not None and (batch % replicas or own % step.rows):
         raise PartitionError(f"a batch of {batch} rows is not {replicas} x a multiple of {step.rows} rows")
     counts = tuple(n for n in range(max(1, ranks), 8 * ranks + 1) if own % n == 0) if batch is not None else ()
-    question = Question(costs, ranks, own // step.rows, choices, counts, brief=True)
-    for layout in find_layouts(question, seconds, announce):
-        exchange = _exchange(layout, costs[layout.choices.vocab], replicas, step.tensor)
-        yield Row(replicas, ranks, layout, own * replicas, step.tokens, step.tensor, exchange)
+    return Question(costs, ranks, own // step.rows, choices, counts, brief=True)
 
 
-def _exchange(layout: Layout, costs: LineCosts, replicas: int, tensor: int) -> float:
+def _exchange(layout: Layout, costs: LineCosts, replicas: int, ring: Connection | None) -> float:
     """By how many seconds sums of gradients end after the last pass: each rank's begins behind its own last one. A ring
-    passes each byte on twice, over the slowest link between replicas, which stand next to each other in no node."""
-    hardware, timeline = layout.choices.hardware, layout.found.simulation
+    passes each byte on twice."""
+    timeline = layout.found.simulation
     placement = timeline.schedule.placement
-    link = hardware.connection(0, (replicas - 1) * placement.ranks * tensor) if hardware else None
-    if replicas == 1 or link is None:
+    if replicas == 1 or ring is None:
         return 0.0
     steps, share = 2 * (replicas - 1), 1 / replicas
-    sums = [steps * (link.latency + share * size / link.bandwidth) for size in costs.gradients(layout.edges, placement)]
+    sums = [steps * (ring.latency + share * size / ring.bandwidth) for size in costs.gradients(layout.edges, placement)]
     ends = [max(rank, default=0.0) for rank in timeline.run.end]
     return max(0.0, max(map(sum, zip(ends, sums, strict=True))) - max(ends))
 

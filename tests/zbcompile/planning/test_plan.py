@@ -12,6 +12,7 @@ from zbcompile import Example, Hardware
 from zbcompile.compiler.compile_example import one_microbatch
 from zbcompile.compiler.compile_model import draw_step
 from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.hardware.hardware import Connection
 from zbcompile.plan import format_plan, main
 from zbcompile.planning.factorisations import Captured, Row, factorisations, on_mesh, ranked
 
@@ -128,6 +129,23 @@ def test_links_of_ranks_that_share_every_matrix() -> None:
         assert (found.exchange, found.within) == (exchange, message)
 
 
+def test_collectives_have_latency_and_links_of_their_own() -> None:
+    """Not those of messages, whose latency was fitted with the synchronisation around them, and which take one link."""
+    fitted, paired = Hardware.find("a100-80g"), Hardware.find("mi300x")
+    assert fitted.between is not None
+    assert paired.within is not None
+    for tensor, expected in ((8, fitted.exchange), (16, Connection(2e-5, fitted.between.bandwidth))):
+        found = on_mesh(Choices(hardware=fitted), tensor).hardware
+        assert found is not None
+        assert found.exchange == expected
+    assert fitted.collective(64, apart=8) == Connection(2e-5, fitted.between.bandwidth)
+    assert [paired.collective(n) for n in (2, 4, 8)] == [
+        Connection(paired.within.latency, links * paired.within.bandwidth) for links in (1, 3, 7)
+    ]
+    assert paired.collective(2, apart=8) == paired.between
+    assert paired.exchange_seconds(1e9, "all_reduce") == pytest.approx(2e-5 + 2e9 / 3.36e11)
+
+
 def row(seconds: float, peak: float, ranks: int = 1) -> Row:
     choices = SimpleNamespace(recompute="none", vocab="off")
     shown = {"placement": "linear", "microbatches": 4, "choices": choices, "bubble": 0.0}
@@ -154,14 +172,16 @@ def test_what_is_slow_for_nothing_is_no_best_row() -> None:
     ]
 
 
-def test_replicas_sum_their_gradients() -> None:
-    problem, hardware = PROBLEMS["gpt"], Hardware.find("h100-sxm")
+@pytest.mark.parametrize("name", ["h100-sxm", "a100-80g"])
+def test_replicas_sum_their_gradients(name: str) -> None:
+    problem, hardware = PROBLEMS["gpt"], Hardware.find(name)
     (batch,), model, choices = problem.batches(1, 2), problem.model(), Choices(hardware=hardware)
     example = Example(model, batch.args, loss=problem.loss, target=batch.target)
     drawn = draw_step(model, one_microbatch(example), problem.loss, choices)
     rows, _ = factorisations(Captured(drawn, 2), choices, 2, 16, 0.1, lambda text: None, ("dp",))
-    assert hardware.within is not None
+    link = hardware.exchange or hardware.within
+    assert link is not None
     size = sum(parameter.nbytes for parameter in model.parameters())
-    expected = 2 * (hardware.within.latency + size / 2 / hardware.within.bandwidth)
+    expected = 2 * (link.latency + size / 2 / link.bandwidth)
     assert [row.exchange for row in rows] == pytest.approx([expected] * len(rows))
     assert all(row.seconds == row.layout.seconds + row.exchange for row in rows)
