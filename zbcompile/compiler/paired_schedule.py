@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+from zbcompile.compiler.vocabulary_sharding import insert
 from zbcompile.passes.compile_options import Choices, read_channels
 from zbcompile.passes.hardware.hardware import hardware_for
 from zbcompile.passes.stage.stage_program import Collective, StageProgram, collectives_of
@@ -45,7 +46,9 @@ def seen(program: Program, stage: StageProgram) -> tuple[Collective, ...]:
 
 
 def in_order(program: Program, schedule: Schedule) -> Program:
-    """The program with its passes in another order."""
+    """The program with its passes in another order, with S and T where the output layer is sharded."""
+    if program.vocabulary is not None and not schedule.shards:
+        schedule = insert(schedule, program.vocabulary, program.stages)
     return replace(program, lowered=lower_for(program.stages, schedule, program.choices, program.device_type))
 
 

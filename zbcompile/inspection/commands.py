@@ -155,7 +155,7 @@ def _tried(inspected: Inspected, request: Request, basis: Basis) -> Tried:
         return complete_peak(program or inspected.program, tensors, sharding)
 
     with quiet(request):
-        return Tried(*unsharded, *run_trials(inspected, basis.costs, say, peak_of))
+        return Tried(*unsharded, *run_trials(inspected, basis.costs, say, peak_of, request.fused))
 
 
 def _causes(inspected: Inspected, request: Request) -> str:

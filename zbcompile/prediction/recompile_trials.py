@@ -1,6 +1,6 @@
 """Changes that need other graphs - recomputation, a sharded output layer, other cuts - each compiled and predicted."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from zbcompile.compiler.compile_example import Inspected, compile_again
@@ -35,15 +35,15 @@ class Impossible:
 
 
 def run_trials(
-    inspected: Inspected, costs: Costs, announce: Announce, peak_of: PeakOf
+    inspected: Inspected, costs: Costs, announce: Announce, peak_of: PeakOf, fused: bool = False
 ) -> tuple[tuple[Alternative, ...], tuple[Impossible, ...]]:
     """Compile and predict every change; `costs` are those of the program at hand, in seconds.
 
-    Other graphs take as much longer than predicted from their operations as those at hand do under `costs`. `announce`
-    is told of each change before it is compiled, `peak_of` gives the memory.
+    Other graphs take as much longer than predicted from their operations (`fused`: see `seconds_of`) as those at hand
+    do under `costs`. `announce` is told of each change before it is compiled, `peak_of` gives the memory.
     """
     now = inspected.program
-    factors = factors_of(costs, predicted_costs(now))
+    costs_of = _costs_like(costs, predicted_costs(now, fused), fused)
     found: list[Alternative] = []
     impossible: list[Impossible] = []
     before = simulate(now.schedule, costs)
@@ -55,16 +55,21 @@ def run_trials(
             reason = str(error).splitlines()[0].removeprefix("vocab=1: ").removesuffix(' Use vocab="off".')
             impossible.append(Impossible(trial.option, reason))
             continue
-        found += _judged(trial, program, factors, before, peak_of)
+        found += _judged(trial, program, costs_of(program), before, peak_of)
     return tuple(found), tuple(impossible)
 
 
-def _judged(
-    trial: Trial, program: Program, factors: Mapping[str, float], before: Timeline, peak_of: PeakOf
-) -> list[Alternative]:
+def _costs_like(costs: Costs, predicted: Costs, fused: bool) -> Callable[[Program], Costs]:
+    """The costs of other programs, if those of the one at hand are `costs`, and `predicted` by its operations: with
+    their own links, unless its messages take other times than predicted."""
+    factors = factors_of(costs, predicted)
+    links = {name: getattr(costs, name) for name in ("comm", "bandwidth", "links")}
+    links = {} if all(getattr(predicted, name) == value for name, value in links.items()) else links
+    return lambda program: replace(predicted_costs(program, fused, factors), **links)
+
+
+def _judged(trial: Trial, program: Program, costs: Costs, before: Timeline, peak_of: PeakOf) -> list[Alternative]:
     """Those of the trial's schedules, which have the same stages, that nothing beats in both time and memory."""
-    costs = predicted_costs(program, factors=factors)
-    costs = replace(costs, comm=before.costs.comm, bandwidth=before.costs.bandwidth, links=before.costs.links)
     whole, now = peak_of(program), peak_of(None)(before)
 
     def judged(schedule: Schedule) -> Alternative:

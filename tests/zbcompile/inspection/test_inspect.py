@@ -330,6 +330,65 @@ def test_every_field_of_the_json_is_documented(tiny: Path, inspect: Callable[...
     assert _fields(json.loads(inspect(*given, "--compare", "1f1b"))) <= documented()
 
 
+SPEAKING = """
+import torch
+from torch import nn
+import zbcompile
+
+class Speaking(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(512, 16)
+        self.layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)))
+        self.head = nn.Linear(16, 512, bias=False)
+
+    def forward(self, tokens):
+        return self.head(torch.tanh(self.layers(self.embedding(tokens))))
+
+def loss(output, target):
+    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+def target():
+    tokens = torch.zeros(2, 32, dtype=torch.int64)
+    return zbcompile.Example(Speaking(), (tokens,), loss=loss, target=tokens)
+"""
+
+
+@pytest.mark.parametrize(
+    ("base", "limit"),
+    [
+        (("--schedule", "zb-h1"), "--vocab"),
+        pytest.param(("--schedule", "zb-v", "--fused"), "--", marks=pytest.mark.slow),
+        pytest.param(("--schedule", "zb-h1", "--vocab", "1", "--hardware", "h100-sxm"), "--", marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_advice_is_what_inspect_predicts_with_that_option(
+    base: tuple[str, ...], limit: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every option that is advised is asked for, in place of the one that was given; those that begin with `limit`."""
+    file = tmp_path / "speaking.py"
+    file.write_text(SPEAKING)
+
+    def predicted(*options: str) -> tuple[dict[str, Any], float, int]:
+        assert main([f"{file}:target", "--ranks", "2", "--json", *options]) == 0
+        data = json.loads(capsys.readouterr().out)
+        most = max(rank["memory"]["peak"] for rank in data["per_rank"])
+        return data, data["prediction"]["step"] / data["microbatches"], most
+
+    now, step, memory = predicted(*base)
+    pairs = dict(zip(base[::2], base[1::2], strict=False)) if "--fused" not in base else {base[0]: base[1]}
+    flags = ["--quick"] + ["--fused"] * ("--fused" in base)
+    advised = [each for each in now["alternatives"] if each["option"].startswith(limit)]
+    assert advised
+    for each in advised:
+        name, value = each["option"].split()
+        options = {"--microbatches": str(now["microbatches"]), **pairs, name: value}
+        _, after, most = predicted(*flags, *(word for pair in options.items() for word in pair))
+        assert each["time_ratio"] == pytest.approx(after / step), each["option"]
+        assert each["peak_ratio"] == pytest.approx(most / memory), each["option"]
+
+
 def test_uniform_costs_are_the_textbooks(tiny: Path, inspect: Callable[..., str]) -> None:
     given = (f"{tiny}:two", "--schedule", "1f1b", "--ranks", 2, "--microbatches", 4, "--json", "--quick")
     data = json.loads(inspect(*given, "--costs", "uniform"))
