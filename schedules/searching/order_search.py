@@ -5,9 +5,11 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from operator import sub
 from typing import NamedTuple
 
 from zbcompile.schedules.errors import ScheduleError
+from zbcompile.schedules.execution.memory import peak_memory
 from zbcompile.schedules.execution.noise import Noise, as_noise
 from zbcompile.schedules.ir.costs import Costs
 from zbcompile.schedules.ir.placement import Placement, is_amount
@@ -186,9 +188,10 @@ def search(
     one for each rank, in the unit of `costs.activation`. With `barrier` the makespan counts, else the cost; with
     `noise` their quantile over drawn times. `barriers` is that of `with_vocabulary`, for costs with S and T.
 
-    It stops when the bound is met, after `moves` tried changes (0: the best of names and a rule) or after `seconds`;
-    the same seed and number of moves find the same order if the seconds suffice. Ctrl-C returns the best so far. Raises
-    `ScheduleError` if nothing fits, and for costs or placements that do not fit the ranks.
+    Of equally short orders it finds the one whose fullest rank holds least. It stops when the bound is met, after
+    `moves` tried changes (0: the best of names and a rule) or after `seconds`; the same seed and number of moves find
+    the same order if the seconds suffice. Ctrl-C returns the best so far. Raises `ScheduleError` if nothing fits, and
+    for costs or placements that do not fit the ranks.
 
     >>> from zbcompile.schedules import Costs, search
     >>> found = search(Costs.uniform(2), ranks=2, microbatches=4, placements=["linear"], moves=1000)
@@ -343,8 +346,13 @@ class _Hunt:
 
         return shown
 
+    def _shortest(self) -> list[Candidate]:
+        """The candidates that are as short as the shortest one."""
+        least = min(candidate.value for candidate in self.pool)
+        return [candidate for candidate in self.pool if candidate.value <= least * EXACT]
+
     def found(self) -> Found:
-        best = min(self.pool, key=lambda candidate: candidate.value)
+        best = min(self._shortest(), key=_fullest)
         problem = best.problem
         schedule = best.schedule or problem.schedule(best.words)
         simulation = simulate(replace(schedule, name="auto"), problem.costs, self.noise)
@@ -357,3 +365,10 @@ class _Hunt:
         made = best.origin, self.moves, self.budget.spent
         named = tuple(sorted(self.named.get(problem, ()), key=lambda each: each[0]))
         return Found(simulation.schedule, simulation, bound, objective, *made, self.names, placements, named)
+
+
+def _fullest(candidate: Candidate) -> float:
+    """What the fullest rank holds; with limits, how far beyond its limit (so mostly negative)."""
+    problem = candidate.problem
+    peaks = peak_memory(candidate.schedule or problem.schedule(candidate.words), problem.costs)
+    return max(map(sub, peaks, problem.limits or (0,) * len(peaks)))

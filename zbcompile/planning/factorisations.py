@@ -8,7 +8,7 @@ from zbcompile.compiler.line_costs import LineCosts
 from zbcompile.passes.compile_options import Barriers, Choices
 from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.hardware.hardware import Connection
-from zbcompile.planning.layout_question import Layout, Question
+from zbcompile.planning.layout_question import Layout, Question, rounded
 from zbcompile.planning.layouts import find_layouts
 from zbcompile.planning.planner import Priced
 from zbcompile.schedules import ScheduleError
@@ -142,7 +142,7 @@ def _exchange(layout: Layout, costs: LineCosts, replicas: int, ring: Connection 
 def ranked(rows: Iterable[Row]) -> list[Row]:
     """The fastest first. The best in their way take less memory than all that are faster, and are not slower than
     any machine would be used for."""
-    found, least = sorted(rows, key=lambda row: (-row.rate, row.peak)), float("inf")
+    found, least = sorted(rows, key=lambda row: (-rounded(row.rate), row.peak)), float("inf")
     for at, row in enumerate(found):
         found[at] = replace(row, best=row.peak < least and row.rate >= found[0].rate / SLOW)
         least = min(least, row.peak)

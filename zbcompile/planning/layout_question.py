@@ -18,6 +18,15 @@ from zbcompile.schedules import Found, Placement, Schedule
 PLACEMENTS = ("linear", "looped:2", "v", "looped:4")
 
 
+def rounded(seconds: float) -> float:
+    """To nine digits: sums that differ in their last ones are equal, so that memory decides.
+
+    >>> rounded(0.1 + 0.2) == rounded(0.3)
+    True
+    """
+    return float(f"{seconds:.9g}")
+
+
 @dataclass(frozen=True)
 class Layout:
     """One way to lay a step out: the cuts, the order that was found for them (of a question that is `brief`, for the
@@ -50,7 +59,7 @@ class Layout:
     @property
     def rank(self) -> tuple[float, float]:
         """The less, the better: seconds (what a sharded output layer gains must be worth it), then bytes."""
-        return self.seconds / (1 if self.choices.vocab == "off" else WORTH), max(self.peak)
+        return rounded(self.seconds / (1 if self.choices.vocab == "off" else WORTH)), max(self.peak)
 
 
 @dataclass(frozen=True)

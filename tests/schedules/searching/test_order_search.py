@@ -23,6 +23,7 @@ from zbcompile.schedules import (
     simulate,
 )
 from zbcompile.schedules.__main__ import main
+from zbcompile.schedules.execution.memory import peak_memory
 from zbcompile.schedules.searching import order_search
 from zbcompile.schedules.searching.annealing import HUGE, Annealer, draws_of
 from zbcompile.schedules.searching.certificate import certify
@@ -161,6 +162,19 @@ def test_two_copies_only_on_request() -> None:
     assert "dual" not in {placement for _, placement in search(costs, 4, 8, moves=100).names}
     found = search(costs, 4, 8, placements=["dual"], moves=200)
     check(lower(found.schedule), costs)
+
+
+def test_of_equally_short_orders_the_one_that_holds_least_is_found() -> None:
+    """The last stage takes so long that every name hides its bubble behind it, those too that hold twice as much."""
+    ranks = 8
+    times = (*[1.0] * (ranks - 1), 1.8)
+    passes = (tuple(share * time for time in times) for share in (1, 1.05, 0.7))
+    costs = Costs(*passes, activation=(1.0,) * ranks, residue=(0.5,) * ranks, comm=0.02)
+    found = search(costs, ranks, 4 * ranks, placements=["linear"], moves=0)
+    assert found.proven
+    held = {o.name: max(peak_memory(o, costs)) for value, o in found.named if value <= found.bound * (1 + 1e-9)}
+    assert {"zb-h1", "zb-2p"} <= held.keys()
+    assert max(found.simulation.peak_memory) == min(held.values()) < held["zb-2p"]
 
 
 def test_every_rule_keeps_within_memory_and_comes_to_an_end() -> None:
