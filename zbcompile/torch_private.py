@@ -33,6 +33,11 @@ def warn_of_untried(version: str) -> None:
         warnings.warn(text, stacklevel=4)
 
 
+def without_overrides() -> contextlib.AbstractContextManager[None]:
+    """Inside, functions of torch ignore `__torch_function__` of tensors (2.11-2.13: no public context for it)."""
+    return torch._C.DisableTorchFunctionSubclass()  # type: ignore[no-any-return]
+
+
 def profiler_is_on() -> bool:
     """Whether a profiler records in this thread; `record_function` costs microseconds even without one (2.11-2.13)."""
     return torch.autograd._profiler_enabled()

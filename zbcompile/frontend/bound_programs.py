@@ -15,8 +15,10 @@ from zbcompile.distributed.mesh import DIMENSIONS, broadcast
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.distributed.transport import ReceiveBuffers
 from zbcompile.env import DEBUG_NAN
+from zbcompile.errors import PipelineError
 from zbcompile.frontend.options import Options
 from zbcompile.frontend.state_dict import own_state
+from zbcompile.model.held_elsewhere import is_held_elsewhere, release, withhold
 from zbcompile.model.materialize import Share
 from zbcompile.model.placements import SHARD, along
 from zbcompile.model.resident_tensors import kind_of, require_same_tensors, resident_tensors
@@ -55,12 +57,22 @@ class BoundPrograms:
         self._bound: dict[Slot, tuple[torch.Tensor, str]] = {}
         self._unchanged: tuple[Any, ...] = ()
         self._compared = False
+        self._saved: dict[str, torch.Tensor] = {}  # what a state dict holds; what of it lives here, and has old values
+        self._own: dict[str, torch.Tensor] = {}
+        self._others: dict[str, torch.Tensor] = {}
+        self._withheld_for: Program | None = None
 
     def hold(self, program: Program) -> None:
         """Let the parameters live where `program`, the first one, has them."""
         self.program, self.trained = program, set(program.trained)
         together(self._ranks, "filling the model", lambda: self._make_real(program))
         self.parameters = {**dict(self._model.named_parameters()), **(self.shards.own if self.shards else {})}
+        saved = {member.name for member in program.model.members if member.saved}
+        tensors = (*self._model.named_parameters(), *self._model.named_buffers())
+        self._saved = {name: tensor for name, tensor in tensors if name in saved}
+        rows = self.shards.own if self.shards else {}
+        elsewhere = {name for name in rows if program.tied.get(name) != self._ranks.rank}
+        self._own = {n: tensor for n, tensor in self._saved.items() if self.is_own(n) and n not in elsewhere}
 
     def require_same_model(self) -> None:
         """Raise PipelineError or CaptureError for other tensors than were bound, or hooks that a stage would lose."""
@@ -75,7 +87,33 @@ class BoundPrograms:
         assert self.program is not None
         return bool(set(self.program.holders(name)) & set(self._ranks.local))
 
-    def require_equal_shares(self) -> None:
+    def withhold(self, program: Program | None = None) -> None:
+        """Let the model refuse to show what other ranks have newer values of (`zbcompile.model.held_elsewhere`): what a
+        step of `program` trains or writes; without one all of it, since it was loaded."""
+        if self._ranks.group is None or self._ranks.count == 1:
+            return
+        if program is None or program is not self._withheld_for:
+            self._withheld_for = program
+            changed = [n for each in program.stages if each.pieces for n in each.changed] if program else []
+            newer = self._saved if program is None else {*program.trained, *changed}
+            self._others |= {name: self._saved[name] for name in newer if name in self._saved and name not in self._own}
+        assert self.program is not None
+        for name, tensor in self._others.items():
+            withhold(tensor, name, self.program.holders(name))
+
+    def require_values(self) -> None:
+        """Raise PipelineError unless this process's share has its values, and the same as other ranks that share it."""
+        self.share.require_filled()
+        for name, tensor in self._own.items():
+            if is_held_elsewhere(tensor):
+                raise PipelineError(
+                    f"{name} is on rank {self._ranks.rank} in this pipeline, and another pipeline of the same module "
+                    "has trained or loaded it on another rank, so the values here are old. Give both the same cut "
+                    "(balance=), or each a module of its own."
+                )
+        self._require_equal_shares()
+
+    def _require_equal_shares(self) -> None:
         """Raise PipelineError, on every rank, if ranks start with different values of what they share: parameters and
         buffers of several stages or model copies, and along the dimensions of the mesh all that is not sharded there.
         Compares once."""
@@ -111,6 +149,10 @@ class BoundPrograms:
 
     def _make_real(self, program: Program) -> None:
         """Give this process's share of the model memory and values: of a sharded output layer only its rows."""
+        for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()):
+            if self.is_own(name) and is_held_elsewhere(tensor):  # another pipeline trained it on another rank
+                self.share.unfilled.add(name)
+                release(tensor)
         rank = self._ranks.rank
         sharded = () if program.vocabulary is None else program.vocabulary.parameters
         in_rows = set(sharded) - set(program.tied) if rank is not None else set()

@@ -20,6 +20,7 @@ from zbcompile.frontend.options import Options
 from zbcompile.frontend.program_keys import torch_modes
 from zbcompile.frontend.state_dict import gather_rows
 from zbcompile.model.batch import Batch, hint_at_device, hinting
+from zbcompile.model.held_elsewhere import readable
 from zbcompile.model.placements import SHARD, along, placement_of, require_matches
 from zbcompile.model.resident_tensors import require_same_attributes, resident_tensors
 from zbcompile.passes.capture.guards import Guards
@@ -115,7 +116,7 @@ class Forwards:
         return own
 
     def _planned(self, batch: Batch, count: int, wanted: Computation, given: Given | None) -> "Planned":
-        with hinting(partial(hint_at_device, batch.whole, self._ranks.device)):
+        with readable(self._model), hinting(partial(hint_at_device, batch.whole, self._ranks.device)):
             return plan_forwards(self._model, batch, count, wanted, self._frame, given)
 
     def _key(self, batch: Batch, wanted: Computation, count: int) -> tuple[Any, ...]:
@@ -146,8 +147,7 @@ class Forwards:
         self, own: Parts, inputs: list[dict[str, torch.Tensor]], groups: Sequence[Sequence[int]], asked: Asked
     ) -> list[Any]:
         """The results of each group of microbatches, whose rows are one batch."""
-        self.executables.share.require_filled()
-        self.executables.require_equal_shares()
+        self.executables.require_values()
         executable = self._bound(self._flowing(own), asked.wanted.training)
         given = StepInput(inputs, asked.step, self._options.seed, "sum", asked.record)
         with torch.autocast(self._ranks.device.type, enabled=False):  # its casts are in the graphs

@@ -46,6 +46,7 @@ from zbcompile.model.batch import (
     hinting,
     require_divisible,
 )
+from zbcompile.model.held_elsewhere import readable
 from zbcompile.model.placements import require_matches
 from zbcompile.model.resident_tensors import require_same_attributes
 from zbcompile.passes.capture.questions import Given
@@ -179,7 +180,8 @@ class Executables(BoundPrograms):
         with self._ranks.watch.position.turn_to("searching the layout"):
             draw, measure = partial(self._drawn, leads=True), self._measured
             search = LayoutSearch(self._model, self._options, self._ranks, draw, measure, self._make_searched)
-            self._found = search.run(microbatch, self.schedule, counts)
+            with readable(self._model):
+                self._found = search.run(microbatch, self.schedule, counts)
         assert self._found.program is not None
         self.schedule, self._decided = self._found.program.schedule, self._found.decision.choices
 
@@ -308,7 +310,8 @@ class Executables(BoundPrograms):
             schedule = None if self._is_undecided and self._decided is None else self.schedule
             step = self._model, microbatch, self._options.loss, self._choices(), schedule
             device = partial(hint_at_device, microbatch, self._ranks.device)
-            with hinting(device, partial(hint_at_target, self._model, microbatch, self._options.loss)):
+            target = partial(hint_at_target, self._model, microbatch, self._options.loss)
+            with readable(self._model), hinting(device, target):
                 return draw_step(*step, dimensions=self._ranks.mesh.labels, given=given, keep=kept_for(self.outputs))
 
         return captured_alike(self._ranks, "capturing", draw, lambda drawn: drawn.captured.guards, leads)

@@ -20,6 +20,8 @@ from zbcompile.frontend.state_dict import load_state, owned_parameters, share_st
 from zbcompile.frontend.step_outputs import keyword, kind_of
 from zbcompile.model.batch import Given, Microbatches, flatten_batch, refuse_input_gradients, split_batches
 from zbcompile.model.distributed_tensors import Part, Parts, is_distributed
+from zbcompile.model.held_elsewhere import OwnParameters, readable
+from zbcompile.model.placements import SHARD, along
 from zbcompile.passes.capture.training_step import LossFunction, join_loss
 from zbcompile.passes.capture.unsupported import raise_first, wrapper_problems
 from zbcompile.profiling.step_record import StepRecord
@@ -70,7 +72,8 @@ class HeldModel:
             raise_first(wrapper_problems(model))
             join_loss(model, options.loss)
             schedule = choose_schedule(options, self._ranks.count)
-            self._parts = Parts(model, self._ranks.mesh.labels)
+            with readable(model):
+                self._parts = Parts(model, self._ranks.mesh.labels)
             options = options.with_placements(self._parts.placements)
             self._options = options
             self._compiled = Executables(model, options, self._ranks, schedule)
@@ -118,7 +121,8 @@ class HeldModel:
 
     @property
     def model(self) -> nn.Module:
-        """The module that the pipeline was made of; in it the tensors of other ranks keep the values they had."""
+        """The module that the pipeline was made of. From the first step on it refuses to show what other processes
+        train (docs/training.md)."""
         return self._model
 
     @property
@@ -208,14 +212,23 @@ class HeldModel:
         return self._compiled.adopt(program)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """This process's parameters, for an optimizer. Tied parameters appear once."""
-        return iter([parameter for _, parameter in self.named_parameters()])
+        """This process's parameters, for an optimizer. Tied parameters appear once.
+
+        `torch.nn.utils.clip_grad_norm_(pipe.parameters(), ...)` is refused where other processes have gradients too.
+        """
+        found = [parameter for _, parameter in self.named_parameters()]
+        return OwnParameters(found) if self._is_part else iter(found)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This process's parameters under the model's own names; DTensors if the model had them as such."""
         self._require_values()
         found = {**self._compiled.parameters, **self._parts.parameters}
         return iter([(name, found[name]) for name in self._own_names()])
+
+    def local_parameters(self) -> dict[str, torch.Tensor]:
+        """As `named_parameters`, in this process's memory: of a DTensor the plain part."""
+        self._require_values()
+        return {name: self._compiled.parameters[name] for name in self._own_names()}
 
     def state_dict(self, full: bool = False, frozen: bool = True) -> dict[str, Any]:
         """Eager's state dict: this process's share, or with `full=True` all of it, on every rank; `frozen=False` then
@@ -250,13 +263,17 @@ class HeldModel:
         load_state(self._model, self._ranks, self.program.holders, state)
         if self._compiled.shards is not None:
             self._compiled.shards.load(state)
-        self._compiled.share.filled(state)
+        self._loaded(state)
 
     def resume(self, step: int, filled: Iterable[str]) -> None:
         """Continue with step number `step`, now that the tensors `filled` of this process's share have their values;
         `zbcompile.load_checkpoint` writes them in place."""
         self.step_index = step
-        self._compiled.share.filled(filled)
+        self._loaded(filled)
+
+    def _loaded(self, names: Iterable[str]) -> None:
+        self._compiled.share.filled(names)
+        self._compiled.withhold()
 
     def attached(self, kind: type[Attached]) -> Attached:
         """The one `kind` of this pipeline, which is made at the first call and closed with the pipeline."""
@@ -293,6 +310,14 @@ class HeldModel:
         """Raise before compiling; wait for the values of the last update."""
         self.program  # noqa: B018
         self._optimizers.arrive()
+
+    @property
+    def _is_part(self) -> bool:
+        """Whether other processes train what this one does not, so that a norm of plain parameters here is a part."""
+        ranks, hand = self._ranks, self.program.homes.keys() - self._parts.parts.keys()
+        split = (self.program.placement(name) for name in hand)
+        by_hand = any(ranks.mesh.size(*along(each, SHARD)) > 1 for each in split)
+        return ranks.group is not None and (ranks.count > 1 or by_hand)
 
     def _own_names(self) -> list[str]:
         return [name for name, _ in owned_parameters(self._model, self._ranks, self.program.holders)]

@@ -105,8 +105,8 @@ class Pipeline(ForwardCalls):
 
     def _run(self, step: Microbatches, outputs: bool | str) -> tuple[Losses, Any]:
         executable = self._program_for(step)
-        self._compiled.share.require_filled()
-        self._compiled.require_equal_shares()
+        self._compiled.require_values()
+        self._compiled.withhold(executable.program)
         self._comparison.begin_step(step)
         tensors = self._step_input(step)
         with self._named(step, executable, outputs):
@@ -253,6 +253,7 @@ class Pipeline(ForwardCalls):
         from zbcompile.torch_pipelining.pipeline_stage import StageContext, generated_stages
 
         self._optimizers.require_whole_gradients("a stage for torch's schedules")
+        self._compiled.withhold(self.program)
         options, parameters = self.options, self._compiled.parameters
         beside = self._ranks.mesh.beside("pp", "dp")
         context = StageContext(

@@ -8,6 +8,7 @@ from torch import nn
 
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
+from zbcompile.model.held_elsewhere import state_in_process
 from zbcompile.passes.capture.export import first_names
 from zbcompile.program.program import Program
 from zbcompile.runtime.vocabulary_parameters import VocabularyShards
@@ -25,7 +26,7 @@ def owned_parameters(model: nn.Module, ranks: Ranks, owners: Owner) -> Iterator[
 def own_state(model: nn.Module, ranks: Ranks, owners: Owner) -> dict[str, Any]:
     """The part of eager's state dict whose tensors live on this process's ranks, tied parameters under every name."""
     names = first_names(model)
-    full = model.state_dict()
+    full = state_in_process(model)
     return {key: value for key, value in full.items() if set(owners(names.get(key, key))) & set(ranks.local)}
 
 
@@ -54,7 +55,7 @@ def stream_state(
     names = first_names(model)
     left_out = {name for name, each in model.named_parameters() if not (frozen or each.requires_grad)}
     group = None if shards is None else ranks.collective_group()
-    for key, value in model.state_dict().items():
+    for key, value in state_in_process(model).items():
         name = names.get(key, key)
         if name in left_out:
             continue
@@ -84,7 +85,7 @@ def load_state(model: nn.Module, ranks: Ranks, owners: Owner, state: Mapping[str
     Strict: raises PipelineError, before anything is copied, for keys that eager's state dict lacks or has in addition,
     and for tensors of another shape.
     """
-    target = model.state_dict()
+    target = state_in_process(model)
     _check_keys(target, state)
     names = first_names(model)
     with torch.no_grad():

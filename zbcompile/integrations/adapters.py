@@ -9,6 +9,7 @@ from torch import nn
 from zbcompile.distributed.agreement import together
 from zbcompile.errors import PipelineError
 from zbcompile.frontend.pipeline import Pipeline
+from zbcompile.model.held_elsewhere import readable
 
 DEFAULT = "default"  # the adapter whose files lie in the folder itself; others have one of their own
 
@@ -21,7 +22,8 @@ def has_adapters(model: nn.Module) -> bool:
 def save_adapters(folder: Path, pipe: Pipeline, writes: bool) -> None:
     """`save_pretrained` of a PEFT model, by the process that `writes`; every rank must call it."""
     model: Any = pipe.model
-    here = {name: value for name, value in model.state_dict().items() if not getattr(value, "is_meta", False)}
+    with readable(model):
+        here = {name: value for name, value in model.state_dict().items() if not getattr(value, "is_meta", False)}
     state = {**here, **pipe.state_dict(full=True, frozen=False)}
     together(
         pipe.ranks, f"writing {folder}", lambda: model.save_pretrained(folder, state_dict=state) if writes else None
@@ -33,7 +35,9 @@ def load_adapters(folder: str | Path, pipe: Pipeline) -> None:
     what = f"loading the adapters in {folder}"
     with pipe.ranks.watch.region(what):
         together(pipe.ranks, what, partial(_read, Path(folder), pipe.model))
-    pipe.load_state_dict(pipe.model.state_dict())
+    with readable(pipe.model):
+        state = pipe.model.state_dict()
+    pipe.load_state_dict(state)
 
 
 def _read(folder: Path, model: Any) -> None:

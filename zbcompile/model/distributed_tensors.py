@@ -51,16 +51,21 @@ class Part:
 
 
 class Parts:
-    """The DTensors of a model, by first names; in the model, plain tensors that share their memory replace them."""
+    """The DTensors of a model, by first names; in the model, plain tensors that share their memory replace them. Its
+    state dicts show DTensors as before, and take them."""
 
     def __init__(self, model: nn.Module, labels: Mapping[str, str]) -> None:
         made: dict[int, torch.Tensor] = {}
+        modules = [module for module in model.modules() if any(is_distributed(each) for _, each in _own(module))]
         full = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
         for table, name, tensor in tensor_tables(model):
             if is_distributed(tensor):
                 dimensions = _dimensions(labels, full[id(tensor)], tensor)
                 made.setdefault(id(tensor), _part(tensor, dimensions))
                 table[name] = made[id(tensor)]
+        for module in modules:
+            module.register_state_dict_post_hook(_show_wholes)
+            module.register_load_state_dict_pre_hook(_take_parts)
         self._model = model
         self._read()
         if self.parts:
@@ -142,6 +147,25 @@ def _is_copy(one: torch.Tensor, other: torch.Tensor) -> bool:
     whole = [each.shape == part.whole.shape and not hasattr(each, PART) for each in (one, other)]
     a, b = (part.cut("", each) if cut else each for each, cut in zip((one, other), whole, strict=True))
     return a.shape == b.shape and torch.equal(a, b) and not bool((a == a.flatten()[:1]).all())
+
+
+def _own(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters(recurse=False, remove_duplicate=False)
+    yield from module.named_buffers(recurse=False, remove_duplicate=False)
+
+
+def _show_wholes(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Let a state dict of the model have the DTensors."""
+    for name, tensor in _own(module):
+        if hasattr(tensor, PART) and prefix + name in state:
+            state[prefix + name] = getattr(tensor, PART).wrap(state[prefix + name])
+
+
+def _take_parts(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Let the model load such a state dict, or one of whole tensors."""
+    for name, tensor in _own(module):
+        if hasattr(tensor, PART) and prefix + name in state:
+            state[prefix + name] = getattr(tensor, PART).cut(prefix + name, state[prefix + name])
 
 
 def is_distributed(tensor: torch.Tensor) -> bool:

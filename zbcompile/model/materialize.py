@@ -54,8 +54,9 @@ class Share:
         """Raise PipelineError while a parameter or buffer of this process has no values."""
         if self.unfilled:
             raise PipelineError(
-                f"{shortened(sorted(self.unfilled))}: built on the meta device and not filled. Call "
-                "pipe.load_state_dict(state) after compiling, or pass init=fn(name, tensor) to pipeline."
+                f"{shortened(sorted(self.unfilled))}: built on the meta device, or trained elsewhere by another "
+                "pipeline, and not filled. Call pipe.load_state_dict(state) after compiling, or pass init=fn(name, "
+                "tensor) to pipeline."
             )
 
     def _fill(self, name: str, tensor: torch.Tensor) -> None:

@@ -89,7 +89,7 @@ def stored_tensors(model: Any, files: Mapping[str, Any], loading: bool = False) 
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     rules = get_model_conversion_mapping(model)
-    names, found = model.state_dict(), dict[str, Stored]()
+    names, found = model.state_dict(keep_vars=True), dict[str, Stored]()
     groups: dict[str, list[tuple[str, Kept]]] = {}
     for key in sorted(files, key=_natural):
         name, pattern = _renamed(key, rules, model.base_model_prefix, names)

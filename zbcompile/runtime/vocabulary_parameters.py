@@ -27,7 +27,7 @@ from zbcompile.runtime.vocabulary_collectives import (
     VocabularyTransport,
 )
 from zbcompile.runtime.vocabulary_shard_run import CompiledShard, ShardRun, prepare_shard
-from zbcompile.torch_private import with_offset
+from zbcompile.torch_private import with_offset, without_overrides
 
 
 @dataclass
@@ -78,7 +78,8 @@ class VocabularyShards:
 
     def gathered(self, name: str, group: dist.ProcessGroup) -> torch.Tensor:
         """A whole parameter with the rows of all ranks: the model's own if that has memory."""
-        whole = self.whole[name].detach()
+        with without_overrides():  # the model refuses to show it
+            whole = self.whole[name].detach()
         if whole.is_meta:
             whole = torch.empty_like(whole, device=self.device)
             low, high = self.bounds[self.rank or 0]
