@@ -8,6 +8,7 @@ from zbcompile.version import __version__ as __version__
 if TYPE_CHECKING:
     from zbcompile import passes as passes, schedules as schedules
     from zbcompile.errors import FaultError as FaultError, PipelineError as PipelineError
+    from zbcompile.frontend.averages import Averages as Averages, ema as ema
     from zbcompile.frontend.grad_scaler import GradScaler as GradScaler
     from zbcompile.frontend.monitor_steps import Figures as Figures, monitor as monitor
     from zbcompile.frontend.options import Memory as Memory, Vocab as Vocab
@@ -43,6 +44,7 @@ _HOME = {
     "frontend.pipeline_function": ("pipeline",),
     "persistence.loaded_pipeline": ("load",),
     "frontend.pipeline": ("Pipeline",),
+    "frontend.averages": ("Averages", "ema"),
     "frontend.options": ("Memory", "Vocab"),
     "frontend.grad_scaler": ("GradScaler",),
     "frontend.monitor_steps": ("Figures", "monitor"),

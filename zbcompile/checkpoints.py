@@ -38,7 +38,7 @@ def convert_checkpoint(old: Path, new: Path, trust: bool) -> Path:
 def _write(saved: SavedState, new: Path, lock: FolderLock) -> Path:
     tensors: Tensors = {}
     values = {}
-    for section in ("model", "optimizer"):
+    for section in ("model", "optimizer", "ema"):
         room = {key: torch.empty(each[1], dtype=each[0]) if each else None for key, each in saved.keys(section).items()}
         for key, value in saved.read(room, section).items():
             name = f"{section}.{key}"
@@ -51,6 +51,7 @@ def _write(saved: SavedState, new: Path, lock: FolderLock) -> Path:
     tensors |= {f"process.{name}": tensor for name, tensor in kept.items()}
     fields = {"zbcompile": __version__, "torch": torch.__version__, "step": saved.step, "ranks": 1}
     fields |= {"optimizer": saved.optimizer, "tied": {}, "values": values, "process": process}
+    fields |= {"ema": saved.averaged}
     chunks = [Chunk(name, tuple(t.shape), (0,) * t.dim(), t.detach().contiguous()) for name, t in tensors.items()]
     save = Save(begin(new, saved.step), 0, 1, chunks, fields, None, lock)
     return save.run()

@@ -146,8 +146,10 @@ def _data(job: Job, pipe: Pipeline, source: Any, at: Checkpoint) -> Data:
     the generators continue from their restored state."""
     seed, mesh = pipe.options.seed, pipe.ranks.mesh
     seed_everything(seed)
-    state = at.extra["data"] if at.extra else None
-    data = Data(source, job.data, Start(at.step, seed, mesh.index(*BATCHES), mesh.size(*BATCHES), state))
+    replica, replicas = mesh.index(*BATCHES), mesh.size(*BATCHES)
+    states = at.extra.get("replicas") or [at.extra["data"]] * replicas if at.extra else [None] * replicas
+    state = states[replica] if len(states) == replicas else states[0]
+    data = Data(source, job.data, Start(at.step, seed, replica, replicas, state))
     if at.random is not None and not data.skips:
         restore_random_state(at.random, pipe.device)
     return data
@@ -167,7 +169,8 @@ def _steps(job: Job, pipe: Pipeline, optimizer: Optimizer, data: Data, progress:
         optimizer.zero_grad()
         progress.step(step + 1, loss, amount((batch[0], {**batch[1], "target": None})))
         if job.checkpoint is not None and ((step + 1) % job.every == 0 or step + 1 == job.steps):
-            extra, wait = {"data": data.state()}, not job.save_async
+            states, wait = pipe.from_replicas(data.state()), not job.save_async
+            extra = {"data": states[0], "replicas": states} if len(states) > 1 else {"data": states[0]}
             written = save_checkpoint(job.checkpoint, pipe, optimizer, extra=extra, keep=job.keep, wait=wait)
             progress.say(f"step {step + 1} of {job.steps}: {'saved' if wait else 'saving'} {written}")
 

@@ -225,11 +225,6 @@ class HeldModel:
         found = {**self._compiled.parameters, **self._parts.parameters}
         return iter([(name, found[name]) for name in self._own_names()])
 
-    def local_parameters(self) -> dict[str, torch.Tensor]:
-        """As `named_parameters`, in this process's memory: of a DTensor the plain part."""
-        self._require_values()
-        return {name: self._compiled.parameters[name] for name in self._own_names()}
-
     def state_dict(self, full: bool = False, frozen: bool = True) -> dict[str, Any]:
         """Eager's state dict: this process's share, or with `full=True` all of it, on every rank; `frozen=False` then
         leaves out what is not trained, such as the base of adapters.

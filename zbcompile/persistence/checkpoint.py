@@ -14,9 +14,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zbcompile.distributed.agreement import from_first, gathered, together
+from zbcompile.distributed.agreement import from_first, gathered, require_equal_programs, together
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
+from zbcompile.frontend.averages import Averages
 from zbcompile.frontend.options import Options
 from zbcompile.frontend.pipeline import Pipeline
 from zbcompile.model.seeds import random_state, restore_random_state
@@ -26,7 +27,8 @@ from zbcompile.persistence.checkpoint_record import Chunk, require_whole
 from zbcompile.persistence.folder_lock import FolderLock
 from zbcompile.persistence.local_tensors import Holding, holding_of, require_names
 from zbcompile.persistence.optimizer_state import kind_of, load_optimizer, optimizer_values
-from zbcompile.persistence.plain_values import Tensors, to_data
+from zbcompile.persistence.plain_values import Tensors, digests_of, to_data
+from zbcompile.persistence.saved_averages import averages_to_write, counted, load_averages, require_averages
 from zbcompile.persistence.saved_state import UNKNOWN, SavedState, first_cause, open_state, quiet
 from zbcompile.version import __version__
 
@@ -50,6 +52,7 @@ def save_checkpoint(
     source: Pipeline | nn.Module,
     optimizer: Optimizer | None = None,
     *,
+    ema: Averages | None = None,
     step: int | None = None,
     extra: Any = None,
     keep: int | None = None,
@@ -65,9 +68,10 @@ def save_checkpoint(
     Args:
         source: a pipeline, or a plain model in one process.
         optimizer: over `pipe.parameters()`; its state is saved under the parameters' names.
+        ema: averages of this pipeline, made by `zbcompile.ema`, to be saved as well.
         step: how many steps have been trained; default: `pipe.step_index`, for a plain model 0.
         extra: what else to resume from, such as a scheduler's or a data loader's state dict: None, numbers, strings,
-            bytes, tensors, lists, tuples, dicts. The first rank's is saved.
+            bytes, tensors, lists, tuples, dicts. It must be the same on all ranks.
         keep: remove all but the newest `keep` checkpoints up to this one, once it is complete.
         wait: False returns once everything is copied, and writes in a thread. The next save, a load and `pipe.close()`
             wait for it and raise what went wrong. Needs memory for a copy of this process's share on the CPU.
@@ -94,9 +98,10 @@ def save_checkpoint(
         _require_same_call(ranks, step=count, wait=wait, frozen=frozen)
         _hold(writer, folder, ranks)
         holding, left_out = _without_frozen(holding, frozen)
-        index = {**_index(holding, optimizer, count), "left_out": left_out}
+        index = {**_index(holding, optimizer, count), "left_out": left_out, "ema": counted(ema)}
         values, plain = _values(holding, optimizer)
-        process = together(ranks, what, lambda: _process(extra, ranks, values["process"]))
+        values["ema"] = together(ranks, what, lambda: averages_to_write(ema, source, holding))
+        process = _process(extra, ranks, values["process"], ema)
         fields = {**index, "values": plain, "process": process}
         partial = from_first(ranks, what, lambda: begin(folder, count))
         together(ranks, what, lambda: _require_shared(partial))
@@ -127,6 +132,7 @@ def load_checkpoint(
     source: Pipeline | nn.Module,
     optimizer: Optimizer | None = None,
     *,
+    ema: Averages | None = None,
     required: bool = True,
     random: bool = True,
     trust: bool = False,
@@ -141,6 +147,7 @@ def load_checkpoint(
         path: a checkpoint, or a folder of them, whose newest one is taken.
         source: a compiled or loaded pipeline, whose `step_index` is set too; or a plain model in one process.
         optimizer: gets the saved state and options; without it only the model is loaded.
+        ema: averages of this pipeline, made by `zbcompile.ema`, which continue from the saved ones.
         required: whether to raise if there is none; otherwise the `step` of the result is 0 and its `path` None.
         random: also set the generators of Python, torch and numpy to where the first rank's were.
         trust: also read checkpoints that contain pickles, which can run any code: those of releases before this
@@ -162,7 +169,8 @@ def load_checkpoint(
             return Checkpoint(step=0)
         if found is None:
             raise ranks.refusal(f"{path} holds no complete checkpoint. Save one with zbcompile.save_checkpoint.")
-        at = together(ranks, f"loading {found}", lambda: _load(open_state(found, trust), holding, optimizer, random))
+        more = optimizer, ema, random
+        at = together(ranks, f"loading {found}", lambda: _load(open_state(found, trust), source, holding, *more))
     if isinstance(source, Pipeline):
         source.resume(at.step, source.state_dict())
     return at
@@ -243,10 +251,18 @@ def _values(holding: Holding, optimizer: Optimizer | None) -> tuple[dict[str, Te
     return {"model": model, "optimizer": tensors, "process": {}}, everywhere
 
 
-def _process(extra: Any, ranks: Ranks, values: Tensors) -> Values:
-    """The first rank's generators and `extra` as data; their tensors are added to `values`."""
-    kept = {"random": random_state(ranks.device), "extra": extra} if ranks.is_first else {}
-    return {name: to_data(value, name, values) for name, value in kept.items()}
+def _process(extra: Any, ranks: Ranks, values: Tensors, averages: Averages | None) -> Values:
+    """The first rank's generators, and `extra`, as data; their tensors are added to `values`. Raises PipelineError, on
+    every rank, if another rank passes another `extra`, or has other averages: one rank's would be saved."""
+    tensors: Tensors = {}
+    data = together(ranks, "saving extra=", lambda: to_data(extra, "extra", tensors))
+    given = {"extra": data, "the tensors of extra": digests_of(tensors), "ema": counted(averages)}
+    remedy = "Pass the same on every rank: what belongs to one rank goes into a list of all, or a file of its own."
+    require_equal_programs(ranks, given, "save one checkpoint with different values", remedy)
+    if not ranks.is_first:
+        return {}
+    values.update(tensors)
+    return {"random": to_data(random_state(ranks.device), "random", values), "extra": data}
 
 
 def _staged(ranks: Ranks, partial: Path, values: Mapping[str, Tensors], copy: bool) -> list[Chunk]:
@@ -292,13 +308,18 @@ def _index(holding: Holding, optimizer: Optimizer | None, step: int) -> Values:
     }
 
 
-def _load(saved: SavedState, holding: Holding, optimizer: Optimizer | None, random: bool) -> Checkpoint:
+def _load(
+    saved: SavedState, source: Any, holding: Holding, optimizer: Optimizer | None, ema: Averages | None, random: bool
+) -> Checkpoint:
     _require_same_names(saved, holding)
     _require_same_optimizer(saved, optimizer)
+    require_averages(saved, ema, source, holding)
     with saved.blamed():
         generators, extra = saved.process_value("random"), saved.process_value("extra")
         with torch.no_grad():
             saved.read({name: each for name, each in holding.tensors.items() if name not in saved.left_out}, "model")
+            if ema is not None:
+                load_averages(saved, ema, holding)
         if optimizer is not None:
             load_optimizer(optimizer, holding, saved.keys("optimizer"), lambda wanted: saved.read(wanted, "optimizer"))
         if random and generators is not None:

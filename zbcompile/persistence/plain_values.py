@@ -4,6 +4,7 @@ None, booleans, integers, strings, finite floats and lists stand for themselves.
 key, its tag: `{"tuple": [1, 2]}`, `{"dict": {"lr": 0.1}}`, `{"tensor": "extra.rate"}`.
 """
 
+import hashlib
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
@@ -61,6 +62,12 @@ def _encode_items(value: Mapping[Any, Any], path: str, tensors: Tensors) -> Any:
         return {key: _encode(each, f"{path}.{key}", tensors) for key, each in value.items()}
     pairs = enumerate(value.items())
     return [[_encode(k, f"{path}.key {i}", tensors), _encode(v, f"{path}.{k}", tensors)] for i, (k, v) in pairs]
+
+
+def digests_of(tensors: Tensors) -> dict[str, str]:
+    """The SHA-256 of each tensor's values."""
+    found = {name: tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for name, tensor in tensors.items()}
+    return {name: hashlib.sha256(values.numpy().data).hexdigest() for name, values in found.items()}
 
 
 def from_data(data: Any, tensors: Mapping[str, torch.Tensor]) -> Any:

@@ -44,6 +44,11 @@ class SavedState:
         """The frozen parameters that were not saved."""
         return frozenset(self.record.fields.get("left_out", ()) if self.record else ())
 
+    @property
+    def averaged(self) -> Mapping[str, Any] | None:
+        """The decay and the number of updates of the averages that were saved; None if there are none."""
+        return self.record.fields.get("ema") if self.record else None
+
     def keys(self, section: str) -> dict[str, tuple[torch.dtype, torch.Size] | None]:
         """What is described of one section, by key."""
         start = f"{section}."

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch.optim import SGD, AdamW
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import zbcompile
 from tests.support.disturbed_training import (
@@ -110,20 +109,19 @@ def test_state_that_is_no_tensor_is_corrected_as_well() -> None:
     assert_same_tensors(found[1], found[0], "state dict:")
 
 
-def test_an_average_of_the_model_waits_by_way_of_its_parameters() -> None:
-    """As docs/optimizer.md shows it: the model itself may have an update that will be undone."""
+def test_averages_wait_for_the_validation() -> None:
+    """The model itself may have an update that will be undone."""
     found = []
     for when in ("before", "after"):
         pipe = pipeline_of(Case("mlp", "zb-v", 2, MICROBATCHES))
         optimizer = pipe.optimizer(AdamW, lr=1e-2, clip=0.2, validate=when)
-        average = AveragedModel(pipe._model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+        average = zbcompile.ema(pipe, 0.5)
         for batch in PROBLEMS["mlp"].batches(4, MICROBATCHES * ROWS):
             pipe.step(*batch.args, target=batch.target)
             optimizer.step()
             optimizer.zero_grad()
-            pipe.parameters()
-            average.update_parameters(pipe._model)
-        found.append(average.state_dict())
+            average.update()
+        found.append(average.state_dict(full=True))
     assert_same_tensors(found[1], found[0], "average:")
 
 
