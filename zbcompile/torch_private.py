@@ -52,10 +52,11 @@ def fingerprint(model: torch.nn.Module) -> list[Any]:
     while modules:
         module = modules.pop()
         found += (id(module), module.training, forward_hooks(module), bool(backward_hooks(module)))
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            if tensor is not None:
-                found += (id(tensor), tensor.requires_grad, tensor.dtype, tensor.shape, tensor.device)
-                found.append(bool(tensor_hooks(tensor)))
+        with without_overrides():
+            for tensor in (*module._parameters.values(), *module._buffers.values()):
+                if tensor is not None:
+                    found += (id(tensor), tensor.requires_grad, tensor.dtype, tensor.shape, tensor.device)
+                    found.append(bool(tensor_hooks(tensor)))
         for child in module._modules.values():
             if child is not None and id(child) not in seen:
                 seen.add(id(child))

@@ -1,6 +1,6 @@
 """Programs bound to the tensors of a model: which of these live here, and what runs on them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch import nn
 
 from zbcompile.backends.backend import Compilation, CompiledPasses, compile_passes, make_backend
 from zbcompile.backends.cuda_graphs import check_cuda_graphs
-from zbcompile.distributed.agreement import together
+from zbcompile.distributed.agreement import gathered, together
 from zbcompile.distributed.equal_tensors import require_equal_tensors
 from zbcompile.distributed.mesh import DIMENSIONS, broadcast
 from zbcompile.distributed.ranks import Ranks
@@ -17,7 +17,7 @@ from zbcompile.distributed.transport import ReceiveBuffers
 from zbcompile.env import DEBUG_NAN
 from zbcompile.errors import PipelineError
 from zbcompile.frontend.options import Options
-from zbcompile.frontend.state_dict import own_state
+from zbcompile.frontend.state_dict import own_state, stream_state
 from zbcompile.model.held_elsewhere import is_held_elsewhere, release, withhold
 from zbcompile.model.materialize import Share
 from zbcompile.model.placements import SHARD, along
@@ -61,6 +61,12 @@ class BoundPrograms:
         self._own: dict[str, torch.Tensor] = {}
         self._others: dict[str, torch.Tensor] = {}
         self._withheld_for: Program | None = None
+        self.moves, self.given_out = 0, False  # how often parameters have moved; whether somebody has taken them
+
+    @property
+    def trains(self) -> bool:
+        """Whether a step has been compiled; before, `program` is an evaluation that placed the parameters, or None."""
+        return self.program is not None and self.program.output is None
 
     def hold(self, program: Program) -> None:
         """Let the parameters live where `program`, the first one, has them."""
@@ -73,6 +79,46 @@ class BoundPrograms:
         rows = self.shards.own if self.shards else {}
         elsewhere = {name for name in rows if program.tied.get(name) != self._ranks.rank}
         self._own = {n: tensor for n, tensor in self._saved.items() if self.is_own(n) and n not in elsewhere}
+
+    def move(self, program: Program) -> None:
+        """Let the parameters live where `program`, a step, has them, and no longer where an evaluation placed them.
+
+        Raises PipelineError, on every rank, if somebody has taken them from there, such as an optimizer.
+        """
+        before, rows, ranks = self.program, self.shards, self._ranks
+        assert before is not None
+        together(ranks, "moving the parameters", self._require_not_taken)
+        empty = set[str]().union(*gathered(ranks, self.share.unfilled))
+        far = sum(before.holders(name) != program.holders(name) for name in program.homes)
+        if ranks.is_first:
+            print(
+                f"zbcompile: the step is cut elsewhere than the evaluation that placed the parameters: {far} tensors "
+                "move to other ranks, and evaluations are compiled again."
+            )
+        self.moves, self.shards, self._bound, self._others = self.moves + 1, None, {}, {}
+        self.hold(program)
+        if ranks.group is None:
+            return
+        self._take_over(stream_state(self._model, ranks, before.holders, rows))
+        self.share.filled(self._saved.keys() - empty)
+
+    def _take_over(self, state: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Copy this process's share out of a stream of whole tensors."""
+        whole, rows = dict[str, torch.Tensor](), self.shards.own if self.shards else {}
+        for name, value in state:
+            if name in self._own:
+                self._own[name].detach().copy_(value)
+            if name in rows:
+                whole[name] = value
+        if self.shards is not None:
+            self.shards.load(whole)
+
+    def _require_not_taken(self) -> None:
+        if self.given_out and self._ranks.group is not None:
+            raise PipelineError(
+                "the step needs another cut than the evaluation that placed the parameters, and pipe.parameters() was "
+                "called in between: what it gave would not train. Call pipe.compile with a batch of a step first."
+            )
 
     def require_same_model(self) -> None:
         """Raise PipelineError or CaptureError for other tensors than were bound, or hooks that a stage would lose."""
@@ -99,7 +145,8 @@ class BoundPrograms:
             self._others |= {name: self._saved[name] for name in newer if name in self._saved and name not in self._own}
         assert self.program is not None
         for name, tensor in self._others.items():
-            withhold(tensor, name, self.program.holders(name))
+            if not is_held_elsewhere(tensor):
+                withhold(tensor, name, self.program.holders(name))
 
     def require_values(self) -> None:
         """Raise PipelineError unless this process's share has its values, and the same as other ranks that share it."""

@@ -64,8 +64,8 @@ Parts = tuple[Executable, ...]  # of a batch's microbatches
 
 
 class Forwards:
-    """The forward-only programs of a pipeline, beside the training program of `executables` if there is one: without
-    trained parameters there is none, and the first evaluation places the parameters."""
+    """The forward-only programs of a pipeline, beside the training program of `executables` if there is one: before the
+    first step there is none, and the first evaluation places the parameters."""
 
     def __init__(self, model: nn.Module, options: Options, engine: Engine, executables: Executables) -> None:
         self._model, self._options, self._engine, self.executables = model, options, engine, executables
@@ -121,14 +121,17 @@ class Forwards:
 
     def _key(self, batch: Batch, wanted: Computation, count: int) -> tuple[Any, ...]:
         modules = tuple((wanted.training and each.training, forward_hooks(each)) for each in self._model.modules())
-        return wanted, count, modules, batch.whole.signature, torch_modes(self._ranks.device)
+        return wanted, count, modules, batch.whole.signature, torch_modes(self._ranks.device), self.executables.moves
 
     @property
     def _frame(self) -> Frame:
         held, rules = self.executables, self._options.placements or {}
         names = (name for name, _ in self._model.named_parameters())
         sharded = frozenset(name for name in names if along(placement_of(name, rules), SHARD))
-        return Frame(held.schedule, held.program, self._options.choices, self._ranks.mesh.labels, sharded)
+        choices = self._options.choices
+        if held.program is None and any(parameter.requires_grad for parameter in self._model.parameters()):
+            choices = replace(choices, vocab="off")  # the step decides, and moves the parameters if need be
+        return Frame(held.schedule, held.program, choices, self._ranks.mesh.labels, sharded)
 
     def _prepared(self, programs: tuple[Program, ...]) -> Parts:
         made: dict[int, Executable] = {}

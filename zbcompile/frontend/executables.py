@@ -51,6 +51,7 @@ from zbcompile.model.placements import require_matches
 from zbcompile.model.resident_tensors import require_same_attributes
 from zbcompile.passes.capture.questions import Given
 from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.torch_private import global_hooks
 from zbcompile.passes.values.plain_tensors import PlainTensor
 from zbcompile.program.program import OF_A_PLACE, Program
@@ -103,13 +104,13 @@ class Executables(BoundPrograms):
     def split(self, batch: Batch, announce: bool) -> Microbatches:
         """The microbatches of a batch. The first batch decides how many that usually are: as many as was asked for, as
         a named schedule admits, or as a search finds best. Raises PipelineError for a batch that cannot be cut."""
-        if self.program is None:
+        if not self.trains:
             self.schedule = fit_to_batch(self._unfitted, self._options, batch, announce)
         if self._is_undecided:
             require_divisible(batch, self.schedule.microbatches)
             counts = counts_for(self._options, batch, self.schedule)
             self._decide(lambda count: batch.microbatch(0, count), counts)
-        count = count_for(batch, self.schedule.microbatches, self._rows if self.program is not None else None)
+        count = count_for(batch, self.schedule.microbatches, self._rows if self.trains else None)
         if count == self.schedule.microbatches:
             self._rows = batch.rows(0, count)
         self._require_order(count)
@@ -117,7 +118,7 @@ class Executables(BoundPrograms):
 
     def fit(self, given: Sequence[Microbatch]) -> Microbatches:
         """Microbatches that are already split. Raises PipelineError for a number that the schedule does not admit."""
-        if self.program is None:
+        if not self.trains:
             self.schedule = fit_to_count(self._unfitted, self._options, len(given))
         if self._is_undecided:
             self._decide(lambda count: given[0], ())
@@ -126,8 +127,7 @@ class Executables(BoundPrograms):
 
     def _require_order(self, count: int) -> None:
         """Raise PipelineError, before a rank waits, for a number of microbatches that the schedule does not admit."""
-        trains = self.program is not None and self.program.output is None
-        if trains and count != self.schedule.microbatches and count not in self._admitted:
+        if self.trains and count != self.schedule.microbatches and count not in self._admitted:
             order_at(self.first().program, count)
             self._admitted.add(count)
 
@@ -150,7 +150,7 @@ class Executables(BoundPrograms):
 
     @property
     def _is_undecided(self) -> bool:
-        return is_searched(self._options) and (self.program is None or self.program.output is not None)
+        return is_searched(self._options) and not self.trains
 
     def _require_equal_steps(self, step: Microbatches, known: bool) -> None:
         """Raise PipelineError, on every rank, if replicas have batches of other numbers of microbatches, or want other
@@ -172,11 +172,6 @@ class Executables(BoundPrograms):
 
     def _decide(self, microbatch: Callable[[int], Microbatch], counts: Sequence[int]) -> None:
         """Choose the layout by cost for the first batch, which `microbatch` cuts; the first rank decides for all."""
-        if self.program is not None:
-            raise PipelineError(
-                'schedule="auto" searches a layout for training, but an evaluation placed the parameters while nothing '
-                "trained. Call pipe.compile before that evaluation, when the parameters train, or name a schedule."
-            )
         with self._ranks.watch.position.turn_to("searching the layout"):
             draw, measure = partial(self._drawn, leads=True), self._measured
             search = LayoutSearch(self._model, self._options, self._ranks, draw, measure, self._make_searched)
@@ -284,7 +279,7 @@ class Executables(BoundPrograms):
         return key_of(self._model, microbatch, self._ranks.device, kept_for(self.outputs))
 
     def _compile(self, microbatch: Microbatch, drawn: Drawn, reason: str) -> Executable:
-        if self.program is not None and self._ranks.is_first:
+        if self.trains and self._ranks.is_first:
             reason = reason or what_is_new(self._model, microbatch, self._key(microbatch), self._kept.keys)
             number = f"program {len(self.compilations) + 1}; max_shapes={self._options.max_shapes} are kept"
             print(f"zbcompile: compiling again for {reason} ({number}).")
@@ -296,7 +291,9 @@ class Executables(BoundPrograms):
             self.hold(program)
             require_matches(program.step.placements or {}, program.homes)
             self.copy_first_replica(program)
-        elif self.program.output is not None:
+        elif not self.trains and program.homes != self.program.homes:
+            self.move(program)
+        elif not self.trains:
             self.program = program  # an evaluation placed the parameters; from now on they train
             for name, rows in self.shards.own.items() if self.shards else ():
                 rows.requires_grad_(name in program.trained)
@@ -343,20 +340,38 @@ class Executables(BoundPrograms):
     ) -> Program:
         seconds = self._measured(drawn)
 
+        task = self._model, microbatch, drawn, schedule, choices, seconds
+
         def compile_() -> Program:
-            return compile_drawn(self._model, microbatch, drawn, schedule, choices, seconds, self.program, edges=edges)
+            try:
+                return compile_drawn(*task, self._placed, edges=edges)
+            except PartitionError:
+                if self.trains or self._placed is None:
+                    raise
+                return compile_drawn(*task, edges=edges)  # what an evaluation has placed is in another order
 
         program = replace(together(self._ranks, "compiling", compile_), step=self._options.step)
         return draw_apart(self._ranks, program)
+
+    @property
+    def _placed(self) -> Program | None:
+        """The program whose placement a step keeps: not that of an evaluation if a layout is searched for training, or
+        the output layer is to be sharded, which the evaluation of a model that trains leaves to the step."""
+        found = self.program
+        if found is None or self.trains:
+            return found
+        sharded = self._options.choices.vocab in (1, 2) and found.choices.vocab == "off"
+        return None if is_searched(self._options) or sharded else found
 
     def _choices(self) -> Choices:
         """Later programs reuse the first one's sharding decision, because row ownership is already fixed."""
         choices = self._decided or self._options.choices
         if self._decided is None and self.outputs and self._options.vocab is None:
             return replace(choices, vocab="off")  # what is returned is made of whole outputs
-        if self.program is None or (choices.vocab != "auto" and self.program.output is None):
+        placed = self._placed
+        if placed is None or (choices.vocab != "auto" and self.trains):
             return choices
-        if self.program.vocabulary is None:
+        if placed.vocabulary is None:
             return replace(choices, vocab="off")
         return choices if choices.vocab in (1, 2) else replace(choices, vocab=1)
 

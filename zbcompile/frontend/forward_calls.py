@@ -97,29 +97,12 @@ class ForwardCalls(HeldModel):
         else:
             batches = [flatten_batch(args, kwargs, labels, self.options.split, True)]
         require_same_calls(self._ranks, asked, batches)
-        self._require_place(args, kwargs)
         self._optimizers.arrive()
         run = self._forwards
         found = run.of_microbatches(batches, asked) if split else run.of_batch(batches[0], asked)
         if self.record:
             self._note_record()
         return found
-
-    def _require_place(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before the first evaluation, every parameter has its place: where it trains. Inputs of a forward that gives
-        the loss suffice to compile the step; a model that trains nothing is placed by its first evaluation."""
-        trains = any(parameter.requires_grad for parameter in self._model.parameters())
-        if self._compiled.program is None and trains:
-            if self.options.loss is not None:
-                self.program  # noqa: B018  raises
-            try:
-                step = self._split(args, kwargs, None)
-            except PipelineError as error:
-                raise PipelineError(
-                    "the first evaluation compiles the training step, too, and its inputs are no batch of a step: "
-                    f"{error} Or call pipe.compile with a batch first."
-                ) from None
-            self._program_for(step)
 
 
 def _without_words(found: Any) -> Any:

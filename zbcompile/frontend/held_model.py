@@ -222,6 +222,7 @@ class HeldModel:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This process's parameters under the model's own names; DTensors if the model had them as such."""
         self._require_values()
+        self._compiled.given_out = True
         found = {**self._compiled.parameters, **self._parts.parameters}
         return iter([(name, found[name]) for name in self._own_names()])
 

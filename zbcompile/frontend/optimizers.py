@@ -31,7 +31,7 @@ class Optimizers:
     def make(self, wanted: Wanted) -> PipelineOptimizer:
         """One more."""
         found = PipelineOptimizer(wanted, self.ranks, self.made)
-        if self.compiled.program is not None:
+        if self.compiled.trains:
             with self.ranks.watch.region("making the optimizer"):
                 found.bind(self._trained())
         return found

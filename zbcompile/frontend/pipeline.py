@@ -253,6 +253,8 @@ class Pipeline(ForwardCalls):
         from zbcompile.torch_pipelining.pipeline_stage import StageContext, generated_stages
 
         self._optimizers.require_whole_gradients("a stage for torch's schedules")
+        if not self._compiled.trains:
+            raise PipelineError("no step is compiled yet. Call pipe.compile with a batch of a step, or run one, first.")
         self._compiled.withhold(self.program)
         options, parameters = self.options, self._compiled.parameters
         beside = self._ranks.mesh.beside("pp", "dp")

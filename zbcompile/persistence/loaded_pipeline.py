@@ -257,9 +257,6 @@ class LoadedPipeline(Pipeline):
                 )
         return self._compiled.adopted(step)
 
-    def _require_place(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The program has placed all parameters."""
-
 
 class SavedForwards(Forwards):
     """As `Forwards`, of the `programs` of a directory by what they compute."""

@@ -1,0 +1,179 @@
+"""An evaluation before the first step places the parameters: training keeps that, or moves them once."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import zbcompile
+from tests.support.oracle import PROBLEMS, WIDTH, Batch, eager_step, optimizer_of
+from tests.support.pool import Pool
+from tests.support.training import ROWS, Case, pipeline_of
+
+STEPS, MICROBATCHES = 3, 2
+
+
+class Straight(nn.Module):
+    """Layers, and one with buffers; a loss of its own if it gets a goal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.norm, self.also = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def begun(self, x: Tensor) -> Tensor:
+        return x
+
+    def forward(self, x: Tensor, goal: Tensor | None = None) -> Tensor:
+        x = self.begun(x)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        x = self.norm(x)
+        return x if goal is None else F.mse_loss(x, goal)
+
+
+class Prepared(Straight):
+    """Begins with a layer that only training uses: an evaluation cannot know where it belongs."""
+
+    def begun(self, x: Tensor) -> Tensor:
+        return self.also(x) if self.training else x  # type: ignore[no-any-return]
+
+
+MODELS = {"kept": Straight, "moved": Prepared}
+X = torch.linspace(-1, 1, 4 * WIDTH).sin().view(4, WIDTH)
+
+
+def pipe_of(model: nn.Module, **options: Any) -> zbcompile.Pipeline:
+    options = {"schedule": "1f1b", "ranks": 2, "microbatches": MICROBATCHES, "exact": True} | options
+    return zbcompile.pipeline(model, **options)
+
+
+def life(kind: str, own_loss: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Evaluate, also what is no batch of a step; load other weights; train; evaluate. Results and the last state."""
+    model = MODELS[kind]()
+    pipe = pipe_of(model, **({} if own_loss else {"loss": F.mse_loss}))
+    optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1)
+    found = [pipe.eval(X[:3])]
+    pipe.load_state_dict({key: value * 2 for key, value in pipe.state_dict(full=True).items()})
+    found.append(pipe.eval(X))
+    for _ in range(STEPS):
+        found.append(pipe.step(X, goal=X) if own_loss else pipe.step(X, target=X))
+        optimizer.step()
+        optimizer.zero_grad()
+    found += [pipe.eval(X), pipe.eval(X, mode="train")]
+    state = pipe.state_dict(full=True)
+    pipe.close()
+    return found, state
+
+
+def eager_life(kind: str) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """The same of the unsplit model, microbatch by microbatch."""
+    model = MODELS[kind]()
+    found = [evaluated(model, X[:3])]
+    model.load_state_dict({key: value * 2 for key, value in model.state_dict().items()})
+    found.append(evaluated(model, X))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(STEPS):
+        found.append(eager_step(model, F.mse_loss, Batch((X,), {}, X), MICROBATCHES, step))
+        optimizer.step()
+        optimizer.zero_grad()
+    found.append(evaluated(model, X))
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with torch.no_grad():
+        found.append(torch.cat([model(part) for part in X.chunk(MICROBATCHES)]))
+    for name, buffer in model.named_buffers():
+        buffer.copy_(buffers[name])
+    return found, dict(model.state_dict())
+
+
+def evaluated(model: nn.Module, x: Tensor) -> Tensor:
+    model.eval()
+    with torch.no_grad():
+        found = torch.cat([model(part) for part in x.chunk(MICROBATCHES)])
+    model.train()
+    return found
+
+
+@pytest.mark.mostly_slow(every=2)
+@pytest.mark.parametrize("own_loss", [False, True])
+@pytest.mark.parametrize("kind", MODELS)
+def test_training_after_an_evaluation_has_eagers_bits(
+    kind: str, own_loss: bool, pool: Pool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In one process and on two ranks, which move parameters if the step needs them elsewhere."""
+    losses, state = eager_life(kind)
+    alone = life(kind, own_loss)
+    assert ("tensors move to other ranks" in capsys.readouterr().out) == (kind == "moved")
+    for found, last in (alone, *pool.run(life, kind, own_loss)):
+        assert [i for i, pair in enumerate(zip(found, losses, strict=True)) if not torch.equal(*pair)] == []
+        assert [key for key in state if not torch.equal(last[key], state[key])] == []
+
+
+def taken_before() -> str:
+    """What a step says that needs another cut after `pipe.parameters()` was called."""
+    pipe = pipe_of(Prepared(), loss=F.mse_loss)
+    pipe.eval(X)
+    optimizer_of(pipe.parameters())
+    with pytest.raises(zbcompile.PipelineError) as caught:
+        pipe.step(X, target=X)
+    return str(caught.value)
+
+
+def test_parameters_that_somebody_has_taken_do_not_move(pool: Pool) -> None:
+    for said in pool.run(taken_before):
+        assert "pipe.parameters() was called in between" in said
+
+
+def with_sharded_words(schedule: str, vocab: Any) -> tuple[Tensor, Tensor, bool]:
+    """The losses of a step after an evaluation, for which the output layer is sharded or a layout searched, and without
+    one; whether the layer was sharded."""
+    case = Case("small-dropout", schedule, 2, 2, exact=False)
+    batch, losses = PROBLEMS[case.problem].batches(1, 2 * ROWS)[0], []
+    options = {"schedule": schedule, "vocab": vocab, "loss": PROBLEMS[case.problem].loss}
+    for first in (True, False):
+        pipe = pipe_of(PROBLEMS[case.problem].model(), **options, exact=False)
+        if first:
+            pipe.eval(*batch.args)
+        losses.append(pipe.step(*batch.args, target=batch.target))
+        sharded = pipe.program.vocabulary is not None
+        pipe.close()
+    return losses[0], losses[1], sharded
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("schedule", "vocab"), [("1f1b", 1), ("auto", "off")])
+def test_a_layout_for_training_replaces_that_of_the_evaluation(schedule: str, vocab: Any, pool: Pool) -> None:
+    for ours, theirs, sharded in (with_sharded_words(schedule, vocab), *pool.run(with_sharded_words, schedule, vocab)):
+        torch.testing.assert_close(ours, theirs)
+        assert sharded == (vocab == 1)
+
+
+def on_meta() -> tuple[Tensor, bool]:
+    """The loss of a model built on the meta device that was evaluated first; whether this process holds a part."""
+    with torch.device("meta"):
+        model = Prepared()
+    pipe = pipe_of(model, loss=F.mse_loss, init=lambda name, tensor: tensor.fill_(0.01 * len(name)))
+    pipe.eval(X)
+    loss = pipe.step(X, target=X)
+    part = any(parameter.is_meta for parameter in model.parameters())
+    pipe.close()
+    return loss, part or not dist.is_initialized()
+
+
+@pytest.mark.slow
+def test_a_model_on_the_meta_device_is_evaluated_first(pool: Pool) -> None:
+    alone, _ = on_meta()
+    for loss, part in pool.run(on_meta):
+        assert torch.equal(loss, alone)
+        assert part
+
+
+def test_torchs_stages_need_a_step() -> None:
+    pipe = pipeline_of(Case("short-mlp", "1f1b", 2, MICROBATCHES))
+    pipe.eval(torch.ones(4, WIDTH))
+    with pytest.raises(zbcompile.PipelineError, match="no step is compiled yet"):
+        pipe.stages()
