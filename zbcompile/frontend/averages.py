@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.frontend.pipeline import Pipeline
 from zbcompile.model.batch import Microbatches
@@ -56,7 +58,7 @@ class Averages:
         ...     zbcompile.save_weights("averages.safetensors", pipe)
         """
         self._require_apart("applied")
-        with self.pipe.watched(_NoSteps()):
+        with self.pipe.watched(_NoSteps(self.pipe.ranks)):
             self._swap()
             self._applied = True
             try:
@@ -95,11 +97,14 @@ class Averages:
             raise PipelineError(f"{what} inside of ema.applied(), where the pipeline has the averages. Leave it first.")
 
 
+@dataclass(frozen=True)
 class _NoSteps:
-    """A watcher that refuses every step of the pipeline that it watches."""
+    """A watcher that refuses every step of the pipeline that it watches, on all `ranks`."""
+
+    ranks: Ranks
 
     def wants(self, index: int) -> bool:
-        raise PipelineError("a step inside of ema.applied() would train the averages. Leave it first.")
+        raise self.ranks.refusal("a step inside of ema.applied() would train the averages. Leave it first.")
 
     def done(self, index: int, step: Microbatches, record: StepRecord | None) -> None:
         """Never: there is no step."""

@@ -377,7 +377,7 @@ class Executables(BoundPrograms):
 
     def _measured(self, drawn: Drawn) -> dict[str, float]:
         """The times by which the model is cut, the same on all ranks."""
-        if self._options.choices.balance != "measured" or self.program is not None:
+        if self._options.choices.balance != "measured" or self._placed is not None:
             return {}
         return agreed_seconds(self._ranks, together(self._ranks, "measuring", lambda: measure_line(drawn.line)))
 

@@ -62,6 +62,7 @@ def averaged(case: Case, folder: str = "", resumed: bool = False) -> dict[str, A
     trained(pipe, ema, optimizer, case, at, STEPS + 2 * resumed)
     before = {name: p.detach().clone() for name, p in pipe.named_parameters()}
     with ema.applied():
+        assert "would train the averages" in said_by(lambda: pipe.step(*first.args, target=first.target))
         output = pipe.eval(*first.args)
     after = dict(pipe.named_parameters())
     assert all(torch.equal(before[name], after[name]) for name in before)
