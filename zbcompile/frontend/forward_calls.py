@@ -100,6 +100,7 @@ class ForwardCalls(HeldModel):
         self._optimizers.arrive()
         run = self._forwards
         found = run.of_microbatches(batches, asked) if split else run.of_batch(batches[0], asked)
+        self._parts.renew()
         if self.record:
             self._note_record()
         return found

@@ -128,6 +128,10 @@ def _require_fields(data: Fields) -> None:
     _size(data["step"])
     _require(isinstance(data["optimizer"], str | None), "its optimizer is no name")
     _require(all(type(data[name]) is dict for name in ("values", "process", "files", "tensors")), "a table is missing")
+    averaged = data.get("ema")
+    if averaged is not None:
+        _require(type(averaged["decay"]) in (int, float), "the decay of `ema` is no number")
+        _size(averaged["updates"])
     left_out = data.get("left_out", [])
     _require(type(left_out) is list and all(type(each) is str for each in left_out), "`left_out` is no list of names")
 
