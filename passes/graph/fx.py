@@ -1,6 +1,7 @@
 """Questions about the nodes of an FX graph that every pass asks."""
 
 import operator
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -99,6 +100,15 @@ def node_numbers(graph: Graph) -> dict[Node, NodeNumber]:
 def call_text(node: Node, numbers: Mapping[Node, NodeNumber]) -> str:
     """An operation with its arguments, the nodes among them by number."""
     return f"{node.target} {map_arg((node.args, node.kwargs), numbers.__getitem__)!r}"  # type: ignore[arg-type]
+
+
+def on_any_device(text: str) -> str:
+    """The text of operations without the indices of devices: every rank has another GPU.
+
+    >>> on_any_device("ones = torch.ops.aten.ones.default([2], device = device(type='cuda', index=1))")
+    "ones = torch.ops.aten.ones.default([2], device = device(type='cuda'))"
+    """
+    return re.sub(r"(device\(type='\w+'), index=\d+\)", r"\1)", text)
 
 
 def call_like(graph: Graph, source: Node, target: Any, args: tuple[Any, ...], value: Any, **kwargs: Any) -> Node:

@@ -7,6 +7,7 @@ from typing import Any
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from zbcompile.passes.graph.fx import on_any_device
 from zbcompile.passes.graph.process_groups import exchanged_bytes, is_collective, is_wait
 from zbcompile.passes.graph.rematerialize import can_remake
 from zbcompile.passes.graph.roofline import node_seconds
@@ -95,11 +96,12 @@ def measured_seconds(line: Line, seconds: Mapping[str, float]) -> list[float]:
 
 
 def kernel_key(node: Node) -> str:
-    """A key shared by nodes that call the same operation with equal arguments, on tensors of the same form."""
+    """A key shared by nodes that call the same operation with equal arguments, on tensors of the same form, whichever
+    device of its kind they are on: ranks put together what each has measured."""
     arguments = map_arg((node.args, node.kwargs), lambda argument: _form(argument))  # type: ignore[arg-type, return-value]
-    return hashlib.sha256(repr((str(node.target), arguments)).encode()).hexdigest()[:16]
+    return hashlib.sha256(on_any_device(repr((str(node.target), arguments))).encode()).hexdigest()[:16]
 
 
 def _form(node: Node) -> Any:
-    tensors = [(tuple(t.shape), t.stride(), str(t.dtype), str(t.device)) for t in tensors_of(node.meta["val"])]
+    tensors = [(tuple(t.shape), t.stride(), str(t.dtype), t.device.type) for t in tensors_of(node.meta["val"])]
     return (tensors or repr(node.meta["val"]), bool(node.meta.get("differentiable")))

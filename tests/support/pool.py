@@ -38,7 +38,7 @@ DIED = "Died"
 START = 200.0  # seconds within which the nursery must have done its imports, or a rehearsal
 # Elsewhere torch does not survive it, and in builds with CUDA autograd's threads do not, which a capture starts: then
 # every worker imports for itself.
-FORKS = sys.platform == "linux" and version("torch").endswith("+cpu")
+FORKS = sys.platform == "linux" and version("torch").endswith("+cpu") and "PRETENDED_GPU" not in os.environ
 MUCH = 200  # modules; importing so many takes a second
 GRACE = 15.0  # seconds that the other ranks have once one has failed: an error must reach all of them
 
@@ -66,6 +66,7 @@ class Task:
     rank: int
     ranks: int
     store: str
+    backend: str = "gloo"
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ class Pool:
 
     folder: Path
     workers: list[Worker] = field(default_factory=list)
-    group: tuple[int, str] | None = None
+    group: tuple[int, str, str] | None = None
     groups: int = 0
     nursery: Nursery | None = None
     rehearsed: set[str] = field(default_factory=set)
@@ -134,23 +135,28 @@ class Pool:
             self.rehearsed.add(f"{_path(function)} {args}")
             self._end_workers(patience=5)
 
-    def run(self, function: Callable[..., Any], *args: Any, ranks: int = 2, timeout: float = 120) -> list[Any]:
-        """The result of `function(*args)` on every rank; TaskFailed, with all tracebacks, if one of them raised."""
-        outcomes = self.outcomes(function, *args, ranks=ranks, timeout=timeout)
+    def run(
+        self, function: Callable[..., Any], *args: Any, ranks: int = 2, timeout: float = 120, backend: str = "gloo"
+    ) -> list[Any]:
+        """The result of `function(*args)` on every rank; TaskFailed, with all tracebacks, if one of them raised.
+        `backend` is that of the group: with "nccl" every rank has a GPU, with "nccl, bound" its group is bound to it."""
+        outcomes = self.outcomes(function, *args, ranks=ranks, timeout=timeout, backend=backend)
         if any(outcome.error for outcome in outcomes):
             # The messages first: a log that is cut short keeps them.
             short = [f"rank {rank}: {o.error}: {o.text}" for rank, o in enumerate(outcomes) if o.error]
             raise TaskFailed("\n".join([*short, *(f"rank {r}: {o.trace or 'fine'}" for r, o in enumerate(outcomes))]))
         return [outcome.value for outcome in outcomes]
 
-    def outcomes(self, function: Callable[..., Any], *args: Any, ranks: int = 2, timeout: float = 120) -> list[Outcome]:
+    def outcomes(
+        self, function: Callable[..., Any], *args: Any, ranks: int = 2, timeout: float = 120, backend: str = "gloo"
+    ) -> list[Outcome]:
         """As `run`, but a rank's exception is an outcome. TaskFailed, with all stacks, if a rank does not end."""
         path = _path(function)
         self._import(function.__module__)
         self._start(ranks, function.__module__)
-        store = self._store(ranks)
+        store = self._store(ranks, backend)
         for rank in range(ranks):
-            self.workers[rank].pipe.send_bytes(pickle.dumps(Task(path, args, rank, ranks, store)))
+            self.workers[rank].pipe.send_bytes(pickle.dumps(Task(path, args, rank, ranks, store, backend)))
         outcomes = self._collect(ranks, timeout)
         if any(outcome.error for outcome in outcomes):
             self.group = None  # it may hold messages that nobody took: the next task gets a new one
@@ -199,12 +205,12 @@ class Pool:
         for index in range(len(self.workers), ranks):
             self.workers.append(self._nursery().start(module, self.folder / f"stacks-{index}"))
 
-    def _store(self, ranks: int) -> str:
+    def _store(self, ranks: int, backend: str) -> str:
         """The file where the group meets: the same one for as long as its size stays and it is healthy."""
-        if self.group is None or self.group[0] != ranks:
+        if self.group is None or self.group[:2] != (ranks, backend):
             self.groups += 1
-            self.group = (ranks, str(self.folder / f"group-{self.groups}"))
-        return self.group[1]
+            self.group = (ranks, backend, str(self.folder / f"group-{self.groups}"))
+        return self.group[2]
 
     def _collect(self, ranks: int, timeout: float) -> list[Outcome]:
         pipes = {self.workers[rank].pipe: rank for rank in range(ranks)}
@@ -362,7 +368,13 @@ def _attempt(task: Task, group: str) -> Outcome:
 
 def _join(task: Task) -> None:
     """Become a rank of the task's group."""
-    dist = importlib.import_module("torch.distributed")
+    torch, dist = importlib.import_module("torch"), importlib.import_module("torch.distributed")
     if dist.is_initialized():
         dist.destroy_process_group()
-    dist.init_process_group("gloo", init_method=f"file://{task.store}", rank=task.rank, world_size=task.ranks)
+    backend, _, bound = task.backend.partition(", ")
+    device = None
+    if backend == "nccl":
+        torch.cuda.set_device(task.rank)
+        device = torch.device("cuda", task.rank) if bound else None
+    place = {"init_method": f"file://{task.store}", "rank": task.rank, "world_size": task.ranks}
+    dist.init_process_group(backend, device_id=device, **place)

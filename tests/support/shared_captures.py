@@ -69,7 +69,7 @@ class _Sketch(pickle.Pickler):
             raise pickle.PicklingError("a tensor of its own kind")
         number = self.numbers.setdefault(id(tensor), len(self.numbers))
         memory = self.memories.setdefault(storage_key(tensor), len(self.memories))
-        kind = memory, type(tensor), tensor.shape, tensor.dtype, tensor.device.type, tensor.requires_grad
+        kind = memory, type(tensor), tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad
         return number, *map(str, (*kind, tensor.stride(), tensor.storage_offset()))
 
 

@@ -16,6 +16,7 @@ from zbcompile.model.model_info import ModelFacts
 from zbcompile.model.placements import PARTIAL, placement_of
 from zbcompile.passes.capture.guards import Guards
 from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.graph.fx import on_any_device
 from zbcompile.passes.partition.search import Cuts
 from zbcompile.passes.stage.stage_program import StageProgram, collectives_of
 from zbcompile.passes.values.plain_tensors import PlainTensor
@@ -235,4 +236,4 @@ def _types(module: torch.fx.GraphModule) -> str:
 
 
 def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return hashlib.sha256(on_any_device(text).encode()).hexdigest()[:16]

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from torch import Tensor
 
 import zbcompile
 from tests.support.oracle import PROBLEMS, Batch, eager_step
+from tests.support.pool import Pool
 from tests.support.training import interpreted
 
 GPUS = torch.cuda.device_count()
@@ -51,13 +51,21 @@ def assert_steps_as_eager(
         with waiting_forbidden() if step else nullcontext():  # the first step compiles
             loss = pipe.step(*moved.args, target=moved.target)
         assert_near(loss, eager_step(twin, chosen.loss, moved, microbatches, step))
-    expected = dict(twin.named_parameters())
+    assert_gradients_as(pipe, dict(twin.named_parameters()))
+    pipe.close()
+
+
+def assert_gradients_as(pipe: zbcompile.Pipeline, expected: dict[str, torch.nn.Parameter]) -> None:
+    """Also of the rows of a sharded vocabulary that are here, of which ranks need not hold equally many."""
+    sharded = pipe.program.vocabulary
     for name, parameter in pipe.named_parameters():
         whole = expected[name].grad
         assert whole is not None
-        split = parameter.shape != whole.shape  # rows of a sharded vocabulary
-        assert_near(parameter.grad, whole.chunk(dist.get_world_size())[dist.get_rank()] if split else whole)
-    pipe.close()
+        if parameter.shape != whole.shape:
+            assert sharded is not None
+            begin, end = sharded.bounds[dist.get_rank()]
+            whole = whole[begin:end]
+        assert_near(parameter.grad, whole)
 
 
 def on_device(batch: Batch, device: torch.device) -> Batch:
@@ -93,37 +101,32 @@ def test_halves_of_a_pair_on_two_streams(schedule: str, monkeypatch: pytest.Monk
         assert_steps_as_eager("small-tied", schedule, 2, torch.device("cuda", 0), backend=interpreted)
 
 
-def rank_of_two(rank: int, store: str, bound: bool, schedule: str, vocab: str | int = "off") -> None:
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    chosen = device if bound else None
-    dist.init_process_group("nccl", init_method=store, rank=rank, world_size=2, device_id=chosen)
+def rank_of_two(schedule: str, vocab: str | int = "off") -> None:
+    device = torch.device("cuda", dist.get_rank())
     assert_steps_as_eager("small-dropout" if vocab == "off" else "small-tied", schedule, None, device, vocab)
-    dist.destroy_process_group()
 
 
 @two_gpus
-@pytest.mark.parametrize("bound", [False, True], ids=["lazy", "bound to a device"])
+@pytest.mark.parametrize("backend", ["nccl", "nccl, bound"], ids=["lazy", "bound to a device"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved-zb", "zb-v", "dualpipe-v", "dualpipe"])
-def test_two_processes_over_nccl(schedule: str, bound: bool, tmp_path: Path) -> None:
+def test_two_processes_over_nccl(pool: Pool, schedule: str, backend: str) -> None:
     """Also in a group that is bound to its device, whose pairs share one communicator."""
-    torch.multiprocessing.spawn(rank_of_two, (f"file://{tmp_path}/store", bound, schedule), nprocs=2)
+    pool.run(rank_of_two, schedule, backend=backend)
 
 
 @two_gpus
 @pytest.mark.parametrize("vocab", [1, 2])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "dualpipe-v"])
-def test_sharded_vocabulary_over_nccl(schedule: str, vocab: int, tmp_path: Path) -> None:
+def test_sharded_vocabulary_over_nccl(pool: Pool, schedule: str, vocab: int) -> None:
     """Its collectives have a group and a stream of their own."""
-    torch.multiprocessing.spawn(rank_of_two, (f"file://{tmp_path}/store", False, schedule, vocab), nprocs=2)
+    pool.run(rank_of_two, schedule, vocab, backend="nccl")
 
 
-def two_on_one_gpu(rank: int, store: str) -> None:
-    dist.init_process_group("nccl", init_method=store, rank=rank, world_size=2)
+def two_on_one_gpu() -> None:
     with pytest.raises(zbcompile.PipelineError, match="ranks 0 and 1 use the same GPU"):
         zbcompile.pipeline(PROBLEMS["mlp"].model().to("cuda:0"), schedule="1f1b", microbatches=2)
 
 
-@one_gpu
-def test_two_ranks_on_one_gpu_are_refused(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(two_on_one_gpu, (f"file://{tmp_path}/store",), nprocs=2)
+@two_gpus
+def test_two_ranks_on_one_gpu_are_refused(pool: Pool) -> None:
+    pool.run(two_on_one_gpu, backend="nccl")

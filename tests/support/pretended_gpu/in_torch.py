@@ -1,0 +1,249 @@
+"""The pretended GPU put in the place of torch.cuda and of ProcessGroupNCCL; `device` is the compiled module.
+
+`startup/sitecustomize.py` runs this at the start of a process. PRETENDED_GPU names the folder of the libraries,
+PRETENDED_GPU_DEVICES how many GPUs there are, PRETENDED_GPU_FAULTS a folder for the faults that are found.
+"""
+
+import importlib.util
+import os
+import socket
+import sys
+import zlib
+from datetime import timedelta
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+HERE = str(Path(__file__).resolve().parent)
+DEVICES = int(os.environ.get("PRETENDED_GPU_DEVICES", "2"))
+HOST = os.environ.get("PRETENDED_GPU_HOST", socket.gethostname())
+TOTAL = 8 << 30
+SYNC_MODES = {"default": 0, "warn": 1, "error": 2}
+
+
+def _load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("pretended_gpu", Path(os.environ["PRETENDED_GPU"], "pretended_gpu.so"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+device = _load()
+
+
+def _where() -> str:
+    """The lines of the library or of a test that lead here, the innermost first."""
+    frames: list[str] = []
+    frame = sys._getframe(1)
+    while frame is not None and len(frames) < 5:
+        name = frame.f_code.co_filename
+        if not any(each in name for each in ("site-packages", "/lib/python3", HERE)):
+            frames.append(f"{'/'.join(name.split('/')[-2:])}:{frame.f_lineno} {frame.f_code.co_name}")
+        frame = frame.f_back
+    return " <- ".join(frames)
+
+
+def _index(given: Any = None) -> int:
+    if given is None or (isinstance(given, int) and given < 0):
+        return device.device()
+    index = given if isinstance(given, int) else torch.device(given).index
+    return device.device() if index is None else index
+
+
+class Stream(torch.Stream):
+    def __new__(cls, device: Any = None, priority: int = 0, **known: Any) -> "Stream":
+        if known:
+            return super().__new__(cls, **known)
+        return super().__new__(cls, device=torch.device("cuda", _index(device)), priority=priority)
+
+    @property
+    def cuda_stream(self) -> int:
+        return self.stream_id
+
+
+class Event(torch.Event):
+    def __new__(cls, enable_timing: bool = False, **_: Any) -> "Event":
+        return super().__new__(cls, device="cuda", enable_timing=True)
+
+    def record(self, stream: Any = None) -> None:
+        super().record(torch.cuda.current_stream() if stream is None else stream)
+
+    def wait(self, stream: Any = None) -> None:
+        super().wait(torch.cuda.current_stream() if stream is None else stream)
+
+
+def _current_stream(given: Any = None) -> Stream:
+    found = torch.accelerator.current_stream(_index(given))
+    return Stream(stream_id=found.stream_id, device_index=found.device_index, device_type=found.device_type)
+
+
+class StreamContext:
+    """As torch's own: inside, the stream's device is the current one too."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def __enter__(self) -> Any:
+        if self.stream is not None:
+            self.device = device.device()
+            self.before = torch.accelerator.current_stream(self.stream.device_index)
+            device.set_device(self.stream.device_index)
+            torch.accelerator.set_stream(self.stream)
+        return self.stream
+
+    def __exit__(self, *_: object) -> None:
+        if self.stream is not None:
+            torch.accelerator.set_stream(self.before)
+            device.set_device(self.device)
+
+
+class CUDAGraph:
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.own = device.Graph()
+
+    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+        self.own.begin()
+
+    def capture_end(self) -> None:
+        self.own.end()
+
+    def replay(self) -> None:
+        self.own.replay()
+
+    def reset(self) -> None:
+        pass
+
+    def pool(self) -> tuple[int, int]:
+        return (0, 1)
+
+
+class GraphContext:
+    """Captures on a stream of the current device, as torch.cuda.graph does."""
+
+    def __init__(
+        self, graph: CUDAGraph, pool: Any = None, stream: Any = None, capture_error_mode: str = "global"
+    ) -> None:
+        self.graph, self.context = graph, StreamContext(stream or Stream())
+
+    def __enter__(self) -> None:
+        torch.cuda.synchronize()
+        self.context.__enter__()
+        self.graph.capture_begin()
+
+    def __exit__(self, *raised: object) -> None:
+        self.graph.capture_end()
+        self.context.__exit__(*raised)
+
+
+def _properties(given: Any = None) -> SimpleNamespace:
+    kilo = 1 << 10
+    return SimpleNamespace(
+        **{"name": "pretended GPU", "major": 9, "minor": 0, "total_memory": TOTAL, "multi_processor_count": 132},
+        **{"uuid": f"pretended-{HOST}-{_index(given)}", "warp_size": 32, "max_threads_per_multi_processor": 2048},
+        **{"L2_cache_size": 50 << 20, "gcnArchName": "", "is_integrated": False, "regs_per_multiprocessor": 64 * kilo},
+        **{"shared_memory_per_multiprocessor": 228 * kilo, "shared_memory_per_block_optin": 227 * kilo},
+    )
+
+
+def _exchange(index: int) -> int:
+    before = device.device()
+    if index >= 0:
+        device.set_device(index)
+    return before
+
+
+class _AnyBackend(type):
+    def __instancecheck__(cls, one: object) -> bool:
+        return isinstance(one, torch._C._distributed_c10d.Backend)
+
+
+class ProcessGroupNCCL(metaclass=_AnyBackend):
+    """Stands where the class of a CUDA build does."""
+
+    class Options:
+        def __init__(self, is_high_priority_stream: bool = False) -> None:
+            self.is_high_priority_stream, self._timeout = is_high_priority_stream, dist.default_pg_timeout
+            self.config = SimpleNamespace()
+
+    def __new__(cls, store: dist.Store, rank: int, size: int, options: Any = None) -> Any:
+        patience = getattr(options, "_timeout", timedelta(seconds=300))
+        inner = dist.ProcessGroupGloo(store, rank, size, patience)
+        host = zlib.crc32(HOST.encode())
+        return device.make_nccl(inner, rank, size, host, int(patience.total_seconds() * 1e3))
+
+
+def _put(where: Any, **made: Any) -> None:
+    for name, value in made.items():
+        setattr(where, name, value)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+def _install() -> None:
+    cuda = torch.cuda
+    device.set_devices(DEVICES)
+    device.set_stack_function(_where)
+    _put(cuda, _initialized=True, _lazy_init=_nothing, init=_nothing, is_initialized=lambda: True)
+    _put(cuda, is_available=lambda: True, device_count=lambda: DEVICES, current_device=device.device)
+    _put(cuda, set_device=lambda given: device.set_device(_index(given)), _is_in_bad_fork=lambda: False)
+    _put(cuda, _exchange_device=_exchange, _maybe_exchange_device=_exchange, _lazy_call=lambda run, **_: run())
+    _install_generators(cuda)
+    _install_streams(cuda)
+    _install_memory(cuda)
+    _put(cuda, get_device_properties=_properties, get_device_name=lambda given=None: _properties(given).name)
+    _put(cuda, get_device_capability=lambda given=None: (9, 0), is_bf16_supported=lambda *_, **__: True)
+    _put(cuda, set_sync_debug_mode=lambda mode: device.set_sync_mode(SYNC_MODES.get(mode, mode)))
+    _put(cuda, get_sync_debug_mode=device.sync_mode)
+    _put(torch.backends.cuda, is_built=lambda: True)
+    _install_below(torch._C)
+    d = dist.distributed_c10d
+    for module in (d, dist):
+        _put(module, ProcessGroupNCCL=ProcessGroupNCCL, is_nccl_available=lambda: True)
+    _put(d, _NCCL_AVAILABLE=True, default_pg_nccl_timeout=d.default_pg_timeout)
+
+
+def _install_generators(cuda: Any) -> None:
+    cuda.default_generators = tuple(device.default_generator(index) for index in range(DEVICES))
+    _put(cuda.random, _lazy_call=cuda._lazy_call, _lazy_init=_nothing, current_device=device.device)
+    _put(cuda.random, device_count=lambda: DEVICES)
+
+
+def _install_streams(cuda: Any) -> None:
+    for module in (cuda, cuda.streams):
+        _put(module, Stream=Stream, Event=Event)
+    _put(cuda, current_stream=_current_stream, set_stream=torch.accelerator.set_stream)
+    _put(cuda, stream=StreamContext, StreamContext=StreamContext)
+    cuda.default_stream = lambda given=None: Stream(stream_id=0, device_index=_index(given), device_type=1)
+    cuda.synchronize = lambda given=None: torch.accelerator.synchronize(_index(given))
+    for module in (cuda, cuda.graphs):
+        _put(module, CUDAGraph=CUDAGraph, graph=GraphContext, graph_pool_handle=lambda: (0, 1))
+        _put(module, is_current_stream_capturing=device.is_capturing)
+
+
+def _install_memory(cuda: Any) -> None:
+    for module in (cuda, cuda.memory):
+        _put(module, memory_allocated=lambda given=None: device.memory(_index(given))[0])
+        _put(module, max_memory_allocated=lambda given=None: device.memory(_index(given))[1])
+        _put(module, memory_reserved=lambda given=None: device.memory(_index(given))[0])
+        _put(module, max_memory_reserved=lambda given=None: device.memory(_index(given))[1])
+        _put(module, reset_peak_memory_stats=lambda given=None: device.reset_peak(_index(given)))
+        _put(module, mem_get_info=lambda given=None: (TOTAL - device.memory(_index(given))[0], TOTAL))
+        _put(module, empty_cache=_nothing)
+
+
+def _install_below(c: Any) -> None:
+    _put(c, _cuda_getDeviceCount=lambda: DEVICES, _cuda_getDevice=device.device, _cuda_setDevice=device.set_device)
+    _put(c, _cuda_isInBadFork=lambda: False, _cuda_init=_nothing, _cuda_synchronize=torch.accelerator.synchronize)
+    _put(c, _cuda_exchangeDevice=_exchange, _cuda_maybeExchangeDevice=_exchange)
+    c._cuda_getCurrentRawStream = lambda index: torch.accelerator.current_stream(index).stream_id
+    c._cuda_isCurrentStreamCapturing = device.is_capturing
+
+
+_install()
+if "PRETENDED_GPU_FAULTS" in os.environ:
+    device.write_faults_to(str(Path(os.environ["PRETENDED_GPU_FAULTS"], str(os.getpid()))))
