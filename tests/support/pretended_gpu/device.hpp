@@ -12,6 +12,7 @@ struct Event {
   double when = 0;
   DeviceIndex device = 0;
   bool captured = false;
+  Pending pending;
 };
 inline double seconds() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -57,29 +58,40 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     state().contexts.insert(stream.device_index());
     bool captured = captures_here() && state().captured.count(key_of(stream));
     join(state().clocks[key_of(stream)], state().host);
-    *static_cast<Event*>(*event) = {state().clocks[key_of(stream)], seconds(), stream.device_index(), captured};
+    auto& clock = state().clocks[key_of(stream)];
+    *static_cast<Event*>(*event) = {clock, seconds(), stream.device_index(), captured, pending_on(key_of(stream))};
   }
   void block(void* event, const c10::Stream& stream) const override {
     Lock lock(state().mutex);
     if (!event) return;
     join(state().clocks[key_of(stream)], static_cast<Event*>(event)->clock);
+    stand_still(key_of(stream), static_cast<Event*>(event)->pending);
     if (captures_here() && static_cast<Event*>(event)->captured) state().captured.insert(key_of(stream));
   }
-  bool queryEvent(void*) const override {
+  bool queryEvent(void* event) const override {
     Lock lock(state().mutex);
     state().contexts.insert(current);  // CUDA makes a context on the thread's device, not on the event's
-    return true;
+    auto& pending = static_cast<Event*>(event)->pending;
+    return std::all_of(pending.begin(), pending.end(), [](auto& each) { return each->is_over(); });
   }
-  bool queryStream(const c10::Stream&) const override { return true; }
+  bool queryStream(const c10::Stream& stream) const override { return pending_on(key_of(stream)).empty(); }
   void destroyEvent(void* event, const DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
   void synchronizeStream(const c10::Stream& stream) const override {
     host_waits("stream.synchronize", key_of(stream), false);
   }
   void synchronizeEvent(void* event) const override {
+    if (event) settle(static_cast<Event*>(event)->pending);
     Lock lock(state().mutex);
     if (event) join(state().host, static_cast<Event*>(event)->clock);
   }
   void synchronizeDevice(const DeviceIndex device) const override {
+    std::vector<StreamKey> all;
+    {
+      Lock lock(state().mutex);
+      for (auto& [stream, clock] : state().clocks)
+        if (stream >> 40 == (device < 0 ? current : device)) all.push_back(stream);
+    }
+    for (auto stream : all) settle(stream);
     {
       Lock lock(state().mutex);
       for (auto& [stream, clock] : state().clocks)

@@ -25,7 +25,9 @@ SYNC_MODES = {"default": 0, "warn": 1, "error": 2}
 
 
 def _load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("pretended_gpu", Path(os.environ["PRETENDED_GPU"], "pretended_gpu.so"))
+    spec = importlib.util.spec_from_file_location(
+        "pretended_gpu", Path(os.environ["PRETENDED_GPU"], "pretended_gpu.so")
+    )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -21,6 +21,7 @@ PYBIND11_MODULE(pretended_gpu, m) {
   m.def("write_faults_to", [](const std::string& path) {
     state().fault_file = open(path.c_str(), O_CREAT | O_WRONLY | O_APPEND | O_CLOEXEC, 0644);
   });
+  m.def("keep_faults", [](bool keep) { state().writes_faults = keep; });
   m.def("device", [] { return static_cast<int>(current); });
   m.def("set_device", [](int index) { Guard().setDevice(Device(CUDA, static_cast<DeviceIndex>(index))); });
   m.def("default_generator", [](int index) { return default_generator(static_cast<DeviceIndex>(index)); });

@@ -2,17 +2,15 @@
 // stream, begun when the current stream reaches where they were posted.
 //
 // A communicator is made by its first operation, per device and, unless the group is bound to its device, per pair of
-// ranks that send; two ranks on one GPU are refused then. `wait` makes the current stream wait; as the kernels of this
-// device are the host's, it waits for the bytes too, which shows the deadlocks that a stream that waits would have.
+// ranks that send; two ranks on one GPU are refused then. `wait` makes the current stream wait, not the host: what is
+// posted next waits for it too, and so do kernels, which here are the host's. This shows the deadlocks of streams.
 #pragma once
 #include "operators.hpp"
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
-#include <condition_variable>
 #include <deque>
-#include <memory>
 
 using c10d::Work;
 using Works = c10::intrusive_ptr<Work>;
@@ -20,21 +18,8 @@ using Start = std::function<Works()>;
 using Tensors = std::vector<Tensor>;
 constexpr int GREETING = (1 << 30) + 1;  // the tag of a communicator's first messages
 
-struct Done {  // of one operation, for its own thread and for who waits
-  std::mutex mutex;
-  std::condition_variable changed;
-  bool over = false;
-  std::exception_ptr error;
-
-  void finish(std::exception_ptr found) {
-    std::lock_guard<std::mutex> lock(mutex);
-    if (over) return;
-    over = true;
-    error = std::move(found);
-    changed.notify_all();
-  }
-};
 struct Job {
+  Pending needs;  // of the stream that it was posted from
   std::vector<Start> starts;
   std::vector<std::function<void()>> after;
   std::shared_ptr<Done> done = std::make_shared<Done>();
@@ -86,6 +71,7 @@ struct Communicator {  // a queue with a thread: what NCCL does on one stream
   }
   static void run(Job& job) {
     try {
+      for (auto& need : job.needs) need->wait();
       std::vector<Works> works;
       for (auto& start : job.starts) works.push_back(start());
       for (auto& work : works)
@@ -106,9 +92,10 @@ struct NcclWork final : Work {
   Tensors held;
   DeviceIndex device;
   bool for_host;  // a barrier
-  std::chrono::milliseconds patience;
-  NcclWork(std::shared_ptr<Done> d, Clock e, Tensors t, DeviceIndex i, bool h, std::chrono::milliseconds p)
-      : done(std::move(d)), end(std::move(e)), held(std::move(t)), device(i), for_host(h), patience(p) {}
+  NcclWork(std::shared_ptr<Done> d, Clock e, Tensors t, DeviceIndex i, bool h, std::chrono::milliseconds patience)
+      : done(std::move(d)), end(std::move(e)), held(std::move(t)), device(i), for_host(h) {
+    done->patience = patience;
+  }
   bool isCompleted() override {
     std::lock_guard<std::mutex> lock(done->mutex);
     return done->over;
@@ -122,26 +109,25 @@ struct NcclWork final : Work {
     return done->error;
   }
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override {
-    {
-      std::unique_lock<std::mutex> lock(done->mutex);
-      auto limit = timeout == kNoTimeout ? patience : timeout;
-      bool over = done->changed.wait_for(lock, limit, [&] { return done->over; });
-      TORCH_CHECK(over, "NCCL operation timed out after ", limit.count(), " ms");
-      if (done->error) std::rethrow_exception(done->error);
-    }
+    if (timeout != kNoTimeout) done->patience = timeout;
+    if (for_host || isCompleted()) done->wait();
     synchronize();
     return true;
   }
   void synchronize() override {
-    Lock lock(state().mutex);
-    join(state().clocks[key_of(device, streams[device])], end);
-    if (for_host) join(state().host, end);
-    held.clear();
+    {
+      Lock lock(state().mutex);
+      auto stream = key_of(device, streams[device]);
+      stand_still(stream, {done});
+      join(state().clocks[stream], end);
+      if (for_host) join(state().host, end);
+    }
+    held.clear();  // without the mutex: to free a tensor can take Python's lock
   }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
     auto made = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
     auto results = held;
-    wait();
+    settle(Pending{done});
     made->markCompleted(IValue(results));
     return made;
   }
@@ -231,6 +217,7 @@ struct Nccl final : c10d::Backend {
     }
     launch(communicator->key(), std::string("nccl::") + name, views.reads, views.writes);
     auto job = coalescing ? batch : std::make_shared<Job>();
+    job->needs = pending_on(key_of(device, streams[device]));
     job->starts.push_back(std::move(start));
     if (after) job->after.push_back(std::move(after));
     if (coalescing) {
@@ -377,6 +364,7 @@ struct Nccl final : c10d::Backend {
     auto device = options.device_ids.empty() ? current : static_cast<DeviceIndex>(options.device_ids[0]);
     auto communicator = on(device, "all", -1);
     auto job = std::make_shared<Job>();
+    job->needs = pending_on(key_of(device, streams[device]));
     job->starts.push_back([group = inner] { return group->barrier(c10d::BarrierOptions()); });
     {
       Lock lock(state().mutex);

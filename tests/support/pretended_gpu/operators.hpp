@@ -273,6 +273,7 @@ inline void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* 
   size_t count = schema.arguments().size(), first = stack->size() - count;
   std::string name = schema.name();
   OnDevice device(device_of(name, &(*stack)[first], count));
+  settle(stream_now());
   auto& results = schema.returns();
   bool view = std::any_of(results.begin(), results.end(),
                           [](auto& each) { return each.alias_info() && !each.alias_info()->isWrite(); });
@@ -335,6 +336,8 @@ inline Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
     auto to = key_of(Guard().getStream(self.device())), from = stream_now();
     join(state().clocks[from], state().clocks[to]);
   }
+  settle(stream_now());
+  if (self.is_cuda()) settle(key_of(Guard().getStream(self.device())));
   Views views;
   Tensor to = views.host(self, true), from = views.host(source, false);
   if (capturing())

@@ -13,7 +13,10 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
+#include <condition_variable>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <set>
 #include <string>
@@ -54,11 +57,39 @@ struct Memory {
   size_t now = 0, peak = 0, allocations = 0;
 };
 
+struct Done {  // of one message or collective, which may still be under way
+  std::mutex mutex;
+  std::condition_variable changed;
+  bool over = false;
+  std::exception_ptr error;
+  std::chrono::milliseconds patience{300'000};
+
+  void finish(std::exception_ptr found) {
+    std::lock_guard<std::mutex> lock(mutex);
+    if (over) return;
+    over = true;
+    error = std::move(found);
+    changed.notify_all();
+  }
+  bool is_over() {
+    std::lock_guard<std::mutex> lock(mutex);
+    return over;
+  }
+  void wait() {
+    std::unique_lock<std::mutex> lock(mutex);
+    bool came = changed.wait_for(lock, patience, [&] { return over; });
+    TORCH_CHECK(came, "NCCL operation timed out after ", patience.count(), " ms");
+    if (error) std::rethrow_exception(error);
+  }
+};
+using Pending = std::vector<std::shared_ptr<Done>>;
+
 struct Graph;
 struct State {
   std::recursive_mutex mutex;
   std::unordered_map<StreamKey, Clock> clocks;
   Clock host;
+  std::unordered_map<StreamKey, Pending> awaited;  // what a stream stands still for
   std::unordered_map<void*, Block> memory;
   std::unordered_set<void*> pinned;
   std::map<StreamKey, std::map<StreamKey, Use>> pending;  // by owner, by stream: uses of memory that was freed
@@ -73,6 +104,7 @@ struct State {
   std::thread::id capturing;
   std::set<StreamKey> captured;  // streams that take part in the capture
   int devices = 0, sync_mode = 0, fault_file = -1;
+  bool writes_faults = true;
 };
 inline State& state() {
   static State* made = new State;
@@ -90,6 +122,42 @@ inline StreamKey stream_now() {
   Lock lock(state().mutex);
   state().contexts.insert(current);
   return key_of(current, streams[current]);
+}
+
+// What a stream stands still for.
+inline Pending pending_on(StreamKey stream) {
+  Lock lock(state().mutex);
+  auto& all = state().awaited[stream];
+  all.erase(std::remove_if(all.begin(), all.end(), [](auto& each) { return each->is_over() && !each->error; }), all.end());
+  return all;
+}
+inline void stand_still(StreamKey stream, const Pending& more) {
+  Lock lock(state().mutex);
+  auto& all = state().awaited[stream];
+  for (auto& each : more)
+    if (std::find(all.begin(), all.end(), each) == all.end()) all.push_back(each);
+}
+// Kernels are the host's: it waits for what the stream waits for when it has one to run, or looks at a result.
+inline void settle(const Pending& pending) {
+  if (pending.empty()) return;
+  PyThreadState* python = Py_IsInitialized() && PyGILState_Check() ? PyEval_SaveThread() : nullptr;
+  std::exception_ptr error;
+  try {
+    for (auto& each : pending) each->wait();
+  } catch (...) {
+    error = std::current_exception();
+  }
+  if (python) PyEval_RestoreThread(python);
+  if (error) std::rethrow_exception(error);
+}
+inline void settle(StreamKey stream) {
+  auto pending = pending_on(stream);
+  if (pending.empty()) return;
+  {
+    Lock lock(state().mutex);
+    state().awaited.erase(stream);  // an error is raised once
+  }
+  settle(pending);
 }
 
 struct OnDevice {  // as c10::DeviceGuard
@@ -118,7 +186,7 @@ inline void note_fault(const std::string& what) {
   std::string text = what + " @ " + stack_now();
   Lock lock(state().mutex);
   std::string line = text + "\n";
-  if (!state().faults[text]++ && state().fault_file >= 0) (void)!write(state().fault_file, line.data(), line.size());
+  if (!state().faults[text]++ && state().writes_faults && state().fault_file >= 0) (void)!write(state().fault_file, line.data(), line.size());
 }
 inline void note_sync(const std::string& what) {
   std::string text = what + " @ " + stack_now();
@@ -134,6 +202,7 @@ inline bool capturing() { return captures_here() && state().captured.count(key_o
 inline void host_waits(const std::string& what, StreamKey stream, bool said = true) {
   TORCH_CHECK(!captures_here(), "CUDA error: operation not permitted when stream is capturing (", what, ")");
   TORCH_CHECK(!(said && state().sync_mode == 2), "called a synchronizing CUDA operation (", what, ")");
+  settle(stream);
   {
     Lock lock(state().mutex);
     join(state().host, state().clocks[stream]);
