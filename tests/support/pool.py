@@ -139,7 +139,7 @@ class Pool:
         self, function: Callable[..., Any], *args: Any, ranks: int = 2, timeout: float = 120, backend: str = "gloo"
     ) -> list[Any]:
         """The result of `function(*args)` on every rank; TaskFailed, with all tracebacks, if one of them raised.
-        `backend` is that of the group: with "nccl" every rank has a GPU, with "nccl, bound" its group is bound to it."""
+        `backend` is that of the group: with "nccl" every rank has a GPU, with "nccl, bound" a group bound to it."""
         outcomes = self.outcomes(function, *args, ranks=ranks, timeout=timeout, backend=backend)
         if any(outcome.error for outcome in outcomes):
             # The messages first: a log that is cut short keeps them.

@@ -55,6 +55,10 @@ class Recorded:
     moved: bool = False
 
     def __call__(self, values: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        with torch.cuda.device(values[0].device):  # a recording is of the current device's stream
+            return self._replayed(values)
+
+    def _replayed(self, values: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         addresses = tuple(values[place].data_ptr() for place in self.staying)
         if addresses not in self.recordings:
             if len(self.recordings) == PLACES:

@@ -112,7 +112,8 @@ class StreamProgress(Progress):
     def behind(self) -> bool:
         event = self._event
         try:
-            return event is not None and not event.query()
+            with torch.cuda.device(self._device):  # of that thread it is GPU 0, on which a query would make a context
+                return event is not None and not event.query()
         except RuntimeError:  # the device has failed: whoever uses it next learns why
             return False
 

@@ -19,6 +19,13 @@ def take_gpu() -> None:
     torch.cuda.set_device(own_gpu(os.environ, torch.cuda.device_count()))
 
 
+def make_current(device: torch.device) -> None:
+    """Make the model's GPU the current one of this thread, as torch gathers objects over NCCL on that: on GPU 0 of all
+    ranks, if a script only moved its model."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 def own_gpu(environment: Mapping[str, str], count: int) -> int:
     """The index of this process's GPU among `count`. A single one is simply taken: a launcher may show each process a
     different one, which `require_own_gpus` verifies.

@@ -12,7 +12,7 @@ from zbcompile.distributed.arrival import Arrival
 from zbcompile.distributed.clocks import progress_of
 from zbcompile.distributed.fault_store import Board
 from zbcompile.distributed.faults import Position
-from zbcompile.distributed.gpus import require_own_gpus, take_gpu, warn_of_few_queues
+from zbcompile.distributed.gpus import make_current, require_own_gpus, take_gpu, warn_of_few_queues
 from zbcompile.distributed.mesh import PARTS, Mesh, MeshNames, Replicas, mesh_of
 from zbcompile.distributed.ranks import GroupRanks, LocalRanks, Ranks
 from zbcompile.distributed.watchdog import Watch
@@ -104,6 +104,7 @@ def _group_ranks(find_device: FindDevice, mesh: Mesh, ranks: int | None, timeout
         )
     world: Any = dist.group.WORLD
     device, own, ordered = find_device(), dist.get_rank(), ORDERED.read()
+    make_current(device)
     backend = backend_of(world, device)
     board = Board(world, dist.get_process_group_ranks(world), own, timeout)
     watch = Watch(Position(own), board, (world,), timeout, backend, progress_of(device))

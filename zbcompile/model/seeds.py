@@ -36,9 +36,17 @@ def microbatch_seed(step: int, microbatch: int, seed: int = 0) -> int:
 @contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
     """Run without advancing the caller's generators."""
-    devices = [device.index or 0] if device.type == "cuda" else []
+    devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         yield
+
+
+def seed_generators(seed: int, device: torch.device) -> None:
+    """Seed those of the CPU and of `device`, from which passes draw; torch.manual_seed seeds every GPU it sees."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        torch.cuda.default_generators[index].manual_seed(seed)
 
 
 def generator_state(device: torch.device) -> torch.Tensor:

@@ -7,7 +7,7 @@ import torch
 
 from zbcompile.distributed.packing import laid_out
 from zbcompile.errors import PipelineError
-from zbcompile.model.seeds import generator_state
+from zbcompile.model.seeds import generator_state, seed_generators
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.graph.storage import storage_bytes
 from zbcompile.passes.torch_private import storage_key
@@ -116,8 +116,7 @@ class StageRun:
         if stage.generator_arrives:
             stage.relay.continue_from(arrived.pop(), self.seeds[microbatch])
         elif stage.program.random or stage.generator_leaves:
-            seeded = torch if torch.accelerator.is_available() else torch.default_generator  # quicker for the CPU alone
-            seeded.manual_seed(self.seeds[microbatch])
+            seed_generators(self.seeds[microbatch], stage.device)
 
     def _take(self, call: Call, frame: Frame) -> Tensors:
         """The inputs of a piece. What no later pass reads leaves the frame: the graph frees it at its last use."""

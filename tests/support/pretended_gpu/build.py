@@ -1,5 +1,5 @@
-"""Build of the pretended GPU, once per torch, Python and source, into the user's cache; and the environment of a process
-that has one.
+"""Build of the pretended GPU, once per torch, Python and source, into the user's cache; and the environment of a
+process that has one.
 
     python -m tests.support.pretended_gpu.build [--devices N] COMMAND...    runs a command where torch.cuda is there
 """

@@ -1,4 +1,4 @@
-"""A pytest plugin (`-p tests.support.pretended_gpu.checked`): a test fails if a process of it goes against CUDA's order."""
+"""A pytest plugin (`-p tests.support.pretended_gpu.checked`): a test whose processes go against CUDA's order fails."""
 
 import os
 from collections.abc import Iterator

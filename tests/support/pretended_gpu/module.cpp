@@ -38,6 +38,7 @@ PYBIND11_MODULE(pretended_gpu, m) {
     state().faults.clear();
     state().syncs.clear();
     state().ops.clear();
+    state().contexts.clear();
     state().launches = state().waits = 0;
   });
   m.def("memory", [](int index) {

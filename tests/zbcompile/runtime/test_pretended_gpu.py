@@ -1,11 +1,13 @@
 """The tests that need GPUs, run with pretended ones; and what the pretended GPU itself finds.
 
-A torch without CUDA becomes one with it only in a process that begins so. Hence one test here starts another pytest; the
-other tests run in that one alone. See `tests/support/pretended_gpu`.
+A torch without CUDA becomes one with it only in a process that begins so. Hence one test here starts another pytest;
+the other tests run in that one alone. See `tests/support/pretended_gpu`.
 """
 
+import copy
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -14,9 +16,10 @@ from types import ModuleType
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 import zbcompile
-from tests.support.oracle import PROBLEMS
+from tests.support.oracle import Batch, eager_step
 from tests.support.pool import Pool
 from tests.support.pretended_gpu.build import ROOT, built, environment, why_not
 
@@ -159,3 +162,70 @@ def send_and_receive(crossed: bool) -> bool:
 def test_messages_of_one_communicator_wait_for_each_other(pool: Pool, crossed: bool) -> None:
     """Two sends that are both posted before their receives stand still, as with NCCL; gloo would deliver them."""
     assert pool.run(send_and_receive, crossed, backend="nccl") == [not crossed] * 2
+
+
+class Masked(nn.Module):
+    """Its backward makes tensors: the graphs name the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        y = torch.where(y > 0, y, 0.5)
+        return x + y[:, torch.arange(x.shape[1], device=x.device).flip(0)]
+
+
+def squared(result: Tensor, target: Tensor) -> Tensor:
+    return ((result - target) ** 2).mean()
+
+
+def steps_as_eager(rank: int | None) -> list[float]:
+    """How far two steps are from eager's, on GPU 1 of one process (None) or on a GPU for each rank."""
+    device = torch.device("cuda", 1 if rank is None else rank)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Masked() for _ in range(4))).to(device)
+    twin = copy.deepcopy(model)
+    alone = {"ranks": 2} if rank is None else {}
+    graphs = rank is None
+    options = {"schedule": "zb-h1", "microbatches": 4, "loss": squared, "balance": "measured", **alone}
+    pipe = zbcompile.pipeline(model, cuda_graphs=graphs, **options)
+    differences = []
+    for step in range(2):
+        batch = Batch((torch.randn(8, 4, 8, device=device),), {}, torch.zeros(8, 4, 8, device=device))
+        loss = pipe.step(*batch.args, target=batch.target)
+        differences.append(abs(float(loss - eager_step(twin, squared, batch, 4, step))))
+    time.sleep(1.5)  # the thread that watches over the ranks looks at the device
+    pipe.close()
+    return differences
+
+
+def with_another_current_device() -> tuple[list[float], set[int], int]:
+    """Differences from eager, devices that this process used, and how often the other GPU's generator was seeded."""
+    device = sys.modules["pretended_gpu_in_torch"].device  # type: ignore[attr-defined]
+    torch.cuda.set_device(0)
+    torch.cuda.synchronize()
+    device.forget()
+    rank = dist.get_rank()
+    before = device.times_seeded(1 - rank)
+    found = steps_as_eager(rank)
+    by_eager = 1 + 2 * 4  # torch.manual_seed: once, and before each of the microbatches
+    return found, device.contexts(), device.times_seeded(1 - rank) - before - by_eager
+
+
+@pretended
+def test_ranks_whose_scripts_only_moved_the_model(pool: Pool) -> None:
+    """Nothing of theirs is on GPU 0 but what belongs there, whichever device was current; the other GPU's generator is
+    left alone, and graphs that name their devices are one program."""
+    for rank, (differences, used, seeded) in enumerate(pool.run(with_another_current_device, backend="nccl")):
+        assert max(differences) < 1e-5
+        assert used == {rank}
+        assert seeded == 0
+
+
+@pretended
+def test_graphs_are_recorded_on_the_device_of_the_model() -> None:
+    """The current one is another: what is recorded there would be empty, and replays would return old results."""
+    with torch.cuda.device(0):
+        assert max(steps_as_eager(None)) < 1e-5
