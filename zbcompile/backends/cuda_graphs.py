@@ -7,6 +7,7 @@ microbatches are under way at once. If a gradient buffer has moved, the pass is 
 
 import warnings
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,7 +56,8 @@ class Recorded:
     moved: bool = False
 
     def __call__(self, values: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        with torch.cuda.device(values[0].device):  # a recording is of the current device's stream
+        device = values[0].device
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # whose streams are recorded
             return self._replayed(values)
 
     def _replayed(self, values: list[torch.Tensor]) -> Sequence[torch.Tensor]:

@@ -34,6 +34,7 @@ OF_GPUS = 26 + 7  # of the first two files
 
 
 @pytest.mark.skipif(HERE, reason="is on the pretended GPU")
+@pytest.mark.slow
 @pytest.mark.several_processes
 @pytest.mark.timeout(1200)  # on a busy machine; the libraries may have to be built
 def test_gpu_tests_on_the_pretended_gpu(tmp_path: Path) -> None:
