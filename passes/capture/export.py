@@ -25,7 +25,13 @@ from zbcompile.passes.capture.meta_device import as_if_on
 from zbcompile.passes.capture.mutations import detach_no_grad_regions, separate_written
 from zbcompile.passes.capture.questions import Given, Questions
 from zbcompile.passes.capture.side_effects import Watch
-from zbcompile.passes.capture.torch_private import eagers_kernels, quick_decompositions, release_shapes, whole_regions
+from zbcompile.passes.capture.torch_private import (
+    eagers_kernels,
+    quick_decompositions,
+    release_shapes,
+    unchecked_distributions,
+    whole_regions,
+)
 from zbcompile.passes.capture.tracing_flags import EAGER, ways_to_trace
 from zbcompile.passes.capture.training_step import Inference, Kept, LossFunction, Read, TrainingStep
 from zbcompile.passes.capture.unsupported import problems_of, raise_first, training_problems
@@ -225,21 +231,9 @@ def _export_once(wrapper: Traced, watch: Watch, example: Any) -> ExportedProgram
     regions = regions_of(wrapper.model, *example[:2])
     with contextlib.ExitStack() as around:
         around.enter_context(watch.functions(wrapper, regions))
-        for each in (numbered_checkpoints, whole_regions, _without_torchs_warnings, _unchecked_distributions):
+        for each in (numbered_checkpoints, whole_regions, _without_torchs_warnings, unchecked_distributions):
             around.enter_context(each())
         return torch.export.export(wrapper, example, strict=False)
-
-
-@contextlib.contextmanager
-def _unchecked_distributions() -> Iterator[None]:
-    """Turn off the checks of torch.distributions, as python -O does: they decide by values, and change none."""
-    kind = torch.distributions.Distribution
-    before = kind._validate_args
-    kind.set_default_validate_args(False)
-    try:
-        yield
-    finally:
-        kind.set_default_validate_args(before)
 
 
 def _device_of(example: Any) -> torch.device:

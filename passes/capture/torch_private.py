@@ -221,6 +221,12 @@ def instead_of_module_call(call: Callable[..., Any]) -> contextlib.AbstractConte
     return replaced(torch.nn.Module, "_call_impl", lambda module, *args, **kwargs: call(original, module, args, kwargs))
 
 
+def unchecked_distributions() -> contextlib.AbstractContextManager[None]:
+    """Turn off the checks of torch.distributions, as python -O does: they decide by values, and change none (2.11-2.15:
+    a public function sets the default, none reads it)."""
+    return replaced(torch.distributions.Distribution, "_validate_args", False)
+
+
 def is_traced() -> bool:
     """Whether operations that are called now are traced (2.11-2.13: no public name)."""
     return proxy_tensor.get_proxy_mode() is not None

@@ -11,7 +11,14 @@ import torch
 from torch import nn
 
 from zbcompile.passes.errors import CaptureError
-from zbcompile.passes.torch_private import backward_hooks, global_hooks, is_compiled, storage_key, tensor_hooks
+from zbcompile.passes.torch_private import (
+    backward_hooks,
+    forward_hook_functions,
+    global_hooks,
+    is_compiled,
+    storage_key,
+    tensor_hooks,
+)
 
 REPLICAS = 'Replicas are the dimension "dp" of mesh=, and pipe.optimizer(zero=1) divides the optimizer among them.'
 WRAPPERS = {  # by the name of the class, so that nothing is imported for it: what to do instead
@@ -82,7 +89,7 @@ def problems_of(model: nn.Module) -> Iterator[str]:
 
 def _replaced_weights(module: nn.Module) -> Iterator[str]:
     """Hooks of torch that replace a weight before every forward, by a plain tensor that no stage could own."""
-    for hook in module._forward_pre_hooks.values():
+    for hook in forward_hook_functions(module):
         kind = type(hook)
         if kind.__module__ in ("torch.nn.utils.weight_norm", "torch.nn.utils.spectral_norm"):
             name = kind.__module__.rpartition(".")[2]
@@ -92,7 +99,7 @@ def _replaced_weights(module: nn.Module) -> Iterator[str]:
             )
         elif any(base.__name__ == "BasePruningMethod" for base in kind.__mro__):
             yield (
-                f"is pruned: a hook replaces {hook._tensor_name} before every forward. Call "  # type: ignore[attr-defined]
+                "is pruned: a hook replaces a parameter before every forward. Call "
                 "torch.nn.utils.prune.remove to keep the pruned values, or torch.nn.utils.parametrize."
                 "register_parametrization with a module that multiplies by the mask, to train under it."
             )

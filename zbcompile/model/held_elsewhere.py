@@ -4,10 +4,11 @@ gets an error that says what to call.
 Such a tensor keeps its identity and its memory; its class becomes one that lets only questions about its form pass.
 """
 
-import sys
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from types import FrameType
 from typing import Any, Self
 
 import torch
@@ -38,7 +39,7 @@ class HeldElsewhere:
             found = next(each for each in pytree.tree_leaves((args, kwargs)) if is_held_elsewhere(each))
             if name != "copy_" or found is not args[0] or any(map(is_held_elsewhere, args[1:])):
                 raise PipelineError(_refusal(found))
-        elif name == "grad" and _clips(sys._getframe(1)):
+        elif name == "grad" and _clips(inspect.currentframe()):
             raise PipelineError(CLIP)
         with without_overrides():
             result = func(*args, **(kwargs or {}))
@@ -62,8 +63,10 @@ def _tells_a_form(name: str, accessor: str) -> bool:
     return name in _FORMS or name.endswith("_like") or name.startswith("new_")
 
 
-def _clips(frame: Any) -> bool:
-    return frame.f_globals.get("__name__") == _CLIPPING  # type: ignore[no-any-return]
+def _clips(frame: FrameType | None) -> bool:
+    """Whether the function of this frame is called by torch's clipping."""
+    caller = frame and frame.f_back
+    return caller is not None and caller.f_globals.get("__name__") == _CLIPPING
 
 
 def _refusal(tensor: torch.Tensor) -> str:
@@ -127,7 +130,7 @@ class OwnParameters(Iterator[nn.Parameter]):
         self._left = iter(parameters)
 
     def __iter__(self) -> Self:
-        if _clips(sys._getframe(1)):
+        if _clips(inspect.currentframe()):
             raise PipelineError(CLIP)
         return self
 

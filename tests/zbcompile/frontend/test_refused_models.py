@@ -348,7 +348,7 @@ REFUSED = (
         old_weight_norm, CAPTURE, r"layers\.0 \(Linear\) has .*Use torch\.nn\.utils\.parametrizations\.weight_norm"
     ),
     Refused(old_spectral_norm, CAPTURE, r"replaces weight.*Use torch\.nn\.utils\.parametrizations\.spectral_norm"),
-    Refused(pruned, CAPTURE, r"layers\.0 \(Linear\) is pruned: a hook replaces weight.*prune\.remove"),
+    Refused(pruned, CAPTURE, r"layers\.0 \(Linear\) is pruned: a hook replaces a parameter.*prune\.remove"),
     Refused(loss_that_trains, CAPTURE, r"reads scale, which requires a gradient"),
     Refused(data_dependent_control_flow, CAPTURE, r"torch.export cannot capture Branching.*control flow"),
     Refused(compiled_model, CAPTURE, r"already wrapped by torch.compile"),

@@ -125,8 +125,9 @@ def test_recomputation_is_advised_by_what_is_alive() -> None:
     costs = predicted_costs(whole)
     before = simulate(whole.schedule, costs)
     (trial,) = (each for each in _trials(whole) if each.option == "--recompute full")
-    (advised,) = _judged(trial, rebuilt, {}, before, lambda program: complete_peak(program or whole, {}))
-    then = simulate(rebuilt.schedule, predicted_costs(rebuilt))
+    after = predicted_costs(rebuilt)
+    (advised,) = _judged(trial, rebuilt, after, before, lambda program: complete_peak(program or whole, {}))
+    then = simulate(rebuilt.schedule, after)
     peaks = [
         max(memory.peak for memory in rank_memories(program, timeline.costs, {}))
         for program, timeline in ((whole, before), (rebuilt, then))
