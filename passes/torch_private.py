@@ -91,6 +91,11 @@ def stack_trace(node: Node) -> str:
     return node.meta.get("stack_trace") or ""
 
 
+def set_stack_trace(node: Node, text: str) -> None:
+    """Replace what `stack_trace` says of `node` (2.11-2.13)."""
+    node.meta["stack_trace"] = text
+
+
 def module_stack(node: Node) -> dict[str, tuple[str, Any]]:
     """The modules that `node` ran in, outermost first: their paths with the path and the class of each (2.11-2.13)."""
     return node.meta.get("nn_module_stack") or {}

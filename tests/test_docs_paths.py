@@ -1,6 +1,9 @@
 """Every file, module and public name that README.md and docs/ mention exists."""
 
+import os
 import re
+import subprocess
+import sys
 from functools import reduce
 from pathlib import Path
 
@@ -107,3 +110,11 @@ def test_every_question_has_a_page_and_a_test(text: str) -> None:
 
 def test_ten_questions_are_answered() -> None:
     assert len(QUESTIONS) >= 10
+
+
+def test_the_scripts_of_faults_run_from_the_root() -> None:
+    """With nothing else on the path: all can be imported."""
+    scripts = sorted(set(re.findall(r"-m (tests\.[\w.]+)", (ROOT / "docs/faults.md").read_text())))
+    assert "tests.support.soak" in scripts
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    subprocess.run([sys.executable, "-c", f"import {', '.join(scripts)}"], cwd=ROOT, env=environment, check=True)

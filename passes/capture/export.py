@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 
 from zbcompile.passes.capture.autocast import number_autocast_regions
 from zbcompile.passes.capture.distributed_regions import regions_of
@@ -36,10 +36,11 @@ from zbcompile.passes.capture.tracing_flags import EAGER, ways_to_trace
 from zbcompile.passes.capture.training_step import Inference, Kept, LossFunction, Read, TrainingStep
 from zbcompile.passes.capture.unsupported import problems_of, raise_first, training_problems
 from zbcompile.passes.errors import CaptureError
+from zbcompile.passes.graph.fx import output_values
 from zbcompile.passes.graph.kernel_layouts import kernels_layouts
 from zbcompile.passes.graph.roles import Kind, Slot
 from zbcompile.passes.graph.strides import copy_with_strides
-from zbcompile.passes.torch_private import numbered_checkpoints, pytree
+from zbcompile.passes.torch_private import numbered_checkpoints, pytree, set_stack_trace
 from zbcompile.passes.values.open_numbers import computes_with_them
 from zbcompile.passes.values.plain_tensors import PlainTensor, plain_tensors
 
@@ -279,7 +280,7 @@ def _with_roles(program: ExportedProgram, model: nn.Module, example: Any, questi
     return Captured(
         module=program.graph_module,
         inputs=inputs,
-        outputs=outputs[: len(outputs) - len(questions.answers)],
+        outputs=(*outputs[: len(outputs) - len(questions.results)], *_check_slots(program.graph, questions)),
         names=names,
         trainable=frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad),
         constants=constants,
@@ -325,10 +326,11 @@ def flatten_inputs(example: Any) -> tuple[tuple[str, ...], tuple[Any, ...], Any]
 
 def _input_slots(program: ExportedProgram, names: Mapping[str, str], example: Any) -> tuple[Slot, ...]:
     paths = iter(flatten_inputs(example)[0])
-    return tuple(_input_slot(spec, names, paths) for spec in program.graph_signature.input_specs)
+    specs = program.graph_signature.input_specs
+    return tuple(_input_slot(spec, names, paths, program.constants.get(spec.target)) for spec in specs)
 
 
-def _input_slot(spec: Any, names: Mapping[str, str], paths: Iterator[str]) -> Slot:
+def _input_slot(spec: Any, names: Mapping[str, str], paths: Iterator[str], held: Any) -> Slot:
     if spec.kind is InputKind.USER_INPUT:
         return Slot("input", next(paths))
     if spec.kind is InputKind.CONSTANT_TENSOR or _of_loss(spec, names):
@@ -336,6 +338,11 @@ def _input_slot(spec: Any, names: Mapping[str, str], paths: Iterator[str]) -> Sl
     if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
         kind: Kind = "parameter" if spec.kind is InputKind.PARAMETER else "buffer"
         return Slot(kind, names[spec.target.removeprefix("model.")])
+    if isinstance(held, torch.Generator):
+        raise CaptureError(
+            "forward draws from a torch.Generator of its own, whose state no graph has. Leave generator= out: what is "
+            "drawn then is seeded anew for every microbatch (zbcompile.microbatch_seed)."
+        )
     raise CaptureError(f"the graph has an input of kind {spec.kind.name} ({spec.target}), which no stage can own.")
 
 
@@ -359,6 +366,15 @@ def _output_slots(program: ExportedProgram, names: Mapping[str, str]) -> tuple[t
         else:
             raise CaptureError(_mutation(spec))
     return tuple(slots), constant_leaves
+
+
+def _check_slots(graph: Graph, questions: Questions) -> tuple[Slot, ...]:
+    """The roles of the last results, which say whether assertions hold. They get the lines of these: torch.export notes
+    only those of the forwards of modules."""
+    checks = output_values(graph)[-len(questions.checks) :] if questions.checks else ()
+    for node, lines in zip(checks, questions.stacks, strict=True):
+        set_stack_trace(node, lines)
+    return tuple(Slot("check", str(number)) for number, _ in enumerate(checks))
 
 
 def _mutation(spec: Any) -> str:

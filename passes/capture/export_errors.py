@@ -23,12 +23,17 @@ _REMEDIES = (  # (words in the error, what it means, what to do)
         ("data-dependent", "DataDependent", "Could not guard", ".item()"),
         "makes a Python number, or a decision, from the values of a tensor",
         "Data-dependent Python control flow must become torch.cond or tensor operations such as torch.where; a number "
-        "read with .item() must stay a tensor.",
+        "read with .item() must stay a tensor. (An assert, or an if whose body only raises, may ask one tensor.)",
     ),
     (
         ("fake tensor in the exported program constant",),
         "uses something that torch.export cannot trace",
         "Usually it is torch.tensor(...) or .numpy() of a tensor that forward computed; keep it a tensor.",
+    ),
+    (
+        ("functorch tensor", "_unwrap_for_grad"),
+        "calls a transform of torch.func (jvp, grad, vmap) on an operation in which torch.export cannot follow it",
+        "Write the derivative, or the loop, out as ordinary operations.",
     ),
     (
         ("does not have a registered fake impl", "no fake impl", "UnsupportedFakeTensor", "aren't valid for meta"),

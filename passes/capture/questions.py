@@ -6,6 +6,7 @@ graph, from which `zbcompile.passes.capture.guards` cuts what every other microb
 
 import contextlib
 import operator
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from zbcompile.passes.capture.data_dependent_shapes import OTHERWISE, with_known_size
+from zbcompile.passes.capture.deferred_checks import required_answer
 from zbcompile.passes.capture.tracing_flags import EAGERS_WAY, Way
 from zbcompile.passes.graph.fx import is_random
 from zbcompile.passes.graph.source_location import calling_line
@@ -135,7 +137,8 @@ class Given:
 class Questions:
     """The questions of one trace. `example` is the microbatch at hand, flat; `given` are answers to use in place of its
     own. `way` is how the model is traced, `read_numbers` whether it read numbers that were left open. `answers`,
-    `lines` and `tensors` are what was asked."""
+    `lines` and `tensors` are what was asked, `checks` the tensors that say of each assertion whether it holds, and
+    `stacks` the Python lines that asserted it."""
 
     example: Sequence[Any] = ()
     given: Given | None = None
@@ -144,11 +147,19 @@ class Questions:
     answers: list[Answer] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
     tensors: list[torch.Tensor] = field(default_factory=list)
+    checks: list[torch.Tensor] = field(default_factory=list)
+    stacks: list[str] = field(default_factory=list)
     _values: InputValues | None = None
+
+    @property
+    def results(self) -> list[torch.Tensor]:
+        """What the traced graph returns last."""
+        return [*self.checks, *self.tensors]
 
     def begin(self, inputs: Any) -> None:
         """A forward begins, on these fake inputs; it may be traced several times."""
-        self.answers, self.lines, self.tensors = [], [], []
+        for each in (self.answers, self.lines, self.tensors, self.checks, self.stacks):
+            each.clear()
         pairs = zip(pytree.tree_leaves(inputs), self.example, strict=True)
         traced = {fake: real for fake, real in pairs if isinstance(fake, FakeTensor)}
         nodes = {found[0]: real for fake, real in traced.items() if (found := traced_node(fake))}
@@ -171,6 +182,18 @@ class Questions:
             self.read_numbers = True
             return NOT_ANSWERED
         return self._answer(*NUMBERS[function], args, kwargs)
+
+    def defer(self, function: Any, args: Any) -> Any:
+        """The answer that an assertion needs, if one is asking, which is then checked when the graph runs;
+        NOT_ANSWERED for any other call."""
+        if not args or not isinstance(args[0], FakeTensor) or traced_node(args[0]) is None:
+            return NOT_ANSWERED
+        answer = required_answer(function)
+        if answer is None:
+            return NOT_ANSWERED
+        self.checks.append((args[0].reshape(()) != 0) == answer)
+        self.stacks.append("".join(traceback.format_stack()))
+        return answer
 
     def _count(self, tensor: torch.Tensor) -> int | None:
         answer = self._answer(torch.count_nonzero, int, (tensor,), {})

@@ -154,6 +154,9 @@ class _Calls(TorchFunctionMode):
         answer = self.watch.questions.ask(func, args, kwargs or {})
         if answer is not NOT_ANSWERED:
             return answer
+        answer = self.watch.questions.defer(func, args)
+        if answer is not NOT_ANSWERED:
+            return answer
         if func in _HOOKS:
             self.watch.problem(
                 f"forward calls {func.__name__} on an activation ({calling_line()}); gradients of a compiled stage do "

@@ -79,9 +79,9 @@ class TrainingStep(nn.Module):
             loss, *metrics = with_metrics(found)
             loss = check_loss(loss)
         if not self.keep:
-            return loss, self.watch.questions.tensors
+            return loss, self.watch.questions.results
         kept = self._metrics(metrics) if self.keep == "metrics" else (output, *metrics) if metrics else output
-        return (loss, detached(kept)), self.watch.questions.tensors
+        return (loss, detached(kept)), self.watch.questions.results
 
     def _metrics(self, found: list[Any]) -> Any:
         if found:
@@ -119,7 +119,7 @@ class Inference(nn.Module):
             if self.read is not None:
                 output = self.read(output, target)
         register_dataclasses(output)
-        return output, self.watch.questions.tensors
+        return output, self.watch.questions.results
 
 
 def loss_in(output: Any) -> torch.Tensor:

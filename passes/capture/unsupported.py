@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.torch_private import (
@@ -44,6 +45,13 @@ def training_problems(model: nn.Module, loss: Any) -> Iterator[str]:
     """The reasons why `model` cannot be trained with `loss`."""
     yield from problems_of(model)
     yield from _trained_loss(loss)
+    for name, module in model.named_modules():
+        averages = isinstance(module, _BatchNorm) and module.training and module.running_mean is not None
+        if averages and module.momentum is None:
+            yield (
+                f"{_where(name, module)} has momentum=None: it divides by the number of batches so far, which it reads "
+                "out of a tensor in every forward. Give it a momentum, such as 0.1."
+            )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         yield f"no parameter of {type(model).__name__} requires a gradient; there is nothing to train."
 

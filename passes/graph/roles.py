@@ -20,6 +20,7 @@ Kind = Literal[
     "mutation",  # name: the FQN of the buffer that takes this value
     "loss",
     "output",  # name: the index of the leaf in the model's output
+    "check",  # name: the number of an `assert` of forward, in their order; the value is whether it holds
 ]
 
 

@@ -79,6 +79,11 @@ def source_line(node: Node) -> str:
     return origin.text if origin else f"made by {node.meta.get('pass', 'zbcompile')}"
 
 
+def is_own(file: str) -> bool:
+    """Whether a file is a part of this project."""
+    return _real(file).startswith(_OWN)
+
+
 def calling_line() -> str:
     """The line of the user's code that is running: `model.py:12: x.register_hook(f)`."""
     return _innermost(traceback.extract_stack())

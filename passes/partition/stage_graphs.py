@@ -47,15 +47,20 @@ def assign_by_cuts(line: Line, cuts: Cuts) -> dict[Node, int]:
     return {node: cuts.stage_of(i) for i, node in enumerate(line.nodes)}
 
 
-def assign_by_parameters(canonical: Canonical, line: Line, homes: Mapping[str, tuple[int, ...]]) -> dict[Node, int]:
+def assign_by_parameters(
+    canonical: Canonical, line: Line, homes: Mapping[str, tuple[int, ...]], stages: int
+) -> dict[Node, int]:
     """The stage of every node when each parameter and buffer already has its stages (`homes`), as in evaluation.
 
-    A node runs in the first stage that is not before those of its inputs and that holds all its parameters.
+    A node runs in the first stage that is not before those of its inputs and that holds all its parameters, but the
+    loss is made in the last, even if that trains nothing.
     """
     assigned: dict[Node, int] = {}
     on_line = frozenset(line.nodes)
+    losses = {node for slot, node in canonical.outputs if slot.kind == "loss"}
     for node in line.nodes:
-        earliest = max((assigned[a] for a in node.all_input_nodes if a in assigned), default=0)
+        before = (assigned[a] for a in node.all_input_nodes if a in assigned)
+        earliest = stages - 1 if node in losses else max(before, default=0)
         held = [holder.meta["slot"].name for holder in held_behind(node, on_line)]
         owned = [homes[name] for name in held if name in homes]
         assigned[node] = earliest if is_getitem(node) else _home(node, earliest, owned)

@@ -125,7 +125,8 @@ def _refuse_mode_dependent(module: GraphModule) -> None:
     if any(str(node.target).startswith("aten.mkldnn_rnn_layer") for node in module.graph.nodes):
         raise CaptureError(
             "the model runs an LSTM through oneDNN, whose backward cannot be separated from its forward. Set "
-            "torch.backends.mkldnn.enabled = False before compiling, or write the layer with ordinary operations."
+            "torch.backends.mkldnn.enabled = False before compiling (with exact=True, layers with dropout between them "
+            "then need exact=False as well), or write the layer with ordinary operations."
         )
 
 

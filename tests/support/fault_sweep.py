@@ -3,11 +3,10 @@
     python -m tests.support.fault_sweep FILE [--ranks 2 4] [--nodes 1 2] [--only TEXT] [--timeout 5] [--part 1/2]
     python -m tests.support.fault_sweep FILE --count
 
-from the repository's root with PYTHONPATH=.:examples. FILE gets a line of JSON for each cell. A cell that has one is
-not run again, so a sweep can be interrupted, and several that run other parts can share FILE. A cell is good if every
-process that still runs says what was broken, and ends, within `timeout` + 5 seconds of the fault. `queued` are the
-seconds for which a process had no processor: on a loaded machine they make it late. --bad runs the cells again that
-were not good.
+from the repository's root. FILE gets a line of JSON for each cell. A cell that has one is not run again, so a sweep can
+be interrupted, and several that run other parts can share FILE. A cell is good if every process that still runs says
+what was broken, and ends, within `timeout` + 5 seconds of the fault. `queued` are the seconds for which a process had
+no processor: on a loaded machine they make it late. --bad runs the cells again that were not good.
 
 Two nodes are network namespaces; without the right to make them, their cells are skipped, with the reason.
 """

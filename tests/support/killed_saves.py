@@ -1,6 +1,6 @@
 """Processes that are killed with SIGKILL while they save, and what must be there afterwards.
 
-    python -m tests.support.killed_saves --kills 100        from the repository's root, with examples on the path
+    python -m tests.support.killed_saves --kills 100        from the repository's root
 
 A forked child saves as fast as it can, every other run in a thread, and says which steps are committed. Nothing that
 was committed may be lost, every directory with a step's name must be whole and hold that step's bits, and the next save

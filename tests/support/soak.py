@@ -3,7 +3,7 @@
     python -m tests.support.soak [--steps 500] [--shapes 60] [--pipelines 60] [--exports 60] [--objects]
     torchrun --standalone --nproc-per-node 2 -m tests.support.soak --steps 2000 --shapes 0 --pipelines 0
 
-from the repository's root with PYTHONPATH=.:examples. A line per phase and process: resident megabytes after each
+from the repository's root. A line per phase and process: resident megabytes after each
 quarter, and the slope over the last half. --exports does what shapes and pipelines do with a bare torch.export of the
 same model: what grows there is torch's. --objects lists the types of Python objects that have become more.
 """
@@ -13,12 +13,16 @@ import contextlib
 import ctypes
 import gc
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
 import zbcompile
+
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
 from gpt import GPT, next_byte_loss
 
 LENGTH = 16

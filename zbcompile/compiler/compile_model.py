@@ -147,6 +147,8 @@ def compile_drawn(
     `like` is a program of the same model for other shapes: every parameter then stays on the stage where it is.
     `observe` sees each pass that is left to do. `edges` are cuts that are already chosen, as numbers of nodes before.
     """
+    if like is not None:
+        _require_placed(drawn.captured, like)
     manager = make_manager(observe)
     captured, canonical, line, sharding = drawn.captured, drawn.canonical, drawn.line, drawn.sharding
     with without_autocast(microbatch):
@@ -156,7 +158,7 @@ def compile_drawn(
         elif targets_of(line) == like.canonical_targets:  # the same operations on other shapes: the same cuts
             cuts, assigned = like.cuts, assign_by_cuts(line, like.cuts)
         else:
-            cuts, assigned = like.cuts, assign_by_parameters(canonical, line, like.homes)
+            cuts, assigned = like.cuts, assign_by_parameters(canonical, line, like.homes, schedule.stages)
         stages = manager.run(CUT, canonical, line, assigned, schedule.stages, choices.exact)
         refuse_shared_mutation(stages)
         if schedule.placement.kind == "dual":
@@ -299,6 +301,17 @@ def place(
         if name not in homes:
             homes[name] = _relative(name, homes, len(stages) - 1)
     return homes
+
+
+def _require_placed(captured: Captured, like: Program) -> None:
+    new = [
+        slot.name for slot in captured.inputs if slot.kind in ("parameter", "buffer") and slot.name not in like.homes
+    ]
+    if new:
+        raise CompileError(
+            f"forward uses {', '.join(new)}, which the model did not have when its pipeline was made; every tensor of "
+            "a model gets its stage then. Make a new pipeline for the changed model."
+        )
 
 
 def _relative(name: str, homes: Mapping[str, tuple[int, ...]], last: int) -> tuple[int, ...]:

@@ -79,8 +79,9 @@ def compile_forward(
         trunk = canonical if sharding is None else sharding.trunk
         line = draw_line(trunk)
         cuts = plan_cuts(trunk, line, frame.schedule, frame.choices, {}) if like is None else like.cuts
-        assigned = assign_by_cuts(line, cuts) if like is None else assign_by_parameters(trunk, line, like.homes)
-        stages: tuple[Stage, ...] = manager.run(CUT, trunk, line, assigned, frame.schedule.stages)
+        count = frame.schedule.stages
+        assigned = assign_by_cuts(line, cuts) if like is None else assign_by_parameters(trunk, line, like.homes, count)
+        stages: tuple[Stage, ...] = manager.run(CUT, trunk, line, assigned, count)
         stages = tuple(without_calls(stage, labels_of(canonical)) for stage in stages)
         if wanted.computes != "eval":
             require_whole_logits(stages, frame.sharded)

@@ -30,7 +30,7 @@ class Call:
     `run` takes a list, which it empties. `saves` are (result, register), `sends` (result, spec) in the order in which
     boundary tensors travel, `gradients` (parameter, results: one per use, see
     `zbcompile.passes.partition.shared_parameters`), `mutations` (result, buffer), `outputs` (result, leaf of the
-    model's output); `loss` is a result or None.
+    model's output), `checks` (result, assertion of forward); `loss` is a result or None.
     """
 
     run: Run
@@ -42,6 +42,7 @@ class Call:
     gradients: tuple[tuple[str, tuple[int, ...]], ...]
     mutations: tuple[tuple[int, str], ...]
     outputs: tuple[tuple[int, str], ...]
+    checks: tuple[tuple[int, str], ...]
     loss: int | None
 
 
@@ -151,6 +152,7 @@ def _call(program: StageProgram, name: str, run: Run, registers: Mapping[Slot, i
         gradients=tuple((name, tuple(places)) for name, places in by_name.items()),
         mutations=_named(piece, "mutation"),
         outputs=_named(piece, "output"),
+        checks=_named(piece, "check"),
         loss=next((place for slot, place in places.items() if slot.kind == "loss"), None),
     )
 

@@ -8,7 +8,9 @@ import torch
 from zbcompile.distributed.packing import laid_out
 from zbcompile.errors import PipelineError
 from zbcompile.model.seeds import generator_state, seed_generators
+from zbcompile.passes.graph.fx import output_values
 from zbcompile.passes.graph.roles import Slot
+from zbcompile.passes.graph.source_location import source_line
 from zbcompile.passes.graph.storage import storage_bytes
 from zbcompile.passes.torch_private import storage_key
 from zbcompile.runtime.gradient_buffers import Gradients
@@ -77,6 +79,9 @@ class StageRun:
         stage = self.of(microbatch)
         call = stage.calls["F"]
         frame = self.frames[microbatch]
+        for at, _ in call.checks:
+            if not results[at]:
+                raise AssertionError(self._violation(at, microbatch))
         for at, place in call.saves:
             frame[place] = results[at]
         if call.loss is not None:
@@ -91,6 +96,12 @@ class StageRun:
         if stage.forward_only:
             del self.frames[microbatch]
         return sends
+
+    def _violation(self, at: int, microbatch: int) -> str:
+        check = output_values(self.of(microbatch).program.pieces["F"].module.graph)[at]
+        return (
+            f"microbatch {microbatch} violates what forward requires on stage {self.stage.index}: {source_line(check)}"
+        )
 
     def _backward(self, name: str, microbatch: int, arrived: Tensors) -> Tensors:
         frame = self.frames[microbatch] if name == "B" else self.frames.pop(microbatch)

@@ -610,3 +610,12 @@ def test_copies_stay_only_where_something_else_reads_the_original() -> None:
     copies = [node for node in graph.nodes if node.target is torch.ops.aten.clone.default]
     assert [str(node.args[0]) for node in copies] == ["tanh"]
     assert_equals_eager(Copying, "1f1b")
+
+
+def test_a_transform_that_export_cannot_follow_is_named() -> None:
+    """In torch's words it is `_unwrap_for_grad(): incompatible function arguments`; a capture that ends so leaves
+    torch's stack of transforms as it was inside."""
+    error = TypeError(
+        "_unwrap_for_grad(): incompatible function arguments. The following argument types are supported:"
+    )
+    assert "torch.func (jvp, grad, vmap)" in export_failure(nn.Linear(1, 1), error)

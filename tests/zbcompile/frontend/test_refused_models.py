@@ -102,6 +102,12 @@ def freezes_while_it_runs() -> None:
 # What no graph can say
 
 
+def layer_added_after_the_first_step() -> None:
+    pipe = train(MLP())
+    pipe.model.layers.append(nn.Linear(WIDTH, WIDTH))
+    pipe.step(ROWS, target=ROWS)
+
+
 def data_dependent_control_flow() -> None:
     class Branching(MLP):
         def forward(self, x: Tensor) -> Tensor:
@@ -331,6 +337,26 @@ def old_weight_norm() -> None:
     train(model)
 
 
+class Through(MLP):
+    """An MLP of two layers, with something between them."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(2)
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[1](self.between(self.layers[0](x)))  # type: ignore[no-any-return]
+
+
+def generator_of_its_own() -> None:
+    generator = torch.Generator()
+    train(Through(lambda x: x + torch.rand(x.shape, generator=generator)))
+
+
+def average_of_all_batches() -> None:
+    train(Through(nn.BatchNorm1d(WIDTH, momentum=None)))
+
+
 def old_spectral_norm() -> None:
     model = MLP()
     nn.utils.spectral_norm(model.layers[0])  # type: ignore[arg-type]
@@ -349,8 +375,13 @@ REFUSED = (
     ),
     Refused(old_spectral_norm, CAPTURE, r"replaces weight.*Use torch\.nn\.utils\.parametrizations\.spectral_norm"),
     Refused(pruned, CAPTURE, r"layers\.0 \(Linear\) is pruned: a hook replaces a parameter.*prune\.remove"),
+    Refused(generator_of_its_own, CAPTURE, r"a torch\.Generator of its own.*Leave generator= out"),
+    Refused(average_of_all_batches, CAPTURE, r"module between \(BatchNorm1d\) has momentum=None.*Give it a momentum"),
     Refused(loss_that_trains, CAPTURE, r"reads scale, which requires a gradient"),
     Refused(data_dependent_control_flow, CAPTURE, r"torch.export cannot capture Branching.*control flow"),
+    Refused(
+        layer_added_after_the_first_step, "CompileError", r"layers\.\d+\.weight, .* did not have when its pipeline"
+    ),
     Refused(compiled_model, CAPTURE, r"already wrapped by torch.compile"),
     Refused(compiled_in_place, CAPTURE, r"already wrapped by torch.compile"),
     Refused(compiled_child, CAPTURE, r"layers\.3 .*already wrapped by torch.compile"),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import zbcompile
+from tests.support import asserting
 from tests.support.deciding import (
     KINDS,
     WIDTH,
@@ -276,3 +277,13 @@ def test_a_saved_program_refuses_other_answers(tmp_path: Path) -> None:
             PipelineError, match=rf"microbatch {number} gives another answer.*mask\.all.*True, not False"
         ):
             loaded.step(x, mask, target=target)
+
+
+def test_a_violated_assertion_ends_the_step_on_every_rank(pool: Pool) -> None:
+    message = (
+        r"rank 1 failed at F1\.2 of step 1: AssertionError: microbatch 2 violates what forward requires on stage 1: "
+        r".*asserting\.py:\d+  assert not x\.isnan"
+    )
+    for outcome in pool.outcomes(asserting.stepped_until_it_fails):
+        assert outcome.error == "FaultError"
+        assert re.search(message, outcome.text), outcome.text

@@ -32,3 +32,24 @@ def test_bert_with_dropout() -> None:
     assert torch.equal(loss, expected)
     assert len(ours) == len(theirs) > 40
     assert [name for name, value in theirs.items() if value is not None and not torch.equal(ours[name], value)] == []
+
+
+def test_a_program_without_parameters_on_the_last_stage() -> None:
+    """Of a small model autocast's program has only casts and the loss there; without autocast there is but the loss."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(64, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 64))
+    eager, x = copy.deepcopy(model), torch.arange(8).view(4, 2)
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(output.flatten(0, 1).float(), target.flatten())
+
+    pipe = zbcompile.pipeline(model, schedule="zb-h1", ranks=2, microbatches=2, loss=loss, exact=True)
+    for enabled in (True, False):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            found = pipe.step(x, target=x)
+            losses = [loss(eager(part), part) / 2 for part in x.chunk(2)]
+        for each in losses:
+            each.backward()
+        assert torch.equal(found, losses[0].detach() + losses[1].detach())
+    theirs, ours = gradients_of(eager), gradients_of(pipe)
+    assert all(torch.equal(ours[name], value) for name, value in theirs.items())

@@ -1,0 +1,84 @@
+"""Deferred checks: what an `assert`, or an `if` that only raises, asks of a tensor whose value no trace knows.
+
+Such a statement decides only whether the step goes on. The trace goes on as if it held; what it asks becomes a result
+of the graph, which the runtime looks at after the forward pass of each microbatch.
+"""
+
+import ast
+import dis
+import linecache
+import sys
+from collections.abc import Iterator
+from functools import lru_cache
+from types import CodeType
+from typing import Any
+
+import torch
+
+from zbcompile.passes.graph.source_location import is_own
+
+_TRUTHS = ("POP_JUMP", "TO_BOOL")  # instructions that ask what the one before them has computed
+_COMPARISON = "COMPARE_OP"  # since Python 3.13 it asks its own result
+_BETWEEN = ("CACHE", "EXTENDED_ARG", "NOP")
+
+
+def required_answer(function: Any) -> bool | None:
+    """Which answer the user's statement needs to go on, if it now asks a tensor by `function`; None if it is neither an
+    `assert` nor an `if` that only raises, or if one answer alone does not settle it."""
+    if function not in (torch.Tensor.__bool__, torch.Tensor.item):
+        return None
+    frame = sys._getframe(1)
+    while is_own(frame.f_code.co_filename) and frame.f_back is not None:
+        frame = frame.f_back
+    reads = function is torch.Tensor.item
+    end = _end_of_question(frame.f_code, frame.f_lasti, reads)
+    source = "".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals))
+    found = (answer for each, answer in _questions(source) if _end(each) == end and _is_item(each) is reads)
+    return next(found, None)
+
+
+def _end_of_question(code: CodeType, at: int, reads: bool) -> tuple[int | None, int | None] | None:
+    """The last line and column of the expression whose truth, or number, is asked by the instruction `at`."""
+    names = [dis.opname[each] for each in code.co_code[::2]]
+    at //= 2
+    if names[at].startswith(_TRUTHS):
+        at -= 1
+        while names[at] in _BETWEEN:
+            at -= 1
+    elif not reads and names[at] != _COMPARISON:
+        return None
+    _, line, _, column = list(code.co_positions())[at]
+    return line, column
+
+
+@lru_cache(maxsize=4)  # every layer asks again
+def _questions(source: str) -> tuple[tuple[ast.expr, bool], ...]:
+    """The expressions that asserts and raising ifs ask, each with the answer that lets the statement go on."""
+    try:
+        statements = list(ast.walk(ast.parse(source)))
+    except SyntaxError:  # the file has been edited
+        return ()
+    asserts = [each for s in statements if isinstance(s, ast.Assert) for each in _parts(s.test, True)]
+    ifs = [s for s in statements if isinstance(s, ast.If) and all(isinstance(each, ast.Raise) for each in s.body)]
+    return (*asserts, *(each for s in ifs for each in _parts(s.test, False)))
+
+
+def _parts(test: ast.expr, answer: bool) -> Iterator[tuple[ast.expr, bool]]:
+    """The parts of a condition whose answer is known if the whole has `answer`. Python asks the last part of an `and`
+    only if all others are true: it must be false if the whole is."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        yield from _parts(test.operand, not answer)
+    elif isinstance(test, ast.BoolOp):
+        for each in test.values if isinstance(test.op, ast.And) is answer else test.values[-1:]:
+            yield from _parts(each, answer)
+    elif not isinstance(test, ast.Compare) or len(test.ops) == 1 or answer:
+        yield test, answer
+
+
+def _end(node: ast.expr) -> tuple[int | None, int | None]:
+    return node.end_lineno, node.end_col_offset
+
+
+def _is_item(node: ast.expr) -> bool:
+    """Whether an expression is `tensor.item()`."""
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "item"
