@@ -115,6 +115,38 @@ def replicated_answers(kinds: tuple[str, str]) -> dict[str, Tensor | None]:
     return {name: parameter.grad for name, parameter in pipe.named_parameters()}
 
 
+class Reusing(nn.Module):
+    """Uses its first layer once more, at the end, if something is padded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        hidden = x.mean(1)
+        for layer in self.layers:
+            hidden = layer(hidden).tanh()
+        return hidden if mask.all() else self.layers[0](hidden)
+
+
+REUSING = ("padded", "both", "full", "both")  # the first batch must have every use
+
+
+def make_reusing() -> nn.Module:
+    torch.manual_seed(0)
+    return Reusing()
+
+
+def reusing(ranks: int | None, exact: bool) -> dict[str, Tensor | None]:
+    """The gradients of a few steps on this rank's parameters, or of all."""
+    loss = nn.functional.mse_loss
+    pipe = zbcompile.pipeline(make_reusing(), ranks=ranks, schedule="zb-h1", microbatches=4, loss=loss, exact=exact)
+    for kind in REUSING:
+        x, mask, target = batch_of(kind, 4)
+        pipe.step(x, mask, target=target)
+    return {name: parameter.grad for name, parameter in pipe.named_parameters()}
+
+
 class Exchanging(nn.Module):
     """Sums over `group` only if nothing is padded."""
 

@@ -192,8 +192,6 @@ def mix(own: Sequence[Executable], everywhere: Sequence[Executable], why: str) -
 def _problem(programs: Sequence[Program], several: bool) -> str:
     first = programs[0]
     for other in programs[1:]:
-        if other.shared != first.shared or _shared_uses(other) != _shared_uses(first):
-            return "train different parameters on several stages"
         if [stage.deferred for stage in other.stages] != [stage.deferred for stage in first.stages]:
             return "leave different sums over ranks to the end of the step"
         if (other.returned is None) != (first.returned is None):
@@ -203,11 +201,6 @@ def _problem(programs: Sequence[Program], several: bool) -> str:
         if several and other.manifest["vocabulary"] != first.manifest["vocabulary"]:
             return "compute the sharded output layer in different ways"
     return ""
-
-
-def _shared_uses(program: Program) -> list[tuple[str, int]]:
-    """The stages that train each parameter which several stages train."""
-    return sorted((name, stage.stage) for stage in program.stages for name in stage.trained if name in program.shared)
 
 
 def _trained_by_any(first: Program, programs: Sequence[Program]) -> tuple[StageProgram, ...]:

@@ -72,11 +72,18 @@ class Gradients:
         else:
             self.buffers.setdefault(name, self._zeros(parameter)).add_(gradient)
 
-    def waiting(self, name: str, stage: int) -> list[list[torch.Tensor]]:
-        """This rank's gradients of a shared parameter for one stage: the uses of each microbatch, or one sum in all."""
+    def waiting(self, name: str, stage: int, microbatches: Sequence[int]) -> list[list[torch.Tensor]]:
+        """This rank's gradients of a shared parameter for one stage: in exact mode the uses of each of `microbatches`,
+        else one sum in all. What the stage did not train is -0.0, which changes no bit of what it is added to."""
         if (name, stage) in self.sums:
             return [[self.sums.pop((name, stage))]]
-        return [uses for _, uses in sorted(self.partial.pop((name, stage)).items())]
+        if not self.choices.exact:
+            return [[self._nothing(name)]]
+        uses = self.partial.pop((name, stage), {})
+        return [uses[i] if i in uses else [self._nothing(name)] for i in microbatches]
+
+    def _nothing(self, name: str) -> torch.Tensor:
+        return torch.full_like(self.parameters[name], -0.0, dtype=self.dtype_of_shared(name), requires_grad=False)
 
     def dtype_of_shared(self, name: str) -> torch.dtype:
         """The dtype of what `waiting` returns."""

@@ -21,10 +21,11 @@ from zbcompile.runtime.gradient_buffers import Gradients, add_uses
 @dataclass(frozen=True)
 class Walk:
     """How the gradients of a shared parameter are summed for one model copy: `stages` that train it, the last first,
-    on `ranks`. `pieces` is how many tensors a gradient is: one per microbatch in exact mode, else their sum."""
+    on `ranks`, for `microbatches`: a gradient is one tensor per microbatch in exact mode, else their sum."""
 
     stages: tuple[int, ...]
     ranks: tuple[int, ...]
+    microbatches: range
     pieces: int
 
 
@@ -32,9 +33,10 @@ def walks(program: Program, name: str) -> list[Walk]:
     """One walk per model copy, in the order in which their sums accumulate."""
     stages = tuple(stage.stage for stage in reversed(program.stages) if name in stage.trained)
     per_copy = program.schedule.microbatches // program.copies
+    pieces = per_copy if program.exact else 1
     return [
-        Walk(stages, tuple(program.rank_of(s, copy * per_copy) for s in stages), per_copy if program.exact else 1)
-        for copy in range(program.copies)
+        Walk(stages, tuple(program.rank_of(s, first) for s in stages), range(first, first + per_copy), pieces)
+        for first in range(0, program.schedule.microbatches, per_copy)
     ]
 
 
@@ -44,7 +46,7 @@ def sum_shared_in_process(program: Program, gradients: Sequence[Gradients]) -> N
         for walk in walks(program, name):
             total: list[torch.Tensor] = []
             for stage, rank in zip(walk.stages, walk.ranks, strict=True):
-                total = add_uses(total, gradients[rank].waiting(name, stage))
+                total = add_uses(total, gradients[rank].waiting(name, stage, walk.microbatches))
             gradients[0].fold(name, total)
 
 
@@ -77,7 +79,7 @@ class _Link:
                 running = []
             if self.rank == here:
                 running = self._receive(name, before, walk.pieces) if here != before else running
-                running = add_uses(running, self.gradients.waiting(name, stage))
+                running = add_uses(running, self.gradients.waiting(name, stage, walk.microbatches))
             before = here
         return running
 

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zbcompile
 from zbcompile.passes.capture.export import capture
+from zbcompile.passes.capture.export_errors import export_failure
 from zbcompile.passes.pass_list.passes_in_order import canonicalise
 
 WIDTH = 6

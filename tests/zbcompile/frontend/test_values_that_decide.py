@@ -13,6 +13,7 @@ import zbcompile
 from tests.support import asserting
 from tests.support.deciding import (
     KINDS,
+    REUSING,
     WIDTH,
     Attending,
     Eager,
@@ -21,7 +22,9 @@ from tests.support.deciding import (
     exchanging_answers,
     follow,
     followed,
+    make_reusing,
     replicated_answers,
+    reusing,
 )
 from tests.support.functions import Saving
 from tests.support.pool import Pool
@@ -114,17 +117,18 @@ def test_numbers_that_decide_and_answers_that_do_not(capsys: pytest.CaptureFixtu
         pipe.step(x, mask, target=target)
 
 
-@pytest.mark.slow
-def test_programs_that_cannot_share_a_step() -> None:
-    """The layer runs on one stage or on two: its gradients are summed at the end of the step, or during it."""
-    pipe = zbcompile.pipeline(Curious(WIDTH), **OPTIONS)
-    x, mask, target = batch_of("full", 4)
-    pipe.step(x, mask, target=target)
-    mask[:2, 1:] = 0
-    with pytest.raises(
-        PipelineError, match=r"differ in their answers to .*\.py:\d+: .*, and train different parameters"
-    ):
-        pipe.step(x, mask, target=target)
+@pytest.mark.parametrize("exact", [True, False])
+def test_uses_on_several_stages_in_some_microbatches(pool: Pool, exact: bool) -> None:
+    """A layer runs on one stage or on two, within one batch: on two processes as in one, and as in eager mode."""
+    eager = Eager(make_reusing(), 4)
+    for kind in REUSING:
+        eager.step(*batch_of(kind, 4))
+    theirs = {name: parameter.grad for name, parameter in eager.model.named_parameters()}
+    whole, *parts = (reusing(2, exact), *pool.run(reusing, None, exact))
+    assert whole.keys() == theirs.keys() == set().union(*parts)
+    for found in (whole, *parts):
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, theirs[name], **({"rtol": 0, "atol": 0} if exact else {}))
 
 
 @pytest.mark.slow
