@@ -187,6 +187,11 @@ def returns_tensors(operation: OpOverload) -> bool:
     return any("Tensor" in str(each.type) for each in operation._schema.returns)
 
 
+def returns_nothing(operation: OpOverload) -> bool:
+    """Whether an operator has no results (as before)."""
+    return not operation._schema.returns
+
+
 class _DirectCodeGen(_BoxedCodeGen):
     """Calls the C function behind an operator, by a global name: the way through `torch.ops` and the operator's own
     Python `__call__` take a microsecond, at thousands of operations per step (2.11-2.13: `_op` is what that calls)."""
