@@ -6,8 +6,8 @@ of the graph, which the runtime looks at after the forward pass of each microbat
 
 import ast
 import dis
+import inspect
 import linecache
-import sys
 from collections.abc import Iterator
 from functools import lru_cache
 from types import CodeType
@@ -27,9 +27,11 @@ def required_answer(function: Any) -> bool | None:
     `assert` nor an `if` that only raises, or if one answer alone does not settle it."""
     if function not in (torch.Tensor.__bool__, torch.Tensor.item):
         return None
-    frame = sys._getframe(1)
-    while is_own(frame.f_code.co_filename) and frame.f_back is not None:
+    frame = inspect.currentframe()
+    while frame is not None and is_own(frame.f_code.co_filename):
         frame = frame.f_back
+    if frame is None:
+        return None
     reads = function is torch.Tensor.item
     end = _end_of_question(frame.f_code, frame.f_lasti, reads)
     source = "".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals))
