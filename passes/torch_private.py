@@ -4,6 +4,7 @@ Supporting a newer torch starts here: run the test suite, and repair what moved 
 """
 
 import contextlib
+import gc
 import itertools
 import re
 import sys
@@ -252,6 +253,16 @@ def own_parameters(module: torch.nn.Module) -> list[torch.Tensor | None]:
     return list(module._parameters.values())
 
 
+def module_tables(value: Any) -> tuple[dict[str, Any], ...]:
+    """The tables in which a module keeps its parameters, buffers and submodules (2.11-2.13); none for other objects."""
+    return (value._parameters, value._buffers, value._modules) if isinstance(value, torch.nn.Module) else ()
+
+
+def children_of(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
+    """The table of the submodules of `module` itself (2.11-2.13)."""
+    return module._modules
+
+
 def backward_hooks(module: torch.nn.Module) -> list[str]:
     """The kinds of backward hook registered on `module` itself (2.11-2.13: torch offers no public way to ask)."""
     return [kind.strip("_") for kind in _BACKWARD_HOOKS if getattr(module, kind, None)]
@@ -267,6 +278,16 @@ def tensor_hooks(tensor: torch.Tensor) -> list[str]:
     """The kinds of hook registered on `tensor` (2.11-2.13: torch offers no public way to ask)."""
     kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
     return [kind.strip("_") for kind in kinds if getattr(tensor, kind, None)]
+
+
+def accumulation_hooks(tensor: torch.Tensor) -> list[str]:
+    """Names the kind of hook on the node by which autograd adds to `tensor.grad`, if there is one. 2.11-2.13: the node
+    holds its hooks in mappings that only the garbage collector can name."""
+    if not (tensor.requires_grad and tensor.is_leaf) or torch.nn.parameter.is_lazy(tensor):
+        return []
+    node = torch.autograd.graph.get_gradient_edge(tensor).node
+    hooked = any(isinstance(each, dict) and each for each in gc.get_referents(node))
+    return ["hooks on the node that accumulates its gradient"] if hooked else []
 
 
 def tensor_tables(model: torch.nn.Module) -> Iterator[tuple[dict[str, torch.Tensor], str, torch.Tensor]]:
@@ -357,6 +378,20 @@ def replaced(owner: type | ModuleType, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, original)
+
+
+@contextlib.contextmanager
+def replaced_attribute(owner: type, name: str, value: Any) -> Iterator[None]:
+    """As `replaced`, also for what `owner` inherits."""
+    own = vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if own is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)
 
 
 def fake_of(value: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> torch.Tensor:

@@ -51,7 +51,7 @@ def fingerprint(model: torch.nn.Module) -> list[Any]:
     modules, seen = [model], {id(model)}
     while modules:
         module = modules.pop()
-        found += (id(module), module.training, forward_hooks(module), bool(backward_hooks(module)))
+        found += (id(module), type(module), module.training, forward_hooks(module), bool(backward_hooks(module)))
         with without_overrides():
             for tensor in (*module._parameters.values(), *module._buffers.values()):
                 if tensor is not None:

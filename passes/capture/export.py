@@ -36,13 +36,13 @@ from zbcompile.passes.capture.tracing_flags import EAGER, ways_to_trace
 from zbcompile.passes.capture.training_step import Inference, Kept, LossFunction, Read, TrainingStep
 from zbcompile.passes.capture.unsupported import problems_of, raise_first, training_problems
 from zbcompile.passes.errors import CaptureError
-from zbcompile.passes.graph.fx import output_values
+from zbcompile.passes.graph.fx import call_text, node_numbers, output_values
 from zbcompile.passes.graph.kernel_layouts import kernels_layouts
 from zbcompile.passes.graph.roles import Kind, Slot
 from zbcompile.passes.graph.strides import copy_with_strides
 from zbcompile.passes.torch_private import numbered_checkpoints, pytree, set_stack_trace
 from zbcompile.passes.values.open_numbers import computes_with_them
-from zbcompile.passes.values.plain_tensors import PlainTensor, plain_tensors
+from zbcompile.passes.values.premises import Premises
 
 Example = tuple[tuple[Any, ...], dict[str, Any], Any]  # (args, kwargs, target) of one microbatch
 Traced = TrainingStep | Inference
@@ -59,7 +59,7 @@ class Captured:
     calls the groups once it is canonical (`zbcompile.passes.graph.process_groups`).
     `functions` are the calls of autograd.Functions in the graph, which run only while these live. The graph is right
     only for microbatches that answer `guards` alike, if forward asked about the values of its inputs, and as long as
-    none of the `plain` tensors of modules is replaced.
+    the `premises` hold: what it read in Python.
     """
 
     module: GraphModule
@@ -74,7 +74,7 @@ class Captured:
     groups: Mapping[str, str] = field(default_factory=dict)
     functions: tuple[FunctionCall, ...] = ()
     guards: Guards | None = None
-    plain: tuple[PlainTensor, ...] = ()
+    premises: Premises = field(default_factory=Premises)
 
 
 def capture(
@@ -153,7 +153,7 @@ def _export(wrapper: Traced, watch: Watch, batch: Example) -> Captured:
     with as_if_on(wrapper.model, _device_of(example)) as adapted:
         traced = pytree.tree_map_only(torch.Tensor, adapted, example)
         program = _exported(wrapper, watch, traced)
-        captured = _with_roles(program, wrapper.model, example, watch.questions)
+        captured = _with_roles(program, wrapper.model, example, watch)
     _check_answers(captured.guards, watch.questions, example)
     return replace(captured, functions=tuple(watch.calls.values()))
 
@@ -229,6 +229,27 @@ def _exported_on_eagers_path(wrapper: Traced, watch: Watch, example: Any) -> Exp
 
 
 def _export_once(wrapper: Traced, watch: Watch, example: Any) -> ExportedProgram:
+    """Export. What a first forward sets for good (a flag, hooks) stays set, if it then changes nothing."""
+    program = _traced(wrapper, watch, example)
+    first = watch.reads
+    if first is not None and first.unsettled:
+        first.settle()
+        again = _traced(wrapper, watch, example)
+        assert watch.reads is not None
+        if watch.reads.unsettled or _text(again) != _text(program):
+            watch.problem(first.unsettled[0])
+            watch.reads.undo()
+            first.undo()
+        return again
+    return program
+
+
+def _text(program: ExportedProgram) -> list[str]:
+    numbers = node_numbers(program.graph)
+    return [call_text(node, numbers) for node in program.graph.nodes]
+
+
+def _traced(wrapper: Traced, watch: Watch, example: Any) -> ExportedProgram:
     regions = regions_of(wrapper.model, *example[:2])
     with contextlib.ExitStack() as around:
         around.enter_context(watch.functions(wrapper, regions))
@@ -271,11 +292,11 @@ def _keep_source_lines(module: GraphModule) -> None:
             child.forward = torch.fx.Interpreter(child).run  # type: ignore[method-assign]
 
 
-def _with_roles(program: ExportedProgram, model: nn.Module, example: Any, questions: Questions) -> Captured:
-    names = first_names(model)
+def _with_roles(program: ExportedProgram, model: nn.Module, example: Any, watch: Watch) -> Captured:
+    names, questions = first_names(model), watch.questions
     inputs, constants = _input_slots(program, names, example), _constants(program, names)
-    plain = tuple(plain_tensors(model, constants))
-    guards = separate_guards(program.graph_module, inputs, questions, constants, plain)
+    premises = watch.reads.premises() if watch.reads else Premises()
+    guards = separate_guards(program.graph_module, inputs, questions, constants, premises.memories)
     outputs, constant_leaves = _output_slots(program, names)
     return Captured(
         module=program.graph_module,
@@ -287,7 +308,7 @@ def _with_roles(program: ExportedProgram, model: nn.Module, example: Any, questi
         structure=program.call_spec.out_spec.child(0),
         constant_leaves=constant_leaves,
         guards=guards,
-        plain=plain,
+        premises=premises,
     )
 
 

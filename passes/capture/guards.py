@@ -1,7 +1,7 @@
 """Guards: the questions of a captured graph as a small graph of their own, from inputs to answers."""
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -15,7 +15,6 @@ from zbcompile.passes.graph.fx import call_text, node_numbers, nodes_behind, out
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.graph.storage import content_of
 from zbcompile.passes.torch_private import LazyGraphModule, storage_key
-from zbcompile.passes.values.plain_tensors import PlainTensor
 
 Answers = tuple[Any, ...]
 
@@ -75,10 +74,10 @@ def separate_guards(
     inputs: Sequence[Slot],
     questions: Questions,
     constants: Mapping[str, torch.Tensor],
-    plain: Sequence[PlainTensor],
+    memories: Collection[int],
 ) -> Guards | None:
-    """Take the last results of `module`, one per question, out of it. None if no answer depends on an input, or on one
-    of the `plain` tensors, which may change."""
+    """Take the last results of `module`, one per question, out of it. None if no answer depends on an input, or on a
+    tensor over one of the `memories`, which may change."""
     answers, lines = tuple(questions.answers), tuple(questions.lines)
     if not answers:
         return None
@@ -96,7 +95,6 @@ def separate_guards(
     module.graph.output_node().args = (tuple(kept),)
     module.recompile()
     held = {slot.name: constants[slot.name] for slot in taken if slot.kind == "constant"}
-    storages = {each.storage for each in plain}
-    if len(held) == len(taken) and storages.isdisjoint(map(storage_key, held.values())):
+    if len(held) == len(taken) and not any(storage_key(tensor) in memories for tensor in held.values()):
         return None
     return Guards(LazyGraphModule(module, graph), taken, Given(questions.way, answers), lines, held)

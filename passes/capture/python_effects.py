@@ -8,14 +8,14 @@ import builtins
 import contextlib
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
-from torch import nn
+import torch
 
 from zbcompile.passes.graph.source_location import calling_line
-from zbcompile.passes.torch_private import replaced
+from zbcompile.passes.torch_private import outside_of_trace, replaced
 
 _REMEDY = (
     "capture runs forward once, so every step would use the same number. Draw it with torch (torch.rand), or pass it "
@@ -24,16 +24,20 @@ _REMEDY = (
 
 
 @contextlib.contextmanager
-def numbers_drawn_outside_torch(model: nn.Module, problem: Callable[[str], None]) -> Iterator[None]:
-    """Around a forward: call `problem` if Python's or numpy's generators advance, or one that a module holds."""
-    before, lines = _states(model), dict[str, str]()
+def numbers_drawn_outside_torch(
+    held: Callable[[], Mapping[str, tuple[Any, Any]]], problem: Callable[[str], None]
+) -> Iterator[None]:
+    """Around a forward: call `problem` if Python's or numpy's generators advance, or one that is `held`: those that
+    forward has found, by path, each with its state at that time."""
+    before, lines = _states({}), dict[str, str]()
     with contextlib.ExitStack() as stack:
         for name, module, owner in _global_generators():
             for function in _functions_of(module, owner):
                 original = getattr(module, function)
                 stack.enter_context(replaced(module, function, _noting(original, name, lines)))
         yield
-    for name, state in _states(model).items():
+    before |= {f"the generator {path}": state for path, (_, state) in held().items()}
+    for name, state in _states({path: generator for path, (generator, _) in held().items()}).items():
         if not _equal(state, before.get(name)):
             line = f" ({lines[name]})" if lines.get(name) else ""
             problem(f"forward draws from {name}{line}; {_REMEDY}.")
@@ -60,22 +64,58 @@ def _noting(function: Callable[..., Any], name: str, lines: dict[str, str]) -> C
     return noting
 
 
-def _states(model: nn.Module) -> dict[str, Any]:
-    """The states of the global generators and of those that modules hold, by a name for messages."""
+def _states(held: Mapping[str, Any]) -> dict[str, Any]:
+    """The states of the global generators and of those that are held, by a name for messages."""
     found: dict[str, Any] = {"Python's random module": random.getstate()}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         found["numpy.random"] = numpy.random.get_state(legacy=False)
-    for path, module in model.named_modules():
-        for attribute, value in vars(module).items():
-            name = f"the generator {path}.{attribute}".replace(" .", " ")
-            if isinstance(value, random.Random):
-                found[name] = value.getstate()
-            elif numpy is not None and isinstance(value, numpy.random.Generator):
-                found[name] = value.bit_generator.state
-            elif numpy is not None and isinstance(value, numpy.random.RandomState):
-                found[name] = value.get_state(legacy=False)
-    return found
+    return found | {f"the generator {path}": state_of(value) for path, value in held.items()}
+
+
+def state_of(generator: Any) -> Any:
+    """The state of a generator of Python or numpy; None for any other, which torch.export refuses."""
+    if hasattr(generator, "bit_generator"):
+        return generator.bit_generator.state
+    if isinstance(generator, random.Random) and not isinstance(generator, random.SystemRandom):
+        return generator.getstate()
+    return generator.get_state(legacy=False) if type(generator).__name__ == "RandomState" else None
+
+
+@contextlib.contextmanager
+def generator_seeded(problem: Callable[[str], None]) -> Iterator[None]:
+    """Around a forward: call `problem` if it seeds torch's generator, also inside of torch.random.fork_rng. A trace
+    draws nothing, so that nothing else sets its state."""
+    before, lines = torch.get_rng_state(), list[str]()
+    restore = torch.set_rng_state
+
+    def restored(state: torch.Tensor) -> None:
+        with outside_of_trace():
+            if not torch.equal(state, torch.get_rng_state()):
+                lines.append(calling_line())
+            restore(state)
+
+    with contextlib.ExitStack() as stack:
+        for module in (torch, torch.random):
+            stack.enter_context(replaced(module, "set_rng_state", restored))
+            for name in ("manual_seed", "seed"):
+                stack.enter_context(replaced(module, name, _noted(getattr(module, name), lines)))
+        yield
+    if lines or not torch.equal(torch.get_rng_state(), before):
+        torch.set_rng_state(before)
+        line = f" ({lines[0]})" if lines and lines[0] else ""
+        problem(
+            f"forward seeds torch's generator{line}; a compiled step draws from one sequence per microbatch "
+            "(zbcompile.microbatch_seed), and a graph has no seeds. Draw before the step, and pass that as an input."
+        )
+
+
+def _noted(function: Callable[..., Any], lines: list[str]) -> Callable[..., Any]:
+    def noted(*args: Any) -> Any:
+        lines.append(calling_line())
+        return function(*args)
+
+    return noted
 
 
 def _equal(one: Any, other: Any) -> bool:

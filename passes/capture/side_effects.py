@@ -22,11 +22,13 @@ from zbcompile.passes.capture.attention_kernels import (
 from zbcompile.passes.capture.custom_functions import calls_as_operators, emit_into
 from zbcompile.passes.capture.distributed_regions import Regions, modules_as_operators
 from zbcompile.passes.capture.function_calls import FunctionCall, refuse_set_data
-from zbcompile.passes.capture.python_effects import numbers_drawn_outside_torch, output_of_forward
+from zbcompile.passes.capture.python_effects import generator_seeded, numbers_drawn_outside_torch, output_of_forward
+from zbcompile.passes.capture.python_reads import PythonReads, Roots
 from zbcompile.passes.capture.questions import NOT_ANSWERED, QUESTIONS, Questions
 from zbcompile.passes.graph.source_location import calling_line
 from zbcompile.passes.torch_private import FUNCTIONAL_COLLECTIVES_MODULE, buffer_table, replaced
 from zbcompile.passes.values.open_numbers import failed_questions, with_eagers_types
+from zbcompile.passes.values.premises import attribute
 
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _TRAINS = (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
@@ -49,27 +51,39 @@ class Watch:
     unanswered: str = ""
     calls: dict[Hashable, FunctionCall] = field(default_factory=dict)
     questions: Questions = field(default_factory=Questions)
+    reads: PythonReads | None = None
+    _roots: Roots | None = None
     _around: contextlib.ExitStack | None = None
 
     @contextlib.contextmanager
     def functions(self, model: nn.Module, regions: Regions) -> Iterator[None]:
         """Around an export of `model`: calls of autograd.Functions, and of modules in `regions`, become operators."""
+        self._roots = Roots.of(attribute(model, "model"), attribute(model, "loss"))
         modules = modules_as_operators(regions, emit_into(self.calls))
         with calls_as_operators(self.calls, model, _is_torchs), modules, _inference_as_no_grad():
             yield
 
     @contextlib.contextmanager
     def forward(self, model: nn.Module, inputs: Any) -> Iterator[None]:
-        """Around the model's forward inside an export."""
+        """Around the forward of the model, and its loss, inside an export."""
         self.questions.begin(inputs)
-        buffers, attributes, modules = _buffers(model), _attributes(model), _modules(model)
+        assert self._roots is not None
+        self.reads = PythonReads(self._roots, self.problem, self.warning)
+        buffers, modules = _buffers(model), _modules(model)
         parameters = {id(parameter) for parameter in model.parameters()}
-        python = numbers_drawn_outside_torch(model, self.problem), output_of_forward(self.warning)
-        failures = failed_questions(self.note_unanswered)
-        with _Calls(self, parameters), python[0], python[1], failures, contextlib.ExitStack() as self._around:
-            yield
-            self._put_back(buffers)
-        self._compare(attributes, _attributes(model))
+        reads = self.reads
+        watches = [
+            numbers_drawn_outside_torch(lambda: reads.generators, self.problem),
+            generator_seeded(self.problem),
+            output_of_forward(self.warning),
+            failed_questions(self.note_unanswered),
+        ]
+        with self.reads.recording(), _Calls(self, parameters), contextlib.ExitStack() as around:
+            for watch in watches:
+                around.enter_context(watch)
+            with contextlib.ExitStack() as self._around:
+                yield
+                self._put_back(buffers)
         for path, new in _modules(model).items():
             if modules.get(path, new) is not new:
                 self.problem(
@@ -120,22 +134,6 @@ class Watch:
             with torch.no_grad():
                 old.copy_(new.detach())
             buffer_table(module)[name] = old
-
-    def _compare(self, before: dict[str, Any], after: dict[str, Any]) -> None:
-        for name, new in after.items():
-            old = before.get(name)
-            if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor) and old is not new:
-                self.problem(
-                    f"forward replaces the tensor in the plain attribute {name}; a compiled graph would keep reading "
-                    "the old one. Register it with register_buffer, or delete it before compiling if it is only there "
-                    "for inspection."
-                )
-            elif isinstance(new, int | float | str) and name in before and old != new:
-                self.warning(
-                    f"forward changes the attribute {name} from {old!r} to {new!r}; a compiled graph keeps what it "
-                    f"computed with {old!r} and never updates the attribute. Make it a buffer, or pass it as an "
-                    "argument, if forward depends on it."
-                )
 
 
 class _Calls(TorchFunctionMode):
@@ -190,8 +188,12 @@ class _Calls(TorchFunctionMode):
         return result
 
     def _result(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        try:
+        reads = self.watch.reads
+        if reads is None or torch.compiler.is_dynamo_compiling():
             return func(*args, **kwargs)
+        try:
+            with reads.functions.pause():
+                return func(*args, **kwargs)
         except Exception:
             if func in QUESTIONS:
                 self.watch.note_unanswered()
@@ -246,13 +248,3 @@ def _buffers(model: nn.Module) -> dict[tuple[nn.Module, str], torch.Tensor]:
 def _modules(model: nn.Module) -> dict[str, Any]:
     """The submodules by path, each as its attributes: torch's tracer may hand out proxies, which share them."""
     return {path: vars(module) for path, module in model.named_modules()}
-
-
-def _attributes(model: nn.Module) -> dict[str, Any]:
-    """The tensors and numbers that modules keep as plain attributes, by path."""
-    return {
-        f"{path}.{name}".lstrip("."): value
-        for path, module in model.named_modules()
-        for name, value in vars(module).items()
-        if isinstance(value, torch.Tensor | int | float | str)
-    }

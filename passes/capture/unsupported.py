@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.torch_private import (
+    accumulation_hooks,
     backward_hooks,
     forward_hook_functions,
     global_hooks,
@@ -129,7 +130,7 @@ def hook_problems(model: nn.Module) -> Iterator[str]:
                 "a torch.library.custom_op with register_autograd."
             )
     for name, parameter in model.named_parameters():
-        if hooks := tensor_hooks(parameter):
+        if hooks := tensor_hooks(parameter) or accumulation_hooks(parameter):
             yield (
                 f"parameter {name} has {', '.join(hooks)}; gradients of a compiled stage do not pass through autograd, "
                 "so the hook would never fire. Remove it before compiling and work on .grad after step() instead."

@@ -97,11 +97,18 @@ def failing_line(error: BaseException) -> str:
 def _innermost(frames: traceback.StackSummary) -> str:
     """The last frame that belongs to a model, not to torch, to Python or to this project."""
     for frame in reversed(frames):
-        file = _real(frame.filename)
-        pythons = file.startswith(_PYTHON) and "site-packages" not in file
-        if not (frame.filename.startswith("<") or pythons or file.startswith((_TORCH, *_OWN))):
+        if not frame.filename.startswith("<") and is_users_file(frame.filename):
             return f"{shown_path(frame.filename)}:{frame.lineno}: {frame.line}"
     return ""
+
+
+def is_users_file(name: str) -> bool:
+    """Whether a file of code is none of torch's, Python's or this project's."""
+    if name.startswith("<frozen"):
+        return False
+    file = _real(name)
+    pythons = file.startswith(_PYTHON) and "site-packages" not in file
+    return not pythons and not file.startswith((_TORCH, *_OWN))
 
 
 def _frames(trace: str) -> list[tuple[str, int, str]]:

@@ -1,1 +1,1 @@
-"""What a trace knows of values: those of inputs, open numbers, and tensors that modules keep."""
+"""What a trace knows of values: those of inputs, open numbers, and what Python reads."""

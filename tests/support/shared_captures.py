@@ -119,7 +119,7 @@ def _once(name: str, capture: Callable[..., Any]) -> Callable[..., Any]:
             made = read_or_make(
                 name.encode() + key, lambda stored: _fits(stored, given), lambda: (capture(*given), not seen)
             )
-        if not seen:
+        if not seen and made.premises.is_portable:
             found[key] = made
             KEYS[made.module] = name.encode() + key + repr(made.guards and made.guards.given.answers).encode()
         return made
@@ -233,7 +233,7 @@ def _forward_once(compile_: Callable[..., Program]) -> Callable[..., Program]:
                     lambda: (compile_(model, microbatch, wanted, frame, given), not seen),
                     program_to_bytes if dist.is_initialized() else lambda _: None,
                 )
-            if not seen and not (made.groups or made.plain):
+            if not seen and not (made.groups or not made.premises.is_portable):
                 found[key] = made
         return replace(made, model=facts_of(model, made.model.constants))
 

@@ -183,6 +183,7 @@ def compile_drawn(
         canonical_targets=targets_of(line),
         operations=_operations(drawn),
         guards=captured.guards,
+        premises=captured.premises,
         vocabulary=vocabulary,
         call=call_of(microbatch),
         groups=groups_of(canonical, programs),

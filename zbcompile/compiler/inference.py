@@ -106,7 +106,7 @@ def compile_forward(
         guards=captured.guards,
         call=call_of(microbatch),
         groups=groups_of(canonical, programs),
-        plain=captured.plain,
+        premises=captured.premises,
         output=output_of(wanted.computes, captured, canonical, stages),
         writer=save_here,
     )

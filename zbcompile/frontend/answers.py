@@ -4,6 +4,7 @@ Every step asks all of its microbatches, before its first action. The ranks tell
 met a new answer cannot compile alone, and one that only hears of it captures with the answers of that rank.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -18,6 +19,7 @@ from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.passes.capture.guards import Guards, read_answers
 from zbcompile.passes.capture.questions import Given
+from zbcompile.passes.values.premises import Standing
 from zbcompile.program.directories import save_program
 from zbcompile.program.program import ANSWERS, Program
 from zbcompile.runtime.engine import Executable
@@ -85,11 +87,21 @@ class ByAnswers(Generic[Value]):
     """At most `limit` values, each with its guards; the first one is evicted only if it is not `kept`.
 
     `exchanges` are the dimensions of the mesh along which any of them exchanges tensors in the middle of a microbatch:
-    ranks along these answer alike."""
+    ranks along these answer alike. `standing` is what their captures have read in Python: none of them is right while
+    any of it is another one."""
 
     def __init__(self, limit: int, kept: bool = True) -> None:
         self._kept: Recent[str, tuple[Guards | None, Value]] = Recent(limit, kept)
         self.exchanges: frozenset[str] = frozenset()
+        self.standing: list[Standing] = []
+
+    def holds(self) -> bool:
+        """Whether what was read in Python is what it was."""
+        return all(each.hold() for each in self.standing)
+
+    def change(self) -> str:
+        """What of it is another one, in words; "" if nothing is."""
+        return next(filter(None, (each.change() for each in self.standing)), "")
 
     def __iter__(self) -> Iterator[Value]:
         return (value for _, value in self._kept)
@@ -178,15 +190,25 @@ class ByAnswers(Generic[Value]):
 
 
 class ByShape(Generic[Key, Value]):
-    """What was compiled, by shape and answers: at most `limit` values of all shapes together, and always the very first
-    and one of the shape in use."""
+    """What was compiled, by shape, Python values and answers: at most `limit` values of all shapes together, and always
+    the very first and one of the shape in use."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._shapes: Recent[Key, ByAnswers[Value]] = Recent(limit)
+        self._numbers = itertools.count()
+        self._shapes: Recent[tuple[Key, int], ByAnswers[Value]] = Recent(limit)
 
-    def __contains__(self, key: Key) -> bool:
-        return key in self._shapes
+    def find(self, key: Key) -> ByAnswers[Value] | None:
+        """The values of a shape that are right for what Python reads now."""
+        for each in reversed(self._shapes.keys):
+            if each[0] == key and self._shapes.peek(each).holds():
+                return self._shapes[each]
+        return None
+
+    def change(self, key: Key) -> str:
+        """In what all Python values of this shape differ from the last ones known, in words; "" if none are known."""
+        known = (self._shapes.peek(each) for each in reversed(self._shapes.keys) if each[0] == key)
+        return next((found.change() for found in known), "")
 
     def __iter__(self) -> Iterator[Value]:
         return (value for found in self._shapes for value in found)
@@ -194,13 +216,10 @@ class ByShape(Generic[Key, Value]):
     def __len__(self) -> int:
         return sum(map(len, self._shapes))
 
-    def __getitem__(self, key: Key) -> ByAnswers[Value]:
-        return self._shapes[key]
-
     @property
     def keys(self) -> list[Key]:
         """The keys of the shapes, but that of what was not compiled here."""
-        return [key for key in self._shapes.keys if key]
+        return [key for key, _ in self._shapes.keys if key]
 
     def first(self) -> ByAnswers[Value]:
         """The values of the shape that was added first."""
@@ -213,7 +232,7 @@ class ByShape(Generic[Key, Value]):
 
     def add(self, key: Key, found: ByAnswers[Value]) -> bool:
         """Add a shape; return whether another value was evicted for it."""
-        return any([self._shapes.add(key, found), self.trim(found)])
+        return any([self._shapes.add((key, next(self._numbers)), found), self.trim(found)])
 
     def trim(self, used: ByAnswers[Value]) -> bool:
         """After a value was added to `used`, which is the shape in use: whether another shape's was evicted for it."""

@@ -32,6 +32,7 @@ from zbcompile.runtime.engine import Executable
 from zbcompile.runtime.nan_check import inspected
 from zbcompile.runtime.rank_plan import plan_rank
 from zbcompile.runtime.stage_plan import prepare_stage
+from zbcompile.runtime.unannounced_draws import with_draws_refused
 from zbcompile.runtime.vocabulary_collectives import Roots
 from zbcompile.runtime.vocabulary_parameters import VocabularyExecutable, VocabularyShards, make_executable_shards
 from zbcompile.torch_private import fingerprint
@@ -225,6 +226,7 @@ class BoundPrograms:
         bound = replace(program, stages=tuple(bind_groups(each, program.groups, places) for each in program.stages))
         passes = self._compile_passes(bound)
         stages = {i: prepare_stage(bound.stages[i], resident, device, until, passes.of("stage", i)) for i in own}
+        stages = {i: with_draws_refused(stage) for i, stage in stages.items()}
         if self.debug_nan:
             stages = {i: inspected(stage) for i, stage in stages.items()}
         vocabulary = self._prepare_vocabulary(program, resident, passes)

@@ -22,13 +22,14 @@ from zbcompile.frontend.state_dict import gather_rows
 from zbcompile.model.batch import Batch, hint_at_device, hinting
 from zbcompile.model.held_elsewhere import readable
 from zbcompile.model.placements import SHARD, along, placement_of, require_matches
-from zbcompile.model.resident_tensors import require_same_attributes, resident_tensors
+from zbcompile.model.resident_tensors import resident_tensors
 from zbcompile.passes.capture.guards import Guards
 from zbcompile.passes.capture.questions import Given
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.stage.print_python import type_text
 from zbcompile.passes.torch_private import forward_hooks
+from zbcompile.passes.values.premises import Standing
 from zbcompile.passes.vocabulary.log_probs import IGNORED
 from zbcompile.program.program import OF_A_PLACE, Program
 from zbcompile.runtime.engine import Executable, StepInput
@@ -93,25 +94,32 @@ class Forwards:
         """The executables of the batch's microbatches, for its answers to what forward asks; compiled if need be."""
         wanted, count = asked.wanted, asked.microbatches or self.executables.schedule.microbatches
         key = self._key(batch, wanted, count)
-        found = self._kept[key] if key in self._kept else self._kept.new()
+        if self.executables.program is not None:
+            self.executables.require_same_model()
+        kept = self._kept.find(key)
+        found = self._kept.new() if kept is None else kept
 
         def add(new: int | None) -> None:
-            with self._ranks.watch.position.turn_to(f"compiling {asked.wanted.computes} for {batch.whole.summary()}"):
+            change = self._kept.change(key)
+            if change and self._ranks.is_first:
+                print(f"zbcompile: compiling {asked.wanted.computes} again for {change}.")
+            since = f" (on this rank, of {change})" if change else ""
+            what = f"compiling {asked.wanted.computes} for {batch.whole.summary()}{since}"
+            with self._ranks.watch.position.turn_to(what):
                 plan = partial(self._planned, batch, count, wanted)
                 made = captured_alike(
                     self._ranks, "compiling a forward", plan, lambda each: each.guards, leads=new is not None
                 )
                 exchanges = set().union(*(program.exchanges for program in made.programs))
+                found.standing += [Standing(program.premises, {"model": self._model}) for program in made.programs]
                 found.add(made.guards, self._prepared(made.programs), exchanges)
 
         (answers,), _ = found.find(self._ranks, [batch.whole.tensors], add)
-        key = self._key(batch, wanted, count)  # forward may have installed hooks when it first ran
-        if key not in self._kept:
-            self._kept.add(key, found)
+        if kept is None:
+            self._kept.add(self._key(batch, wanted, count), found)  # forward may have installed hooks when it first ran
         self._kept.trim(found)
         self.executables.require_same_model()
         own = found[answers]
-        require_same_attributes(plain for each in own for plain in each.program.plain)
         require_words(batch, own[0].program)
         return own
 

@@ -48,12 +48,11 @@ from zbcompile.model.batch import (
 )
 from zbcompile.model.held_elsewhere import readable
 from zbcompile.model.placements import require_matches
-from zbcompile.model.resident_tensors import require_same_attributes
 from zbcompile.passes.capture.questions import Given
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.torch_private import global_hooks
-from zbcompile.passes.values.plain_tensors import PlainTensor
+from zbcompile.passes.values.premises import Standing
 from zbcompile.program.program import OF_A_PLACE, Program
 from zbcompile.runtime.engine import Executable, mix
 from zbcompile.schedules import Schedule, lower
@@ -68,7 +67,6 @@ class Executables(BoundPrograms):
         self.schedule = self._unfitted = schedule  # as it is before a first step fits it
         self._kept: ByShape[Any, Executable] = ByShape(options.max_shapes)
         self._runs: Recent[Any, tuple[Any, Executable]] = Recent(4 * options.max_shapes)
-        self._plain: list[PlainTensor] = []
         self._last: ByAnswers[Executable]
         self._last_state: tuple[Any, ...] | None = None
         self.outputs: bool | str = False  # what the present step returns beside its loss, of KINDS
@@ -135,9 +133,8 @@ class Executables(BoundPrograms):
         """The executable for the microbatches of a step, by their number and shapes and by their answers to what
         forward asks; compiled if there is none. Raises PipelineError and CaptureError if the model is no longer the one
         that was compiled."""
-        require_same_attributes(self._plain)
         first = self._last_state is None  # a lazy parameter has no state yet
-        known = step.alike and not first and self._state(step.each[0]) == self._last_state
+        known = step.alike and not first and self._state(step.each[0]) == self._last_state and self._last.holds()
         if self._ranks.replicas.count > 1:
             self._require_equal_steps(step, known)
         if not step.alike:
@@ -156,19 +153,30 @@ class Executables(BoundPrograms):
         """Raise PipelineError, on every rank, if replicas have batches of other numbers of microbatches, or want other
         outputs, or if one has to compile for shapes that others do not have, or to ask microbatches of other shapes."""
         shapes, count = step.shapes(), len(step.each)
-        new = not known and not all(self._key(each) in self._kept for each in step.distinct)
+        new = not known and not all(self._kept.find(self._key(each)) for each in step.distinct)
         asks = any(each.program.guards is not None for each in self)
         number = count * len(KINDS) + KINDS.index(self.outputs)
-        if equal_everywhere(self._ranks, number, shapes, new or asks):
+        change = next(filter(None, (self._kept.change(self._key(each)) for each in step.distinct)), "") if new else ""
+        if equal_everywhere(self._ranks, number, (shapes, change), new or asks):
             return
-        found = gathered(self._ranks, (count, shapes, self.outputs))
-        for rank, other in zip(self._ranks.members, found, strict=True):
-            if other != found[0]:
-                first, here = (f"{n} microbatches of {of[0]}, {keyword(to)}" for n, of, to in (found[0], other))
+        for rank, (*other, there), (*expected, own) in self._beside_first((count, shapes, self.outputs, change)):
+            if other == expected and there != own:
+                leader, same = self._ranks.members[0], "nothing has changed"
+                raise self._ranks.refusal(
+                    f"what forward reads in Python differs between ranks: on rank {leader} {own or same}, "
+                    f"on rank {rank} {there or same}. Change it on every rank."
+                )
+            if other != expected:
+                first, here = (f"{n} microbatches of {of[0]}, {keyword(to)}" for n, of, to in (expected, other))
                 raise self._ranks.refusal(
                     f"rank {self._ranks.members[0]} passes {first}, rank {rank} {here}. Replicas take as many "
                     "microbatches in every step, and compile together: pass batches of one size, and equal keywords."
                 )
+
+    def _beside_first(self, own: tuple[Any, ...]) -> Iterator[tuple[int, tuple[Any, ...], tuple[Any, ...]]]:
+        """Every rank with what it has as its `own`, beside that of the first."""
+        found = gathered(self._ranks, own)
+        return ((rank, other, found[0]) for rank, other in zip(self._ranks.members, found, strict=True))
 
     def _decide(self, microbatch: Callable[[int], Microbatch], counts: Sequence[int]) -> None:
         """Choose the layout by cost for the first batch, which `microbatch` cuts; the first rank decides for all."""
@@ -236,14 +244,16 @@ class Executables(BoundPrograms):
         return microbatch.signature, modes, hooks, fingerprint(self._model)
 
     def _look_up(self, microbatch: Microbatch) -> ByAnswers[Executable]:
-        key = self._key(microbatch)
-        if key not in self._kept:
+        found = self._kept.find(self._key(microbatch))
+        if found is None:
+            if self.program is not None:  # what is lazy has no shape before
+                self.require_same_model()
             found = self._kept.new()
             self._add(found, microbatch, leads=True)
             key = self._key(microbatch)  # forward may have installed hooks, as transformers' do when they first run
             self._note_eviction(self._kept.add(key, found))
         self.require_same_model()
-        return self._kept[key]
+        return found
 
     @contextmanager
     def void_if_it_fails(self) -> Iterator[None]:
@@ -260,10 +270,12 @@ class Executables(BoundPrograms):
 
     def _add(self, found: ByAnswers[Executable], microbatch: Microbatch, leads: bool) -> None:
         """Compile for a microbatch whose answers are new, on all ranks; only some of them may have met it (`leads`)."""
-        with self._ranks.watch.position.turn_to(f"compiling for microbatches of {microbatch.summary()}"):
+        change = self._kept.change(self._key(microbatch))
+        since = f" (on this rank, of {change})" if change else ""
+        with self._ranks.watch.position.turn_to(f"compiling for microbatches of {microbatch.summary()}{since}"):
             drawn = self._found.drawn if self._found else self._drawn(microbatch, leads)
             guards = drawn.captured.guards
-            self._plain += drawn.captured.plain
+            found.standing.append(Standing(drawn.captured.premises, {"model": self._model, "loss": self._options.loss}))
             reason = guards.unlike(found.guards) if guards is not None and found.asks else ""
             same = next((each for each in found if is_drawn_as(each.program, drawn)), None)
             executable = same or self._compile(microbatch, drawn, reason)
@@ -280,7 +292,8 @@ class Executables(BoundPrograms):
 
     def _compile(self, microbatch: Microbatch, drawn: Drawn, reason: str) -> Executable:
         if self.trains and self._ranks.is_first:
-            reason = reason or what_is_new(self._model, microbatch, self._key(microbatch), self._kept.keys)
+            key = self._key(microbatch)
+            reason = reason or self._kept.change(key) or what_is_new(self._model, microbatch, key, self._kept.keys)
             number = f"program {len(self.compilations) + 1}; max_shapes={self._options.max_shapes} are kept"
             print(f"zbcompile: compiling again for {reason} ({number}).")
         program = self._make_program(microbatch, drawn)

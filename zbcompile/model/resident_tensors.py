@@ -1,13 +1,12 @@
 """The model's own tensors, as the graphs ask for them."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import nn
 
 from zbcompile.errors import PipelineError
 from zbcompile.passes.graph.roles import Slot
-from zbcompile.passes.values.plain_tensors import PlainTensor
 
 
 def resident_tensors(model: nn.Module, constants: Mapping[str, torch.Tensor]) -> dict[Slot, torch.Tensor]:
@@ -26,6 +25,11 @@ def require_same_tensors(model: nn.Module, bound: Mapping[Slot, tuple[torch.Tens
     if not bound:
         return
     current = resident_tensors(model, {})
+    for slot in current.keys() - bound.keys():
+        raise PipelineError(
+            f"{slot} is new since the model was compiled, so that no rank holds it. Add it before zbcompile.pipeline, "
+            "or make a new pipeline."
+        )
     for slot, (tensor, kind) in bound.items():
         now = current.get(slot)
         if now is not tensor:
@@ -37,17 +41,6 @@ def require_same_tensors(model: nn.Module, bound: Mapping[Slot, tuple[torch.Tens
             raise PipelineError(
                 f"{slot} was {kind} when it was compiled and is {kind_of(now)} now (model.to, .double, .half?). "
                 "Convert the model first and make a new pipeline."
-            )
-
-
-def require_same_attributes(plain: Iterable[PlainTensor]) -> None:
-    """Raise if a plain attribute has another tensor than the one that a graph reads."""
-    for each in plain:
-        if each.is_replaced:
-            raise PipelineError(
-                f"the tensor in the plain attribute {each.path} was replaced by another one after compiling; the "
-                "pipeline would keep using the old one. Change it in place (tensor.copy_), pass it as an input, or "
-                "make a new pipeline."
             )
 
 

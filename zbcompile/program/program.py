@@ -19,7 +19,7 @@ from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.graph.fx import on_any_device
 from zbcompile.passes.partition.search import Cuts
 from zbcompile.passes.stage.stage_program import StageProgram, collectives_of
-from zbcompile.passes.values.plain_tensors import PlainTensor
+from zbcompile.passes.values.premises import Premises
 from zbcompile.passes.vocabulary.shard_program import VocabularyProgram
 from zbcompile.program.chosen_plan import ChosenPlan
 from zbcompile.program.output import Output
@@ -41,8 +41,8 @@ class Program:
     that saves it, `vocabulary` the output layer if that is sharded over all ranks, `guards` what forward asks about its
     inputs, with the answers that the program was compiled for, `operations` a hash of the graph before it was cut.
     `groups` are this process's names of the process groups, by what the graphs call them. `also` are the forwards that
-    a directory holds beside it, by what they compute, and the steps for other answers; `plain` the attributes of the
-    model that must not be replaced. `plan` says how `schedule="auto"` chose, None for a schedule that was given.
+    a directory holds beside it, by what they compute, and the steps for other answers; `premises` what the
+    model's Python read. `plan` says how `schedule="auto"` chose, None for a schedule that was given.
     """
 
     model: ModelFacts
@@ -62,7 +62,7 @@ class Program:
     groups: Mapping[str, str] = field(default_factory=dict, compare=False)
     output: Output | None = None
     returned: Output | None = None
-    plain: tuple[PlainTensor, ...] = field(default=(), repr=False, compare=False)
+    premises: Premises = field(default_factory=Premises, repr=False, compare=False)
     also: Mapping[str, "Program"] = field(default_factory=dict, repr=False)
     plan: ChosenPlan | None = field(default=None, compare=False)
     writer: Callable[["Program", Path], None] | None = field(default=None, repr=False, compare=False)

@@ -31,12 +31,24 @@ class Net(nn.Module):
         return self.last(x) * (1.0 + self.effect(self))
 
 
+GLOBAL, NOISE = random.Random(1), np.random.default_rng(1)
+DRAW = GLOBAL.random
+
+
+def drawing(own: random.Random) -> Callable[[Net], float]:
+    return lambda net: own.random()
+
+
 DRAWS = {
     "random": (lambda net: random.random(), r"Python's random module \(.*test_python_effects.*random\.random\(\)"),
     "by another name": (lambda net: uniform(0, 1), r"Python's random module;"),
     "numpy": (lambda net: float(np.random.rand()), r"numpy\.random \(.*np\.random\.rand\(\)"),
-    "an instance": (lambda net: net.own.random(), r"the generator own;"),
-    "a generator of numpy": (lambda net: float(net.noise.random()), r"the generator noise;"),
+    "an instance": (lambda net: net.own.random(), r"the generator model\.own;"),
+    "a generator of numpy": (lambda net: float(net.noise.random()), r"the generator model\.noise;"),
+    "a global": (lambda net: GLOBAL.random(), r"the generator .*GLOBAL;"),
+    "a global of numpy": (lambda net: float(NOISE.random()), r"the generator .*NOISE;"),
+    "a bound method": (lambda net: DRAW(), r"the generator .*DRAW\.__self__;"),
+    "a closure": (drawing(random.Random(1)), r"the generator own in the closure of model\.effect;"),
 }
 
 
@@ -46,6 +58,45 @@ def test_numbers_from_elsewhere_are_refused(how: str) -> None:
     effect, message = DRAWS[how]
     with pytest.raises(zbcompile.CaptureError, match=f"(?s)draws from {message}.*torch.rand"):
         train(Net(effect))
+
+
+def _in_fork(net: Net) -> float:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return float(torch.ones(1).numel())
+
+
+SEEDS: dict[str, Callable[[Net], object]] = {
+    "torch": lambda net: torch.manual_seed(1),
+    "the generator": lambda net: torch.default_generator.manual_seed(1),
+    "any": lambda net: torch.seed(),
+    "inside of fork_rng": _in_fork,
+}
+
+
+@pytest.mark.parametrize("how", SEEDS)
+def test_seeds_in_forward_are_refused(how: str) -> None:
+    """Eager would draw the same numbers in every step; the compiled steps drew others."""
+    with pytest.raises(zbcompile.CaptureError, match=r"forward seeds torch's generator"):
+        train(Net(lambda net: float(SEEDS[how](net) is None)))
+
+
+@torch.library.custom_op("zbcompile_tests::untold", mutates_args=())
+def _untold(x: Tensor) -> Tensor:
+    return torch.rand_like(x)
+
+
+_untold.register_fake(torch.empty_like)
+_untold.register_autograd(lambda ctx, gradient: gradient * 0)
+
+
+def test_an_operator_that_draws_without_saying_so_is_refused() -> None:
+    class Drawing(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + _untold(x)
+
+    with pytest.raises(zbcompile.PipelineError, match=r"zbcompile_tests\.untold.* draws random numbers.*tags="):
+        train(Drawing(lambda net: 0.0))
 
 
 def test_output_is_mentioned_with_its_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -401,7 +401,7 @@ REFUSED = (
     Refused(wrapped, CAPTURE, r"the model itself.* is a DataParallel, which cannot be captured\. Pass model\.module"),
     Refused(changes_its_input, CAPTURE, r"forward changes its input args_0 in place.*clone"),
     Refused(changes_a_parameter, CAPTURE, r"changes parameter layers\.1\.weight in place.*between steps"),
-    Refused(keeps_state, CAPTURE, r"replaces the tensor in the plain attribute state.*register_buffer"),
+    Refused(keeps_state, CAPTURE, r"changes model\.state \(.*self\.state = x.*reads it.*register_buffer"),
     Refused(grows_a_buffer, CAPTURE, r"replaces buffer kept of Growing .*by torch\.float32 \[3, 32\]"),
     Refused(replaces_a_module, CAPTURE, r"replaces the module layers\.1 by another one.*Call the model once"),
     Refused(operation_without_a_derivative, CAPTURE, r"no_way_back\.default has no derivative .*register_autograd"),

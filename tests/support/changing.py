@@ -1,0 +1,234 @@
+"""Python state that changes between steps: small models and losses, each with a change that eager sees at once."""
+
+import functools
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import zbcompile
+
+WIDTH, ROWS, MICROBATCHES = 4, 4, 2
+TAU = 1.0
+TABLE = {"scale": 1.0, "list": [1.0, 2.0]}
+SHIFT = torch.ones(WIDTH)
+
+
+class Space:
+    """A class that holds numbers."""
+
+    tau = 1.0
+
+
+@dataclass
+class Config:
+    tau: float = 1.0
+    kind: str = "tanh"
+    sizes: tuple[float, ...] = (1.0, 2.0)
+
+
+class Net(nn.Module):
+    """Two layers, and `middle(net, x)` between them."""
+
+    scale_of_class = 1.0
+
+    def __init__(self, middle: Callable[["Net", Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.act: Any = nn.Tanh()
+        self.drop, self.norm = nn.Dropout(0.1), nn.BatchNorm1d(WIDTH)
+        self.middle, self.config = middle, Config()
+        self.alpha, self.active, self.keep, self.flag = 1.0, 3, WIDTH, True
+        self.numbers, self.table, self.shift = [1.0, 2.0], {"a": 1.0}, torch.ones(WIDTH)
+        self.space = types.SimpleNamespace(tau=1.0)
+        self.function: Any = torch.tanh
+        self.global_step = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers[: self.active]:
+            x = self.middle(self, layer(x))
+        return x
+
+
+def scaled(net: Net, x: Tensor) -> Tensor:
+    return x * TAU
+
+
+def decayed(x: Tensor, rate: float = 1.0) -> Tensor:
+    return x * rate
+
+
+def weighted(factor: float) -> Callable[[Tensor, Tensor], Tensor]:
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output, target) * factor
+
+    return loss
+
+
+class Weighted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor, self.weights = 1.0, torch.ones(WIDTH)
+        self.register_buffer("mask", torch.ones(WIDTH))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return ((output - target) ** 2 * self.weights * self.mask).mean() * self.factor * (2 if self.training else 1)
+
+    def compute(self, output: Tensor, target: Tensor) -> Tensor:
+        return self(output, target)
+
+
+def powered(output: Tensor, target: Tensor, power: float = 2.0) -> Tensor:
+    return ((output - target).abs() ** power).mean()
+
+
+def shifted_loss(output: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(output + SHIFT, target)
+
+
+Change = Callable[[Net, Any], object]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, its loss, and a change between two steps."""
+
+    middle: Callable[[Net, Tensor], Tensor]
+    change: Change
+    loss: Callable[[], Any] = lambda: F.mse_loss
+
+
+def store(owner: Any, name: str, value: Any) -> Change:
+    """A change of something that does not belong to the model."""
+    return lambda net, loss: setattr(owner, name, value) if not isinstance(owner, dict) else owner.update({name: value})
+
+
+def of_model(path: str, value: Any) -> Change:
+    """A change of an attribute of the model."""
+
+    def change(net: Net, loss: Any) -> None:
+        *holders, name = path.split(".")
+        setattr(functools.reduce(getattr, holders, net), name, value)
+
+    return change
+
+
+def _class_of(net: Net, loss: Any) -> None:
+    class Other(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * 2
+
+    net.__class__ = Other
+
+
+def _cell(net: Net, loss: Any) -> None:
+    loss.__closure__[0].cell_contents = 0.5
+
+
+def _without_gradients(net: Net, x: Tensor) -> Tensor:
+    with torch.set_grad_enabled(net.flag):
+        x = net.layers[0](x)
+    return net.layers[1](x)
+
+
+_module = globals()
+STEPS = {  # what stands in the middle reads one thing; that is changed
+    "attribute": Case(lambda net, x: x * net.alpha, of_model("alpha", 2.0)),
+    "type of an attribute": Case(lambda net, x: x * (2 if type(net.alpha) is int else 1), of_model("alpha", 1)),
+    "attribute by name": Case(lambda net, x: x * getattr(net, "al" + "pha"), of_model("alpha", 2.0)),
+    "new attribute": Case(lambda net, x: x * getattr(net, "late", 1.0), of_model("late", 2.0)),
+    "has attribute": Case(lambda net, x: x * (2 if hasattr(net, "late") else 1), of_model("late", None)),
+    "deleted attribute": Case(lambda net, x: x * getattr(net, "alpha", 3.0), lambda net, _: delattr(net, "alpha")),
+    "shadowed class attribute": Case(lambda net, x: x * net.scale_of_class, of_model("scale_of_class", 2.0)),
+    "class attribute": Case(lambda net, x: x * net.scale_of_class, store(Net, "scale_of_class", 2.0)),
+    "list": Case(lambda net, x: x * net.numbers[0], lambda net, _: net.numbers.__setitem__(0, 3.0)),
+    "longer list": Case(lambda net, x: x * sum(net.numbers), lambda net, _: net.numbers.append(3.0)),
+    "mapping": Case(lambda net, x: x * net.table["a"], lambda net, _: net.table.update(a=2.0)),
+    "new key": Case(lambda net, x: x * len(net.table), lambda net, _: net.table.update(b=2.0)),
+    "other list": Case(lambda net, x: x * net.numbers[0], of_model("numbers", [3.0, 4.0])),
+    "config": Case(lambda net, x: x * net.config.tau, of_model("config.tau", 2.0)),
+    "text of a config": Case(lambda net, x: getattr(torch, net.config.kind)(x), of_model("config.kind", "sigmoid")),
+    "tuple of a config": Case(lambda net, x: x * net.config.sizes[0], of_model("config.sizes", (3.0,))),
+    "another config": Case(lambda net, x: x * net.config.tau, of_model("config", Config(tau=2.0))),
+    "namespace": Case(lambda net, x: x * net.space.tau, of_model("space.tau", 2.0)),
+    "number of layers": Case(lambda net, x: torch.tanh(x), of_model("active", 2)),
+    "slice": Case(lambda net, x: torch.cat([x[:, : net.keep], x[:, net.keep :] * 0], 1), of_model("keep", 2)),
+    "dropout": Case(lambda net, x: net.drop(x), of_model("drop.p", 0.5)),
+    "momentum": Case(lambda net, x: net.norm(x), of_model("norm.momentum", 0.5)),
+    "epsilon": Case(lambda net, x: net.norm(x), of_model("norm.eps", 0.5)),
+    "activation": Case(lambda net, x: net.act(x), of_model("act", nn.SiLU())),
+    "function": Case(lambda net, x: net.function(x), of_model("function", torch.sigmoid)),
+    "partial": Case(lambda net, x: net.function(x), of_model("function", functools.partial(torch.mul, other=2.0))),
+    "gradient mode": Case(_without_gradients, of_model("flag", False)),
+    "tensor": Case(lambda net, x: x + net.shift, of_model("shift", torch.zeros(WIDTH))),
+    "data of a tensor": Case(lambda net, x: x + net.shift, of_model("shift.data", torch.zeros(WIDTH))),
+    "forward": Case(scaled, lambda net, _: setattr(net, "forward", net.layers[0].forward)),
+    "forward of a layer": Case(scaled, of_model("layers.1.forward", torch.sin)),
+    "method of another layer": Case(scaled, lambda net, _: setattr(net.layers[1], "forward", net.layers[0].forward)),
+    "class": Case(lambda net, x: torch.tanh(x), _class_of),
+    "middle": Case(lambda net, x: torch.tanh(x), of_model("middle", scaled)),
+    "global": Case(scaled, store(_module, "TAU", 2.0)),
+    "global mapping": Case(lambda net, x: x * TABLE["scale"], store(TABLE, "scale", 2.0)),
+    "list in a global": Case(lambda net, x: x * TABLE["list"][0], lambda net, _: TABLE["list"].insert(0, 5.0)),
+    "class as a namespace": Case(lambda net, x: x * Space.tau, store(Space, "tau", 2.0)),
+    "global function": Case(lambda net, x: decayed(x), store(_module, "decayed", torch.tanh)),
+    "default": Case(lambda net, x: decayed(x), store(decayed, "__defaults__", (0.5,))),
+    "global tensor": Case(lambda net, x: x + SHIFT, store(_module, "SHIFT", torch.zeros(WIDTH))),
+    "loss's closure": Case(scaled, _cell, lambda: weighted(2.0)),
+    "loss's attribute": Case(scaled, lambda _, loss: setattr(loss, "factor", 3.0), Weighted),
+    "loss's mode": Case(scaled, lambda _, loss: loss.eval(), Weighted),
+    "loss's tensor": Case(scaled, lambda _, loss: setattr(loss, "weights", torch.zeros(WIDTH)), Weighted),
+    "loss's buffer": Case(scaled, lambda _, loss: setattr(loss, "mask", torch.zeros(WIDTH)), Weighted),
+    "loss's method": Case(scaled, lambda _, loss: setattr(loss.__self__, "factor", 3.0), lambda: Weighted().compute),
+    "loss's keyword": Case(
+        scaled, lambda _, loss: loss.keywords.update(power=3.0), lambda: functools.partial(powered, power=2.0)
+    ),
+    "loss's default": Case(scaled, store(powered, "__defaults__", (3.0,)), lambda: powered),
+    "loss's global": Case(scaled, store(_module, "SHIFT", torch.zeros(WIDTH)), lambda: shifted_loss),
+    "frozen layer": Case(scaled, lambda net, _: net.layers[0].requires_grad_(False)),
+    "mode": Case(lambda net, x: net.drop(x), lambda net, _: net.drop.eval()),
+    "default dtype of numbers": Case(lambda net, x: x * net.alpha, of_model("alpha", True)),
+    "minus zero": Case(lambda net, x: x * (1 if str(net.alpha) == "0.0" else 2), of_model("alpha", -0.0)),
+    "not a number": Case(lambda net, x: x if net.alpha != net.alpha else 2 * x, of_model("alpha", float("nan"))),
+    "a long list": Case(lambda net, x: x * sum(net.numbers), lambda net, _: net.numbers.extend([0.01] * 300)),
+}
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+def eager(net: Net, loss: Any, x: Tensor, step: int) -> Tensor:
+    """The loss of a step; gradients are added to `.grad`."""
+    total = torch.zeros(())
+    for index, part in enumerate(x.chunk(MICROBATCHES)):
+        torch.manual_seed(zbcompile.microbatch_seed(step, index))
+        found = loss(net(part), part) / MICROBATCHES
+        found.backward()
+        total += found.detach()
+    return total
+
+
+def saved() -> Iterator[None]:
+    """Around a case: what it changes outside of its model is put back."""
+    before = (
+        TAU,
+        SHIFT,
+        dict(TABLE),
+        list(TABLE["list"]),
+        Space.tau,
+        decayed,
+        decayed.__defaults__,
+        Net.scale_of_class,
+    )  # type: ignore[call-overload]
+    powers = powered.__defaults__
+    yield
+    _module.update(TAU=before[0], SHIFT=before[1], decayed=before[5])
+    TABLE.update(before[2], list=before[3])  # type: ignore[arg-type]
+    Space.tau, decayed.__defaults__, Net.scale_of_class = before[4], before[6], before[7]
+    powered.__defaults__ = powers

@@ -1,0 +1,181 @@
+"""Python state that changes between steps: every step computes with what it is now, bit for bit, or refuses."""
+
+import contextlib
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings, strategies
+from torch import Tensor, nn
+
+import zbcompile
+from tests.support import shared_captures
+from tests.support.changing import STEPS, Net, batch, eager, saved, scaled
+
+
+@pytest.fixture(autouse=True)
+def _captured_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether two models are captured alike is the question here."""
+    monkeypatch.setattr(shared_captures, "sketch", lambda *given: None)
+
+
+def pipeline_of(net: nn.Module, loss: Any = F.mse_loss) -> zbcompile.Pipeline:
+    return zbcompile.pipeline(net, schedule="1f1b", ranks=2, microbatches=2, loss=loss, exact=True)
+
+
+def compare(pipe: zbcompile.Pipeline, net: Net, loss: Any, step: int) -> None:
+    """A step equals eager's: loss, gradients and buffers. The net goes on from ours."""
+    buffers = {name: buffer.clone() for name, buffer in net.named_buffers()}
+    ours = pipe.step(batch(step), target=batch(step))
+    found = {name: p.grad for name, p in net.named_parameters()}
+    after = {name: buffer.clone() for name, buffer in net.named_buffers()}
+    net.zero_grad()
+    for name, buffer in net.named_buffers():
+        buffer.copy_(buffers[name])
+    theirs = eager(net, loss, batch(step), step)
+    assert torch.equal(ours, theirs), f"{ours} and {theirs}"
+    for name, parameter in net.named_parameters():
+        one, other = found[name], parameter.grad
+        assert (one is None) == (other is None), name
+        assert one is None or other is None or torch.equal(one, other), name
+    for name, buffer in net.named_buffers():
+        assert torch.equal(after[name], buffer), name
+    net.zero_grad()
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_change_is_seen(name: str) -> None:
+    """In the next step; the steps before it, and after it, compute with what was there."""
+    case = STEPS[name]
+    with contextlib.contextmanager(saved)():
+        net, loss = Net(case.middle), case.loss()
+        pipe = pipeline_of(net, loss)
+        compare(pipe, net, loss, 0)
+        case.change(net, loss)
+        compare(pipe, net, loss, 1)
+        compare(pipe, net, loss, 2)
+
+
+def test_the_notice_names_the_value_and_the_old_program_comes_back(capsys: pytest.CaptureFixture[str]) -> None:
+    net = Net(lambda net, x: net.drop(x))
+    pipe = pipeline_of(net)
+    for p in (0.1, 0.5, 0.1, 0.5, 0.1):
+        net.drop.p = p
+        compare(pipe, net, F.mse_loss, pipe.step_index)
+    said = [line for line in capsys.readouterr().out.splitlines() if "compiling again" in line]
+    assert len(said) == 1
+    assert "model.drop.p, changed from 0.1 to 0.5 (program 2" in said[0]
+
+
+def test_what_nobody_reads_compiles_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    """Counters of a trainer, what is kept for inspection, and equal values in other objects."""
+    net = Net(lambda net, x: x * net.alpha)
+    pipe = pipeline_of(net)
+    for step in range(3):
+        net.global_step, net.alpha, net.last = step, float("1.0"), batch(step)  # type: ignore[assignment]
+        compare(pipe, net, F.mse_loss, step)
+    assert "compiling again" not in capsys.readouterr().out
+
+
+def test_evaluations_see_changes(capsys: pytest.CaptureFixture[str]) -> None:
+    net = Net(lambda net, x: x * net.alpha)
+    pipe = pipeline_of(net)
+    pipe.step(batch(0), target=batch(0))
+    for alpha in (1.0, 2.0, 1.0):
+        net.alpha = alpha
+        with torch.no_grad():
+            torch.testing.assert_close(pipe.eval(batch(1)), net(batch(1)))
+    assert capsys.readouterr().out.count("compiling eval again for model.alpha, changed from 1.0 to 2.0") == 1
+
+
+@settings(max_examples=6, deadline=None)
+@given(strategies.lists(strategies.sampled_from(["alpha", "p", "keep", "active", "kind"]), min_size=1, max_size=4))
+def test_any_changes_in_any_order(changes: list[str]) -> None:
+    """Values go up and down; each step is eager's."""
+
+    def middle(net: Net, x: Tensor) -> Tensor:
+        kept = torch.cat([x[:, : net.keep], x[:, net.keep :] * net.alpha], 1)
+        return net.drop(getattr(torch, net.config.kind)(kept))
+
+    net = Net(middle)
+    pipe = pipeline_of(net)
+    compare(pipe, net, F.mse_loss, 0)
+    for step, change in enumerate(changes, 1):
+        net.alpha = 3.0 - net.alpha if change == "alpha" else net.alpha
+        net.drop.p = 0.6 - net.drop.p if change == "p" else net.drop.p
+        net.keep = 5 - net.keep if change == "keep" else net.keep
+        net.active = 5 - net.active if change == "active" else net.active
+        net.config.kind = "sin" if change == "kind" else net.config.kind
+        compare(pipe, net, F.mse_loss, step)
+
+
+def counts(net: Any, x: Tensor) -> Tensor:
+    net.active_calls = getattr(net, "active_calls", 0) + 1
+    return x * net.active_calls
+
+
+seen: list[int] = []
+
+
+def collects(net: Any, x: Tensor) -> Tensor:
+    seen.append(1)
+    return x * len(seen)
+
+
+def remembers(net: Any, x: Tensor) -> Tensor:
+    previous, net.previous = getattr(net, "previous", 0.0), x.detach()
+    return x + previous
+
+
+@pytest.mark.parametrize("middle", [counts, collects, remembers])
+def test_what_forward_changes_and_reads_is_refused(middle: Callable[[Net, Tensor], Tensor]) -> None:
+    net, before = Net(middle), copy.copy(seen)
+    with pytest.raises(
+        zbcompile.CaptureError, match=r"forward changes .* \(tests/zbcompile/frontend/test_changing_python"
+    ):
+        pipeline_of(net).step(batch(0), target=batch(0))
+    assert seen == before
+    assert not hasattr(net, "previous")
+
+
+def test_what_forward_only_keeps_is_put_back() -> None:
+    """No fake tensor stays behind, and a flag that forward sets once stays set."""
+
+    def middle(net: Any, x: Tensor) -> Tensor:
+        net.last = net.shift = x
+        if not net.flag:
+            return x
+        net.flag = False
+        return x
+
+    net = Net(middle)
+    shift = net.shift
+    pipe = pipeline_of(net)
+    compare(pipe, net, F.mse_loss, 0)
+    assert net.flag is False
+    net = Net(middle)
+    shift = net.shift
+    pipeline_of(net).step(batch(0), target=batch(0))
+    assert net.shift is shift
+    assert "last" not in vars(net)
+
+
+def test_new_parameters_are_refused_by_name() -> None:
+    net = Net(scaled)
+    pipe = pipeline_of(net)
+    pipe.step(batch(0), target=batch(0))
+    net.layers.append(nn.Linear(4, 4))
+    with pytest.raises(zbcompile.PipelineError, match=r"parameter layers\.3\.(weight|bias) is new since"):
+        pipe.step(batch(0), target=batch(0))
+
+
+def test_a_hook_on_the_node_that_accumulates_a_gradient_is_refused() -> None:
+    net = Net(scaled)
+    weight = net.layers[0].weight
+    node = weight.expand_as(weight).grad_fn.next_functions[0][0]  # type: ignore[union-attr, operator]
+    node.register_hook(lambda *_: None)
+    with pytest.raises(zbcompile.CaptureError, match=r"layers\.0\.weight has hooks on the node that accumulates"):
+        pipeline_of(net).step(batch(0), target=batch(0))
