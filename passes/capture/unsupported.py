@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.torch_private import (
@@ -22,6 +21,7 @@ from zbcompile.passes.torch_private import (
     tensor_hooks,
 )
 
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 REPLICAS = 'Replicas are the dimension "dp" of mesh=, and pipe.optimizer(zero=1) divides the optimizer among them.'
 WRAPPERS = {  # by the name of the class, so that nothing is imported for it: what to do instead
     "DataParallel": f"Pass model.module. {REPLICAS}",
@@ -47,7 +47,7 @@ def training_problems(model: nn.Module, loss: Any) -> Iterator[str]:
     yield from problems_of(model)
     yield from _trained_loss(loss)
     for name, module in model.named_modules():
-        averages = isinstance(module, _BatchNorm) and module.training and module.running_mean is not None
+        averages = isinstance(module, BATCH_NORMS) and module.training and module.running_mean is not None
         if averages and module.momentum is None:
             yield (
                 f"{_where(name, module)} has momentum=None: it divides by the number of batches so far, which it reads "
