@@ -11,6 +11,7 @@ import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -121,6 +122,8 @@ def token(value: Any) -> Any:
         return Name(f"module {vars(value).get('__name__')}")
     if isinstance(value, _CONSTANT):
         return Name(f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', value)}")
+    if isinstance(value, ContextVar):
+        return Name(f"variable {value.name} of the context")
     if isinstance(value, Enum):
         return Name(repr(value))
     return Name(f"{type(value).__module__}.{type(value).__qualname__}") if is_followed(value) else Identity(value)
