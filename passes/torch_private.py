@@ -285,7 +285,8 @@ def accumulation_hooks(tensor: torch.Tensor) -> list[str]:
     holds its hooks in mappings that only the garbage collector can name."""
     if not (tensor.requires_grad and tensor.is_leaf) or torch.nn.parameter.is_lazy(tensor):
         return []
-    node = torch.autograd.graph.get_gradient_edge(tensor).node
+    with torch._C.DisableTorchFunctionSubclass():  # its values are not read
+        node = torch.autograd.graph.get_gradient_edge(tensor).node
     hooked = any(isinstance(each, dict) and each for each in gc.get_referents(node))
     return ["hooks on the node that accumulates its gradient"] if hooked else []
 

@@ -78,7 +78,9 @@ class FunctionWatch:
                 sys.monitoring.free_tool_id(self.TOOL)
 
         def _began(self, code: CodeType, _: int) -> Any:
-            self._note(sys._getframe(1), "call", None)
+            here = inspect.currentframe()
+            if here is not None and here.f_back is not None:
+                self._note(here.f_back, "call", None)
             return sys.monitoring.DISABLE
 
     @contextlib.contextmanager

@@ -33,9 +33,8 @@ def save_adapters(folder: Path, pipe: Pipeline, writes: bool) -> None:
 def load_adapters(folder: str | Path, pipe: Pipeline) -> None:
     """Fill all adapters of a model from what was saved; every rank must call it."""
     what = f"loading the adapters in {folder}"
-    with pipe.ranks.watch.region(what):
+    with pipe.ranks.watch.region(what), readable(pipe.model):  # PEFT reads what it is about to fill
         together(pipe.ranks, what, partial(_read, Path(folder), pipe.model))
-    with readable(pipe.model):
         state = pipe.model.state_dict()
     pipe.load_state_dict(state)
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from zbcompile.distributed.mesh import Mesh, Replicas
 from zbcompile.distributed.packing import as_contiguous
 from zbcompile.errors import PipelineError
+from zbcompile.model.held_elsewhere import is_held_elsewhere
 from zbcompile.model.placements import PARTIAL, along
 from zbcompile.program.program import Program
 from zbcompile.runtime.gradient_buffers import Gradients
@@ -192,7 +193,8 @@ class Reduction:
 
     def results(self) -> dict[str, torch.Tensor | None]:
         """The gradients that this rank has after the step, whole or its part."""
-        whole = {name: parameter.grad for name, parameter in self.gradients.parameters.items()}
+        found = self.gradients.parameters.items()
+        whole = {name: None if is_held_elsewhere(parameter) else parameter.grad for name, parameter in found}
         return whole | {name: part for each in self.sharded for name, part in each.sums().items()}
 
     def _whole(self, names: Sequence[str]) -> list[str]:

@@ -380,7 +380,7 @@ REFUSED = (
     Refused(loss_that_trains, CAPTURE, r"reads scale, which requires a gradient"),
     Refused(data_dependent_control_flow, CAPTURE, r"torch.export cannot capture Branching.*control flow"),
     Refused(
-        layer_added_after_the_first_step, "CompileError", r"layers\.\d+\.weight, .* did not have when its pipeline"
+        layer_added_after_the_first_step, PIPELINE, r"parameter layers\.\d+\.\w+ is new since the model was compiled"
     ),
     Refused(compiled_model, CAPTURE, r"already wrapped by torch.compile"),
     Refused(compiled_in_place, CAPTURE, r"already wrapped by torch.compile"),
@@ -410,7 +410,11 @@ REFUSED = (
     Refused(in_place_below_autograd, CAPTURE, r"writes in place below autograd.*exact=False"),
     Refused(wrong_width, CAPTURE, r"shapes that do not fit together\. Does the batch have the shapes"),
     Refused(wrong_dtype, CAPTURE, r"mixes float32 and float64 \(layers\.0 .*convert the batch"),
-    Refused(converted_after_compiling, PIPELINE, r"was float32\[32, 32\] on cpu .* is float64.*new pipeline"),
+    Refused(
+        converted_after_compiling,
+        PIPELINE,
+        r"was float32\[32, 32\] on cpu .* is float64.*new pipeline|belongs to rank \d",
+    ),
     Refused(inference_mode, PIPELINE, r"inside torch\.inference_mode"),
     Refused(evaluation_of_unknown_class, CAPTURE, r"a class that torch\.export does not know.*register the class"),
     Refused(unknown_cut, PARTITION, r"names 'layers\.7', which is neither a module that"),
