@@ -80,7 +80,7 @@ def grown(case: Case, steps: int) -> dict[str, int]:
     """What there is more of after `steps` steps."""
     pipe, batch = compiled(case)
     tracemalloc.start()  # what a step replaces must have been counted when it was made
-    for _ in range(20):
+    for _ in range(120):  # a comparison of batches is among them, which comes every 100 steps
         pipe.step(*batch.args, target=batch.target)
     before = census()
     for _ in range(steps):
