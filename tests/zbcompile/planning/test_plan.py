@@ -84,7 +84,7 @@ def test_dimensions_of_the_mesh(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_ranks_that_share_every_matrix(capsys: pytest.CaptureFixture[str]) -> None:
     """Rows for two ranks, which hold half of the weights; why four cannot; a command line with the mesh."""
-    asked = "--ranks", "4", "--global-batch", "8", "--search-seconds", "1", "--fake", "--mesh", "dp,tp"
+    asked = "--ranks", "4", "--global-batch", "8", "--search-seconds", "9", "--fake", "--mesh", "dp,tp"
     assert main([f"{TARGETS}:layers", *asked]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert {("4", "1", "1"), ("2", "2", "1")} <= set(re.findall(r"(\d) (\d) (\d) linear", shown))
