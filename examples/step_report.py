@@ -7,7 +7,7 @@ from statistics import median
 
 from tabulate import tabulate
 
-from zbcompile.profiling.step_record import StepRecord
+from zbcompile.program.step_record import StepRecord
 from zbcompile.schedules import Costs, Schedule, format_timeline, simulate
 
 COMPUTE = ("F", "B", "W", "BW")

@@ -25,7 +25,7 @@ import zbcompile
 from devices import add_device, own_device, start_group
 from gpt import GPT, next_byte_loss
 from step_report import report
-from zbcompile.profiling.step_record import StepRecord
+from zbcompile.program.step_record import StepRecord
 
 WARM_UP = 2  # steps before the first one that is timed
 RECORDED = 5  # steps timed early on, which the prediction is made from, and as many at the end, to hold it against

@@ -29,8 +29,8 @@ ORDER = {
     "zbcompile": (
         *("version", "__init__", "untrusted_text", "errors", "amounts", "env", "tracebacks", "json_text"),
         *("safe_files", "torch_private"),
-        *("profiling", "model", "distributed", "program", "backends", "compiler", "runtime", "optimizer"),
-        *("prediction", "planning", "torch_pipelining", "frontend", "persistence", "integrations", "cli"),
+        *("model", "distributed", "program", "backends", "options", "compiler", "runtime", "optimizer", "prediction"),
+        *("profiling", "program_cache", "planning", "torch_pipelining", "api", "persistence", "integrations", "cli"),
         "inspection",
         *("compile", "run", "inspect", "plan", "calibrate", "checkpoints", "doctor"),
     ),

@@ -7,19 +7,17 @@ from zbcompile.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from zbcompile import passes as passes, schedules as schedules
+    from zbcompile.api.averages import Averages as Averages, ema as ema
+    from zbcompile.api.grad_scaler import GradScaler as GradScaler
+    from zbcompile.api.pipeline import Pipeline as Pipeline
+    from zbcompile.api.pipeline_function import pipeline as pipeline
     from zbcompile.errors import FaultError as FaultError, PipelineError as PipelineError
-    from zbcompile.frontend.averages import Averages as Averages, ema as ema
-    from zbcompile.frontend.grad_scaler import GradScaler as GradScaler
-    from zbcompile.frontend.monitor_steps import Figures as Figures, monitor as monitor
-    from zbcompile.frontend.options import Memory as Memory, Vocab as Vocab
-    from zbcompile.frontend.pipeline import Pipeline as Pipeline
-    from zbcompile.frontend.pipeline_function import pipeline as pipeline
-    from zbcompile.frontend.trace_steps import trace as trace
     from zbcompile.inspection.explain_model import Explanation as Explanation, explain as explain
     from zbcompile.model.example import Example as Example
     from zbcompile.model.huggingface_plan import apply_tensor_parallel_plan as apply_tensor_parallel_plan
     from zbcompile.model.padding import buckets as buckets
     from zbcompile.model.seeds import microbatch_seed as microbatch_seed
+    from zbcompile.options import Memory as Memory, Vocab as Vocab
     from zbcompile.passes.errors import (
         CaptureError as CaptureError,
         CompileError as CompileError,
@@ -34,6 +32,8 @@ if TYPE_CHECKING:
     from zbcompile.persistence.checkpoint_directory import latest_checkpoint as latest_checkpoint
     from zbcompile.persistence.loaded_pipeline import load as load
     from zbcompile.persistence.safetensors_weights import load_weights as load_weights, save_weights as save_weights
+    from zbcompile.profiling.monitor_steps import Figures as Figures, monitor as monitor
+    from zbcompile.profiling.trace_steps import trace as trace
     from zbcompile.schedules.errors import ScheduleError as ScheduleError
 
 _HOME = {
@@ -41,14 +41,14 @@ _HOME = {
     "persistence.checkpoint": ("Checkpoint", "load_checkpoint", "save_checkpoint"),
     "model.example": ("Example",),
     "inspection.explain_model": ("Explanation", "explain"),
-    "frontend.pipeline_function": ("pipeline",),
+    "api.pipeline_function": ("pipeline",),
     "persistence.loaded_pipeline": ("load",),
-    "frontend.pipeline": ("Pipeline",),
-    "frontend.averages": ("Averages", "ema"),
-    "frontend.options": ("Memory", "Vocab"),
-    "frontend.grad_scaler": ("GradScaler",),
-    "frontend.monitor_steps": ("Figures", "monitor"),
-    "frontend.trace_steps": ("trace",),
+    "api.pipeline": ("Pipeline",),
+    "api.averages": ("Averages", "ema"),
+    "options": ("Memory", "Vocab"),
+    "api.grad_scaler": ("GradScaler",),
+    "profiling.monitor_steps": ("Figures", "monitor"),
+    "profiling.trace_steps": ("trace",),
     "persistence.safetensors_weights": ("load_weights", "save_weights"),
     "model.huggingface_plan": ("apply_tensor_parallel_plan",),
     "model.padding": ("buckets",),

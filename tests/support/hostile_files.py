@@ -32,8 +32,8 @@ from torch import nn
 
 import zbcompile
 from zbcompile.json_text import to_text
-from zbcompile.profiling.step_record import FORMAT, VERSION, read_record
 from zbcompile.program.manifest import digest_of
+from zbcompile.program.step_record import FORMAT, VERSION, read_record
 from zbcompile.schedules import ScheduleError, build, load, lower, simulate, to_csv, to_json
 from zbcompile.schedules.__main__ import main as schedules_main
 from zbcompile.schedules.ir.costs import Costs

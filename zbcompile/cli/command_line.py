@@ -17,7 +17,7 @@ import torch.distributed as dist
 from zbcompile.distributed.process_group import find_ranks, is_alone
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
-from zbcompile.frontend.options import OPTIONS, PARAGRAPHS
+from zbcompile.options import OPTIONS, PARAGRAPHS
 from zbcompile.passes.errors import CompileError
 from zbcompile.schedules import ScheduleError
 

@@ -16,14 +16,14 @@ from zbcompile.compiler.compile_example import Inspected, compile_example
 from zbcompile.compiler.compile_model import Drawn
 from zbcompile.compiler.torch_logs import silenced, with_torchs_logs
 from zbcompile.errors import PipelineError
-from zbcompile.frontend.choose_schedule import choose_schedule
-from zbcompile.frontend.options import OPTIONS, Options, is_searched
 from zbcompile.model.example import Example
+from zbcompile.options import OPTIONS, Options, is_searched
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.hardware.hardware import Hardware
 from zbcompile.passes.option import options_of
 from zbcompile.passes.pass_list.passes_in_order import STAGE_PASSES
 from zbcompile.passes.pass_list.run_passes import Observer, Ran
+from zbcompile.planning.choose_schedule import choose_schedule
 from zbcompile.planning.planner import decide, order_by_graphs, reordered
 from zbcompile.program.program import Program
 from zbcompile.schedules.ir.schedule import Schedule

@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 from tqdm import tqdm
 
+from zbcompile.api.pipeline import Pipeline
 from zbcompile.cli.target import load_object
 from zbcompile.cli.train_data import Data, Start, on_device
 from zbcompile.cli.train_optimizer import NAMED, make_optimizer, options_of, rate_factor, set_options
@@ -17,13 +18,12 @@ from zbcompile.cli.train_pipeline import Job, open_pipeline
 from zbcompile.distributed.agreement import gathered, together
 from zbcompile.distributed.mesh import BATCHES
 from zbcompile.errors import PipelineError
-from zbcompile.frontend.monitor_steps import monitor
-from zbcompile.frontend.pipeline import Pipeline
 from zbcompile.model.batch import amount
 from zbcompile.model.seeds import restore_random_state, seed_everything
 from zbcompile.persistence.checkpoint import Checkpoint, hold_folder, load_checkpoint, save_checkpoint
 from zbcompile.persistence.checkpoint_directory import candidates, latest_checkpoint
 from zbcompile.persistence.safetensors_weights import holds_weights, load_weights, save_weights
+from zbcompile.profiling.monitor_steps import monitor
 
 
 class Progress:

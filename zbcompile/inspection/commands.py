@@ -12,7 +12,6 @@ from zbcompile.compiler.compile_example import Inspected, read_saved
 from zbcompile.compiler.paired_schedule import in_order
 from zbcompile.compiler.pass_history import PassHistory
 from zbcompile.errors import PipelineError
-from zbcompile.frontend.options import is_searched
 from zbcompile.inspection.graphs import difference, graph_text, merge_pairs, pass_table, stage_and_pass, write_graphs
 from zbcompile.inspection.idle_report import format_critical_path, format_exchanges, format_idle_intervals, format_slack
 from zbcompile.inspection.report import format_summary, table, wrap
@@ -27,6 +26,7 @@ from zbcompile.inspection.request import (
 from zbcompile.inspection.step_comparison_report import comparison_to_dict, format_step_comparison
 from zbcompile.inspection.summary import SCHEMA, Prediction, Tried, prediction_of, summarise
 from zbcompile.model.example import Example
+from zbcompile.options import is_searched
 from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.pass_list.run_passes import PassManager
 from zbcompile.passes.stage.print_python import format_bytes
@@ -35,10 +35,10 @@ from zbcompile.prediction.predict import Basis, basis_of, left_on_last
 from zbcompile.prediction.rank_memory import Sharding, complete_peak
 from zbcompile.prediction.recompile_trials import Impossible, run_trials
 from zbcompile.prediction.step_comparison import compare_step, measured_timeline, require_same_schedule
-from zbcompile.profiling.step_record import StepRecord, read_record
 from zbcompile.program.manifest import SavedProgram
 from zbcompile.program.program import Program
 from zbcompile.program.rank_files import MANIFEST
+from zbcompile.program.step_record import StepRecord, read_record
 from zbcompile.schedules import (
     Costs,
     Placement,

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import recursively_apply
 
+from zbcompile.api.pipeline import Pipeline
 from zbcompile.distributed.mesh import BATCHES
-from zbcompile.frontend.pipeline import Pipeline
 
 
 class PipelineAccelerator(Accelerator):

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import nn
 
+from zbcompile.api.pipeline import Pipeline
 from zbcompile.distributed.agreement import together
 from zbcompile.errors import PipelineError
-from zbcompile.frontend.pipeline import Pipeline
 from zbcompile.model.held_elsewhere import readable
 
 DEFAULT = "default"  # the adapter whose files lie in the folder itself; others have one of their own

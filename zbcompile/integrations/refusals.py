@@ -10,8 +10,8 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from zbcompile.errors import PipelineError
-from zbcompile.frontend.options import require_known
 from zbcompile.integrations.adapters import has_adapters
+from zbcompile.options import require_known
 
 # Of TrainingArguments: those that must keep their defaults, and what to do instead.
 ARGUMENTS = {

@@ -14,11 +14,11 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import seed_worker
 
+from zbcompile.api.grad_scaler import GradScaler
+from zbcompile.api.pipeline import Pipeline
+from zbcompile.api.pipeline_function import pipeline as make_pipeline
+from zbcompile.api.same_batch import require_same_batch
 from zbcompile.errors import PipelineError
-from zbcompile.frontend.grad_scaler import GradScaler
-from zbcompile.frontend.pipeline import Pipeline
-from zbcompile.frontend.pipeline_function import pipeline as make_pipeline
-from zbcompile.frontend.same_batch import require_same_batch
 from zbcompile.integrations.accelerator import PipelineAccelerator
 from zbcompile.integrations.adapters import has_adapters, load_adapters, save_adapters
 from zbcompile.integrations.refusals import (

@@ -14,13 +14,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from zbcompile.api.averages import Averages
+from zbcompile.api.pipeline import Pipeline
 from zbcompile.distributed.agreement import from_first, gathered, require_equal_programs, together
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
-from zbcompile.frontend.averages import Averages
-from zbcompile.frontend.options import Options
-from zbcompile.frontend.pipeline import Pipeline
 from zbcompile.model.seeds import random_state, restore_random_state
+from zbcompile.options import Options
 from zbcompile.persistence.background_save import FolderWriter, Save
 from zbcompile.persistence.checkpoint_directory import begin, candidates, final_name
 from zbcompile.persistence.checkpoint_record import Chunk, require_whole

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from zbcompile.api.pipeline import Pipeline
 from zbcompile.backends.types import GraphCompiler
 from zbcompile.distributed.agreement import require_equal_programs, together
 from zbcompile.distributed.mesh import Mesh, MeshNames
@@ -15,14 +16,10 @@ from zbcompile.distributed.process_group import find_ranks, is_alone, own_device
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.env import DEBUG_NAN
 from zbcompile.errors import PipelineError
-from zbcompile.frontend.answers import refuse_answers
-from zbcompile.frontend.evaluation import Asked, Forwards, Parts, require_words
-from zbcompile.frontend.options import Options
-from zbcompile.frontend.pipeline import Pipeline
-from zbcompile.frontend.step_outputs import keyword
 from zbcompile.model.batch import Batch, Microbatches
 from zbcompile.model.materialize import Init
 from zbcompile.model.model_info import has_values, module_of
+from zbcompile.options import Options
 from zbcompile.passes.graph.process_groups import groups_in
 from zbcompile.persistence.checkpoint import load_checkpoint
 from zbcompile.program.directories import read_manifest, read_program
@@ -30,6 +27,9 @@ from zbcompile.program.manifest import AGAIN, SavedProgram
 from zbcompile.program.output import FORWARDS
 from zbcompile.program.program import ANSWERS, Program, call_of
 from zbcompile.program.step_options import BACKENDS
+from zbcompile.program_cache.answers import refuse_answers
+from zbcompile.program_cache.evaluation import Asked, Forwards, Parts, require_words
+from zbcompile.program_cache.step_outputs import keyword
 from zbcompile.runtime.engine import Executable
 from zbcompile.runtime.engines import Engine, make_engine
 

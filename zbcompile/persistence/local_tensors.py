@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from zbcompile.api.pipeline import Pipeline
 from zbcompile.distributed.mesh import Mesh
 from zbcompile.distributed.ranks import LocalRanks, Ranks
 from zbcompile.errors import PipelineError
-from zbcompile.frontend.pipeline import Pipeline
 from zbcompile.model.distributed_tensors import is_distributed
 from zbcompile.model.model_info import ModelFacts, facts_of
 from zbcompile.model.placements import SHARD, along

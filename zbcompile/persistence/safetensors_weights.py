@@ -13,10 +13,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import nn
 
+from zbcompile.api.pipeline import Pipeline
 from zbcompile.distributed.agreement import gathered, together
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
-from zbcompile.frontend.pipeline import Pipeline
 from zbcompile.model.distributed_tensors import is_distributed
 from zbcompile.persistence.checkpoint_record import safetensors_dtype
 from zbcompile.persistence.hub_layout import Described, Stored, as_stored, stored_tensors, write_config

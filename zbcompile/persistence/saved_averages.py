@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from zbcompile.api.averages import Averages
 from zbcompile.errors import PipelineError
-from zbcompile.frontend.averages import Averages
 from zbcompile.model.distributed_tensors import is_distributed
 from zbcompile.persistence.local_tensors import Holding, like_rows
 from zbcompile.persistence.plain_values import Tensors

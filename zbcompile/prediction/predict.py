@@ -13,8 +13,8 @@ from zbcompile.passes.hardware.hardware import Hardware, hardware_for
 from zbcompile.passes.split.subgraphs import Piece
 from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.prediction.measure_passes import measure_passes
-from zbcompile.profiling.step_record import is_record, record_from
 from zbcompile.program.program import Program
+from zbcompile.program.step_record import is_record, record_from
 from zbcompile.schedules import Costs, simulate
 from zbcompile.schedules.ir.actions import SEND_B, SEND_F, flatten
 from zbcompile.schedules.ir.costs import Link

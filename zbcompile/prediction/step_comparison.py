@@ -6,7 +6,7 @@ from typing import Any
 
 from zbcompile.errors import PipelineError
 from zbcompile.prediction.predict import Basis
-from zbcompile.profiling.step_record import StepRecord, mean_seconds, recorded_timeline
+from zbcompile.program.step_record import StepRecord, mean_seconds, recorded_timeline
 from zbcompile.schedules import Costs, Schedule, Timeline, simulate, with_updates
 from zbcompile.schedules.ir.actions import ONCE
 from zbcompile.schedules.visualization.figure import figure

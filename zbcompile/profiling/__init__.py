@@ -1,1 +1,1 @@
-"""The record of a step, and its files."""
+"""What looks at the steps of a pipeline: the recorder, trace and monitor, and the origin of a NaN."""

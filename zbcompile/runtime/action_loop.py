@@ -8,11 +8,13 @@ from typing import Any, Protocol
 from zbcompile.distributed.faults import Position
 from zbcompile.distributed.packing import Message
 from zbcompile.distributed.transport import Transport
+from zbcompile.program.program import Program
 from zbcompile.runtime.data_parallel import StageUpdates
 from zbcompile.runtime.rank_plan import Instruction, RankPlan
 from zbcompile.runtime.stage_plan import Tensors
 from zbcompile.runtime.stage_run import StageRun
 from zbcompile.runtime.vocabulary_collectives import VocabularyTransport
+from zbcompile.schedules import Schedule
 from zbcompile.schedules.ir.actions import COLLECTIVES, ONCE, RECEIVES, SENDS, Action
 
 
@@ -23,6 +25,13 @@ class Observer(Protocol):
     def __call__(self, actions: Sequence[Action], run: "RankRun", execute: Callable[[], None]) -> None: ...
     def ended(self, first: Action, run: "RankRun") -> None: ...
     def began(self, second: Action, run: "RankRun") -> None: ...
+
+
+class StepRecorder(Protocol):
+    """Records steps: gives an observer for each, and takes it back when the step has ended."""
+
+    def begin(self, program: Program, schedule: Schedule) -> Observer: ...
+    def end(self) -> None: ...
 
 
 @dataclass

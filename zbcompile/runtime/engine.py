@@ -18,11 +18,11 @@ from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.passes.torch_names import dtype_named
 from zbcompile.program.output import Output
 from zbcompile.program.program import Program
-from zbcompile.runtime.action_loop import RankRun
+from zbcompile.runtime.action_loop import Observer, RankRun, StepRecorder
 from zbcompile.runtime.data_parallel import Early, Sharded, StageUpdates, Sum
 from zbcompile.runtime.gradient_buffers import Gradients
+from zbcompile.runtime.labels import Labels
 from zbcompile.runtime.rank_plan import RankPlan, Stages, plan_rank
-from zbcompile.runtime.recorder import Labels, Recorder
 from zbcompile.runtime.stage_plan import CompiledStage
 from zbcompile.runtime.stage_run import StageRun
 from zbcompile.runtime.vocabulary_collectives import Collectives
@@ -33,15 +33,16 @@ from zbcompile.torch_private import profiler_is_on
 
 @dataclass(frozen=True)
 class StepInput:
-    """One step: the tensors of each microbatch by input path, which step it is, how losses combine, how a GradScaler
-    scales the loss, the parameters that replicas update in parts, the optimizers that update stage by stage, those
-    whose last update is still to be validated, and whether the rank goes on before all have ended the step."""
+    """One step: the tensors of each microbatch by input path, which step it is, how losses combine, what records it,
+    how a GradScaler scales the loss, the parameters that replicas update in parts, the optimizers that update stage by
+    stage, those whose last update is still to be validated, and whether the rank goes on before all have ended the
+    step."""
 
     microbatches: list[dict[str, torch.Tensor]]
     index: int
     seed: int
     reduction: str
-    record: bool
+    recorder: StepRecorder | None = None
     scale: Callable[[torch.Tensor], torch.Tensor] | None = None
     sharded: Sequence[Sharded] = ()
     early: Sequence[Early] = ()
@@ -103,7 +104,7 @@ class StepRuns:
     given: StepInput
     ranks: Ranks
     transport: Transport
-    recorder: Recorder | None
+    recorder: Observer | None
 
     def run_of(self, plan: RankPlan, gradients: Gradients, updates: StageUpdates | None = None) -> RankRun:
         """The run of the rank that `plan` is for, whose optimizer's actions `updates` does."""

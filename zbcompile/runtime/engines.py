@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zbcompile.distributed.clocks import clock_of, offset_to_first
 from zbcompile.distributed.mesh import broadcast
 from zbcompile.distributed.packing import empty
 from zbcompile.distributed.ranks import GroupRanks, LocalRanks, Ranks
@@ -17,25 +16,21 @@ from zbcompile.distributed.termination import forget
 from zbcompile.errors import PipelineError
 from zbcompile.model.losses import Losses
 from zbcompile.model.seeds import undisturbed
-from zbcompile.profiling.step_record import StepRecord
 from zbcompile.program.output import Output
-from zbcompile.program.program import Program
 from zbcompile.runtime.action_loop import RankRun
 from zbcompile.runtime.data_parallel import LATE, Reduction, StageUpdates, start_reduction
 from zbcompile.runtime.engine import Executable, Made, StepInput, StepResult, StepRuns, losses_of, outputs_of
 from zbcompile.runtime.equal_results import EqualResults, written_buffers
 from zbcompile.runtime.gradient_buffers import Gradients
-from zbcompile.runtime.recorder import Recorder, make_record
 from zbcompile.runtime.shared_gradients import share_losses, sum_shared, sum_shared_in_process
 from zbcompile.schedules import Action, Schedule
 
 
 @dataclass
 class InProcess:
-    """Runs the steps of all ranks. `last_step` is the record of the last one, if it was recorded."""
+    """Runs the steps of all ranks."""
 
     ranks: LocalRanks
-    last_step: StepRecord | None = None
 
     def carry_out(self, runs: Sequence[RankRun]) -> None:
         """Run the programs of this process's ranks to their ends. Does not advance the caller's RNG."""
@@ -44,24 +39,16 @@ class InProcess:
         for run in runs:
             run.transport.finish()
 
-    def begin_recording(self, program: Program, schedule: Schedule) -> Recorder:
-        """What observes the actions of a run of `schedule`."""
-        return Recorder(program, schedule, clock_of(self.ranks.device))
-
-    def end_recording(self, recorder: Recorder) -> None:
-        """Let `last_step` be what all ranks have seen of the run."""
-        self.last_step = make_record(recorder, [recorder.seen()], in_process=True)
-
     def step(self, executable: Executable, given: StepInput, parameters: Mapping[str, nn.Parameter]) -> StepResult:
         """Run one step; gradients accumulate into the parameters."""
         program = executable.program
         gradients = [Gradients(parameters, program.shared, program.choices) for _ in self.ranks.local]
         updates = [StageUpdates(program, own, given.early, given.validating) for own in gradients]
         schedule, plans = executable.with_updates(updates[0].kinds)
-        recorder = self.begin_recording(program, schedule) if given.record else None
+        observer = given.recorder.begin(program, schedule) if given.recorder else None
         buffers, number = executable.buffers, executable.number
         mailboxes = self.ranks.transport(program.schedule, program.schedule.microbatches, buffers, number)
-        begin = StepRuns(executable, given, self.ranks, mailboxes, recorder)
+        begin = StepRuns(executable, given, self.ranks, mailboxes, observer)
         runs = [begin.run_of(*each) for each in zip(plans, gradients, updates, strict=True)]
         self.carry_out(runs)
         losses = {i: loss for run in runs for i, loss in losses_of(run).items()}
@@ -70,9 +57,8 @@ class InProcess:
             own.finish()
         for each in given.early:
             each.update(LATE)
-        self.last_step = None
-        if recorder is not None:
-            self.end_recording(recorder)
+        if given.recorder is not None:
+            given.recorder.end()
         found = [losses[i].detach() for i in range(program.schedule.microbatches)]
         return StepResult(Losses(found), outputs_of(runs))
 
@@ -97,13 +83,10 @@ def _turn(rank: RankRun, program: Iterator[Action]) -> Action | None:
 
 @dataclass
 class DistributedEngine:
-    """Runs this rank's part of every step. `ahead` is by how many seconds this host's clock is ahead of the first
-    rank's, once a step has been recorded."""
+    """Runs this rank's part of every step."""
 
     ranks: GroupRanks
     equal: EqualResults
-    last_step: StepRecord | None = None
-    ahead: float | None = None
 
     def step(self, executable: Executable, given: StepInput, parameters: Mapping[str, nn.Parameter]) -> StepResult:
         program, ranks = executable.program, self.ranks
@@ -120,8 +103,8 @@ class DistributedEngine:
         reduction.observe = self.equal.note
         updates = StageUpdates(program, gradients, given.early, given.validating, reduction)
         schedule, plans = executable.with_updates(updates.kinds)
-        recorder = self.begin_recording(program, schedule) if given.record else None
-        runs = StepRuns(executable, given, ranks, transport, recorder)
+        observer = given.recorder.begin(program, schedule) if given.recorder else None
+        runs = StepRuns(executable, given, ranks, transport, observer)
         run = runs.run_of(plans[0], gradients, updates)
         self.carry_out([run])
         losses = losses_of(run)
@@ -129,9 +112,8 @@ class DistributedEngine:
         for early in given.early:
             early.update(LATE)
         with ranks.watch.position.waiting("the end"):
-            self.last_step = None
-            if recorder is not None:
-                self.end_recording(recorder)
+            if given.recorder is not None:
+                given.recorder.end()
             results = reduction.results()
             shared, news, work = share_losses(program, losses, ranks, self.equal.has_news(executable, results))
             found = Losses(shared[:, 0].unbind(), partial(self._wait, work))
@@ -167,19 +149,6 @@ class DistributedEngine:
             gradients.finish()
             _share_buffers(executable)
 
-    def begin_recording(self, program: Program, schedule: Schedule) -> Recorder:
-        """All ranks begin together, on clocks that have been compared."""
-        with self.ranks.watch.position.waiting("the common start"):
-            if self.ahead is None:
-                self.ahead = offset_to_first(self.ranks.everyone, self.ranks.device)
-            dist.barrier(self.ranks.group)
-        return Recorder(program, schedule, clock_of(self.ranks.device))
-
-    def end_recording(self, recorder: Recorder) -> None:
-        """Every rank learns what every rank of its pipeline has seen."""
-        parts = self.ranks.gather_here(recorder.seen(self.ahead or 0.0))
-        self.last_step = make_record(recorder, parts, in_process=False)
-
 
 def _share_buffers(executable: Executable) -> None:
     """What forwards write into buffers: replicas continue with the first one's, as under DistributedDataParallel."""
@@ -203,13 +172,13 @@ def run_forward(executable: Executable, given: StepInput, engine: Engine, channe
     """The leaves of the output that this process's stages make. `channels` is the schedule of the training step, if
     there is one: channels that are opened now must serve it, too."""
     ranks, program = engine.ranks, executable.program
-    recorder = engine.begin_recording(program, program.schedule) if given.record else None
+    observer = given.recorder.begin(program, program.schedule) if given.recorder else None
     transport = ranks.transport(channels, program.schedule.microbatches, executable.buffers, executable.number)
-    begin = StepRuns(executable, given, ranks, transport, recorder)
+    begin = StepRuns(executable, given, ranks, transport, observer)
     runs = [begin.run_of(plan, Gradients({}, frozenset(), program.choices)) for plan in executable.plans]
     engine.carry_out(runs)
-    if recorder is not None:
-        engine.end_recording(recorder)
+    if given.recorder is not None:
+        given.recorder.end()
     shards = [run.vocabulary.shard for run in runs if run.vocabulary is not None]
     return outputs_of(runs) | {name: parts for shard in shards for name, parts in shard.outputs.items()}
 

@@ -12,7 +12,7 @@ import train_gpt
 from devices import own_device
 from step_report import measured_costs, observed, report
 from tests.support.pool import Pool
-from zbcompile.profiling.step_record import Span, StepRecord
+from zbcompile.program.step_record import Span, StepRecord
 from zbcompile.schedules import build
 
 SMALL = ["--layers", "3", "--width", "32", "--sequence-length", "16", "--batch", "8", "--steps", "12", "--verify"]

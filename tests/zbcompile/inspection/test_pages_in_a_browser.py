@@ -15,7 +15,7 @@ from zbcompile.cli.target import load_example
 from zbcompile.compiler.compile_example import compile_example
 from zbcompile.inspection.graph_html import to_page
 from zbcompile.passes.compile_options import Choices
-from zbcompile.profiling.step_record import read_record
+from zbcompile.program.step_record import read_record
 from zbcompile.schedules import Costs, build, simulate, to_html
 from zbcompile.schedules.visualization.figure import compare_html
 from zbcompile.schedules.visualization.units import in_units

@@ -22,7 +22,7 @@ pytest.importorskip("accelerate")
 from accelerate.state import AcceleratorState
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
-from zbcompile.frontend.same_batch import require_same_batch
+from zbcompile.api.same_batch import require_same_batch
 from zbcompile.integrations import PipelineTrainer
 from zbcompile.persistence.checkpoint_directory import checkpoints_in
 from zbcompile.persistence.checkpoint_record import read_record

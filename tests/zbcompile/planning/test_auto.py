@@ -16,10 +16,10 @@ from zbcompile.compiler.compile_example import one_microbatch
 from zbcompile.compiler.compile_model import draw_step
 from zbcompile.compiler.cut_planning import places_of
 from zbcompile.compiler.measure_nodes import measure_line
-from zbcompile.frontend import layout_search
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import CaptureError, PartitionError
 from zbcompile.passes.hardware.hardware import Connection
+from zbcompile.planning import layout_search
 from zbcompile.planning.planner import Decision, Priced, decide
 from zbcompile.program.chosen_plan import ChosenPlan
 from zbcompile.schedules import ScheduleError, build

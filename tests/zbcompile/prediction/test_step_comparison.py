@@ -13,7 +13,7 @@ from tests.support.training import Case, pipeline_of
 from zbcompile.inspection.step_comparison_report import format_step_comparison
 from zbcompile.prediction.predict import Basis, basis_of
 from zbcompile.prediction.step_comparison import compare_step
-from zbcompile.profiling.step_record import Span, StepRecord, read_record, record_to_text
+from zbcompile.program.step_record import Span, StepRecord, read_record, record_to_text
 from zbcompile.schedules import Costs, build, chain, critical_path, simulate
 from zbcompile.schedules.simulation.critical_path import time_by_kind
 

@@ -9,12 +9,12 @@ from torch.amp import GradScaler
 
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
-from zbcompile.frontend.executables import Executables
-from zbcompile.frontend.state_dict import owned_parameters
 from zbcompile.model.distributed_tensors import Parts
 from zbcompile.optimizer.pipeline_optimizer import PipelineOptimizer
 from zbcompile.optimizer.wanted import Wanted
 from zbcompile.optimizer.whole_parameters import TrainedParameters
+from zbcompile.program_cache.executables import Executables
+from zbcompile.program_cache.state_dict import owned_parameters
 from zbcompile.runtime.data_parallel import Sharded
 
 

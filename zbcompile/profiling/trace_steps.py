@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from zbcompile.frontend.pipeline import Pipeline
-from zbcompile.profiling.step_record import StepRecord
+from zbcompile.profiling.observation import Observed
+from zbcompile.program.step_record import StepRecord
 from zbcompile.schedules.ir.actions import flatten
 from zbcompile.schedules.visualization.chrome_trace import flows
 
@@ -15,7 +15,7 @@ Event = dict[str, Any]
 
 
 @contextmanager
-def trace(pipe: Pipeline, path: str | Path) -> Iterator[None]:
+def trace(pipe: Observed, path: str | Path) -> Iterator[None]:
     """Record the steps inside and write them to `path` (JSON), on one clock for all ranks. Every rank must enter it;
     the first one writes. Nothing is written if the block raises.
 
@@ -23,10 +23,10 @@ def trace(pipe: Pipeline, path: str | Path) -> Iterator[None]:
     ...     for _ in range(3):
     ...         pipe.step(inputs, target=targets)
     """
-    with pipe.recording() as records:
+    with pipe.observation.recording() as records:
         yield
     replicas = pipe.from_replicas(records)
-    if pipe.is_first:
+    if pipe.ranks.is_first:
         Path(path).write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": list(events(replicas))}))
 
 

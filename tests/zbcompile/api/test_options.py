@@ -14,10 +14,10 @@ from torch import nn
 
 import zbcompile
 from zbcompile import Memory, PipelineError, Vocab
+from zbcompile.api.pipeline_function import Keywords
 from zbcompile.cli.command_line import add_flags, flag_of, split_options
 from zbcompile.cli.compile_arguments import FLAGS
-from zbcompile.frontend.options import GROUPS, OPTIONS, PARAGRAPHS, Options, checked, options_from, options_in
-from zbcompile.frontend.pipeline_function import Keywords
+from zbcompile.options import GROUPS, OPTIONS, PARAGRAPHS, Options, checked, options_from, options_in
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.hardware.hardware import Hardware
 from zbcompile.passes.option import read_bytes, read_options

@@ -9,15 +9,15 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from zbcompile.api.pipeline import Pipeline
 from zbcompile.backends.types import GraphCompiler
 from zbcompile.distributed.mesh import MeshNames
 from zbcompile.distributed.process_group import device_of, find_ranks, is_alone
 from zbcompile.errors import PipelineError
-from zbcompile.frontend.options import OPTIONS, Memory, Options, Vocab, document, options_from
-from zbcompile.frontend.pipeline import Pipeline
 from zbcompile.model.batch_split import Split
 from zbcompile.model.materialize import Init
 from zbcompile.model.placements import Placements
+from zbcompile.options import OPTIONS, Memory, Options, Vocab, document, options_from
 from zbcompile.passes.capture.training_step import LossFunction
 from zbcompile.passes.compile_options import Barriers, Recompute
 from zbcompile.passes.hardware.hardware import Hardware

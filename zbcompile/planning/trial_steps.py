@@ -16,13 +16,13 @@ from torch import nn
 
 from zbcompile.distributed.agreement import gathered
 from zbcompile.distributed.ranks import Ranks
-from zbcompile.frontend.bound_programs import BoundPrograms
-from zbcompile.frontend.choose_schedule import in_another_order
-from zbcompile.frontend.options import Options
 from zbcompile.model.batch import Microbatch
 from zbcompile.model.model_info import submodule
 from zbcompile.model.seeds import undisturbed
+from zbcompile.options import Options
 from zbcompile.program.program import Program
+from zbcompile.program_cache.bound_programs import BoundPrograms
+from zbcompile.program_cache.orders import in_another_order
 from zbcompile.runtime.engine import Executable, StepInput
 from zbcompile.runtime.engines import make_engine
 
@@ -51,7 +51,7 @@ class Trial:
     ) -> None:
         self._ranks = ranks
         tensors = [microbatch.tensors] * program.schedule.microbatches
-        self._given = StepInput(tensors, 0, options.seed, options.loss_reduction, record=False)
+        self._given = StepInput(tensors, 0, options.seed, options.loss_reduction)
         with undisturbed(ranks.device):
             self._bound = BoundPrograms(_stand_in(model), replace(options, init=_fill, debug_nan=False), ranks)
             self._bound.hold(program)

@@ -5,7 +5,7 @@ The first one decides where every parameter lives; later ones keep to that.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,41 +22,46 @@ from zbcompile.distributed.agreement import (
 )
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
-from zbcompile.frontend.answers import ByAnswers, ByShape, Recent, captured_alike, refuse_answers, save_with_answers
-from zbcompile.frontend.apart_draws import draw_apart
-from zbcompile.frontend.bound_programs import BoundPrograms
-from zbcompile.frontend.choose_schedule import (
-    count_for,
-    counts_for,
-    fit_to_batch,
-    fit_to_count,
-    in_another_order,
-    order_at,
-)
-from zbcompile.frontend.layout_search import Finalist, LayoutSearch
-from zbcompile.frontend.options import Options, is_searched
-from zbcompile.frontend.program_keys import ProgramKey, key_of, torch_modes, what_is_new
-from zbcompile.frontend.step_outputs import KINDS, kept_for, keyword
 from zbcompile.model.batch import (
-    Batch,
     Microbatch,
     Microbatches,
     hint_at_device,
     hint_at_target,
     hinting,
-    require_divisible,
 )
 from zbcompile.model.held_elsewhere import readable
 from zbcompile.model.placements import require_matches
+from zbcompile.options import Options, is_searched
 from zbcompile.passes.capture.questions import Given
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.torch_private import global_hooks
 from zbcompile.passes.values.premises import Standing
 from zbcompile.program.program import OF_A_PLACE, Program
+from zbcompile.program_cache.answers import (
+    ByAnswers,
+    ByShape,
+    Recent,
+    captured_alike,
+    refuse_answers,
+    save_with_answers,
+)
+from zbcompile.program_cache.apart_draws import draw_apart
+from zbcompile.program_cache.bound_programs import BoundPrograms
+from zbcompile.program_cache.orders import in_another_order, order_at
+from zbcompile.program_cache.program_keys import ProgramKey, key_of, torch_modes, what_is_new
+from zbcompile.program_cache.step_outputs import KINDS, kept_for, keyword
 from zbcompile.runtime.engine import Executable, mix
 from zbcompile.schedules import Schedule, lower
 from zbcompile.torch_private import fingerprint
+
+
+@dataclass(frozen=True)
+class Searched:
+    """The first step as a search has compiled it."""
+
+    drawn: Drawn
+    program: Program
 
 
 class Executables(BoundPrograms):
@@ -64,16 +69,14 @@ class Executables(BoundPrograms):
 
     def __init__(self, model: nn.Module, options: Options, ranks: Ranks, schedule: Schedule) -> None:
         super().__init__(model, options, ranks)
-        self.schedule = self._unfitted = schedule  # as it is before a first step fits it
+        self.schedule = schedule
+        self.decided: Choices | None = None  # by a search
+        self.searched: Searched | None = None  # until it is an executable
         self._kept: ByShape[Any, Executable] = ByShape(options.max_shapes)
         self._runs: Recent[Any, tuple[Any, Executable]] = Recent(4 * options.max_shapes)
         self._last: ByAnswers[Executable]
         self._last_state: tuple[Any, ...] | None = None
         self.outputs: bool | str = False  # what the present step returns beside its loss, of KINDS
-        self._admitted: set[int] = set()  # numbers of microbatches
-        self._rows: int | None = None  # samples of a usual microbatch
-        self._decided: Choices | None = None  # by a search
-        self._found: Finalist | None = None  # by it, until it is an executable
 
     def __iter__(self) -> Iterator[Executable]:
         return iter(self._kept)
@@ -99,43 +102,13 @@ class Executables(BoundPrograms):
                 refuse_answers(self._last.guards[0], index, step.tensors[index])
         return self._of_one_shape(step)
 
-    def split(self, batch: Batch, announce: bool) -> Microbatches:
-        """The microbatches of a batch. The first batch decides how many that usually are: as many as was asked for, as
-        a named schedule admits, or as a search finds best. Raises PipelineError for a batch that cannot be cut."""
-        if not self.trains:
-            self.schedule = fit_to_batch(self._unfitted, self._options, batch, announce)
-        if self._is_undecided:
-            require_divisible(batch, self.schedule.microbatches)
-            counts = counts_for(self._options, batch, self.schedule)
-            self._decide(lambda count: batch.microbatch(0, count), counts)
-        count = count_for(batch, self.schedule.microbatches, self._rows if self.trains else None)
-        if count == self.schedule.microbatches:
-            self._rows = batch.rows(0, count)
-        self._require_order(count)
-        return batch.into(count)
-
-    def fit(self, given: Sequence[Microbatch]) -> Microbatches:
-        """Microbatches that are already split. Raises PipelineError for a number that the schedule does not admit."""
-        if not self.trains:
-            self.schedule = fit_to_count(self._unfitted, self._options, len(given))
-        if self._is_undecided:
-            self._decide(lambda count: given[0], ())
-        self._require_order(len(given))
-        return Microbatches(tuple(given), alike=len({each.signature for each in given}) == 1)
-
-    def _require_order(self, count: int) -> None:
-        """Raise PipelineError, before a rank waits, for a number of microbatches that the schedule does not admit."""
-        if self.trains and count != self.schedule.microbatches and count not in self._admitted:
-            order_at(self.first().program, count)
-            self._admitted.add(count)
-
     def get(self, step: Microbatches) -> Executable:
         """The executable for the microbatches of a step, by their number and shapes and by their answers to what
         forward asks; compiled if there is none. Raises PipelineError and CaptureError if the model is no longer the one
         that was compiled."""
         first = self._last_state is None  # a lazy parameter has no state yet
         known = step.alike and not first and self._state(step.each[0]) == self._last_state and self._last.holds()
-        if self._ranks.replicas.count > 1:
+        if self.ranks.replicas.count > 1:
             self._require_equal_steps(step, known)
         if not step.alike:
             _require_few(step.each, self._options.max_shapes)
@@ -145,10 +118,6 @@ class Executables(BoundPrograms):
             self._last_state = self._state(step.each[0])
         return self._of_one_shape(step)
 
-    @property
-    def _is_undecided(self) -> bool:
-        return is_searched(self._options) and not self.trains
-
     def _require_equal_steps(self, step: Microbatches, known: bool) -> None:
         """Raise PipelineError, on every rank, if replicas have batches of other numbers of microbatches, or want other
         outputs, or if one has to compile for shapes that others do not have, or to ask microbatches of other shapes."""
@@ -157,36 +126,26 @@ class Executables(BoundPrograms):
         asks = any(each.program.guards is not None for each in self)
         number = count * len(KINDS) + KINDS.index(self.outputs)
         change = next(filter(None, (self._kept.change(self._key(each)) for each in step.distinct)), "") if new else ""
-        if equal_everywhere(self._ranks, number, (shapes, change), new or asks):
+        if equal_everywhere(self.ranks, number, (shapes, change), new or asks):
             return
         for rank, (*other, there), (*expected, own) in self._beside_first((count, shapes, self.outputs, change)):
             if other == expected and there != own:
-                leader, same = self._ranks.members[0], "nothing has changed"
-                raise self._ranks.refusal(
+                leader, same = self.ranks.members[0], "nothing has changed"
+                raise self.ranks.refusal(
                     f"what forward reads in Python differs between ranks: on rank {leader} {own or same}, "
                     f"on rank {rank} {there or same}. Change it on every rank."
                 )
             if other != expected:
                 first, here = (f"{n} microbatches of {of[0]}, {keyword(to)}" for n, of, to in (expected, other))
-                raise self._ranks.refusal(
-                    f"rank {self._ranks.members[0]} passes {first}, rank {rank} {here}. Replicas take as many "
+                raise self.ranks.refusal(
+                    f"rank {self.ranks.members[0]} passes {first}, rank {rank} {here}. Replicas take as many "
                     "microbatches in every step, and compile together: pass batches of one size, and equal keywords."
                 )
 
     def _beside_first(self, own: tuple[Any, ...]) -> Iterator[tuple[int, tuple[Any, ...], tuple[Any, ...]]]:
         """Every rank with what it has as its `own`, beside that of the first."""
-        found = gathered(self._ranks, own)
-        return ((rank, other, found[0]) for rank, other in zip(self._ranks.members, found, strict=True))
-
-    def _decide(self, microbatch: Callable[[int], Microbatch], counts: Sequence[int]) -> None:
-        """Choose the layout by cost for the first batch, which `microbatch` cuts; the first rank decides for all."""
-        with self._ranks.watch.position.turn_to("searching the layout"):
-            draw, measure = partial(self._drawn, leads=True), self._measured
-            search = LayoutSearch(self._model, self._options, self._ranks, draw, measure, self._make_searched)
-            with readable(self._model):
-                self._found = search.run(microbatch, self.schedule, counts)
-        assert self._found.program is not None
-        self.schedule, self._decided = self._found.program.schedule, self._found.decision.choices
+        found = gathered(self.ranks, own)
+        return ((rank, other, found[0]) for rank, other in zip(self.ranks.members, found, strict=True))
 
     def _answered(self, found: Sequence[ByAnswers[Executable]], step: Microbatches) -> Executable:
         """One executable for microbatches of several shapes or answers; `found` are those for the shape of each."""
@@ -211,7 +170,7 @@ class Executables(BoundPrograms):
             self._add(found, microbatches[new or 0], leads=new is not None)
             self._note_eviction(self._kept.trim(found))
 
-        return found.find(self._ranks, [each.tensors for each in microbatches], add)
+        return found.find(self.ranks, [each.tensors for each in microbatches], add)
 
     def _mixed(self, own: Sequence[Executable], everywhere: Sequence[Executable], why: str) -> Executable:
         if all(each is own[0] for each in everywhere):
@@ -227,7 +186,7 @@ class Executables(BoundPrograms):
 
         def make() -> Executable:
             program = replace(executable.program, lowered=lower(order_at(executable.program, count)))
-            return in_another_order(executable, program, self._ranks)
+            return in_another_order(executable, program, self.ranks)
 
         return self._kept_run((count, id(executable)), executable, make)
 
@@ -240,7 +199,7 @@ class Executables(BoundPrograms):
     def _state(self, microbatch: Microbatch) -> tuple[Any, ...]:
         """Cache key: if unchanged since the last step, reuse the last executable."""
         hooks = bool(global_hooks())
-        modes = kept_for(self.outputs), torch_modes(self._ranks.device)
+        modes = kept_for(self.outputs), torch_modes(self.ranks.device)
         return microbatch.signature, modes, hooks, fingerprint(self._model)
 
     def _look_up(self, microbatch: Microbatch) -> ByAnswers[Executable]:
@@ -263,7 +222,7 @@ class Executables(BoundPrograms):
         except BaseException:
             for parameter in (*self._model.parameters(), *self.parameters.values()):
                 parameter.grad = None
-            self._ranks.replicas.forget()
+            self.ranks.replicas.forget()
             for executable in self:
                 executable.buffers.made.clear()  # a message may still arrive in them
             raise
@@ -272,8 +231,8 @@ class Executables(BoundPrograms):
         """Compile for a microbatch whose answers are new, on all ranks; only some of them may have met it (`leads`)."""
         change = self._kept.change(self._key(microbatch))
         since = f" (on this rank, of {change})" if change else ""
-        with self._ranks.watch.position.turn_to(f"compiling for microbatches of {microbatch.summary()}{since}"):
-            drawn = self._found.drawn if self._found else self._drawn(microbatch, leads)
+        with self.ranks.watch.position.turn_to(f"compiling for microbatches of {microbatch.summary()}{since}"):
+            drawn = self.searched.drawn if self.searched else self.drawn(microbatch, leads)
             guards = drawn.captured.guards
             found.standing.append(Standing(drawn.captured.premises, {"model": self._model, "loss": self._options.loss}))
             reason = guards.unlike(found.guards) if guards is not None and found.asks else ""
@@ -284,14 +243,14 @@ class Executables(BoundPrograms):
     def _note_eviction(self, dropped: bool) -> None:
         if dropped:
             self._runs = Recent(self._runs.limit)  # they hold what was evicted
-        if dropped and self._ranks.is_first:
+        if dropped and self.ranks.is_first:
             print(f"zbcompile: evicted the least recently used program; max_shapes={self._options.max_shapes}.")
 
     def _key(self, microbatch: Microbatch) -> ProgramKey:
-        return key_of(self._model, microbatch, self._ranks.device, kept_for(self.outputs))
+        return key_of(self._model, microbatch, self.ranks.device, kept_for(self.outputs))
 
     def _compile(self, microbatch: Microbatch, drawn: Drawn, reason: str) -> Executable:
-        if self.trains and self._ranks.is_first:
+        if self.trains and self.ranks.is_first:
             key = self._key(microbatch)
             reason = reason or self._kept.change(key) or what_is_new(self._model, microbatch, key, self._kept.keys)
             number = f"program {len(self.compilations) + 1}; max_shapes={self._options.max_shapes} are kept"
@@ -299,7 +258,7 @@ class Executables(BoundPrograms):
         program = self._make_program(microbatch, drawn)
         asked = {"what a step returns": keyword(self.outputs), "max_shapes": self._options.max_shapes}
         asked |= {"debug_nan": self.debug_nan, **vars(self._options.step)}
-        require_equal_programs(self._ranks, {**asked, **program.manifest}, of_a_place=OF_A_PLACE)
+        require_equal_programs(self.ranks, {**asked, **program.manifest}, of_a_place=OF_A_PLACE)
         if self.program is None:
             self.hold(program)
             require_matches(program.step.placements or {}, program.homes)
@@ -313,37 +272,34 @@ class Executables(BoundPrograms):
         self.trained |= program.trained
         return self.prepare_step(program)
 
-    def _drawn(self, microbatch: Microbatch, leads: bool) -> Drawn:
+    def drawn(self, microbatch: Microbatch, leads: bool) -> Drawn:
         """The captured step, with the same answers on all ranks."""
 
         def draw(given: Given | None) -> Drawn:
-            schedule = None if self._is_undecided and self._decided is None else self.schedule
+            undecided = is_searched(self._options) and not self.trains and self.decided is None
+            schedule = None if undecided else self.schedule
             step = self._model, microbatch, self._options.loss, self._choices(), schedule
-            device = partial(hint_at_device, microbatch, self._ranks.device)
+            device = partial(hint_at_device, microbatch, self.ranks.device)
             target = partial(hint_at_target, self._model, microbatch, self._options.loss)
             with readable(self._model), hinting(device, target):
-                return draw_step(*step, dimensions=self._ranks.mesh.labels, given=given, keep=kept_for(self.outputs))
+                return draw_step(*step, dimensions=self.ranks.mesh.labels, given=given, keep=kept_for(self.outputs))
 
-        return captured_alike(self._ranks, "capturing", draw, lambda drawn: drawn.captured.guards, leads)
+        return captured_alike(self.ranks, "capturing", draw, lambda drawn: drawn.captured.guards, leads)
 
     def _make_program(self, microbatch: Microbatch, drawn: Drawn) -> Program:
-        found, self._found = self._found, None
-        if found is not None and found.program is not None:
-            program = found.program
-            if self._ranks.is_first:
+        searched, self.searched = self.searched, None
+        if searched is not None:
+            program = searched.program
+            if self.ranks.is_first:
                 print(f"zbcompile: {program.plan}")
         else:
-            program = self._make(microbatch, drawn, self.schedule, self._decided or self._options.choices)
-        program = replace(program, writer=partial(save_with_answers, self._kept, self._ranks))
-        if self._ranks.is_first and self.program is None and program.cuts.overweight:
+            program = self.make(microbatch, drawn, self.schedule, self.decided or self._options.choices)
+        program = replace(program, writer=partial(save_with_answers, self._kept, self.ranks))
+        if self.ranks.is_first and self.program is None and program.cuts.overweight:
             print(f"zbcompile: {program.cuts.overweight}")
         return program
 
-    def _make_searched(self, finalist: Finalist) -> Program:
-        decided = finalist.decision
-        return self._make(finalist.microbatch, finalist.drawn, decided.schedule, decided.choices, decided.edges)
-
-    def _make(
+    def make(
         self,
         microbatch: Microbatch,
         drawn: Drawn,
@@ -351,7 +307,7 @@ class Executables(BoundPrograms):
         choices: Choices,
         edges: Sequence[int] | None = None,
     ) -> Program:
-        seconds = self._measured(drawn)
+        seconds = self.measured(drawn)
 
         task = self._model, microbatch, drawn, schedule, choices, seconds
 
@@ -363,8 +319,8 @@ class Executables(BoundPrograms):
                     raise
                 return compile_drawn(*task, edges=edges)  # what an evaluation has placed is in another order
 
-        program = replace(together(self._ranks, "compiling", compile_), step=self._options.step)
-        return draw_apart(self._ranks, program)
+        program = replace(together(self.ranks, "compiling", compile_), step=self._options.step)
+        return draw_apart(self.ranks, program)
 
     @property
     def _placed(self) -> Program | None:
@@ -378,8 +334,8 @@ class Executables(BoundPrograms):
 
     def _choices(self) -> Choices:
         """Later programs reuse the first one's sharding decision, because row ownership is already fixed."""
-        choices = self._decided or self._options.choices
-        if self._decided is None and self.outputs and self._options.vocab is None:
+        choices = self.decided or self._options.choices
+        if self.decided is None and self.outputs and self._options.vocab is None:
             return replace(choices, vocab="off")  # what is returned is made of whole outputs
         placed = self._placed
         if placed is None or (choices.vocab != "auto" and self.trains):
@@ -388,11 +344,11 @@ class Executables(BoundPrograms):
             return replace(choices, vocab="off")
         return choices if choices.vocab in (1, 2) else replace(choices, vocab=1)
 
-    def _measured(self, drawn: Drawn) -> dict[str, float]:
+    def measured(self, drawn: Drawn) -> dict[str, float]:
         """The times by which the model is cut, the same on all ranks."""
         if self._options.choices.balance != "measured" or self._placed is not None:
             return {}
-        return agreed_seconds(self._ranks, together(self._ranks, "measuring", lambda: measure_line(drawn.line)))
+        return agreed_seconds(self.ranks, together(self.ranks, "measuring", lambda: measure_line(drawn.line)))
 
 
 def _require_few(microbatches: Sequence[Microbatch], limit: int) -> None:

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from zbcompile.api.pipeline import Pipeline
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
-from zbcompile.frontend.pipeline import Pipeline
 from zbcompile.model.batch import Microbatches
 from zbcompile.model.distributed_tensors import local_of
-from zbcompile.profiling.step_record import StepRecord
+from zbcompile.program.step_record import StepRecord
 
 
 class Averages:
@@ -58,7 +58,7 @@ class Averages:
         ...     zbcompile.save_weights("averages.safetensors", pipe)
         """
         self._require_apart("applied")
-        with self.pipe.watched(_NoSteps(self.pipe.ranks)):
+        with self.pipe.observation.watched(_NoSteps(self.pipe.ranks)):
             self._swap()
             self._applied = True
             try:

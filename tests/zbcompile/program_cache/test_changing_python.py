@@ -134,7 +134,7 @@ def remembers(net: Any, x: Tensor) -> Tensor:
 def test_what_forward_changes_and_reads_is_refused(middle: Callable[[Net, Tensor], Tensor]) -> None:
     net, before = Net(middle), copy.copy(seen)
     with pytest.raises(
-        zbcompile.CaptureError, match=r"forward changes .* \(tests/zbcompile/frontend/test_changing_python"
+        zbcompile.CaptureError, match=r"forward changes .* \(tests/zbcompile/program_cache/test_changing_python"
     ):
         pipeline_of(net).step(batch(0), target=batch(0))
     assert seen == before

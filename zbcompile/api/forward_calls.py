@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from zbcompile.api.held_model import HeldModel
 from zbcompile.compiler.inference import Computation
 from zbcompile.errors import PipelineError
-from zbcompile.frontend.evaluation import MODES, OUTPUTS, Asked, Forwards, require_same_calls
-from zbcompile.frontend.held_model import HeldModel
-from zbcompile.frontend.options import Options, checked
 from zbcompile.model.batch import flatten_batch, split_batches
+from zbcompile.options import Options, checked
+from zbcompile.program_cache.evaluation import MODES, OUTPUTS, Asked, Forwards, require_same_calls
 from zbcompile.runtime.engines import Engine
 
 
@@ -88,7 +88,9 @@ class ForwardCalls(HeldModel):
         if mode not in MODES or outputs not in OUTPUTS:
             raise PipelineError(f"mode={mode!r}, outputs={outputs!r}; expected one of {MODES}, and of {OUTPUTS}.")
         count = None if isinstance(microbatches, Sequence) else checked("microbatches", microbatches)
-        return Asked(Computation(computes, mode == "train"), outputs, count, self.step_index, self.record)
+        return Asked(
+            Computation(computes, mode == "train"), outputs, count, self.step_index, self.observation.of_forward()
+        )
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], labels: Any, given: Any, asked: Asked) -> Any:
         split = isinstance(given, Sequence)
@@ -101,8 +103,7 @@ class ForwardCalls(HeldModel):
         run = self._forwards
         found = run.of_microbatches(batches, asked) if split else run.of_batch(batches[0], asked)
         self._parts.renew()
-        if self.record:
-            self._note_record()
+        self.observation.forward_done()
         return found
 
 

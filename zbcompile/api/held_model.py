@@ -2,30 +2,32 @@
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Self, TypeVar, cast
 
 import torch
 from torch import nn
 
+from zbcompile.api.optimizers import Optimizers
+from zbcompile.api.same_batch import BatchComparison
 from zbcompile.backends.backend import Compilation
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
-from zbcompile.frontend.choose_schedule import choose_schedule
-from zbcompile.frontend.executables import Executables
-from zbcompile.frontend.optimizers import Optimizers
-from zbcompile.frontend.options import Options
-from zbcompile.frontend.same_batch import BatchComparison
-from zbcompile.frontend.state_dict import load_state, owned_parameters, share_state, stream_state
-from zbcompile.frontend.step_outputs import keyword, kind_of
 from zbcompile.model.batch import Given, Microbatches, flatten_batch, refuse_input_gradients, split_batches
 from zbcompile.model.distributed_tensors import Part, Parts, is_distributed
 from zbcompile.model.held_elsewhere import OwnParameters, readable
 from zbcompile.model.placements import SHARD, along
+from zbcompile.options import Options
 from zbcompile.passes.capture.training_step import LossFunction, join_loss
 from zbcompile.passes.capture.unsupported import raise_first, wrapper_problems
-from zbcompile.profiling.step_record import StepRecord
+from zbcompile.planning.batch_layout import BatchLayout
+from zbcompile.planning.choose_schedule import choose_schedule
+from zbcompile.profiling.observation import Observation
 from zbcompile.program.program import Program
+from zbcompile.program.step_record import StepRecord
+from zbcompile.program_cache.executables import Executables
+from zbcompile.program_cache.state_dict import load_state, owned_parameters, share_state, stream_state
+from zbcompile.program_cache.step_outputs import keyword, kind_of
 from zbcompile.runtime.engine import Executable
 from zbcompile.runtime.engines import Engine
 
@@ -34,13 +36,6 @@ class Closing(Protocol):
     """What a pipeline closes when it is closed itself."""
 
     def close(self) -> None: ...
-
-
-class Watcher(Protocol):
-    """Is asked before every step whether to record it, and told when it is over."""
-
-    def wants(self, index: int) -> bool: ...
-    def done(self, index: int, step: Microbatches, record: StepRecord | None) -> None: ...
 
 
 Attached = TypeVar("Attached", bound=Closing)
@@ -53,7 +48,6 @@ class HeldModel:
     `zbcompile.microbatch_seed`.
     """
 
-    record: bool = False
     step_index: int = 0
     scaler: torch.amp.GradScaler | None = None
 
@@ -65,18 +59,18 @@ class HeldModel:
         self._watch = self._ranks.watch
         self._ended = weakref.finalize(self, self._watch.close)
         self._attached: dict[type, Closing] = {}
-        self._records: list[StepRecord] | None = None
-        self._watchers: list[Watcher] = []
+        self._observation = Observation(self._ranks)
         self._comparison = BatchComparison(self._ranks, options.compare_batches)
         with self._watch.region("making the pipeline"):
             raise_first(wrapper_problems(model))
             join_loss(model, options.loss)
-            schedule = choose_schedule(options, self._ranks.count)
             with readable(model):
                 self._parts = Parts(model, self._ranks.mesh.labels)
             options = options.with_placements(self._parts.placements)
             self._options = options
+            schedule = choose_schedule(options, self._ranks.count)
             self._compiled = Executables(model, options, self._ranks, schedule)
+            self._layout = BatchLayout(model, options, self._compiled)
             self._optimizers = Optimizers(model, self._ranks, self._parts, self._compiled)
 
     if not TYPE_CHECKING:  # with it, type checkers would allow any name
@@ -151,32 +145,27 @@ class HeldModel:
         return self._parts.parts
 
     @property
+    def observation(self) -> Observation:
+        """What looks at the steps: records, monitors."""
+        return self._observation
+
+    @property
     def last_step(self) -> StepRecord | None:
         """The record of the last step that ran with `record = True`."""
-        return self._engine.last_step
+        return self.observation.last_step
 
-    @contextmanager
-    def recording(self) -> Iterator[list[StepRecord]]:
+    @property
+    def record(self) -> bool:
+        """Whether steps are recorded; can be set."""
+        return self.observation.record
+
+    @record.setter
+    def record(self, value: bool) -> None:
+        self.observation.record = value
+
+    def recording(self) -> AbstractContextManager[list[StepRecord]]:
         """Record the steps inside; the list that it gives fills with them. `zbcompile.trace` writes them to a file."""
-        before = self.record, self._records
-        self.record, self._records = True, []
-        try:
-            yield self._records
-        finally:
-            self.record, self._records = before
-
-    @contextmanager
-    def watched(self, watcher: Watcher) -> Iterator[None]:
-        """Show `watcher` the steps inside. Every rank must enter it, and want the same records."""
-        self._watchers.append(watcher)
-        try:
-            yield
-        finally:
-            self._watchers.remove(watcher)
-
-    def _note_record(self) -> None:
-        if self._records is not None and self.last_step is not None:
-            self._records.append(self.last_step)
+        return self.observation.recording()
 
     @property
     def compilations(self) -> tuple[Compilation, ...]:
@@ -333,11 +322,11 @@ class HeldModel:
             refuse_input_gradients(each)
             self._refuse_target(each.whole.example[2])
         if batches:
-            return self._compiled.fit([each.whole for each in batches])
+            return self._layout.fit([each.whole for each in batches])
         self._refuse_target(target)
         batch = flatten_batch(args, kwargs, target, self.options.split)
         refuse_input_gradients(batch)
-        return self._compiled.split(batch, self.is_first)
+        return self._layout.split(batch, self.is_first)
 
     def _require_step(self, outputs: bool | str) -> None:
         """Raise PipelineError if this pipeline has no step, or none that returns more than its loss."""

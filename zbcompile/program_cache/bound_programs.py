@@ -16,20 +16,20 @@ from zbcompile.distributed.ranks import Ranks
 from zbcompile.distributed.transport import ReceiveBuffers
 from zbcompile.env import DEBUG_NAN
 from zbcompile.errors import PipelineError
-from zbcompile.frontend.options import Options
-from zbcompile.frontend.state_dict import own_state, stream_state
 from zbcompile.model.held_elsewhere import is_held_elsewhere, release, withhold
 from zbcompile.model.materialize import Share
 from zbcompile.model.placements import SHARD, along
 from zbcompile.model.resident_tensors import kind_of, require_same_tensors, resident_tensors
+from zbcompile.options import Options
 from zbcompile.passes.capture.unsupported import hook_problems, raise_first
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.stage.stage_program import bind_groups
 from zbcompile.passes.torch_private import global_hooks
+from zbcompile.profiling.nan_check import inspected
 from zbcompile.program.program import Program
+from zbcompile.program_cache.state_dict import own_state, stream_state
 from zbcompile.runtime.data_parallel import sums_of
 from zbcompile.runtime.engine import Executable
-from zbcompile.runtime.nan_check import inspected
 from zbcompile.runtime.rank_plan import plan_rank
 from zbcompile.runtime.stage_plan import prepare_stage
 from zbcompile.runtime.unannounced_draws import with_draws_refused
@@ -48,7 +48,7 @@ class BoundPrograms:
         self.program: Program | None = None
         self.share = Share(model, ranks.device, options.init, options.seed)
         self.shards: VocabularyShards | None = None
-        self._model, self._options, self._ranks = model, options, ranks
+        self._model, self._options, self.ranks = model, options, ranks
         self.debug_nan = options.debug_nan or DEBUG_NAN.read()
         self._backend = make_backend("fx" if self.debug_nan else options.backend, ranks.device)
         check_cuda_graphs(options.cuda_graphs, ranks.device)
@@ -72,13 +72,13 @@ class BoundPrograms:
     def hold(self, program: Program) -> None:
         """Let the parameters live where `program`, the first one, has them."""
         self.program, self.trained = program, set(program.trained)
-        together(self._ranks, "filling the model", lambda: self._make_real(program))
+        together(self.ranks, "filling the model", lambda: self._make_real(program))
         self.parameters = {**dict(self._model.named_parameters()), **(self.shards.own if self.shards else {})}
         saved = {member.name for member in program.model.members if member.saved}
         tensors = (*self._model.named_parameters(), *self._model.named_buffers())
         self._saved = {name: tensor for name, tensor in tensors if name in saved}
         rows = self.shards.own if self.shards else {}
-        elsewhere = {name for name in rows if program.tied.get(name) != self._ranks.rank}
+        elsewhere = {name for name in rows if program.tied.get(name) != self.ranks.rank}
         self._own = {n: tensor for n, tensor in self._saved.items() if self.is_own(n) and n not in elsewhere}
 
     def move(self, program: Program) -> None:
@@ -86,7 +86,7 @@ class BoundPrograms:
 
         Raises PipelineError, on every rank, if somebody has taken them from there, such as an optimizer.
         """
-        before, rows, ranks = self.program, self.shards, self._ranks
+        before, rows, ranks = self.program, self.shards, self.ranks
         assert before is not None
         together(ranks, "moving the parameters", self._require_not_taken)
         empty = set[str]().union(*gathered(ranks, self.share.unfilled))
@@ -115,7 +115,7 @@ class BoundPrograms:
             self.shards.load(whole)
 
     def _require_not_taken(self) -> None:
-        if self.given_out and self._ranks.group is not None:
+        if self.given_out and self.ranks.group is not None:
             raise PipelineError(
                 "the step needs another cut than the evaluation that placed the parameters, and pipe.parameters() was "
                 "called in between: what it gave would not train. Call pipe.compile with a batch of a step first."
@@ -132,12 +132,12 @@ class BoundPrograms:
     def is_own(self, name: str) -> bool:
         """Whether a parameter or buffer lives in this process."""
         assert self.program is not None
-        return bool(set(self.program.holders(name)) & set(self._ranks.local))
+        return bool(set(self.program.holders(name)) & set(self.ranks.local))
 
     def withhold(self, program: Program | None = None) -> None:
         """Let the model refuse to show what other ranks have newer values of (`zbcompile.model.held_elsewhere`): what a
         step of `program` trains or writes; without one all of it, since it was loaded."""
-        if self._ranks.group is None or self._ranks.count == 1:
+        if self.ranks.group is None or self.ranks.count == 1:
             return
         if program is None or program is not self._withheld_for:
             self._withheld_for = program
@@ -155,7 +155,7 @@ class BoundPrograms:
         for name, tensor in self._own.items():
             if is_held_elsewhere(tensor):
                 raise PipelineError(
-                    f"{name} is on rank {self._ranks.rank} in this pipeline, and another pipeline of the same module "
+                    f"{name} is on rank {self.ranks.rank} in this pipeline, and another pipeline of the same module "
                     "has trained or loaded it on another rank, so the values here are old. Give both the same cut "
                     "(balance=), or each a module of its own."
                 )
@@ -165,7 +165,7 @@ class BoundPrograms:
         """Raise PipelineError, on every rank, if ranks start with different values of what they share: parameters and
         buffers of several stages or model copies, and along the dimensions of the mesh all that is not sharded there.
         Compares once."""
-        program, ranks = self.program, self._ranks
+        program, ranks = self.program, self.ranks
         if self._compared or ranks.group is None or program is None:
             return
         rows = self.shards.own if self.shards else {}
@@ -178,22 +178,22 @@ class BoundPrograms:
 
     def _is_shared(self, name: str) -> bool:
         assert self.program is not None
-        return bool(self._ranks.mesh.beside("pp")) or len(self.program.holders(name)) > 1
+        return bool(self.ranks.mesh.beside("pp")) or len(self.program.holders(name)) > 1
 
     def _title(self, name: str) -> str:
         """The name, with the ranks that hold this part of it."""
         assert self.program is not None
-        mesh = self._ranks.mesh
+        mesh = self.ranks.mesh
         parts = [f"{each} rank {mesh.index(each)}" for each in along(self.program.placement(name), SHARD)]
         return f"{name} (the part of {', '.join(parts)})" if parts else name
 
     def copy_first_replica(self, program: Program) -> None:
         """Replicas begin with the same parameters and buffers, as under DistributedDataParallel."""
-        with self._ranks.watch.position.waiting("the first replica's parameters"):
-            share = own_state(self._model, self._ranks, program.holders)
+        with self.ranks.watch.position.waiting("the first replica's parameters"):
+            share = own_state(self._model, self.ranks, program.holders)
             tensors = {**share, **(self.shards.own if self.shards else {})}.values()
             real = [value for value in tensors if isinstance(value, torch.Tensor) and not value.is_meta]
-            broadcast(real, self._ranks.mesh.group("dp"))
+            broadcast(real, self.ranks.mesh.group("dp"))
 
     def _make_real(self, program: Program) -> None:
         """Give this process's share of the model memory and values: of a sharded output layer only its rows."""
@@ -201,28 +201,28 @@ class BoundPrograms:
             if self.is_own(name) and is_held_elsewhere(tensor):  # another pipeline trained it on another rank
                 self.share.unfilled.add(name)
                 release(tensor)
-        rank = self._ranks.rank
+        rank = self.ranks.rank
         sharded = () if program.vocabulary is None else program.vocabulary.parameters
         in_rows = set(sharded) - set(program.tied) if rank is not None else set()
         self.share.make_real(lambda name: self.is_own(name) and name not in in_rows)
         if program.vocabulary is not None:
             whole = dict(self._model.named_parameters())
-            bounds, device = program.vocabulary.bounds, self._ranks.device
+            bounds, device = program.vocabulary.bounds, self.ranks.device
             self.shards = VocabularyShards(bounds, {name: whole[name] for name in sharded}, rank, device)
             self.shards.fill(self.share)
 
     def prepare_step(self, program: Program) -> Executable:
         """As `prepare`, with the sums of its gradients over other ranks."""
-        sums = {} if self._ranks.rank is None else sums_of(program, self._ranks.mesh, self._ranks.rank)
+        sums = {} if self.ranks.rank is None else sums_of(program, self.ranks.mesh, self.ranks.rank)
         return replace(self.prepare(program), sums=sums)
 
     def prepare(self, program: Program) -> Executable:
         """Compile the graphs of `program`, a step or a forward alone, and bind them to the model's tensors."""
         resident = resident_tensors(self._model, program.model.constants)
         self._bound = {s: (t, kind_of(t)) for s, t in resident.items() if s.kind != "constant"} | self._bound
-        own = sorted({stage for rank in self._ranks.local for stage in program.stages_of(rank)})
-        device, until = self._ranks.device, program.random_until
-        places = {name: self._ranks.mesh.index(name) for name in DIMENSIONS}
+        own = sorted({stage for rank in self.ranks.local for stage in program.stages_of(rank)})
+        device, until = self.ranks.device, program.random_until
+        places = {name: self.ranks.mesh.index(name) for name in DIMENSIONS}
         bound = replace(program, stages=tuple(bind_groups(each, program.groups, places) for each in program.stages))
         passes = self._compile_passes(bound)
         stages = {i: prepare_stage(bound.stages[i], resident, device, until, passes.of("stage", i)) for i in own}
@@ -230,13 +230,13 @@ class BoundPrograms:
         if self.debug_nan:
             stages = {i: inspected(stage) for i, stage in stages.items()}
         vocabulary = self._prepare_vocabulary(program, resident, passes)
-        self._ranks.watch_over(program.groups.values())
-        plans = tuple(plan_rank(program, rank, stages) for rank in self._ranks.local)
+        self.ranks.watch_over(program.groups.values())
+        plans = tuple(plan_rank(program, rank, stages) for rank in self.ranks.local)
         number = len(self.compilations) - 1
         return Executable(program, stages, plans, ReceiveBuffers(device), vocabulary, number=number)
 
     def _compile_passes(self, program: Program) -> CompiledPasses:
-        ranks, backend = self._ranks, self._backend
+        ranks, backend = self.ranks, self._backend
         graphs = self._options.cuda_graphs and not self.debug_nan and program.output is None
 
         def compile_() -> CompiledPasses:
@@ -254,6 +254,6 @@ class BoundPrograms:
         """The shards of the output layer; shapes that are compiled later use the same rows."""
         if program.vocabulary is None or self.shards is None:
             return None
-        group, device = self._ranks.collective_group(), self._ranks.device
+        group, device = self.ranks.collective_group(), self.ranks.device
         roots = Roots(program.rank_of(0), program.rank_of(program.schedule.stages - 1))
         return make_executable_shards(program.vocabulary, self.shards, roots, resident, device, group, passes)

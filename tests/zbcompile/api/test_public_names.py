@@ -5,7 +5,7 @@ from pathlib import Path
 
 import zbcompile
 from zbcompile import integrations, schedules
-from zbcompile.frontend.pipeline_function import Keywords
+from zbcompile.api.pipeline_function import Keywords
 
 ROOT = Path(zbcompile.__file__).parent
 

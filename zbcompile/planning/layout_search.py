@@ -15,13 +15,13 @@ from zbcompile.compiler.compile_model import Drawn, targets_of, whole_of
 from zbcompile.distributed.agreement import agreed_seconds, from_first, gathered, together
 from zbcompile.distributed.link_speed import measure_link
 from zbcompile.distributed.ranks import Ranks
-from zbcompile.frontend.choose_schedule import fit_to_count
-from zbcompile.frontend.options import Options
-from zbcompile.frontend.trial_steps import StepTimes, Trial
 from zbcompile.model.batch import Microbatch
+from zbcompile.options import Options
 from zbcompile.passes.errors import CaptureError, CompileError
 from zbcompile.passes.hardware.hardware import Connection
+from zbcompile.planning.choose_schedule import fit_to_count
 from zbcompile.planning.planner import CLOSE, Decision, decide, order_by_graphs, pass_seconds, reordered
+from zbcompile.planning.trial_steps import StepTimes, Trial
 from zbcompile.program.chosen_plan import ChosenPlan
 from zbcompile.program.program import Program
 from zbcompile.schedules import Schedule, ScheduleError
@@ -48,7 +48,7 @@ class LayoutSearch:
     ranks: Ranks
     draw: Callable[[Microbatch], Drawn]
     measure: Callable[[Drawn], dict[str, float]]
-    make: Callable[[Finalist], Program]
+    make: Callable[..., Program]
 
     def run(self, microbatch: Callable[[int], Microbatch], provisional: Schedule, counts: Sequence[int]) -> Finalist:
         """The layout for a batch whose part `microbatch` gives for any of `counts`, and for the number that
@@ -143,7 +143,9 @@ class LayoutSearch:
     def _compiled(self, finalist: Finalist, of: int) -> list[Program]:
         """In the order that is best for its graphs, as all ranks measure them at once, and in others that come close;
         the first rank searches, in its part of the time. Raises ScheduleError, on every rank, if none fits."""
-        ranks, program = self.ranks, self.make(finalist)
+        decided = finalist.decision
+        made = self.make(finalist.microbatch, finalist.drawn, decided.schedule, decided.choices, decided.edges)
+        ranks, program = self.ranks, made
         measured = agreed_seconds(ranks, together(ranks, "measuring", lambda: pass_seconds(program)))
         task = program, finalist.decision, self.options.search_seconds / of, measured, self._link
 

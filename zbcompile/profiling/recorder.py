@@ -5,15 +5,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.profiler import record_function
+import torch.distributed as dist
 
-from zbcompile.distributed.clocks import Clock
-from zbcompile.profiling.step_record import Span, StepRecord
+from zbcompile.distributed.clocks import Clock, clock_of, offset_to_first
+from zbcompile.distributed.ranks import GroupRanks, Ranks
 from zbcompile.program.program import Program
-from zbcompile.runtime.action_loop import Observer, RankRun
+from zbcompile.program.step_record import Span, StepRecord
+from zbcompile.runtime.action_loop import RankRun
 from zbcompile.runtime.rank_plan import made_by
 from zbcompile.schedules.ir.actions import SEND_B, SEND_F, Action
-from zbcompile.schedules.ir.schedule import TORCH_LETTERS, Schedule, format_step
+from zbcompile.schedules.ir.schedule import Schedule
 
 
 @dataclass
@@ -28,8 +29,8 @@ class Seen:
 
 
 @dataclass
-class Recorder:
-    """Observes the actions of the ranks in this process."""
+class ActionTimes:
+    """Observes the actions of the ranks in this process during one step."""
 
     program: Program
     schedule: Schedule
@@ -72,7 +73,36 @@ class Recorder:
         return Seen(self.begin - ahead, time.perf_counter() - ahead, timed, self.held, self.sent)
 
 
-def make_record(recorder: Recorder, parts: Sequence[Seen], in_process: bool) -> StepRecord:
+@dataclass
+class Recorder:
+    """Records steps of `ranks`. `last_step` is the record of the last one; `ahead` by how many seconds this host's
+    clock is ahead of the first rank's, once a step has been recorded."""
+
+    ranks: Ranks
+    last_step: StepRecord | None = None
+    ahead: float | None = None
+    times: ActionTimes | None = None
+
+    def begin(self, program: Program, schedule: Schedule) -> ActionTimes:
+        """What observes the next step. All ranks begin it together, on clocks that have been compared."""
+        ranks = self.ranks
+        if isinstance(ranks, GroupRanks):
+            with ranks.watch.position.waiting("the common start"):
+                if self.ahead is None:
+                    self.ahead = offset_to_first(ranks.everyone, ranks.device)
+                dist.barrier(ranks.group)
+        self.times = ActionTimes(program, schedule, clock_of(ranks.device))
+        return self.times
+
+    def end(self) -> None:
+        """Let `last_step` be what all ranks of the pipeline have seen of the step, on every rank."""
+        assert self.times is not None
+        parts = self.ranks.gather_here(self.times.seen(self.ahead or 0.0))
+        self.last_step = make_record(self.times, parts, in_process=self.ranks.group is None)
+        self.times = None
+
+
+def make_record(times: ActionTimes, parts: Sequence[Seen], in_process: bool) -> StepRecord:
     """One record of what all processes have seen, on one clock."""
     started = min(part.begin for part in parts)
     timed = _merged([part.timed for part in parts])
@@ -84,36 +114,10 @@ def make_record(recorder: Recorder, parts: Sequence[Seen], in_process: bool) -> 
         step_time=max(part.end for part in parts) - started,
         started=started,
         in_process=in_process,
-        schedule=recorder.schedule,
-        program=recorder.program.manifest,
+        schedule=times.schedule,
+        program=times.program.manifest,
     )
 
 
 def _merged(parts: Sequence[Mapping[int, Any]]) -> dict[int, Any]:
     return dict(sorted((rank, found) for part in parts for rank, found in part.items()))
-
-
-@dataclass(frozen=True)
-class Labels:
-    """Names actions for torch.profiler as torch's pipeline runtime does (`PP:0F3`), around an observer or alone."""
-
-    inner: Observer | None
-
-    def __call__(self, actions: Sequence[Action], run: RankRun, execute: Callable[[], None]) -> None:
-        with record_function("PP:" + "|".join(map(_torch_name, actions))):
-            if self.inner is None:
-                execute()
-            else:
-                self.inner(actions, run, execute)
-
-    def ended(self, first: Action, run: RankRun) -> None:
-        if self.inner is not None:
-            self.inner.ended(first, run)
-
-    def began(self, second: Action, run: RankRun) -> None:
-        if self.inner is not None:
-            self.inner.began(second, run)
-
-
-def _torch_name(action: Action) -> str:
-    return format_step(action, "torch") if action.op in TORCH_LETTERS else str(action)

@@ -30,8 +30,8 @@ from tests.support.functions import Saving
 from tests.support.pool import Pool
 from tests.support.training import assert_same_tensors, gradients_of
 from zbcompile.errors import PipelineError
-from zbcompile.frontend.answers import ByAnswers
 from zbcompile.passes.capture.export import capture
+from zbcompile.program_cache.answers import ByAnswers
 
 
 @pytest.mark.parametrize(("schedule", "kinds"), [("zb-h1", KINDS), ("dualpipe-v", KINDS[1:])])

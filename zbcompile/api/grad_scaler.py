@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from zbcompile.api.pipeline import Pipeline
 from zbcompile.errors import PipelineError
-from zbcompile.frontend.pipeline import Pipeline
 from zbcompile.model.distributed_tensors import local_of
 from zbcompile.optimizer.pipeline_optimizer import PipelineOptimizer
 from zbcompile.torch_private import add_found_infinity, found_infinities

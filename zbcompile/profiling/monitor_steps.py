@@ -18,12 +18,12 @@ from zbcompile.amounts import format_share, format_time
 from zbcompile.distributed.agreement import gathered
 from zbcompile.distributed.mesh import BATCHES
 from zbcompile.errors import PipelineError
-from zbcompile.frontend.pipeline import Pipeline
 from zbcompile.model.batch import Microbatches
 from zbcompile.passes.stage.print_python import format_bytes
 from zbcompile.prediction.predict import predicted_costs
 from zbcompile.prediction.step_comparison import measured_timeline, pass_bubble
-from zbcompile.profiling.step_record import StepRecord, mean_seconds
+from zbcompile.profiling.observation import Observed
+from zbcompile.program.step_record import StepRecord, mean_seconds
 from zbcompile.schedules import Schedule, Timeline, simulate
 
 
@@ -68,7 +68,7 @@ class Figures:
 
 @contextmanager
 def monitor(
-    pipe: Pipeline, every: int = 10, callback: Callable[[Figures], object] = print, slow: float = 1.5
+    pipe: Observed, every: int = 10, callback: Callable[[Figures], object] = print, slow: float = 1.5
 ) -> Iterator[None]:
     """Show `Figures` of the steps inside, whenever their number divides by `every`. Every rank must enter it; the first
     one calls `callback`, by default `print`.
@@ -84,7 +84,7 @@ def monitor(
         asked = gathered(pipe.ranks, every)
     if not all(isinstance(each, int) and each >= 1 for each in asked) or len(set(asked)) > 1:
         raise PipelineError(f"monitor(every=): ranks ask for {asked}; expected one whole number of at least 1.")
-    with pipe.watched(_Monitor(pipe, every, callback, Usual(slow))):
+    with pipe.observation.watched(_Monitor(pipe, every, callback, Usual(slow))):
         yield
 
 
@@ -102,7 +102,7 @@ class _Share(NamedTuple):
 
 @dataclass
 class _Monitor:
-    pipe: Pipeline
+    pipe: Observed
     every: int
     callback: Callable[[Figures], object]
     usual: "Usual"
@@ -125,7 +125,7 @@ class _Monitor:
         now = time.perf_counter()
         with self.pipe.ranks.watch.region("monitor"):
             shares = gathered(self.pipe.ranks, self._share(record))
-        if self.pipe.is_first:
+        if self.pipe.ranks.is_first:
             self._show(index, (now - self.since) / self.steps, step.amount[1], record, shares)
         self.since, self.steps, self.amount = time.perf_counter(), 0, 0
 

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import nn
 
+from zbcompile.api.forward_calls import ForwardCalls
 from zbcompile.distributed.agreement import gathered
 from zbcompile.distributed.mesh import BATCHES
 from zbcompile.errors import PipelineError
-from zbcompile.frontend.forward_calls import ForwardCalls
-from zbcompile.frontend.step_outputs import joined_outputs, keyword, kind_of
 from zbcompile.model.batch import Given, Microbatches
 from zbcompile.model.losses import Losses
 from zbcompile.optimizer.gradient_norm import total_norm
 from zbcompile.optimizer.pipeline_optimizer import PipelineOptimizer
 from zbcompile.optimizer.wanted import Predicate, Wanted
+from zbcompile.program_cache.step_outputs import joined_outputs, keyword, kind_of
 from zbcompile.runtime.engine import Executable, StepInput
 
 if TYPE_CHECKING:  # torch's pipelining takes a second to import
@@ -87,9 +87,7 @@ class Pipeline(ForwardCalls):
             step = self._split(args, kwargs, target, given, outputs)
             losses, found = self._run(step, outputs)
         self.step_index += 1
-        self._note_record()
-        for watcher in self._watchers:
-            watcher.done(self.step_index, step, self.last_step)
+        self.observation.step_done(self.step_index, step)
         return losses, found
 
     def _named(self, step: Microbatches, executable: Executable, outputs: bool | str) -> AbstractContextManager[None]:
@@ -158,7 +156,7 @@ class Pipeline(ForwardCalls):
             index=self.step_index,
             seed=self.options.seed,
             reduction=self.options.loss_reduction,
-            record=any([self.record, *(each.wants(self.step_index + 1) for each in self._watchers)]),
+            recorder=self.observation.of_step(self.step_index + 1),
             scale=None if self.scaler is None else self.scaler.scale,
             sharded=self._optimizers.sharded,
             early=self._optimizers.early,

@@ -6,7 +6,7 @@ import zbcompile
 from tests.support.oracle import PROBLEMS, WIDTH
 from tests.support.pool import Pool
 from tests.support.training import Case, pipeline_of
-from zbcompile.profiling.step_record import StepRecord
+from zbcompile.program.step_record import StepRecord
 from zbcompile.schedules.ir.actions import flatten
 from zbcompile.schedules.ir.schedule import Lowered
 

@@ -12,7 +12,7 @@ import zbcompile
 from tests.support.oracle import PROBLEMS
 from tests.support.pool import Pool
 from tests.support.training import Case, pipeline_of
-from zbcompile.frontend.monitor_steps import Usual
+from zbcompile.profiling.monitor_steps import Usual
 from zbcompile.runtime.stage_run import StageRun
 
 CASE = Case("mlp", "zb-h1", 2, 4)

@@ -13,16 +13,11 @@ from zbcompile.distributed.agreement import require_equal_programs
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.distributed.transport import ReceiveBuffers
 from zbcompile.errors import PipelineError
-from zbcompile.frontend.answers import ByShape, Recent, captured_alike
-from zbcompile.frontend.apart_draws import draw_apart
-from zbcompile.frontend.executables import Executables
-from zbcompile.frontend.options import Options
-from zbcompile.frontend.program_keys import torch_modes
-from zbcompile.frontend.state_dict import gather_rows
 from zbcompile.model.batch import Batch, hint_at_device, hinting
 from zbcompile.model.held_elsewhere import readable
 from zbcompile.model.placements import SHARD, along, placement_of, require_matches
 from zbcompile.model.resident_tensors import resident_tensors
+from zbcompile.options import Options
 from zbcompile.passes.capture.guards import Guards
 from zbcompile.passes.capture.questions import Given
 from zbcompile.passes.errors import CaptureError
@@ -32,6 +27,12 @@ from zbcompile.passes.torch_private import forward_hooks
 from zbcompile.passes.values.premises import Standing
 from zbcompile.passes.vocabulary.log_probs import IGNORED
 from zbcompile.program.program import OF_A_PLACE, Program
+from zbcompile.program_cache.answers import ByShape, Recent, captured_alike
+from zbcompile.program_cache.apart_draws import draw_apart
+from zbcompile.program_cache.executables import Executables
+from zbcompile.program_cache.program_keys import torch_modes
+from zbcompile.program_cache.state_dict import gather_rows
+from zbcompile.runtime.action_loop import StepRecorder
 from zbcompile.runtime.engine import Executable, StepInput
 from zbcompile.runtime.engines import Engine, exchanged, joined, run_forward
 from zbcompile.runtime.rank_plan import Stages, plan_rank
@@ -44,13 +45,13 @@ OUTPUTS = ("all", "last")
 @dataclass(frozen=True)
 class Asked:
     """One evaluation: what is `wanted`, on all ranks or the last stage's (`outputs`), in how many microbatches (None:
-    as many as a step has), at which step, recorded or not."""
+    as many as a step has), at which step, recorded by whom."""
 
     wanted: Computation
     outputs: str
     microbatches: int | None
     step: int
-    record: bool
+    recorder: StepRecorder | None
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,7 @@ class Forwards:
         """The results of each group of microbatches, whose rows are one batch."""
         self.executables.require_values()
         executable = self._bound(self._flowing(own), asked.wanted.training)
-        given = StepInput(inputs, asked.step, self._options.seed, "sum", asked.record)
+        given = StepInput(inputs, asked.step, self._options.seed, "sum", asked.recorder)
         with torch.autocast(self._ranks.device.type, enabled=False):  # its casts are in the graphs
             made = run_forward(executable, given, self._engine, self.executables.schedule)
         results = []
@@ -249,7 +250,7 @@ def require_same_calls(ranks: Ranks, asked: Asked, batches: Sequence[Batch]) -> 
         "mode": MODES[asked.wanted.training],
         "outputs": asked.outputs,
         "microbatches": asked.microbatches,
-        "recording": asked.record,
+        "recording": asked.recorder is not None,
         "the inputs": inputs,
     }
     remedy = "Every rank must make the same calls."

@@ -1,0 +1,1 @@
+"""What a user holds: `zbcompile.pipeline` and the Pipeline that it returns."""

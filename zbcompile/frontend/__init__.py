@@ -1,1 +1,0 @@
-"""`zbcompile.pipeline` and the Pipeline it returns."""

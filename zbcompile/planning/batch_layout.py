@@ -1,0 +1,72 @@
+"""How the batches of a pipeline become microbatches of a schedule, which the first batch may decide."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from torch import nn
+
+from zbcompile.model.batch import Batch, Microbatch, Microbatches, require_divisible
+from zbcompile.model.held_elsewhere import readable
+from zbcompile.options import Options, is_searched
+from zbcompile.planning.choose_schedule import count_for, counts_for, fit_to_batch, fit_to_count
+from zbcompile.planning.layout_search import LayoutSearch
+from zbcompile.program_cache.executables import Executables, Searched
+from zbcompile.program_cache.orders import order_at
+
+
+class BatchLayout:
+    """Decides, with the first batch, the schedule and the layout that `compiled` has from then on."""
+
+    def __init__(self, model: nn.Module, options: Options, compiled: Executables) -> None:
+        self._model, self._options, self._compiled = model, options, compiled
+        self._unfitted = compiled.schedule  # as it is before a first step fits it
+        self._admitted: set[int] = set()  # numbers of microbatches
+        self._rows: int | None = None  # samples of a usual microbatch
+
+    def split(self, batch: Batch, announce: bool) -> Microbatches:
+        """The microbatches of a batch. The first batch decides how many that usually are: as many as was asked for, as
+        a named schedule admits, or as a search finds best. Raises PipelineError for a batch that cannot be cut."""
+        compiled = self._compiled
+        if not compiled.trains:
+            compiled.schedule = fit_to_batch(self._unfitted, self._options, batch, announce)
+        if self._is_undecided:
+            require_divisible(batch, compiled.schedule.microbatches)
+            counts = counts_for(self._options, batch, compiled.schedule)
+            self._decide(lambda count: batch.microbatch(0, count), counts)
+        count = count_for(batch, compiled.schedule.microbatches, self._rows if compiled.trains else None)
+        if count == compiled.schedule.microbatches:
+            self._rows = batch.rows(0, count)
+        self._require_order(count)
+        return batch.into(count)
+
+    def fit(self, given: Sequence[Microbatch]) -> Microbatches:
+        """Microbatches that are already split. Raises PipelineError for a number that the schedule does not admit."""
+        if not self._compiled.trains:
+            self._compiled.schedule = fit_to_count(self._unfitted, self._options, len(given))
+        if self._is_undecided:
+            self._decide(lambda count: given[0], ())
+        self._require_order(len(given))
+        return Microbatches(tuple(given), alike=len({each.signature for each in given}) == 1)
+
+    @property
+    def _is_undecided(self) -> bool:
+        return is_searched(self._options) and not self._compiled.trains
+
+    def _require_order(self, count: int) -> None:
+        """Raise PipelineError, before a rank waits, for a number of microbatches that the schedule does not admit."""
+        compiled = self._compiled
+        if compiled.trains and count != compiled.schedule.microbatches and count not in self._admitted:
+            order_at(compiled.first().program, count)
+            self._admitted.add(count)
+
+    def _decide(self, microbatch: Callable[[int], Microbatch], counts: Sequence[int]) -> None:
+        """Choose the layout by cost for the first batch, which `microbatch` cuts; the first rank decides for all."""
+        compiled = self._compiled
+        with compiled.ranks.watch.position.turn_to("searching the layout"):
+            draw = partial(compiled.drawn, leads=True)
+            task = self._model, self._options, compiled.ranks, draw, compiled.measured, compiled.make
+            with readable(self._model):
+                found = LayoutSearch(*task).run(microbatch, compiled.schedule, counts)
+        assert found.program is not None
+        compiled.schedule, compiled.decided = found.program.schedule, found.decision.choices
+        compiled.searched = Searched(found.drawn, found.program)

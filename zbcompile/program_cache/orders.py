@@ -1,0 +1,46 @@
+"""The orders of a compiled program: for other numbers of microbatches, or as a search finds them."""
+
+from dataclasses import replace
+
+from zbcompile.compiler.vocabulary_sharding import insert
+from zbcompile.distributed.ranks import Ranks
+from zbcompile.errors import PipelineError
+from zbcompile.program.program import Program
+from zbcompile.runtime.engine import Executable
+from zbcompile.runtime.rank_plan import plan_rank
+from zbcompile.schedules import Schedule, admits, build, names
+from zbcompile.schedules.generators.registry import find
+
+
+def order_at(program: Program, count: int) -> Schedule:
+    """The schedule of a program for another number of microbatches. Raises PipelineError if its name does not admit
+    that many, or if its order is not the one of its name."""
+    own = program.schedule
+    if count == own.microbatches:
+        return own
+    problem = f"the step has {count} microbatches, and the schedule {own.name}"
+    rule = own.name in names() and find(own.name).generate is not None
+    if not rule or _built(program, own.microbatches) != own:
+        raise PipelineError(
+            f"{problem} is an order for {own.microbatches} alone. Pass as many, a batch that divides into as many, or "
+            "a schedule by its name."
+        )
+    if not admits(own.name, own.ranks, count):
+        near = [n for n in range(1, 2 * own.microbatches + 1) if admits(own.name, own.ranks, n)]
+        raise PipelineError(
+            f"{problem} admits {', '.join(map(str, near))} ... on {own.ranks} ranks. Pass one of these numbers."
+        )
+    return _built(program, count)
+
+
+def in_another_order(executable: Executable, program: Program, ranks: Ranks) -> Executable:
+    """The executable for `program`, which has its graphs in another order."""
+    plans = tuple(plan_rank(program, rank, executable.stages) for rank in ranks.local)
+    return replace(executable, program=program, plans=plans)
+
+
+def _built(program: Program, count: int) -> Schedule:
+    own = program.schedule
+    chunks = own.placement.chunks if find(own.name).free_chunks else None
+    schedule = build(own.name, own.ranks, count, chunks=chunks)
+    return schedule if program.vocabulary is None else insert(schedule, program.vocabulary, program.stages)
