@@ -9,7 +9,6 @@ import contextlib
 import hashlib
 import os
 import socket
-import sys
 import threading
 import time
 import uuid
@@ -22,7 +21,7 @@ import torch.distributed as dist
 from zbcompile.distributed.fault_store import ANSWER, cut_after
 from zbcompile.distributed.interfaces import VARIABLE, let_gloo_find
 from zbcompile.distributed.mesh import patience
-from zbcompile.distributed.termination import stop_watching, watch_termination
+from zbcompile.distributed.termination import say_at_end, stop_watching, watch_termination
 from zbcompile.errors import PipelineError
 from zbcompile.torch_private import gloo_link
 
@@ -166,8 +165,7 @@ class Arrival:
     def say_before_end(self) -> bool:
         """This process is asked to end: the reason goes to standard error, once."""
         if self._said.acquire(blocking=False):
-            why = self.failure("it was terminated (SIGTERM)")
-            print(f"zbcompile: {why}", file=sys.stderr, flush=True)
+            say_at_end(self.failure("it was terminated (SIGTERM)"))
         return False
 
 

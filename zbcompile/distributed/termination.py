@@ -10,6 +10,7 @@ ends with SIGABRT after a training run in which nothing failed.
 import atexit
 import contextlib
 import functools
+import io
 import os
 import signal
 import sys
@@ -29,6 +30,13 @@ class Terminated(BaseException):
 
     def __str__(self) -> str:
         return "it was terminated (SIGTERM)"
+
+
+def say_at_end(what: object) -> None:
+    """Print to standard error from a handler of signals, also while torch formats the error that ends the process:
+    then `sys.stderr` is a buffer (torch.distributed's excepthook, 2.11-2.13), which a signal leaves unprinted."""
+    file = sys.__stderr__ if isinstance(sys.stderr, io.StringIO) else sys.stderr
+    print(f"zbcompile: {what}", file=file, flush=True)
 
 
 class Watched(Protocol):
@@ -130,7 +138,10 @@ def not_yet_terminated() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    except Terminated:  # asked just now
+        before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         yield
     finally:

@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import math
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -23,7 +22,13 @@ import torch.distributed as dist
 from zbcompile.distributed.clocks import Progress
 from zbcompile.distributed.fault_store import Board, SilentStoreError
 from zbcompile.distributed.faults import Fault, Heartbeats, Position, Status, find_gone, find_late, find_stray
-from zbcompile.distributed.termination import Terminated, not_yet_terminated, stop_watching, watch_termination
+from zbcompile.distributed.termination import (
+    Terminated,
+    not_yet_terminated,
+    say_at_end,
+    stop_watching,
+    watch_termination,
+)
 from zbcompile.distributed.transport import UNUSED_TAG, Link
 from zbcompile.distributed.turns import Turns
 from zbcompile.errors import PipelineError
@@ -236,10 +241,10 @@ class Watch:
             if self.fault is None:
                 if not self.position.waits:  # torch may be in C++ that ends the process where an exception passes
                     self.fault = self._reason_to_end()
-                    _report(self.fault)
+                    say_at_end(self.fault.error())
                 raise Terminated
             return True
-        _report(self.fault or self._reason_to_end())  # that a call has raised it may not be printed yet
+        say_at_end((self.fault or self._reason_to_end()).error())  # that a call has raised it may not be printed yet
         return False
 
     def _reason_to_end(self) -> Fault:
@@ -336,13 +341,9 @@ class Watch:
         """End this rank's wait. If its device waits, and no call that could raise, report the fault at once."""
         self.fault = fault
         if self.progress.behind():
-            _report(fault)
+            say_at_end(fault.error())
         for group in (*self.groups, *self.inner):
             cut_connections(group, self.backend)
-
-
-def _report(fault: Fault) -> None:
-    print(f"zbcompile: {fault.error()}", file=sys.stderr, flush=True)
 
 
 def cut_connections(group: Group, backend: str) -> None:

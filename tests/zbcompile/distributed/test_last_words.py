@@ -1,11 +1,14 @@
 """A rank that is asked to end outside of a call says why, also if the store has gone."""
 
+import contextlib
+import io
+import signal
 from typing import Any
 
 import pytest
 
 from zbcompile.distributed.faults import Fault, Position
-from zbcompile.distributed.termination import Terminated
+from zbcompile.distributed.termination import Terminated, not_yet_terminated
 from zbcompile.distributed.watchdog import Watch
 
 
@@ -52,6 +55,31 @@ def test_what_a_call_has_raised_is_said(watch: Watch, capsys: pytest.CaptureFixt
     watch.fault = Fault(0, "step 3", "it broke")
     assert not watch.say_before_end()
     assert "rank 0 failed at step 3: it broke" in capsys.readouterr().err
+
+
+def test_it_is_said_while_torch_formats_the_error_that_ends_the_process(
+    watch: Watch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """torch.distributed's excepthook replaces `sys.stderr` meanwhile."""
+    watch.fault = Fault(0, "step 3", "it broke")
+    with contextlib.redirect_stderr(io.StringIO()):
+        assert not watch.say_before_end()
+    assert "rank 0 failed at step 3: it broke" in capfd.readouterr().err
+
+
+def test_a_rank_that_is_asked_as_it_begins_to_explain_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`signal.signal` runs the handler of a signal that has just come before it replaces it."""
+    usual, asked = signal.signal, [Terminated()]
+
+    def replaced(number: int, handler: Any) -> Any:
+        if asked:
+            raise asked.pop()
+        return usual(number, handler)
+
+    monkeypatch.setattr(signal, "signal", replaced)
+    with not_yet_terminated():
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_a_call_that_computes_says_it_before_it_raises(watch: Watch, capsys: pytest.CaptureFixture[str]) -> None:
