@@ -29,7 +29,7 @@ from zbcompile.backends.cuda_graphs import record
 from zbcompile.backends.types import Run
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.graph.roles import Slot
-from zbcompile.runtime.gradient_buffers import Gradients
+from zbcompile.runtime.gradient_sums import Gradients
 from zbcompile.runtime.stage_plan import CompiledStage, prepare_stage
 from zbcompile.runtime.stage_run import StageRun
 

@@ -20,7 +20,7 @@ from zbcompile.passes.split.joint_graph import Joint, tangents_of, trace_joint
 from zbcompile.passes.split.simplify import simplify
 from zbcompile.passes.stage.deduplicate import compile_distinct
 from zbcompile.passes.stage.stage_program import StageProgram
-from zbcompile.runtime.gradient_buffers import Gradients
+from zbcompile.runtime.gradient_sums import Gradients
 from zbcompile.runtime.stage_plan import CompiledStage, prepare_stage
 from zbcompile.runtime.stage_run import StageRun
 

@@ -20,7 +20,7 @@ from zbcompile.optimizer.wanted import ELEMENTS, MATRICES, Rule
 from zbcompile.optimizer.whole_parameters import refresh
 from zbcompile.passes.compile_options import HALF
 from zbcompile.runtime.data_parallel import Observe
-from zbcompile.runtime.gradient_buffers import Gradients, grad_dtype
+from zbcompile.runtime.gradient_sums import Gradients, grad_dtype
 from zbcompile.torch_private import all_gather, reduce_scatter, writes_into
 
 
@@ -176,13 +176,13 @@ class Bucket:
 
     def scatter(self, gradients: Gradients, observe: Observe) -> None:
         """Begin to reduce the gradients to this replica's part; what nothing trained here takes part with zeros."""
-        sums = {name: gradients.whole_sum(name) for name in self.parameters}
+        sums = {name: gradients[name].total() for name in self.parameters}
         found = {name: each for name, each in sums.items() if each is not None}
         for name, each in found.items():
             observe(name, each)
         flat = self._flat(found)
         for name in self.parameters:
-            gradients.release(name)
+            gradients[name].release()
         part = torch.empty(self.division.chunk, dtype=flat.dtype, device=flat.device)
         if self.group is None:
             self.scattering = Moving(None, flat, flat)

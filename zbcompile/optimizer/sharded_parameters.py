@@ -18,7 +18,7 @@ from zbcompile.passes.compile_options import HALF
 from zbcompile.passes.graph.strides import is_dense
 from zbcompile.program.program import Program
 from zbcompile.runtime.data_parallel import LATE, Observe
-from zbcompile.runtime.gradient_buffers import Gradients
+from zbcompile.runtime.gradient_sums import Gradients
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from zbcompile.errors import PipelineError
 from zbcompile.model.held_elsewhere import is_held_elsewhere
 from zbcompile.model.placements import PARTIAL, along
 from zbcompile.program.program import Program
-from zbcompile.runtime.gradient_buffers import Gradients
+from zbcompile.runtime.gradient_sums import Gradients
 from zbcompile.schedules.ir.actions import GATHER, OPT, REDUCE, VALIDATE
 
 Observe = Callable[[str, torch.Tensor], None]
@@ -159,8 +159,8 @@ class Reduction:
             self.buckets[stage].extend(_send(part, group) for part in in_buckets(parts))
 
     def _part(self, name: str, stage: int) -> torch.Tensor:
-        own = self.gradients.whole_sum(name)
-        part = self.gradients.buffer(name, stage) if own is None else own
+        own = self.gradients[name].total()
+        part = self.gradients[name].buffer(stage) if own is None else own
         self.observe(name, part)
         return part
 
@@ -181,7 +181,7 @@ class Reduction:
         for each in self.sharded if self.reduces else ():
             each.scatter(LATE, self.gradients, self.observe)
         for name in self._whole(self.shared) if self.reduces else ():
-            found = self.gradients.whole_sum(name)
+            found = self.gradients[name].total()
             if found is not None:
                 self.observe(name, found)
                 self.buckets[LATE].append(_send([found], self._group(name)))
@@ -267,6 +267,6 @@ class StageUpdates:
     def _update(self, stage: int) -> None:
         if self.reduction is not None:
             self.reduction.finish_stage(stage)
-        self.gradients.finish(self.program.complete_with(stage))
+        self.gradients.settle(self.program.complete_with(stage))
         for each in self.early:
             each.update(stage)

@@ -20,7 +20,7 @@ from zbcompile.program.output import Output
 from zbcompile.program.program import Program
 from zbcompile.runtime.action_loop import Observer, RankRun, StepRecorder
 from zbcompile.runtime.data_parallel import Early, Sharded, StageUpdates, Sum
-from zbcompile.runtime.gradient_buffers import Gradients
+from zbcompile.runtime.gradient_sums import Gradients
 from zbcompile.runtime.labels import Labels
 from zbcompile.runtime.rank_plan import RankPlan, Stages, plan_rank
 from zbcompile.runtime.stage_plan import CompiledStage

@@ -21,7 +21,7 @@ from zbcompile.runtime.action_loop import RankRun
 from zbcompile.runtime.data_parallel import LATE, Reduction, StageUpdates, start_reduction
 from zbcompile.runtime.engine import Executable, Made, StepInput, StepResult, StepRuns, losses_of, outputs_of
 from zbcompile.runtime.equal_results import EqualResults, written_buffers
-from zbcompile.runtime.gradient_buffers import Gradients
+from zbcompile.runtime.gradient_sums import Gradients
 from zbcompile.runtime.shared_gradients import share_losses, sum_shared, sum_shared_in_process
 from zbcompile.schedules import Action, Schedule
 
@@ -54,7 +54,7 @@ class InProcess:
         losses = {i: loss for run in runs for i, loss in losses_of(run).items()}
         sum_shared_in_process(program, gradients)
         for own in gradients:
-            own.finish()
+            own.settle()
         for each in given.early:
             each.update(LATE)
         if given.recorder is not None:
@@ -146,7 +146,7 @@ class DistributedEngine:
                 executable.vocabulary.end_step(gradients, program.tied)
         with ranks.watch.position.waiting("the sum over replicas"):
             reduction.finish()
-            gradients.finish()
+            gradients.settle()
             _share_buffers(executable)
 
 

@@ -15,28 +15,27 @@ from zbcompile.distributed.ranks import GroupRanks
 from zbcompile.distributed.termination import outlives_its_step
 from zbcompile.passes.torch_names import dtype_named
 from zbcompile.program.program import Program
-from zbcompile.runtime.gradient_buffers import Gradients, add_uses
+from zbcompile.runtime.gradient_sums import WHOLE, Gradients, add_uses
 
 
 @dataclass(frozen=True)
 class Walk:
     """How the gradients of a shared parameter are summed for one model copy: `stages` that train it, the last first,
-    on `ranks`, for `microbatches`: a gradient is one tensor per microbatch in exact mode, else their sum."""
+    on `ranks`, for `microbatches`: a gradient is one tensor per microbatch in exact mode, else one of the WHOLE."""
 
     stages: tuple[int, ...]
     ranks: tuple[int, ...]
-    microbatches: range
-    pieces: int
+    microbatches: Sequence[int]
 
 
 def walks(program: Program, name: str) -> list[Walk]:
     """One walk per model copy, in the order in which their sums accumulate."""
     stages = tuple(stage.stage for stage in reversed(program.stages) if name in stage.trained)
     per_copy = program.schedule.microbatches // program.copies
-    pieces = per_copy if program.exact else 1
+    copies = [range(first, first + per_copy) for first in range(0, program.schedule.microbatches, per_copy)]
     return [
-        Walk(stages, tuple(program.rank_of(s, first) for s in stages), range(first, first + per_copy), pieces)
-        for first in range(0, program.schedule.microbatches, per_copy)
+        Walk(stages, tuple(program.rank_of(s, each[0]) for s in stages), each if program.exact else (WHOLE,))
+        for each in copies
     ]
 
 
@@ -46,8 +45,8 @@ def sum_shared_in_process(program: Program, gradients: Sequence[Gradients]) -> N
         for walk in walks(program, name):
             total: list[torch.Tensor] = []
             for stage, rank in zip(walk.stages, walk.ranks, strict=True):
-                total = add_uses(total, gradients[rank].waiting(name, stage, walk.microbatches))
-            gradients[0].fold(name, total)
+                total = add_uses(total, gradients[rank][name].take(stage, walk.microbatches))
+            gradients[0][name].fold(total)
 
 
 def sum_shared(program: Program, gradients: Gradients, rank: int, group: dist.ProcessGroup) -> None:
@@ -58,7 +57,7 @@ def sum_shared(program: Program, gradients: Gradients, rank: int, group: dist.Pr
         if rank in holders:
             totals = [link.share(name, walk, link.walk(name, walk), holders) for walk in walks(program, name)]
             for total in totals:
-                gradients.fold(name, total)
+                gradients[name].fold(total)
 
 
 @dataclass(frozen=True)
@@ -78,8 +77,8 @@ class _Link:
                 self._send(running, here)
                 running = []
             if self.rank == here:
-                running = self._receive(name, before, walk.pieces) if here != before else running
-                running = add_uses(running, self.gradients.waiting(name, stage, walk.microbatches))
+                running = self._receive(name, before, len(walk.microbatches)) if here != before else running
+                running = add_uses(running, self.gradients[name].take(stage, walk.microbatches))
             before = here
         return running
 
@@ -87,7 +86,7 @@ class _Link:
         """The total, on every holder."""
         owner = walk.ranks[-1]
         if self.rank != owner:
-            return self._receive(name, owner, walk.pieces)
+            return self._receive(name, owner, len(walk.microbatches))
         for holder in holders:
             if holder != owner:
                 self._send(total, holder)
@@ -98,7 +97,7 @@ class _Link:
             dist.send(tensor.contiguous(), group=self.group, group_dst=to)
 
     def _receive(self, name: str, source: int, count: int) -> list[torch.Tensor]:
-        like, dtype = self.gradients.parameters[name], self.gradients.dtype_of_shared(name)
+        like, dtype = self.gradients.parameters[name], self.gradients[name].dtype_of_parts
         buffers = [torch.empty(like.shape, dtype=dtype, device=like.device) for _ in range(count)]
         for buffer in buffers:
             dist.recv(buffer, group=self.group, group_src=source)

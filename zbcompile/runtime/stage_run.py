@@ -13,7 +13,7 @@ from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.graph.source_location import source_line
 from zbcompile.passes.graph.storage import storage_bytes
 from zbcompile.passes.torch_private import storage_key
-from zbcompile.runtime.gradient_buffers import Gradients
+from zbcompile.runtime.gradient_sums import Gradients
 from zbcompile.runtime.stage_plan import Call, CompiledStage, Tensors
 
 Frame = list[torch.Tensor | None]
@@ -119,7 +119,7 @@ class StageRun:
             for at, place in call.saves:
                 frame[place] = results[at]
         for parameter, places in call.gradients:
-            self.gradients.add(parameter, self.stage.index, microbatch, [results[at] for at in places])
+            self.gradients[parameter].add(self.stage.index, microbatch, [results[at] for at in places])
         return [laid_out(results[at], spec) for at, spec in call.sends]
 
     def _position_generator(self, microbatch: int, arrived: Tensors) -> None:
@@ -142,7 +142,7 @@ class StageRun:
         """W and BW add into the same buffers, which exist from the first of them on."""
         index, wanted = self.stage.index, id(call.accumulators)  # hashing all names takes longer than a small pass
         if wanted not in self.accumulators:
-            self.accumulators[wanted] = [(at, self.gradients.buffer(name, index)) for at, name in call.accumulators]
+            self.accumulators[wanted] = [(at, self.gradients[name].buffer(index)) for at, name in call.accumulators]
         for place, buffer in self.accumulators[wanted]:
             frame[place] = buffer
 

@@ -18,7 +18,7 @@ from zbcompile.distributed.transport import Transport
 from zbcompile.model.materialize import Share
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.vocabulary.shard_program import VocabularyProgram, even_bounds
-from zbcompile.runtime.gradient_buffers import Gradients
+from zbcompile.runtime.gradient_sums import WHOLE, Gradients
 from zbcompile.runtime.vocabulary_collectives import (
     Collectives,
     GroupCollectives,
@@ -72,7 +72,7 @@ class VocabularyShards:
 
     def accumulator(self, rank: int, gradients: Gradients, name: str) -> torch.Tensor:
         """What T of a rank adds the gradient of its rows into."""
-        whole = gradients.buffer(name, stage=-1)
+        whole = gradients[name].buffer(WHOLE)
         low, high = self.bounds[rank]
         return whole if name in self.own else whole[low:high]
 
@@ -92,9 +92,9 @@ class VocabularyShards:
     def share_lookups(self, gradients: Gradients, tied: Mapping[str, int], group: dist.ProcessGroup) -> None:
         """Add the gradient of a tied embedding, which the rank of its stage has, to the rows of every rank."""
         for name, source in sorted(tied.items()):
-            own = gradients.buffer(name, stage=-1)
+            own = gradients[name].buffer(WHOLE)
             if self.rank == source:
-                found = gradients.lookups.pop(name)
+                ((found,),) = gradients[name].take(WHOLE, (WHOLE,))
                 for rank, (low, high) in enumerate(self.bounds):
                     if rank != source and high > low:
                         dist.send(found[low:high].contiguous(), group=group, group_dst=rank)

@@ -22,7 +22,7 @@ from zbcompile.model.seeds import microbatch_seed, undisturbed
 from zbcompile.passes.graph.roles import Slot, TensorSpec
 from zbcompile.passes.torch_names import dtype_named
 from zbcompile.program.program import Program
-from zbcompile.runtime.gradient_buffers import Gradients
+from zbcompile.runtime.gradient_sums import Gradients
 from zbcompile.runtime.rank_plan import generator_spec
 from zbcompile.runtime.stage_plan import CompiledStage
 from zbcompile.runtime.stage_run import StageRun
@@ -221,7 +221,7 @@ class CompiledPipelineStage(PipelineStage):
         assert self._run is not None
         self._finished += 1
         if self._finished == len(self._run.seeds):
-            self._run.gradients.finish()
+            self._run.gradients.settle()
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Receives of the activations, into buffers made now."""

@@ -19,7 +19,7 @@ from tests.support.replicated import (
 from tests.support.training import Case, pipeline_of
 from zbcompile.distributed.mesh import Replicas
 from zbcompile.runtime.data_parallel import StageUpdates, Sum, start_reduction
-from zbcompile.runtime.gradient_buffers import Gradients
+from zbcompile.runtime.gradient_sums import Gradients
 from zbcompile.schedules import with_updates
 from zbcompile.schedules.ir.actions import REDUCE, flatten
 

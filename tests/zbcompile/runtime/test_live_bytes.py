@@ -22,7 +22,7 @@ from zbcompile.program.program import Program
 from zbcompile.runtime.action_loop import RankRun
 from zbcompile.runtime.engine import Executable
 from zbcompile.runtime.engines import interleave
-from zbcompile.runtime.gradient_buffers import Gradients
+from zbcompile.runtime.gradient_sums import Gradients
 from zbcompile.runtime.rank_plan import plan_rank
 from zbcompile.runtime.stage_plan import prepare_stage
 from zbcompile.runtime.stage_run import StageRun
@@ -126,10 +126,11 @@ def _all(inputs: Iterable[Mapping[str, Tensor]]) -> Iterator[Tensor]:
 
 def _sums(gradients: Gradients) -> Iterator[Tensor | None]:
     """Gradients that outlive a W: `.grad`, running sums, and of tied parameters one per microbatch in exact mode."""
-    assert all(name in gradients.shared for name, _ in gradients.partial)
+    assert all(name in gradients.shared for name, each in gradients.items() if each.parts)
     yield from (parameter.grad for parameter in gradients.parameters.values())
-    yield from (*gradients.sums.values(), *gradients.buffers.values())
-    yield from (gradient for held in gradients.partial.values() for uses in held.values() for gradient in uses)
+    yield from (each.running for each in gradients.values())
+    parts = (part for each in gradients.values() for part in each.parts.values())
+    yield from (gradient for part in parts for uses in part.values() for gradient in uses)
 
 
 @pytest.mark.slow
