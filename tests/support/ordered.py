@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from zbcompile.distributed.packing import Buffer, Message
+from zbcompile.distributed.packing import Buffer
 from zbcompile.distributed.transport import Link, Ordered, Tensors, Transport
+from zbcompile.schedules.lowering.edges import Message
 
 Channel = tuple[int, int]  # source rank, destination rank
 

@@ -1,5 +1,5 @@
-"""What travels between stages: messages, the buffers that they arrive in, and their tensors, as these travel (packed)
-and as a graph was traced for them (laid out)."""
+"""What travels between stages: the buffers that messages arrive in, and their tensors, as these travel (packed) and as
+a graph was traced for them (laid out)."""
 
 from typing import NamedTuple
 
@@ -8,17 +8,6 @@ import torch
 from zbcompile.passes.graph.roles import TensorSpec
 from zbcompile.passes.graph.strides import is_dense, packed_layout
 from zbcompile.passes.torch_names import dtype_named
-
-HIDDEN_MESSAGE = "HIDDEN"  # the last stage's output, on its way to the vocabulary shards
-ROWS_MESSAGE = "ROWS"  # the gradient of what these have looked up for the first stage
-
-
-class Message(NamedTuple):
-    """The `F` or `B` values that arrive at `stage` for `microbatch`, or a collective of the vocabulary passes."""
-
-    kind: str
-    stage: int
-    microbatch: int
 
 
 class Buffer(NamedTuple):

@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 
 from zbcompile.distributed.mesh import patience
-from zbcompile.distributed.packing import Buffer, Message, as_contiguous, packed, packed_buffer
+from zbcompile.distributed.packing import Buffer, as_contiguous, packed, packed_buffer
 from zbcompile.errors import PipelineError
+from zbcompile.schedules.lowering.edges import Message
 from zbcompile.torch_private import gloo_link, nccl_link
 
 Pair = tuple[int, int]  # source rank, destination rank

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from zbcompile.distributed.packing import Buffer, Message
+from zbcompile.distributed.packing import Buffer
 from zbcompile.passes.graph.fx import output_values
 from zbcompile.passes.graph.storage import storage_bytes, tensors_of
 from zbcompile.passes.partition.memory_estimate import gradient_bytes, state_bytes
@@ -17,13 +17,14 @@ from zbcompile.passes.stage.peak_memory import transient_bytes
 from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.passes.torch_private import storage_key
 from zbcompile.program.program import Program
-from zbcompile.runtime.rank_plan import assign_buffers, completed_sends, made_by, needed_by
+from zbcompile.runtime.rank_plan import assign_buffers, completed_sends
 from zbcompile.runtime.stage_plan import AFTER, arrivals_of
 from zbcompile.schedules import Costs, lower
 from zbcompile.schedules.execution.memory import deltas
 from zbcompile.schedules.ir.actions import COMPUTE, RECEIVES, SEND_F, SENDS, Action, F, flatten
 from zbcompile.schedules.ir.dependencies import RECEIVE_OF
 from zbcompile.schedules.ir.kinds import KINDS
+from zbcompile.schedules.lowering.edges import Message, edges_of
 from zbcompile.schedules.simulation.timeline import Timeline
 
 
@@ -200,6 +201,7 @@ class _Messages:
         self.program = program
         self.rank = rank
         self.receivers: dict[int, _Receiver] = {}  # one of each stage, which stays: it is known by its identity
+        self.edges = edges_of(program.lowered, rank)
         self.buffers = assign_buffers(program, rank, self._receiver)
         self.completes = completed_sends(program, rank, self.buffers)
         self.pool = _bytes({b for each in self.buffers.values() for b in each if b.number >= 0})
@@ -228,12 +230,12 @@ class _Messages:
             self.sent.pop(message, None)
         if action.op in RECEIVES:
             self.posted[action[1:], action.op[-1]] = _bytes(b for b in self._buffers(action) if b.number < 0)
-        elif action.op in SENDS and (sent := made_by(self.program, action)) is not None:
+        elif action.op in SENDS and (sent := self.edges[action].carries) is not None:
             self.sent[sent] = self._made(action) - self._kept(action)
         elif action.op in COMPUTE:
             event = KINDS[action.op].event
             self.posted.pop((action[1:], event), None)
-            self.posted.pop(needed_by(self.program, action), None)
+            self.posted.pop(self.edges[action].needs, None)
             for buffer, readers in self._arrived(action, event):
                 self.reading.append((buffer.spec.bytes, readers, action[1:]))
 
@@ -241,9 +243,9 @@ class _Messages:
         """Buffers behind their last reader are buffers again; what is made for a stage on this rank waits."""
         done = AFTER.get(action.op, ())
         self.reading = [r for r in self.reading if r[2] != action[1:] or not r[1].isdisjoint(done)]
-        local = made_by(self.program, action) if action.op in AFTER else None
-        if local is not None and self.program.rank_of(local.stage, local.microbatch) == self.rank:
-            self.posted[local] = self._made(action)
+        made, peer = self.edges[action].makes, self.edges[action].peer
+        if made is not None and peer == self.rank and made.kind in RECEIVE_OF:
+            self.posted[made] = self._made(action)
 
     def _buffers(self, action: Action) -> Sequence[Buffer]:
         return self.buffers.get(action, ())

@@ -12,9 +12,10 @@ from zbcompile.distributed.ranks import GroupRanks, Ranks
 from zbcompile.program.program import Program
 from zbcompile.program.step_record import Span, StepRecord
 from zbcompile.runtime.action_loop import RankRun
-from zbcompile.runtime.rank_plan import made_by
-from zbcompile.schedules.ir.actions import SEND_B, SEND_F, Action
+from zbcompile.schedules.ir.actions import SENDS, Action
+from zbcompile.schedules.ir.dependencies import target, travels_as
 from zbcompile.schedules.ir.schedule import Schedule
+from zbcompile.schedules.lowering.edges import Message
 
 
 @dataclass
@@ -61,8 +62,11 @@ class ActionTimes:
         self.held.setdefault(run.rank, []).append(live)
 
     def _bytes(self, action: Action, run: RankRun) -> int:
-        message = made_by(self.program, action) if action.op in (SEND_F, SEND_B) else None
-        return 0 if message is None else sum(tensor.nbytes for tensor in run.outbox[message])
+        there = target(action.op, action.stage, self.program.schedule.stages)
+        if action.op not in SENDS or there is None:
+            return 0
+        message = Message(travels_as(action.op), there, action.microbatch)
+        return sum(tensor.nbytes for tensor in run.outbox[message])
 
     def seen(self, ahead: float = 0.0) -> Seen:
         """Waits for the device. The times are on a clock that this process's clock is `ahead` of."""

@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any, Protocol
 
 from zbcompile.distributed.faults import Position
-from zbcompile.distributed.packing import Message
 from zbcompile.distributed.transport import Transport
 from zbcompile.program.program import Program
 from zbcompile.runtime.data_parallel import StageUpdates
@@ -16,6 +15,7 @@ from zbcompile.runtime.stage_run import StageRun
 from zbcompile.runtime.vocabulary_collectives import VocabularyTransport
 from zbcompile.schedules import Schedule
 from zbcompile.schedules.ir.actions import COLLECTIVES, ONCE, RECEIVES, SENDS, Action
+from zbcompile.schedules.lowering.edges import Message
 
 
 class Observer(Protocol):

@@ -16,15 +16,16 @@ from typing import NamedTuple, Protocol
 import torch
 
 from zbcompile.backends.types import Run
-from zbcompile.distributed.packing import HIDDEN_MESSAGE, ROWS_MESSAGE, Buffer, Message
+from zbcompile.distributed.packing import Buffer
 from zbcompile.passes.graph.roles import TensorSpec
 from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.program.program import Program
 from zbcompile.runtime.overlapped_pairs import make_pairs
 from zbcompile.runtime.stage_plan import AFTER, Arrival, CompiledStage, arrivals_of
-from zbcompile.schedules.ir.actions import COMPUTE, MESSAGES, ONCE, RECEIVES, SENDS, Action, B, F, Pair, Step, flatten
-from zbcompile.schedules.ir.dependencies import RECEIVE_OF, SEND_OF, awaited, source, target, travels_as
-from zbcompile.schedules.ir.kinds import KINDS
+from zbcompile.schedules.ir.actions import ONCE, RECEIVES, SENDS, Action, Pair, Step, flatten
+from zbcompile.schedules.ir.dependencies import SEND_OF, travels_as
+from zbcompile.schedules.ir.schedule import Lowered
+from zbcompile.schedules.lowering.edges import Message, edges_of
 
 
 class Instruction(NamedTuple):
@@ -91,25 +92,14 @@ def plan_rank(program: Program, rank: int, stages: Stages, variants: Sequence[St
     def stage_of(action: Action) -> CompiledStage:
         return (variants[action.microbatch] if variants else stages)[action.stage]
 
+    edges = edges_of(program.lowered, rank)
     buffers = assign_buffers(program, rank, stage_of)
     completes = completed_sends(program, rank, buffers)
-    collectives = awaited(program.schedule, lowered=True) if program.vocabulary is not None else {}
 
     def instruction(action: Action) -> Instruction:
-        needs, makes = needed_by(program, action), made_by(program, action)
-        if program.vocabulary is not None and action.op not in MESSAGES:
-            if (collective := collectives.get(action[:2])) is not None:
-                needs = Message(collective, action.stage, action.microbatch)
-            makes = makes or _handed_over(program, action)
-            if makes is not None and makes.kind in (HIDDEN_MESSAGE, ROWS_MESSAGE):
-                return Instruction(action, needs, makes, local=True, completes=completes.get(action, ()))
-        if action.op in RECEIVES and needs is not None:
-            peer = program.rank_of(_source(program, needs), action.microbatch)
-            return Instruction(action, carries=needs, peer=peer, buffers=buffers[action])
-        peer = program.rank_of(makes.stage, action.microbatch) if makes else -1
-        if action.op in SENDS:
-            return Instruction(action, carries=makes, peer=peer)
-        return Instruction(action, needs, makes, peer == rank, peer=peer, completes=completes.get(action, ()))
+        needs, makes, carries, peer = edges[action]
+        local, posted, over = peer == rank, buffers.get(action, ()), completes.get(action, ())
+        return Instruction(action, needs, makes, local, carries, peer, posted, over)
 
     pairs = make_pairs(steps, stage_of)
     return RankPlan(rank, tuple(tuple(map(instruction, step)) for step in _send_within_pairs(steps)), pairs)
@@ -125,37 +115,6 @@ def _send_within_pairs(steps: Sequence[Sequence[Action]]) -> list[tuple[Action, 
         if step[0] not in early:
             result.append((*step, send) if len(step) == 2 and send in early else tuple(step))
     return result
-
-
-def needed_by(program: Program, action: Action) -> Message | None:
-    """The message that must arrive before a compute action runs, or that a RECV posts."""
-    op, stage, microbatch = action
-    needs = source(op, stage, program.schedule.stages) is not None
-    return Message(travels_as(op), stage, microbatch) if needs else None
-
-
-def _handed_over(program: Program, action: Action) -> Message | None:
-    """The message with which the last stage's forward, or the first one's backward, serves the vocabulary shards."""
-    op, stage, microbatch = action
-    if op == F and stage == program.schedule.stages - 1:
-        return Message(HIDDEN_MESSAGE, stage, microbatch)
-    if KINDS[op].event == B and stage == 0 and program.schedule.lookups:
-        return Message(ROWS_MESSAGE, stage, microbatch)
-    return None
-
-
-def made_by(program: Program, action: Action) -> Message | None:
-    """The message that a compute action makes for another stage, or that a SEND sends."""
-    op, stage, microbatch = action
-    there = target(op, stage, program.schedule.stages)
-    return None if there is None else Message(travels_as(op), there, microbatch)
-
-
-def _source(program: Program, message: Message) -> int:
-    """The stage that sends a message."""
-    found = source(message.kind, message.stage, program.schedule.stages)
-    assert found is not None
-    return found
 
 
 def assign_buffers(
@@ -213,35 +172,33 @@ def completed_sends(
     program: Program, rank: int, buffers: Mapping[Action, Sequence[Buffer]]
 ) -> dict[Action, tuple[Message, ...]]:
     """For every action that needs a message: the sends known to be over once that message has arrived."""
-    peers: dict[int, Mapping[Action, int]] = {}
+    places: dict[int, _Places] = {}  # a rank has few peers
     open_sends: dict[int, list[tuple[int, Message]]] = defaultdict(list)  # by receiver: where it has used the message
+    received: dict[Message | None, int] = {}  # from another rank
     completes: dict[Action, tuple[Message, ...]] = {}
-    for action in flatten(program.lowered.programs[rank]):
-        if action.op in SENDS:
-            message = made_by(program, action)
-            assert message is not None
-            peer = program.rank_of(message.stage, message.microbatch)
-            open_sends[peer].append((_used(_positions(program, peer, peers), message), message))
-        elif buffers.get(Action(RECEIVE_OF.get(KINDS[action.op].event, ""), action.stage, action.microbatch)):
-            needs = needed_by(program, action)
-            assert needs is not None
-            sender = _source(program, needs)
-            peer = program.rank_of(sender, needs.microbatch)
-            sent = Action(SEND_OF[needs.kind], sender, needs.microbatch)
-            at = _positions(program, peer, peers).get(sent, -1)
+    for action, edge in edges_of(program.lowered, rank).items():
+        if edge.carries is not None and edge.peer not in places:
+            places[edge.peer] = _places(program.lowered, edge.peer)
+        if edge.carries is not None and action.op in SENDS:
+            open_sends[edge.peer].append((places[edge.peer].used[edge.carries], edge.carries))
+        elif buffers.get(action):
+            received[edge.carries] = edge.peer
+        elif edge.needs in received:
+            peer = received[edge.needs]
+            at = places[peer].sent.get(edge.needs, -1)
             completes[action] = tuple(message for used, message in open_sends[peer] if used < at)
             open_sends[peer] = [send for send in open_sends[peer] if send[0] >= at]
     return completes
 
 
-def _positions(program: Program, peer: int, known: dict[int, Mapping[Action, int]]) -> Mapping[Action, int]:
-    """The position of each action in the program of a peer; cached, as a rank has few peers."""
-    if peer not in known:
-        known[peer] = {action: at for at, action in enumerate(flatten(program.lowered.programs[peer]))}
-    return known[peer]
+class _Places(NamedTuple):
+    """Where in the order of a rank each message is used, and where it is sent."""
+
+    used: Mapping[Message | None, int]
+    sent: Mapping[Message | None, int]
 
 
-def _used(positions: Mapping[Action, int], message: Message) -> int:
-    kind, stage, microbatch = message
-    users = (Action(op, stage, microbatch) for op in COMPUTE if KINDS[op].event == kind)
-    return next(positions[user] for user in users if user in positions)
+def _places(lowered: Lowered, rank: int) -> _Places:
+    edges = list(enumerate(edges_of(lowered, rank).items()))
+    sent = {edge.carries: at for at, (action, edge) in edges if action.op in SENDS}
+    return _Places({edge.needs: at for at, (_, edge) in edges}, sent)

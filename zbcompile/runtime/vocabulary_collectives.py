@@ -18,12 +18,13 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from zbcompile.distributed.packing import HIDDEN_MESSAGE, ROWS_MESSAGE, Buffer, Message, empty
+from zbcompile.distributed.packing import Buffer, empty
 from zbcompile.distributed.transport import Tensors, Transport
 from zbcompile.passes.torch_names import dtype_named
 from zbcompile.passes.vocabulary.shard_program import HIDDEN
 from zbcompile.runtime.vocabulary_shard_run import ShardRun
 from zbcompile.schedules.ir.actions import CAST, COLLECTIVES, LOOKUP, SPREAD, STATS, SUM
+from zbcompile.schedules.lowering.edges import HIDDEN_MESSAGE, ROWS_MESSAGE, Message
 
 Job = Callable[[int], None]  # what a collective does for a microbatch
 

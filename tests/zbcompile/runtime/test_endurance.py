@@ -14,11 +14,11 @@ import torch
 from tests.support.oracle import PROBLEMS
 from tests.support.pool import Pool
 from tests.support.training import Case, pipeline_of
-from zbcompile.distributed.packing import Message
 from zbcompile.distributed.ranks import GroupRanks
 from zbcompile.distributed.transport import PointToPoint, Tensors
 from zbcompile.runtime.rank_plan import plan_rank
 from zbcompile.schedules import build, lower
+from zbcompile.schedules.lowering.edges import Message
 
 
 def compiled(case: Case):

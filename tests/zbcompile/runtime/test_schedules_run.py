@@ -33,11 +33,11 @@ from tests.support.training import (
     reference,
     train,
 )
-from zbcompile.distributed.packing import Message
 from zbcompile.distributed.ranks import GroupRanks
 from zbcompile.distributed.transport import Ordered, PointToPoint, Tensors
 from zbcompile.env import ORDERED
 from zbcompile.schedules import Pair, ScheduleError, build, names, smallest_microbatches
+from zbcompile.schedules.lowering.edges import Message
 
 LAZY = "zb-h1-lazy"
 REGULAR = ("1f1b", "zb-v", "dualpipe-v")  # over messages these run on 2 and on 4 ranks, the others on one of the two
