@@ -10,6 +10,7 @@ from typing import Any
 
 from tabulate import tabulate
 
+from zbcompile.progress import Progress, Say, silent
 from zbcompile.schedules.checking.schedule_rules import check
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.execution.noise import Noise
@@ -55,9 +56,10 @@ exit codes: 0 done, 1 an impossible schedule or an unreadable file, 2 wrong argu
 """
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command line; returns the exit code."""
+def main(arguments: Sequence[str] | None = None, say: Say = silent) -> int:
+    """Run one command line; returns the exit code. `say` is told what is done."""
     options = _parser().parse_args(arguments)
+    say(f"zbcompile schedules {options.command.__name__.removeprefix('_')}")
     try:
         options.command(options)
     except BrokenPipeError:  # the reader of the pipe (`| head`) has closed it
@@ -348,4 +350,6 @@ def _figures(t: Timeline) -> tuple[Any, ...]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with Progress("zbcompile schedules") as say:
+        status = main(None, say)
+    sys.exit(status)

@@ -28,15 +28,15 @@ ORDER = {
     ),
     "zbcompile": (
         *("version", "__init__", "untrusted_text", "errors", "amounts", "env", "tracebacks", "json_text"),
-        *("safe_files", "torch_private"),
+        *("safe_files", "torch_private", "progress"),
         *("model", "distributed", "program", "backends", "options", "compiler", "runtime", "optimizer", "prediction"),
         *("profiling", "program_cache", "planning", "torch_pipelining", "api", "persistence", "integrations", "cli"),
         "inspection",
-        *("compile", "run", "inspect", "plan", "calibrate", "checkpoints", "doctor"),
+        *("compile", "run", "inspect", "plan", "calibrate", "checkpoints", "doctor", "__main__"),
     ),
 }
 OTHERS = {"schedules": set(), "passes": set(), "zbcompile": {"passes", "schedules"}}  # which folders each may import
-FOR_ALL = {"zbcompile.version", "zbcompile.untrusted_text"}  # import nothing of the library
+FOR_ALL = {"zbcompile.version", "zbcompile.untrusted_text", "zbcompile.progress"}  # import nothing of the library
 MANY = {"__init__", "__main__", "errors", "torch_private"}  # names that several rooms have
 
 

@@ -1,15 +1,15 @@
 """What all command lines share: the options of `zbcompile.pipeline` as flags, and how they end: with 0, or with 2 and
 one line on standard error. A new option of a pipeline is a field (docs/architecture.md), a flag of one command is in
-its `_parser`."""
+its `add_arguments`."""
 
 import argparse
-import gc
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,38 +19,50 @@ from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.options import OPTIONS, PARAGRAPHS
 from zbcompile.passes.errors import CompileError
+from zbcompile.progress import Say, silent
 from zbcompile.schedules import ScheduleError
 
 FAILED = 2
 _EXPECTED = (PipelineError, CompileError, ScheduleError, OSError)
 
 
-def run_and_exit(main: Callable[[], int]) -> NoReturn:
-    """Run a command and end the process. Compiling makes many small objects that live on; with the default thresholds
-    the garbage collector walks them again and again, a sixth of `inspect`'s time."""
-    gc.set_threshold(50_000, 20, 20)
-    sys.exit(main())
+@dataclass(frozen=True)
+class Command:
+    """One command: what `--help` says of it, its own arguments beside those that all have, and what it runs.
 
+    `run` gets what argparse read, and says what it is doing. It prints its result, and raises an error, of which one
+    line goes to standard error.
+    """
 
-def exit_status(command: str, run: Callable[[], None], debug: bool) -> int:
-    """Run a command and return its exit status; an error becomes one line (with `debug` the traceback before it)."""
-    try:
-        run()
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader of the pipe has closed it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except Exception as error:
-        return _fail(command, error, debug)
-    return 0
+    name: str
+    description: str
+    epilog: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace, Say], None]
 
-
-def exit_status_of_rank(command: str, run: Callable[[], None], debug: bool) -> int:
-    """As `exit_status`; then end the process group that the command started."""
-    try:
-        return exit_status(command, run, debug)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    def __call__(self, arguments: Sequence[str] | None = None, say: Say = silent) -> int:
+        """Run the command line; returns the exit status."""
+        parser = argparse.ArgumentParser(
+            prog=f"python -m zbcompile.{self.name}",
+            description=self.description,
+            epilog=f"{self.epilog}exit status: 0, or 2 with one line on standard error.\n",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        parser.add_argument("--debug", action="store_true", help="show tracebacks of errors, and what torch prints")
+        self.add_arguments(parser)
+        chosen = parser.parse_args(arguments)
+        try:
+            self.run(chosen, say)
+            sys.stdout.flush()
+        except BrokenPipeError:  # the reader of the pipe has closed it
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except Exception as error:
+            rank = f": rank {os.environ['RANK']}" if self.name == "run" and "RANK" in os.environ else ""
+            return _fail(f"zbcompile.{self.name}{rank}", error, chosen.debug)
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        return 0
 
 
 @contextmanager

@@ -3,8 +3,7 @@
 import argparse
 import contextlib
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -26,6 +25,7 @@ from zbcompile.passes.pass_list.run_passes import Observer, Ran
 from zbcompile.planning.choose_schedule import choose_schedule
 from zbcompile.planning.planner import decide, order_by_graphs, reordered
 from zbcompile.program.program import Program
+from zbcompile.progress import Say
 from zbcompile.schedules.ir.schedule import Schedule
 
 RANKS = 2
@@ -87,17 +87,7 @@ def example_of(plan: Plan, mesh: Any = None) -> Example:
         return example_from(plan.maker, plan.target, mesh)
 
 
-def announcer(always: bool = False) -> Callable[[str], None]:
-    """Reports progress on standard error, with the seconds since now: on a terminal, or `always`."""
-    stream, began = sys.stderr, time.monotonic()
-    if not (always or stream.isatty()):
-        return lambda text: None
-    return lambda text: print(f"{time.monotonic() - began:7.1f} s  {text}", file=stream, flush=True)
-
-
-def compiled(
-    example: Example, schedule: Schedule, plan: Plan, say: Callable[[str], None], observe: Observer | None = None
-) -> Inspected:
+def compiled(example: Example, schedule: Schedule, plan: Plan, say: Say, observe: Observer | None = None) -> Inspected:
     """Compile and `say` which stage is ready (stages with equal graphs are compiled once); `observe` sees what each
     pass makes. If it fails torch prints whole graphs, which only `--debug` shows."""
 
@@ -127,7 +117,7 @@ def quiet(plan: Plan) -> contextlib.AbstractContextManager[None]:
 class ExamplePlanner:
     """The planner of `compile_example` for `options`; `announce` is told which layout it looks at."""
 
-    def __init__(self, provisional: Schedule, options: Options, announce: Callable[[str], None]) -> None:
+    def __init__(self, provisional: Schedule, options: Options, announce: Say) -> None:
         self.provisional, self.options, self.announce = provisional, options, announce
 
     def decide(self, drawn: Drawn, seconds: Mapping[str, float]) -> tuple[Schedule, Choices, Sequence[int]]:

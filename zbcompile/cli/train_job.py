@@ -24,9 +24,10 @@ from zbcompile.persistence.checkpoint import Checkpoint, hold_folder, load_check
 from zbcompile.persistence.checkpoint_directory import candidates, latest_checkpoint
 from zbcompile.persistence.safetensors_weights import holds_weights, load_weights, save_weights
 from zbcompile.profiling.monitor_steps import monitor
+from zbcompile.progress import Say, silent
 
 
-class Progress:
+class StepProgress:
     """Shows steps out of `steps`, from `start` on; every `every` steps if there is no terminal."""
 
     def __init__(self, start: int, steps: int, every: int, shown: bool) -> None:
@@ -65,12 +66,13 @@ class Progress:
             print(f"step {step} of {self.steps}: {text}", flush=True)
 
 
-def train(job: Job) -> None:
+def train(job: Job, say: Say = silent) -> None:
     """Run the job on this process's ranks. Raises PipelineError, on every rank, if the job cannot work."""
     if job.threads is not None:
         torch.set_num_threads(job.threads)
     source = load_object(job.data)
     pipe = open_pipeline(job)
+    say("")  # from here on steps are shown
     try:
         _train(job, pipe, source)
     finally:
@@ -82,7 +84,7 @@ def _train(job: Job, pipe: Pipeline, source: Any) -> None:
     asked = options_of(optimizer)
     at = _first_state(job, pipe, optimizer)
     set_options(optimizer, asked)
-    progress = Progress(at.step, job.steps, job.log_every, pipe.is_first)
+    progress = StepProgress(at.step, job.steps, job.log_every, pipe.is_first)
     origin = (
         f"the weights of {job.weights or job.init or job.directory}" if at.path is None else f"resumed from {at.path}"
     )
@@ -155,7 +157,7 @@ def _data(job: Job, pipe: Pipeline, source: Any, at: Checkpoint) -> Data:
     return data
 
 
-def _steps(job: Job, pipe: Pipeline, optimizer: Optimizer, data: Data, progress: Progress) -> None:
+def _steps(job: Job, pipe: Pipeline, optimizer: Optimizer, data: Data, progress: StepProgress) -> None:
     rates = [group["lr"] for group in optimizer.param_groups]
     for step in range(pipe.step_index, job.steps):
         with pipe.ranks.watch.region(f"batch {step}"):

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from zbcompile.amounts import format_share, format_time
-from zbcompile.cli.compile_arguments import RANKS, announcer, example_of, quiet, schedule_of, with_options
+from zbcompile.cli.compile_arguments import RANKS, example_of, quiet, schedule_of, with_options
 from zbcompile.compiler.compile_example import Inspected, read_saved
 from zbcompile.compiler.paired_schedule import in_order
 from zbcompile.compiler.pass_history import PassHistory
@@ -147,7 +147,6 @@ def _tried(inspected: Inspected, request: Request, basis: Basis) -> Tried:
         reason = f"the model has {operations:,} operations, so this takes minutes; --thorough does it"
     if reason:
         return Tried(*unsharded, impossible=(Impossible("--recompute, --vocab, other cuts", reason),))
-    say = announcer()
     model, sharding = inspected.example.model, Sharding(request.replicas, request.zero)
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
 
@@ -155,7 +154,7 @@ def _tried(inspected: Inspected, request: Request, basis: Basis) -> Tried:
         return complete_peak(program or inspected.program, tensors, sharding)
 
     with quiet(request):
-        return Tried(*unsharded, *run_trials(inspected, basis.costs, say, peak_of, request.fused))
+        return Tried(*unsharded, *run_trials(inspected, basis.costs, request.say, peak_of, request.fused))
 
 
 def _causes(inspected: Inspected, request: Request) -> str:

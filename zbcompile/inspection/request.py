@@ -3,13 +3,14 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from zbcompile.cli.compile_arguments import Plan, announcer, compiled
+from zbcompile.cli.compile_arguments import Plan, compiled
 from zbcompile.compiler.compile_example import Inspected
 from zbcompile.errors import PipelineError
 from zbcompile.inspection.idle_report import require_rank
 from zbcompile.model.example import Example
 from zbcompile.passes.pass_list.run_passes import Observer
 from zbcompile.prediction.predict import Basis, basis_of, require_costs
+from zbcompile.progress import Say
 from zbcompile.schedules import Schedule, Timeline, simulate
 from zbcompile.schedules.visualization.write import ENDINGS
 
@@ -38,6 +39,7 @@ class Request(Plan):
     thorough: bool
     format: str
     json: bool
+    say: Say
 
 
 def refuse_combinations(request: Request) -> None:
@@ -91,9 +93,8 @@ def require_stage(schedule: Schedule, stage: int) -> None:
 
 def compile_for(example: Example, schedule: Schedule, request: Request, observe: Observer | None = None) -> Inspected:
     """Compile `example`. `observe` sees what each pass makes."""
-    say = announcer()
-    say(f"capturing {type(example.model).__name__} for {schedule.name}, {schedule.stages} stages")
-    found = compiled(example, schedule, request, say, observe)
+    request.say(f"capturing {type(example.model).__name__} for {schedule.name}, {schedule.stages} stages")
+    found = compiled(example, schedule, request, request.say, observe)
     return replace(found, program=replace(found.program, step=request.options.step))
 
 

@@ -12,6 +12,7 @@ from zbcompile.planning.choose_schedule import count_for, counts_for, fit_to_bat
 from zbcompile.planning.layout_search import LayoutSearch
 from zbcompile.program_cache.executables import Executables, Searched
 from zbcompile.program_cache.orders import order_at
+from zbcompile.progress import LONG, Progress
 
 
 class BatchLayout:
@@ -62,7 +63,8 @@ class BatchLayout:
     def _decide(self, microbatch: Callable[[int], Microbatch], counts: Sequence[int]) -> None:
         """Choose the layout by cost for the first batch, which `microbatch` cuts; the first rank decides for all."""
         compiled = self._compiled
-        with compiled.ranks.watch.position.turn_to("searching the layout"):
+        what = "searching the layout"
+        with compiled.ranks.watch.position.turn_to(what), Progress(f"zbcompile: {what}", first=LONG):
             draw = partial(compiled.drawn, leads=True)
             task = self._model, self._options, compiled.ranks, draw, compiled.measured, compiled.make
             with readable(self._model):

@@ -51,6 +51,7 @@ from zbcompile.program_cache.bound_programs import BoundPrograms
 from zbcompile.program_cache.orders import in_another_order, order_at
 from zbcompile.program_cache.program_keys import ProgramKey, key_of, torch_modes, what_is_new
 from zbcompile.program_cache.step_outputs import KINDS, kept_for, keyword
+from zbcompile.progress import LONG, Progress
 from zbcompile.runtime.engine import Executable, mix
 from zbcompile.schedules import Schedule, lower
 from zbcompile.torch_private import fingerprint
@@ -231,7 +232,8 @@ class Executables(BoundPrograms):
         """Compile for a microbatch whose answers are new, on all ranks; only some of them may have met it (`leads`)."""
         change = self._kept.change(self._key(microbatch))
         since = f" (on this rank, of {change})" if change else ""
-        with self.ranks.watch.position.turn_to(f"compiling for microbatches of {microbatch.summary()}{since}"):
+        what = f"compiling for microbatches of {microbatch.summary()}{since}"
+        with self.ranks.watch.position.turn_to(what), Progress(f"zbcompile: {what}", first=LONG):
             drawn = self.searched.drawn if self.searched else self.drawn(microbatch, leads)
             guards = drawn.captured.guards
             found.standing.append(Standing(drawn.captured.premises, {"model": self._model, "loss": self._options.loss}))

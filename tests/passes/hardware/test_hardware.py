@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 import zbcompile
-from zbcompile.calibrate import to_toml
+from zbcompile.cli.calibrate_command import to_toml
 from zbcompile.passes.errors import CompileError
 from zbcompile.passes.hardware.hardware import FIGURES, Connection, Hardware, Product, hardware_names
 

@@ -11,9 +11,9 @@ from tests.support.oracle import PROBLEMS
 from zbcompile import Example, Hardware
 from zbcompile.compiler.compile_example import one_microbatch
 from zbcompile.compiler.compile_model import draw_step
+from zbcompile.inspection.plan_command import format_plan, main
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.hardware.hardware import Connection
-from zbcompile.plan import format_plan, main
 from zbcompile.planning.factorisations import Captured, Row, factorisations, on_mesh, ranked
 
 TARGET, TARGETS = "examples/targets.py:gpt", "tests.support.mesh_targets"

@@ -1,0 +1,51 @@
+"""`python -m zbcompile`: every command has its door, and says what it does while nothing else is to be seen."""
+
+import io
+import sys
+import time
+from importlib import import_module
+
+import pytest
+
+from zbcompile.cli import command_table
+from zbcompile.cli.command_table import COMMANDS
+from zbcompile.progress import Progress
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_has_two_doors(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["zbcompile", name, "--help"])
+    with pytest.raises(SystemExit) as stopped:
+        command_table.choose_and_exit()
+    shown = capsys.readouterr().out
+    assert (stopped.value.code, shown.split()[:4]) == (0, ["usage:", "python", "-m", f"zbcompile.{name}"])
+    door = import_module(f"zbcompile.{name}" if name != "schedules" else "zbcompile.schedules.__main__")
+    with pytest.raises(SystemExit):
+        door.main(["--help"])
+    assert capsys.readouterr().out == shown
+
+
+@pytest.mark.parametrize(("argument", "status"), [("--help", None), ("--version", None), ("inspekt", 2)])
+def test_without_a_command_they_are_listed(
+    argument: str, status: int | None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["zbcompile", argument])
+    with pytest.raises(SystemExit) as stopped:
+        command_table.choose_and_exit()
+    shown = "".join(capsys.readouterr())
+    assert stopped.value.code == status
+    assert argument == "--version" or all(f"  {name} " in shown for name in COMMANDS)
+
+
+def test_long_work_says_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", stream := io.StringIO())
+    with Progress("short", first=60.0):
+        pass
+    with Progress("loading", first=0.05) as say:
+        say("measuring")
+        until = time.monotonic() + 60
+        while not stream.getvalue() and time.monotonic() < until:
+            time.sleep(0.01)
+    assert stream.getvalue().split(" s  ")[1:] == ["measuring\n"]

@@ -1,0 +1,60 @@
+"""The commands: `python -m zbcompile NAME`, or `python -m zbcompile.NAME`.
+
+Knows of each where it is and one sentence, and imports it, with torch, when it is run: meanwhile it says so.
+"""
+
+import gc
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import NoReturn
+
+from zbcompile.progress import Progress, Say, silent
+from zbcompile.version import __version__
+
+COMMANDS = {
+    "inspect": ("zbcompile.inspection.inspect_command", "what a model would be compiled to, and how long a step takes"),
+    "plan": ("zbcompile.inspection.plan_command", "every way to divide a number of ranks, to look at before asking"),
+    "compile": ("zbcompile.cli.compile_command", "compile ahead of time into a directory"),
+    "run": ("zbcompile.cli.run_command", "train a compiled program with a data function"),
+    "calibrate": ("zbcompile.cli.calibrate_command", "measure this machine, for predictions"),
+    "checkpoints": ("zbcompile.cli.checkpoints_command", "verify, list and prune folders of checkpoints"),
+    "doctor": ("zbcompile.cli.doctor_command", "check a machine or a cluster"),
+    "schedules": ("zbcompile.schedules.__main__", "orders without a model: list, show, check, compare, search"),
+}
+Main = Callable[..., int]
+
+
+def main_of(name: str) -> Main:
+    """The command as a function of its arguments (default: those of the process), which returns the exit status."""
+
+    def main(arguments: Sequence[str] | None = None, say: Say = silent) -> int:
+        return int(import_module(COMMANDS[name][0]).main(arguments, say))
+
+    return main
+
+
+def run_and_exit(name: str, arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run a command and end the process. Compiling makes many small objects that live on; with the default thresholds
+    the garbage collector walks them again and again, a sixth of `inspect`'s time."""
+    gc.set_threshold(50_000, 20, 20)
+    with Progress(f"zbcompile {name}: loading") as say:
+        status = main_of(name)(arguments, say)
+    sys.exit(status)
+
+
+def choose_and_exit() -> NoReturn:
+    """`python -m zbcompile NAME ...`."""
+    name, *rest = sys.argv[1:] or ["--help"]
+    if name in COMMANDS:
+        run_and_exit(name, rest)
+    if name == "--version":
+        print(__version__)
+        sys.exit()
+    lines = [f"  {each:<12} {sentence}" for each, (_, sentence) in COMMANDS.items()]
+    usage = "\n".join(["usage: python -m zbcompile COMMAND ...", "", *lines, "", "COMMAND --help lists its arguments."])
+    if name in ("--help", "-h"):
+        print(usage)
+        sys.exit()
+    print(f"{usage}\nzbcompile: no command is called {name!r}.", file=sys.stderr)
+    sys.exit(2)

@@ -1,0 +1,112 @@
+"""The compile command: compile ahead of time, for `zbcompile.load`."""
+
+import argparse
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from zbcompile.backends.backend import compile_passes, make_backend
+from zbcompile.cli.command_line import Command, add_flags, split_options
+from zbcompile.cli.compile_arguments import Plan, add_plan, compiled, example_of, quiet, schedule_of
+from zbcompile.compiler.compile_example import compile_example_forward
+from zbcompile.compiler.inference import Frame
+from zbcompile.distributed.process_group import device_of, is_alone
+from zbcompile.errors import PipelineError
+from zbcompile.model.example import Example
+from zbcompile.persistence.safetensors_weights import save_weights
+from zbcompile.program.directories import program_in, save_here
+from zbcompile.program.output import FORWARDS
+from zbcompile.program.program import Program
+from zbcompile.progress import Say
+from zbcompile.schedules import Schedule
+
+EXAMPLES = """examples:
+  python -m zbcompile.compile examples/targets.py:gpt --schedule zb-h1 --ranks 4 --output program
+  python -m zbcompile.compile mypackage.models:seventy_billion --fake --ranks 8 --output program
+  python -m zbcompile.compile mypackage.models:policy --also eval,log_probs --ranks 4 --output program
+
+TARGET is called without arguments and returns (model, args), (model, args, kwargs) or
+zbcompile.Example(model, args, kwargs, loss, target); args are those of one microbatch.
+DIR is new or empty, or holds a program, which is replaced; docs/programs.md describes what is in it. It holds no
+parameters: zbcompile.load(DIR, state_dict=...) takes them, and zbcompile.run those that --weights writes.
+"""
+
+
+@dataclass(frozen=True)
+class CompileRequest(Plan):
+    """The arguments of the command line."""
+
+    output: Path
+    weights: Path | None
+    also: list[str]
+    only: list[str]
+
+
+def _run(chosen: argparse.Namespace, say: Say) -> None:
+    """Compile and save; raises the project's errors and OSError."""
+    request = CompileRequest(**split_options(chosen))
+    if not is_alone():
+        raise PipelineError("one process compiles for all ranks. Start zbcompile.compile without torchrun.")
+    program_in(request.output)  # a wrong place is refused before a long compilation
+    options = request.options
+    if request.weights is not None and request.fake:
+        raise PipelineError("--weights writes the model's own values, which it lacks under --fake. Leave one out.")
+    schedule = schedule_of(request)
+    example = example_of(request)
+    backend = make_backend(options.backend, device_of(example.model))
+    say(f"{type(example.model).__name__} is built; capturing it for {schedule.name}, {schedule.ranks} ranks")
+    program = replace(_programs(example, schedule, request, say), writer=save_here)
+    if request.only and options.vocab not in (None, "off") and program.vocabulary is None:
+        raise PipelineError(
+            f"--vocab {options.vocab} shards an output layer whose logits nobody needs whole, for log_probs or "
+            f"entropies; --only {','.join(request.only)} has none. Leave --vocab out."
+        )
+    program.save(request.output)
+    if request.weights is not None:
+        save_weights(request.weights, example.model)
+    say("saved")
+    if backend.compiler is not None:
+        say(str(compile_passes(program, range(schedule.ranks), backend).compilation))
+    print(request.output)
+
+
+def _programs(example: Example, schedule: Schedule, request: CompileRequest, say: Say) -> Program:
+    names, main = sorted(request.only, key="eval".__eq__) or request.also, None  # eval is placed as the others are
+    if not request.only:
+        main = replace(compiled(example, schedule, request, say).program, step=request.options.step)
+    found: dict[str, Program] = {}
+    for name in dict.fromkeys(names):
+        with quiet(request):
+            made = compile_example_forward(example, name, Frame(schedule, main, request.options.choices, {}))
+        found[name] = replace(made, step=request.options.step)
+        main = main or found.pop(name)
+        say(f"compiled {name}")
+    assert main is not None
+    return replace(main, also=found)
+
+
+def _forwards(text: str) -> list[str]:
+    names = text.split(",")
+    if not set(names) <= FORWARDS.keys():
+        raise argparse.ArgumentTypeError(f"{text!r}; expected some of {','.join(FORWARDS)}")
+    return names
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("target", metavar="TARGET", help="package.module:name or path/file.py:name")
+    parser.add_argument("--output", metavar="DIR", type=Path, required=True, help="the directory to write")
+    parser.add_argument(
+        "--weights", metavar="PATH", type=Path, help="write the model's own weights too: .safetensors or a directory"
+    )
+    kinds = parser.add_mutually_exclusive_group()
+    helps = {
+        "--also": "beside the step, forwards for zbcompile.load(DIR): eval, log_probs, entropies",
+        "--only": "such forwards alone, without a backward",
+    }
+    for flag, text in helps.items():
+        kinds.add_argument(flag, metavar="NAME,NAME", type=_forwards, default=[], help=text)
+    add_flags(parser, ("split", "seed", "backend"))
+    add_plan(parser)
+
+
+DESCRIPTION = "Compile the training step of a model into a directory from which every rank loads its part."
+main = Command("compile", DESCRIPTION, EXAMPLES, _add_arguments, _run)

@@ -1,0 +1,258 @@
+"""The plan command: the table, and a picture, to look at before asking for machines."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from xml.sax.saxutils import escape
+
+import torch
+
+from zbcompile.amounts import format_share, format_time
+from zbcompile.cli.command_line import Command, flag_of, split_options
+from zbcompile.cli.compile_arguments import Plan, add_plan, example_of, quiet, with_options
+from zbcompile.cli.mesh_parts import DIMENSIONS, Labels, part_of, why_whole
+from zbcompile.compiler.compile_example import one_microbatch
+from zbcompile.compiler.compile_model import draw_step, whole_of
+from zbcompile.compiler.measure_nodes import measure_line
+from zbcompile.errors import PipelineError
+from zbcompile.inspection.report import table, wrap
+from zbcompile.model.batch import Microbatch
+from zbcompile.model.batch_split import choose_cuts
+from zbcompile.model.example import Example
+from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.option import options_of
+from zbcompile.passes.stage.print_python import format_bytes
+from zbcompile.planning.factorisations import SLOW, Captured, Row, factorisations, ranked
+from zbcompile.progress import Say
+from zbcompile.safe_files import write_whole
+
+WIDTH, HEIGHT, MARGIN = 640, 360, 70
+STYLE = (
+    "text { font: 11px sans-serif; fill: #111 } .best { fill: #0072b2 } .other { fill: #bbb } "
+    ".front { fill: none; stroke: #0072b2 } .axis { stroke: #999 } rect { fill: #fff }"
+)
+
+
+def format_plan(rows: Sequence[Row], shown: int, every: bool = False) -> str:
+    """The best rows, the fastest of each division of the ranks, and the fastest others up to `shown`, none of them much
+    slower than the first; or `every` row. A star marks the Pareto front of rate and memory."""
+    fastest = {(row.tensor, row.ranks): row for row in reversed(rows)}
+    meant = [row for row in rows if row.rate >= rows[0].rate / SLOW]
+    kept = [r for i, r in enumerate(meant) if r.best or i < shown or fastest[r.tensor, r.ranks] is r]
+    kept, left = (list(rows), 0) if every else (kept, len(rows) - len(meant))
+    layout, figures = ("placement", "m", "recompute", "vocab"), ("step", _unit(rows), "bubble", "peak memory")
+    headers = ["", *DIMENSIONS, *layout, *figures]
+    shown_rows = table([_cells(row) for row in kept], headers, left=("", "placement", "recompute"))
+    takes, are = ("row takes", "is") if left == 1 else ("rows take", "are")
+    note = (
+        f"\n\n{left} {takes} more than {SLOW:g} times as long as the fastest and {are} left out; --all shows every row."
+    )
+    return shown_rows + note * bool(left)
+
+
+def _unit(rows: Sequence[Row]) -> str:
+    return "tokens/s" if any(row.tokens > 1 for row in rows) else "rows/s"
+
+
+def _cells(row: Row) -> list[str]:
+    layout = row.layout
+    return [
+        "*" if row.best else "",
+        *map(str, row.mesh),
+        layout.placement,
+        str(layout.microbatches),
+        str(layout.choices.recompute),
+        str(layout.choices.vocab),
+        format_time(row.seconds, "s"),
+        f"{row.rate:,.0f}" if row.rate >= 1000 else f"{row.rate:.3g}",
+        format_share(layout.bubble),
+        format_bytes(row.peak),
+    ]
+
+
+def to_picture(rows: Sequence[Row]) -> str:
+    """Rate against memory as a self-contained SVG; what nothing beats in both is joined by a line.
+
+    Every point tells its row on hover.
+    """
+    most_bytes, most = max(row.peak for row in rows), max(row.rate for row in rows)
+    places = [
+        (
+            MARGIN + row.peak / most_bytes * (WIDTH - 2 * MARGIN),
+            HEIGHT - MARGIN - row.rate / most * (HEIGHT - 2 * MARGIN),
+        )
+        for row in rows
+    ]
+    front = " ".join(f"{x:.1f},{y:.1f}" for row, (x, y) in zip(rows, places, strict=True) if row.best)
+    points = [
+        f'<circle class="{"best" if row.best else "other"}" cx="{x:.1f}" cy="{y:.1f}" r="4">'
+        f"<title>{escape(', '.join(filter(None, _cells(row))))}</title></circle>"
+        for row, (x, y) in zip(rows, places, strict=True)
+    ]
+    low, left = HEIGHT - MARGIN, MARGIN
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}"><style>{STYLE}</style>',
+            f'<rect width="{WIDTH}" height="{HEIGHT}"/>',
+            f'<path class="axis" d="M{left} {MARGIN}V{low}H{WIDTH - MARGIN}" fill="none"/>',
+            f'<text x="{left}" y="{MARGIN - 10}">{_unit(rows)}, up to {most:,.4g}</text>',
+            f'<text x="{WIDTH - 2 * MARGIN}" y="{low + 20}">peak memory, up to {format_bytes(most_bytes)}</text>',
+            f'<polyline class="front" points="{front}"/>',
+            *points,
+            "</svg>",
+        ]
+    )
+
+
+ASSUMED = (
+    "Predicted from operations on {hardware}, with {messages}; memory is parameters, gradients, optimizer state, "
+    "activations, also those of the pass that runs, and messages, without what kernels, the allocator and the sum of "
+    "gradients over replicas take for themselves. Steps of many microbatches: the first ones, and the rest at their "
+    "pace."
+)
+LINKED = "messages and sums of gradients over its links"
+FREE = "messages and the exchange between replicas free"
+EXAMPLES = """examples:
+  python -m zbcompile.plan examples/targets.py:gpt --ranks 8
+  python -m zbcompile.plan examples/targets.py:byte_llama --ranks 4 --mesh tp,pp
+  python -m zbcompile.plan examples/targets.py:llama_70b --fake --ranks 64 --memory 80GiB --global-batch 512
+
+TARGET is called without arguments and returns (model, args), (model, args, kwargs) or
+zbcompile.Example(model, args, kwargs, loss, target); args are those of one microbatch. For rows
+with tp > 1 it is called again with mesh=, a DeviceMesh, if it has a parameter of that name
+(`mesh=None`), and returns the model on mesh["tp"]; else the model's own tp_plan is applied.
+"""
+
+
+@dataclass(frozen=True)
+class PlanRequest(Plan):
+    """The arguments of the command line."""
+
+    global_batch: int | None
+    rows: int
+    every: bool
+    svg: Path | None
+    dimensions: tuple[str, ...]
+
+
+def _run(chosen: argparse.Namespace, say: Say) -> None:
+    """Search and print; raises the project's errors."""
+    request = PlanRequest(**split_options(chosen))
+    request, ranks = with_options(request, schedule="auto"), request.options.ranks
+    if ranks is None:
+        raise PipelineError("--ranks is missing: how many are to be used altogether?")
+    rows, impossible = _searched(request, ranks, say)
+    if not rows:
+        raise PipelineError(f"no plan for {ranks} ranks: {'; '.join(impossible)}")
+    print("\n".join(wrap(_assumed(request))), format_plan(rows, request.rows, request.every), sep="\n\n", end="\n\n")
+    print("\n".join(line for text in impossible for line in wrap(text)), end="\n\n" if impossible else "")
+    print(f"the fastest, as a command:\n  {_command(request, rows[0])}")
+    if request.svg is not None:
+        write_whole(request.svg, to_picture(rows).encode())
+        print(request.svg)
+
+
+def _assumed(request: PlanRequest) -> str:
+    hardware = request.options.hardware
+    messages = LINKED if hardware and hardware.within else FREE
+    return ASSUMED.format(hardware=hardware or "nominal speeds of the device", messages=messages)
+
+
+def _searched(request: PlanRequest, ranks: int, say: Say) -> tuple[list[Row], list[str]]:
+    """The rows, and what is impossible, whatever number of ranks shares the matrices."""
+    whole, options = example_of(request), request.options
+    task = options.choices, ranks, request.global_batch, options.search_seconds, say, request.dimensions
+    sizes = [tp for tp in range(2, ranks + 1) if ranks % tp == 0] if "tp" in request.dimensions else []
+    why = why_whole(request, whole.model) if sizes else ""
+    rows, impossible = factorisations(_captured(request, whole, say), *task)
+    for tp in () if why else sizes:
+        try:
+            with part_of(request, whole.model, ranks, tp) as (part, labels):
+                found, reasons = factorisations(_captured(request, part, say, tp, labels), *task)
+        except Exception as error:  # also torch's, of a plan that does not fit the model: the other rows stand
+            if request.debug:
+                raise
+            found, reasons = [], [f"tp={tp}: {next(iter(str(error).splitlines()), type(error).__name__)}"]
+        rows, impossible = rows + found, impossible + reasons
+    return ranked(rows), [*impossible, *([f"tp>1: {why}"] if why else [])]
+
+
+def _captured(request: PlanRequest, example: Example, say: Say, tp: int = 1, labels: Labels | None = None) -> Captured:
+    """The step of one of `tp` ranks."""
+    say(f"capturing {type(example.model).__name__}{f' on one of {tp} ranks' * (tp > 1)}")
+    microbatch, choices = one_microbatch(example), request.options.choices
+    _, count = choose_cuts(microbatch.paths, microbatch.leaves, {})
+    with quiet(request):
+        drawn = draw_step(example.model, microbatch, example.loss, choices, dimensions=labels)
+        measured = measure_line(whole_of(drawn).line) if choices.balance == "measured" else {}
+    return Captured(drawn, count, _tokens(microbatch, count), measured, tp)
+
+
+def _tokens(microbatch: Microbatch, rows: int) -> int:
+    """How many tokens a row has: the longest row of whole numbers; 1 if there is none."""
+    tensors = (each for each in microbatch.tensors.values() if each.dtype in (torch.int64, torch.int32))
+    return max((each.numel() // rows for each in tensors if each.dim() > 1 and each.shape[0] == rows), default=1)
+
+
+def _command(request: PlanRequest, row: Row) -> str:
+    """A program holds one pipeline of whole matrices; ranks that share them compile their parts themselves."""
+    layout, (replicas, tensor, ranks) = row.layout, row.mesh
+    kept = [name for name in options_of(Choices) if name in request.given and name not in ("recompute", "vocab")]
+    flags = [f"{flag_of(name)} {_written(request.given[name])}".rstrip() for name in kept]
+    begin = f"python -m zbcompile.compile {request.target}{' --fake' * request.fake} --ranks {ranks}"
+    end = "--output program"
+    if tensor > 1:
+        begin = f"torchrun --nproc-per-node {replicas * tensor * ranks} -m zbcompile.run {request.target}"
+        begin, end = f"{begin} --replicas {replicas} --tensor {tensor}", "--data FILE.py:NAME --steps N"
+    parts = [
+        f"{begin} --schedule auto --microbatches {layout.microbatches}",
+        f"--chunks {layout.found.schedule.placement.chunks}",
+        f"--recompute {layout.choices.recompute} --vocab {layout.choices.vocab}",
+        *flags,
+        end,
+    ]
+    shared = f"tp={tensor}, " if tensor > 1 else ""
+    return " ".join(parts) + f"   # a mesh with dp={replicas}, {shared}pp={ranks}" * (replicas * tensor > 1)
+
+
+def _written(value: Any) -> str:
+    return "" if value is True else ",".join(value) if isinstance(value, tuple) else str(value)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}; expected a positive whole number")
+    return int(text)
+
+
+def _dimensions(text: str) -> tuple[str, ...]:
+    found = tuple(text.split(","))
+    if not set(found) <= set(DIMENSIONS) or len(set(found)) < len(found) or not {"dp", "pp"} & set(found):
+        raise argparse.ArgumentTypeError(f"{text!r}; expected some of {','.join(DIMENSIONS)}, with dp or pp")
+    return found
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("target", metavar="TARGET", help="package.module:name or path/file.py:name")
+    parser.add_argument("--global-batch", metavar="N", type=_positive, help="rows of a step over all replicas")
+    parser.add_argument(
+        "--mesh",
+        dest="dimensions",
+        metavar="dp,tp,pp",
+        type=_dimensions,
+        default=DIMENSIONS,
+        help="which may have several ranks",
+    )
+    parser.add_argument("--rows", metavar="N", type=_positive, default=12, help="rows to print (default: %(default)s)")
+    parser.add_argument("--all", dest="every", action="store_true", help="print every row, however slow")
+    parser.add_argument("--svg", metavar="FILE", type=Path, help="draw rate against memory")
+    add_plan(parser, without=("schedule", "microbatches", "chunks", "loss_reduction"))
+
+
+DESCRIPTION = (
+    "Predict a training step for every way to divide ranks among replicas (dp), ranks that share every matrix (tp) and "
+    "pipelines (pp)."
+)
+main = Command("plan", DESCRIPTION, EXAMPLES, _add_arguments, _run)
